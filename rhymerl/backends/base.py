@@ -1,0 +1,48 @@
+"""What a rollout backend is: ONE worker's engine. Data parallelism is SPMD, so every rank owns its own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from rhymerl.types import Completion, RolloutRequest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class RolloutBackend(ABC):
+    """A context manager: leaving it frees the engine, and requests still in it are lost."""
+
+    @abstractmethod
+    def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        """Queue requests. Raises ConfigError for one that could never be answered (nothing is then queued)."""
+
+    @abstractmethod
+    def collect(self, timeout_s: float | None = None) -> list[Completion]:
+        """Completions as they finish: at least one, unless nothing is left or `timeout_s` has passed."""
+
+    @abstractmethod
+    def withdraw(self, ids: Iterable[str] | None = None) -> list[Completion]:
+        """Take back the named requests (all by default) with the tokens they have; unknown ids are ignored."""
+
+    @abstractmethod
+    def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        """New weights. Requests in flight go on under them; their later tokens carry the new version."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Totals since the last call (`rollout/*`), then reset."""
+        return {}
+
+    def close(self) -> None:
+        """Free the engine; may be called twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,40 @@
+"""The exception tree. Everything that rhymerl raises on purpose is one of these, or a ValueError of a constructor.
+
+    RhymeError                 something rhymerl noticed; the message is one readable line
+    ├── UsageError             the user's input is wrong (exit code 2)
+    │   ├── ConfigError        a setting: names it, its value and what is allowed
+    │   └── DataError          a data file: names the file, the line and what is wrong
+    └── RunError               the run failed (exit code 1)
+        ├── BackendError       a rollout engine failed or broke its promises
+        └── RewardError        a reward function cannot be used at all (a failing call costs one sample instead)
+"""
+
+from __future__ import annotations
+
+
+class RhymeError(Exception):
+    """Something rhymerl noticed."""
+
+
+class UsageError(RhymeError):
+    """The user's input is wrong; nothing has been computed."""
+
+
+class ConfigError(UsageError):
+    """A setting is wrong: the message names it, its value and what is allowed."""
+
+
+class DataError(UsageError):
+    """A data file is wrong: the message names the file, the place in it and what is wrong."""
+
+
+class RunError(RhymeError):
+    """The run failed."""
+
+
+class BackendError(RunError):
+    """A rollout engine failed or broke its promises."""
+
+
+class RewardError(RunError):
+    """A reward function cannot be used at all."""

@@ -1,0 +1,132 @@
+"""The policy: a decoder-only language model and its tokenizer, loaded from disk or made from scratch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+from rhymerl.errors import ConfigError
+
+PAD, END = "<pad>", "<end>"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """A model with its tokenizer, as they are saved together in one Hugging Face directory."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def context_tokens(self) -> int:
+        """The longest sequence (prompt and response) that the model's positions allow."""
+        return int(getattr(self.model.config, "max_position_embeddings", 0) or 2**31)
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """End-of-sequence ids of the generation config, the model config and the tokenizer, sorted."""
+        found: set[int] = set()
+        generation = self.model.generation_config or GenerationConfig()
+        for source in (generation.eos_token_id, self.model.config.eos_token_id, self.tokenizer.eos_token_id):
+            found.update(source if isinstance(source, list | tuple) else [source] if source is not None else [])
+        return tuple(sorted(found))
+
+    def save(self, directory: str | Path) -> None:
+        """Write a directory that plain `transformers` loads."""
+        self.model.save_pretrained(directory)
+        self.tokenizer.save_pretrained(directory)
+
+
+class PolicySource:
+    """Where the policy comes from: a directory or hub name (`path`), or a small config to build (`init`).
+
+    `init` holds the fields of a transformers config with its `model_type`; the tokenizer is then one
+    token a character of `characters`. Raises ConfigError when neither or both are given.
+    """
+
+    def __init__(
+        self,
+        path: str | None = None,
+        *,
+        init: Mapping[str, Any] | None = None,
+        characters: str = "0123456789+=;#? \n",
+        seed: int = 0,
+        dtype: Literal["float32", "bfloat16", "float64"] = "float32",
+    ) -> None:
+        if (path is None) == (init is None):
+            raise ConfigError(
+                f"model.path={path!r} and model.init={init!r}: set exactly one "
+                "(a Hugging Face directory or hub name, or a config to build from scratch)"
+            )
+        if dtype not in DTYPES:
+            raise ConfigError(f"model.dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
+        self.path = path
+        self.init = dict(init) if init is not None else None
+        self.characters = characters
+        self.seed = seed
+        self.dtype = dtype
+
+    def load(self) -> Policy:
+        """Read or build the policy. Raises ConfigError when `path` is not a model."""
+        return self._read(str(self.path)) if self.init is None else self._build(self.init)
+
+    def _read(self, path: str) -> Policy:
+        folder = Path(path).expanduser()
+        if folder.exists() and not (folder / "config.json").is_file():
+            raise ConfigError(f"model.path={path!r}: not a model directory (it has no config.json)")
+        looks_local = path.startswith(("/", ".", "~")) or path.count("/") > 1
+        if not folder.exists() and looks_local:
+            raise ConfigError(f"model.path={path!r}: no such directory")
+        name = str(folder) if folder.exists() else path
+        try:
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[self.dtype])
+            tokenizer = AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ConfigError(f"model.path={path!r}: cannot be loaded as a causal language model: {reason}") from error
+        return Policy(model=model, tokenizer=tokenizer)
+
+    def _build(self, init: Mapping[str, Any]) -> Policy:
+        tokenizer = character_tokenizer(self.characters)
+        special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+        try:
+            config = AutoConfig.for_model(**{"vocab_size": len(tokenizer), **special, **init})
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"model.init={dict(init)!r}: {str(error).splitlines()[0]}") from error
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[self.dtype])
+        return Policy(model=model, tokenizer=tokenizer)
+
+
+def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
+    """One token a character: 0 is padding, 1 ends an answer, then `characters` in order."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {token: index for index, token in enumerate([PAD, END, *characters])}
+    if len(vocabulary) != len(characters) + 2:
+        raise ConfigError(f"model.characters={characters!r}: a character appears twice")
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        eos_token=END,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )

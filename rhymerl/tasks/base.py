@@ -1,0 +1,67 @@
+"""What a task is: an endless, seeded source of problems with an exact reward."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, Literal
+
+Row = dict[str, Any]
+Split = Literal["train", "validation", "warmstart"]
+
+# Shares of all problems, in tenths. A problem's split follows from its text alone, so a problem of one
+# split can never turn up in another, whatever the seeds and sizes.
+_SPLIT_OF_TENTH: tuple[Split, ...] = ("validation", "train", "train") + ("warmstart",) * 7
+
+
+def split_of(prompt: str) -> Split:
+    """The only split in which a problem with this text may appear."""
+    digest = hashlib.blake2b(prompt.encode(), digest_size=8).digest()
+    return _SPLIT_OF_TENTH[int.from_bytes(digest, "little") % len(_SPLIT_OF_TENTH)]
+
+
+class Task(ABC):
+    """A procedural task. Subclasses write `problem`; `demonstration` only if they can be warm-started."""
+
+    #: Dotted name of the reward function that scores this task's answers.
+    reward: str
+
+    def __init__(self, *, seed: int = 0, train_size: int = 512, validation_size: int = 512) -> None:
+        self.seed = seed
+        self.train_size = train_size
+        self.validation_size = validation_size
+
+    @abstractmethod
+    def problem(self, random_source: random.Random) -> Row:
+        """Draw one problem: `prompt` (str) and whatever columns the reward needs."""
+
+    def demonstration(self, row: Row, random_source: random.Random) -> str:
+        """An answer to imitate in the warm start. Raises TypeError when the task has none."""
+        raise TypeError(f"{type(self).__name__} has no demonstrations, so it cannot warm-start a policy")
+
+    def rows(self, split: Split) -> list[Row]:
+        """The fixed pool of one split: `train_size` or `validation_size` distinct problems."""
+        size = self.train_size if split == "train" else self.validation_size
+        pool: dict[str, Row] = {}
+        for row in self.stream(split, seed=self.seed):
+            pool.setdefault(row["prompt"], row)
+            if len(pool) == size:
+                break
+        return list(pool.values())
+
+    def stream(self, split: Split, *, seed: int) -> Iterator[Row]:
+        """Problems of one split without end (repeats are possible), from `seed` alone.
+
+        Raises ValueError when 100 000 draws in a row give nothing for the split.
+        """
+        random_source = random.Random(f"{type(self).__name__}/{split}/{seed}")
+        misses = 0
+        while misses < 100_000:
+            row = self.problem(random_source)
+            misses += 1
+            if split_of(row["prompt"]) == split:
+                misses = 0
+                yield row
+        raise ValueError(f"{type(self).__name__} has no problems for the split {split!r}")

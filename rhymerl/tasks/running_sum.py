@@ -1,0 +1,71 @@
+"""Running sums: add a list of numbers step by step, then repeat the total after a '#'."""
+
+from __future__ import annotations
+
+import random
+
+from rhymerl.tasks.base import Row, Task
+
+CHARACTERS = "0123456789+=;#? \n"
+
+
+class RunningSum(Task):
+    """`37+85+12=?` is answered by `37+85=122;122+12=134;#134`.
+
+    `difficulty` is the largest number of additions (1 to 15): answers grow with it, by up to 12 characters an addition.
+    `error_rate` is the share of wrong additions planted in demonstrations: a policy that imitates them is
+    right far more often at a low temperature than at 1, which leaves reinforcement learning a skill to sharpen.
+    """
+
+    reward = "rhymerl.tasks.running_sum.running_sum_reward"
+
+    def __init__(
+        self,
+        *,
+        difficulty: int = 7,
+        max_number: int = 99,
+        error_rate: float = 0.2,
+        seed: int = 0,
+        train_size: int = 512,
+        validation_size: int = 512,
+    ) -> None:
+        super().__init__(seed=seed, train_size=train_size, validation_size=validation_size)
+        if not 1 <= difficulty <= 15:
+            raise ValueError(f"task.difficulty={difficulty}: expected 1 to 15 additions")
+        if not 0 <= error_rate < 1:
+            raise ValueError(f"task.error_rate={error_rate}: expected a share in [0, 1)")
+        self.difficulty = difficulty
+        self.max_number = max_number
+        self.error_rate = error_rate
+
+    def problem(self, random_source: random.Random) -> Row:
+        count = random_source.randint(2, self.difficulty + 1)
+        numbers = [random_source.randint(1, self.max_number) for _ in range(count)]
+        return {"prompt": "+".join(map(str, numbers)) + "=?\n", "answer": str(sum(numbers))}
+
+    def demonstration(self, row: Row, random_source: random.Random) -> str:
+        numbers = [int(number) for number in row["prompt"].removesuffix("=?\n").split("+")]
+        total, steps = numbers[0], []
+        for number in numbers[1:]:
+            result = total + number
+            if random_source.random() < self.error_rate:
+                result = _slip(result, random_source)
+            steps.append(f"{total}+{number}={result}")
+            total = result
+        return ";".join(steps) + f";#{total}"
+
+
+def _slip(number: int, random_source: random.Random) -> int:
+    """The same number with one digit changed; the leading digit stays above zero."""
+    digits = list(str(number))
+    place = random_source.randrange(len(digits))
+    lowest = 1 if place == 0 and len(digits) > 1 else 0
+    choices = [digit for digit in "0123456789"[lowest:] if digit != digits[place]]
+    digits[place] = random_source.choice(choices)
+    return int("".join(digits))
+
+
+def running_sum_reward(completion: str, *, answer: str) -> float:
+    """1.0 when the text after the last '#' is the exact total, else 0.0."""
+    _, mark, total = completion.rpartition("#")
+    return float(bool(mark) and total.strip() == answer)
