@@ -1,0 +1,387 @@
+"""The embedded engine: continuous batching and tree verification over the policy's own weights."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rhymerl.drafters.base import Drafter
+from rhymerl.drafters.none import NoDrafter
+from rhymerl.engine.attention import AttentionPlan, Bucket, packed
+from rhymerl.engine.kv_store import KVStore
+from rhymerl.engine.layout import BucketLayout, PassLayout, lay_out
+from rhymerl.engine.ragged import IndexArray
+from rhymerl.engine.rows import Counts, Prefix, Rows
+from rhymerl.engine.sampler import Sampler
+from rhymerl.engine.tree import check_draft, cut
+from rhymerl.engine.verify import Walk, walk
+from rhymerl.errors import ConfigError
+from rhymerl.types import Completion, Draft, RolloutRequest
+
+
+@dataclass(slots=True)
+class EngineTotals:
+    """Sums since the engine started."""
+
+    passes: int = 0
+    fed_tokens: int = 0
+    emitted_tokens: int = 0
+    drafted_nodes: int = 0
+    accepted_nodes: int = 0
+    request_passes: int = 0  # passes times the rows that emitted in them
+    preemptions: int = 0
+    bad_drafts: int = 0
+    busy_s: float = 0.0
+    tail_s: float = 0.0  # of busy_s, with less than a quarter of the slots running
+    draft_s: float = 0.0
+
+    def minus(self, other: EngineTotals) -> EngineTotals:
+        """What was added since `other`."""
+        return EngineTotals(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
+
+
+class Engine:
+    """Answers requests with continuous batching: a slot frees the moment its request ends, and the next enters.
+
+    `max_running` requests decode side by side; `kv_tokens` bounds the tokens that have keys and values (when it is
+    full the youngest request is preempted and recomputed later); `max_pass_tokens` bounds one forward pass.
+    `autocast` is entered around every forward. With `check_drafts` a malformed draft raises ValueError;
+    otherwise it is ignored and counted.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        drafter: Drafter | None = None,
+        max_running: int = 64,
+        kv_tokens: int = 65_536,
+        max_pass_tokens: int = 8_192,
+        max_draft_nodes: int = 16,
+        check_drafts: bool = False,
+        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self.model = model
+        self.drafter = drafter or NoDrafter()
+        self.max_running = max_running
+        self.max_pass_tokens = max_pass_tokens
+        self.max_draft_nodes = 0 if isinstance(self.drafter, NoDrafter) else max_draft_nodes
+        self.check_drafts = check_drafts
+        self.autocast = autocast
+        self.policy_version = 0
+        self.totals = EngineTotals()
+        positions = int(getattr(model.config, "max_position_embeddings", 0) or kv_tokens)
+        self.kv = KVStore(model.config.num_hidden_layers, kv_tokens)
+        self.rows = Rows(2 * max_running + 16, min(positions, kv_tokens), self.kv.pool)
+        self._waiting: deque[tuple[RolloutRequest, Counts]] = deque()
+        self._running: list[int] = []  # rows, oldest first
+        self._prefixes: dict[bytes, Prefix] = {}  # least recently used first
+
+    # -- the interface of a backend -------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is waiting or running."""
+        return bool(self._waiting or self._running)
+
+    def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        """Queue requests. Raises ConfigError, queueing nothing, when one could never be answered."""
+        for request in requests:
+            tokens = len(request.prompt.token_ids) + request.sampling.max_tokens
+            if len(request.prompt.token_ids) == 0:
+                raise ConfigError(f"request {request.id}: the prompt has no tokens")
+            if tokens > self.rows.context:
+                raise ConfigError(
+                    f"request {request.id}: prompt of {len(request.prompt.token_ids)} + rollout.max_tokens="
+                    f"{request.sampling.max_tokens} is {tokens} tokens; at most {self.rows.context} fit "
+                    "(the model's context, or backend.kv_tokens if that is smaller)"
+                )
+        self._waiting.extend((request, Counts()) for request in requests)
+
+    def run(self) -> list[Completion]:
+        """Step until at least one request has ended, or nothing is left."""
+        finished: list[Completion] = []
+        with packed(self.model), torch.no_grad():
+            while not finished and self.has_work:
+                finished = self.step()
+        return finished
+
+    def step(self) -> list[Completion]:
+        """One pass over the running batch; call within `packed(model)` and `torch.no_grad()`."""
+        started = time.perf_counter()
+        self._admit()
+        layout = self._lay_out()
+        logits = self._forward(layout)
+        finished = self._commit(layout, logits)
+        self._account(layout, time.perf_counter() - started)
+        return finished
+
+    def withdraw(self, ids: Iterable[str] | None = None) -> list[Completion]:
+        """Take back requests, oldest first, with what they have generated; None = all."""
+        wanted = None if ids is None else set(ids)
+        taken = []
+        for row in [row for row in self._running if wanted is None or self._id(row) in wanted]:
+            taken.append(self._leave(row, self.rows.completion(row, "withdrawn")))
+        waiting, self._waiting = self._waiting, deque()
+        for request, counts in waiting:
+            if wanted is None or request.id in wanted:
+                taken.append(_never_ran(request, counts))
+            else:
+                self._waiting.append((request, counts))
+        return taken
+
+    def new_weights(self, policy_version: int) -> None:
+        """The policy has changed: forget all keys and values; running requests go on from their tokens."""
+        for row in reversed(self._running.copy()):
+            self._preempt(row)
+        for prefix in list(self._prefixes.values()):
+            self._evict(prefix)
+        self.policy_version = policy_version
+
+    # -- one step ----------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Let waiting requests in while there are slots and room for what they bring plus one token a row."""
+        while self._waiting and len(self._running) < self.max_running:
+            request, counts = self._waiting[0]
+            brings = len(request.prompt.token_ids) + (len(request.generated) if request.generated else 0)
+            if self._running and brings + len(self._running) > self._room():
+                return
+            self._waiting.popleft()
+            prefix = self._prefix_for(request)
+            self._running.append(self.rows.enter(request, prefix, counts))
+            self.drafter.start(request)
+
+    def _room(self) -> int:
+        """Slots that could be had without preempting anybody, less what admitted rows still have to feed."""
+        idle = sum(int(self.rows.cached[p.row]) for p in self._prefixes.values() if p.num_readers == 0)
+        held = [*self._running, *(p.row for p in self._prefixes.values())]
+        owed = int((self.rows.length[held] - self.rows.cached[held]).sum())
+        return self.kv.pool.num_free + idle - owed
+
+    def _prefix_for(self, request: RolloutRequest) -> Prefix | None:
+        """The shared part of the request's prompt: all but its last token."""
+        tokens = request.prompt.token_ids[:-1]
+        if len(tokens) == 0:
+            return None
+        prefix = self._prefixes.pop(tokens.tobytes(), None)
+        if prefix is None:
+            # Two rows may be needed: one for the prefix, one for the request itself.
+            while self.rows.num_free < 2 and (idle := self._idle_prefix()):
+                self._evict(idle)
+            prefix = self.rows.enter_prefix(tokens)
+        self._prefixes[prefix.tokens] = prefix
+        return prefix
+
+    def _idle_prefix(self) -> Prefix | None:
+        return next((prefix for prefix in self._prefixes.values() if prefix.num_readers == 0), None)
+
+    def _evict(self, prefix: Prefix) -> None:
+        del self._prefixes[prefix.tokens]
+        self.rows.leave(prefix.row)
+
+    def _lay_out(self) -> PassLayout:
+        """Choose what each row feeds, make room for it, and ask for drafts."""
+        row, chain = self._feed()
+        while int(chain.sum()) > self.kv.pool.num_free:
+            self._make_room()
+            row, chain = self._feed()
+        drafts = self._drafts(row, chain, spare=self.kv.pool.num_free - int(chain.sum()))
+        return lay_out(self.rows, row, chain, drafts)
+
+    def _feed(self) -> tuple[IndexArray, IndexArray]:
+        """Rows that feed and how many of their uncached tokens: prefixes first, then the requests they serve."""
+        budget = max(self.max_pass_tokens - len(self._running), 1)
+        rows, feeding, chains, unready = self.rows, [], [], set()
+        for row in [*(prefix.row for prefix in self._prefixes.values()), *self._running]:
+            owed = int(rows.length[row] - rows.cached[row])
+            prefix = rows.prefix[row]
+            if owed == 0 or (prefix is not None and prefix.row in unready):
+                continue
+            fed = owed if owed == 1 else min(owed, budget)
+            budget -= fed if owed > 1 else 0
+            if fed < owed:
+                unready.add(row)
+            if fed:
+                feeding.append(row)
+                chains.append(fed)
+        return np.array(feeding, np.int64), np.array(chains, np.int64)
+
+    def _make_room(self) -> None:
+        idle = self._idle_prefix()
+        if idle is not None:
+            self._evict(idle)
+            return
+        assert len(self._running) > 1, "a request was admitted that cannot fit"
+        self._preempt(self._running[-1])
+        self.totals.preemptions += 1
+
+    def _preempt(self, row: int) -> None:
+        """Back to the head of the queue; its tokens stay, its keys and values are computed again."""
+        counts = self.rows.counts[row]
+        withdrawn = self._leave(row, self.rows.completion(row, "withdrawn"))
+        self._waiting.appendleft((withdrawn.resume(), counts))
+
+    def _drafts(self, row: IndexArray, chain: IndexArray, *, spare: int) -> list[Draft | None]:
+        """A draft for every row that reaches its root in this pass; none where slots or tokens run out."""
+        drafts: list[Draft | None] = [None] * len(row)
+        if self.max_draft_nodes == 0:
+            return drafts
+        started = time.perf_counter()
+        rows = self.rows
+        askers = [
+            i
+            for i, each in enumerate(row)
+            if rows.request[each] is not None and rows.cached[each] + chain[i] == rows.length[each]
+        ]
+        budget = min(self.max_draft_nodes, spare // max(len(askers), 1))
+        if budget > 0:
+            requests = [request for i in askers if (request := rows.request[row[i]]) is not None]
+            contexts = [rows.context_of(int(row[i])) for i in askers]
+            proposals = self.drafter.propose_batch(requests, contexts, [budget] * len(askers))
+            for i, draft in zip(askers, proposals, strict=True):
+                drafts[i] = self._usable(draft, budget, int(row[i]))
+        self.totals.draft_s += time.perf_counter() - started
+        return drafts
+
+    def _usable(self, draft: Draft, budget: int, row: int) -> Draft | None:
+        """The part of a draft that can still be emitted; a malformed one raises or is dropped."""
+        if len(draft) == 0:
+            return None
+        try:
+            vocabulary = self.model.config.get_text_config().vocab_size
+            check_draft(draft, budget=budget, vocabulary=vocabulary, drafter=type(self.drafter).__name__)
+        except ValueError:
+            if self.check_drafts:
+                raise
+            self.totals.bad_drafts += 1
+            return None
+        # The last token that fits is drawn at a node, so no node may stand in its place.
+        room = int(self.rows.limit[row] - self.rows.length[row]) - 1
+        return cut(draft, max_depth=room, max_nodes=budget)
+
+    def _forward(self, layout: PassLayout) -> Tensor:
+        """Logits [M, vocabulary] at every root and draft node, in float32 or better."""
+        device = self.model.device
+        self.kv.write_slots = torch.from_numpy(layout.slots).to(device)
+        plan = AttentionPlan([_bucket(bucket, layout.fed.total, device) for bucket in layout.buckets])
+        with self.autocast():
+            output = self.model(
+                input_ids=torch.from_numpy(layout.token_ids).to(device, torch.int64)[None],
+                position_ids=torch.from_numpy(layout.positions).to(device)[None],
+                past_key_values=self.kv,
+                use_cache=True,
+                logits_to_keep=torch.from_numpy(layout.logit_places).to(device),
+                rhymerl_plan=plan,
+            )
+        logits: Tensor = output.logits[0]
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def _commit(self, layout: PassLayout, logits: Tensor) -> list[Completion]:
+        """Draw, write tokens and log-probs, keep the accepted keys and values, let finished rows leave."""
+        rows, row = self.rows, layout.row[layout.emits]
+        start = rows.length[row]
+        sampler = Sampler(logits, rows)
+        steps = walk(layout, rows, sampler)
+        target, place = row[steps.emitter], start[steps.emitter] + steps.level
+        rows.tokens[target, place] = steps.token
+        rows.logprobs[target, place] = sampler.logprobs(steps.place, target, steps.token)
+        rows.versions[target, place] = self.policy_version
+        rows.length[row] = start + steps.num_emitted
+        self._keep_accepted(layout, steps)
+        return self._finish(row, layout, steps)
+
+    def _keep_accepted(self, layout: PassLayout, steps: Walk) -> None:
+        """Cached = the chain and the accepted path; slots of rejected nodes go back."""
+        rows = self.rows
+        rows.cached[layout.row] += layout.chain
+        for e in np.flatnonzero([layout.drafts[member] is not None for member in layout.emits]):
+            row, draft = int(layout.row[layout.emits[e]]), layout.drafts[layout.emits[e]]
+            assert draft is not None
+            first = int(rows.cached[row])
+            slots = rows.slots[row, first : first + len(draft)].copy()
+            mine = steps.emitter == e
+            path = (steps.place[mine] - layout.logit_start[e] - 1)[1:]  # the root's own draw is at no node
+            rows.slots[row, first : first + len(path)] = slots[path]
+            rows.cached[row] += len(path)
+            rows.pool.give(np.delete(slots, path))
+
+    def _finish(self, row: IndexArray, layout: PassLayout, steps: Walk) -> list[Completion]:
+        """Count, tell the drafter, and free the rows that drew a stop token or reached their limit."""
+        rows, finished = self.rows, []
+        drafting = self.max_draft_nodes > 0
+        for e, each in enumerate(row):
+            counts = rows.counts[each]
+            counts.passes += 1
+            draft = layout.drafts[layout.emits[e]]
+            counts.drafted += len(draft) if draft is not None else 0
+            counts.accepted += int(steps.num_accepted[e])
+            if drafting:
+                request = rows.request[each]
+                assert request is not None
+                emitted = rows.tokens[each, rows.length[each] - steps.num_emitted[e] : rows.length[each]]
+                self.drafter.accept(request, emitted, int(steps.num_accepted[e]))
+        full = rows.length[row] == rows.limit[row]
+        for e in np.flatnonzero(steps.ended | full):
+            reason = "stop" if steps.ended[e] else "length"
+            finished.append(self._leave(int(row[e]), rows.completion(int(row[e]), reason)))
+        self.totals.emitted_tokens += len(steps.token)
+        self.totals.accepted_nodes += int(steps.num_accepted.sum())
+        self.totals.request_passes += len(row)
+        return finished
+
+    def _leave(self, row: int, completion: Completion) -> Completion:
+        self._running.remove(row)
+        self.rows.leave(row)
+        self.drafter.finish(completion)
+        return completion
+
+    def _account(self, layout: PassLayout, seconds: float) -> None:
+        self.totals.passes += 1
+        self.totals.fed_tokens += layout.fed.total
+        self.totals.drafted_nodes += len(layout.logit_places) - len(layout.emits)
+        self.totals.busy_s += seconds
+        self.totals.tail_s += seconds if len(layout.emits) < self.max_running / 4 else 0.0
+
+    def _id(self, row: int) -> str:
+        request = self.rows.request[row]
+        assert request is not None
+        return request.id
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every KV slot is free or owned by exactly one live row."""
+        self.rows.check_integrity([*self._running, *(prefix.row for prefix in self._prefixes.values())])
+
+
+def _bucket(layout: BucketLayout, num_tokens: int, device: torch.device) -> Bucket:
+    plain = layout.queries.shape == (num_tokens, 1)
+    return Bucket(
+        kv_slots=torch.from_numpy(layout.kv_slots.reshape(-1)).to(device),
+        mask=torch.from_numpy(layout.mask).to(device),
+        queries=None if plain else torch.from_numpy(layout.queries).to(device),
+        valid=None if plain else torch.from_numpy(layout.valid).to(device),
+    )
+
+
+def _never_ran(request: RolloutRequest, counts: Counts) -> Completion:
+    from rhymerl.types import Generated
+
+    nothing = Generated(
+        token_ids=np.empty(0, np.int32), logprobs=np.empty(0), policy_versions=np.empty(0, np.int32)
+    )
+    return Completion(
+        request=request,
+        generated=request.generated or nothing,
+        finish_reason="withdrawn",
+        num_passes=counts.passes,
+        num_drafted=counts.drafted,
+        num_accepted=counts.accepted,
+    )

@@ -1,0 +1,99 @@
+"""The one KV store: a slot holds one token's keys and values in every layer; whoever has the slot's number can read it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from rhymerl.engine.ragged import IndexArray
+
+
+class SlotPool:
+    """Numbers of free slots. Which slot a token gets is of no consequence for any value."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._free = np.arange(num_slots, dtype=np.int64)[::-1].copy()
+        self._num_free = num_slots
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    def take(self, count: int) -> IndexArray:
+        """`count` slots; the caller has checked `num_free`."""
+        assert count <= self._num_free, f"took {count} of {self._num_free} free slots"
+        self._num_free -= count
+        return self._free[self._num_free : self._num_free + count].copy()
+
+    def give(self, slots: IndexArray) -> None:
+        """Slots that nobody reads any more."""
+        self._free[self._num_free : self._num_free + len(slots)] = slots
+        self._num_free += len(slots)
+
+    def check_integrity(self, held: Iterable[IndexArray]) -> None:
+        """Raise AssertionError unless every slot is free or held exactly once."""
+        everything = np.concatenate([self._free[: self._num_free], *held])
+        missing = self.num_slots - len(np.unique(everything))
+        assert len(everything) == self.num_slots and missing == 0, (
+            f"KV slots: {len(everything)} accounted for, {self.num_slots} exist, {missing} missing"
+        )
+
+
+class _Layer(CacheLayerMixin):
+    """Keys and values of one layer, [num_slots, kv_heads, head_dim]; allocated by the first pass, which knows the shapes."""
+
+    is_compileable = False
+    is_sliding = False
+
+    def __init__(self, store: KVStore) -> None:
+        super().__init__()
+        self._store = store
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        # Zeros, not empty: a masked slot has weight 0, and 0 times an uninitialised NaN is NaN.
+        slots = self._store.num_slots
+        self.keys = key_states.new_zeros(slots, key_states.shape[1], key_states.shape[3])
+        self.values = value_states.new_zeros(slots, value_states.shape[1], value_states.shape[3])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        """Write [1, kv_heads, tokens, head_dim] to the pass's slots; return the whole layer for the attention to read."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys.index_copy_(0, self._store.write_slots, key_states[0].transpose(0, 1))
+        self.values.index_copy_(0, self._store.write_slots, value_states[0].transpose(0, 1))
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return self._store.num_slots
+
+    def get_max_cache_shape(self) -> int:  # its name before transformers 5.20 or so
+        return self._store.num_slots
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+
+class KVStore(Cache):
+    """A transformers Cache over slots. `write_slots` [tokens] says where this pass's tokens go."""
+
+    def __init__(self, num_layers: int, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.pool = SlotPool(num_slots)
+        self.write_slots: Tensor = torch.empty(0, dtype=torch.int64)
+        super().__init__(layers=[_Layer(self) for _ in range(num_layers)])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held by keys and values."""
+        return sum(
+            tensor.nbytes for layer in self.layers if layer.is_initialized for tensor in (layer.keys, layer.values)
+        )

@@ -1,0 +1,53 @@
+"""Position-keyed noise: a counter hash of (request seed, position, token id), the same on every device.
+
+Two 32-bit hashes give a uniform w in (0, 1) with 64 bits; the race time is E = -log(1 - w), and the draw is the token
+with the largest logit / T - log E (Gumbel-max: -log E is Gumbel noise). Small w wins, and small w keeps
+its full relative precision, so the tail of the distribution is not cut off by rounding. The noise is a
+function of the three numbers alone, hence a request's tokens depend on weights, request and seed only.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+_MASK32 = 0xFFFFFFFF
+KeyArray = npt.NDArray[np.uint32]
+
+
+def noise_keys(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> KeyArray:
+    """Three 32-bit keys a draw, [n, 3], from seeds and response positions [n] (SplitMix64's finaliser)."""
+    state = _splitmix64(_splitmix64(seeds) + positions.astype(np.uint64))
+    more = _splitmix64(state)
+    keys = np.empty((len(state), 3), dtype=np.uint32)
+    keys[:, 0] = state & np.uint64(_MASK32)
+    keys[:, 1] = state >> np.uint64(32)
+    keys[:, 2] = more & np.uint64(_MASK32)
+    return keys
+
+
+def _splitmix64(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    value = value + np.uint64(0x9E3779B97F4A7C15)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+def _mix32(value: Tensor) -> Tensor:
+    """A bijective 32-bit mixer (Wellons' lowbias32) on int64 tensors."""
+    value = value ^ (value >> 16)
+    value = (value * 0x7FEB352D) & _MASK32
+    value = value ^ (value >> 15)
+    value = (value * 0x846CA68B) & _MASK32
+    return value ^ (value >> 16)
+
+
+def log_race_times(keys: Tensor, vocabulary: int) -> Tensor:
+    """log E of every token, [n, vocabulary] float64, from keys [n, 3] int64: the reference that the compiled draw repeats."""
+    tokens = torch.arange(vocabulary, device=keys.device)
+    high = _mix32((_mix32(tokens ^ keys[:, :1]) + keys[:, 1:2]) & _MASK32)
+    low = _mix32(high ^ keys[:, 2:])
+    w = (high.double() * 2.0**-32 + (low.double() + 0.5) * 2.0**-64).clamp_(max=1 - 2.0**-53)
+    return torch.log(-torch.log1p(-w))

@@ -1,0 +1,176 @@
+"""Rows: the token sequences that have keys and values in the store, as a struct of arrays.
+
+A row is either a running request or a prefix: a prompt's tokens but the last, computed once and read by all samples of
+its group. R = rows, C = the longest sequence. Of a row's `length` tokens the first `cached` have keys and
+values, and of those the first `shared` belong to its prefix. A running row always has at least one token
+that is not cached: its last one, the root from which the next token is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from rhymerl.engine.kv_store import SlotPool
+from rhymerl.engine.ragged import IndexArray
+from rhymerl.types import Completion, FinishReason, Generated, RolloutRequest
+
+if TYPE_CHECKING:
+    from rhymerl.types import IntArray
+
+NOBODY = -1
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a request has cost so far; survives preemption."""
+
+    passes: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(slots=True)
+class Prefix:
+    """A prompt's shared part: its row, and how many running rows read it."""
+
+    row: int
+    tokens: bytes
+    num_readers: int = 0
+
+
+@dataclass(slots=True)
+class Rows:
+    """All per-row state; a row number is valid from `enter` to `leave`."""
+
+    num_rows: int
+    context: int
+    pool: SlotPool
+    tokens: npt.NDArray[np.int32] = field(init=False)  # [R, C]
+    slots: IndexArray = field(init=False)  # [R, C]
+    logprobs: npt.NDArray[np.float64] = field(init=False)  # [R, C] of response tokens
+    versions: npt.NDArray[np.int32] = field(init=False)  # [R, C] of response tokens
+    length: IndexArray = field(init=False)  # [R]
+    cached: IndexArray = field(init=False)  # [R]
+    shared: IndexArray = field(init=False)  # [R]
+    prompt_length: IndexArray = field(init=False)  # [R]
+    limit: IndexArray = field(init=False)  # [R] prompt + max_tokens
+    seed: npt.NDArray[np.uint64] = field(init=False)  # [R]
+    temperature: npt.NDArray[np.float64] = field(init=False)  # [R]
+    top_k: IndexArray = field(init=False)  # [R]
+    top_p: npt.NDArray[np.float64] = field(init=False)  # [R]
+    min_p: npt.NDArray[np.float64] = field(init=False)  # [R]
+    stop_ids: npt.NDArray[np.int32] = field(init=False)  # [R, most stop ids], filled up with NOBODY
+    request: list[RolloutRequest | None] = field(init=False)
+    prefix: list[Prefix | None] = field(init=False)
+    counts: list[Counts] = field(init=False)
+    _free: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        shape = (self.num_rows, self.context)
+        self.tokens = np.zeros(shape, np.int32)
+        self.slots = np.zeros(shape, np.int64)
+        self.logprobs = np.zeros(shape, np.float64)
+        self.versions = np.zeros(shape, np.int32)
+        for name in ("length", "cached", "shared", "prompt_length", "limit", "top_k"):
+            setattr(self, name, np.zeros(self.num_rows, np.int64))
+        for name in ("temperature", "top_p", "min_p"):
+            setattr(self, name, np.zeros(self.num_rows, np.float64))
+        self.seed = np.zeros(self.num_rows, np.uint64)
+        self.stop_ids = np.full((self.num_rows, 1), NOBODY, np.int32)
+        self.request = [None] * self.num_rows
+        self.prefix = [None] * self.num_rows
+        self.counts = [Counts() for _ in range(self.num_rows)]
+        self._free = list(range(self.num_rows))[::-1]
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def enter_prefix(self, tokens: IntArray) -> Prefix:
+        """A row for a prompt's shared part; nothing is cached yet."""
+        row = self._free.pop()
+        self.tokens[row, : len(tokens)] = tokens
+        self.length[row] = self.limit[row] = self.prompt_length[row] = len(tokens)
+        self.cached[row] = self.shared[row] = 0
+        return Prefix(row=row, tokens=tokens.tobytes())
+
+    def enter(self, request: RolloutRequest, prefix: Prefix | None, counts: Counts) -> int:
+        """A row for a request, with what it generated before; the prefix's slots are read, not owned."""
+        row = self._free.pop()
+        prompt, generated = request.prompt.token_ids, request.generated
+        start, end = len(prompt), len(prompt) + (len(generated) if generated else 0)
+        self.tokens[row, :start] = prompt
+        if generated:
+            self.tokens[row, start:end] = generated.token_ids
+            self.logprobs[row, start:end] = generated.logprobs
+            self.versions[row, start:end] = generated.policy_versions
+        self.length[row], self.prompt_length[row] = end, start
+        self.limit[row] = start + request.sampling.max_tokens
+        self.seed[row] = np.uint64(request.seed & 0xFFFF_FFFF_FFFF_FFFF)
+        self.cached[row] = self.shared[row] = start - 1 if prefix else 0
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            getattr(self, name)[row] = getattr(request.sampling, name)
+        self._set_stop_ids(row, request.sampling.stop_token_ids)
+        self.request[row], self.prefix[row], self.counts[row] = request, prefix, counts
+        if prefix:
+            prefix.num_readers += 1
+        return row
+
+    def read_prefix(self, row: int) -> None:
+        """Copy the numbers of the prefix's slots; called once they are all assigned."""
+        prefix = self.prefix[row]
+        assert prefix is not None
+        self.slots[row, : self.shared[row]] = self.slots[prefix.row, : self.shared[row]]
+
+    def leave(self, row: int) -> None:
+        """Free the row and the slots that it owns."""
+        self.pool.give(self.slots[row, self.shared[row] : self.cached[row]])
+        prefix = self.prefix[row]
+        if prefix is not None:
+            prefix.num_readers -= 1
+        self.request[row] = self.prefix[row] = None
+        self.length[row] = self.cached[row] = self.shared[row] = 0
+        self._free.append(row)
+
+    def context_of(self, row: int) -> IntArray:
+        """Prompt and response so far, [length], a read-only view."""
+        view = self.tokens[row, : self.length[row]]
+        view.flags.writeable = False
+        return view
+
+    def completion(self, row: int, reason: FinishReason) -> Completion:
+        """The row's answer so far."""
+        request, counts = self.request[row], self.counts[row]
+        assert request is not None
+        response = slice(self.prompt_length[row], self.length[row])
+        generated = Generated(
+            token_ids=self.tokens[row, response].copy(),
+            logprobs=self.logprobs[row, response].copy(),
+            policy_versions=self.versions[row, response].copy(),
+        )
+        return Completion(
+            request=request,
+            generated=generated,
+            finish_reason=reason,
+            num_passes=counts.passes,
+            num_drafted=counts.drafted,
+            num_accepted=counts.accepted,
+        )
+
+    def _set_stop_ids(self, row: int, stop_ids: Sequence[int]) -> None:
+        missing = len(stop_ids) - self.stop_ids.shape[1]
+        if missing > 0:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=NOBODY)
+        self.stop_ids[row] = NOBODY
+        self.stop_ids[row, : len(stop_ids)] = stop_ids
+
+    def check_integrity(self, live: Sequence[int]) -> None:
+        """Raise AssertionError unless the `live` rows and the pool account for every slot once."""
+        for row in live:
+            assert 0 <= self.shared[row] <= self.cached[row] <= self.length[row] <= self.limit[row], f"row {row}"
+        self.pool.check_integrity(self.slots[row, self.shared[row] : self.cached[row]] for row in live)

@@ -1,0 +1,88 @@
+"""From logits to tokens and log-probs. n = draws, V = vocabulary."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rhymerl.engine.draw import draw_tokens
+from rhymerl.engine.noise import log_race_times, noise_keys
+from rhymerl.engine.ragged import IndexArray
+from rhymerl.engine.rows import Rows
+
+
+def truncate(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """A copy of logits [n, V] with -inf where temperature, top-k, top-p and min-p (each [n]) rule a token out.
+
+    Each rule sees the renormalised distribution that the one before it left; the most likely token always stays.
+    """
+    ordered, order = (logits / temperature[:, None]).sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    keep = (top_k[:, None] == 0) | (rank < top_k[:, None])
+    probabilities = ordered.masked_fill(~keep, float("-inf")).softmax(-1)
+    keep &= probabilities.cumsum(-1) - probabilities < top_p[:, None]
+    keep &= probabilities >= min_p[:, None] * probabilities[:, :1]
+    keep[:, 0] = True
+    return logits.masked_fill(~torch.zeros_like(keep).scatter_(-1, order, keep), float("-inf"))
+
+
+class Sampler:
+    """Draws for one pass: `logits` [M, V] clean, float32 or float64; noise and truncation only ever touch copies."""
+
+    def __init__(self, logits: Tensor, rows: Rows) -> None:
+        self._logits = logits
+        self._rows = rows
+
+    def draw(self, places: IndexArray, row: IndexArray, positions: IndexArray) -> npt.NDArray[np.int32]:
+        """The target's own token at each of logits[places], for rows `row` at response `positions`; each [n]."""
+        rows = self._rows
+        keys = noise_keys(rows.seed[row], positions)
+        inverse = np.divide(1.0, rows.temperature[row], out=np.zeros(len(row)), where=rows.temperature[row] > 0)
+        logits, places = self._truncated(places, row)
+        if logits.device.type == "cpu":
+            out = np.empty(len(places), np.int32)
+            draw_tokens(logits.numpy(), places, inverse, keys, out)
+            return out
+        return _draw_on_device(logits[_index(places, logits)], inverse, keys)
+
+    def _truncated(self, places: IndexArray, row: IndexArray) -> tuple[Tensor, IndexArray]:
+        """The logits to draw from and where in them; a copy of the needed lines if a row truncates."""
+        rows = self._rows
+        settings = (rows.top_k[row], rows.top_p[row], rows.min_p[row])
+        if not (settings[0].any() or (settings[1] < 1).any() or settings[2].any()):
+            return self._logits, places
+        lines = self._logits[_index(places, self._logits)]
+        temperature = np.where(rows.temperature[row] > 0, rows.temperature[row], 1.0)
+        top_k, top_p, min_p = (torch.from_numpy(each).to(lines.device) for each in settings)
+        kept = truncate(lines, torch.from_numpy(temperature).to(lines), top_k, top_p.to(lines), min_p.to(lines))
+        return kept, np.arange(len(places))
+
+    def logprobs(
+        self, places: IndexArray, row: IndexArray, tokens: npt.NDArray[np.int32]
+    ) -> npt.NDArray[np.float64]:
+        """Untruncated log_softmax(logits / T)[token] at each place, [n], in nats; T = 0 uses 1."""
+        temperature = self._rows.temperature[row]
+        scale = torch.from_numpy(np.where(temperature > 0, temperature, 1.0)).to(self._logits)
+        lines = self._logits if len(places) == len(self._logits) else self._logits[_index(places, self._logits)]
+        if len(places) == len(self._logits) and not (places[:-1] < places[1:]).all():
+            lines = self._logits[_index(places, self._logits)]
+        lines = lines / scale[:, None]
+        chosen = lines.gather(-1, _index(tokens, lines)[:, None])[:, 0]
+        return (chosen - lines.logsumexp(-1)).double().cpu().numpy()
+
+
+def _index(values: npt.NDArray[np.integer], like: Tensor) -> Tensor:
+    return torch.from_numpy(values.astype(np.int64)).to(like.device)
+
+
+def _draw_on_device(
+    logits: Tensor, inverse: npt.NDArray[np.float64], keys: npt.NDArray[np.uint32]
+) -> npt.NDArray[np.int32]:
+    """What `draw_tokens` does, for logits [n, V] on an accelerator."""
+    noise_key = torch.from_numpy(keys.astype(np.int64)).to(logits.device)
+    scale = torch.from_numpy(inverse).to(logits.device)[:, None]
+    scores = logits.double() * torch.where(scale > 0, scale, 1.0)
+    scores -= torch.where(scale > 0, log_race_times(noise_key, logits.shape[-1]), 0.0)
+    return scores.argmax(-1).to(torch.int32).cpu().numpy()
