@@ -101,14 +101,15 @@ AttentionInterface.register(NAME, packed_attention)
 
 @contextmanager
 def packed(model: PreTrainedModel) -> Iterator[None]:
-    """Within: the model runs in eval mode with packed attention. After: as it was, module by module."""
+    """Within: the model runs in eval mode with packed attention and no gradient. After: as it was, module by module."""
     training = [module for module in model.modules() if module.training]
     implementation = model.config._attn_implementation
     for module in training:
         module.training = False
     model.config._attn_implementation = NAME
     try:
-        yield
+        with torch.no_grad():
+            yield
     finally:
         model.config._attn_implementation = implementation
         for module in training:

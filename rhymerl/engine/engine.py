@@ -24,7 +24,7 @@ from rhymerl.engine.sampler import Sampler
 from rhymerl.engine.tree import check_draft, cut
 from rhymerl.engine.verify import Walk, walk
 from rhymerl.errors import ConfigError
-from rhymerl.types import Completion, Draft, RolloutRequest
+from rhymerl.types import Completion, Draft, Generated, RolloutRequest
 
 
 @dataclass(slots=True)
@@ -78,9 +78,11 @@ class Engine:
         self.autocast = autocast
         self.policy_version = 0
         self.totals = EngineTotals()
-        positions = int(getattr(model.config, "max_position_embeddings", 0) or kv_tokens)
-        self.kv = KVStore(model.config.num_hidden_layers, kv_tokens)
-        self.rows = Rows(2 * max_running + 16, min(positions, kv_tokens), self.kv.pool)
+        config = model.config.get_text_config()
+        positions = int(getattr(config, "max_position_embeddings", 0) or kv_tokens)
+        # Running rows and as many prefixes can never hold more than this.
+        self.kv = KVStore(config.num_hidden_layers, min(kv_tokens, 2 * max_running * positions))
+        self.rows = Rows(2 * max_running + 16, min(positions, self.kv.num_slots), self.kv.pool)
         self._waiting: deque[tuple[RolloutRequest, Counts]] = deque()
         self._running: list[int] = []  # rows, oldest first
         self._prefixes: dict[bytes, Prefix] = {}  # least recently used first
@@ -106,16 +108,16 @@ class Engine:
                 )
         self._waiting.extend((request, Counts()) for request in requests)
 
-    def run(self) -> list[Completion]:
-        """Step until at least one request has ended, or nothing is left."""
+    def run(self, deadline: float | None = None) -> list[Completion]:
+        """Step until at least one request has ended, nothing is left, or `time.monotonic()` has passed `deadline`."""
         finished: list[Completion] = []
-        with packed(self.model), torch.no_grad():
-            while not finished and self.has_work:
+        with packed(self.model):
+            while not finished and self.has_work and (deadline is None or time.monotonic() < deadline):
                 finished = self.step()
         return finished
 
     def step(self) -> list[Completion]:
-        """One pass over the running batch; call within `packed(model)` and `torch.no_grad()`."""
+        """One pass over the running batch; call within `packed(model)`."""
         started = time.perf_counter()
         self._admit()
         layout = self._lay_out()
@@ -372,8 +374,6 @@ def _bucket(layout: BucketLayout, num_tokens: int, device: torch.device) -> Buck
 
 
 def _never_ran(request: RolloutRequest, counts: Counts) -> Completion:
-    from rhymerl.types import Generated
-
     nothing = Generated(
         token_ids=np.empty(0, np.int32), logprobs=np.empty(0), policy_versions=np.empty(0, np.int32)
     )

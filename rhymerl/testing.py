@@ -1,0 +1,172 @@
+"""Public fakes and small models, for the tests of your own drafters, schedulers, backends and rewards."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from rhymerl.backends.base import RolloutBackend
+from rhymerl.drafters.base import Drafter
+from rhymerl.types import Completion, Draft, Generated, Prompt, RolloutRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rhymerl.policy import Policy
+    from rhymerl.types import IntArray
+
+ModelType = Literal["qwen2", "qwen3", "llama"]
+
+
+def tiny_policy(
+    model_type: ModelType = "qwen2",
+    *,
+    dtype: Literal["float32", "bfloat16", "float64"] = "float64",
+    hidden_size: int = 32,
+    num_layers: int = 2,
+    tied: bool = False,
+    context: int = 256,
+    peaked: float = 4.0,
+    seed: int = 0,
+    **config: Any,
+) -> Policy:
+    """A random model with grouped-query attention over the characters of the running sums.
+
+    `peaked` scales the weight matrices, so that the distributions are neither flat nor one-hot.
+    """
+    import torch
+
+    from rhymerl.policy import PolicySource
+
+    init = {
+        "model_type": model_type,
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": hidden_size // 4,
+        "max_position_embeddings": context,
+        "tie_word_embeddings": tied,
+        **config,
+    }
+    policy = PolicySource(init=init, dtype=dtype, seed=seed).load()
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(peaked)
+    return policy
+
+
+def make_prompt(token_ids: Sequence[int], *, id: str | None = None, **columns: Any) -> Prompt:
+    """A prompt from bare token ids."""
+    ids = np.asarray(token_ids, np.int32)
+    key = hashlib.blake2b(ids.tobytes(), digest_size=16).hexdigest()
+    return Prompt(id=id or key[:8], key=key, token_ids=ids, text="", columns=columns)
+
+
+def make_requests(
+    num_prompts: int,
+    *,
+    group_size: int = 1,
+    vocabulary: int = 19,
+    prompt_tokens: tuple[int, int] = (1, 24),
+    seed: int = 0,
+    stop_token_ids: tuple[int, ...] = (1,),
+    **sampling: Any,
+) -> list[RolloutRequest]:
+    """Random prompts of varying length, `group_size` requests each; `sampling` goes to SamplingParams."""
+    source = np.random.default_rng(seed)
+    parameters = SamplingParams(**{"max_tokens": 32, "stop_token_ids": stop_token_ids, **sampling})
+    requests = []
+    for number in range(num_prompts):
+        tokens = source.integers(2, vocabulary, source.integers(*prompt_tokens, endpoint=True))
+        prompt = make_prompt(tokens.tolist(), id=str(number))
+        requests += [
+            RolloutRequest(
+                id=f"{number}/{sample}",
+                prompt=prompt,
+                sample=sample,
+                seed=int(source.integers(2**62)),
+                sampling=parameters,
+            )
+            for sample in range(group_size)
+        ]
+    return requests
+
+
+class RandomTreeDrafter(Drafter):
+    """Guesses random trees: an adversary that must not change a single token."""
+
+    def __init__(self, *, vocabulary: int = 19, seed: int = 0) -> None:
+        self.vocabulary = vocabulary
+        self.seed = seed
+        self._random = np.random.default_rng(seed)
+
+    def propose(self, request: RolloutRequest, context: IntArray, budget: int) -> Draft:
+        tokens: list[int] = []
+        parents: list[int] = []
+        for node in range(int(self._random.integers(0, budget + 1))):
+            parent, token = int(self._random.integers(-1, node)), int(self._random.integers(self.vocabulary))
+            if (parent, token) not in set(zip(parents, tokens, strict=True)):
+                parents.append(parent)
+                tokens.append(token)
+            else:
+                break
+        return Draft(token_ids=np.array(tokens, np.int32), parents=np.array(parents, np.int32))
+
+
+class OracleDrafter(Drafter):
+    """Is given the answers by request id and drafts them: the engine's ceiling."""
+
+    def __init__(self, answers: Mapping[str, Sequence[int]]) -> None:
+        self.answers = {name: np.asarray(tokens, np.int32) for name, tokens in answers.items()}
+
+    def propose(self, request: RolloutRequest, context: IntArray, budget: int) -> Draft:
+        done = len(context) - len(request.prompt.token_ids)
+        tokens = self.answers[request.id][done : done + budget]
+        return Draft(token_ids=tokens, parents=np.arange(-1, len(tokens) - 1, dtype=np.int32))
+
+
+class ScriptedBackend(RolloutBackend):
+    """Answers from a function of the request, at once and in order: for the tests of everything around a backend."""
+
+    def __init__(self, answer: Callable[[RolloutRequest], Sequence[int]], *, batch: int = 64) -> None:
+        self.answer = answer
+        self.batch = batch
+        self._waiting: list[RolloutRequest] = []
+
+    def start(
+        self,
+        policy: Policy,
+        drafter: Drafter,
+        *,
+        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """Nothing to bring up."""
+
+    def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        self._waiting[:0] = reversed(requests)  # the next one is at the end
+
+    def collect(self, timeout_s: float | None = None) -> list[Completion]:
+        batch = [self._waiting.pop() for _ in range(min(self.batch, len(self._waiting)))]
+        return [self._completion(request, self.answer(request), "stop") for request in batch]
+
+    def withdraw(self, ids: Iterable[str] | None = None) -> list[Completion]:
+        wanted = None if ids is None else set(ids)
+        taken = [r for r in reversed(self._waiting) if wanted is None or r.id in wanted]
+        self._waiting = [r for r in self._waiting if wanted is not None and r.id not in wanted]
+        return [self._completion(request, (), "withdrawn") for request in taken]
+
+    def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        """Scripted answers follow no weights."""
+
+    @staticmethod
+    def _completion(request: RolloutRequest, tokens: Sequence[int], reason: Any) -> Completion:
+        ids = np.asarray(tokens, np.int32)
+        generated = Generated(token_ids=ids, logprobs=np.zeros(len(ids)), policy_versions=np.zeros(len(ids), np.int32))
+        return Completion(request=request, generated=generated, finish_reason=reason, num_passes=1)

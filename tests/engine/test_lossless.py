@@ -1,0 +1,125 @@
+"""The central invariant: batch mates, slots, memory, pass size and drafts change the speed of a request and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from rhymerl.drafters import Drafter
+from rhymerl.engine.attention import packed
+from rhymerl.engine.engine import Engine
+from rhymerl.testing import OracleDrafter, RandomTreeDrafter, make_requests, tiny_policy
+from rhymerl.types import Completion, RolloutRequest
+
+MODELS = ("qwen2", "qwen3", "llama")
+SAMPLING = {
+    "T=1": {"temperature": 1.0},
+    "T=0.7": {"temperature": 0.7},
+    "greedy": {"temperature": 0.0},
+    "top-p": {"temperature": 0.8, "top_p": 0.8},
+    "top-k, min-p": {"temperature": 1.3, "top_k": 7, "min_p": 0.05},
+}
+
+
+def answers(
+    policy, requests: Sequence[RolloutRequest], *, drafter: Drafter | None = None, **settings
+) -> dict[str, Completion]:
+    """All completions by id; the KV store is checked after every batch of completions and must end up all free."""
+    engine = Engine(policy.model, drafter=drafter, check_drafts=True, **{"kv_tokens": 4096, **settings})
+    engine.submit(requests)
+    done = {}
+    while engine.has_work:
+        done.update({completion.request.id: completion for completion in engine.run()})
+        engine.check_integrity()
+    engine.new_weights(1)
+    assert engine.kv.pool.num_free == engine.kv.num_slots
+    return done
+
+
+def assert_same(left: dict[str, Completion], right: dict[str, Completion]) -> None:
+    assert left.keys() == right.keys()
+    for name, completion in left.items():
+        np.testing.assert_array_equal(completion.token_ids, right[name].token_ids, err_msg=name)
+        np.testing.assert_allclose(completion.logprobs, right[name].logprobs, atol=1e-9, rtol=0)
+        assert completion.finish_reason == right[name].finish_reason
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING)
+def test_drafts_change_no_token(model_type, sampling):
+    policy = tiny_policy(model_type)
+    requests = make_requests(8, group_size=3, **sampling)
+    plain = answers(policy, requests, max_running=32)
+    assert len({c.token_ids.tobytes() for c in plain.values()}) > 3, "the case is too easy: all answers are alike"
+    assert_same(plain, answers(policy, requests, drafter=RandomTreeDrafter(), max_running=5))
+    oracle = OracleDrafter({name: c.token_ids for name, c in plain.items()})
+    drafted = answers(policy, requests, drafter=oracle, max_running=7)
+    assert_same(plain, drafted)
+    assert all(c.num_passes <= -(-len(c.token_ids) // 17) + 1 for c in drafted.values()), "the oracle's drafts were cut"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_running": 1},
+        {"max_running": 3},
+        {"max_running": 16, "kv_tokens": 70},
+        {"max_running": 16, "kv_tokens": 70, "drafter": RandomTreeDrafter(seed=3)},
+        {"max_running": 16, "max_pass_tokens": 17},
+        {"max_running": 16, "max_pass_tokens": 17, "drafter": RandomTreeDrafter(seed=4)},
+    ],
+    ids=str,
+)
+def test_slots_memory_and_pass_size_change_no_token(settings):
+    policy = tiny_policy(tied=True)
+    requests = make_requests(10, group_size=4)
+    assert_same(answers(policy, requests, max_running=40), answers(policy, requests, **settings))
+
+
+def test_alone_and_among_31_others():
+    policy = tiny_policy("llama")
+    requests = make_requests(32, seed=5)
+    together = answers(policy, requests, max_running=32)
+    for request in requests[::6]:
+        assert_same(answers(policy, [request]), {request.id: together[request.id]})
+
+
+def test_the_noise_is_what_decides():
+    """The same prompts under other seeds get other tokens: the comparison above can fail."""
+    policy = tiny_policy()
+    first, second = make_requests(6), make_requests(6)
+    second = [dataclasses.replace(request, seed=request.seed + 1) for request in second]
+    left, right = answers(policy, first), answers(policy, second)
+    assert any(left[name].token_ids.tolist() != right[name].token_ids.tolist() for name in left)
+
+
+def test_withdrawn_and_resubmitted_goes_on_as_if_nothing_had_happened():
+    policy = tiny_policy()
+    requests = make_requests(6, group_size=2)
+    whole = answers(policy, requests)
+    engine = Engine(policy.model, kv_tokens=4096, max_running=8)
+    engine.submit(requests)
+    done = {c.request.id: c for c in engine.run()}
+    partial = engine.withdraw()
+    assert {c.request.id for c in partial} | done.keys() == whole.keys()
+    assert any(0 < len(c.token_ids) < len(whole[c.request.id].token_ids) for c in partial)
+    done.update(answers(policy, [c.resume() for c in partial], max_running=3))
+    assert_same(whole, done)
+
+
+def test_new_weights_in_flight_mark_the_tokens_with_their_version():
+    policy = tiny_policy()
+    engine = Engine(policy.model, kv_tokens=4096)
+    engine.submit(make_requests(3, max_tokens=24, stop_token_ids=()))
+    for _ in range(5):
+        with packed(policy.model):
+            engine.step()
+    engine.new_weights(7)
+    done = []
+    while engine.has_work:
+        done += engine.run()
+    for completion in done:
+        assert completion.generated.policy_versions.tolist() == [0] * 5 + [7] * 19

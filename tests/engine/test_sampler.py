@@ -1,0 +1,99 @@
+"""The draw: the model's own distribution, independent from draw to draw, the same compiled and not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rhymerl.engine.draw import draw_tokens
+from rhymerl.engine.noise import log_race_times, noise_keys
+from rhymerl.engine.sampler import truncate
+
+
+def draws(logits: np.ndarray, seeds: np.ndarray, positions: np.ndarray, *, temperature: float = 1.0) -> np.ndarray:
+    """One token a (seed, position) from the same logits [V]."""
+    out = np.empty(len(seeds), np.int32)
+    keys = noise_keys(seeds.astype(np.uint64), positions.astype(np.int64))
+    rows, inverse = np.zeros(len(seeds), np.int64), np.full(len(seeds), 1 / temperature if temperature else 0.0)
+    draw_tokens(logits[None], rows, inverse, keys, out)
+    return out
+
+
+def p_value(observed: np.ndarray, expected: np.ndarray) -> float:
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    freedom, half = torch.tensor((expected.size - 1) / 2), torch.tensor(statistic / 2)
+    return float(torch.special.gammaincc(freedom.double(), half))
+
+
+@pytest.mark.parametrize("over", ["positions", "seeds"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_draws_follow_the_softmax(over, temperature):
+    count = 200_000
+    logits = np.array([2.0, 1.5, 0.0, -1.0, -3.0, -6.0])
+    fixed, running = np.full(count, 1234), np.arange(count)
+    seeds, positions = (fixed, running) if over == "positions" else (running, fixed)
+    observed = np.bincount(draws(logits, seeds, positions, temperature=temperature), minlength=6)
+    expected = np.exp(logits / temperature) / np.exp(logits / temperature).sum() * count
+    assert p_value(observed, expected) > 1e-3
+
+
+def test_a_token_of_probability_one_in_a_million_is_drawn_as_often_as_it_should():
+    count = 4_000_000
+    rare = np.log(1e-5)
+    observed = (draws(np.array([0.0, rare]), np.full(count, 5), np.arange(count)) == 1).sum()
+    assert 40 - 4.5 * 40**0.5 < observed < 40 + 4.5 * 40**0.5
+
+
+@pytest.mark.parametrize("what", ["epochs", "samples", "positions"])
+def test_two_draws_are_independent(what):
+    """The joint counts of paired draws are those of independent ones; a reused seed would put all on the diagonal."""
+    count = 100_000
+    logits = np.log(np.array([0.4, 0.3, 0.2, 0.1]))
+    seeds, positions = np.arange(count), np.full(count, 3)
+    other = {"epochs": (seeds + 10**9, positions), "samples": (seeds + 1, positions), "positions": (seeds, positions + 1)}
+    first, second = draws(logits, seeds, positions), draws(logits, *other[what])
+    observed = np.bincount(first * 4 + second, minlength=16)
+    expected = np.outer(np.exp(logits), np.exp(logits)).reshape(-1) * count
+    assert p_value(observed, expected) > 1e-3
+    reused = np.bincount(first * 4 + first, minlength=16)
+    assert p_value(reused, expected) < 1e-9, "this test could not tell a reused seed"
+
+
+@pytest.mark.parametrize(("vocabulary", "dtype"), [(2, np.float64), (19, np.float32), (513, np.float32), (5000, np.float64)])
+def test_compiled_draw_is_the_reference_race(vocabulary, dtype):
+    generator = np.random.default_rng(vocabulary)
+    logits = (generator.normal(size=(200, vocabulary)) * 4).astype(dtype)
+    logits[:, ::3] = np.where(generator.random(logits[:, ::3].shape) < 0.3, -np.inf, logits[:, ::3])
+    logits[:, 1] = 30 * generator.random(200)
+    keys = noise_keys(generator.integers(0, 2**63, 200).astype(np.uint64), generator.integers(0, 9999, 200))
+    out = np.empty(200, np.int32)
+    draw_tokens(logits, np.arange(200), np.full(200, 1 / 0.9), keys, out)
+    race = torch.from_numpy(logits).double() / 0.9 - log_race_times(torch.from_numpy(keys.astype(np.int64)), vocabulary)
+    np.testing.assert_array_equal(out, race.argmax(-1).numpy())
+
+
+def test_greedy_takes_the_first_of_equals():
+    assert draws(np.array([0.0, 2.0, 2.0]), np.arange(5), np.arange(5), temperature=0.0).tolist() == [1] * 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"top_k": 2}, [0, 1]),
+        ({"top_p": 0.5}, [0]),
+        ({"top_p": 0.51}, [0, 1]),
+        ({"min_p": 0.39}, [0, 1, 2]),  # p = 0.5, 0.25, 0.2, 0.05; 0.39 * 0.5 = 0.195
+        ({"top_k": 3, "top_p": 0.75}, [0, 1]),  # renormalised over three: 0.526, 0.263, 0.211
+        ({"temperature": 0.5, "top_p": 0.9}, [0, 1]),  # squares: 0.708, 0.177, 0.113, 0.007 -> 0.885 before the third
+    ],
+)
+def test_truncation_by_hand(settings, kept):
+    full = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **settings}
+    logits = torch.log(torch.tensor([[0.5, 0.25, 0.2, 0.05]], dtype=torch.float64))
+    result = truncate(logits, **{name: torch.tensor([value]) for name, value in full.items()})
+    if settings.get("temperature"):
+        kept = [0, 1, 2]
+    assert torch.isfinite(result[0]).nonzero()[:, 0].tolist() == kept
+    assert logits.isfinite().all(), "truncation touched the clean logits"
