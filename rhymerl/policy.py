@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +51,32 @@ class Policy:
         """Write a directory that plain `transformers` loads."""
         self.model.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
+
+    def files(self) -> dict[str, str]:
+        """Everything of that directory but the weights, by file name, base64: what a checkpoint carries along."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.model.config.save_pretrained(folder)
+            if self.model.generation_config is not None:
+                self.model.generation_config.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
+            paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+            return {str(path.relative_to(folder)): b64encode(path.read_bytes()).decode() for path in paths}
+
+
+def restore(files: Mapping[str, str], weights: Mapping[str, torch.Tensor], directory: str | Path) -> None:
+    """Write `Policy.files` and a state dict of the model as a directory that plain `transformers` loads."""
+    directory = Path(directory)
+    for name, content in files.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b64decode(content))
+    config = AutoConfig.from_pretrained(directory)
+    dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.load_state_dict(dict(weights))
+    if (directory / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+    model.save_pretrained(directory)
 
 
 class PolicySource:

@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from rhymerl.drafters.base import Drafter
 from rhymerl.types import Completion, RolloutRequest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rhymerl.policy import Policy
+
 
 class RolloutBackend(ABC):
-    """A context manager: leaving it frees the engine, and requests still in it are lost."""
+    """A context manager: leaving it frees the engine, and requests still in it are lost.
+
+    The constructor takes settings only; `start` hands over what the run has.
+    """
+
+    @abstractmethod
+    def start(
+        self,
+        policy: Policy,
+        drafter: Drafter,
+        *,
+        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """Bring up the engine; called once on every rank before the first `submit`.
+
+        `autocast` is the update's own context for forward passes. Raises ConfigError for a policy that cannot be run.
+        """
 
     @abstractmethod
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
@@ -33,7 +53,7 @@ class RolloutBackend(ABC):
         """New weights. Requests in flight go on under them; their later tokens carry the new version."""
 
     def metrics(self) -> Mapping[str, float]:
-        """Totals since the last call (`rollout/*`), then reset."""
+        """What happened since the last call, by metric name; then reset."""
         return {}
 
     def close(self) -> None:

@@ -1,0 +1,107 @@
+"""The embedded backend: our own engine in the trainer's process, on the policy's own weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+from rhymerl.backends.base import RolloutBackend
+from rhymerl.drafters.base import Drafter
+from rhymerl.engine.engine import Engine, EngineTotals
+from rhymerl.engine.support import prove, refuse_unsupported
+from rhymerl.errors import BackendError, ConfigError
+from rhymerl.types import Completion, RolloutRequest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rhymerl.policy import Policy
+
+
+class EmbeddedBackend(RolloutBackend):
+    """Continuous batching without a server, a copy of the weights or a thread: `collect` drives the engine.
+
+    `max_running` requests decode side by side, `kv_tokens` bounds the tokens with keys and values (in all layers),
+    `max_pass_tokens` the tokens of one forward pass, `max_draft_nodes` the draft of one request.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_running: int = 64,
+        kv_tokens: int = 65_536,
+        max_pass_tokens: int = 8_192,
+        max_draft_nodes: int = 16,
+        check_drafts: bool = False,
+    ) -> None:
+        for name, value in (("max_running", max_running), ("kv_tokens", kv_tokens), ("max_pass_tokens", max_pass_tokens)):
+            if value < 1:
+                raise ConfigError(f"backend.{name}={value}: expected at least 1")
+        self.max_running = max_running
+        self.kv_tokens = kv_tokens
+        self.max_pass_tokens = max_pass_tokens
+        self.max_draft_nodes = max_draft_nodes
+        self.check_drafts = check_drafts
+        self._engine: Engine | None = None
+        self._reported = EngineTotals()
+
+    def start(
+        self,
+        policy: Policy,
+        drafter: Drafter,
+        *,
+        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        refuse_unsupported(policy.model)
+        prove(policy.model, autocast)
+        self._engine = Engine(
+            policy.model,
+            drafter=drafter,
+            max_running=self.max_running,
+            kv_tokens=self.kv_tokens,
+            max_pass_tokens=self.max_pass_tokens,
+            max_draft_nodes=self.max_draft_nodes,
+            check_drafts=self.check_drafts,
+            autocast=autocast,
+        )
+        self._reported = EngineTotals()
+
+    @property
+    def engine(self) -> Engine:
+        """The running engine. Raises BackendError before `start` and after `close`."""
+        if self._engine is None:
+            raise BackendError("the embedded backend has not been started")
+        return self._engine
+
+    def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        self.engine.submit(requests)
+
+    def collect(self, timeout_s: float | None = None) -> list[Completion]:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        return self.engine.run(deadline)
+
+    def withdraw(self, ids: Iterable[str] | None = None) -> list[Completion]:
+        return self.engine.withdraw(ids)
+
+    def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        """The engine reads the policy itself, so the tensors are not looked at; old keys and values are dropped."""
+        self.engine.new_weights(policy_version)
+
+    def metrics(self) -> Mapping[str, float]:
+        totals = dataclasses.replace(self.engine.totals)
+        new, self._reported = totals.minus(self._reported), totals
+        return {
+            "rollout/passes": new.passes,
+            "rollout/preemptions": new.preemptions,
+            "rollout/tail_frac": new.tail_s / max(new.busy_s, 1e-9),
+            "rollout/spec_accept_length": new.emitted_tokens / max(new.request_passes, 1),
+            "rollout/spec_accept_rate": new.accepted_nodes / max(new.drafted_nodes, 1),
+            "spec/draft_time_frac": new.draft_s / max(new.busy_s, 1e-9),
+            "spec/bad_drafts": new.bad_drafts,
+        }
+
+    def close(self) -> None:
+        self._engine = None

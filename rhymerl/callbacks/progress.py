@@ -1,0 +1,70 @@
+"""A live line of the training run: step, reward, length, speed, time left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+class LiveProgress(L.Callback):
+    """A bar on a terminal; elsewhere a plain line every `lines_every` steps. Rank 0 only."""
+
+    def __init__(self, *, lines_every: int = 10) -> None:
+        self.lines_every = lines_every
+        self._console = Console()
+        self._progress: Progress | None = None
+        self._task: Any = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not trainer.is_global_zero or not self._console.is_terminal:
+            return
+        total = trainer.estimated_stepping_batches
+        self._progress = Progress(
+            TextColumn("[bold]step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[status]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self._console,
+        )
+        self._task = self._progress.add_task(
+            "", total=None if total == float("inf") else int(total), completed=trainer.global_step, status=""
+        )
+        self._progress.start()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not trainer.is_global_zero:
+            return
+        status = status_line(trainer.callback_metrics)
+        if self._progress is not None:
+            self._progress.update(self._task, completed=trainer.global_step, status=status)
+        elif trainer.global_step % self.lines_every == 0 or trainer.global_step == 1:
+            self._console.print(f"step {trainer.global_step}  {status}", highlight=False)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._stop()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def status_line(metrics: Any) -> str:
+    """`reward 0.412  length 43.1  5,210 tok/s` from the logged metrics, as far as they are there."""
+    parts = [
+        ("reward", "reward {:.3f}"),
+        ("completions/mean_length", "length {:.1f}"),
+        ("rollout/tokens_per_s", "{:,.0f} tok/s"),
+    ]
+    return "  ".join(form.format(float(metrics[name])) for name, form in parts if name in metrics)

@@ -1,0 +1,254 @@
+"""The LightningModule: one batch is one rollout step; `training_step` runs its rollout and all its optimizer steps."""
+
+from __future__ import annotations
+
+import copy
+import resource
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from transformers import PreTrainedModel
+
+from rhymerl.algos.base import Algorithm
+from rhymerl.algos.grpo import GRPO
+from rhymerl.backends.base import RolloutBackend
+from rhymerl.backends.embedded import EmbeddedBackend
+from rhymerl.config import describe, instantiate
+from rhymerl.drafters.base import Drafter
+from rhymerl.drafters.none import NoDrafter
+from rhymerl.errors import ConfigError
+from rhymerl.evaluation import EvaluationSettings, evaluation_metrics
+from rhymerl.logprobs import prove_head
+from rhymerl.policy import Policy, PolicySource
+from rhymerl.rewards import RewardScorer, build_rewards, check_columns
+from rhymerl.rollout import Rollout, RolloutLoop, RolloutSettings
+from rhymerl.schedulers.base import Scheduler
+from rhymerl.schedulers.fifo import FIFOScheduler
+from rhymerl.types import Prompt, Sample
+from rhymerl.update import Updater, UpdateSettings
+
+Node = Mapping[str, Any]  # a component as plain config, with `_target_`
+
+
+class RhymeModule(L.LightningModule):
+    """GRPO and its kin under `Trainer.fit(module, datamodule)`.
+
+    Every component may be given as an object or as its config node; `model` also as a directory or hub name.
+    `rewards` None takes the reward of the datamodule's task. The module holds no state of a rollout.
+    """
+
+    def __init__(
+        self,
+        model: PolicySource | Policy | str | Node,
+        algo: Algorithm | Node | None = None,
+        *,
+        rollout: RolloutSettings | Node | None = None,
+        update: UpdateSettings | Node | None = None,
+        evaluation: EvaluationSettings | Node | None = None,
+        drafter: Drafter | Node | None = None,
+        scheduler: Scheduler | Node | None = None,
+        backend: RolloutBackend | Node | None = None,
+        rewards: Any = None,
+        reward_workers: int = 1,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.algo: Algorithm = instantiate(algo) or GRPO()
+        self.rollout: RolloutSettings = instantiate(rollout) or RolloutSettings()
+        self.update: UpdateSettings = instantiate(update) or UpdateSettings()
+        self.evaluation: EvaluationSettings = instantiate(evaluation) or EvaluationSettings()
+        self.drafter: Drafter = instantiate(drafter) or NoDrafter()
+        self.scheduler: Scheduler = instantiate(scheduler) or FIFOScheduler()
+        self.backend: RolloutBackend = instantiate(backend) or EmbeddedBackend()
+        self.rewards = rewards
+        self.reward_workers = reward_workers
+        self.seed = seed
+        self.algo.check(group_size=self.rollout.group_size)
+        source = PolicySource(model) if isinstance(model, str) else instantiate(model)
+        self.policy: Policy = source.load() if isinstance(source, PolicySource) else source
+        self._check_lengths()
+        self.model: PreTrainedModel = self.policy.model
+        self.num_rollouts = 0  # rollout steps whose update is in the weights
+        self.num_tokens = 0  # response tokens trained on
+        self.last_rollout: Rollout | None = None  # for callbacks
+        self._loop: RolloutLoop | None = None
+        self._updater: Updater | None = None
+        self._scorer: RewardScorer | None = None
+        self._reference: list[PreTrainedModel] = []  # in a list, so that it is no submodule and in no checkpoint
+        self._evaluated: list[Sample] = []
+        self.save_hyperparameters(self._settings(source))
+
+    def _settings(self, source: Any) -> dict[str, Any]:
+        """Constructor arguments as plain containers, for the checkpoint."""
+        parts = ("algo", "rollout", "update", "evaluation", "drafter", "scheduler", "backend")
+        described = {name: describe(getattr(self, name)) for name in parts}
+        model = describe(source) if isinstance(source, PolicySource) else None
+        return {"model": model, **described, "reward_workers": self.reward_workers, "seed": self.seed}
+
+    def _check_lengths(self) -> None:
+        if self.rollout.max_tokens >= self.policy.context_tokens:
+            raise ConfigError(
+                f"rollout.max_tokens={self.rollout.max_tokens}: the model's context is {self.policy.context_tokens} "
+                "tokens, and the prompt needs some of them"
+            )
+
+    # -- set-up ------------------------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        if self._loop is not None:
+            return
+        trainer = self.trainer
+        if stage == "fit":
+            check_trainer(trainer)
+        if self.algo.needs_reference and not self._reference:
+            self._reference = [copy.deepcopy(self.model).requires_grad_(False).eval()]
+        self._scorer = RewardScorer(self._rewards(), num_workers=self.reward_workers)
+        autocast = trainer.precision_plugin.forward_context
+        prove_head(self.model)
+        self.backend.start(self.policy, self.drafter, autocast=autocast)
+        self._loop = RolloutLoop(
+            self.backend,
+            self.scheduler,
+            drafter=self.drafter,
+            scorer=self._scorer,
+            decode=self._decode,
+            stop_token_ids=self.policy.stop_token_ids,
+            seed=self.seed,
+            device=self.device,
+        )
+        self._updater = Updater(
+            self.model,
+            self.algo,
+            self.update,
+            temperature=self.rollout.temperature,
+            seed=self.seed,
+            backward=self.manual_backward,
+            autocast=autocast,
+            reference=self._reference[0].to(self.device) if self._reference else None,
+        )
+
+    def _rewards(self) -> list[Any]:
+        datamodule = getattr(self.trainer, "datamodule", None)
+        task = getattr(datamodule, "task", None)
+        spec = self.rewards if self.rewards is not None else getattr(task, "reward", None)
+        rewards = build_rewards(spec)
+        if not rewards:
+            raise ConfigError("rewards=null: name at least one reward function (or a task, which brings its own)")
+        columns = getattr(datamodule, "columns", None)
+        if columns is not None:
+            for reward in rewards:
+                check_columns(reward, columns)
+        return rewards
+
+    def _decode(self, token_ids: Any) -> str:
+        text: str = self.policy.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.update.optimizer([p for p in self.model.parameters() if p.requires_grad])
+        total = self.trainer.estimated_stepping_batches
+        if total != float("inf") and self.trainer.max_steps == -1:
+            total *= self.update.mini_batches
+        return {"optimizer": optimizer, "lr_scheduler": self.update.schedule(optimizer, total)}
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Prompts stay where they are; the backend moves what it needs."""
+        return batch
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: list[Prompt], batch_idx: int) -> STEP_OUTPUT:
+        """One rollout step; `batch` is the same list of prompts on every rank."""
+        assert self._loop is not None and self._updater is not None
+        started = time.perf_counter()
+        step = self.num_rollouts
+        self.backend.sync_weights(self.model.named_parameters(), policy_version=step)
+        result = self._loop.run(batch, step, self.rollout)
+        rolled_out = time.perf_counter()
+        metrics = self._updater.run(result.samples, step, optimizer=self.optimizers(), schedule=self.lr_schedulers())
+        done = time.perf_counter()
+        num_tokens = sum(map(len, result.samples))
+        self.num_rollouts += 1
+        self.num_tokens += num_tokens
+        self.last_rollout = result
+        timing = {
+            "timing_s/update": done - rolled_out,
+            "timing_s/step": done - started,
+            "perf/time_per_step": done - started,
+            "perf/tokens_per_s": num_tokens / (done - started),
+            "perf/peak_memory_gb": peak_memory_gb(self.device),
+        }
+        self.log_dict({**result.metrics, **metrics, **timing, "num_tokens": float(self.num_tokens)}, batch_size=1)
+        return None
+
+    # -- evaluation ----------------------------------------------------------------------------------------------
+
+    def on_validation_epoch_start(self) -> None:
+        self._evaluated = []
+        self.backend.sync_weights(self.model.named_parameters(), policy_version=self.num_rollouts)
+
+    def validation_step(self, batch: list[Prompt], batch_idx: int) -> STEP_OUTPUT:
+        """Answers with the same noise every time, so that two evaluations differ by the policy alone."""
+        assert self._loop is not None
+        settings = self.evaluation.rollout(self.rollout)
+        self._evaluated += self._loop.run(batch, "evaluation", settings, learn=False).samples
+        return None
+
+    def on_validation_epoch_end(self) -> None:
+        if self._evaluated:
+            self.log_dict(evaluation_metrics(self._evaluated), batch_size=1)
+        self._evaluated = []
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["rhymerl"] = {
+            "num_rollouts": self.num_rollouts,
+            "num_tokens": self.num_tokens,
+            "scheduler": self.scheduler.state_dict(),
+            "policy_files": self.policy.files(),
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["rhymerl"]
+        self.num_rollouts = state["num_rollouts"]
+        self.num_tokens = state["num_tokens"]
+        self.scheduler.load_state_dict(state["scheduler"])
+
+    def teardown(self, stage: str) -> None:
+        """Free the engine and the reward processes; a later fit brings up new ones."""
+        if self._scorer is not None:
+            self._scorer.close()
+        self.backend.close()
+        self._loop = self._updater = self._scorer = None
+
+
+def check_trainer(trainer: L.Trainer) -> None:
+    """Raise ConfigError for a Trainer flag that cannot be honoured, with the reason."""
+    if trainer.world_size > 1:
+        raise ConfigError(
+            f"trainer.devices={trainer.num_devices} on {trainer.num_nodes} node(s): one device is supported so far, "
+            "because a rollout plan over several ranks is not there yet"
+        )
+    if str(trainer.precision).startswith("16"):
+        raise ConfigError(
+            f"trainer.precision={trainer.precision!r}: float16 needs loss scaling, under which the engine's log-probs would "
+            "not be the update's; use bf16-mixed, bf16-true, 32-true or 64-true"
+        )
+    if trainer.overfit_batches > 0:
+        raise ConfigError(
+            f"trainer.overfit_batches={trainer.overfit_batches}: a batch is the prompts of a step, so use a small data.train "
+            "or trainer.limit_train_batches"
+        )
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Peak of the device's allocator, or of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

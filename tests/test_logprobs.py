@@ -1,0 +1,106 @@
+"""Log-probs for the update: chunks and micro-batches change nothing, and logits never exist for all tokens at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rhymerl.errors import ConfigError
+from rhymerl.logprobs import policy_output, prove_head, token_batch
+from rhymerl.testing import make_requests, tiny_policy
+from rhymerl.types import Completion, Generated, Sample
+from rhymerl.update import micro_batches
+
+
+def make_samples(count: int, *, max_tokens: int = 12, vocabulary: int = 19) -> list[Sample]:
+    """Random answers to random prompts."""
+    source = np.random.default_rng(1)
+    samples = []
+    for request in make_requests(count):
+        tokens = source.integers(2, vocabulary, source.integers(1, max_tokens, endpoint=True)).astype(np.int32)
+        generated = Generated(
+            token_ids=tokens, logprobs=np.zeros(len(tokens)), policy_versions=np.zeros(len(tokens), np.int32)
+        )
+        completion = Completion(request=request, generated=generated, finish_reason="stop")
+        samples.append(
+            Sample(completion=completion, text="", reward=0.0, rewards={}, loss_mask=np.ones(len(tokens), np.bool_))
+        )
+    return samples
+
+
+def gradients(model, samples, parts, *, chunk_tokens):
+    """Log-probs of all samples and the gradient of their sum of squares, computed part by part."""
+    model.zero_grad()
+    logprobs = {}
+    for part in parts:
+        batch = token_batch([samples[i] for i in part], "cpu")
+        output = policy_output(model, batch, temperature=0.8, chunk_tokens=chunk_tokens)
+        (output.logprobs**2).sum().backward()
+        for i, line in zip(part, output.logprobs.detach(), strict=True):
+            logprobs[i] = line[: len(samples[i])]
+    return logprobs, [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 1000])
+@pytest.mark.parametrize("max_tokens", [1, 40, 10_000])
+def test_chunks_and_micro_batches_change_nothing(chunk_tokens, max_tokens):
+    model, samples = tiny_policy().model, make_samples(9)
+    expected, expected_gradient = gradients(model, samples, [list(range(9))], chunk_tokens=None)
+    parts = list(micro_batches(samples, range(9), max_tokens))
+    assert sorted(i for part in parts for i in part) == list(range(9))
+    logprobs, gradient = gradients(model, samples, parts, chunk_tokens=chunk_tokens)
+    for i in expected:
+        torch.testing.assert_close(logprobs[i], expected[i], atol=1e-12, rtol=0)
+    for left, right in zip(gradient, expected_gradient, strict=True):
+        torch.testing.assert_close(left, right, atol=1e-10, rtol=1e-10)
+
+
+def test_micro_batches_keep_their_budget():
+    samples = make_samples(20)
+    for part in micro_batches(samples, range(20), 90):
+        width = max(len(samples[i].prompt.token_ids) + len(samples[i]) for i in part)
+        assert len(part) == 1 or len(part) * width <= 90
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that any tensor had whose last dimension is the vocabulary."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.vocabulary = vocabulary
+        self.rows = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor) and tensor.ndim and tensor.shape[-1] == self.vocabulary:
+                self.rows = max(self.rows, tensor.numel() // self.vocabulary)
+        return result
+
+
+@pytest.mark.parametrize("chunk_tokens", [50, None])
+def test_logits_exist_for_one_chunk_at_a_time(chunk_tokens):
+    policy = tiny_policy(vocab_size=1021)  # the head's own gradient has 32 rows, its hidden size
+    samples = make_samples(40)
+    total = sum(map(len, samples))
+    with Largest(1021) as largest:
+        output = policy_output(policy.model, token_batch(samples, "cpu"), temperature=1.0, chunk_tokens=chunk_tokens)
+        output.logprobs.sum().backward()
+    assert largest.rows == (chunk_tokens or total)
+
+
+def test_a_head_that_scales_its_logits_is_refused():
+    model = tiny_policy().model
+    prove_head(model)
+    plain = model.forward
+
+    def scaled(*args, **kwargs):
+        output = plain(*args, **kwargs)
+        output.logits = output.logits * 0.5
+        return output
+
+    model.forward = scaled
+    with pytest.raises(ConfigError, match="scaled or soft-capped"):
+        prove_head(model)
