@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+# Sums may be reordered, so that they vectorise; infinities and NaN keep their meaning.
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "nsz"}}
 _log = logging.getLogger("rhymerl")
 
 
@@ -34,9 +36,9 @@ def _dispatcher(function: Callable[..., Any]) -> Any:
     import numba
 
     try:
-        dispatcher = numba.njit(cache=True, nogil=True, error_model="numpy")(function)
+        dispatcher = numba.njit(cache=True, **_OPTIONS)(function)
     except RuntimeError:  # numba: "cannot cache function: no locator available"
-        dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
+        dispatcher = numba.njit(**_OPTIONS)(function)
     if not _is_cached(dispatcher, function):
         _log.info("compiling %s (some seconds, once)", function.__qualname__)
     return dispatcher

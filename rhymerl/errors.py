@@ -1,12 +1,12 @@
 """The exception tree. Everything that rhymerl raises on purpose is one of these, or a ValueError of a constructor.
 
-    RhymeError                 something rhymerl noticed; the message is one readable line
-    ├── UsageError             the user's input is wrong (exit code 2)
-    │   ├── ConfigError        a setting: names it, its value and what is allowed
-    │   └── DataError          a data file: names the file, the line and what is wrong
-    └── RunError               the run failed (exit code 1)
-        ├── BackendError       a rollout engine failed or broke its promises
-        └── RewardError        a reward function cannot be used at all (a failing call costs one sample instead)
+RhymeError                 something rhymerl noticed; the message is one readable line
+├── UsageError             the user's input is wrong (exit code 2)
+│   ├── ConfigError        a setting: names it, its value and what is allowed
+│   └── DataError          a data file: names the file, the line and what is wrong
+└── RunError               the run failed (exit code 1)
+    ├── BackendError       a rollout engine failed or broke its promises
+    └── RewardError        a reward function cannot be used at all (a failing call costs one sample instead)
 """
 
 from __future__ import annotations

@@ -12,11 +12,18 @@ from rhymerl.types import Sample
 
 
 class EvaluationSettings:
-    """`samples` answers a validation prompt at `temperature`; all else is the training rollout's."""
+    """`samples` answers a validation prompt at `temperature`; all else is the training rollout's.
 
-    def __init__(self, *, samples: int = 1, temperature: float = 1.0, max_tokens: int | None = None) -> None:
-        if samples < 1:
-            raise ConfigError(f"evaluation.samples={samples}: expected at least 1")
+    A run is evaluated before and after training, and every `every_n_steps` rollout steps in between if that is not 0.
+    """
+
+    def __init__(
+        self, *, samples: int = 1, temperature: float = 1.0, max_tokens: int | None = None, every_n_steps: int = 0
+    ) -> None:
+        for name, value, least in (("samples", samples, 1), ("every_n_steps", every_n_steps, 0)):
+            if value < least:
+                raise ConfigError(f"evaluation.{name}={value}: expected at least {least}")
+        self.every_n_steps = every_n_steps
         self.samples = samples
         self.temperature = temperature
         self.max_tokens = max_tokens
@@ -55,7 +62,9 @@ def evaluation_metrics(samples: Sequence[Sample], task: str = "validation") -> d
     return {
         "eval/reward": mean,
         f"eval/{task}/mean@{k}": mean,
-        f"eval/{task}/pass@{k}": float(np.mean([pass_at_k(len(g), sum(r >= 1 for r in g), k) for g in groups.values()])),
+        f"eval/{task}/pass@{k}": float(
+            np.mean([pass_at_k(len(g), sum(r >= 1 for r in g), k) for g in groups.values()])
+        ),
         "eval/mean_length": float(np.mean([len(sample) for sample in samples])),
         "eval/clipped_ratio": float(np.mean([sample.completion.finish_reason == "length" for sample in samples])),
     }

@@ -6,11 +6,13 @@ import copy
 import resource
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import torch
 from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from rhymerl.algos.base import Algorithm
@@ -18,17 +20,18 @@ from rhymerl.algos.grpo import GRPO
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.config import describe, instantiate
+from rhymerl.data import PromptBatch, PromptDataModule
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
 from rhymerl.errors import ConfigError
 from rhymerl.evaluation import EvaluationSettings, evaluation_metrics
 from rhymerl.logprobs import prove_head
 from rhymerl.policy import Policy, PolicySource
-from rhymerl.rewards import RewardScorer, build_rewards, check_columns
+from rhymerl.rewards import Reward, RewardScorer, build_rewards, check_columns
 from rhymerl.rollout import Rollout, RolloutLoop, RolloutSettings
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.schedulers.fifo import FIFOScheduler
-from rhymerl.types import Prompt, Sample
+from rhymerl.types import Sample
 from rhymerl.update import Updater, UpdateSettings
 
 Node = Mapping[str, Any]  # a component as plain config, with `_target_`
@@ -40,6 +43,8 @@ class RhymeModule(L.LightningModule):
     Every component may be given as an object or as its config node; `model` also as a directory or hub name.
     `rewards` None takes the reward of the datamodule's task. The module holds no state of a rollout.
     """
+
+    _reference: PreTrainedModel | None  # set past nn.Module's registration: no submodule, and in no checkpoint
 
     def __init__(
         self,
@@ -71,7 +76,6 @@ class RhymeModule(L.LightningModule):
         self.algo.check(group_size=self.rollout.group_size)
         source = PolicySource(model) if isinstance(model, str) else instantiate(model)
         self.policy: Policy = source.load() if isinstance(source, PolicySource) else source
-        self._check_lengths()
         self.model: PreTrainedModel = self.policy.model
         self.num_rollouts = 0  # rollout steps whose update is in the weights
         self.num_tokens = 0  # response tokens trained on
@@ -79,38 +83,49 @@ class RhymeModule(L.LightningModule):
         self._loop: RolloutLoop | None = None
         self._updater: Updater | None = None
         self._scorer: RewardScorer | None = None
-        self._reference: list[PreTrainedModel] = []  # in a list, so that it is no submodule and in no checkpoint
+        self._rewards: list[Reward] = []
+        object.__setattr__(self, "_reference", None)
         self._evaluated: list[Sample] = []
         self.save_hyperparameters(self._settings(source))
 
     def _settings(self, source: Any) -> dict[str, Any]:
-        """Constructor arguments as plain containers, for the checkpoint."""
+        """Constructor arguments as plain containers, for the checkpoint; functions that are not named there are left out."""
         parts = ("algo", "rollout", "update", "evaluation", "drafter", "scheduler", "backend")
         described = {name: describe(getattr(self, name)) for name in parts}
         model = describe(source) if isinstance(source, PolicySource) else None
-        return {"model": model, **described, "reward_workers": self.reward_workers, "seed": self.seed}
-
-    def _check_lengths(self) -> None:
-        if self.rollout.max_tokens >= self.policy.context_tokens:
-            raise ConfigError(
-                f"rollout.max_tokens={self.rollout.max_tokens}: the model's context is {self.policy.context_tokens} "
-                "tokens, and the prompt needs some of them"
-            )
+        rewards = self.rewards if isinstance(self.rewards, str | dict) and _is_plain(self.rewards) else None
+        more = {"rewards": rewards, "reward_workers": self.reward_workers, "seed": self.seed}
+        return {"model": model, **described, **more}
 
     # -- set-up ------------------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
+        """Check everything that can be checked before any compute; the data module has been set up before."""
+        if stage == "fit":
+            check_trainer(self.trainer)
+        self._check_lengths()
+        self._rewards = self._checked_rewards()
+        prove_head(self.model)
+        if self.algo.needs_reference and self._reference is None:
+            # Before a checkpoint is restored, hence the weights that the run started from.
+            reference = copy.deepcopy(self.model).requires_grad_(False).eval()
+            object.__setattr__(self, "_reference", reference)
+
+    def on_fit_start(self) -> None:
+        self._bring_up()
+
+    def on_validation_start(self) -> None:
+        self._bring_up()
+
+    def _bring_up(self) -> None:
+        """Start engine and reward pool, once the model is on its device."""
         if self._loop is not None:
             return
-        trainer = self.trainer
-        if stage == "fit":
-            check_trainer(trainer)
-        if self.algo.needs_reference and not self._reference:
-            self._reference = [copy.deepcopy(self.model).requires_grad_(False).eval()]
-        self._scorer = RewardScorer(self._rewards(), num_workers=self.reward_workers)
-        autocast = trainer.precision_plugin.forward_context
-        prove_head(self.model)
+        autocast = self.trainer.precision_plugin.forward_context
+        if self._reference is not None:
+            nn.Module.to(self._reference, device=self.device, dtype=self.model.dtype)
         self.backend.start(self.policy, self.drafter, autocast=autocast)
+        self._scorer = RewardScorer(self._rewards, num_workers=self.reward_workers)
         self._loop = RolloutLoop(
             self.backend,
             self.scheduler,
@@ -129,25 +144,44 @@ class RhymeModule(L.LightningModule):
             seed=self.seed,
             backward=self.manual_backward,
             autocast=autocast,
-            reference=self._reference[0].to(self.device) if self._reference else None,
+            reference=self._reference,
         )
 
-    def _rewards(self) -> list[Any]:
-        datamodule = getattr(self.trainer, "datamodule", None)
-        task = getattr(datamodule, "task", None)
-        spec = self.rewards if self.rewards is not None else getattr(task, "reward", None)
-        rewards = build_rewards(spec)
+    def teardown(self, stage: str) -> None:
+        """Free the engine and the reward processes; a later fit brings up new ones."""
+        if self._scorer is not None:
+            self._scorer.close()
+        self.backend.close()
+        self._loop = self._updater = self._scorer = None
+
+    def _checked_rewards(self) -> list[Reward]:
+        datamodule = self._datamodule()
+        task_reward = datamodule.task.reward if datamodule.task is not None else None
+        rewards = build_rewards(self.rewards if self.rewards is not None else task_reward)
         if not rewards:
             raise ConfigError("rewards=null: name at least one reward function (or a task, which brings its own)")
-        columns = getattr(datamodule, "columns", None)
-        if columns is not None:
-            for reward in rewards:
-                check_columns(reward, columns)
+        for reward in rewards:
+            check_columns(reward, datamodule.columns)
         return rewards
 
+    def _datamodule(self) -> PromptDataModule:
+        datamodule = getattr(self.trainer, "datamodule", None)
+        if not isinstance(datamodule, PromptDataModule):
+            raise ConfigError(
+                f"the Trainer got datamodule={type(datamodule).__name__}: a rhymerl.PromptDataModule is needed, because "
+                "its cursor is what makes a run resume exactly"
+            )
+        return datamodule
+
+    def _check_lengths(self) -> None:
+        if self.rollout.max_tokens >= self.policy.context_tokens:
+            raise ConfigError(
+                f"rollout.max_tokens={self.rollout.max_tokens}: the model's context is {self.policy.context_tokens} "
+                "tokens, and the prompt needs some of them"
+            )
+
     def _decode(self, token_ids: Any) -> str:
-        text: str = self.policy.tokenizer.decode(token_ids, skip_special_tokens=True)
-        return text
+        return str(self.policy.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def configure_optimizers(self) -> Any:
         optimizer = self.update.optimizer([p for p in self.model.parameters() if p.requires_grad])
@@ -156,24 +190,24 @@ class RhymeModule(L.LightningModule):
             total *= self.update.mini_batches
         return {"optimizer": optimizer, "lr_scheduler": self.update.schedule(optimizer, total)}
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Prompts stay where they are; the backend moves what it needs."""
-        return batch
-
     # -- training ------------------------------------------------------------------------------------------------
 
-    def training_step(self, batch: list[Prompt], batch_idx: int) -> STEP_OUTPUT:
+    def training_step(self, batch: PromptBatch, batch_idx: int) -> STEP_OUTPUT:
         """One rollout step; `batch` is the same list of prompts on every rank."""
         assert self._loop is not None and self._updater is not None
         started = time.perf_counter()
         step = self.num_rollouts
         self.backend.sync_weights(self.model.named_parameters(), policy_version=step)
-        result = self._loop.run(batch, step, self.rollout)
+        result = self._loop.run(batch.prompts, step, self.rollout)
         rolled_out = time.perf_counter()
-        metrics = self._updater.run(result.samples, step, optimizer=self.optimizers(), schedule=self.lr_schedulers())
+        schedule = cast(LambdaLR, self.lr_schedulers())
+        metrics = self._updater.run(result.samples, step, optimizer=self.optimizers(), schedule=schedule)
         done = time.perf_counter()
         num_tokens = sum(map(len, result.samples))
         self.num_rollouts += 1
+        loader = self._datamodule().train_loader
+        assert loader is not None
+        loader.advance()
         self.num_tokens += num_tokens
         self.last_rollout = result
         timing = {
@@ -192,11 +226,11 @@ class RhymeModule(L.LightningModule):
         self._evaluated = []
         self.backend.sync_weights(self.model.named_parameters(), policy_version=self.num_rollouts)
 
-    def validation_step(self, batch: list[Prompt], batch_idx: int) -> STEP_OUTPUT:
+    def validation_step(self, batch: PromptBatch, batch_idx: int) -> STEP_OUTPUT:
         """Answers with the same noise every time, so that two evaluations differ by the policy alone."""
         assert self._loop is not None
         settings = self.evaluation.rollout(self.rollout)
-        self._evaluated += self._loop.run(batch, "evaluation", settings, learn=False).samples
+        self._evaluated += self._loop.run(batch.prompts, "evaluation", settings, learn=False).samples
         return None
 
     def on_validation_epoch_end(self) -> None:
@@ -220,15 +254,15 @@ class RhymeModule(L.LightningModule):
         self.num_tokens = state["num_tokens"]
         self.scheduler.load_state_dict(state["scheduler"])
 
-    def teardown(self, stage: str) -> None:
-        """Free the engine and the reward processes; a later fit brings up new ones."""
-        if self._scorer is not None:
-            self._scorer.close()
-        self.backend.close()
-        self._loop = self._updater = self._scorer = None
+
+def _is_plain(value: Any) -> bool:
+    """Whether a checkpoint can hold the value without pickling code."""
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
+    return value is None or isinstance(value, str | int | float | bool)
 
 
-def check_trainer(trainer: L.Trainer) -> None:
+def check_trainer(trainer: Any) -> None:
     """Raise ConfigError for a Trainer flag that cannot be honoured, with the reason."""
     if trainer.world_size > 1:
         raise ConfigError(

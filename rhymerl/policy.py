@@ -42,8 +42,9 @@ class Policy:
     def stop_token_ids(self) -> tuple[int, ...]:
         """End-of-sequence ids of the generation config, the model config and the tokenizer, sorted."""
         found: set[int] = set()
-        generation = self.model.generation_config or GenerationConfig()
-        for source in (generation.eos_token_id, self.model.config.eos_token_id, self.tokenizer.eos_token_id):
+        generation: GenerationConfig | None = self.model.generation_config
+        generated = generation.eos_token_id if generation is not None else None
+        for source in (generated, self.model.config.eos_token_id, self.tokenizer.eos_token_id):
             found.update(source if isinstance(source, list | tuple) else [source] if source is not None else [])
         return tuple(sorted(found))
 
@@ -142,15 +143,21 @@ class PolicySource:
 
 
 def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
-    """One token a character: 0 is padding, 1 ends an answer, then `characters` in order."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    """One token a character (ASCII): 0 is padding, 1 ends an answer, then `characters` in order.
 
-    vocabulary = {token: index for index, token in enumerate([PAD, END, *characters])}
-    if len(vocabulary) != len(characters) + 2:
-        raise ConfigError(f"model.characters={characters!r}: a character appears twice")
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    backend.decoder = decoders.Fuse()
+    It is a byte-level BPE without merges, because transformers loads the tokenizers of some model types as that, whatever
+    class was saved. Raises ConfigError for a character that appears twice or is not ASCII.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    if len(set(characters)) < len(characters) or not characters.isascii():
+        raise ConfigError(f"model.characters={characters!r}: expected ASCII characters, each once")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    names = [byte_level.pre_tokenize_str(character)[0][0] for character in characters]
+    vocabulary = {token: index for index, token in enumerate([PAD, END, *names])}
+    backend = Tokenizer(models.BPE(vocabulary, merges=[]))
+    backend.pre_tokenizer = byte_level
+    backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=PAD,

@@ -115,7 +115,7 @@ class RolloutLoop:
         self.backend.submit(plan[0])
         answers = self._drain(len(requests))
         generated_s = time.perf_counter() - started
-        scores = self.scorer.collect(device=self.device)
+        scores = self.scorer.collect(device=self.device, order=[request.id for request in requests])
         samples = [self._sample(*answers[request.id], scores[request.id]) for request in requests]
         scored_s = time.perf_counter() - started - generated_s
         if learn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,37 +13,41 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
+from rich.table import Table
 
 from rhymerl.callbacks import LiveProgress, SampleTable, Summary
 from rhymerl.callbacks.summary import summary_table
-from rhymerl.config import instantiate, save_config
+from rhymerl.config import instantiate, resolved, save_config
 from rhymerl.errors import ConfigError
 from rhymerl.policy import restore
 
 Result = dict[str, float | int | None]
 _NEEDED_BYTES = 64 * 2**20
+_NEVER = 2**31  # steps
+_QUIET = {"enable_progress_bar": False, "enable_model_summary": False}
 
 
-def fit(config: DictConfig) -> Result:
+def fit(config: DictConfig, *, on_trainer: Callable[[L.Trainer], None] | None = None) -> Result:
     """Train, evaluating before and after; leaves config, checkpoints, logs and summary.json in the run directory.
 
-    Raises ConfigError for bad input before anything is computed.
+    `on_trainer` gets the Trainer before anything runs; a run that it stops early (`should_stop`) is saved but not
+    evaluated. Raises ConfigError and DataError for bad input before anything is computed.
     """
     run_dir = open_run_dir(config.run_dir)
     ckpt_path = checkpoint_path(config.ckpt_path, run_dir)
-    _seed(config)
-    datamodule = instantiate(config.data)
-    module = instantiate(config.module)
+    datamodule, module = _parts(config)
     summary = Summary()
     trainer = build_trainer(config, run_dir, [summary, LiveProgress()])
+    if on_trainer is not None:
+        on_trainer(trainer)
     save_config(config, run_dir)
-    if summary_needed := datamodule.has_validation and ckpt_path is None:
+    if datamodule.has_validation and ckpt_path is None:
         summary.eval_before = _evaluate(trainer, module, datamodule)
     trainer.fit(module, datamodule, ckpt_path=ckpt_path)
     trainer.save_checkpoint(run_dir / "checkpoints" / "last.ckpt")
-    if summary_needed or datamodule.has_validation:
+    if datamodule.has_validation and not trainer.should_stop:
         summary.eval_after = _evaluate(trainer, module, datamodule)
     result = summary.result()
     (run_dir / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
@@ -52,14 +57,15 @@ def fit(config: DictConfig) -> Result:
 
 def evaluate(config: DictConfig) -> dict[str, float]:
     """The validation metrics of the policy as it is, or as a checkpoint (`ckpt_path`) left it."""
-    run_dir = Path(config.run_dir)
-    ckpt_path = checkpoint_path(config.ckpt_path, run_dir)
-    _seed(config)
-    datamodule, module = instantiate(config.data), instantiate(config.module)
-    trainer = instantiate({**OmegaConf.to_container(config.trainer, resolve=True), "logger": False,
-                           "enable_checkpointing": False, "enable_progress_bar": False})  # fmt: skip
-    metrics = trainer.validate(module, datamodule, ckpt_path=ckpt_path, verbose=False)
-    return dict(metrics[0])
+    ckpt_path = checkpoint_path(config.ckpt_path, Path(config.run_dir))
+    datamodule, module = _parts(config)
+    settings = {**resolved(config)["trainer"], "logger": False, "enable_checkpointing": False, **_QUIET}
+    metrics = instantiate(settings).validate(module, datamodule, ckpt_path=ckpt_path, verbose=False)[0]
+    table = Table(title="Evaluation", title_justify="left", show_header=False)
+    for name, value in metrics.items():
+        table.add_row(name, f"{value:.4g}")
+    Console().print(table)
+    return dict(metrics)
 
 
 def export(run: str | Path, out: str | Path) -> Path:
@@ -89,14 +95,16 @@ def build_trainer(config: DictConfig, run_dir: Path, callbacks: list[L.Callback]
         save_last=True,
         enable_version_counter=False,
     )
-    samples = SampleTable(run_dir / "samples.jsonl")
-    settings: dict[str, Any] = {
-        **OmegaConf.to_container(config.trainer, resolve=True),  # type: ignore[dict-item]
-        "callbacks": [*callbacks, samples, checkpoints],
+    settings = {
+        **resolved(config)["trainer"],
+        "callbacks": [*callbacks, SampleTable(run_dir / "samples.jsonl"), checkpoints],
         "logger": TensorBoardLogger(save_dir=run_dir, name="", version="tensorboard"),
         "default_root_dir": str(run_dir),
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
+        "deterministic": config.trainer.deterministic or config.deterministic,
+        "val_check_interval": config.evaluation.every_n_steps or _NEVER,
+        "check_val_every_n_epoch": None,
+        "num_sanity_val_steps": 0,
+        **_QUIET,
     }
     trainer: L.Trainer = instantiate(settings)
     return trainer
@@ -129,8 +137,10 @@ def checkpoint_path(setting: str | None, run_dir: Path) -> str | None:
     return str(path)
 
 
-def _seed(config: DictConfig) -> None:
+def _parts(config: DictConfig) -> tuple[Any, Any]:
+    """The data module and the module."""
     L.seed_everything(config.seed, verbose=False)
+    return instantiate(config.data), instantiate(config.module)
 
 
 def _evaluate(trainer: L.Trainer, module: L.LightningModule, datamodule: Any) -> float:

@@ -162,9 +162,7 @@ class Updater:
         self.autocast = autocast
         self.reference = reference
 
-    def run(
-        self, samples: Sequence[Sample], step: int, *, optimizer: Any, schedule: LambdaLR
-    ) -> Mapping[str, float]:
+    def run(self, samples: Sequence[Sample], step: int, *, optimizer: Any, schedule: LambdaLR) -> Mapping[str, float]:
         """All mini-batches of the step, in an order that follows from (seed, step); returns metrics."""
         batch = step_batch(samples, self.algorithm, self.model.device)
         order = np.random.default_rng([self.seed, step]).permutation(len(samples))

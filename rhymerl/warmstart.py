@@ -54,9 +54,7 @@ class DemonstrationLoader:
         encode = self.policy.tokenizer.encode
         end = self.policy.tokenizer.eos_token_id
         prompts = [encode(row["prompt"], add_special_tokens=False) for row in rows]
-        answers = [
-            [*encode(self.task.demonstration(row, source), add_special_tokens=False), end] for row in rows
-        ]
+        answers = [[*encode(self.task.demonstration(row, source), add_special_tokens=False), end] for row in rows]
         return {
             "input_ids": _pad([p + a for p, a in zip(prompts, answers, strict=True)], fill=end),
             "labels": _pad([[IGNORE] * len(p) + a for p, a in zip(prompts, answers, strict=True)], fill=IGNORE),
@@ -130,7 +128,9 @@ def warmstart(
         enable_progress_bar=progress,
         default_root_dir=out,
         callbacks=[
-            ModelCheckpoint(dirpath=out, filename="warmstart", every_n_train_steps=save_every, enable_version_counter=False)
+            ModelCheckpoint(
+                dirpath=out, filename="warmstart", every_n_train_steps=save_every, enable_version_counter=False
+            )
         ],
     )
     module.train()

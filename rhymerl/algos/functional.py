@@ -12,12 +12,13 @@ def group_advantages(rewards: Tensor, groups: Tensor, *, normalize_std: bool, ep
     """
     index, count = groups.unique(return_inverse=True, return_counts=True)[1:]
     count = count.to(rewards.dtype)
-    mean = rewards.new_zeros(len(count)).index_add_(0, index, rewards) / count
-    centred = rewards - mean[index]
+    mean: Tensor = rewards.new_zeros(len(count)).index_add_(0, index, rewards) / count
+    centred: Tensor = rewards - mean[index]
     if not normalize_std:
         return centred
     variance = rewards.new_zeros(len(count)).index_add_(0, index, centred**2) / (count - 1).clamp(min=1)
-    return centred / (variance.sqrt()[index] + epsilon)
+    deviation: Tensor = variance.sqrt()[index]
+    return centred / (deviation + epsilon)
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Tensor:

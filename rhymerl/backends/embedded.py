@@ -37,7 +37,11 @@ class EmbeddedBackend(RolloutBackend):
         max_draft_nodes: int = 16,
         check_drafts: bool = False,
     ) -> None:
-        for name, value in (("max_running", max_running), ("kv_tokens", kv_tokens), ("max_pass_tokens", max_pass_tokens)):
+        for name, value in (
+            ("max_running", max_running),
+            ("kv_tokens", kv_tokens),
+            ("max_pass_tokens", max_pass_tokens),
+        ):
             if value < 1:
                 raise ConfigError(f"backend.{name}={value}: expected at least 1")
         self.max_running = max_running

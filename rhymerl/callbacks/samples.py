@@ -31,7 +31,9 @@ class SampleTable(L.Callback):
         # A stride, so that the samples are not all of one group.
         chosen = rollout.samples[:: max(1, len(rollout.samples) // self.num_samples)][: self.num_samples]
         with self.path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps({"step": step, **sample_row(sample)}, ensure_ascii=False) + "\n" for sample in chosen)
+            file.writelines(
+                json.dumps({"step": step, **sample_row(sample)}, ensure_ascii=False) + "\n" for sample in chosen
+            )
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_text("samples", markdown_table(chosen), trainer.global_step)

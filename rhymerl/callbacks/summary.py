@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 from rich.table import Table
 
+_STATE = ("eval_before", "eval_after", "first_rewards", "last_rewards", "seconds", "num_steps", "num_tokens")
 _WINDOW = 5  # steps that make `reward_first` and `reward_last`
 
 
@@ -47,7 +48,7 @@ class Summary(L.Callback):
         self._since = now
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         for name, value in state_dict.items():

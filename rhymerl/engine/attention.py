@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from rhymerl.engine.narrow import NarrowLayout, attend
+
 NAME = "rhymerl"
 # Arguments by which transformers asks for what a token tree would silently break.
 _REFUSED = ("sliding_window", "softcap", "s_aux", "position_bias", "cross_attention_states")
@@ -37,9 +39,10 @@ class Bucket:
 
 @dataclass(slots=True)
 class AttentionPlan:
-    """All buckets of a pass; additive masks are made once, in the dtype that the first layer brings."""
+    """All rows of a pass; additive masks are made once, in the dtype that the first layer brings."""
 
     buckets: list[Bucket]
+    narrow: NarrowLayout | None = None
     _additive: list[Tensor] | None = None
 
     def additive_masks(self, query: Tensor, groups: int) -> list[Tensor]:
@@ -80,6 +83,8 @@ def packed_attention(
     groups = num_heads // kv_heads
     packed = query[0].transpose(0, 1)  # [N, heads, dim]
     output = value.new_empty(num_tokens, num_heads, value.shape[2])
+    if rhymerl_plan.narrow is not None:
+        _attend_narrow(rhymerl_plan.narrow, query[0], key, value, scaling or query.shape[3] ** -0.5, output)
     masks = rhymerl_plan.additive_masks(query, groups)
     for bucket, mask in zip(rhymerl_plan.buckets, masks, strict=True):
         rows, width, keys = bucket.shape
@@ -94,6 +99,14 @@ def packed_attention(
         assert bucket.valid is not None
         output[bucket.queries[bucket.valid]] = out[bucket.valid].to(output.dtype)
     return output[None], None
+
+
+def _attend_narrow(
+    narrow: NarrowLayout, query: Tensor, key: Tensor, value: Tensor, scale: float, output: Tensor
+) -> None:
+    n = narrow
+    arrays = (n.table, n.row, n.seen, n.parent, n.slot, n.is_node, n.place)
+    attend(query.contiguous().numpy(), key.numpy(), value.numpy(), *arrays, scale, output.numpy())
 
 
 AttentionInterface.register(NAME, packed_attention)

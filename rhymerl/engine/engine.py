@@ -24,7 +24,7 @@ from rhymerl.engine.sampler import Sampler
 from rhymerl.engine.tree import check_draft, cut
 from rhymerl.engine.verify import Walk, walk
 from rhymerl.errors import ConfigError
-from rhymerl.types import Completion, Draft, Generated, RolloutRequest
+from rhymerl.types import Completion, Draft, FinishReason, Generated, RolloutRequest
 
 
 @dataclass(slots=True)
@@ -129,9 +129,8 @@ class Engine:
     def withdraw(self, ids: Iterable[str] | None = None) -> list[Completion]:
         """Take back requests, oldest first, with what they have generated; None = all."""
         wanted = None if ids is None else set(ids)
-        taken = []
-        for row in [row for row in self._running if wanted is None or self._id(row) in wanted]:
-            taken.append(self._leave(row, self.rows.completion(row, "withdrawn")))
+        running = [row for row in self._running if wanted is None or self._id(row) in wanted]
+        taken = [self._leave(row, self.rows.completion(row, "withdrawn")) for row in running]
         waiting, self._waiting = self._waiting, deque()
         for request, counts in waiting:
             if wanted is None or request.id in wanted:
@@ -197,7 +196,7 @@ class Engine:
             self._make_room()
             row, chain = self._feed()
         drafts = self._drafts(row, chain, spare=self.kv.pool.num_free - int(chain.sum()))
-        return lay_out(self.rows, row, chain, drafts)
+        return lay_out(self.rows, row, chain, drafts, compiled=self.kv.is_readable_in_place)
 
     def _feed(self) -> tuple[IndexArray, IndexArray]:
         """Rows that feed and how many of their uncached tokens: prefixes first, then the requests they serve."""
@@ -274,7 +273,8 @@ class Engine:
         """Logits [M, vocabulary] at every root and draft node, in float32 or better."""
         device = self.model.device
         self.kv.write_slots = torch.from_numpy(layout.slots).to(device)
-        plan = AttentionPlan([_bucket(bucket, layout.fed.total, device) for bucket in layout.buckets])
+        buckets = [_bucket(bucket, layout.fed.total, device) for bucket in layout.buckets]
+        plan = AttentionPlan(buckets, layout.narrow)
         with self.autocast():
             output = self.model(
                 input_ids=torch.from_numpy(layout.token_ids).to(device, torch.int64)[None],
@@ -332,8 +332,8 @@ class Engine:
                 emitted = rows.tokens[each, rows.length[each] - steps.num_emitted[e] : rows.length[each]]
                 self.drafter.accept(request, emitted, int(steps.num_accepted[e]))
         full = rows.length[row] == rows.limit[row]
-        for e in np.flatnonzero(steps.ended | full):
-            reason = "stop" if steps.ended[e] else "length"
+        for e in np.flatnonzero(steps.ended | full).tolist():
+            reason: FinishReason = "stop" if steps.ended[e] else "length"
             finished.append(self._leave(int(row[e]), rows.completion(int(row[e]), reason)))
         self.totals.emitted_tokens += len(steps.token)
         self.totals.accepted_nodes += int(steps.num_accepted.sum())
@@ -374,9 +374,7 @@ def _bucket(layout: BucketLayout, num_tokens: int, device: torch.device) -> Buck
 
 
 def _never_ran(request: RolloutRequest, counts: Counts) -> Completion:
-    nothing = Generated(
-        token_ids=np.empty(0, np.int32), logprobs=np.empty(0), policy_versions=np.empty(0, np.int32)
-    )
+    nothing = Generated(token_ids=np.empty(0, np.int32), logprobs=np.empty(0), policy_versions=np.empty(0, np.int32))
     return Completion(
         request=request,
         generated=request.generated or nothing,

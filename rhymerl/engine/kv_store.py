@@ -44,15 +44,17 @@ class SlotPool:
         )
 
 
-class _Layer(CacheLayerMixin):
+class LayerStore(CacheLayerMixin):
     """Keys and values of one layer, [num_slots, kv_heads, head_dim]; allocated by the first pass, which knows the shapes."""
 
     is_compileable = False
     is_sliding = False
 
     def __init__(self, store: KVStore) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._store = store
+        self.keys: Tensor = torch.empty(0)
+        self.values: Tensor = torch.empty(0)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         # Zeros, not empty: a masked slot has weight 0, and 0 times an uninitialised NaN is NaN.
@@ -61,7 +63,9 @@ class _Layer(CacheLayerMixin):
         self.values = value_states.new_zeros(slots, value_states.shape[1], value_states.shape[3])
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Write [1, kv_heads, tokens, head_dim] to the pass's slots; return the whole layer for the attention to read."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -89,11 +93,19 @@ class KVStore(Cache):
         self.num_slots = num_slots
         self.pool = SlotPool(num_slots)
         self.write_slots: Tensor = torch.empty(0, dtype=torch.int64)
-        super().__init__(layers=[_Layer(self) for _ in range(num_layers)])
+        self.stores = [LayerStore(self) for _ in range(num_layers)]
+        super().__init__(layers=list(self.stores))
+
+    @property
+    def is_readable_in_place(self) -> bool:
+        """Whether compiled CPU code can read keys and values; False before the first pass."""
+        first = self.stores[0]
+        return bool(first.is_initialized) and all(
+            tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float64)
+            for tensor in (first.keys, first.values)
+        )
 
     @property
     def num_bytes(self) -> int:
         """Bytes held by keys and values."""
-        return sum(
-            tensor.nbytes for layer in self.layers if layer.is_initialized for tensor in (layer.keys, layer.values)
-        )
+        return sum(tensor.nbytes for layer in self.stores for tensor in (layer.keys, layer.values))

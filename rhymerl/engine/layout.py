@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rhymerl.engine.narrow import MAX_WIDTH, NarrowLayout
 from rhymerl.engine.ragged import IndexArray, Ragged, ragged
 from rhymerl.engine.rows import Rows
 from rhymerl.engine.tree import ancestors, depths
@@ -46,10 +47,15 @@ class PassLayout:
     logit_places: IndexArray  # [M] tokens whose logits are needed: every root, then its draft nodes
     logit_start: IndexArray  # [E] where each emitting row's logits begin
     buckets: list[BucketLayout]
+    narrow: NarrowLayout | None  # rows that the compiled attention takes
 
 
-def lay_out(rows: Rows, row: IndexArray, chain: IndexArray, drafts: Sequence[Draft | None]) -> PassLayout:
+def lay_out(
+    rows: Rows, row: IndexArray, chain: IndexArray, drafts: Sequence[Draft | None], *, compiled: bool = False
+) -> PassLayout:
     """Take slots for all fed tokens and describe the pass. The caller has checked that there are enough slots.
+
+    With `compiled` narrow rows are laid out for engine/narrow.py, and only the wide ones go into buckets.
 
     Prefix rows come before the rows that read them; a row's draft is None (nothing) unless its chain is complete.
     """
@@ -75,6 +81,8 @@ def lay_out(rows: Rows, row: IndexArray, chain: IndexArray, drafts: Sequence[Dra
     is_request = np.array([rows.request[each] is not None for each in row], np.bool_)
     emits = np.flatnonzero(is_request & (rows.cached[row] + chain == rows.length[row]))
     wanted = ragged(1 + num_nodes[emits])
+    is_narrow = chain + num_nodes <= (MAX_WIDTH if compiled else 0)
+    narrow = np.flatnonzero(is_narrow)
     return PassLayout(
         row=row,
         chain=chain,
@@ -86,7 +94,8 @@ def lay_out(rows: Rows, row: IndexArray, chain: IndexArray, drafts: Sequence[Dra
         emits=emits,
         logit_places=(fed.start + chain - 1)[emits][wanted.row] + wanted.offset,
         logit_start=wanted.start,
-        buckets=_buckets(rows, row, chain, num_nodes, drafts, fed),
+        buckets=_buckets(rows, row, chain, num_nodes, drafts, fed, np.flatnonzero(~is_narrow)),
+        narrow=_narrow(rows, row, chain, drafts, fed, slots, narrow) if len(narrow) else None,
     )
 
 
@@ -97,14 +106,47 @@ def _buckets(
     num_nodes: IndexArray,
     drafts: Sequence[Draft | None],
     fed: Ragged,
+    members: IndexArray,
 ) -> list[BucketLayout]:
     """Rows whose widths share a power of two go together, so padding at most doubles a row."""
     width = chain + num_nodes
-    size_class = np.ceil(np.log2(width)).astype(np.int64)
+    size_class = np.ceil(np.log2(width[members])).astype(np.int64)
     return [
-        _bucket(rows, row, chain, width, drafts, fed, np.flatnonzero(size_class == each))
-        for each in np.unique(size_class)
+        _bucket(rows, row, chain, width, drafts, fed, members[size_class == each]) for each in np.unique(size_class)
     ]
+
+
+def _narrow(
+    rows: Rows,
+    row: IndexArray,
+    chain: IndexArray,
+    drafts: Sequence[Draft | None],
+    fed: Ragged,
+    slots: IndexArray,
+    members: IndexArray,
+) -> NarrowLayout:
+    parent = np.full(fed.total, -1, np.int64)
+    is_node = fed.offset >= chain[fed.row]
+    for i in np.unique(fed.row[is_node]):
+        draft = drafts[i]
+        assert draft is not None
+        first = fed.start[i] + chain[i]
+        parent[first : first + len(draft)] = np.where(draft.parents < 0, -1, first + draft.parents)
+    line = np.full(len(row), -1, np.int64)
+    line[members] = np.arange(len(members))
+    place = np.flatnonzero(line[fed.row] >= 0)
+    owner = fed.row[place]
+    before = rows.cached[row]
+    seen = before[owner] + np.minimum(fed.offset[place] + 1, chain[owner])
+    return NarrowLayout(
+        table=rows.slots[row[members], : seen.max()],
+        row=line[owner],
+        seen=seen,
+        parent=parent,
+        slot=slots,
+        is_node=is_node,
+        place=place,
+    )
 
 
 def _bucket(
@@ -135,4 +177,3 @@ def _bucket(
         queries=fed.start[members][:, None] + np.where(valid, query, 0),
         valid=valid,
     )
-

@@ -59,9 +59,7 @@ class Sampler:
         kept = truncate(lines, torch.from_numpy(temperature).to(lines), top_k, top_p.to(lines), min_p.to(lines))
         return kept, np.arange(len(places))
 
-    def logprobs(
-        self, places: IndexArray, row: IndexArray, tokens: npt.NDArray[np.int32]
-    ) -> npt.NDArray[np.float64]:
+    def logprobs(self, places: IndexArray, row: IndexArray, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
         """Untruncated log_softmax(logits / T)[token] at each place, [n], in nats; T = 0 uses 1."""
         temperature = self._rows.temperature[row]
         scale = torch.from_numpy(np.where(temperature > 0, temperature, 1.0)).to(self._logits)

@@ -54,7 +54,9 @@ def prove(model: PreTrainedModel, autocast: Callable[[], AbstractContextManager[
     model.eval()
     try:
         with torch.no_grad(), autocast():
-            alone = [model(torch.from_numpy(np.append(prompt, path))[None].to(model.device)).logits[0] for path in paths]
+            alone = [
+                model(torch.from_numpy(np.append(prompt, path))[None].to(model.device)).logits[0] for path in paths
+            ]
     finally:
         model.train(was_training)
     expected = torch.cat([logits[len(prompt) :].double().log_softmax(-1) for logits in alone])
@@ -88,10 +90,13 @@ def _tree_logprobs(
     store = KVStore(model.config.get_text_config().num_hidden_layers, total)
     store.write_slots = slots
     bucket = Bucket(
-        kv_slots=slots, mask=mask.to(model.device), queries=slots[None], valid=torch.ones_like(slots[None], dtype=torch.bool)
+        kv_slots=slots,
+        mask=mask.to(model.device),
+        queries=slots[None],
+        valid=torch.ones_like(slots[None], dtype=torch.bool),
     )
     with autocast():
-        logits = model(
+        logits: Tensor = model(
             input_ids=torch.from_numpy(np.concatenate([prompt, *paths]))[None].to(model.device),
             position_ids=torch.tensor([positions], device=model.device),
             past_key_values=store,

@@ -16,6 +16,9 @@ Split = Literal["train", "validation", "warmstart"]
 _SPLIT_OF_TENTH: tuple[Split, ...] = ("validation", "train", "train") + ("warmstart",) * 7
 
 
+_PATIENCE = 100_000  # draws in a row that bring nothing new
+
+
 def split_of(prompt: str) -> Split:
     """The only split in which a problem with this text may appear."""
     digest = hashlib.blake2b(prompt.encode(), digest_size=8).digest()
@@ -45,10 +48,16 @@ class Task(ABC):
         """The fixed pool of one split: `train_size` or `validation_size` distinct problems."""
         size = self.train_size if split == "train" else self.validation_size
         pool: dict[str, Row] = {}
+        repeats = 0
         for row in self.stream(split, seed=self.seed):
+            repeats = repeats + 1 if row["prompt"] in pool else 0
             pool.setdefault(row["prompt"], row)
             if len(pool) == size:
                 break
+            if repeats == _PATIENCE:
+                raise ValueError(
+                    f"{type(self).__name__} has only {len(pool)} problems for {split}, {size} are asked for"
+                )
         return list(pool.values())
 
     def stream(self, split: Split, *, seed: int) -> Iterator[Row]:
@@ -58,7 +67,7 @@ class Task(ABC):
         """
         random_source = random.Random(f"{type(self).__name__}/{split}/{seed}")
         misses = 0
-        while misses < 100_000:
+        while misses < _PATIENCE:
             row = self.problem(random_source)
             misses += 1
             if split_of(row["prompt"]) == split:

@@ -23,7 +23,12 @@ def test_greedy_tokens_are_those_of_generate(model_type, tied):
     for request in requests:
         prompt = torch.from_numpy(request.prompt.token_ids).long()[None]
         expected = policy.model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=20, eos_token_id=1, pad_token_id=0
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=20,
+            eos_token_id=1,
+            pad_token_id=0,
         )
         assert done[request.id].token_ids.tolist() == expected[0, prompt.shape[1] :].tolist()
 
@@ -35,13 +40,16 @@ def test_logprobs_are_the_models_and_the_updates(model_type, sampling, dtype, to
     policy = tiny_policy(model_type, dtype=dtype)
     done = list(answers(policy, make_requests(6, group_size=2, **sampling)).values())
     samples = [
-        Sample(completion=c, text="", reward=0.0, rewards={}, loss_mask=np.ones(len(c.token_ids), np.bool_)) for c in done
+        Sample(completion=c, text="", reward=0.0, rewards={}, loss_mask=np.ones(len(c.token_ids), np.bool_))
+        for c in done
     ]
     with torch.no_grad():
         batch = token_batch(samples, "cpu")
         update = policy_output(policy.model, batch, temperature=sampling["temperature"], chunk_tokens=7).logprobs
         for completion, line in zip(done, update, strict=True):
-            tokens = torch.from_numpy(np.concatenate([completion.request.prompt.token_ids, completion.token_ids])).long()
+            tokens = torch.from_numpy(
+                np.concatenate([completion.request.prompt.token_ids, completion.token_ids])
+            ).long()
             start = len(completion.request.prompt.token_ids)
             everything = (policy.model(tokens[None]).logits[0] / sampling["temperature"]).log_softmax(-1)
             own = everything[start - 1 : -1].gather(-1, tokens[start:, None])[:, 0].numpy()

@@ -51,7 +51,11 @@ def test_two_draws_are_independent(what):
     count = 100_000
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1]))
     seeds, positions = np.arange(count), np.full(count, 3)
-    other = {"epochs": (seeds + 10**9, positions), "samples": (seeds + 1, positions), "positions": (seeds, positions + 1)}
+    other = {
+        "epochs": (seeds + 10**9, positions),
+        "samples": (seeds + 1, positions),
+        "positions": (seeds, positions + 1),
+    }
     first, second = draws(logits, seeds, positions), draws(logits, *other[what])
     observed = np.bincount(first * 4 + second, minlength=16)
     expected = np.outer(np.exp(logits), np.exp(logits)).reshape(-1) * count
@@ -60,7 +64,9 @@ def test_two_draws_are_independent(what):
     assert p_value(reused, expected) < 1e-9, "this test could not tell a reused seed"
 
 
-@pytest.mark.parametrize(("vocabulary", "dtype"), [(2, np.float64), (19, np.float32), (513, np.float32), (5000, np.float64)])
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype"), [(2, np.float64), (19, np.float32), (513, np.float32), (5000, np.float64)]
+)
 def test_compiled_draw_is_the_reference_race(vocabulary, dtype):
     generator = np.random.default_rng(vocabulary)
     logits = (generator.normal(size=(200, vocabulary)) * 4).astype(dtype)

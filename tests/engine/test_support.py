@@ -24,7 +24,9 @@ SMALL = {
 
 
 def build(model_type: str, **settings):
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**SMALL, **settings}), dtype=torch.float32)
+    return AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(model_type, **{**SMALL, **settings}), dtype=torch.float32
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,9 @@ def test_the_proof_sees_a_model_that_reads_its_neighbours():
         prove(model)
 
 
-@pytest.mark.parametrize(("settings", "names"), [({"kv_tokens": 30}, "backend.kv_tokens"), ({}, "rollout.max_tokens=300")])
+@pytest.mark.parametrize(
+    ("settings", "names"), [({"kv_tokens": 30}, "backend.kv_tokens"), ({}, "rollout.max_tokens=300")]
+)
 def test_a_request_that_can_never_fit_is_refused_and_nothing_is_queued(settings, names):
     engine = Engine(tiny_policy(context=128).model, **settings)
     good, bad = make_requests(1, max_tokens=4), make_requests(1, max_tokens=300)

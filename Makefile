@@ -1,0 +1,81 @@
+# Everything goes through .venv, which is made when it is missing and brought up to date when pyproject.toml or
+# constraints.txt have changed. Nothing but Python 3.11 or later is needed. Another interpreter: make install PYTHON=python3.12
+.PHONY: help install quickstart test check format constraints clean
+.DELETE_ON_ERROR:
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+
+PYTHON ?=
+ARGS ?=
+PYTEST_ARGS ?= -n 2
+
+python := .venv/bin/python
+key := $(shell cat pyproject.toml constraints.txt | cksum | cut -d ' ' -f 1)
+stamp := .venv/installed-$(key)
+
+help:
+	@echo "make install     set up .venv (the other targets do it too)"
+	@echo "make quickstart  watch a small model learn on the CPU; ARGS='seed=1 run_dir=...' overrides settings"
+	@echo "make test        run the tests; PYTEST_ARGS='tests/test_layers.py -x' replaces '$(PYTEST_ARGS)'"
+	@echo "make check       formatter, linter, types, layers; make format repairs the first two"
+	@echo "make constraints pin the newest versions that pyproject.toml allows; torch moves by hand"
+	@echo "make clean       remove caches and build results; .venv and runs/ stay"
+
+install: $(stamp)
+
+quickstart: $(stamp)
+	.venv/bin/rhymerl fit --config quickstart $(ARGS)
+
+test: $(stamp)
+	$(python) -m pytest $(PYTEST_ARGS)
+
+check: $(stamp)
+	$(python) -m ruff format --check
+	$(python) -m ruff check
+	$(python) -m mypy --strict rhymerl
+	.venv/bin/lint-imports
+
+format: $(stamp)
+	$(python) -m ruff check --fix
+	$(python) -m ruff format
+
+$(stamp): | $(python)
+	@echo "Installing rhymerl and what it needs into .venv (some minutes the first time)"
+	@rm -f .venv/installed-*
+	$(python) -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev,plot]'
+	@touch $@
+
+$(python):
+	$(call make_environment,.venv)
+
+# $(1): the folder. Takes $(PYTHON), else the first of the usual names that is new enough.
+define make_environment
+@for each in $(or $(PYTHON),python3.11 python3 python); do \
+	if "$$each" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found="$$each"; break; fi; \
+done; \
+if [ -z "$${found:-}" ]; then \
+	echo "rhymerl needs Python 3.11 or later; none of these is: $(or $(PYTHON),python3.11 python3 python)." >&2; \
+	echo "Install it, or name one: make install PYTHON=path/to/python" >&2; \
+	exit 1; \
+fi; \
+echo "Making $(1) with $$("$$found" --version)"; \
+"$$found" -m venv $(1) || { rm -rf $(1); exit 1; }
+endef
+
+# torch stays at the version that constraints.txt names: edit that line first to move it. Its own CUDA wheels are left out:
+# torch pins them itself, and a CPU build has none.
+constraints:
+	@rm -rf .venv-constraints
+	$(call make_environment,.venv-constraints)
+	@grep '^torch==' constraints.txt > .venv-constraints/torch.txt
+	.venv-constraints/bin/python -m pip install --disable-pip-version-check --constraint .venv-constraints/torch.txt '.[dev,plot]'
+	@{ sed '/^[^#]/,$$d' constraints.txt; \
+		.venv-constraints/bin/python -m pip freeze --all --exclude rhymerl --exclude pip \
+			| grep -v -i -E '^(nvidia|cuda|triton)[-_=]' | sed -E 's/\+[a-z0-9.]+$$//' | LC_ALL=C sort -f; \
+	} > constraints.new
+	@mv constraints.new constraints.txt
+	@rm -rf .venv-constraints
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find rhymerl tests -name __pycache__ -prune -exec rm -rf {} +

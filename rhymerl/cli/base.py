@@ -1,0 +1,67 @@
+"""What a command of the command line is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from rhymerl.cli.interrupt import Interrupt
+from rhymerl.errors import UsageError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+Result = Mapping[str, Any]
+
+
+class Command(ABC):
+    """One word after `rhymerl`. The first line of a subclass's docstring is its help."""
+
+    name: ClassVar[str]
+
+    @property
+    def help(self) -> str:
+        return (type(self).__doc__ or "").splitlines()[0]
+
+    @abstractmethod
+    def run(self, arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> Result | None:
+        """Do it; what is returned is printed for `--json`. Imports what is heavy itself."""
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Options beyond the common ones."""
+
+
+class ConfiguredCommand(Command):
+    """A command on a config: `--config NAME|PATH`, `--print-config`, `--json` and `key=value`."""
+
+    default_config: ClassVar[str | None] = None
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        parser.usage = f"rhymerl {self.name} --config NAME|PATH [key=value ...] [--print-config] [--json] [--debug]"
+        parser.add_argument(
+            "--config",
+            metavar="NAME|PATH",
+            default=self.default_config,
+            help="a packaged config or your own .yaml",
+        )
+        parser.add_argument("--print-config", action="store_true", help="show every setting, and do nothing")
+        parser.add_argument("--json", action="store_true", help="one JSON object on stdout, all else on stderr")
+
+    def run(self, arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> Result | None:
+        from rhymerl.config import compose, packaged_names, resolved, to_yaml
+
+        if arguments.config is None:
+            raise UsageError(
+                f"rhymerl {self.name} needs --config: a .yaml file, or one of {', '.join(packaged_names())}"
+            )
+        config = compose(arguments.config, overrides)
+        if arguments.print_config:
+            print(to_yaml(config), end="")
+            return resolved(config)
+        return self.run_config(config, interrupt)
+
+    @abstractmethod
+    def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result | None:
+        """Do it with checked settings."""

@@ -1,0 +1,47 @@
+"""Commands that write models."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rhymerl.cli.base import Command, ConfiguredCommand, Result
+from rhymerl.cli.interrupt import Interrupt
+from rhymerl.errors import UsageError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+class Warmstart(ConfiguredCommand):
+    """train a small policy on a task's demonstrations (out=DIR); an interrupted one goes on where it was"""
+
+    name = "warmstart"
+    default_config = "warmstart_running_sum"
+
+    def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result | None:
+        from rhymerl.config import instantiate
+
+        if "warmstart" not in config:
+            raise UsageError("rhymerl warmstart: the config has no section 'warmstart'; build on warmstart.yaml")
+        out = instantiate(config.warmstart)
+        print(f"The policy is in {out}: use it with model.path={out}")
+        return {"out": str(out)}
+
+
+class Export(Command):
+    """write the policy of a run as a Hugging Face directory"""
+
+    name = "export"
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument("run", metavar="RUN", help="a run directory, or a checkpoint of one")
+        parser.add_argument("out", metavar="OUT", help="the directory to write")
+
+    def run(self, arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> None:
+        from rhymerl.run import export
+
+        if overrides:
+            raise UsageError(f"rhymerl export takes RUN and OUT only, not {overrides[0]!r}")
+        print(f"The policy is in {export(arguments.run, arguments.out)}")

@@ -1,0 +1,106 @@
+"""The program itself: reads the words, runs the command, turns errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+
+from rhymerl.cli.base import Command
+from rhymerl.cli.interrupt import Interrupt
+from rhymerl.cli.models import Export, Warmstart
+from rhymerl.cli.quiet import quiet
+from rhymerl.cli.runs import Evaluate, Fit
+from rhymerl.errors import RhymeError, UsageError
+
+COMMANDS: tuple[Command, ...] = (Fit(), Evaluate(), Warmstart(), Export())
+
+OK, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None, *, commands: Sequence[Command] = COMMANDS) -> int:
+    """Run one command. Returns the exit code: 0 ok, 1 failed, 2 bad usage, 130 stopped by Ctrl-C."""
+    parser = make_parser(commands)
+    arguments, overrides = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    for word in overrides:
+        if word.startswith("-") or ("=" not in word and not word.startswith("~")):
+            parser.error(f"{word!r}: expected an option of rhymerl {arguments.name}, or an override key=value")
+    with Interrupt() as interrupt, quiet():
+        code = _run(arguments, overrides, interrupt)
+    return INTERRUPTED if interrupt.requested else code
+
+
+def make_parser(commands: Sequence[Command] = COMMANDS) -> ArgumentParser:
+    """One subparser a command; whatever it does not know is an override."""
+    parser = ArgumentParser(
+        prog="rhymerl",
+        description="Reinforcement-learning post-training of language models, with rollouts that learn from their history.",
+        epilog="rhymerl COMMAND --help says more. Overrides are key=value, as in drafter=none trainer.max_steps=20.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="store_true", help="show the version")
+    subparsers = parser.add_subparsers(metavar="COMMAND", dest="name", title="commands")
+    for command in commands:
+        subparser = subparsers.add_parser(command.name, allow_abbrev=False, help=command.help, description=command.help)
+        command.add_arguments(subparser)
+        subparser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        subparser.set_defaults(command=command)
+    return parser
+
+
+def _run(arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> int:
+    try:
+        return _dispatch(arguments, overrides, interrupt)
+    except KeyboardInterrupt:
+        interrupt.requested = True
+        return _complain("interrupted", INTERRUPTED, debug=False)
+    except SystemExit as error:  # what Lightning makes of a second Ctrl-C
+        return error.code if isinstance(error.code, int) else FAILED
+    except Exception as error:  # noqa: BLE001 - the last place that can turn an error into an exit code
+        bad_usage = isinstance(error, UsageError) or _is_refused_flag(error)
+        return _complain(_in_one_line(error), BAD_USAGE if bad_usage else FAILED, debug=_debug(arguments))
+
+
+def _dispatch(arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> int:
+    if arguments.version:
+        from rhymerl import __version__
+
+        print(f"rhymerl {__version__}")
+        return OK
+    if arguments.name is None:
+        raise UsageError(f"expected a command: {', '.join(each.name for each in COMMANDS)}; rhymerl --help says more")
+    if not getattr(arguments, "json", False):
+        arguments.command.run(arguments, overrides, interrupt)
+        return OK
+    with redirect_stdout(sys.stderr):
+        result = arguments.command.run(arguments, overrides, interrupt)
+    if result is not None:
+        print(json.dumps(dict(result), default=str))
+    return OK
+
+
+def _is_refused_flag(error: Exception) -> bool:
+    """Lightning's way to refuse a flag of its Trainer; looked up without importing it."""
+    exceptions = sys.modules.get("lightning.fabric.utilities.exceptions")
+    return exceptions is not None and isinstance(error, exceptions.MisconfigurationException)
+
+
+def _in_one_line(error: Exception) -> str:
+    message = " ".join(str(error).split())
+    if isinstance(error, RhymeError) or _is_refused_flag(error):
+        return message
+    return f"{type(error).__name__}: {message} (--debug shows where)"
+
+
+def _debug(arguments: Namespace) -> bool:
+    return bool(getattr(arguments, "debug", False))
+
+
+def _complain(message: str, code: int, *, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    print(f"error: {message}" if code != INTERRUPTED else message, file=sys.stderr)
+    return code

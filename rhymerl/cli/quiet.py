@@ -1,0 +1,54 @@
+"""Keeping other libraries' chatter off the terminal. Only the command line does so; a program that imports rhymerl decides itself."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# Read by the libraries when they are imported; what the user has set stays.
+_VARIABLES = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+# Lightning sets the level of its outer loggers when it is imported; these, from which the chatter comes, it leaves alone.
+_LOGGERS = (
+    "lightning.fabric.utilities.rank_zero",
+    "lightning.fabric.utilities.seed",
+    "lightning.pytorch.accelerators.cuda",
+    "lightning.pytorch.utilities.rank_zero",
+)
+_WARNINGS = (
+    r".*LeafSpec.*",
+    r".*does not have many workers.*",
+    r"Checkpoint directory .* exists and is not empty.*",
+    r".*`Trainer\(barebones=.*",
+    r".*litlogger.*",
+    r"The number of training batches .* is smaller than the logging interval.*",
+    r"GPU available but not used.*",
+    r"Using ModelCheckpoint with manual optimization.*",
+    r"Found \d+ module\(s\) in eval mode at the start of training.*",
+)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Warnings, errors and rhymerl's own words still come through; everything is as before afterwards."""
+    variables = {name: value for name, value in _VARIABLES.items() if name not in os.environ}
+    levels = {name: logging.getLogger(name).level for name in _LOGGERS}
+    os.environ.update(variables)
+    for name in _LOGGERS:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            for message in _WARNINGS:
+                warnings.filterwarnings("ignore", message=message)
+            yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+        for name in variables:
+            os.environ.pop(name, None)

@@ -1,0 +1,33 @@
+"""Commands on training runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rhymerl.cli.base import ConfiguredCommand, Result
+from rhymerl.cli.interrupt import Interrupt
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+class Fit(ConfiguredCommand):
+    """train a policy; the run directory gets checkpoints, logs and summary.json"""
+
+    name = "fit"
+
+    def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result:
+        from rhymerl.run import fit
+
+        return fit(config, on_trainer=interrupt.attach)
+
+
+class Evaluate(ConfiguredCommand):
+    """answer the validation prompts with a policy, or with a checkpoint (ckpt_path=PATH|last)"""
+
+    name = "evaluate"
+
+    def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result:
+        from rhymerl.run import evaluate
+
+        return evaluate(config)

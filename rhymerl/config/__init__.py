@@ -1,0 +1,14 @@
+"""Configuration: YAML and overrides in, checked settings and built components out.
+
+    compose(name_or_path, overrides) -> settings -> instantiate(settings.module) -> objects
+    describe(object) -> plain containers that `instantiate` takes
+
+A component is a class whose constructor is its schema: typed arguments, defaults that run, no `**kwargs`, each kept
+as an attribute of the same name.
+"""
+
+from rhymerl.config.components import describe, instantiate
+from rhymerl.config.compose import compose, packaged_names
+from rhymerl.config.output import resolved, save_config, to_yaml
+
+__all__ = ["compose", "describe", "instantiate", "packaged_names", "resolved", "save_config", "to_yaml"]

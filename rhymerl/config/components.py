@@ -1,0 +1,147 @@
+"""Components from settings, and settings from components."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+from types import FunctionType
+from typing import Any
+
+from rhymerl.config.annotations import Misfit, fit, is_component
+from rhymerl.config.targets import REQUIRED, Signature, did_you_mean, import_target, signature_of
+from rhymerl.errors import ConfigError
+
+_LEADING_NAME = re.compile(r"(\w+)[=.\[]")
+
+
+def instantiate(node: object, *, key: str = "") -> Any:
+    """Build what `node` describes: every mapping with a `_target_`, inner ones first, in lists and mappings too.
+
+    Anything else, such as an object already built, is returned as it is. Raises ConfigError naming the setting
+    whose value is wrong, also for a ValueError or TypeError of the constructor. `key` is where the node stands, for
+    these errors; a node of a composed config knows it.
+    """
+    return _build(node, key)
+
+
+def _full_key(node: object) -> str:
+    """Where a node of a composed config is written; for one that is linked to, its own place."""
+    return str(node._get_full_key(None)) if hasattr(node, "_get_full_key") else ""
+
+
+def _build(node: object, key: str) -> Any:
+    if isinstance(node, str | bytes):
+        return node
+    key = _full_key(node) or key
+    if isinstance(node, Mapping):
+        values = {name: _build(_child(node, name, key), _join(key, name)) for name in node}
+        return _construct(values, key) if "_target_" in values else values
+    if isinstance(node, Sequence) and (isinstance(node, list | tuple) or hasattr(node, "_get_full_key")):
+        items = [_build(item, _join(key, index)) for index, item in enumerate(node)]
+        return tuple(items) if isinstance(node, tuple) else items
+    return node
+
+
+def _child(node: Mapping[Any, Any], name: Any, key: str) -> Any:
+    """OmegaConf refuses to read `???`; every other failure there is a broken reference."""
+    if not hasattr(node, "_get_full_key"):
+        return node[name]
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    if OmegaConf.is_missing(node, name):
+        return "???"
+    try:
+        return node[name]
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{_join(key, name)}: {str(error).splitlines()[0]}") from error
+
+
+def _join(key: str, name: object) -> str:
+    return f"{key}.{name}" if key else str(name)
+
+
+def _construct(values: dict[str, Any], key: str) -> Any:
+    path = values.pop("_target_")
+    target = import_target(path, setting=_join(key, "_target_"))
+    signature = signature_of(target)
+    arguments = {name: _fitted(value, name, key, signature) for name, value in values.items()}
+    for name, parameter in signature.parameters.items():
+        if parameter.default is REQUIRED and name not in arguments:
+            raise ConfigError(f"{_join(key, name)}: required by {path}, but not set")
+    try:
+        return target(**arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(_blame(key, path, str(error), signature)) from error
+
+
+def _fitted(value: Any, name: str, key: str, signature: Signature) -> Any:
+    setting = _join(key, name)
+    if name not in signature.parameters:
+        if signature.is_open:
+            return value
+        raise ConfigError(f"unknown setting {setting}{did_you_mean(name, signature.parameters)}")
+    if isinstance(value, str) and value == "???":
+        raise ConfigError(f"{setting}: required, but not set")
+    try:
+        return fit(value, signature.parameters[name].annotation)
+    except Misfit as misfit:
+        raise ConfigError(f"{setting}{misfit.place}={misfit}") from None
+
+
+def _blame(key: str, path: str, message: str, signature: Signature) -> str:
+    """One line that begins with a setting: the constructor's own words may name the argument or the setting already."""
+    message = " ".join(message.split())
+    named = _LEADING_NAME.match(message)
+    if named and named[1] == key.rpartition(".")[2]:
+        return key.rpartition(".")[0] + "." * ("." in key) + message
+    if named and named[1] in signature.parameters:
+        return _join(key, message)
+    return f"{key or path}: {message}"
+
+
+def describe(component: object) -> dict[str, Any]:
+    """The plain containers from which `instantiate` builds the like of `component`.
+
+    Raises TypeError when an argument of its constructor is not kept as an attribute of the same name.
+    """
+    kind = type(component)
+    signature = signature_of(kind)
+    if signature.is_open:
+        raise TypeError(f"{_path(kind)} takes **kwargs, so its settings cannot be told; {_CONVENTION}")
+    described = {"_target_": _path(kind)}
+    for name in signature.parameters:
+        if not hasattr(component, name):
+            raise TypeError(f"{_path(kind)} has no attribute {name!r}; {_CONVENTION}")
+        described[name] = plain(getattr(component, name))
+    return described
+
+
+_CONVENTION = "a component takes named arguments only and keeps each as an attribute of the same name"
+
+
+def plain(value: Any) -> Any:
+    """`value` in plain containers; components become nodes, functions their dotted names. Raises TypeError."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(plain, value))
+    if isinstance(value, FunctionType | type):
+        return _path(value)
+    return describe(value)
+
+
+def _path(named: FunctionType | type) -> str:
+    if "<" in named.__qualname__:
+        raise TypeError(f"{named.__qualname__} cannot be named in a config: it is not at the top of a module")
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+__all__ = ["describe", "instantiate", "is_component", "plain"]

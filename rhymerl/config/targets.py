@@ -1,0 +1,138 @@
+"""What `_target_` names: an importable class or function, and the arguments it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import os
+import re
+import sys
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from rhymerl.errors import ConfigError
+
+REQUIRED: Any = inspect.Parameter.empty
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """One argument. `annotation` is Any where it cannot be told; `default` is REQUIRED where there is none."""
+
+    annotation: Any
+    default: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """The arguments that can be given by name; `is_open` when `**kwargs` takes any others."""
+
+    parameters: Mapping[str, Parameter]
+    is_open: bool
+
+
+def is_dotted_path(text: str) -> bool:
+    """Whether this could be `my_module.MyClass`."""
+    return _DOTTED.fullmatch(text) is not None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`; did you mean max_nodes?`, or nothing when no known name is near."""
+    near = get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def import_target(path: Any, *, setting: str) -> Callable[..., Any]:
+    """The class or function called `path`; modules in the current directory count.
+
+    Raises ConfigError naming `setting` when there is no such thing.
+    """
+    if not isinstance(path, str) or not is_dotted_path(path):
+        raise ConfigError(f"{setting}={path!r}: expected a dotted class path such as my_module.MyClass")
+    _look_in_current_directory()
+    found: Any
+    found, names = _import_module_part(path, setting)
+    for name in names:
+        if not hasattr(found, name):
+            raise ConfigError(f"{setting}={path!r}: {found.__name__} has no {name!r}{did_you_mean(name, dir(found))}")
+        found = getattr(found, name)
+    if not callable(found):
+        raise ConfigError(f"{setting}={path!r}: expected a class or a function, it is a {type(found).__name__}")
+    return typing.cast(Callable[..., Any], found)
+
+
+def _look_in_current_directory() -> None:
+    """As `python -m` does; it stays, since processes that are spawned later import the same names."""
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+
+
+def _import_module_part(path: str, setting: str) -> tuple[ModuleType, list[str]]:
+    """The longest importable beginning of `path`, and the names that are left."""
+    parts = path.split(".")
+    module: ModuleType | None = None
+    for end in range(1, len(parts)):
+        name = ".".join(parts[:end])
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name == name and module is not None:
+                return module, parts[end - 1 :]
+            if error.name == name:
+                raise ConfigError(
+                    f"{setting}={path!r}: no module named {name!r}, neither installed nor in the current directory"
+                ) from error
+            raise ConfigError(f"{setting}={path!r}: importing {name} fails: {error}") from error
+        except (ImportError, SyntaxError) as error:
+            raise ConfigError(f"{setting}={path!r}: importing {name} fails: {error}") from error
+    assert module is not None, "a dotted path has at least two parts"
+    return module, parts[-1:]
+
+
+def signature_of(target: Callable[..., Any]) -> Signature:
+    """The arguments of a class's constructor or of a function."""
+    try:
+        found = inspect.signature(target).parameters.values()
+    except ValueError:  # some builtins have none
+        return Signature(parameters={}, is_open=True)
+    named = [p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    namespace = _namespace(target)
+    return Signature(
+        parameters={
+            p.name: Parameter(annotation=_resolve(p.annotation, namespace), default=_default(target, p)) for p in named
+        },
+        is_open=any(p.kind is p.VAR_KEYWORD for p in found),
+    )
+
+
+def _namespace(target: Callable[..., Any]) -> dict[str, Any]:
+    """Where the annotations of the constructor or function were written."""
+    owner: Any = target
+    if isinstance(target, type):
+        owner = next(kind for kind in target.__mro__ if "__init__" in vars(kind))
+    return dict(vars(sys.modules[owner.__module__])) if owner.__module__ in sys.modules else {}
+
+
+def _resolve(annotation: Any, namespace: dict[str, Any]) -> Any:
+    if annotation is inspect.Parameter.empty:
+        return Any
+    try:
+        return typing.get_type_hints(SimpleNamespace(__annotations__={"it": annotation}), namespace)["it"]
+    except (NameError, AttributeError, TypeError):  # names imported for type checkers only
+        return Any
+
+
+def _default(target: Callable[..., Any], parameter: inspect.Parameter) -> Any:
+    """A dataclass hides the defaults that a factory makes."""
+    if dataclasses.is_dataclass(target):
+        fields = {field.name: field for field in dataclasses.fields(target)}
+        factory = fields[parameter.name].default_factory if parameter.name in fields else dataclasses.MISSING
+        if factory is not dataclasses.MISSING:
+            return factory()
+    return parameter.default

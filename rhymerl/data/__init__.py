@@ -1,0 +1,18 @@
+"""Prompts: read rows, encode them once, deal them out in an order that a resumed run continues."""
+
+from rhymerl.data.base import PlacedRow, PromptBatch
+from rhymerl.data.datamodule import PromptDataModule
+from rhymerl.data.encoding import LengthLimits, PromptEncoder, encode_rows
+from rhymerl.data.loader import PromptLoader
+from rhymerl.data.sources import read_rows
+
+__all__ = [
+    "LengthLimits",
+    "PlacedRow",
+    "PromptBatch",
+    "PromptDataModule",
+    "PromptEncoder",
+    "PromptLoader",
+    "encode_rows",
+    "read_rows",
+]

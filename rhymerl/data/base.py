@@ -1,0 +1,36 @@
+"""What travels from a data source to the encoder, and from the loader to the training step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rhymerl.tasks.base import Row
+from rhymerl.types import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedRow:
+    """A row and its origin: `PlacedRow(place="data.train='a.jsonl', line 3", row={"prompt": "1+1=?"})`."""
+
+    place: str  # begins every error message about the row
+    row: Row
+
+
+class PromptBatch:
+    """The prompts of one rollout step, in order: one Lightning batch.
+
+    Not a Sequence on purpose: Lightning takes sequences apart to move or cast what is inside, and a prompt is a frozen
+    record of the host.
+    """
+
+    __slots__ = ("prompts",)
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self.prompts = tuple(prompts)
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return iter(self.prompts)

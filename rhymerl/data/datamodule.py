@@ -1,0 +1,160 @@
+"""The data module: what a run trains and is validated on."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
+
+import lightning as L
+
+from rhymerl.data.base import PlacedRow
+from rhymerl.data.encoding import LengthLimits, PromptEncoder, encode_rows
+from rhymerl.data.loader import PromptLoader
+from rhymerl.data.sources import DataSource, Setting, read_rows
+from rhymerl.errors import ConfigError
+from rhymerl.policy import Policy
+from rhymerl.tasks.base import Task
+
+
+_VALIDATION_STEP = 1024  # prompts at a time: the more, the fuller the engine
+
+
+class _RolloutSettings(Protocol):
+    max_tokens: int
+
+
+class _Module(Protocol):
+    """What the data module asks of the LightningModule; both must be there before `setup`."""
+
+    policy: Policy
+    rollout: _RolloutSettings
+
+
+class PromptDataModule(L.LightningDataModule):
+    """Prompts for training and validation, from files, data sets or a task.
+
+    `train` and `validation` are what `rhymerl.data.read_rows` takes; with a `task`, whatever of the two is
+    not given comes from the task. Everything is read, encoded and checked in `setup`, before any compute, on
+    every rank alike. Validation uses the first `validation_prompts` rows (default: all), in their order.
+
+    The place in the training data is part of the checkpoint (see PromptLoader): the module that trains calls
+    `trainer.datamodule.train_loader.advance()` at the end of each `training_step`. Every `Trainer.fit` starts
+    at the first step unless `ckpt_path` is given.
+    """
+
+    def __init__(
+        self,
+        train: DataSource | None = None,
+        validation: DataSource | None = None,
+        *,
+        task: Task | None = None,
+        prompts_per_step: int = 32,
+        validation_prompts: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        prompt_column: str = "prompt",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        max_prompt_tokens: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.train = train
+        self.validation = validation
+        self.task = task
+        self.prompts_per_step = prompts_per_step
+        self.validation_prompts = validation_prompts
+        self.shuffle = shuffle
+        self.seed = seed
+        self.prompt_column = prompt_column
+        self.chat_template_kwargs = chat_template_kwargs
+        self.max_prompt_tokens = max_prompt_tokens
+        self.train_loader: PromptLoader | None = None
+        self.validation_loader: PromptLoader | None = None
+        for name in ("prompts_per_step", "validation_prompts", "max_prompt_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"data.{name}={value}: expected at least 1")
+
+    def setup(self, stage: str) -> None:
+        """Read, encode and check the data; called by the Trainer on every rank, `stage` is fit or validate.
+
+        Raises DataError and ConfigError for everything that is wrong with it.
+        """
+        encoder, limits = self._needs_of_module()
+        self.prepare(encoder, limits, with_train=stage == "fit")
+
+    def prepare(self, encoder: PromptEncoder, limits: LengthLimits, *, with_train: bool = True) -> None:
+        """The work of `setup`, for use without a Trainer; without `with_train` there must be validation data."""
+        if with_train:
+            prompts = encode_rows(self._rows("data.train", self.train), encoder, limits)
+            self.train_loader = PromptLoader(
+                prompts, prompts_per_step=self.prompts_per_step, shuffle=self.shuffle, seed=self.seed
+            )
+        self.validation_loader = None
+        if self.has_validation or not with_train:
+            rows = self._rows("data.validation", self.validation, only_first=self.validation_prompts)
+            if self.validation_prompts is not None and len(rows) < self.validation_prompts:
+                raise ConfigError(
+                    f"data.validation_prompts={self.validation_prompts}: expected at most {len(rows)}, "
+                    "the number of validation rows"
+                )
+            prompts = encode_rows(rows, encoder, limits)
+            self.validation_loader = PromptLoader(prompts, prompts_per_step=_VALIDATION_STEP, shuffle=False)
+
+    def train_dataloader(self) -> PromptLoader:
+        if self.train_loader is None:
+            raise RuntimeError("train_dataloader() before setup('fit')")
+        return self.train_loader
+
+    def val_dataloader(self) -> PromptLoader | list[PromptLoader]:
+        """An empty list, with which Lightning skips validation, when a fit has no validation data."""
+        if self.validation_loader is None:
+            warnings.filterwarnings("ignore", "Total length of `list` across ranks is zero")  # it is meant
+            return []
+        return self.validation_loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """The training loader's, since Lightning itself restores only a loader that stopped within an epoch."""
+        return self.train_loader.state_dict() if self.train_loader is not None else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.train_loader is not None:
+            self.train_loader.load_state_dict(state_dict)
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return self.validation is not None or self.task is not None
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that every prompt brings along for the reward, sorted; known after `setup`."""
+        loaders = (self.train_loader, self.validation_loader)
+        columns = [set(prompt.columns) for loader in loaders if loader for prompt in loader.prompts]
+        return sorted(set.intersection(*columns)) if columns else []
+
+    def _needs_of_module(self) -> tuple[PromptEncoder, LengthLimits]:
+        """The only place that looks at the trainer."""
+        assert self.trainer is not None, "setup() is called by the Trainer; without one, call prepare()"
+        module = cast(_Module, self.trainer.lightning_module)
+        encoder = PromptEncoder(
+            module.policy.tokenizer,
+            prompt_column=self.prompt_column,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
+        limits = LengthLimits(
+            context_tokens=module.policy.context_tokens,
+            max_tokens=module.rollout.max_tokens,
+            max_prompt_tokens=self.max_prompt_tokens,
+        )
+        return encoder, limits
+
+    def _rows(self, setting: Setting, source: DataSource | None, *, only_first: int | None = None) -> list[PlacedRow]:
+        if source is not None:
+            return read_rows(source, setting, only_first=only_first)
+        if self.task is None:
+            raise ConfigError(
+                f"{setting}=None: expected a .jsonl or .parquet file, a data set, a list of rows, or a task (data.task)"
+            )
+        rows = self.task.rows("train" if setting == "data.train" else "validation")
+        return read_rows(rows, setting, only_first=only_first)

@@ -1,0 +1,245 @@
+"""From rows to prompts: chat template, tokens, ids and keys, and every check that needs the tokenizer."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from rhymerl.data.base import PlacedRow
+from rhymerl.errors import ConfigError, DataError
+from rhymerl.tasks.base import Row
+from rhymerl.types import Prompt
+
+if TYPE_CHECKING:
+    from rhymerl.types import IntArray
+
+_FIXED_TEMPLATE_ARGUMENTS = ("tokenize", "add_generation_prompt", "return_tensors", "return_dict")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthLimits:
+    """How long a prompt may be, in tokens, and whether the longest answer still fits behind it."""
+
+    context_tokens: int  # of the model: prompt and response together
+    max_tokens: int  # of a response
+    max_prompt_tokens: int | None = None
+
+    def check(self, num_tokens: int, place: str) -> None:
+        """Raise DataError for a prompt of `num_tokens` that is too long."""
+        found = f"{place}: the prompt has {num_tokens} tokens"
+        if self.max_prompt_tokens is not None and num_tokens > self.max_prompt_tokens:
+            raise DataError(f"{found}, more than data.max_prompt_tokens={self.max_prompt_tokens}")
+        if num_tokens >= self.context_tokens:
+            raise DataError(
+                f"{found}: no room for an answer in the model's context of {self.context_tokens}; "
+                "shorten the prompt or set model.path to a model with a longer context"
+            )
+        if num_tokens + self.max_tokens > self.context_tokens:
+            raise DataError(
+                f"{found}; with rollout.max_tokens={self.max_tokens} that exceeds the model's context of "
+                f"{self.context_tokens}: set rollout.max_tokens to at most {self.context_tokens - num_tokens}"
+            )
+
+
+class PromptEncoder:
+    """Turns one row into token ids the way the model will see it.
+
+    Chat messages go through the tokenizer's template with its generation prompt; the template writes every
+    special token itself. A string gets the special tokens that the tokenizer puts in front (such as BOS,
+    unless the string already begins with it) and none behind. Raises ConfigError for template arguments
+    that are fixed here.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        prompt_column: str = "prompt",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.prompt_column = prompt_column
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        for name in _FIXED_TEMPLATE_ARGUMENTS:
+            if name in self.chat_template_kwargs:
+                raise ConfigError(f"data.chat_template_kwargs.{name}: this argument is fixed; remove it")
+        self.fingerprint = tokenizer_fingerprint(tokenizer, self.chat_template_kwargs)
+        self._unknown_id = _unknown_id(tokenizer)
+
+    def encode(self, placed: PlacedRow, *, prompt_id: str) -> Prompt:
+        """Raises DataError, naming the row, when it has no prompt or one that cannot be encoded."""
+        text, token_ids = self._tokenize(placed)
+        if not len(token_ids):
+            raise DataError(f"{placed.place}: the prompt is empty; expected at least one token")
+        if self._unknown_id is not None and self._unknown_id in token_ids:
+            unknown = self._unknown_part(text)
+            raise DataError(f"{placed.place}: the prompt has {unknown!r}, which the tokenizer does not know")
+        token_ids.flags.writeable = False
+        return Prompt(
+            id=prompt_id,
+            key=hashlib.blake2b(self.fingerprint + token_ids.tobytes(), digest_size=16).hexdigest(),
+            token_ids=token_ids,
+            text=text,
+            columns={name: value for name, value in placed.row.items() if name not in (self.prompt_column, "id")},
+        )
+
+    def _tokenize(self, placed: PlacedRow) -> tuple[str, IntArray]:
+        prompt = placed.row.get(self.prompt_column)
+        if prompt is None:
+            columns = ", ".join(map(repr, placed.row)) or "none"
+            raise DataError(
+                f"{placed.place}: data.prompt_column={self.prompt_column!r}: no such column; it has {columns}"
+            )
+        if not isinstance(prompt, str):
+            text = self._render(prompt, placed.place)
+            return text, self._token_ids(text, add_special_tokens=False)
+        begins_itself = bool(self.tokenizer.bos_token) and prompt.startswith(str(self.tokenizer.bos_token))
+        return prompt, self._token_ids(prompt, add_special_tokens=not begins_itself)
+
+    def _token_ids(self, text: str, *, add_special_tokens: bool) -> IntArray:
+        encoded = self.tokenizer(
+            text,
+            add_special_tokens=add_special_tokens,
+            return_special_tokens_mask=True,
+            truncation=False,
+            verbose=False,
+        )
+        token_ids = encoded["input_ids"]
+        if add_special_tokens:  # the mask is 1 where the tokenizer added: drop those behind the text
+            end = len(token_ids)
+            while end > 0 and encoded["special_tokens_mask"][end - 1]:
+                end -= 1
+            token_ids = token_ids[:end]
+        return np.asarray(token_ids, dtype=np.int32)
+
+    def _render(self, messages: object, place: str) -> str:
+        from jinja2 import TemplateError
+
+        _check_messages(messages, f"{place}: {self.prompt_column!r}")
+        if not self.tokenizer.chat_template:
+            raise DataError(
+                f"{place}: the prompt is chat messages, but the tokenizer has no chat template; "
+                "use a string prompt or an instruction-tuned model (model.path)"
+            )
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                cast(Any, messages), tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs
+            )
+        except TemplateError as error:
+            raise DataError(f"{place}: the tokenizer's chat template refuses these messages: {error}") from error
+        return str(rendered)
+
+    def _unknown_part(self, text: str) -> str:
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        return next((text[start:end] for token, (start, end) in pairs if token == self._unknown_id), text)
+
+
+def encode_rows(rows: Iterable[PlacedRow], encoder: PromptEncoder, limits: LengthLimits) -> list[Prompt]:
+    """Encode and check every row. A prompt's id is the row's `id`, else a hash of the row.
+
+    A row that repeats an earlier one word for word is kept, as `<id>#2`, `<id>#3` and so on: repeating rows
+    is how data sets weigh them. Different rows with one id are a DataError.
+    """
+    places: dict[str, str] = {}  # by final id
+    copies: dict[tuple[str, bytes], int] = {}
+    prompts = []
+    for placed in rows:
+        digest = _row_digest(placed)
+        base = _row_id(placed, digest)
+        copies[base, digest] = copy = copies.get((base, digest), 0) + 1
+        prompt_id = base if copy == 1 else f"{base}#{copy}"
+        if prompt_id in places:
+            raise DataError(
+                f"{placed.place}: id {prompt_id!r} is already that of a different row ({places[prompt_id]})"
+            )
+        places[prompt_id] = placed.place
+        prompt = encoder.encode(placed, prompt_id=prompt_id)
+        limits.check(len(prompt.token_ids), placed.place)
+        prompts.append(prompt)
+    return prompts
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any]) -> bytes:
+    """A digest of everything that decides a prompt's tokens; equal for a tokenizer saved and loaded again."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        described: dict[str, Any] = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
+    else:
+        described = json.loads(backend.to_str())
+        described = {name: part for name, part in described.items() if name not in ("padding", "truncation")}
+    parts = [
+        described,
+        tokenizer.special_tokens_map,
+        tokenizer.chat_template,
+        chat_template_kwargs,
+    ]
+    try:
+        text = json.dumps(parts, sort_keys=True, default=str)
+    except TypeError as error:
+        raise ConfigError(f"data.chat_template_kwargs={dict(chat_template_kwargs)!r}: {error}") from error
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def _unknown_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The id that stands for unknown text, of a word-level tokenizer only: others fall back on bytes."""
+    from tokenizers.models import WordLevel
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or not isinstance(backend.model, WordLevel):
+        return None
+    unknown: int | None = backend.token_to_id(backend.model.unk_token)
+    return unknown
+
+
+def _check_messages(messages: object, what: str) -> None:
+    if not isinstance(messages, list) or not messages:
+        raise DataError(
+            f"{what} is {_describe(messages)}; expected a string or a list of chat messages {{role, content}}"
+        )
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise DataError(f"{what}, message {number}: expected an object with the strings 'role' and 'content'")
+
+
+def _describe(value: object) -> str:
+    return "an empty list" if value == [] else f"of type {type(value).__name__}"
+
+
+def _row_id(placed: PlacedRow, digest: bytes) -> str:
+    given = placed.row.get("id")
+    if given is None:
+        return digest.hex()
+    if isinstance(given, bool) or not isinstance(given, str | int):
+        raise DataError(f"{placed.place}: id={given!r} is {_describe(given)}; expected a string or an integer")
+    return str(given)
+
+
+def _row_digest(placed: PlacedRow) -> bytes:
+    try:
+        text = _canonical_json(placed.row)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{placed.place}: a column cannot be written as JSON: {error}") from error
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
+
+
+def _canonical_json(row: Row) -> str:
+    return json.dumps(row, sort_keys=True, separators=(",", ":"), default=_plain)
+
+
+def _plain(value: object) -> Any:
+    """What parquet and numpy hold beyond JSON."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, bytes):
+        return value.hex()
+    raise TypeError(f"a {type(value).__name__} ({value!r})")

@@ -1,0 +1,123 @@
+"""The order of prompts: steps of a pass, from (seed, epoch, cursor) alone."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rhymerl.data.base import PromptBatch
+from rhymerl.errors import ConfigError, DataError
+from rhymerl.types import Prompt
+
+
+class PromptLoader:
+    """Deals the prompts of one rollout step after another; sized, and exact about where it stands.
+
+    `cursor` counts the steps that are *consumed*: trained on to the end. Iterating never moves it; the
+    training loop calls `advance()` once a step, when the step's last update is done. So during step s the
+    cursor is s, a checkpoint written in the middle of step s (an exception, Ctrl-C) repeats step s, and one
+    written after it (`on_train_batch_end`, the end of an epoch) goes on with step s + 1. Step s belongs to
+    pass `s // len(loader)`; a pass visits every prompt once, and its last step may be smaller. `iter` goes
+    from the cursor to the end of its pass, so a resumed epoch finishes where it left off.
+
+    Every rank holds the same loader and sees the same steps. Raises ConfigError for `prompts_per_step` < 1
+    and DataError when there are no prompts.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Prompt], *, prompts_per_step: int, shuffle: bool = True, seed: int = 0
+    ) -> None:
+        if prompts_per_step < 1:
+            raise ConfigError(f"data.prompts_per_step={prompts_per_step}: expected at least 1")
+        if not prompts:
+            raise DataError("the data set is empty; expected at least one prompt")
+        self.prompts = prompts
+        self.prompts_per_step = prompts_per_step
+        self.shuffle = shuffle
+        self.seed = seed
+        self.cursor = 0
+        self._latest_order: tuple[int, npt.NDArray[np.intp]] | None = None  # of one epoch: saves sorting
+
+    def __len__(self) -> int:
+        """Steps in a pass."""
+        return -(-len(self.prompts) // self.prompts_per_step)
+
+    def __iter__(self) -> Iterator[PromptBatch]:
+        first = self.cursor
+        for step in range(first, first - first % len(self) + len(self)):
+            yield self.batch(step)
+
+    @property
+    def epoch(self) -> int:
+        """The pass over the data that the current step belongs to, from 0."""
+        return self.cursor // len(self)
+
+    def batch(self, step: int) -> PromptBatch:
+        """The prompts of any step, counted from the start of the run."""
+        epoch, position = divmod(step, len(self))
+        first = position * self.prompts_per_step
+        order = self._order(epoch)[first : first + self.prompts_per_step]
+        return PromptBatch([self.prompts[index] for index in order])
+
+    def peek(self, steps_ahead: int = 1) -> PromptBatch:
+        """The prompts of a later step, without moving; it may lie in the next pass."""
+        return self.batch(self.cursor + steps_ahead)
+
+    def advance(self) -> None:
+        """Count the current step as consumed. Called on every rank at the end of `training_step`."""
+        self.cursor += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cursor, and what it would be wrong to change under it."""
+        return {"cursor": self.cursor, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved cursor. Raises ConfigError when the data or a setting of the order has changed."""
+        for name, value in self._identity().items():
+            if state[name] != value:
+                raise ConfigError(_CHANGED[name].format(now=value, saved=state[name]))
+        self.cursor = state["cursor"]
+
+    def _order(self, epoch: int) -> npt.NDArray[np.intp]:
+        if self._latest_order is None or self._latest_order[0] != epoch:
+            self._latest_order = (epoch, self._make_order(epoch))
+        return self._latest_order[1]
+
+    def _make_order(self, epoch: int) -> npt.NDArray[np.intp]:
+        if not self.shuffle:
+            return np.arange(len(self.prompts))
+        digest = hashlib.blake2b(f"{self.seed}/{epoch}".encode(), digest_size=16).digest()
+        # Sort raw draws: unlike `permutation`, they are promised to stay the same in later numpy versions.
+        draws = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(len(self.prompts))
+        return np.argsort(draws, kind="stable")
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        digest = hashlib.blake2b(digest_size=16)
+        for prompt in self.prompts:
+            digest.update(f"{prompt.id}\0{prompt.key}\0".encode())
+        return digest.hexdigest()
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "num_prompts": len(self.prompts),
+            "fingerprint": self._fingerprint,
+            "prompts_per_step": self.prompts_per_step,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+        }
+
+
+_SETTING = "data.{name}={{now!r}}: the checkpoint was written with {{saved!r}}; a resumed run keeps its data order"
+_CHANGED = {
+    "num_prompts": "data.train: {now} prompts, but the checkpoint was written with {saved}; "
+    "resume on the same data set, or start a new run",
+    "fingerprint": "data.train: the prompts, their order, the tokenizer or the chat template have changed "
+    "since the checkpoint was written; resume on the same data set, or start a new run",
+    **{name: _SETTING.format(name=name) for name in ("prompts_per_step", "shuffle", "seed")},
+}

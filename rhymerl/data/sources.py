@@ -1,0 +1,139 @@
+"""Where rows come from: JSONL and parquet files, Hugging Face data sets, lists of dicts."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from rhymerl.data.base import PlacedRow
+from rhymerl.errors import ConfigError, DataError
+from rhymerl.tasks.base import Row
+
+DataSource = str | Path | Sequence[Row]
+Setting = Literal["data.train", "data.validation"]
+
+_LOOKS_LIKE_A_FILE = re.compile(r"^[./~]|/.*/|\.(jsonl?|ndjson|gz|parquet|csv|tsv|txt)$")
+
+
+def read_rows(source: DataSource, setting: Setting, *, only_first: int | None = None) -> list[PlacedRow]:
+    """Read every row of `source` (or the first `only_first`), each with its place for error messages.
+
+    `source` is a path to a file (`.parquet`, else JSON lines, plain or `.gz`), a directory or hub name that
+    `datasets` reads, or the rows themselves. A hub name may name a config and a split, as in
+    `openai/gsm8k:main:test`; without one the split is `train` for `data.train` and `validation` for
+    `data.validation`. Raises DataError for what cannot be read, is empty or is not a table of rows,
+    and ConfigError when it needs a package that is not installed.
+    """
+    reader = _from_path(source, setting) if isinstance(source, str | Path) else _from_objects(source, setting)
+    rows: list[PlacedRow] = []
+    for placed in reader:
+        if len(rows) == only_first:
+            break
+        rows.append(placed)
+    if not rows:
+        raise DataError(f"{_name(setting, source)}: the data set is empty; expected at least one row")
+    return rows
+
+
+def _name(setting: str, source: DataSource) -> str:
+    return f"{setting}={str(source)!r}" if isinstance(source, str | Path) else setting
+
+
+def _from_path(source: str | Path, setting: Setting) -> Iterator[PlacedRow]:
+    path, place = Path(source).expanduser(), _name(setting, source)
+    if path.is_dir():
+        return _from_objects(_load_data_set(str(path), setting), place)
+    if not path.exists():
+        if isinstance(source, Path) or _LOOKS_LIKE_A_FILE.search(source):
+            raise DataError(f"{place}: no such file; expected a .jsonl, .jsonl.gz or .parquet file")
+        return _from_objects(_load_data_set(source, setting), place)
+    return _from_objects(_read_parquet(path, place), place) if path.suffix == ".parquet" else _read_jsonl(path, place)
+
+
+def _from_objects(rows: Iterable[Any], place: str) -> Iterator[PlacedRow]:
+    if isinstance(rows, Mapping):
+        raise DataError(f"{place}: expected a path or a list of rows, got a {type(rows).__name__}")
+    for number, row in enumerate(rows, start=1):
+        where = f"{place}, row {number}"
+        if not isinstance(row, Mapping):
+            raise DataError(f"{where}: expected an object with columns, got a {type(row).__name__}")
+        yield PlacedRow(place=where, row=dict(row))
+
+
+def _read_jsonl(path: Path, place: str) -> Iterator[PlacedRow]:
+    """Lines are counted from 1; blank ones are passed over, as is a byte order mark."""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    where = f"{place}, line {number}"
+                    yield PlacedRow(place=where, row=_parse_line(line, where))
+    except (OSError, EOFError) as error:
+        raise DataError(f"{place}: cannot be read: {error}") from error
+
+
+def _parse_line(line: bytes, where: str) -> Row:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except ValueError as error:  # broken JSON and broken UTF-8 alike
+        raise DataError(f"{where}: not valid JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise DataError(f'{where}: expected a JSON object such as {{"prompt": ...}}, got a {type(row).__name__}')
+    return row
+
+
+def _read_parquet(path: Path, place: str) -> list[Any]:
+    parquet = _import_extra("pyarrow.parquet", place)
+    try:
+        rows: list[Any] = parquet.read_table(path).to_pylist()
+    except (OSError, ValueError) as error:  # pyarrow's own errors derive from these
+        raise DataError(f"{place}: cannot be read as parquet: {error}") from error
+    return rows
+
+
+def _load_data_set(source: str, setting: Setting) -> Iterable[Any]:
+    """One split of a saved data set (directory) or of one on the hub."""
+    place = f"{setting}={source!r}"
+    directory = Path(source)
+    name, config, split = _parse_hub_name(source, setting) if not directory.is_dir() else (source, None, None)
+    datasets = _import_extra("datasets", place)
+    saved = (directory / "dataset_dict.json").is_file() or (directory / "state.json").is_file()
+    load: Callable[[], Any] = (
+        (lambda: datasets.load_from_disk(name)) if saved else (lambda: datasets.load_dataset(name, config))
+    )
+    try:
+        data_set = load()
+    except (OSError, ValueError) as error:  # includes a name that the hub does not know
+        reason = str(error).strip().splitlines()[0]
+        raise DataError(f"{place}: neither a file nor a data set that `datasets` can load: {reason}") from error
+    if not isinstance(data_set, Mapping):
+        return data_set  # type: ignore[no-any-return]
+    wanted = split or setting.removeprefix("data.")
+    if wanted not in data_set:
+        raise DataError(
+            f"{place}: the data set has no split {wanted!r}; it has {', '.join(map(repr, data_set))} "
+            "(name one on the hub as in 'owner/name:config:split')"
+        )
+    return data_set[wanted]  # type: ignore[no-any-return]
+
+
+def _parse_hub_name(source: str, setting: str) -> tuple[str, str | None, str | None]:
+    name, *rest = source.split(":")
+    if len(rest) > 2:
+        raise ConfigError(
+            f"{setting}={source!r}: expected 'owner/name', 'owner/name:split' or 'owner/name:config:split'"
+        )
+    return name, rest[0] if len(rest) == 2 else None, rest[-1] if rest else None
+
+
+def _import_extra(module: str, place: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise ConfigError(f"{place}: reading it needs {package}: pip install 'rhymerl[data]'") from error

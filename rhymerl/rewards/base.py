@@ -1,0 +1,192 @@
+"""What a reward is: a plain Python function and how to run it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any, Literal, get_args
+
+from rhymerl.errors import ConfigError
+from rhymerl.rewards.resolve import Found, find, find_home, nearest
+
+#: `def reward(completion: str, *, answer: str, **columns) -> float`, sync or async, or in the batch form
+#: `def reward(completions: list[str], *, answer: list[str], **columns) -> list[float]`.
+RewardFn = Callable[..., float | Awaitable[float] | list[float] | Awaitable[list[float]]]
+Where = Literal["pool", "main", "engine"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """What a reward function takes besides the completion."""
+
+    names: tuple[str, ...]
+    required: tuple[str, ...]
+    takes_any: bool  # it has **columns
+    completion: str  # its first parameter, which no column may shadow
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Reward:
+    """One reward function of a run: `Reward("my_module.score", weight=0.5)`.
+
+    The function gets the completion's text and those of the row's columns that its signature accepts.
+    `where="pool"` runs it in worker processes, with a limit of `timeout_s` a sample; it must be importable
+    by name. `"main"` runs it in the trainer's process as soon as a completion finishes, `"engine"` in the
+    process that owns the engine after all have finished, with a `device` keyword if the function accepts one;
+    neither can stop a sync function. With `batch=True` the function takes a chunk of completions, and lists
+    of column values, at once (and `timeout_s` for each); which completions share a chunk is not fixed.
+    A sample whose call fails gets `default`.
+
+    Raises ConfigError.
+    """
+
+    function: str | RewardFn
+    name: str
+    weight: float
+    where: Where
+    batch: bool
+    default: float
+    timeout_s: float
+    arguments: Mapping[str, Any]
+    call: RewardFn = field(init=False, repr=False, compare=False)
+    home: Found | None = field(init=False, repr=False, compare=False)  # where another process can import it from
+    parameters: Parameters = field(init=False, repr=False, compare=False)
+
+    def __init__(
+        self,
+        function: str | RewardFn,
+        *,
+        name: str | None = None,  # the function's own by default
+        weight: float = 1.0,
+        where: Where = "pool",
+        batch: bool = False,
+        default: float = 0.0,
+        timeout_s: float = 10.0,
+        arguments: Mapping[str, Any] | None = None,  # fixed keyword arguments, which win over columns
+    ) -> None:
+        name = _own_name(function) if name is None else name
+        values = {
+            "function": function,
+            "name": name,
+            "weight": weight,
+            "where": where,
+            "batch": batch,
+            "default": default,
+            "timeout_s": timeout_s,
+            "arguments": dict(arguments or {}),
+        }
+        for key, value in values.items():
+            object.__setattr__(self, key, value)
+        self._check_values()
+        home = self._find()
+        object.__setattr__(self, "home", home)
+        object.__setattr__(self, "call", home.target if isinstance(function, str) and home else function)
+        object.__setattr__(self, "parameters", _parameters(self.call, setting=self.setting))
+        self._check_function()
+
+    @property
+    def setting(self) -> str:
+        """How messages name it: `rewards.score.function='my_module.score'`."""
+        shown = self.function if isinstance(self.function, str) else _own_name(self.function)
+        return f"rewards.{self.name}.function={shown!r}"
+
+    @property
+    def is_async(self) -> bool:
+        return inspect.iscoroutinefunction(self.call) or inspect.iscoroutinefunction(
+            getattr(self.call, "__call__", None)  # noqa: B004 - an object with an async __call__
+        )
+
+    @property
+    def takes_device(self) -> bool:
+        takes = self.parameters.takes_any or "device" in self.parameters.names
+        return self.where == "engine" and takes and "device" not in self.arguments
+
+    @property
+    def required_columns(self) -> tuple[str, ...]:
+        provided = {*self.arguments, *(["device"] if self.takes_device else [])}
+        return tuple(name for name in self.parameters.required if name not in provided)
+
+    def column_selector(self) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+        """A function from a row's columns to those that a call is given."""
+        provided = {self.parameters.completion, *self.arguments, *(["device"] if self.takes_device else [])}
+        names = tuple(name for name in self.parameters.names if name not in provided)
+        if self.parameters.takes_any:
+            return lambda columns: {name: value for name, value in columns.items() if name not in provided}
+        return lambda columns: {name: columns[name] for name in names if name in columns}
+
+    def _check_values(self) -> None:
+        allowed = {
+            "name": (_is_name(self.name), "a name"),
+            "function": (
+                isinstance(self.function, str) or callable(self.function),
+                "a dotted name or a function",
+            ),
+            "weight": (_is_number(self.weight), "a finite number"),
+            "where": (self.where in get_args(Where), f"one of {', '.join(get_args(Where))}"),
+            "batch": (isinstance(self.batch, bool), "true or false"),
+            "default": (_is_number(self.default), "a finite number"),
+            "timeout_s": (_is_number(self.timeout_s) and self.timeout_s > 0, "a number of seconds above 0"),
+        }
+        for key, (holds, words) in allowed.items():
+            if not holds:
+                raise ConfigError(f"rewards.{self.name}.{key}={getattr(self, key)!r}: expected {words}")
+
+    def _find(self) -> Found | None:
+        home = find(self.function, setting=self.setting) if isinstance(self.function, str) else find_home(self.function)
+        if self.where == "pool" and (home is None or home.module == "__main__"):
+            raise ConfigError(
+                f"{self.setting}: a worker process cannot import it by name (it is a closure, a lambda or "
+                f"defined in the main script); move it into a module or set rewards.{self.name}.where='main'"
+            )
+        return home
+
+    def _check_function(self) -> None:
+        for name in self.arguments:
+            if not self.parameters.takes_any and name not in self.parameters.names:
+                hint = nearest(name, self.parameters.names)
+                raise ConfigError(f"rewards.{self.name}.arguments.{name}: the function has no such parameter{hint}")
+
+
+def check_columns(reward: Reward, columns: Iterable[str]) -> None:
+    """Raises ConfigError when the data set's `columns` lack one that the function requires."""
+    known = list(columns)
+    for name in reward.required_columns:
+        if name not in known:
+            raise ConfigError(
+                f"{reward.setting}: it needs a column {name!r}, and the data set has "
+                f"{', '.join(known) or 'none'}{nearest(name, known)}"
+            )
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def _own_name(function: object) -> str:
+    if isinstance(function, str):
+        return function.rpartition(".")[2] or "reward"
+    return str(getattr(function, "__name__", type(function).__name__)).strip("<>")
+
+
+def _parameters(function: object, *, setting: str) -> Parameters:
+    if not callable(function):
+        raise ConfigError(f"{setting}: it is of type {type(function).__name__}, expected a function")
+    try:
+        first, *others = inspect.signature(function).parameters.values()
+    except ValueError as error:  # no parameters, or a builtin without a signature
+        raise ConfigError(f"{setting}: it must take the completion as its first argument") from error
+    if first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
+        raise ConfigError(f"{setting}: it must take the completion as its first argument")
+    named = [each for each in others if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    return Parameters(
+        names=tuple(each.name for each in named),
+        required=tuple(each.name for each in named if each.default is each.empty),
+        takes_any=any(each.kind == each.VAR_KEYWORD for each in others),
+        completion=first.name if first.kind == first.POSITIONAL_OR_KEYWORD else "",
+    )

@@ -1,0 +1,48 @@
+"""Ready-made rewards. Their parameters are columns of the data set, or a reward's fixed `arguments`."""
+
+from __future__ import annotations
+
+import re
+
+# Thousands are grouped by commas or not at all; a minus directly after a digit, letter or bracket subtracts.
+_NUMBER = re.compile(r"(?<![\w.)\]])[-\u2212]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+
+
+def exact_match(completion: str, *, answer: object) -> float:
+    """1.0 when the completion is the answer, white space around both aside; else 0.0."""
+    return float(completion.strip() == str(answer).strip())
+
+
+def numeric_match(completion: str, *, answer: object, tolerance: float = 0.0) -> float:
+    """1.0 when the completion's `last_number` is within `tolerance` (absolute) of the answer; else 0.0.
+
+    Raises ValueError when the answer is not a number.
+    """
+    number = last_number(completion)
+    return float(number is not None and abs(number - _as_number(str(answer))) <= tolerance)
+
+
+def format_match(completion: str, *, pattern: str) -> float:
+    """1.0 when the regular expression `pattern` matches it all (`.` is any character); else 0.0."""
+    return float(re.fullmatch(pattern, completion, flags=re.DOTALL) is not None)
+
+
+def length_penalty(completion: str, *, free_characters: int, max_characters: int) -> float:
+    """0.0 up to `free_characters`, then linearly down to -1.0 at `max_characters` and beyond.
+
+    The shape of DAPO's soft overlong punishment (arXiv 2503.14476, section 3.4), in characters.
+    """
+    if not 0 <= free_characters < max_characters:
+        raise ValueError(f"free_characters={free_characters}: expected less than max_characters={max_characters}")
+    excess = (len(completion) - free_characters) / (max_characters - free_characters)
+    return -min(max(excess, 0.0), 1.0)
+
+
+def last_number(text: str) -> float | None:
+    """The last number written in `text`: `-1,234.5`, `3e-2`, `.5` (a fraction is two numbers); else None."""
+    numbers = _NUMBER.findall(text)
+    return _as_number(numbers[-1]) if numbers else None
+
+
+def _as_number(text: str) -> float:
+    return float(text.replace(",", "").replace("\u2212", "-"))

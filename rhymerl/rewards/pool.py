@@ -1,0 +1,231 @@
+"""A pool of worker processes that survives reward functions which raise, hang or kill their process.
+
+No thread: whoever calls `poll` or `drain` moves work out and answers in.
+"""
+
+from __future__ import annotations
+
+import pickle
+import selectors
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import islice
+from time import monotonic
+from typing import NamedTuple
+
+from rhymerl.errors import RewardError
+from rhymerl.rewards.base import Reward
+from rhymerl.rewards.calls import Call, Outcome
+from rhymerl.rewards.process import WorkerProcess
+from rhymerl.rewards.worker import Chunk, FunctionSpec, Started
+
+_START_TIMEOUT_S = 120.0
+_GRACE_S = 0.25  # the worker's own timers get the first word
+_POLL_INTERVAL_S = 0.01
+
+
+class Task(NamedTuple):
+    """One call to make: of reward number `reward`, for the sample `key`."""
+
+    reward: int
+    key: str
+    call: Call
+
+
+class _Worker:
+    """A process, and the chunk that it is at."""
+
+    def __init__(self, specs: Sequence[FunctionSpec]) -> None:
+        self.process = WorkerProcess(specs)
+        self.ready = False
+        self.pending: dict[int, Task] = {}  # by position in the chunk; the first is the one being run
+        self.in_order = True
+        self.deadline = monotonic() + _START_TIMEOUT_S
+
+    @property
+    def is_idle(self) -> bool:
+        return self.ready and not self.pending
+
+    def send(self, tasks: Sequence[Task], reward: Reward) -> None:
+        """Raises OSError when the process is dead."""
+        self.pending = dict(enumerate(tasks))
+        self.in_order = not _is_concurrent(reward)
+        num_limits = len(tasks) if reward.batch else 1
+        message = pickle.dumps(Chunk(tasks[0].reward, [task.call for task in tasks]))
+        self.process.connection.send_bytes(message)
+        self.deadline = monotonic() + reward.timeout_s * num_limits + _GRACE_S
+
+
+class RewardPool:
+    """Runs calls of `rewards` in worker processes, in chunks, and hands each outcome to `deliver` once.
+
+    A call that hangs or kills its process costs that one sample; the rest of its chunk runs again. Of calls
+    that run at the same time (async or batch), the guilty one is found by running each again alone. Processes
+    start with the first work. `poll`, `flush` and `drain` raise RewardError when a worker cannot work at all.
+    """
+
+    def __init__(
+        self,
+        rewards: Sequence[Reward],
+        deliver: Callable[[Task, Outcome], None],
+        *,
+        num_workers: int = 2,
+        chunk_size: int = 16,
+    ) -> None:
+        self.rewards = rewards
+        self.deliver = deliver
+        self.num_workers = num_workers
+        self.chunk_size = chunk_size
+        self._specs = [_spec(reward) for reward in rewards]
+        self._queues: list[deque[Task]] = [deque() for _ in rewards]
+        self._alone: deque[Task] = deque()
+        self._num_queued = 0
+        self._workers: list[_Worker] = []
+        self._selector = selectors.DefaultSelector()
+        self._next_poll = 0.0
+
+    def put(self, task: Task) -> None:
+        """Queue a call; nothing is sent yet."""
+        self._queues[task.reward].append(task)
+        self._num_queued += 1
+
+    def poll(self) -> None:
+        """Flush when a chunk is full or some time has passed: cheap enough to be called for every sample."""
+        if self._num_queued >= self.chunk_size or monotonic() >= self._next_poll:
+            self.flush()
+
+    def flush(self) -> None:
+        """Receive and send what can be without waiting."""
+        self._next_poll = monotonic() + _POLL_INTERVAL_S
+        self._turn(0.0)
+
+    def drain(self) -> None:
+        """Return when every queued call has its outcome."""
+        self._dispatch()
+        while self._num_queued or any(worker.pending for worker in self._workers):
+            nearest = min(worker.deadline for worker in self._workers if not worker.is_idle)
+            self._turn(max(0.0, nearest - monotonic()))
+
+    def close(self) -> None:
+        """End the processes, at once where they are busy; unfinished work is lost."""
+        for worker in self._workers:
+            worker.process.hang_up()
+        for worker in self._workers:
+            worker.process.end(at_once=not worker.is_idle)
+        self._workers.clear()
+        self._selector.close()
+
+    def _turn(self, timeout_s: float) -> None:
+        """Read every answer that is there, waiting up to `timeout_s` for the first; then judge; then send."""
+        while ready := self._selector.select(timeout_s):
+            for key, _ in ready:
+                self._read(key.data)
+            timeout_s = 0.0
+        now = monotonic()
+        for worker in [each for each in self._workers if not each.is_idle and each.deadline < now]:
+            self._lose(worker, "timeout")
+        self._dispatch()
+
+    def _dispatch(self) -> None:
+        """Give work to idle workers, and start workers while there is more."""
+        for worker in [each for each in self._workers if each.is_idle]:
+            if tasks := self._next_chunk():
+                self._send(worker, tasks)
+        num_starting = sum(not worker.ready for worker in self._workers)
+        while num_starting < self._num_queued and len(self._workers) < self.num_workers:
+            self._start()
+            num_starting += 1
+
+    def _next_chunk(self) -> list[Task]:
+        """Calls of the reward with the longest queue: an equal share for each worker when few are left."""
+        if self._alone:
+            tasks = [self._alone.popleft()]
+        else:
+            queue = max(self._queues, key=len)
+            share = -(-len(queue) // self.num_workers)
+            concurrent = queue and _is_concurrent(self.rewards[queue[0].reward])
+            size = self.chunk_size if concurrent else min(self.chunk_size, share)
+            tasks = list(islice(queue, size))
+            for _ in tasks:
+                queue.popleft()
+        self._num_queued -= len(tasks)
+        return tasks
+
+    def _send(self, worker: _Worker, tasks: Sequence[Task]) -> None:
+        try:
+            worker.send(tasks, self.rewards[tasks[0].reward])
+        except OSError:
+            self._lose(worker, "crash")
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            setting = self.rewards[tasks[0].reward].setting
+            raise RewardError(f"{setting}: its columns cannot be sent to a worker process: {error}") from error
+
+    def _read(self, worker: _Worker) -> None:
+        try:
+            message: Started | Outcome = pickle.loads(worker.process.connection.recv_bytes())
+        except (EOFError, OSError):
+            self._lose(worker, "crash")
+            return
+        if isinstance(message, Started):
+            if message.failure:
+                raise RewardError(f"rewards.{message.reward}: a worker cannot import it: {message.failure}")
+            worker.ready = True
+            return
+        task = worker.pending.pop(message.position)
+        if worker.in_order:
+            worker.deadline = message.finished_at + self.rewards[task.reward].timeout_s + _GRACE_S
+        self._settle(task, message)
+
+    def _settle(self, task: Task, outcome: Outcome) -> None:
+        if outcome.kind == "again":
+            self._alone.append(task)
+            self._num_queued += 1
+        else:
+            self.deliver(task, outcome)
+
+    def _lose(self, worker: _Worker, kind: str) -> None:
+        """End a worker that hangs or has died: the guilty call is settled, the others are queued again."""
+        self._workers.remove(worker)
+        self._selector.unregister(worker.process.connection)
+        worker.process.hang_up()
+        ending = worker.process.end(at_once=True)
+        tasks = list(worker.pending.values())
+        if not worker.ready:
+            waited = f"it was not ready after {_START_TIMEOUT_S:g} s"
+            raise RewardError(f"a reward worker did not start: {ending if kind == 'crash' else waited}")
+        if not tasks:
+            return
+        if not worker.in_order and len(tasks) > 1:
+            self._alone.extend(tasks)
+            self._num_queued += len(tasks)
+            return
+        self._queues[tasks[0].reward].extendleft(reversed(tasks[1:]))
+        self._num_queued += len(tasks) - 1
+        if kind == "crash":
+            outcome = Outcome(0, "crash", message=ending)
+        else:
+            limit_s = self.rewards[tasks[0].reward].timeout_s
+            outcome = Outcome(0, "timeout", message=f"it hung for longer than {limit_s:g} s")
+        self.deliver(tasks[0], outcome)
+
+    def _start(self) -> None:
+        worker = _Worker(self._specs)
+        self._workers.append(worker)
+        self._selector.register(worker.process.connection, selectors.EVENT_READ, worker)
+
+
+def _is_concurrent(reward: Reward) -> bool:
+    return reward.batch or reward.is_async
+
+
+def _spec(reward: Reward) -> FunctionSpec:
+    assert reward.home is not None, "a pooled reward can be imported"
+    return FunctionSpec(
+        reward=reward.name,
+        module=reward.home.module,
+        qualname=reward.home.qualname,
+        batch=reward.batch,
+        is_async=reward.is_async,
+        timeout_s=reward.timeout_s,
+        arguments=reward.arguments,
+    )

@@ -1,0 +1,77 @@
+"""One worker process, seen from its parent."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+from rhymerl.errors import RewardError
+from rhymerl.rewards.worker import FunctionSpec
+
+# The parent's path is set before anything is imported: rhymerl and the users' modules are then the parent's.
+_PROGRAM = (
+    "import sys; sys.path[:] = sys.argv[3:]; from rhymerl.rewards.worker import main; "
+    "fds = map(int, sys.argv[1:3]); del sys.argv[1:]; main(*fds)"
+)
+_EXIT_TIMEOUT_S = 1.0
+
+
+class WorkerProcess:
+    """A Python process at the other end of `connection`, in a process group of its own.
+
+    Its lifeline is a pipe whose closing kills the group: that also happens when this process dies in any way.
+    A group of its own also keeps Ctrl-C away from it, and lets `end` reach what the user's code has started.
+    """
+
+    def __init__(self, specs: Sequence[FunctionSpec]) -> None:
+        self.connection: Connection[Any, Any]
+        self.connection, theirs = Pipe()
+        lifeline_end, self._lifeline = os.pipe()
+        fds = (theirs.fileno(), lifeline_end)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, *map(str, fds), *_python_path()],
+                stdin=subprocess.DEVNULL,
+                pass_fds=fds,
+                process_group=0,
+                env={"PYTHONHASHSEED": "0", **os.environ},  # sets of strings: one order in every worker
+            )
+        except OSError as error:
+            self.connection.close()
+            os.close(self._lifeline)
+            raise RewardError(f"a reward worker cannot be started: {error}") from error
+        finally:
+            theirs.close()
+            os.close(lifeline_end)
+        with suppress(OSError):  # a worker that is dead already shows when it is read from
+            self.connection.send_bytes(pickle.dumps(list(specs)))
+
+    def hang_up(self) -> None:
+        """Close the connection: an idle worker ends by itself."""
+        self.connection.close()
+
+    def end(self, *, at_once: bool) -> str:
+        """Kill the process group, after a moment unless `at_once`; returns how the process ended."""
+        if not at_once:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_EXIT_TIMEOUT_S)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        code = self._process.wait()
+        os.close(self._lifeline)
+        if code < 0:
+            return f"its process was killed by {signal.Signals(-code).name}"
+        return f"its process exited with code {code}"
+
+
+def _python_path() -> list[str]:
+    here = os.getcwd()
+    paths = [path or here for path in sys.path]
+    return paths if here in paths else [*paths, here]

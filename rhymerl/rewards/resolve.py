@@ -1,0 +1,82 @@
+"""From the dotted name of a user's function to the function, and back."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Iterable
+from difflib import get_close_matches
+from functools import reduce
+from importlib import import_module
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from rhymerl.errors import ConfigError
+from rhymerl.rewards.calls import Attempt
+
+
+class Found(NamedTuple):
+    """Where an object lives: `Found("my_package.checks", "Checks.score", <function>)`."""
+
+    module: str
+    qualname: str
+    target: Any
+
+
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """`; did you mean 'score'?`, or nothing when no choice is close."""
+    matches = get_close_matches(name, list(choices), n=1)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
+
+
+def find(dotted_name: str, *, setting: str) -> Found:
+    """Import what a dotted name names. Raises ConfigError, which starts with `setting`."""
+    parts = dotted_name.split(".")
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+        raise ConfigError(
+            f"{setting}: expected a dotted name such as 'my_module.my_function'{_ready_made(dotted_name)}"
+        )
+    module = _import_longest(parts[:-1], setting)
+    target: Any = module
+    names = parts[module.__name__.count(".") + 1 :]
+    for name in names:
+        if not hasattr(target, name):
+            owner = getattr(target, "__name__", dotted_name)
+            raise ConfigError(f"{setting}: {owner!r} has no {name!r}{nearest(name, _members(target))}")
+        target = getattr(target, name)
+    return Found(module.__name__, ".".join(names), target)
+
+
+def find_home(function: Any) -> Found | None:
+    """Where another process can import `function` from; None for a closure, a lambda, the main script's."""
+    module = getattr(function, "__module__", None)
+    qualname = getattr(function, "__qualname__", None)
+    if not module or not qualname or module == "__main__":
+        return None
+    with Attempt():
+        if reduce(getattr, qualname.split("."), import_module(module)) == function:
+            return Found(module, qualname, function)
+    return None
+
+
+def _import_longest(parts: list[str], setting: str) -> ModuleType:
+    """The deepest module that `parts` lead to; what is left of them are attributes."""
+    for length in range(len(parts), 0, -1):
+        name = ".".join(parts[:length])
+        with Attempt() as attempt:
+            return import_module(name)
+        missing = attempt.error.name if isinstance(attempt.error, ModuleNotFoundError) else None
+        if missing is None or not f"{name}.".startswith(f"{missing}."):
+            raise ConfigError(f"{setting}: importing {name!r} failed: {attempt.message}")
+    known = (module.name for module in pkgutil.iter_modules())
+    raise ConfigError(f"{setting}: there is no module {parts[0]!r} on the Python path{nearest(parts[0], known)}")
+
+
+def _members(target: Any) -> list[str]:
+    """Public attributes, and the submodules of a package."""
+    submodules = [module.name for module in pkgutil.iter_modules(getattr(target, "__path__", []))]
+    return [name for name in (*dir(target), *submodules) if not name.startswith("_")]
+
+
+def _ready_made(name: str) -> str:
+    package = "rhymerl.rewards"
+    return f"; did you mean '{package}.{name}'?" if name in import_module(package).__all__ else ""

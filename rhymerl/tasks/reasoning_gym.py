@@ -1,0 +1,178 @@
+"""Problems of the `reasoning-gym` package, scored by its own verifiers."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import json
+import random
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from rhymerl.errors import ConfigError
+from rhymerl.tasks.base import Row, Split, Task
+
+_CHUNK = 500  # problems made from one seed: some data sets are costly to set up, and none has fewer
+
+
+class ReasoningGym(Task):
+    """One data set of reasoning-gym, such as `ReasoningGym("chain_sum", settings={"max_terms": 4})`.
+
+    `settings` are the data set's own, but for `seed` and `size`. `system_prompt` is the name of one of
+    reasoning-gym's, a text of one's own, or None. With `chat` the prompt is chat messages, else system prompt
+    and question in one string. The answer is what stands in the last `<answer>` tags (`answer_tag`; None =
+    the whole completion).
+
+    Problems split by their question alone, half for training and half for validation, so a question of one
+    can never turn up in the other. There are no demonstrations. Raises ConfigError for an unknown data set
+    or settings that it refuses, and when the package is missing.
+    """
+
+    reward = "rhymerl.tasks.reasoning_gym.reasoning_gym_reward"
+
+    def __init__(
+        self,
+        dataset: str,
+        *,
+        settings: Mapping[str, Any] | None = None,
+        system_prompt: str | None = "default",
+        chat: bool = True,
+        answer_tag: str | None = "answer",
+        seed: int = 0,
+        train_size: int = 512,
+        validation_size: int = 512,
+    ) -> None:
+        super().__init__(seed=seed, train_size=train_size, validation_size=validation_size)
+        self.dataset = dataset
+        self.settings = dict(settings or {})
+        self.system_prompt = system_prompt
+        self.chat = chat
+        self.answer_tag = answer_tag
+        for name in ("seed", "size"):
+            if name in self.settings:
+                raise ConfigError(
+                    f"task.settings.{name}: set task.seed, task.train_size and task.validation_size instead"
+                )
+        _make_data_set(dataset, self.settings, seed=seed, size=1)
+        known: Mapping[str, str] = _package("utils").SYSTEM_PROMPTS
+        self._system_text = None if system_prompt is None else known.get(system_prompt, system_prompt).strip()
+
+    def problem(self, random_source: random.Random) -> Row:
+        return self._row(_make_data_set(self.dataset, self.settings, seed=random_source.getrandbits(31), size=1)[0])
+
+    def rows(self, split: Split) -> list[Row]:
+        """Raises ConfigError when the data set has too few distinct problems."""
+        name = "train_size" if split == "train" else "validation_size"
+        size = getattr(self, name)
+        pool: dict[str, Row] = {}
+        new_at = 0
+        for draw, row in enumerate(self.stream(split, seed=self.seed)):
+            if pool.setdefault(row["question"], row) is row:
+                new_at = draw
+            if len(pool) == size:
+                break
+            if draw - new_at > 10 * _CHUNK:
+                raise ConfigError(
+                    f"task.{name}={size}: expected at most {len(pool)}, about as many distinct problems "
+                    f"as {self.dataset} has for this split"
+                )
+        return list(pool.values())
+
+    def stream(self, split: Split, *, seed: int) -> Iterator[Row]:
+        """Raises ValueError when 20 000 draws in a row give nothing for the split."""
+        random_source = random.Random(f"{type(self).__name__}/{self.dataset}/{split}/{seed}")
+        while True:
+            found = 0
+            for problem in islice(self._problems(random_source), 40 * _CHUNK):
+                if _split_of(problem["question"]) == split:
+                    found += 1
+                    yield self._row(problem)
+            if not found:
+                raise ValueError(f"task.dataset={self.dataset!r}: no problems for the split {split!r}")
+
+    def _problems(self, random_source: random.Random) -> Iterator[dict[str, Any]]:
+        while True:
+            data_set = _make_data_set(self.dataset, self.settings, seed=random_source.getrandbits(31), size=_CHUNK)
+            for index in range(_CHUNK):
+                yield data_set[index]
+
+    def _row(self, problem: Mapping[str, Any]) -> Row:
+        scoring = {"dataset": self.dataset, "settings": self.settings, "answer_tag": self.answer_tag}
+        return {
+            "prompt": self._prompt(problem["question"]),
+            "question": problem["question"],
+            "answer": problem["answer"],  # None where reasoning-gym only verifies
+            "entry": json.dumps(_pack({**scoring, "entry": dict(problem)})),
+        }
+
+    def _prompt(self, question: str) -> str | list[dict[str, str]]:
+        if not self.chat:
+            return f"{self._system_text}\n\n{question}\n" if self._system_text else f"{question}\n"
+        system = [{"role": "system", "content": self._system_text}] if self._system_text else []
+        return [*system, {"role": "user", "content": question}]
+
+
+def reasoning_gym_reward(completion: str, *, entry: str, **columns: Any) -> float:
+    """The verifier's score of the answer in a completion, 0 to 1; `entry` is the row's column of that name.
+
+    An answer that the verifier cannot even parse scores 0. Data sets that read large files (arc_agi, codeio)
+    take up to half a second a call.
+    """
+    scoring = _unpack(json.loads(entry))
+    data_set = _make_data_set(scoring["dataset"], scoring["settings"], seed=0, size=1)
+    tag = scoring["answer_tag"]
+    answer = completion.strip() if tag is None else _package("utils").extract_answer(completion, tag_name=tag)
+    try:
+        return float(data_set.score_answer(answer, scoring["entry"]))
+    except ValueError:  # some verifiers parse without a guard, such as int("none") in prime_factorization
+        return 0.0
+
+
+def _split_of(question: str) -> Split:
+    digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
+    return "train" if digest[0] % 2 else "validation"
+
+
+def _make_data_set(name: str, settings: Mapping[str, Any], *, seed: int, size: int) -> Any:
+    factory = _package("factory")
+    if name not in factory.DATASETS:
+        near = difflib.get_close_matches(name, factory.DATASETS, n=5, cutoff=0.4)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ConfigError(
+            f"task.dataset={name!r}: expected one of reasoning-gym's {len(factory.DATASETS)} data sets{hint}"
+        )
+    try:
+        return factory.create_dataset(name, seed=seed, size=size, **settings)
+    except (AssertionError, TypeError, ValueError) as error:  # how its config classes refuse a value
+        raise ConfigError(f"task.settings={dict(settings)!r}: {name} refuses them: {error}") from error
+
+
+def _package(module: str) -> Any:
+    try:
+        importlib.import_module("reasoning_gym")  # fills the registry
+        return importlib.import_module(f"reasoning_gym.{module}")
+    except ImportError as error:
+        raise ConfigError("task=reasoning_gym: this needs reasoning-gym: pip install 'rhymerl[reasoning]'") from error
+
+
+def _pack(value: Any) -> Any:
+    """JSON that keeps tuples and the keys of dicts as they are: verifiers compare with them."""
+    if isinstance(value, tuple):
+        return {"tuple": [_pack(item) for item in value]}
+    if isinstance(value, list):
+        return [_pack(item) for item in value]
+    if isinstance(value, dict):
+        return {"dict": [[_pack(key), _pack(item)] for key, item in value.items()]}
+    return value
+
+
+def _unpack(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unpack(item) for item in value]
+    if isinstance(value, dict):
+        ((kind, items),) = value.items()
+        unpacked = _unpack(items)
+        return tuple(unpacked) if kind == "tuple" else dict(unpacked)
+    return value

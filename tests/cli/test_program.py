@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rhymerl.cli import main
+from rhymerl.cli.base import Command, ConfiguredCommand, Result
+from rhymerl.cli.interrupt import Interrupt
+from rhymerl.cli.program import COMMANDS
+from rhymerl.config import resolved
+from rhymerl.errors import RunError
+
+CONFIG = "seed: 0\ntask: {_target_: rhymerl.tasks.RunningSum, seed: '${seed}'}\n"
+
+
+class Show(ConfiguredCommand):
+    """show the settings"""
+
+    name = "show"
+
+    def run_config(self, config: Any, interrupt: Interrupt) -> Result:
+        print("words for people")
+        return resolved(config)["task"]
+
+
+class Fail(Command):
+    """raise what it is told to"""
+
+    name = "fail"
+
+    def __init__(self, error: BaseException | None = None, *, signals: int = 0) -> None:
+        self.error = error
+        self.signals = signals
+        self.trainer = Namespace(should_stop=False)
+
+    def run(self, arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> None:
+        interrupt.attach(self.trainer)
+        for _ in range(self.signals):
+            signal.raise_signal(signal.SIGINT)
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "mine.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def test_overrides_may_stand_anywhere(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["show", "seed=3", "--config", str(config), "task.difficulty=5", "--json"]
+    assert main(words, commands=[Show()]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["seed"] == 3
+    assert json.loads(out)["difficulty"] == 5
+    assert "words for people" in err
+
+
+def test_print_config(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "--config", str(config), "--print-config"], commands=[Show()]) == 0
+    out = capsys.readouterr().out
+    assert yaml.safe_load(out)["task"]["difficulty"] == 7
+    config.with_name("again.yaml").write_text(out)
+    assert main(["show", "--config", str(config.with_name("again.yaml")), "--print-config"], commands=[Show()]) == 0
+    assert capsys.readouterr().out == out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "error: expected a command: fit, evaluate, warmstart, export"),
+        (["fit"], "error: rhymerl fit needs --config: a .yaml file, or one of base"),
+        (["fit", "--config", "qickstart"], "did you mean quickstart?"),
+        (["evaluate", "--config", "nothing.yaml"], "error: --config nothing.yaml: expected the path of a .yaml file"),
+        (["fit", "quickstart"], "'quickstart': expected an option of rhymerl fit, or an override key=value"),
+        (["fit", "--confg", "quickstart"], "'--confg': expected an option of rhymerl fit"),
+        (["fti"], "invalid choice: 'fti'"),
+        (["export", "run"], "the following arguments are required: OUT"),
+        (["export", "run", "out", "seed=1"], "error: rhymerl export takes RUN and OUT only, not 'seed=1'"),
+    ],
+)
+def test_bad_usage_is_one_line_and_exit_code_2(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(words)
+    except SystemExit as error:  # argparse's way
+        code = int(str(error.code))
+    assert code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_unknown_settings_are_bad_usage(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "--config", str(config), "task.dificulty=1"], commands=[Show()]) == 2
+    assert capsys.readouterr().err == "error: unknown setting task.dificulty; did you mean task.difficulty?\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (RunError("the engine\nstopped"), 1, "error: the engine stopped\n"),
+        (KeyError("x"), 1, "error: KeyError: 'x' (--debug shows where)\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (SystemExit(3), 3, ""),
+        (None, 0, ""),
+    ],
+)
+def test_exit_codes(error: BaseException | None, code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fail"], commands=[Fail(error)]) == code
+    assert capsys.readouterr().err == message
+
+
+def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fail", "--debug"], commands=[Fail(RunError("no"))]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_ctrl_c(signals: int, capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    command = Fail(signals=signals)
+    assert main(["fail"], commands=[command]) == 130
+    assert command.trainer.should_stop
+    assert ("interrupted" in capsys.readouterr().err) == (signals == 2)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_before_there_is_a_trainer() -> None:
+    with Interrupt() as interrupt, pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert interrupt.requested
+
+
+def test_the_program_from_outside() -> None:
+    words = [sys.executable, "-m", "rhymerl"]
+    bad = subprocess.run([*words, "fit", "--config", "nothing"], capture_output=True, text=True, check=False)
+    assert (bad.returncode, bad.stdout) == (2, "")
+    assert bad.stderr.startswith("error: --config nothing: expected")
+    version = subprocess.run([*words, "--version"], capture_output=True, text=True, check=True)
+    assert version.stdout.startswith("rhymerl 0.")
+
+
+def test_help_is_fast() -> None:
+    """The best of three: the machine may be busy."""
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        shown = subprocess.run([sys.executable, "-m", "rhymerl", "--help"], capture_output=True, text=True, check=True)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.5
+    assert all(command.name in shown.stdout and command.help for command in COMMANDS)

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rhymerl.config import compose, describe, instantiate, to_yaml
+from rhymerl.drafters import NoDrafter
+from rhymerl.errors import ConfigError
+from rhymerl.schedulers import FIFOScheduler
+from rhymerl.tasks import RunningSum
+
+pytestmark = pytest.mark.usefixtures("here")
+
+
+def make(name: str, **settings: Any) -> Any:
+    return instantiate({"_target_": f"my_module.{name}", **settings})
+
+
+def test_nested_components_lists_and_mappings_are_built() -> None:
+    built = instantiate(
+        {
+            "a": [{"_target_": "rhymerl.drafters.NoDrafter"}],
+            "b": (1, {"_target_": "rhymerl.tasks.RunningSum"}),
+        }
+    )
+    assert isinstance(built["a"][0], NoDrafter)
+    assert isinstance(built["b"][1], RunningSum)
+
+
+def test_objects_pass_through() -> None:
+    drafter = NoDrafter()
+    assert instantiate(drafter) is drafter
+    assert make("Job", drafter=drafter).drafter is drafter
+    assert instantiate(None) is None
+
+
+def test_values_get_the_types_that_constructors_ask_for() -> None:
+    settings = make("Settings", where="a/b", betas=["0.1", 1], items=[3.0], rate=1)
+    assert (settings.where, settings.betas, settings.items) == (Path("a/b"), (0.1, 1.0), [3])
+    assert isinstance(settings.rate, float)
+
+
+def test_functions_are_targets_too() -> None:
+    job = {"_target_": "my_module.Job", "drafter": {"_target_": "my_module.MyDrafter"}}
+    assert make("run", job=job, times=2)[1] == 2
+
+
+@pytest.mark.parametrize(
+    "component",
+    [
+        lambda: RunningSum(difficulty=3, seed=5),
+        NoDrafter,
+        FIFOScheduler,
+        lambda: make("Settings", where="x", betas=(1, 2), free={"a": [1, {"b": None}]}),
+        lambda: make("Record", sizes=[3]),
+        lambda: make("Job", drafter=make("MyDrafter", inner=make("MyDrafter", depth=7)), task=RunningSum()),
+    ],
+)
+def test_describe_is_the_inverse(component: Any) -> None:
+    described = describe(component())
+    assert describe(instantiate(described)) == described
+    assert set(described) > {"_target_"} or component in (NoDrafter, FIFOScheduler)
+
+
+def test_describe_writes_plain_containers() -> None:
+    described = describe(make("Job", drafter=make("MyDrafter", depth=4), rewards={"a": describe}))
+    assert described == {
+        "_target_": "my_module.Job",
+        "drafter": {"_target_": "my_module.MyDrafter", "depth": 4, "max_nodes": 8, "inner": None},
+        "task": None,
+        "rewards": {"a": "rhymerl.config.components.describe"},
+        "record": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("Forgetful", "no attribute 'size'.*attribute of the same name"), ("Greedy", r"\*\*kwargs")],
+)
+def test_describe_tells_the_convention(name: str, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        describe(make(name))
+
+
+def test_a_closure_cannot_be_named() -> None:
+    with pytest.raises(TypeError, match="not at the top of a module"):
+        describe(make("Job", drafter=NoDrafter(), rewards={"a": lambda: 1}))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["drafter=my_module.MyDrafter", "drafter.depth=0"], "drafter.depth=0: expected at least 1"),
+        (
+            ["drafter=my_module.MyDrafter", "drafter.inner={_target_: my_module.MyDrafter, depth: 0}"],
+            "drafter.inner.depth=0: expected at least 1",
+        ),
+        (["task=running_sum", "task.difficulty=99"], "task.difficulty=99: expected 1 to 15 additions"),
+    ],
+)
+def test_errors_of_constructors_name_the_setting(overrides: list[str], message: str) -> None:
+    config = compose("main.yaml", overrides)
+    with pytest.raises(ConfigError) as caught:
+        instantiate(config.job)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"count": "x"}, "settings.count='x': expected int"),
+        ({"cuont": 1}, "unknown setting settings.cuont; did you mean count?"),
+    ],
+)
+def test_plain_nodes_are_checked_as_well(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        instantiate({"_target_": "my_module.Settings", **settings}, key="settings")
+    assert str(caught.value) == message
+
+
+def test_required_arguments(here: Path) -> None:
+    (here / "mine.yaml").write_text("job: {_target_: my_module.Job}\n")
+    config = compose("mine.yaml")
+    assert "drafter: ???" in to_yaml(config)
+    with pytest.raises(ConfigError, match=r"^job\.drafter: required, but not set"):
+        instantiate(config.job)

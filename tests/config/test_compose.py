@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.singleton import Singleton
+from omegaconf import OmegaConf
+from omegaconf.basecontainer import BaseContainer
+
+from rhymerl.config import compose, instantiate, resolved, save_config, to_yaml
+from rhymerl.errors import ConfigError
+
+pytestmark = pytest.mark.usefixtures("here")
+
+
+def main(*overrides: str) -> dict[str, Any]:
+    return resolved(compose("main.yaml", overrides))
+
+
+def test_every_argument_of_every_class_is_filled_in() -> None:
+    config = main()
+    assert config["settings"]["mode"] == "fast"
+    assert config["settings"]["betas"] == [0.9, 0.99]
+    assert config["job"]["record"] == {"_target_": "my_module.Record", "sizes": [1, 2]}
+    assert config["drafter"] == {"_target_": "rhymerl.drafters.NoDrafter"}
+    assert config["task"] is None
+
+
+def test_resolvers_give_values() -> None:
+    assert main()["run_dir"].startswith("runs/main-20")
+
+
+def test_asset_is_a_directory_of_the_package(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
+    from rhymerl.config import build
+
+    monkeypatch.setattr(build, "PACKAGE", here)
+    (here / "assets" / "tiny").mkdir(parents=True)
+    assert main("ckpt_path=${asset:tiny}")["ckpt_path"] == str(here / "assets" / "tiny")
+    with pytest.raises(ConfigError, match=r"ckpt_path=.*no asset 'tinny'; there are tiny"):
+        main("ckpt_path=${asset:tinny}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "expected"),
+    [
+        (["seed=3"], "settings.seed", 3),
+        (["settings.count=1e2"], "settings.count", 100),
+        (["settings.rate=1"], "settings.rate", 1.0),
+        (["settings.rate=1e-4"], "settings.rate", 1e-4),
+        (["settings.rate='1e-4'"], "settings.rate", 1e-4),
+        (["settings.name=7"], "settings.name", "7"),
+        (["settings.where=/a b/c"], "settings.where", "/a b/c"),
+        (["ckpt_path=runs/epoch=1-step=10.ckpt"], "ckpt_path", "runs/epoch=1-step=10.ckpt"),
+        (["ckpt_path=~/x"], "ckpt_path", "~/x"),
+        (["ckpt_path='a,b'"], "ckpt_path", "a,b"),
+        (["ckpt_path=${seed}/x"], "ckpt_path", "0/x"),
+        (["settings.any_of=x"], "settings.any_of", "x"),
+        (["settings.any_of=null"], "settings.any_of", None),
+        (["settings.table={a: 1}", "settings.table.b=2"], "settings.table", {"a": 1, "b": 2}),
+        (["settings.free.a.b=1"], "settings.free", {"a": {"b": 1}}),
+        (["+settings.free.a=1"], "settings.free", {"a": 1}),
+        (["settings.free={a: 1, b: 2}", "~settings.free.a"], "settings.free", {"b": 2}),
+        (["~settings.count"], "settings.count", 1),
+        (["settings.items=[1,2]", "settings.items.1=5"], "settings.items", [1, 5]),
+        (["rewards.exact.weight=0.5"], "job.rewards", {"exact": {"weight": 0.5}}),
+        (["job.task=null", "task=running_sum"], "job.task", None),
+        (["task=running_sum", "job.task.difficulty=3"], "task.difficulty", 3),
+        (["checkpoint={keep: 5}"], "checkpoint", {"every_n_steps": 10, "keep": 5}),
+        (["settings.unseen.x=1"], "settings.unseen", {"x": 1}),
+    ],
+)
+def test_overrides(overrides: list[str], key: str, expected: object) -> None:
+    config = compose("main.yaml", overrides)
+    found = OmegaConf.select(config, key)
+    found = OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["drafter=my_module.MyDrafter", "drafter.depth=3"],
+        ["drafter.depth=3", "drafter=my_module.MyDrafter"],
+        ["drafter.depth=3", "drafter._target_=my_module.MyDrafter"],
+        ["drafter={_target_: my_module.MyDrafter, depth: 3}"],
+        ["job.drafter.depth=3", "drafter=my_module.MyDrafter"],
+    ],
+)
+def test_a_class_of_the_current_directory_replaces_a_group(overrides: list[str]) -> None:
+    expected = {"_target_": "my_module.MyDrafter", "depth": 3, "max_nodes": 8, "inner": None}
+    config = compose("main.yaml", overrides)
+    assert resolved(config)["drafter"] == resolved(config)["job"]["drafter"] == expected
+    job = instantiate(config.job)
+    assert (type(job.drafter).__name__, job.drafter.depth) == ("MyDrafter", 3)
+
+
+def test_a_group_replaces_the_whole_node(here: Path) -> None:
+    """Settings that a file made for another class do not come along."""
+    (here / "mine.yaml").write_text(
+        "defaults: [main, {override drafter: my_module.MyDrafter}, _self_]\ndrafter: {depth: 4}\nseed: 5\n"
+    )
+    config = resolved(compose("mine.yaml"))
+    assert (config["drafter"]["depth"], config["settings"]["seed"]) == (4, 5)
+    assert resolved(compose("mine.yaml", ["drafter=none"]))["drafter"] == {"_target_": "rhymerl.drafters.NoDrafter"}
+    (here / "again.yaml").write_text("defaults: [mine, {override drafter: none}, _self_]\n")
+    assert resolved(compose("again.yaml"))["drafter"] == {"_target_": "rhymerl.drafters.NoDrafter"}
+
+
+@pytest.mark.parametrize("body", ["drafter: my_module.MyDrafter", "drafter: {_target_: my_module.MyDrafter}"])
+def test_a_file_may_name_a_class_in_its_body(here: Path, body: str) -> None:
+    (here / "mine.yaml").write_text(f"defaults: [main, _self_]\n{body}\n")
+    assert resolved(compose("mine.yaml"))["drafter"]["depth"] == 2
+
+
+def test_own_options_and_packaged_ones(here: Path) -> None:
+    (here / "drafter").mkdir()
+    (here / "drafter" / "deep.yaml").write_text("_target_: my_module.MyDrafter\ndepth: 9\n")
+    assert main("drafter=deep")["drafter"]["depth"] == 9
+    with pytest.raises(ConfigError, match="expected one of deep, none, or a dotted class path"):
+        main("drafter=depe")
+
+
+def test_a_file_in_another_directory(here: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = tmp_path_factory.mktemp("it's elsewhere")
+    (elsewhere / "mine.yaml").write_text(
+        "defaults: [{task: running_sum}, _self_]\ntask: {difficulty: 3}\njob: {_target_: my_module.Job, task: '${task}', drafter: {_target_: my_module.MyDrafter}}\n"
+    )
+    job = instantiate(compose(elsewhere / "mine.yaml").job)
+    assert job.task.difficulty == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["sede=1"], "unknown setting sede; did you mean seed?"),
+        (["chekpoint.keep=1"], "unknown setting chekpoint.keep; did you mean checkpoint.keep?"),
+        (["checkpoint.kep=1"], "unknown setting checkpoint.kep; did you mean checkpoint.keep?"),
+        (["settings.cuont=1"], "unknown setting settings.cuont; did you mean settings.count?"),
+        (["count=1"], "unknown setting count; did you mean settings.count?"),
+        (["+count=1"], "unknown setting count; did you mean settings.count?"),
+        (["seed.x=1"], "unknown setting seed.x: seed is a value, not a mapping"),
+        (
+            ["drafter=my_module.MyDrafter", "job.drafter.max_nodez=1"],
+            "unknown setting drafter.max_nodez; did you mean drafter.max_nodes?",
+        ),
+        (["~seed"], "seed: cannot be removed; set it to null"),
+        (["~sede"], "unknown setting sede; did you mean seed?"),
+        (["settings.items.2=1"], "unknown setting settings.items.2: the list has 0 items, counted from 0"),
+        (["seed"], "'seed': expected an override of the form key=value"),
+        (
+            ["seed=1,2"],
+            "'seed=1,2': expected one value; write a list as [a,b], and quote a text with commas: '\"a,b\"'",
+        ),
+        (["seed=abc"], "seed='abc': expected int"),
+        (["checkpoint.keep=abc"], "checkpoint.keep='abc': expected int"),
+        (["settings.count=1.5"], "settings.count=1.5: expected int"),
+        (["settings.count=true"], "settings.count=True: expected int"),
+        (["settings.count=null"], "settings.count=None: expected int"),
+        (["settings.rate=fast"], "settings.rate='fast': expected float"),
+        (["settings.on=1"], "settings.on=1: expected bool (true or false)"),
+        (["settings.name=[a]"], "settings.name=['a']: expected str"),
+        (["settings.where=1.5"], "settings.where=1.5: expected Path or null"),
+        (["settings.mode=medium"], "settings.mode='medium': expected one of fast, slow"),
+        (["settings.any_of=1.5"], "settings.any_of=1.5: expected int or str or null"),
+        (["settings.table={a: x}"], "settings.table.a='x': expected float"),
+        (["settings.table=3"], "settings.table=3: expected mapping or null"),
+        (["settings.betas=[1]"], "settings.betas=[1]: expected list of 2 values"),
+        (["settings.items=[1,x]"], "settings.items[1]='x': expected int"),
+        (["settings.items=12"], "settings.items=12: expected list of int"),
+        (
+            ["drafter=ngrm"],
+            "drafter='ngrm': expected one of none, or a dotted class path such as my_module.MyClass",
+        ),
+        (
+            ["drafter=my_module.MyDraftr"],
+            "drafter='my_module.MyDraftr': my_module has no 'MyDraftr'; did you mean MyDrafter?",
+        ),
+        (
+            ["drafter=my_modul.MyDrafter"],
+            "drafter='my_modul.MyDrafter': no module named 'my_modul', neither installed nor in the current directory",
+        ),
+        (["drafter=broken.It"], "drafter='broken.It': importing broken fails: No module named 'not_there'"),
+        (
+            ["drafter=rhymerl.schedulers.FIFOScheduler"],
+            "drafter='rhymerl.schedulers.FIFOScheduler': expected a Drafter, which FIFOScheduler is not",
+        ),
+        (["drafter=null"], "drafter=None: expected a Drafter (a mapping whose _target_ names its class)"),
+        (["job.drafter=3"], "job.drafter=3: expected a Drafter (a mapping whose _target_ names its class)"),
+        (["ckpt_path=${sede}/x"], "ckpt_path='${sede}/x': Interpolation key 'sede' not found"),
+        (["ckpt_path=${sede}"], "ckpt_path='${sede}': unknown setting sede; did you mean seed?"),
+        (["seed=${checkpoint.keep}", "checkpoint.keep=${seed}"], "settings.seed: its references go round in a circle"),
+    ],
+)
+def test_bad_input(here: Path, overrides: list[str], message: str) -> None:
+    (here / "broken.py").write_text("import not_there\n")
+    with pytest.raises(ConfigError) as caught:
+        main(*overrides)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("defaults: [main, _self_]\nsede: 1\n", "unknown setting sede; did you mean seed?"),
+        ("defaults: [main, _self_]\ncheckpoint: {kep: 1}\n", "unknown setting checkpoint.kep"),
+        ("defaults: [main, _self_]\nseed: abc\n", "seed='abc': expected int"),
+        ("defaults: [mian, _self_]\n", "defaults name 'mian'"),
+        ("defaults: [mine, _self_]\n", "lead back to itself"),
+        ("defaults: [main, {drafter: none}]\n", "write 'override drafter: ...'"),
+        ("seed: 1\n  x: [\n", "line 2: not YAML"),
+        ("- 1\n", "expected a mapping of settings"),
+    ],
+)
+def test_bad_file(here: Path, text: str, message: str) -> None:
+    (here / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        compose("mine.yaml")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["nothing", "nothing.yaml", "dir/nothing.yaml", "my_module.py"])
+def test_no_such_config(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"expected the path of a \.yaml file, or one of .*base.*warmstart"):
+        compose(name)
+
+
+def test_saved_and_printed_configs_load_again(here: Path) -> None:
+    config = compose("main.yaml", ["task=running_sum", "drafter=my_module.MyDrafter", "settings.free.a=1"])
+    again = compose(save_config(config, here / "run"))
+    assert to_yaml(again) == to_yaml(config)
+    assert again == config
+    changed = resolved(compose(here / "run" / "config.yaml", ["seed=7", "drafter=none", "task.difficulty=2"]))
+    assert changed["settings"]["seed"] == 7
+    assert changed["job"]["drafter"] == {"_target_": "rhymerl.drafters.NoDrafter"}
+    assert changed["job"]["task"]["difficulty"] == 2
+
+
+def test_a_run_directory_that_cannot_be_written(here: Path) -> None:
+    (here / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run_dir='file/run': cannot be written to: Not a directory"):
+        save_config(compose("main.yaml"), "file/run")
+
+
+def test_no_global_state_is_left() -> None:
+    instances, resolvers = dict(Singleton._instances), dict(BaseContainer._resolvers)
+    main()
+    with pytest.raises(ConfigError):
+        main("sede=1")
+    assert (dict(Singleton._instances), BaseContainer._resolvers) == (instances, resolvers)
+    assert not GlobalHydra.instance().is_initialized()
+    assert sys.path.count(str(Path.cwd())) == 1

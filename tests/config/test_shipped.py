@@ -1,0 +1,58 @@
+"""Every YAML in configs/ composes, and its components can be built as far as they need no model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rhymerl.config import compose, describe, instantiate, packaged_names, resolved
+from rhymerl.config.files import packaged_directory
+
+OPTIONS = sorted(packaged_directory().glob("*/*.yaml"))
+NEEDS_EXTRA = {"reasoning_gym"}
+
+
+@pytest.mark.parametrize("name", packaged_names())
+def test_primary_configs(name: str) -> None:
+    config = compose(name)
+    for section in ("task", "algo", "drafter", "scheduler", "backend", "rollout", "update", "evaluation"):
+        if config.get(section) is not None:
+            component = instantiate(config[section])
+            assert describe(instantiate(describe(component))) == describe(component)
+
+
+@pytest.mark.parametrize("path", OPTIONS, ids=lambda path: f"{path.parent.name}={path.stem}")
+def test_options_of_groups(path: Path) -> None:
+    group = path.parent.name
+    config = compose("base", [f"{group}={path.stem}"])
+    assert resolved(config)[group]["_target_"]
+    if path.stem not in NEEDS_EXTRA:
+        instantiate(config[group])
+
+
+def test_a_trainer_flag_reaches_the_trainer() -> None:
+    config = compose(
+        "base", ["trainer.max_steps=7", "trainer.devices=1", "trainer.logger=false", "trainer.accelerator=cpu"]
+    )
+    trainer = instantiate(config.trainer)
+    assert (trainer.max_steps, trainer.num_devices) == (7, 1)
+
+
+def test_the_warm_start_of_the_shipped_policy() -> None:
+    """Whoever runs `rhymerl warmstart` gets the policy that comes with the package."""
+    config = resolved(compose("warmstart_running_sum"))
+    settings = config["warmstart"]
+    names = ("num_steps", "batch_size", "learning_rate", "warmup_steps", "save_every", "seed")
+    assert [settings[name] for name in names] == [10_000, 32, 2e-3, 200, 500, 0]
+    assert (config["task"]["difficulty"], config["task"]["error_rate"]) == (7, 0.2)
+    assert config["model"]["init"] == {
+        "model_type": "qwen2",
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+    }

@@ -1,0 +1,250 @@
+"""The data module under a real Trainer: what a run consumes, uninterrupted and resumed."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from rhymerl.data import LengthLimits, PromptDataModule, PromptEncoder
+from rhymerl.errors import ConfigError, DataError
+from rhymerl.policy import Policy, PolicySource
+from rhymerl.tasks import RunningSum
+from rhymerl.types import Prompt
+
+# Lightning 2.6 with torch 2.13: nothing that a caller can change.
+pytestmark = pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
+
+STEPS_PER_PASS = 3  # 7 prompts, 3 a step
+ROWS = [{"prompt": f"{i}+1=?", "id": i} for i in range(7)]
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "max_position_embeddings": 48,
+}
+
+
+@dataclass
+class Rollout:
+    max_tokens: int = 8
+
+
+class Crash(Exception):
+    pass
+
+
+class Consumer(L.LightningModule):
+    """Two optimizer steps a rollout step; its weight remembers every prompt and their order."""
+
+    def __init__(self, policy: Policy, *, crash_at: int | None = None) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.policy = policy
+        self.rollout = Rollout()
+        self.crash_at = crash_at
+        self.weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        self.consumed: list[list[str]] = []
+        self.ahead: list[list[str]] = []
+        self.validated: list[str] = []
+
+    def training_step(self, batch: list[Prompt], batch_idx: int) -> None:
+        loader = self.trainer.train_dataloader
+        assert [prompt.id for prompt in loader.peek(0)] == [prompt.id for prompt in batch]
+        if loader.cursor == self.crash_at:
+            raise Crash
+        optimizer = self.optimizers()
+        for prompt in batch[:2]:
+            optimizer.zero_grad()
+            self.manual_backward(((self.weight * 0.5 - float(prompt.id)) ** 2).sum())
+            optimizer.step()
+        self.consumed.append([prompt.id for prompt in batch])
+        self.ahead.append([prompt.id for prompt in loader.peek()])
+        loader.advance()
+
+    def validation_step(self, batch: list[Prompt], batch_idx: int) -> None:
+        self.validated += [prompt.id for prompt in batch]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Saver(L.Callback):
+    """Writes a checkpoint wherever Lightning's own callbacks would."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def save(self, trainer: L.Trainer, name: str) -> None:
+        trainer.save_checkpoint(self.folder / f"{name}.ckpt")
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        self.save(trainer, f"batch_end_{len(module.consumed)}")
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: Any) -> None:
+        self.save(trainer, f"epoch_end_{len(module.consumed)}")
+
+    def on_validation_end(self, trainer: L.Trainer, module: Any) -> None:
+        if not trainer.sanity_checking:
+            self.save(trainer, f"validation_end_{len(module.consumed)}")
+
+    def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:
+        self.save(trainer, f"exception_{len(module.consumed)}")
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    return PolicySource(init=TINY, characters="0123456789+=?;#\n").load()
+
+
+def make_trainer(folder: Path, **flags: Any) -> L.Trainer:
+    return L.Trainer(
+        default_root_dir=folder,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **flags,
+    )
+
+
+def data(**settings: Any) -> PromptDataModule:
+    return PromptDataModule(**{"train": ROWS, "validation": ROWS[:4], "prompts_per_step": 3, **settings})
+
+
+PASSES = 3
+FLAGS = {
+    "epochs": {"max_epochs": PASSES},
+    "steps": {"max_steps": PASSES * STEPS_PER_PASS * 2},
+    "validation within the epoch": {"max_epochs": PASSES, "val_check_interval": 2},
+    "short epochs": {"max_steps": PASSES * STEPS_PER_PASS * 2, "limit_train_batches": 2},
+    "no validation": {"max_epochs": PASSES, "limit_val_batches": 0},
+}
+
+
+@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
+def test_a_resumed_run_consumes_what_an_uninterrupted_one_does(
+    policy: Policy, tmp_path: Path, flags: dict[str, Any]
+) -> None:
+    whole = Consumer(policy)
+    make_trainer(tmp_path, **flags, callbacks=[Saver(tmp_path)]).fit(whole, datamodule=data())
+    for first in range(0, PASSES * STEPS_PER_PASS, STEPS_PER_PASS):
+        assert sorted(sum(whole.consumed[first : first + STEPS_PER_PASS], [])) == [str(i) for i in range(7)]
+    assert whole.ahead[:-1] == whole.consumed[1:]
+    places = sorted(tmp_path.glob("*.ckpt"))
+    assert len(places) > PASSES * STEPS_PER_PASS
+    for path in places:
+        done = int(path.stem.rpartition("_")[2])
+        resumed = Consumer(policy)
+        make_trainer(tmp_path, **flags).fit(resumed, datamodule=data(), ckpt_path=path, weights_only=True)
+        assert resumed.consumed == whole.consumed[done:], path.stem
+        assert torch.equal(resumed.weight, whole.weight), path.stem
+
+
+@pytest.mark.parametrize("crash_at", [0, 1, 2, 3, 5])
+def test_a_step_that_was_cut_short_is_repeated(policy: Policy, tmp_path: Path, crash_at: int) -> None:
+    whole = Consumer(policy)
+    make_trainer(tmp_path, max_epochs=2).fit(whole, datamodule=data())
+    crashing = Consumer(policy, crash_at=crash_at)
+    with pytest.raises(Crash):
+        make_trainer(tmp_path, max_epochs=2, callbacks=[Saver(tmp_path)]).fit(crashing, datamodule=data())
+    resumed = Consumer(policy)
+    path = tmp_path / f"exception_{crash_at}.ckpt"
+    make_trainer(tmp_path, max_epochs=2).fit(resumed, datamodule=data(), ckpt_path=path, weights_only=True)
+    assert crashing.consumed + resumed.consumed == whole.consumed
+    assert torch.equal(resumed.weight, whole.weight)
+
+
+def test_resuming_on_changed_data_is_refused(policy: Policy, tmp_path: Path) -> None:
+    make_trainer(tmp_path, max_epochs=1, callbacks=[Saver(tmp_path)]).fit(Consumer(policy), datamodule=data())
+    for place in ("batch_end_1", "epoch_end_3"):
+        with pytest.raises(ConfigError, match=r"data\.train: 6 prompts, but the checkpoint was written with 7"):
+            make_trainer(tmp_path, max_epochs=2).fit(
+                Consumer(policy),
+                datamodule=data(train=ROWS[1:]),
+                ckpt_path=tmp_path / f"{place}.ckpt",
+                weights_only=True,
+            )
+
+
+def test_every_validation_sees_all_its_rows_in_order(policy: Policy, tmp_path: Path) -> None:
+    module = Consumer(policy)
+    trainer = make_trainer(tmp_path, max_epochs=2, num_sanity_val_steps=1)
+    trainer.fit(module, datamodule=data())
+    assert module.validated == ["0", "1", "2"] + ["0", "1", "2", "3"] * 2
+    module.validated = []
+    trainer.validate(module, datamodule=data(validation_prompts=2), verbose=False)
+    assert module.validated == ["0", "1"]
+
+
+def test_runs_without_validation_data(policy: Policy, tmp_path: Path) -> None:
+    module = Consumer(policy)
+    make_trainer(tmp_path, max_epochs=1).fit(module, datamodule=data(validation=None))
+    assert len(module.consumed) == STEPS_PER_PASS
+    assert module.validated == []
+
+
+def test_bad_data_stops_the_run_before_any_step(policy: Policy, tmp_path: Path) -> None:
+    module = Consumer(policy)
+    module.rollout.max_tokens = 44
+    with pytest.raises(DataError, match=r"^data\.train, row 1: .* set rollout\.max_tokens to at most 43"):
+        make_trainer(tmp_path, max_epochs=1).fit(module, datamodule=data())
+    assert module.consumed == []
+
+
+def prepare(module: PromptDataModule, policy: Policy) -> PromptDataModule:
+    limits = LengthLimits(context_tokens=policy.context_tokens, max_tokens=2)
+    module.prepare(PromptEncoder(policy.tokenizer), limits)
+    return module
+
+
+def test_a_task_fills_in_what_is_not_given(policy: Policy) -> None:
+    task = RunningSum(train_size=20, validation_size=10)
+    both = prepare(PromptDataModule(task=task), policy)
+    assert [p.text for p in both.train_dataloader().prompts] == [r["prompt"] for r in task.rows("train")]
+    mixed = prepare(PromptDataModule(ROWS, task=task), policy)
+    assert len(mixed.train_dataloader().prompts) == len(ROWS)
+    assert [p.text for p in mixed.val_dataloader().prompts] == [r["prompt"] for r in task.rows("validation")]
+
+
+def test_columns_are_those_of_every_prompt(policy: Policy) -> None:
+    rows = [{"prompt": "1", "answer": "1", "id": "a", "x": 2}, {"prompt": "2", "x": 1, "answer": "2"}, *ROWS]
+    assert prepare(PromptDataModule(rows[:2]), policy).columns == ["answer", "x"]
+    assert prepare(PromptDataModule(rows), policy).columns == []
+    assert PromptDataModule(rows).columns == []
+
+
+def test_validating_without_data_is_refused(policy: Policy, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.validation=None: expected"):
+        make_trainer(tmp_path).validate(Consumer(policy), datamodule=PromptDataModule(ROWS))
+
+
+def test_no_training_data_is_refused(policy: Policy) -> None:
+    with pytest.raises(ConfigError, match=r"data\.train=None: expected"):
+        prepare(PromptDataModule(validation=ROWS), policy)
+
+
+def test_more_validation_prompts_than_rows_is_refused(policy: Policy) -> None:
+    with pytest.raises(ConfigError, match=r"data\.validation_prompts=5: expected at most 4"):
+        prepare(data(validation_prompts=5), policy)
+
+
+@pytest.mark.parametrize("name", ["prompts_per_step", "validation_prompts", "max_prompt_tokens"])
+def test_numbers_below_one_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"data.{name}=0: expected at least 1"):
+        data(**{name: 0})
+
+
+def test_arguments_are_kept_under_their_names() -> None:
+    names = list(inspect.signature(PromptDataModule).parameters)
+    given = {**dict.fromkeys(names), "train": ROWS, "prompts_per_step": 5, "seed": 9, "shuffle": False}
+    module = PromptDataModule(**given)
+    assert {name: getattr(module, name) for name in names} == given

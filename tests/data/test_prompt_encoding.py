@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from rhymerl.data import LengthLimits, PlacedRow, PromptEncoder, encode_rows
+from rhymerl.errors import ConfigError, DataError
+from rhymerl.policy import character_tokenizer
+from rhymerl.types import Prompt
+
+Place = Callable[[list[dict[str, Any]]], list[PlacedRow]]
+MakeBpe = Callable[..., PreTrainedTokenizerBase]
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], **settings: Any) -> Prompt:
+    return PromptEncoder(tokenizer, **settings).encode(PlacedRow(place="row 1", row=row), prompt_id="0")
+
+
+def test_a_string_becomes_its_tokens(characters: PreTrainedTokenizerBase) -> None:
+    row = {"prompt": "12+3=?\n", "answer": "15", "id": 7, "weight": None}
+    prompt = encode(characters, row)
+    assert prompt.token_ids.tolist() == [3, 4, 12, 5, 13, 14, 15]
+    assert prompt.token_ids.dtype == np.int32
+    assert prompt.text == row["prompt"]
+    assert prompt.columns == {"answer": "15", "weight": None}
+    with pytest.raises(ValueError, match="read-only"):
+        prompt.token_ids[0] = 1
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+@pytest.mark.parametrize("adds_eos", [True, False])
+def test_a_string_gets_the_leading_special_tokens_only(make_bpe: MakeBpe, adds_bos: bool, adds_eos: bool) -> None:
+    tokenizer = make_bpe(adds_bos=adds_bos, adds_eos=adds_eos)
+    plain = tokenizer("hi", add_special_tokens=False)["input_ids"]
+    assert encode(tokenizer, {"prompt": "hi"}).token_ids.tolist() == [0] * adds_bos + plain
+
+
+def test_special_tokens_in_the_text_itself_stay(make_bpe: MakeBpe) -> None:
+    tokenizer = make_bpe(adds_eos=True)
+    assert encode(tokenizer, {"prompt": "<s>hi</s>"}).token_ids.tolist()[::3] == [0, 1]
+    assert encode(tokenizer, {"prompt": "h</s>"}).token_ids.tolist()[::2] == [0, 1]
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_chat_goes_through_the_template_with_one_bos(make_bpe: MakeBpe, adds_bos: bool) -> None:
+    tokenizer = make_bpe(adds_bos=adds_bos, adds_eos=True)
+    prompt = encode(tokenizer, {"prompt": CHAT})
+    assert prompt.text == "<s>[user]hi[assistant]"
+    assert prompt.token_ids.tolist().count(0) == 1
+    assert tokenizer.decode(prompt.token_ids) == prompt.text
+
+
+def test_template_arguments_reach_the_template(make_bpe: MakeBpe) -> None:
+    prompt = encode(make_bpe(), {"prompt": CHAT}, chat_template_kwargs={"think": True})
+    assert prompt.text == "<s>[user]hi[think][assistant]"
+
+
+def test_a_template_without_bos_gets_none(make_bpe: MakeBpe) -> None:
+    prompt = encode(make_bpe(template="{{ messages[0].content }}"), {"prompt": CHAT})
+    assert prompt.token_ids.tolist().count(0) == 0
+
+
+@pytest.mark.parametrize("name", ["tokenize", "add_generation_prompt"])
+def test_fixed_template_arguments_are_refused(make_bpe: MakeBpe, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"data.chat_template_kwargs.{name}"):
+        PromptEncoder(make_bpe(), chat_template_kwargs={name: True})
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "1"}, "row 1: data.prompt_column='prompt': no such column; it has 'question'"),
+        ({"prompt": None}, "no such column"),
+        ({}, "it has none"),
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"prompt": 5}, "'prompt' is of type int; expected a string or a list of chat messages"),
+        ({"prompt": {"role": "user"}}, "'prompt' is of type dict"),
+        ({"prompt": []}, "'prompt' is an empty list"),
+        ({"prompt": ["hi"]}, "message 1: expected an object"),
+        ({"prompt": [*CHAT, {"role": "user"}]}, "message 2: expected an object"),
+        ({"prompt": [{"role": "robot", "content": ""}]}, "chat template refuses these messages: no robots"),
+    ],
+)
+def test_names_what_is_wrong_with_a_prompt(make_bpe: MakeBpe, row: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        encode(make_bpe(), row)
+    assert str(caught.value).startswith("row 1: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_chat_needs_a_template(characters: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(DataError, match="row 1: .* has no chat template"):
+        encode(characters, {"prompt": CHAT})
+
+
+def test_another_prompt_column_can_be_named(characters: PreTrainedTokenizerBase) -> None:
+    prompt = encode(characters, {"question": "1", "prompt": "kept"}, prompt_column="question")
+    assert prompt.text == "1"
+    assert prompt.columns == {"prompt": "kept"}
+
+
+def test_names_a_character_that_the_tokenizer_lacks(characters: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(DataError, match="row 1: the prompt has 'x', which the tokenizer does not know"):
+        encode(characters, {"prompt": "1+x=y"})
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "max_prompt_tokens", "message"),
+    [
+        (5, 4, r"5 tokens, more than data\.max_prompt_tokens=4"),
+        (64, None, r"64 tokens: no room for an answer in the model's context of 64"),
+        (
+            57,
+            None,
+            r"57 tokens; with rollout\.max_tokens=8 .* context of 64: set rollout\.max_tokens to at most 7",
+        ),
+    ],
+)
+def test_names_a_prompt_that_is_too_long(
+    characters: PreTrainedTokenizerBase,
+    place: Place,
+    num_tokens: int,
+    max_prompt_tokens: int | None,
+    message: str,
+) -> None:
+    limits = LengthLimits(context_tokens=64, max_tokens=8, max_prompt_tokens=max_prompt_tokens)
+    rows = place([{"prompt": "1"}, {"prompt": "1" * num_tokens}])
+    with pytest.raises(DataError, match=r"^rows, row 2: the prompt has " + message):
+        encode_rows(rows, PromptEncoder(characters), limits)
+
+
+def test_the_longest_prompt_that_fits_is_taken(characters: PreTrainedTokenizerBase, place: Place) -> None:
+    limits = LengthLimits(context_tokens=64, max_tokens=8, max_prompt_tokens=56)
+    (prompt,) = encode_rows(place([{"prompt": "1" * 56}]), PromptEncoder(characters), limits)
+    assert len(prompt.token_ids) == 56
+
+
+def ids_of(rows: list[PlacedRow], tokenizer: PreTrainedTokenizerBase, limits: LengthLimits) -> list[str]:
+    return [prompt.id for prompt in encode_rows(rows, PromptEncoder(tokenizer), limits)]
+
+
+def test_ids_are_the_rows_own_or_a_hash(
+    characters: PreTrainedTokenizerBase, place: Place, limits: LengthLimits
+) -> None:
+    rows = [
+        {"prompt": "1", "id": "a"},
+        {"prompt": "1", "id": 5},
+        {"prompt": "1", "x": 2},
+        {"x": 2, "prompt": "1"},
+    ]
+    first, second, third, again = ids_of(place(rows), characters, limits)
+    assert (first, second, again) == ("a", "5", f"{third}#2")
+    assert ids_of(place(rows[2:3]), characters, limits) == [third]
+
+
+def test_repeated_rows_are_kept(characters: PreTrainedTokenizerBase, place: Place, limits: LengthLimits) -> None:
+    rows = place([{"prompt": "1", "id": "a"}] * 3)
+    assert ids_of(rows, characters, limits) == ["a", "a#2", "a#3"]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"prompt": "1", "id": "a"}, {"prompt": "2", "id": "a"}],
+        [{"prompt": "1", "id": "5"}, {"prompt": "1", "id": 5}],
+        [{"prompt": "1", "id": "a#2"}, {"prompt": "1", "id": "a"}, {"prompt": "1", "id": "a"}],
+    ],
+)
+def test_one_id_for_different_rows_is_refused(
+    rows: list[dict[str, Any]], characters: PreTrainedTokenizerBase, place: Place, limits: LengthLimits
+) -> None:
+    message = r"rows, row \d: id '.*' is already that of a different row \(rows, row 1\)"
+    with pytest.raises(DataError, match=message):
+        ids_of(place(rows), characters, limits)
+
+
+@pytest.mark.parametrize("value", [True, 1.5, ["a"]])
+def test_an_id_of_another_type_is_refused(
+    value: object, characters: PreTrainedTokenizerBase, place: Place, limits: LengthLimits
+) -> None:
+    with pytest.raises(DataError, match="expected a string or an integer"):
+        ids_of(place([{"prompt": "1", "id": value}]), characters, limits)
+
+
+def test_columns_beyond_json_have_an_id(
+    characters: PreTrainedTokenizerBase, place: Place, limits: LengthLimits
+) -> None:
+    rows = [{"prompt": "1", "x": x} for x in (b"a", b"b", np.arange(3), np.float32(1), datetime.date(2026, 1, 2))]
+    assert len(set(ids_of(place(rows), characters, limits))) == 5
+    with pytest.raises(DataError, match=r"row 1: a column cannot be written as JSON: a set"):
+        ids_of(place([{"prompt": "1", "x": {1}}]), characters, limits)
+
+
+def test_a_key_follows_tokens_tokenizer_and_template(make_bpe: MakeBpe) -> None:
+    keys = {
+        "string": encode(make_bpe(), {"prompt": "hi"}).key,
+        "other tokens": encode(make_bpe(), {"prompt": "ho"}).key,
+        "no bos": encode(make_bpe(adds_bos=False), {"prompt": "hi"}).key,
+        "template": encode(make_bpe(template="{{ bos_token }}"), {"prompt": "hi"}).key,
+        "template arguments": encode(make_bpe(), {"prompt": "hi"}, chat_template_kwargs={"think": False}).key,
+    }
+    assert len(set(keys.values())) == len(keys)
+    assert encode(make_bpe(), {"prompt": "hi", "answer": "other columns do not matter"}).key == keys["string"]
+
+
+def test_a_key_survives_use_and_saving(make_bpe: MakeBpe, tmp_path: Path) -> None:
+    tokenizer = make_bpe()
+    before = encode(tokenizer, {"prompt": CHAT})
+    tokenizer.pad_token = None
+    tokenizer("hi", truncation=True, max_length=1)
+    assert encode(tokenizer, {"prompt": CHAT}).key == before.key
+    tokenizer.save_pretrained(tmp_path)
+    loaded = encode(AutoTokenizer.from_pretrained(tmp_path), {"prompt": CHAT})
+    assert loaded.key == before.key
+    assert loaded.token_ids.tolist() == before.token_ids.tolist()
+
+
+def test_ids_and_keys_are_these_in_every_process(place: Place, limits: LengthLimits) -> None:
+    rows = place([{"prompt": "1", "b": 1, "a": 2}])
+    (prompt,) = encode_rows(rows, PromptEncoder(character_tokenizer("01")), limits)
+    assert (prompt.id, prompt.key) == ("7a17820747c0fdef", "e53b2bd5664e2df0398a8eb2bcd41294")

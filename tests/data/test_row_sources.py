@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rhymerl.data import read_rows
+from rhymerl.errors import ConfigError, DataError, UsageError
+
+ROWS = [{"prompt": "1+1=?", "answer": "2"}, {"prompt": "2+2=?", "answer": "4"}]
+LINES = "\n".join(map(json.dumps, ROWS)) + "\n"
+
+
+def rows_of(source: Any) -> list[dict[str, Any]]:
+    return [placed.row for placed in read_rows(source, "data.train")]
+
+
+@pytest.mark.parametrize("text", [LINES, LINES.strip(), "\ufeff" + LINES, LINES.replace("\n", "\r\n\n")])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "no_suffix"])
+def test_reads_json_lines(tmp_path: Path, name: str, text: str) -> None:
+    data = text.encode()
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    assert rows_of(path) == rows_of(str(path)) == ROWS
+
+
+def test_takes_rows_as_they_are_and_copies_them() -> None:
+    source = [dict(row) for row in ROWS]
+    read = rows_of(source)
+    read[0]["prompt"] = "changed"
+    assert source == ROWS
+
+
+def test_reads_the_first_rows_only() -> None:
+    assert [placed.row for placed in read_rows(ROWS, "data.validation", only_first=1)] == ROWS[:1]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (LINES + "{broken\n", "line 3: not valid JSON"),
+        (LINES + "\n\n[1]\n", "line 5: expected a JSON object .* got a list"),
+        ('"text"\n', "line 1: expected a JSON object .* got a str"),
+        ("", "the data set is empty"),
+        ("\n \n", "the data set is empty"),
+        (b'{"prompt": "\xff"}\n', "line 1: not valid JSON"),
+    ],
+)
+def test_names_the_broken_line(tmp_path: Path, content: str | bytes, message: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=message) as caught:
+        rows_of(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_names_a_torn_archive(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(LINES.encode())[:-12])
+    with pytest.raises(DataError, match=r"data\.train=.*a\.jsonl\.gz.*cannot be read"):
+        rows_of(path)
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "data/missing.parquet", "/no/such/file", "./here", "a/b/c"])
+def test_names_a_missing_file(name: str) -> None:
+    with pytest.raises(DataError, match=rf"data\.train='{name}': no such file"):
+        rows_of(name)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ([], "data.train: the data set is empty"),
+        ([ROWS[0], "2+2=?"], "data.train, row 2: expected an object with columns, got a str"),
+        ({"prompt": "1"}, "data.train: expected a path or a list of rows, got a dict"),
+    ],
+)
+def test_refuses_what_is_not_rows(source: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        rows_of(source)
+
+
+def test_refuses_a_hub_name_with_too_many_parts() -> None:
+    with pytest.raises(UsageError, match="owner/name:config:split"):
+        rows_of("owner/name:a:b:c")
+
+
+@pytest.mark.parametrize(("source", "package"), [("owner/name", "datasets"), ("a.parquet", "pyarrow")])
+def test_a_missing_package_says_how_to_install_it(
+    source: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", refuse)
+    monkeypatch.chdir(tmp_path)
+    Path("a.parquet").touch()
+    with pytest.raises(ConfigError, match=rf"needs {package}: pip install 'rhymerl\[data\]'"):
+        rows_of(source)
+
+
+def test_reads_parquet(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [{**row, "messages": [{"role": "user", "content": "hi"}]} for row in ROWS]
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert rows_of(tmp_path / "a.parquet") == rows
+
+
+def test_names_a_broken_parquet_file(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    (tmp_path / "a.parquet").write_text(LINES)
+    with pytest.raises(DataError, match="cannot be read as parquet"):
+        rows_of(tmp_path / "a.parquet")
+
+
+def test_reads_a_saved_data_set(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_list(ROWS)
+    table.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": table, "test": datasets.Dataset.from_list(ROWS[1:])}).save_to_disk(
+        tmp_path / "splits"
+    )
+    assert rows_of(tmp_path / "one") == rows_of(tmp_path / "splits") == ROWS
+    with pytest.raises(DataError, match="no split 'validation'; it has 'train', 'test'"):
+        read_rows(tmp_path / "splits", "data.validation")
+
+
+def test_names_a_directory_that_is_no_data_set(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    with pytest.raises(DataError, match="neither a file nor a data set"):
+        rows_of(tmp_path)

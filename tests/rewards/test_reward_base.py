@@ -1,0 +1,179 @@
+"""Settings of rewards: every mistake is one readable line that names the setting."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import user_rewards
+
+import rhymerl.rewards
+from rhymerl.errors import ConfigError
+from rhymerl.rewards import Reward, build_rewards, check_columns, exact_match
+
+
+def test_defaults() -> None:
+    reward = Reward("user_rewards.answered")
+    assert (reward.name, reward.weight, reward.where, reward.batch) == ("answered", 1.0, "pool", False)
+    assert (reward.default, reward.timeout_s, reward.arguments) == (0.0, 10.0, {})
+    assert reward.call is user_rewards.answered
+    assert replace(reward, weight=2.0) == Reward("user_rewards.answered", weight=2.0)
+
+
+@pytest.mark.parametrize(
+    ("function", "call"),
+    [
+        ("user_rewards.Loops.count", user_rewards.Loops.count),
+        (user_rewards.Loops.count, user_rewards.Loops.count),
+        ("rhymerl.rewards.exact_match", exact_match),
+        (exact_match, exact_match),
+    ],
+)
+def test_functions_by_name_and_by_themselves(function: str | Callable[..., float], call: object) -> None:
+    assert Reward(function).call is call
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "user_rewards.answerd",
+            "rewards.answerd.function='user_rewards.answerd': "
+            "'user_rewards' has no 'answerd'; did you mean 'answered'?",
+        ),
+        ("user_rewards.Loops.cuont", "'Loops' has no 'cuont'; did you mean 'count'?"),
+        ("user_reward.answered", "no module 'user_reward' on the Python path; did you mean 'user_rewards'?"),
+        ("rhymerl.reward.exact_match", "'rhymerl' has no 'reward'; did you mean 'rewards'?"),
+        ("rhymerl.rewards.exact_mach", "did you mean 'exact_match'?"),
+        ("exact_match", "'my_module.my_function'; did you mean 'rhymerl.rewards.exact_match'?"),
+        ("user_rewards.", "expected a dotted name"),
+        ("", "expected a dotted name"),
+        ("user_rewards.not_a_function", "it is of type int, expected a function"),
+        ("user_rewards.only_keywords", "it must take the completion as its first argument"),
+        ("broken_module.fn", "failed: ZeroDivisionError: division by zero (broken_module.py:2)"),
+        ("needs_missing.fn", "failed: ModuleNotFoundError: No module named 'not_installed'"),
+        ("has_syntax_error.fn", "importing 'has_syntax_error' failed: SyntaxError"),
+    ],
+)
+def test_unusable_names(name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_module.py").write_text("x = 0\n1 / x\n")
+    (tmp_path / "needs_missing.py").write_text("import not_installed\n")
+    (tmp_path / "has_syntax_error.py").write_text("def fn(:\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError) as error:
+        Reward(name)
+    assert message in str(error.value)
+    assert str(error.value).startswith("rewards.")
+    assert "\n" not in str(error.value)
+
+
+def _local_function() -> Callable[[str], float]:
+    def closure(completion: str) -> float:
+        return 1.0
+
+    return closure
+
+
+@pytest.mark.parametrize(
+    "function", [_local_function(), lambda completion: 1.0, functools.partial(user_rewards.length)]
+)
+def test_what_a_worker_cannot_import_must_run_in_main(function: Callable[..., float]) -> None:
+    with pytest.raises(ConfigError, match=r"^rewards\..*cannot import it by name.*where='main'$"):
+        Reward(function)
+    assert Reward(function, where="main").call is function
+
+
+def test_functions_of_the_main_script_must_run_in_main(monkeypatch: pytest.MonkeyPatch) -> None:
+    import __main__
+
+    def scripted(completion: str) -> float:
+        return 1.0
+
+    scripted.__module__, scripted.__qualname__ = "__main__", "scripted"
+    monkeypatch.setattr(__main__, "scripted", scripted, raising=False)
+    for function in (scripted, "__main__.scripted"):
+        with pytest.raises(ConfigError, match="where='main'"):
+            Reward(function)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"weight": "1"}, "rewards.length.weight='1': expected a finite number"),
+        ({"weight": float("nan")}, "rewards.length.weight=nan: expected a finite number"),
+        ({"where": "gpu"}, "rewards.length.where='gpu': expected one of pool, main, engine"),
+        ({"batch": 1}, "rewards.length.batch=1: expected true or false"),
+        ({"default": None}, "rewards.length.default=None: expected a finite number"),
+        ({"timeout_s": 0}, "rewards.length.timeout_s=0: expected a number of seconds above 0"),
+        ({"name": " "}, "expected a name"),
+        ({"arguments": {"x": 1}}, "rewards.length.arguments.x: the function has no such parameter"),
+    ],
+)
+def test_values_out_of_range(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Reward("user_rewards.length", **settings)
+    assert message in str(error.value)
+
+
+def test_check_columns() -> None:
+    reward = Reward("user_rewards.answered")
+    check_columns(reward, ["id", "answer"])
+    check_columns(Reward("user_rewards.count_columns"), [])
+    check_columns(Reward("user_rewards.on_device", where="engine"), [])
+    check_columns(Reward("user_rewards.answered", arguments={"answer": "4"}), [])
+    with pytest.raises(ConfigError) as error:
+        check_columns(reward, ["id", "answers"])
+    assert str(error.value) == (
+        "rewards.answered.function='user_rewards.answered': it needs a column 'answer', and the data set has "
+        "id, answers; did you mean 'answers'?"
+    )
+    with pytest.raises(ConfigError, match="needs a column 'device'"):
+        check_columns(Reward("user_rewards.on_device"), ["answer"])
+
+
+@pytest.mark.parametrize(
+    ("spec", "names"),
+    [
+        (None, []),
+        ([], []),
+        ("user_rewards.length", ["length"]),
+        (user_rewards.length, ["length"]),
+        (Reward("user_rewards.length", name="r"), ["r"]),
+        ({"r": "user_rewards.length", "s": user_rewards.length, "off": None}, ["r", "s"]),
+        ({"r": Reward("user_rewards.length")}, ["r"]),
+        ({"r": {"function": "user_rewards.length", "weight": 0.5}}, ["r"]),
+        ([Reward("user_rewards.length"), "user_rewards.act"], ["length", "act"]),
+    ],
+)
+def test_build_rewards(spec: Any, names: list[str]) -> None:
+    assert [reward.name for reward in build_rewards(spec)] == names
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (
+            {"r": {"function": "user_rewards.length", "wieght": 1}},
+            "rewards.r.wieght: unknown field; did you mean",
+        ),
+        ({"r": {"weight": 1.0}}, "rewards.r.function is missing"),
+        ({"r": 3}, "rewards.r=3: expected a dotted name, a function, a Reward or a mapping of its fields"),
+        (3, "rewards=3: expected"),
+        ([Reward("user_rewards.length")] * 2, "rewards.length: 2 rewards have this name"),
+    ],
+)
+def test_build_rewards_refuses(spec: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        build_rewards(spec)
+    assert str(error.value).startswith(message)
+
+
+def test_exports_are_sorted_and_there() -> None:
+    assert rhymerl.rewards.__all__ == sorted(rhymerl.rewards.__all__)
+    assert all(hasattr(rhymerl.rewards, name) for name in rhymerl.rewards.__all__)
+    with pytest.raises(AttributeError, match="nothing"):
+        rhymerl.rewards.nothing  # noqa: B018

@@ -1,0 +1,251 @@
+"""Misbehaving rewards cost one sample each, and nothing is left behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rhymerl.errors import RewardError
+from rhymerl.rewards import Reward, RewardScorer
+
+DEFAULT = -7.0
+
+
+def score(texts: list[str], function: str, *, num_workers: int = 2, chunk_size: int = 16, **settings: Any):
+    """Rewards in the order of `texts`, and the metrics that are not zero."""
+    reward = Reward(f"user_rewards.{function}", name="r", default=DEFAULT, **settings)
+    with RewardScorer([reward], num_workers=num_workers, chunk_size=chunk_size) as scorer:
+        for number, text in enumerate(texts):
+            scorer.submit(str(number), text, {})
+        scores = scorer.collect()
+        metrics = {name.removeprefix("rewards/r/"): count for name, count in scorer.metrics().items() if count}
+    return [scores[str(number)]["r"] for number in range(len(texts))], metrics
+
+
+def children() -> list[int]:
+    paths = Path("/proc/self/task").glob("*/children")
+    return [int(pid) for path in paths for pid in path.read_text().split()]
+
+
+def is_alive(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "State:\tZ" not in status.read_text()
+
+
+@pytest.mark.parametrize(
+    ("misdeed", "kind", "functions"),
+    [
+        ("raise", "errors", ["act", "act_in_batch", "act_async"]),
+        ("exit", "errors", ["act", "act_in_batch", "act_async"]),
+        ("nan", "errors", ["act", "act_in_batch", "act_async"]),
+        ("infinity", "errors", ["act"]),
+        ("none", "errors", ["act"]),
+        ("string", "errors", ["act"]),
+        ("os._exit", "crashes", ["act", "act_in_batch", "act_async"]),
+        ("sigkill", "crashes", ["act"]),
+        ("segfault", "crashes", ["act"]),
+        ("sleep", "timeouts", ["act", "act_async"]),
+        ("busy", "timeouts", ["act"]),
+        ("regex", "timeouts", ["act"]),
+        ("late", "timeouts", ["act", "act_async"]),
+    ],
+)
+def test_misdeed_costs_that_one_sample(misdeed: str, kind: str, functions: list[str]) -> None:
+    for function in functions:
+        texts = ["a", "bb", misdeed, "ccc", "dddd"]
+        timeout_s = 0.2 if kind == "timeouts" else 10.0
+        batch = function == "act_in_batch"
+        rewards, metrics = score(texts, function, timeout_s=timeout_s, batch=batch, num_workers=1)
+        assert rewards == [1.0, 2.0, DEFAULT, 3.0, 4.0]
+        assert metrics == {kind: 1}
+
+
+def test_hanging_batch_is_split_to_find_the_guilty() -> None:
+    rewards, metrics = score(["a", "sleep", "bb"], "act_in_batch", batch=True, timeout_s=0.1)
+    assert rewards == [1.0, DEFAULT, 2.0]
+    assert metrics == {"timeouts": 1}
+
+
+def test_batch_of_wrong_length_is_split() -> None:
+    rewards, metrics = score(["a", "short", "bb"], "act_in_batch", batch=True)
+    assert (rewards, metrics) == ([1.0, 1.0, 2.0], {})
+
+
+def test_every_sample_may_be_bad() -> None:
+    rewards, metrics = score(["os._exit"] * 5 + ["raise"] * 5, "act")
+    assert rewards == [DEFAULT] * 10
+    assert metrics == {"crashes": 5, "errors": 5}
+
+
+def test_dying_worker_neither_loses_nor_doubles_other_samples(tmp_path: Path) -> None:
+    path = tmp_path / "calls"
+    texts = [f"{'os._exit' if number in (3, 11, 40) else 'fine'}:{number}" for number in range(48)]
+    reward = Reward("user_rewards.witness", default=DEFAULT, arguments={"path": str(path)})
+    with RewardScorer([reward], chunk_size=8) as scorer:
+        for text in texts:
+            scorer.submit(text, text, {})
+        scores = scorer.collect()
+    assert {key: each["witness"] for key, each in scores.items()} == {
+        text: DEFAULT if text.startswith("os._exit") else 4.0 for text in texts
+    }
+    assert Counter(path.read_text().splitlines()) == Counter(texts)
+
+
+def test_async_rewards_of_a_chunk_run_at_the_same_time() -> None:
+    started = time.monotonic()
+    rewards, _ = score(["0.4"] * 16, "nap", num_workers=1)
+    assert rewards == [1.0] * 16
+    assert time.monotonic() - started < 3.0  # one after the other: 6.4 s
+
+
+def test_async_limit_is_per_sample_and_own_timeouts_are_errors() -> None:
+    rewards, metrics = score(["a", "await", "own timeout", "bb"], "act_async", timeout_s=0.3)
+    assert rewards == [1.0, DEFAULT, DEFAULT, 2.0]
+    assert metrics == {"timeouts": 1, "errors": 1}
+
+
+def test_async_timeout_spares_the_worker() -> None:
+    rewards = [Reward("user_rewards.process"), Reward("user_rewards.act_async", timeout_s=0.1)]
+    pids = set()
+    with RewardScorer(rewards, num_workers=1) as scorer:
+        for text in ["a", "await", "bb"]:
+            scorer.submit(text, text, {})
+            pids.add(scorer.collect()[text]["process"])
+    assert len(pids) == 1
+
+
+def test_a_worker_keeps_one_event_loop() -> None:
+    rewards, _ = score(["x"] * 9, "Loops.count", num_workers=1, chunk_size=3)
+    assert rewards == [1.0] * 9
+
+
+def test_async_batch() -> None:
+    assert score(["a", "bb", "ccc"], "batch_nap", batch=True) == ([1.0, 2.0, 3.0], {})
+
+
+@pytest.mark.parametrize(("num_workers", "chunk_size"), [(1, 3), (3, 16)])
+@pytest.mark.parametrize("function", ["act", "act_in_batch", "act_async"])
+def test_rewards_do_not_depend_on_workers_chunks_or_order(num_workers: int, chunk_size: int, function: str) -> None:
+    texts = ["x" * number for number in range(20)] + ["raise"]
+    settings = {"num_workers": num_workers, "chunk_size": chunk_size, "batch": function == "act_in_batch"}
+    expected = [float(number) for number in range(20)] + [DEFAULT]
+    assert score(texts, function, **settings)[0] == expected
+    assert score(texts[::-1], function, **settings)[0] == expected[::-1]
+
+
+def test_printing_and_reading_stdin_harm_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    assert score(["print"] * 3, "act") == ([5.0] * 3, {})
+    assert score(["x"], "reads_stdin") == ([0.0], {})
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert "user output" in captured.err
+
+
+def test_no_heavy_import_in_a_worker() -> None:
+    assert score(["x"], "has_torch") == ([0.0], {})
+
+
+def test_start_does_not_count_as_time_of_the_first_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = "import time\ntime.sleep(0.6)\ndef fine(completion): return 1.0\n"
+    (tmp_path / "slow_to_import.py").write_text(slow)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with RewardScorer([Reward("slow_to_import.fine", timeout_s=0.05)]) as scorer:
+        scorer.submit("a", "x", {})
+        assert scorer.collect() == {"a": {"fine": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("in_worker", "message"),
+    [("raise OSError('no disk')", "OSError: no disk"), ("import os; os._exit(9)", "code 9")],
+)
+def test_worker_that_cannot_start_is_an_error_with_its_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_worker: str, message: str
+) -> None:
+    module = f"import os\nif os.getpid() != {os.getpid()}:\n    {in_worker}\ndef fine(completion): return 1.0\n"
+    (tmp_path / f"bad_{len(message)}.py").write_text(module)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with RewardScorer([Reward(f"bad_{len(message)}.fine")]) as scorer:
+        scorer.submit("a", "x", {})
+        with pytest.raises(RewardError, match=message):
+            scorer.collect()
+
+
+def test_columns_that_cannot_travel_are_an_error() -> None:
+    with RewardScorer([Reward("user_rewards.count_columns")]) as scorer:
+        scorer.submit("a", "x", {"lock": threading.Lock()})
+        with pytest.raises(RewardError, match=r"rewards.count_columns.function=.*cannot be sent"):
+            scorer.collect()
+
+
+def test_failures_are_logged_once_by_reward_and_kind(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        score(["raise", "raise", "nan", "os._exit", "a"], "act")
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2
+    assert any("no luck (user_rewards.py:" in message or "finite number" in message for message in messages)
+    assert any("its process exited with code 3" in message for message in messages)
+
+
+def test_nothing_is_left_after_close() -> None:
+    num_threads, num_fds = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    rewards = [Reward("user_rewards.process"), Reward("user_rewards.act", timeout_s=0.2)]
+    scorer = RewardScorer(rewards)
+    for number in range(40):
+        scorer.submit(str(number), "sleep" if number == 7 else "x", {})
+    scorer.collect()
+    scorer.submit("hangs while it is closed", "sleep", {})
+    pids = children()
+    assert len(pids) == 2
+    started = time.monotonic()
+    scorer.close()
+    scorer.close()
+    assert time.monotonic() - started < 1.0
+    assert children() == []
+    assert threading.active_count() == num_threads
+    assert len(os.listdir("/proc/self/fd")) == num_fds
+
+
+@pytest.mark.parametrize("busy_with", ["idle", "sleep", "regex"])
+def test_workers_die_with_a_killed_parent(busy_with: str) -> None:
+    program = f"""
+import sys, time
+sys.path[:] = {sys.path!r}
+from rhymerl.rewards import Reward, RewardScorer
+rewards = [Reward("user_rewards.process"), Reward("user_rewards.act", timeout_s=60)]
+scorer = RewardScorer(rewards, num_workers=1)
+scorer.submit("a", "x", {{}})
+pid = int(scorer.collect()["a"]["process"])
+if {busy_with!r} != "idle":
+    scorer.submit("b", {busy_with!r}, {{}})
+    for _ in range(20):
+        time.sleep(0.02)
+        scorer.submit(str(time.time()), "x", {{}})
+print(pid, flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert is_alive(pid)
+        parent.send_signal(signal.SIGKILL)
+    give_up = time.monotonic() + 3.0
+    while is_alive(pid) and time.monotonic() < give_up:
+        time.sleep(0.01)
+    assert not is_alive(pid)
+
+
+def test_ctrl_c_does_not_reach_the_workers() -> None:
+    with RewardScorer([Reward("user_rewards.process")], num_workers=1) as scorer:
+        scorer.submit("a", "x", {})
+        pid = int(scorer.collect()["a"]["process"])
+        assert os.getpgid(pid) != os.getpgrp()

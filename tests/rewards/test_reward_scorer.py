@@ -1,0 +1,182 @@
+"""Where rewards run, what they are given, and what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from rhymerl.rewards import Reward, RewardScorer
+
+
+def test_scores_by_key_and_name_in_order_of_submission() -> None:
+    rewards = [Reward("user_rewards.length"), Reward("user_rewards.answered", weight=0.5)]
+    with RewardScorer(rewards) as scorer:
+        for text in ["ccc", "a", "bb"]:
+            scorer.submit(text, text, {"answer": "bb"})
+        assert list(scorer.collect().items()) == [
+            ("ccc", {"length": 3.0, "answered": 0.0}),
+            ("a", {"length": 1.0, "answered": 0.0}),
+            ("bb", {"length": 2.0, "answered": 1.0}),
+        ]
+        assert scorer.collect() == {}
+        scorer.submit("a", "again", {"answer": "a"})
+        assert scorer.collect() == {"a": {"length": 5.0, "answered": 0.0}}
+
+
+def test_no_rewards() -> None:
+    with RewardScorer([]) as scorer:
+        scorer.submit("a", "x", {})
+        assert scorer.collect() == {"a": {}}
+        assert scorer.metrics() == {}
+
+
+@pytest.mark.parametrize("where", ["pool", "main", "engine"])
+@pytest.mark.parametrize(
+    ("function", "columns", "arguments", "expected"),
+    [
+        ("answered", {"answer": "x", "unused": 1}, {}, 1.0),
+        ("answered", {"answer": "x", "bonus": 0.5}, {}, 1.5),
+        ("answered", {"answer": "x", "bonus": 0.5}, {"bonus": 2.0}, 3.0),
+        ("count_columns", {"answer": "x", "level": 2, "completion": "a column of this name"}, {}, 2.0),
+    ],
+)
+def test_functions_get_the_columns_that_they_accept(
+    where: Any, function: str, columns: dict[str, Any], arguments: dict[str, Any], expected: float
+) -> None:
+    with RewardScorer([Reward(f"user_rewards.{function}", name="r", where=where, arguments=arguments)]) as scorer:
+        scorer.submit("a", "x", columns)
+        expected += where == "engine" and function == "count_columns"  # the device comes on top
+        assert scorer.collect() == {"a": {"r": expected}}
+
+
+@pytest.mark.parametrize("where", ["pool", "main", "engine"])
+def test_batch_functions_get_lists_of_columns_and_plain_arguments(where: Any) -> None:
+    reward = Reward("user_rewards.batch_answered", name="r", batch=True, where=where, arguments={"scale": 3.0})
+    with RewardScorer([reward], chunk_size=4) as scorer:
+        for number in range(10):
+            scorer.submit(str(number), str(number % 3), {"answer": "1"})
+        scores = scorer.collect()
+    assert [scores[str(number)]["r"] for number in range(10)] == [3.0 * (number % 3 == 1) for number in range(10)]
+
+
+def test_main_runs_closures_here_and_at_once() -> None:
+    seen: list[str] = []
+
+    def closure(completion: str) -> float:
+        seen.append(completion)
+        return os.getpid()
+
+    with RewardScorer([Reward(closure, where="main")]) as scorer:
+        scorer.submit("a", "x", {})
+        assert seen == ["x"]
+        assert scorer.collect() == {"a": {"closure": float(os.getpid())}}
+
+
+@pytest.mark.parametrize("where", ["main", "engine"])
+@pytest.mark.parametrize("text", ["raise", "exit", "nan", "string"])
+@pytest.mark.parametrize("function", ["act", "act_async", "act_in_batch"])
+def test_local_failures_cost_one_sample(where: Any, text: str, function: str) -> None:
+    batch = function == "act_in_batch"
+    reward = Reward(f"user_rewards.{function}", name="r", where=where, default=-1.0, batch=batch)
+    with RewardScorer([reward]) as scorer:
+        for each in ["a", text, "bb"]:
+            scorer.submit(each, each, {})
+        assert scorer.collect() == {"a": {"r": 1.0}, text: {"r": -1.0}, "bb": {"r": 2.0}}
+        assert scorer.metrics() == {
+            "rewards/r/errors": 1.0,
+            "rewards/r/timeouts": 0.0,
+            "rewards/r/crashes": 0.0,
+        }
+        assert scorer.metrics()["rewards/r/errors"] == 0.0
+
+
+def test_ctrl_c_in_a_local_reward_ends_the_run() -> None:
+    def interrupted(completion: str) -> float:
+        raise KeyboardInterrupt
+
+    with RewardScorer([Reward(interrupted, where="main")]) as scorer, pytest.raises(KeyboardInterrupt):
+        scorer.submit("a", "x", {})
+
+
+def test_sync_local_reward_has_no_time_limit_and_async_has() -> None:
+    rewards = [
+        Reward("user_rewards.act", where="main", timeout_s=0.01),
+        Reward("user_rewards.act_async", where="main", timeout_s=0.2, default=-1.0),
+    ]
+    with RewardScorer(rewards) as scorer:
+        scorer.submit("a", "late", {})
+        scorer.submit("b", "await", {})
+        assert scorer.collect() == {
+            "a": {"act": 4.0, "act_async": -1.0},
+            "b": {"act": 5.0, "act_async": -1.0},
+        }
+
+
+def test_local_async_works_inside_a_running_loop_and_concurrently() -> None:
+    async def in_notebook() -> dict[str, dict[str, float]]:
+        with RewardScorer([Reward("user_rewards.nap", where="main")]) as scorer:
+            for number in range(16):
+                scorer.submit(str(number), "0.2", {})
+            return scorer.collect()
+
+    started = time.monotonic()
+    assert asyncio.run(in_notebook()) == {str(number): {"nap": 1.0} for number in range(16)}
+    assert time.monotonic() - started < 1.6  # one after the other: 3.2 s
+
+
+def test_engine_rewards_run_at_the_end_in_the_given_order_with_the_device() -> None:
+    seen: list[tuple[str, str]] = []
+
+    def on_engine(completion: str, *, device: str) -> float:
+        seen.append((completion, device))
+        return float(len(completion))
+
+    with RewardScorer([Reward(on_engine, where="engine")], chunk_size=2) as scorer:
+        for text in ["ccc", "a", "bb"]:
+            scorer.submit(text, text, {"device": "a column of this name"})
+        assert seen == []
+        scores = scorer.collect("cuda:1", order=["a", "bb", "ccc"])
+    assert seen == [("a", "cuda:1"), ("bb", "cuda:1"), ("ccc", "cuda:1")]
+    assert list(scores) == ["a", "bb", "ccc"]
+
+
+def test_wrong_use_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="num_workers=0"):
+        RewardScorer([], num_workers=0)
+    with pytest.raises(ValueError, match="distinct names"):
+        RewardScorer([Reward("user_rewards.length"), Reward("user_rewards.length", weight=2.0)])
+    with RewardScorer([]) as scorer:
+        scorer.submit("a", "x", {})
+        with pytest.raises(ValueError, match="submitted twice"):
+            scorer.submit("a", "x", {})
+        with pytest.raises(ValueError, match="order: expected the 1 submitted keys"):
+            scorer.collect(order=["a", "b"])
+
+
+@pytest.mark.parametrize("module", ["rhymerl.rewards.worker", "rhymerl.rewards.scorer", "rhymerl.rewards.functions"])
+def test_imports_are_light(module: str) -> None:
+    program = f"""
+import sys
+sys.path[:] = {sys.path!r}
+import {module}
+print(*(name for name in ("torch", "transformers", "lightning", "numpy", "asyncio") if name in sys.modules))
+"""
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert shown.split() == (["asyncio"] if module.endswith("scorer") else [])
+
+
+def test_a_long_stream_is_cheap() -> None:
+    with RewardScorer([Reward("user_rewards.length")]) as scorer:
+        started = time.perf_counter()
+        for number in range(5_000):
+            scorer.submit(str(number), "x" * 100, {"answer": "x"})
+        scores = scorer.collect()
+        elapsed_s = time.perf_counter() - started
+    assert scores == {str(number): {"length": 100.0} for number in range(5_000)}
+    assert elapsed_s / 5_000 < 0.5e-3  # the target is 0.2 ms; the rest is for a busy machine

@@ -1,0 +1,131 @@
+"""What users might write, good and bad. The text of a completion says what the function shall do with it."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import re
+import signal
+import sys
+import time
+from typing import Any, ClassVar
+
+
+def length(completion: str) -> float:
+    return float(len(completion))
+
+
+def act(completion: str) -> Any:
+    """Its own length, unless the completion names a misdeed."""
+    match completion:
+        case "raise":
+            raise ZeroDivisionError("no luck")
+        case "exit":
+            sys.exit(3)
+        case "os._exit":
+            os._exit(3)
+        case "sigkill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "segfault":
+            ctypes.string_at(0)
+        case "sleep":
+            time.sleep(60)
+        case "busy":
+            for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+                signal.signal(number, signal.SIG_IGN) if number < 32 else None
+            while True:
+                pass
+        case "regex":
+            re.match(r"(a+)+$", "a" * 60 + "b")  # holds the interpreter's lock for years
+        case "nan":
+            return float("nan")
+        case "infinity":
+            return float("inf")
+        case "none":
+            return None
+        case "string":
+            return "1.0"
+        case "late":
+            time.sleep(0.4)
+        case "print":
+            print("user output " * 1000, flush=True)
+    return len(completion)
+
+
+def act_in_batch(completions: list[str]) -> list[Any]:
+    if "short" in completions:
+        return [1.0]
+    return [act(completion) for completion in completions]
+
+
+async def act_async(completion: str) -> Any:
+    if completion == "await":
+        await asyncio.sleep(60)
+    elif completion == "own timeout":
+        raise TimeoutError("the judge did not answer")
+    await asyncio.sleep(0.01)
+    return act(completion)
+
+
+async def nap(completion: str) -> float:
+    await asyncio.sleep(float(completion))
+    return 1.0
+
+
+async def batch_nap(completions: list[str]) -> list[float]:
+    await asyncio.sleep(0.01)
+    return [float(len(completion)) for completion in completions]
+
+
+class Loops:
+    seen: ClassVar[set[int]] = set()
+
+    @staticmethod
+    async def count(completion: str) -> float:
+        """How many event loops this process has used."""
+        Loops.seen.add(id(asyncio.get_running_loop()))
+        await asyncio.sleep(0)
+        return float(len(Loops.seen))
+
+
+def process(completion: str) -> float:
+    return float(os.getpid())
+
+
+def has_torch(completion: str) -> float:
+    return float("torch" in sys.modules or "transformers" in sys.modules or "lightning" in sys.modules)
+
+
+def reads_stdin(completion: str) -> float:
+    return float(len(sys.stdin.read()))
+
+
+def answered(completion: str, *, answer: str, bonus: float = 0.0) -> float:
+    return float(completion == answer) + bonus
+
+
+def count_columns(completion: str, **columns: Any) -> float:
+    return float(len(columns))
+
+
+def batch_answered(completions: list[str], *, answer: list[str], scale: float) -> list[float]:
+    return [scale * (completion == each) for completion, each in zip(completions, answer, strict=True)]
+
+
+def on_device(completion: str, *, device: str) -> float:
+    return float(device == "cuda:1")
+
+
+def only_keywords(*, completion: str) -> float:
+    return 0.0
+
+
+def witness(completion: str, *, path: str) -> Any:
+    """Leaves one line a call in `path`: shows what has run more than once."""
+    with open(path, "a") as file:
+        file.write(f"{completion}\n")
+    return act(completion.partition(":")[0])
+
+
+not_a_function = 3

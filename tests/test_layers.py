@@ -1,0 +1,91 @@
+"""What a light import costs, and that the layers of the package are kept by those that claim to."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import rhymerl
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "rhymerl"
+HEAVY = ["lightning", "matplotlib", "numba", "pytorch_lightning", "sglang", "torch", "transformers"]
+LIGHT = [
+    "rhymerl",
+    "rhymerl.cli",
+    "rhymerl.config",
+    "rhymerl.drafters",
+    "rhymerl.errors",
+    "rhymerl.history",
+    "rhymerl.rewards",
+    "rhymerl.rewards.worker",
+    "rhymerl.schedulers",
+    "rhymerl.tasks",
+    "rhymerl.types",
+]
+
+
+def source_of(module: str) -> Path:
+    """The file that a module of ours is in, or would be in."""
+    path = ROOT.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+@pytest.mark.parametrize("module", [module for module in LIGHT if source_of(module).exists()])
+def test_light_modules_import_nothing_heavy(module: str) -> None:
+    program = f"import json, sys, {module}; print(json.dumps(sorted(set(sys.modules) & set({HEAVY}))))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == []
+
+
+def test_import_takes_less_than_300_ms() -> None:
+    program = "from time import perf_counter; t = perf_counter(); import rhymerl; print(perf_counter() - t)"
+    best_s = float("inf")
+    for _ in range(20):  # the best of several: another process may be using the machine
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        best_s = min(best_s, float(done.stdout))
+        if best_s < 0.3:
+            break
+    assert best_s < 0.3
+
+
+def declared_names(path: Path) -> list[str] | None:
+    """The value of `__all__` in a file, None when it has none."""
+    for node in ast.parse(path.read_text()).body:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+            return ast.literal_eval(node.value)  # type: ignore[union-attr]
+    return None
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in sorted(PACKAGE.rglob("*.py")) if declared_names(path) is not None],
+    ids=lambda path: path.relative_to(ROOT).as_posix(),
+)
+def test_public_names_are_sorted_and_distinct(path: Path) -> None:
+    names = declared_names(path) or []
+    assert names == sorted(set(names), key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+
+
+def test_public_names_exist() -> None:
+    assert [name for name in rhymerl.__all__ if not hasattr(rhymerl, name)] == []
+
+
+def test_every_module_has_a_layer() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    contracts = settings["tool"]["importlinter"]["contracts"]
+    (layers,) = (contract["layers"] for contract in contracts if contract["id"] == "layers")
+    placed = {name.strip(" ()") for layer in layers for name in layer.split(":")}
+    found = {
+        f"rhymerl.{path.stem}"
+        for path in PACKAGE.iterdir()
+        if (path.suffix == ".py" and path.stem != "__init__") or (path / "__init__.py").exists()
+    }
+    assert found <= placed, "new modules need a place in the layers of pyproject.toml"

@@ -1,0 +1,125 @@
+"""What is shipped: metadata, the wheel, pinned versions, and files that are fit to be public."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+from packaging.requirements import Requirement
+
+import rhymerl
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+MAX_LINES = 400
+MAX_ASSETS_BYTES = 5_000_000
+
+
+def test_metadata() -> None:
+    installed = metadata.metadata("rhymerl")
+    assert installed["Name"] == "rhymerl"
+    assert installed["License-Expression"] == "Apache-2.0"
+    assert installed["Requires-Python"] == ">=3.11"
+    assert (ROOT / "LICENSE").read_text().split()[:2] == ["Apache", "License"]
+
+
+def test_version_is_written_once() -> None:
+    assert rhymerl.__version__ == metadata.version("rhymerl") == PROJECT["version"]
+    version = PROJECT["version"]
+    assert [p.name for p in (ROOT / "rhymerl").rglob("*.py") if version in p.read_text()] == []
+
+
+def test_console_script_exists() -> None:
+    (script,) = (each for each in metadata.entry_points(group="console_scripts") if each.name == "rhymerl")
+    assert callable(script.load())
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Names of the files in a wheel built from this checkout."""
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (path,) = out.glob("*.whl")
+    return set(ZipFile(path).namelist())
+
+
+def shipped(folder: str) -> set[str]:
+    """Every file of a folder of this checkout, caches left out."""
+    files = (path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {path.relative_to(ROOT).as_posix() for path in files}
+
+
+def test_wheel_holds_package_configs_and_license(wheel: set[str]) -> None:
+    configs = {f"rhymerl/{name}" for name in shipped("configs")}
+    assert configs, "no packaged configuration found"
+    assert {"rhymerl/py.typed", *shipped("rhymerl"), *configs} <= wheel
+    assert any(name.endswith("dist-info/licenses/LICENSE") for name in wheel)
+
+
+def test_wheel_holds_nothing_else(wheel: set[str]) -> None:
+    tops = {name.split("/")[0] for name in wheel}
+    assert tops == {"rhymerl", f"rhymerl-{PROJECT['version']}.dist-info"}
+
+
+def test_packaged_files_are_small() -> None:
+    sizes = [path.stat().st_size for path in (ROOT / "rhymerl").rglob("assets/**/*") if path.is_file()]
+    assert sum(sizes) <= MAX_ASSETS_BYTES
+
+
+def pinned() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = (line.split("==") for line in lines if not line.startswith("#"))
+    return {canonical(name): version for name, version in pins}
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+EXTRAS = PROJECT["optional-dependencies"]
+
+
+@pytest.mark.parametrize("line", [*PROJECT["dependencies"], *EXTRAS["dev"], *EXTRAS["plot"]])
+def test_constraints_pin_a_version_in_the_declared_range(line: str) -> None:
+    requirement = Requirement(line)
+    version = pinned()[canonical(requirement.name)]
+    assert version in requirement.specifier
+    assert "+" not in version, "a local version cannot be installed everywhere"
+
+
+def public_files() -> list[Path]:
+    """What git tracks or would track."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return [path for name in listed.split("\0") if (path := ROOT / name).is_file()]
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        pytest.param(r"(?<![\w.~-])/(?:root|work|home|tmp|Users)/", id="path of a machine"),
+        pytest.param(r"pypi\.org|pythonhosted\.org|download\.pytorch\.org", id="host of a registry"),
+    ],
+)
+def test_public_files_do_not_name(pattern: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:120]}"
+        for path in public_files()
+        for number, line in enumerate(path.read_bytes().decode(errors="ignore").splitlines(), start=1)
+        if re.search(pattern, line)
+    ]
+    assert found == []
+
+
+def test_no_module_is_too_long() -> None:
+    lengths = {path: len(path.read_text().splitlines()) for path in (ROOT / "rhymerl").rglob("*.py")}
+    too_long = {path.name: length for path, length in lengths.items() if length > MAX_LINES}
+    assert too_long == {}, f"above {MAX_LINES} lines, look for the missing noun"
