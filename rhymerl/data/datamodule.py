@@ -16,7 +16,6 @@ from rhymerl.errors import ConfigError
 from rhymerl.policy import Policy
 from rhymerl.tasks.base import Task
 
-
 _VALIDATION_STEP = 1024  # prompts at a time: the more, the fuller the engine
 
 

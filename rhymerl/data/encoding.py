@@ -72,14 +72,16 @@ class PromptEncoder:
                 raise ConfigError(f"data.chat_template_kwargs.{name}: this argument is fixed; remove it")
         self.fingerprint = tokenizer_fingerprint(tokenizer, self.chat_template_kwargs)
         self._unknown_id = _unknown_id(tokenizer)
+        # With fewer tokens than bytes some characters have no token at all, and would vanish without a word.
+        self._knows: dict[str, bool] | None = {} if len(tokenizer) < 256 else None
 
     def encode(self, placed: PlacedRow, *, prompt_id: str) -> Prompt:
         """Raises DataError, naming the row, when it has no prompt or one that cannot be encoded."""
         text, token_ids = self._tokenize(placed)
         if not len(token_ids):
             raise DataError(f"{placed.place}: the prompt is empty; expected at least one token")
-        if self._unknown_id is not None and self._unknown_id in token_ids:
-            unknown = self._unknown_part(text)
+        unknown = self._unknown_part(text, token_ids)
+        if unknown is not None:
             raise DataError(f"{placed.place}: the prompt has {unknown!r}, which the tokenizer does not know")
         token_ids.flags.writeable = False
         return Prompt(
@@ -136,7 +138,16 @@ class PromptEncoder:
             raise DataError(f"{place}: the tokenizer's chat template refuses these messages: {error}") from error
         return str(rendered)
 
-    def _unknown_part(self, text: str) -> str:
+    def _unknown_part(self, text: str, token_ids: IntArray) -> str | None:
+        """The first part of the text that the tokenizer has no token for; None when there is none."""
+        if self._knows is not None:
+            for character in dict.fromkeys(text):
+                if character not in self._knows:
+                    self._knows[character] = bool(self.tokenizer.encode(character, add_special_tokens=False))
+                if not self._knows[character]:
+                    return character
+        if self._unknown_id is None or self._unknown_id not in token_ids:
+            return None
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
         return next((text[start:end] for token, (start, end) in pairs if token == self._unknown_id), text)

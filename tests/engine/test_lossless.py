@@ -71,7 +71,7 @@ def test_drafts_change_no_token(model_type, sampling):
         {"max_running": 16, "max_pass_tokens": 17},
         {"max_running": 16, "max_pass_tokens": 17, "drafter": RandomTreeDrafter(seed=4)},
     ],
-    ids=str,
+    ids=lambda settings: ", ".join(f"{name}={value}" for name, value in settings.items() if name != "drafter"),
 )
 def test_slots_memory_and_pass_size_change_no_token(settings):
     policy = tiny_policy(tied=True)
