@@ -50,11 +50,13 @@ def attend(
 ) -> None:
     """out[place] = softmax(scale * query @ keys) @ values; query [heads, N, dim], keys/values [slots, kv_heads, dim], out [N, heads, dim]."""
     num_heads, num_tokens, dim = query.shape
-    kv_heads = keys.shape[1]
-    groups = num_heads // kv_heads
+    groups = num_heads // keys.shape[1]
     longest = table.shape[1] + num_tokens
-    visible = np.empty(longest, np.int64)
+    visible = np.empty(longest, np.uint64)  # unsigned: no check for indices that count from the end
     weights = np.empty(longest, query.dtype)
+    # Whole arrays and local buffers, no slices: a slice costs more than what is done with it.
+    q = np.empty(dim, query.dtype)
+    total = np.empty(dim, query.dtype)
     for i in range(len(place)):
         n = place[i]
         count = seen[i]
@@ -67,24 +69,22 @@ def attend(
             node = parent[node]
         for head in range(num_heads):
             kv = head // groups
-            q = query[head, n]
+            for d in range(dim):
+                q[d] = query[head, n, d] * scale
+                total[d] = 0
             largest = -np.inf
             for j in range(count):
-                k = keys[visible[j], kv]
-                score = q[0] * k[0]
+                score = q[0] * keys[visible[j], kv, 0]
                 for d in range(1, dim):
-                    score += q[d] * k[d]
-                score *= scale
+                    score += q[d] * keys[visible[j], kv, d]
                 weights[j] = score
                 largest = max(largest, score)
-            total = weights[0] * 0
+            norm = 0.0
             for j in range(count):
                 weights[j] = math.exp(weights[j] - largest)
-                total += weights[j]
-            line = out[n, head]
-            line[:] = 0
+                norm += weights[j]
             for j in range(count):
-                weight = weights[j] / total
-                v = values[visible[j], kv]
                 for d in range(dim):
-                    line[d] += weight * v[d]
+                    total[d] += weights[j] * values[visible[j], kv, d]
+            for d in range(dim):
+                out[n, head, d] = total[d] / norm

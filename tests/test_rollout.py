@@ -1,0 +1,129 @@
+"""The rollout loop: every request answered once, canonical order, seeds that never repeat, no state of its own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rhymerl.drafters import NoDrafter
+from rhymerl.errors import BackendError, ConfigError
+from rhymerl.rewards import Reward, RewardScorer
+from rhymerl.rollout import RolloutLoop, RolloutSettings, request_seed
+from rhymerl.schedulers import FIFOScheduler, Scheduler
+from rhymerl.testing import ScriptedBackend, make_prompt
+
+
+class Shuffled(ScriptedBackend):
+    """Finishes requests in another order than they came in."""
+
+    def collect(self, timeout_s=None):
+        return super().collect(timeout_s)[::-1]
+
+
+def loop(*, backend=None, scheduler=None, rewards=(), **settings) -> RolloutLoop:
+    backend = backend or Shuffled(lambda request: [2 + request.sample] * (1 + request.sample), batch=5)
+    return RolloutLoop(
+        backend,
+        scheduler or FIFOScheduler(),
+        drafter=NoDrafter(),
+        scorer=RewardScorer(list(rewards)),
+        decode=lambda ids: " ".join(map(str, ids)),
+        **settings,
+    )
+
+
+PROMPTS = [make_prompt([3, number], id=str(number), answer=str(number)) for number in range(6)]
+LENGTH = Reward(lambda completion: float(len(completion.split())), name="length", where="main")
+LAST = Reward(lambda completion, *, answer: float(answer), name="answer", where="main", weight=10.0)
+
+
+def test_samples_come_in_canonical_order_with_their_rewards():
+    result = loop(rewards=[LENGTH, LAST]).run(PROMPTS, 4, RolloutSettings(group_size=3))
+    places = [(s.prompt.id, s.completion.request.sample) for s in result.samples]
+    assert places == [(str(number), sample) for number in range(6) for sample in range(3)]
+    for sample in result.samples:
+        number, place = int(sample.prompt.id), sample.completion.request.sample
+        assert sample.rewards == {"length": 1 + place, "answer": number}
+        assert sample.reward == 1 + place + 10 * number
+        assert sample.text == " ".join([str(2 + place)] * (1 + place))
+        assert sample.loss_mask.all()
+        assert len(sample.loss_mask) == len(sample)
+
+
+def test_metrics_by_hand():
+    result = loop(rewards=[LENGTH]).run(PROMPTS[:2], 0, RolloutSettings(group_size=3))
+    expected = {
+        "reward": 2.0,
+        "reward_std": np.std([1, 2, 3]),
+        "frac_reward_zero_std": 0.0,
+        "completions/mean_length": 2.0,
+        "completions/min_length": 1.0,
+        "completions/max_length": 3.0,
+        "completions/clipped_ratio": 0.0,
+        "completions/mean_terminated_length": 2.0,
+        "rewards/length/mean": 2.0,
+    }
+    for name, value in expected.items():
+        assert result.metrics[name] == pytest.approx(value), name
+
+
+def test_seeds_never_repeat_and_never_change():
+    seeds = {
+        request_seed(run, step, prompt, sample, number)
+        for run in range(2)
+        for step in (0, 1, "evaluation")
+        for prompt in PROMPTS
+        for sample in range(3)
+        for number in range(2)
+    }
+    assert len(seeds) == 2 * 3 * 6 * 3 * 2
+    # A resumed run of any later version must draw the same tokens.
+    assert request_seed(0, 0, make_prompt([1], id="a"), 0) == 9265599739096293162
+
+
+class Broken(Scheduler):
+    """Plans whatever it is told to do to the list of requests."""
+
+    def __init__(self, change) -> None:
+        self.change = change
+
+    def plan(self, requests, num_workers, step):
+        return self.change(list(requests))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: [r[1:]], "drops the request '0/0/0'"),
+        (lambda r: [r + r[:1]], "doubles the request '0/0/0'"),
+        (lambda r: [r, []], "2 queues for 1 workers"),
+    ],
+)
+def test_a_plan_that_is_no_partition_is_refused_before_anything_runs(change, message):
+    backend = Shuffled(lambda request: [2])
+    with pytest.raises(ValueError, match=f"Broken.plan.*{message}"):
+        loop(backend=backend, scheduler=Broken(change)).run(PROMPTS, 0, RolloutSettings())
+    assert backend.withdraw() == []
+
+
+def test_a_backend_that_loses_requests_is_an_error():
+    class Forgetful(ScriptedBackend):
+        def submit(self, requests):
+            super().submit(requests[1:])
+
+    with pytest.raises(BackendError, match="Forgetful lost 1 of 48 requests"):
+        loop(backend=Forgetful(lambda request: [2])).run(PROMPTS, 0, RolloutSettings())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"group_size": 0}, "rollout.group_size=0"),
+        ({"max_tokens": 0}, "rollout.max_tokens=0: expected at least 1"),
+        ({"top_p": 1.5}, r"rollout.top_p=1.5: expected in \(0, 1\]"),
+        ({"temperature": -1.0}, "rollout.temperature=-1.0"),
+    ],
+)
+def test_bad_settings_are_named(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        RolloutSettings(**settings)
