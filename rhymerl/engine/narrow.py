@@ -57,6 +57,7 @@ def attend(
     # Whole arrays and local buffers, no slices: a slice costs more than what is done with it.
     q = np.empty(dim, query.dtype)
     total = np.empty(dim, query.dtype)
+    zero = query.dtype.type(0)
     for i in range(len(place)):
         n = place[i]
         count = seen[i]
@@ -74,9 +75,10 @@ def attend(
                 total[d] = 0
             largest = -np.inf
             for j in range(count):
-                score = q[0] * keys[visible[j], kv, 0]
-                for d in range(1, dim):
-                    score += q[d] * keys[visible[j], kv, d]
+                key = visible[j]
+                score = zero
+                for d in range(dim):
+                    score += q[d] * keys[key, kv, d]
                 weights[j] = score
                 largest = max(largest, score)
             norm = 0.0
@@ -84,7 +86,8 @@ def attend(
                 weights[j] = math.exp(weights[j] - largest)
                 norm += weights[j]
             for j in range(count):
+                key, weight = visible[j], weights[j]
                 for d in range(dim):
-                    total[d] += weights[j] * values[visible[j], kv, d]
+                    total[d] += weight * values[key, kv, d]
             for d in range(dim):
                 out[n, head, d] = total[d] / norm
