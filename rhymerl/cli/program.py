@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from argparse import ArgumentParser, Namespace
@@ -23,6 +24,8 @@ OK, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
 
 def main(argv: Sequence[str] | None = None, *, commands: Sequence[Command] = COMMANDS) -> int:
     """Run one command. Returns the exit code: 0 ok, 1 failed, 2 bad usage, 130 stopped by Ctrl-C."""
+    # Threads that spin while they wait slow a busy machine down by tens of times; torch reads this when it is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     parser = make_parser(commands)
     arguments, overrides = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     for word in overrides:
