@@ -1,0 +1,79 @@
+"""Compiled functions: cached where that is possible, working where it is not, announced when the compiler runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import logging, time
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+from user_code import total
+import numpy as np
+begin = time.perf_counter()
+print(total(np.arange(5.0)), time.perf_counter() - begin)
+"""
+CODE = """
+from rhymerl.compiled import compiled
+
+@compiled
+def total(values):
+    result = 0.0
+    for value in values:
+        result += value
+    return result
+"""
+
+
+def run(folder: Path, **variables: str) -> tuple[str, str]:
+    """What the program prints, and what it logs."""
+    (folder / "user_code.py").write_text(CODE)
+    environment = {**os.environ, "PYTHONPATH": str(folder), **variables}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=folder, env=environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout, done.stderr
+
+
+def test_the_second_process_finds_the_cache_and_only_the_first_announces(tmp_path):
+    folder = tmp_path / "package"
+    folder.mkdir()
+    first, second = run(folder), run(folder)
+    assert first[0].startswith("10.0")
+    assert second[0].startswith("10.0")
+    assert "compiling total" in first[1]
+    assert "compiling" not in second[1]
+
+
+def test_without_a_writable_folder_it_still_runs(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")  # a folder below a regular file can be made by nobody, root included
+    folder = tmp_path / "package"
+    folder.mkdir()
+    (folder / "__pycache__").write_text("")
+    out, log = run(folder, NUMBA_CACHE_DIR=str(blocked / "cache"), HOME=str(blocked), XDG_CACHE_HOME=str(blocked))
+    assert out.startswith("10.0")
+    assert "compiling total" in log
+
+
+@pytest.mark.slow
+def test_the_engines_functions_compile_cold_within_ten_seconds(tmp_path):
+    program = """
+import time
+from rhymerl.engine.engine import Engine
+from rhymerl.testing import make_requests, tiny_policy
+policy = tiny_policy(dtype="float32")
+begin = time.perf_counter()
+engine = Engine(policy.model)
+engine.submit(make_requests(1, max_tokens=2))
+while engine.has_work:
+    engine.run()
+print(time.perf_counter() - begin)
+"""
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert float(done.stdout.split()[-1]) < 10
