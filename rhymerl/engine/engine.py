@@ -86,6 +86,17 @@ class Engine:
         self._waiting: deque[tuple[RolloutRequest, Counts]] = deque()
         self._running: list[int] = []  # rows, oldest first
         self._prefixes: dict[bytes, Prefix] = {}  # least recently used first
+        self._allocate()
+
+    def _allocate(self) -> None:
+        """One token through the model, which knows the store's shapes. So a pass is laid out the same way whether or not
+        others came before: the first one of a resumed run gives the very log-probs that it gave in the whole run."""
+        row = self.rows.enter_prefix(np.zeros(1, np.int32)).row
+        layout = lay_out(self.rows, np.array([row]), np.array([1]), [None])
+        with packed(self.model):
+            self._forward(layout)
+        self.rows.cached[row] = 1
+        self.rows.leave(row)
 
     # -- the interface of a backend -------------------------------------------------------------------------
 
