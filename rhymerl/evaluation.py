@@ -20,7 +20,13 @@ class EvaluationSettings:
     def __init__(
         self, *, samples: int = 1, temperature: float = 1.0, max_tokens: int | None = None, every_n_steps: int = 0
     ) -> None:
-        for name, value, least in (("samples", samples, 1), ("every_n_steps", every_n_steps, 0)):
+        at_least = {
+            "samples": (samples, 1),
+            "temperature": (temperature, 0),
+            "max_tokens": (1 if max_tokens is None else max_tokens, 1),
+            "every_n_steps": (every_n_steps, 0),
+        }
+        for name, (value, least) in at_least.items():
             if value < least:
                 raise ConfigError(f"evaluation.{name}={value}: expected at least {least}")
         self.every_n_steps = every_n_steps

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -76,7 +77,7 @@ class RhymeModule(L.LightningModule):
         self.algo.check(group_size=self.rollout.group_size)
         source = PolicySource(model) if isinstance(model, str) else instantiate(model)
         self.policy: Policy = source.load() if isinstance(source, PolicySource) else source
-        self.model: PreTrainedModel = self.policy.model
+        self.model: PreTrainedModel = self.policy.model.train()
         self.num_rollouts = 0  # rollout steps whose update is in the weights
         self.num_tokens = 0  # response tokens trained on
         self.last_rollout: Rollout | None = None  # for callbacks
@@ -84,7 +85,9 @@ class RhymeModule(L.LightningModule):
         self._updater: Updater | None = None
         self._scorer: RewardScorer | None = None
         self._rewards: list[Reward] = []
-        object.__setattr__(self, "_reference", None)
+        # Now, because later a checkpoint may have been loaded: the reference is the policy that the module was given.
+        reference = copy.deepcopy(self.model).requires_grad_(False).eval() if self.algo.needs_reference else None
+        object.__setattr__(self, "_reference", reference)
         self._evaluated: list[Sample] = []
         self.save_hyperparameters(self._settings(source))
 
@@ -99,17 +102,26 @@ class RhymeModule(L.LightningModule):
 
     # -- set-up ------------------------------------------------------------------------------------------------
 
+    def configure_callbacks(self) -> list[L.Callback]:
+        """Lightning calls no teardown after an exception, and the reward processes must not outlive a failed fit."""
+        return [_TeardownOnException()]
+
     def setup(self, stage: str) -> None:
-        """Check everything that can be checked before any compute; the data module has been set up before."""
+        """See `check`; the data module has been set up before."""
         if stage == "fit":
             check_trainer(self.trainer)
-        self._check_lengths()
-        self._rewards = self._checked_rewards()
+        self.check(self._datamodule())
+
+    def check(self, datamodule: PromptDataModule) -> None:
+        """Raise ConfigError for all that can be known to be wrong before any compute; the data has been prepared."""
+        for name, value in (("rollout", self.rollout.max_tokens), ("evaluation", self.evaluation.max_tokens or 1)):
+            if value >= self.policy.context_tokens:
+                raise ConfigError(
+                    f"{name}.max_tokens={value}: the model's context is {self.policy.context_tokens} tokens, "
+                    "and the prompt needs some of them"
+                )
+        self._rewards = self._checked_rewards(datamodule)
         prove_head(self.model)
-        if self.algo.needs_reference and self._reference is None:
-            # Before a checkpoint is restored, hence the weights that the run started from.
-            reference = copy.deepcopy(self.model).requires_grad_(False).eval()
-            object.__setattr__(self, "_reference", reference)
 
     def on_fit_start(self) -> None:
         self._bring_up()
@@ -154,8 +166,7 @@ class RhymeModule(L.LightningModule):
         self.backend.close()
         self._loop = self._updater = self._scorer = None
 
-    def _checked_rewards(self) -> list[Reward]:
-        datamodule = self._datamodule()
+    def _checked_rewards(self, datamodule: PromptDataModule) -> list[Reward]:
         task_reward = datamodule.task.reward if datamodule.task is not None else None
         rewards = build_rewards(self.rewards if self.rewards is not None else task_reward)
         if not rewards:
@@ -173,21 +184,12 @@ class RhymeModule(L.LightningModule):
             )
         return datamodule
 
-    def _check_lengths(self) -> None:
-        if self.rollout.max_tokens >= self.policy.context_tokens:
-            raise ConfigError(
-                f"rollout.max_tokens={self.rollout.max_tokens}: the model's context is {self.policy.context_tokens} "
-                "tokens, and the prompt needs some of them"
-            )
-
     def _decode(self, token_ids: Any) -> str:
         return str(self.policy.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def configure_optimizers(self) -> Any:
         optimizer = self.update.optimizer([p for p in self.model.parameters() if p.requires_grad])
-        total = self.trainer.estimated_stepping_batches
-        if total != float("inf") and self.trainer.max_steps == -1:
-            total *= self.update.mini_batches
+        total = num_optimizer_steps(self.trainer, self.update.mini_batches)
         return {"optimizer": optimizer, "lr_scheduler": self.update.schedule(optimizer, total)}
 
     # -- training ------------------------------------------------------------------------------------------------
@@ -262,17 +264,42 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float | bool)
 
 
+class _TeardownOnException(L.Callback):
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        pl_module.teardown("exception")
+
+
+def num_optimizer_steps(trainer: L.Trainer, mini_batches: int) -> float:
+    """Optimizer steps of the whole run, infinite if it has no end; max_steps counts these, max_epochs rollout steps."""
+    by_steps = float(trainer.max_steps) if trainer.max_steps >= 0 else float("inf")
+    if trainer.max_epochs is None or trainer.max_epochs < 0:
+        return by_steps
+    trainer.fit_loop.setup_data()
+    return min(by_steps, float(trainer.num_training_batches) * trainer.max_epochs * mini_batches)
+
+
 def check_trainer(trainer: Any) -> None:
     """Raise ConfigError for a Trainer flag that cannot be honoured, with the reason."""
-    if trainer.world_size > 1:
+    if trainer.world_size > 1 or not isinstance(trainer.strategy, SingleDeviceStrategy):
         raise ConfigError(
-            f"trainer.devices={trainer.num_devices} on {trainer.num_nodes} node(s): one device is supported so far, "
-            "because a rollout plan over several ranks is not there yet"
+            f"trainer.devices={trainer.num_devices} trainer.num_nodes={trainer.num_nodes} "
+            f"trainer.strategy={type(trainer.strategy).__name__}: one device without a distributed strategy is supported "
+            "so far (devices=1, num_nodes=1, strategy=auto), because a rollout plan over several ranks is not there yet"
         )
     if str(trainer.precision).startswith("16"):
         raise ConfigError(
             f"trainer.precision={trainer.precision!r}: float16 needs loss scaling, under which the engine's log-probs would "
             "not be the update's; use bf16-mixed, bf16-true, 32-true or 64-true"
+        )
+    if trainer.gradient_clip_val:
+        raise ConfigError(
+            f"trainer.gradient_clip_val={trainer.gradient_clip_val}: Lightning clips nothing when a step runs its own "
+            "optimizer steps; set update.max_grad_norm"
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise ConfigError(
+            f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}: a batch is a whole rollout step; "
+            "update.micro_batch_tokens bounds what is on the device at a time, data.prompts_per_step sets the step's size"
         )
     if trainer.overfit_batches > 0:
         raise ConfigError(

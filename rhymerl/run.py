@@ -2,51 +2,67 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import shutil
-from collections.abc import Callable
+import pickle
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from rhymerl.callbacks import LiveProgress, SampleTable, Summary
+from rhymerl.callbacks import AtomicCheckpointIO, Checkpoints, LiveProgress, SampleTable, Summary
 from rhymerl.callbacks.summary import summary_table
 from rhymerl.config import instantiate, resolved, save_config
+from rhymerl.data import PromptDataModule
 from rhymerl.errors import ConfigError
+from rhymerl.folders import open_folder, refuse_second_run
+from rhymerl.module import RhymeModule, check_trainer
 from rhymerl.policy import restore
 
 Result = dict[str, float | int | None]
-_NEEDED_BYTES = 64 * 2**20
 _NEVER = 2**31  # steps
 _QUIET = {"enable_progress_bar": False, "enable_model_summary": False}
+_INSTEAD = {  # flags of the Trainer that a run sets itself
+    "default_root_dir": "run_dir",
+    "val_check_interval": "evaluation.every_n_steps",
+    "enable_checkpointing": "checkpoint.every_n_steps",
+}
 
 
-def fit(config: DictConfig, *, on_trainer: Callable[[L.Trainer], None] | None = None) -> Result:
+def fit(config: DictConfig, *, callbacks: Sequence[L.Callback] = ()) -> Result:
     """Train, evaluating before and after; leaves config, checkpoints, logs and summary.json in the run directory.
 
-    `on_trainer` gets the Trainer before anything runs; a run that it stops early (`should_stop`) is saved but not
-    evaluated. Raises ConfigError and DataError for bad input before anything is computed.
+    A run that a callback stops early (`should_stop`) is saved but not evaluated. Raises ConfigError and DataError for
+    bad input before anything is computed or overwritten.
     """
-    run_dir = open_run_dir(config.run_dir)
+    run_dir = Path(config.run_dir)
     ckpt_path = checkpoint_path(config.ckpt_path, run_dir)
-    datamodule, module = _parts(config)
+    open_folder(run_dir)
+    if ckpt_path is None or run_dir.resolve() not in ckpt_path.resolve().parents:
+        refuse_second_run(run_dir)
+    checkpoint = read_checkpoint(ckpt_path) if ckpt_path is not None else None
     summary = Summary()
-    trainer = build_trainer(config, run_dir, [summary, LiveProgress()])
-    if on_trainer is not None:
-        on_trainer(trainer)
-    save_config(config, run_dir)
-    if datamodule.has_validation and ckpt_path is None:
+    trainer = build_trainer(
+        config,
+        run_dir,
+        [summary, LiveProgress(), _RunConfig(config, run_dir), *callbacks],
+        first_step=checkpoint["global_step"] if checkpoint else None,
+    )
+    check_trainer(trainer)
+    datamodule, module = _parts(config)
+    datamodule.prepare_for(module)
+    module.check(datamodule)
+    if checkpoint is not None:
+        check_same_run(checkpoint, module, datamodule, ckpt_path)
+        del checkpoint
+    elif datamodule.has_validation:
         summary.eval_before = _evaluate(trainer, module, datamodule)
-    trainer.fit(module, datamodule, ckpt_path=ckpt_path)
-    trainer.save_checkpoint(run_dir / "checkpoints" / "last.ckpt")
+    trainer.fit(module, datamodule, ckpt_path=ckpt_path, weights_only=True)
     if datamodule.has_validation and not trainer.should_stop:
         summary.eval_after = _evaluate(trainer, module, datamodule)
     result = summary.result()
@@ -58,9 +74,16 @@ def fit(config: DictConfig, *, on_trainer: Callable[[L.Trainer], None] | None = 
 def evaluate(config: DictConfig) -> dict[str, float]:
     """The validation metrics of the policy as it is, or as a checkpoint (`ckpt_path`) left it."""
     ckpt_path = checkpoint_path(config.ckpt_path, Path(config.run_dir))
-    datamodule, module = _parts(config)
+    checkpoint = read_checkpoint(ckpt_path) if ckpt_path is not None else None
     settings = {**resolved(config)["trainer"], "logger": False, "enable_checkpointing": False, **_QUIET}
-    metrics = instantiate(settings).validate(module, datamodule, ckpt_path=ckpt_path, verbose=False)[0]
+    trainer: L.Trainer = instantiate(settings, key="trainer")
+    check_trainer(trainer)
+    datamodule, module = _parts(config)
+    datamodule.prepare_for(module, with_train=False)
+    module.check(datamodule)
+    if checkpoint is not None:
+        _check_weights(checkpoint, module, ckpt_path)
+    metrics = trainer.validate(module, datamodule, ckpt_path=ckpt_path, verbose=False, weights_only=True)[0]
     table = Table(title="Evaluation", title_justify="left", show_header=False)
     for name, value in metrics.items():
         table.add_row(name, f"{value:.4g}")
@@ -73,78 +96,115 @@ def export(run: str | Path, out: str | Path) -> Path:
     run = Path(run)
     path = run if run.is_file() else run / "checkpoints" / "last.ckpt"
     if not path.is_file():
-        raise ConfigError(f"{str(run)!r}: neither a checkpoint nor a run directory with checkpoints/last.ckpt")
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    if "rhymerl" not in checkpoint:
-        raise ConfigError(f"{str(path)!r}: not a checkpoint of rhymerl")
+        raise ConfigError(f"RUN={str(run)!r}: neither a checkpoint nor a run directory with checkpoints/last.ckpt")
+    checkpoint = read_checkpoint(path, setting="RUN")
     weights = {k.removeprefix("model."): v for k, v in checkpoint["state_dict"].items() if k.startswith("model.")}
-    out = open_run_dir(out)
-    restore(checkpoint["rhymerl"]["policy_files"], weights, out)
-    return out
+    folder = open_folder(out, setting="OUT")
+    restore(checkpoint["rhymerl"]["policy_files"], weights, folder)
+    return folder
 
 
-def build_trainer(config: DictConfig, run_dir: Path, callbacks: list[L.Callback]) -> L.Trainer:
-    """The Lightning Trainer of a run: TensorBoard, checkpoints and a table of samples in the run directory."""
-    checkpoints = ModelCheckpoint(
-        dirpath=run_dir / "checkpoints",
-        filename="{step}",
-        monitor="step",
-        mode="max",
-        save_top_k=config.checkpoint.keep,
-        every_n_train_steps=config.checkpoint.every_n_steps,
-        save_last=True,
-        enable_version_counter=False,
-    )
+def build_trainer(
+    config: DictConfig, run_dir: Path, callbacks: Sequence[L.Callback], *, first_step: int | None = None
+) -> L.Trainer:
+    """The Lightning Trainer of a run: TensorBoard, checkpoints and a table of samples in the run directory.
+
+    `first_step` is that of a resumed run: what its curves have from there on is replaced.
+    """
+    asked = resolved(config)["trainer"]
+    for name, instead in _INSTEAD.items():
+        if asked.get(name) is not None:
+            raise ConfigError(f"trainer.{name}={asked[name]!r}: a run sets this itself; use {instead}")
+    logger = asked.get("logger")
+    if logger is None or logger is True:
+        logger = TensorBoardLogger(save_dir=run_dir, name="", version="tensorboard", purge_step=first_step)
+    every_n_steps, keep = config.checkpoint.every_n_steps, config.checkpoint.keep
     settings = {
-        **resolved(config)["trainer"],
-        "callbacks": [*callbacks, SampleTable(run_dir / "samples.jsonl"), checkpoints],
-        "logger": TensorBoardLogger(save_dir=run_dir, name="", version="tensorboard"),
+        **asked,
+        "callbacks": [
+            *callbacks,
+            *(asked.get("callbacks") or []),
+            SampleTable(run_dir / "samples.jsonl"),
+            Checkpoints(run_dir / "checkpoints", every_n_steps=every_n_steps, keep=keep),
+        ],
+        "plugins": [*(asked.get("plugins") or []), AtomicCheckpointIO()],
+        "logger": logger,
         "default_root_dir": str(run_dir),
         "deterministic": config.trainer.deterministic or config.deterministic,
         "val_check_interval": config.evaluation.every_n_steps or _NEVER,
         "check_val_every_n_epoch": None,
         "num_sanity_val_steps": 0,
+        "enable_checkpointing": True,
         **_QUIET,
     }
-    trainer: L.Trainer = instantiate(settings)
+    trainer: L.Trainer = instantiate(settings, key="trainer")
     return trainer
 
 
-def open_run_dir(name: str | Path) -> Path:
-    """Make the directory if need be. Raises ConfigError when it cannot be written to or the disk is full."""
-    path = Path(name)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        probe = path / ".rhymerl-write-test"
-        probe.write_bytes(b"x" * 4096)
-        probe.unlink()
-    except OSError as error:
-        reason = "no space left on the disk" if error.errno == errno.ENOSPC else error.strerror
-        raise ConfigError(f"run_dir={str(name)!r}: {reason}; give a directory that can be written to") from error
-    free = shutil.disk_usage(path).free
-    if free < _NEEDED_BYTES:
-        raise ConfigError(f"run_dir={str(name)!r}: {free / 2**20:.0f} MiB of disk left, at least 64 are needed")
-    return path
-
-
-def checkpoint_path(setting: str | None, run_dir: Path) -> str | None:
+def checkpoint_path(setting: str | None, run_dir: Path) -> Path | None:
     """`last` means the run directory's own; any other value is a file. Raises ConfigError when it is not there."""
     if setting is None:
         return None
-    path = run_dir / "checkpoints" / "last.ckpt" if setting == "last" else Path(setting)
+    path = run_dir / "checkpoints" / "last.ckpt" if setting == "last" else Path(setting).expanduser()
     if not path.is_file():
-        raise ConfigError(f"ckpt_path={setting!r}: there is no file {str(path)!r}")
-    return str(path)
+        hint = f"; the checkpoints of run_dir={str(run_dir)!r} are meant" if setting == "last" else ""
+        raise ConfigError(f"ckpt_path={setting!r}: there is no file {str(path)!r}{hint}")
+    return path
 
 
-def _parts(config: DictConfig) -> tuple[Any, Any]:
+def read_checkpoint(path: Path, *, setting: str = "ckpt_path") -> dict[str, Any]:
+    """A checkpoint of ours, its tensors left on the disk. Raises ConfigError for any other file."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as error:
+        raise ConfigError(f"{setting}={str(path)!r}: not a checkpoint that can be read") from error
+    if not isinstance(checkpoint, dict) or "rhymerl" not in checkpoint:
+        raise ConfigError(f"{setting}={str(path)!r}: not a checkpoint of rhymerl")
+    return checkpoint
+
+
+def check_same_run(
+    checkpoint: Mapping[str, Any], module: RhymeModule, datamodule: PromptDataModule, path: Path | None
+) -> None:
+    """Raise ConfigError when a run cannot go on from the checkpoint: other weights, other data."""
+    _check_weights(checkpoint, module, path)
+    datamodule.load_state_dict(checkpoint[type(datamodule).__qualname__])
+
+
+def _check_weights(checkpoint: Mapping[str, Any], module: RhymeModule, path: Path | None) -> None:
+    saved = {name: tuple(weight.shape) for name, weight in checkpoint["state_dict"].items()}
+    mine = {name: tuple(weight.shape) for name, weight in module.state_dict().items()}
+    for name in [*mine, *saved]:
+        if saved.get(name) != mine.get(name):
+            raise ConfigError(
+                f"ckpt_path={str(path)!r}: of another model than model.path or model.init ({name}: "
+                f"{saved.get(name, 'nothing')} there, {mine.get(name, 'nothing')} here)"
+            )
+
+
+class _RunConfig(L.Callback):
+    """Keeps the config with the run, once nothing can be wrong with it any more, and in each checkpoint."""
+
+    def __init__(self, config: DictConfig, run_dir: Path) -> None:
+        self.config = config
+        self.run_dir = run_dir
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        save_config(self.config, self.run_dir)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"config": resolved(self.config)}
+
+
+def _parts(config: DictConfig) -> tuple[PromptDataModule, RhymeModule]:
     """The data module and the module."""
     L.seed_everything(config.seed, verbose=False)
-    return instantiate(config.data), instantiate(config.module)
+    datamodule, module = instantiate(config.data), instantiate(config.module)
+    return datamodule, module
 
 
-def _evaluate(trainer: L.Trainer, module: L.LightningModule, datamodule: Any) -> float:
-    metrics = trainer.validate(module, datamodule, verbose=False)[0]
+def _evaluate(trainer: L.Trainer, module: RhymeModule, datamodule: PromptDataModule) -> float:
+    metrics = trainer.validate(module, datamodule, verbose=False, weights_only=True)[0]
     return float(metrics["eval/reward"])
 
 

@@ -1,7 +1,9 @@
-"""Lightning callbacks: what one sees of a run."""
+"""Lightning callbacks: what one sees of a run, and what is kept of it."""
 
+from rhymerl.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
 from rhymerl.callbacks.progress import LiveProgress
 from rhymerl.callbacks.samples import SampleTable
+from rhymerl.callbacks.stop import StopOnRequest
 from rhymerl.callbacks.summary import Summary
 
-__all__ = ["LiveProgress", "SampleTable", "Summary"]
+__all__ = ["AtomicCheckpointIO", "Checkpoints", "LiveProgress", "SampleTable", "StopOnRequest", "Summary"]

@@ -21,6 +21,15 @@ class SampleTable(L.Callback):
         self.every_n_steps = every_n_steps
         self.num_samples = num_samples
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Drop the rows of steps that a resumed run is about to repeat."""
+        if trainer.is_global_zero and self.path.exists():
+            done = int(getattr(pl_module, "num_rollouts", 0))
+            part = self.path.with_name(f".{self.path.name}.part")
+            with self.path.open(encoding="utf-8") as rows, part.open("w", encoding="utf-8") as kept:
+                kept.writelines(row for row in rows if row.endswith("\n") and json.loads(row)["step"] <= done)
+            part.replace(self.path)
+
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -30,6 +39,7 @@ class SampleTable(L.Callback):
             return
         # A stride, so that the samples are not all of one group.
         chosen = rollout.samples[:: max(1, len(rollout.samples) // self.num_samples)][: self.num_samples]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.writelines(
                 json.dumps({"step": step, **sample_row(sample)}, ensure_ascii=False) + "\n" for sample in chosen

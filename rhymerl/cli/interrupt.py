@@ -1,4 +1,4 @@
-"""Ctrl-C: the first one ends the run after its current step, with its state saved; the second one ends it at once."""
+"""Ctrl-C: while training, the first one ends the run after its current step, with its state saved; the second at once."""
 
 from __future__ import annotations
 
@@ -6,29 +6,27 @@ import signal
 import sys
 import threading
 from types import FrameType, TracebackType
-from typing import Any, Protocol, Self
-
-
-class Stoppable(Protocol):
-    """A Lightning Trainer, as far as it matters here."""
-
-    should_stop: bool
+from typing import Any, Self
 
 
 class Interrupt:
-    """A context manager that holds SIGINT in the main thread, and gives it back.
+    """A context manager that owns SIGINT in the main thread, and gives it back.
 
-    Before a trainer is attached, Ctrl-C is a KeyboardInterrupt as usual.
+    Unless something `hold`s it, Ctrl-C is a KeyboardInterrupt as usual.
     """
 
     def __init__(self) -> None:
         self.requested = False
-        self._trainer: Stoppable | None = None
+        self._held = False
         self._previous: Any = None
 
-    def attach(self, trainer: Stoppable) -> None:
-        """From now on this trainer is asked to stop first."""
-        self._trainer = trainer
+    def hold(self) -> None:
+        """From now on the first Ctrl-C only sets `requested`; the holder looks at it between two steps."""
+        self._held = True
+
+    def release(self) -> None:
+        """Nothing would be lost any more: Ctrl-C ends the program at once."""
+        self._held = False
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -43,7 +41,6 @@ class Interrupt:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         again, self.requested = self.requested, True
-        if again or self._trainer is None:
+        if again or not self._held:
             raise KeyboardInterrupt
-        self._trainer.should_stop = True
         print("\nStopping after this step; Ctrl-C again stops at once.", file=sys.stderr)

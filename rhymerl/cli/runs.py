@@ -17,9 +17,10 @@ class Fit(ConfiguredCommand):
     name = "fit"
 
     def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result:
+        from rhymerl.callbacks import StopOnRequest
         from rhymerl.run import fit
 
-        return fit(config, on_trainer=interrupt.attach)
+        return fit(config, callbacks=[StopOnRequest(interrupt)])
 
 
 class Evaluate(ConfiguredCommand):

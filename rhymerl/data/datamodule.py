@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol, cast
 
 import lightning as L
@@ -19,15 +20,25 @@ from rhymerl.tasks.base import Task
 _VALIDATION_STEP = 1024  # prompts at a time: the more, the fuller the engine
 
 
-class _RolloutSettings(Protocol):
-    max_tokens: int
+class _Rollout(Protocol):
+    @property
+    def max_tokens(self) -> int: ...
+
+
+class _Evaluation(Protocol):
+    @property
+    def max_tokens(self) -> int | None: ...
 
 
 class _Module(Protocol):
-    """What the data module asks of the LightningModule; both must be there before `setup`."""
+    """What the data module asks of the LightningModule; all must be there before `setup`."""
 
     policy: Policy
-    rollout: _RolloutSettings
+
+    @property
+    def rollout(self) -> _Rollout: ...
+    @property
+    def evaluation(self) -> _Evaluation: ...
 
 
 class PromptDataModule(L.LightningDataModule):
@@ -79,11 +90,34 @@ class PromptDataModule(L.LightningDataModule):
 
         Raises DataError and ConfigError for everything that is wrong with it.
         """
-        encoder, limits = self._needs_of_module()
-        self.prepare(encoder, limits, with_train=stage == "fit")
+        assert self.trainer is not None, "setup() is called by the Trainer; without one, call prepare()"
+        self.prepare_for(cast(_Module, self.trainer.lightning_module), with_train=stage == "fit")
 
-    def prepare(self, encoder: PromptEncoder, limits: LengthLimits, *, with_train: bool = True) -> None:
-        """The work of `setup`, for use without a Trainer; without `with_train` there must be validation data."""
+    def prepare_for(self, module: _Module, *, with_train: bool = True) -> None:
+        """The work of `setup`, as a module needs it; without `with_train` there must be validation data."""
+        encoder = PromptEncoder(
+            module.policy.tokenizer,
+            prompt_column=self.prompt_column,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
+        limits = LengthLimits(
+            context_tokens=module.policy.context_tokens,
+            max_tokens=module.rollout.max_tokens,
+            max_prompt_tokens=self.max_prompt_tokens,
+        )
+        longest = module.evaluation.max_tokens
+        in_validation = replace(limits, max_tokens=longest, setting="evaluation.max_tokens") if longest else limits
+        self.prepare(encoder, limits, with_train=with_train, in_validation=in_validation)
+
+    def prepare(
+        self,
+        encoder: PromptEncoder,
+        limits: LengthLimits,
+        *,
+        with_train: bool = True,
+        in_validation: LengthLimits | None = None,
+    ) -> None:
+        """Read, encode and check; `in_validation` are the limits there when they are others."""
         if with_train:
             prompts = encode_rows(self._rows("data.train", self.train), encoder, limits)
             self.train_loader = PromptLoader(
@@ -97,7 +131,7 @@ class PromptDataModule(L.LightningDataModule):
                     f"data.validation_prompts={self.validation_prompts}: expected at most {len(rows)}, "
                     "the number of validation rows"
                 )
-            prompts = encode_rows(rows, encoder, limits)
+            prompts = encode_rows(rows, encoder, in_validation or limits)
             self.validation_loader = PromptLoader(prompts, prompts_per_step=_VALIDATION_STEP, shuffle=False)
 
     def train_dataloader(self) -> PromptLoader:
@@ -131,22 +165,6 @@ class PromptDataModule(L.LightningDataModule):
         loaders = (self.train_loader, self.validation_loader)
         columns = [set(prompt.columns) for loader in loaders if loader for prompt in loader.prompts]
         return sorted(set.intersection(*columns)) if columns else []
-
-    def _needs_of_module(self) -> tuple[PromptEncoder, LengthLimits]:
-        """The only place that looks at the trainer."""
-        assert self.trainer is not None, "setup() is called by the Trainer; without one, call prepare()"
-        module = cast(_Module, self.trainer.lightning_module)
-        encoder = PromptEncoder(
-            module.policy.tokenizer,
-            prompt_column=self.prompt_column,
-            chat_template_kwargs=self.chat_template_kwargs,
-        )
-        limits = LengthLimits(
-            context_tokens=module.policy.context_tokens,
-            max_tokens=module.rollout.max_tokens,
-            max_prompt_tokens=self.max_prompt_tokens,
-        )
-        return encoder, limits
 
     def _rows(self, setting: Setting, source: DataSource | None, *, only_first: int | None = None) -> list[PlacedRow]:
         if source is not None:

@@ -30,6 +30,7 @@ class LengthLimits:
     context_tokens: int  # of the model: prompt and response together
     max_tokens: int  # of a response
     max_prompt_tokens: int | None = None
+    setting: str = "rollout.max_tokens"
 
     def check(self, num_tokens: int, place: str) -> None:
         """Raise DataError for a prompt of `num_tokens` that is too long."""
@@ -43,8 +44,8 @@ class LengthLimits:
             )
         if num_tokens + self.max_tokens > self.context_tokens:
             raise DataError(
-                f"{found}; with rollout.max_tokens={self.max_tokens} that exceeds the model's context of "
-                f"{self.context_tokens}: set rollout.max_tokens to at most {self.context_tokens - num_tokens}"
+                f"{found}; with {self.setting}={self.max_tokens} that exceeds the model's context of "
+                f"{self.context_tokens}: set {self.setting} to at most {self.context_tokens - num_tokens}"
             )
 
 

@@ -41,10 +41,9 @@ class Fail(Command):
     def __init__(self, error: BaseException | None = None, *, signals: int = 0) -> None:
         self.error = error
         self.signals = signals
-        self.trainer = Namespace(should_stop=False)
 
     def run(self, arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> None:
-        interrupt.attach(self.trainer)
+        interrupt.hold()
         for _ in range(self.signals):
             signal.raise_signal(signal.SIGINT)
         if self.error is not None:
@@ -132,13 +131,16 @@ def test_ctrl_c(signals: int, capsys: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGINT)
     command = Fail(signals=signals)
     assert main(["fail"], commands=[command]) == 130
-    assert command.trainer.should_stop
     assert ("interrupted" in capsys.readouterr().err) == (signals == 2)
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_ctrl_c_before_there_is_a_trainer() -> None:
+@pytest.mark.parametrize("released", [False, True])
+def test_ctrl_c_outside_training_is_as_usual(released: bool) -> None:
     with Interrupt() as interrupt, pytest.raises(KeyboardInterrupt):
+        if released:
+            interrupt.hold()
+            interrupt.release()
         signal.raise_signal(signal.SIGINT)
     assert interrupt.requested
 

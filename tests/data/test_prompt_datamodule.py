@@ -16,9 +16,6 @@ from rhymerl.errors import ConfigError, DataError
 from rhymerl.policy import Policy, PolicySource
 from rhymerl.tasks import RunningSum
 
-# Lightning 2.6 with torch 2.13: nothing that a caller can change.
-pytestmark = pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
-
 STEPS_PER_PASS = 3  # 7 prompts, 3 a step
 ROWS = [{"prompt": f"{i}+1=?", "id": i} for i in range(7)]
 TINY = {
@@ -36,6 +33,11 @@ class Rollout:
     max_tokens: int = 8
 
 
+@dataclass
+class Evaluation:
+    max_tokens: int | None = None
+
+
 class Crash(Exception):
     pass
 
@@ -48,6 +50,7 @@ class Consumer(L.LightningModule):
         self.automatic_optimization = False
         self.policy = policy
         self.rollout = Rollout()
+        self.evaluation = Evaluation()
         self.crash_at = crash_at
         self.weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
         self.consumed: list[list[str]] = []

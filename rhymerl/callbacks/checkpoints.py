@@ -1,0 +1,86 @@
+"""Checkpoints that a kill at any instant leaves whole."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from rhymerl.errors import ConfigError
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes beside the target and renames: the old file stays whole until the new one is on the disk.
+
+    Lightning's own goes through the directory for temporary files, from where a move may be a copy.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(f".{target.name}.part")
+        try:
+            with part.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+class Checkpoints(Checkpoint):
+    """`step=N.ckpt` after every `every_n_steps` rollout steps and after the last; `last.ckpt` is a link to the newest.
+
+    The `keep` newest stay. Lightning's ModelCheckpoint counts optimizer steps, so that several mini-batches a step
+    would step over its multiples. Needs a module that counts `num_rollouts`.
+    """
+
+    def __init__(self, directory: str | Path, *, every_n_steps: int, keep: int) -> None:
+        for name, value in (("every_n_steps", every_n_steps), ("keep", keep)):
+            if value < 1:
+                raise ConfigError(f"checkpoint.{name}={value}: expected at least 1")
+        self.directory = Path(directory)
+        self.every_n_steps = every_n_steps
+        self.keep = keep
+        self._saved: int | None = None
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        # A run that ends within an epoch is saved here, not at the end: there the epoch would count as done.
+        ends = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
+        if ends or _num_steps(pl_module) % self.every_n_steps == 0:
+            self._save(trainer, _num_steps(pl_module))
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._saved != _num_steps(pl_module):
+            self._save(trainer, _num_steps(pl_module))
+
+    def _save(self, trainer: Any, step: int) -> None:
+        if trainer.fast_dev_run:
+            return
+        path = self.directory / f"step={step}.ckpt"
+        trainer.save_checkpoint(path, weights_only=False)  # said, or Lightning tells the user that it was not
+        self._saved = step
+        if trainer.is_global_zero:
+            link = self.directory / ".last.ckpt.part"
+            link.unlink(missing_ok=True)
+            link.symlink_to(path.name)
+            link.replace(self.directory / "last.ckpt")
+            self._remove_old()
+
+    def _remove_old(self) -> None:
+        """Later ones are left alone: they are from before the run was taken back to an earlier checkpoint."""
+        steps = {int(path.stem.removeprefix("step=")): path for path in self.directory.glob("step=*.ckpt")}
+        for step in sorted(step for step in steps if step <= (self._saved or 0))[: -self.keep]:
+            steps[step].unlink()
+
+
+def _num_steps(module: L.LightningModule) -> int:
+    return int(module.num_rollouts)  # type: ignore[arg-type]
