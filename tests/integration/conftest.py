@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rhymerl.cli import main
+from rhymerl.testing import tiny_policy
+
+Run = Callable[..., "Done"]
+
+
+class Done:
+    """What a command left: exit code, words, and the run directory if there is one."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Bits follow the number of threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model over the characters of the running sums."""
+    path = tmp_path_factory.mktemp("model")
+    tiny_policy(dtype="float32", context=128, peaked=2.0).save(path)
+    return path
+
+
+@pytest.fixture
+def rhymerl(capfd: pytest.CaptureFixture[str]) -> Run:
+    """The command line in this process."""
+
+    def run(*words: str) -> Done:
+        capfd.readouterr()
+        code = main(list(words))
+        return Done(code, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def settings(model_dir: Path) -> list[str]:
+    """`fit` on 10 prompts, 4 a step: three steps a pass, two optimizer steps each, six steps in all."""
+    return [
+        "fit",
+        "--config=quickstart",
+        f"model.path={model_dir}",
+        "task.difficulty=3",
+        "task.train_size=10",
+        "task.validation_size=4",
+        "data.prompts_per_step=4",
+        "rollout.group_size=4",
+        "rollout.max_tokens=16",
+        "update.mini_batches=2",
+        "update.lr_schedule=linear",
+        "update.learning_rate=1e-2",
+        "rewards={digits: tests.integration.rewards.digits}",
+        "backend.max_running=8",
+        "checkpoint.every_n_steps=1",
+        "trainer.max_steps=12",
+    ]
+
+
+def checkpoint(run_dir: Path) -> dict[str, Any]:
+    """The last one."""
+    return torch.load(run_dir / "checkpoints" / "last.ckpt", weights_only=True)
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def assert_same(one: Any, two: Any, place: str = "") -> None:
+    """Equal to the last bit, tensors within containers too."""
+    assert type(one) is type(two), place
+    if isinstance(one, dict):
+        assert list(one) == list(two), place
+        for name in one:
+            assert_same(one[name], two[name], f"{place}.{name}")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(two), place
+        for index, (left, right) in enumerate(zip(one, two, strict=True)):
+            assert_same(left, right, f"{place}[{index}]")
+    elif isinstance(one, torch.Tensor):
+        assert torch.equal(one, two), place
+    else:
+        assert one == two, place

@@ -1,0 +1,83 @@
+"""The command line in processes of its own, forked from one that has imported everything; and parts that kill them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+from rhymerl.algos import GRPO
+from rhymerl.callbacks import AtomicCheckpointIO
+from rhymerl.drafters import NoDrafter
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["rhymerl.run", "rhymerl.warmstart", "tests.integration.programs"])
+
+
+def start(words: Sequence[str], output: Path) -> ForkServerProcess:
+    """`rhymerl WORDS` with stdout and stderr in one file; the exit code is the process's."""
+    process = _CONTEXT.Process(target=_main, args=(list(words), str(output)))
+    process.start()
+    return process
+
+
+def _main(words: list[str], output: str) -> None:
+    import torch
+
+    from rhymerl.cli import main
+
+    torch.set_num_threads(1)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.exit(main(words))
+
+
+def die() -> None:
+    """No clean-up of any kind."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DieInUpdate(GRPO):
+    """Kills the process in the n-th backward."""
+
+    def __init__(self, *, call: int) -> None:
+        super().__init__()
+        self.call = call
+        self._calls = 0
+
+    def loss(self, *args: Any, **kwargs: Any) -> Any:
+        self._calls += 1
+        if self._calls == self.call:
+            die()
+        return super().loss(*args, **kwargs)
+
+
+class DieInRollout(NoDrafter):
+    """Kills the process when the n-th answer is complete."""
+
+    def __init__(self, *, call: int) -> None:
+        self.call = call
+        self._calls = 0
+
+    def finish(self, completion: Any) -> None:
+        self._calls += 1
+        if self._calls == self.call:
+            die()
+
+
+class DieInSave:
+    """Kills the process that pickles it."""
+
+    def __reduce__(self) -> Any:
+        die()
+
+
+def save_and_die(path: str) -> None:
+    """A checkpoint that is never finished."""
+    AtomicCheckpointIO().save_checkpoint({"weights": list(range(100_000)), "last": DieInSave()}, path)
