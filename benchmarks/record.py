@@ -1,0 +1,174 @@
+"""What all benchmarks share: their common options, spreads, and the record of where a figure came from."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "transformers", "lightning", "numpy", "numba")
+
+Row = Mapping[str, Any]
+
+
+def options(description: str | None, *, repeats: int) -> argparse.ArgumentParser:
+    """A parser with the options that every benchmark has."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--repeats", type=int, default=repeats, help=f"interleaved repeats ({repeats})")
+    parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
+    parser.add_argument("--out", type=Path, help="folder for the result files; take them on a quiet machine only")
+    parser.add_argument("--hardware", default=default_hardware(), help="name of the machine in the file's name")
+    return parser
+
+
+def default_hardware() -> str:
+    """Such as "2cpu": the cores that this process may use."""
+    return f"{len(os.sched_getaffinity(0))}cpu"
+
+
+def set_threads(threads: int | None) -> None:
+    import torch
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def spread(values: Iterable[float]) -> dict[str, float]:
+    """Median and range, to four digits."""
+    found = list(values)
+    parts = {"median": statistics.median(found), "min": min(found), "max": max(found)}
+    return {name: float(f"{value:.4g}") for name, value in parts.items()}
+
+
+def interleaved(
+    measures: Mapping[str, Callable[[], float]], *, repeats: int, warm_up: int = 1
+) -> dict[str, list[float]]:
+    """Call all measures in turn, `repeats` times, so that drift of the machine hits them alike; -> values by name.
+
+    The first `warm_up` rounds are not kept.
+    """
+    values: dict[str, list[float]] = {name: [] for name in measures}
+    for number in range(warm_up + repeats):
+        for name, measure in measures.items():
+            value = measure()
+            if number >= warm_up:
+                values[name].append(value)
+    return values
+
+
+def seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def environment() -> dict[str, Any]:
+    """Hardware, versions and commit; `load` is the machine's, averaged over the last minute."""
+    import torch
+
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "processor": processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in PACKAGES},
+        "commit": commit(),
+    }
+
+
+def processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def commit() -> str:
+    """The commit, with "-dirty" when tracked files of the package or the benchmarks differ from it."""
+    here = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", "../rhymerl", ".")
+        return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options that shape the figures; interpreters and folders of one machine are left out."""
+    left_out = ("out", "hardware", "trl_python")
+    return {name: value for name, value in vars(arguments).items() if name not in left_out}
+
+
+def finish(
+    theme: str,
+    description: str | None,
+    arguments: argparse.Namespace,
+    *,
+    rows: Sequence[Row],
+    start: Mapping[str, Any],
+    **more: Any,
+) -> dict[str, Any]:
+    """Print the table and, as the last line, one JSON object; write both below `--out`. `start` = environment() before."""
+    result = {
+        "benchmark": theme,
+        "config": settings(arguments),
+        "environment": {**start, "load_at_end": round(os.getloadavg()[0], 2)},
+        "rows": list(rows),
+        **more,
+    }
+    if arguments.out is not None:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        name = f"{theme}_{arguments.hardware}_{time.strftime('%Y%m')}"
+        (arguments.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        (arguments.out / f"{name}.md").write_text(page(result, description or theme))
+    print(table(rows))
+    print(json.dumps(result), flush=True)
+    return result
+
+
+def page(result: Mapping[str, Any], description: str) -> str:
+    """The result as Markdown: what was measured, the table, the rest."""
+    known = ("benchmark", "config", "environment", "rows")
+    more = [f"- {name}: {cell(value)}" for name, value in result.items() if name not in known]
+    parts = [
+        f"# {result['benchmark']}",
+        description.strip().partition("\n\n")[0],
+        table(result["rows"]),
+        *(["\n".join(more)] if more else []),
+        "Ranges are over the repeats. Config: " + cell(result["config"]),
+        "Environment: " + cell(result["environment"]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A Markdown table; a spread reads "median (min-max)"."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [names, ["---"] * len(names), *([cell(row.get(name, "")) for name in names] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def cell(value: Any) -> str:
+    if isinstance(value, Mapping):
+        if list(value) == ["median", "min", "max"]:
+            return f"{value['median']:g} ({value['min']:g}-{value['max']:g})"
+        return ", ".join(f"{name} {cell(each)}" for name, each in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(cell, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)

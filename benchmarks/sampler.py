@@ -1,0 +1,86 @@
+"""What drawing a token and its log-prob cost against the LM-head matmul that made the logits, in percent.
+
+For each number of rows: hidden states [rows, hidden] times a float32 head [vocabulary, hidden] with
+torch, then `Sampler.draw` and `Sampler.logprobs` on those logits, interleaved call by call. The logits are Gaussian
+with standard deviation --logit-std: 1 is an almost flat distribution, the sampler's worst case; 4 is a peaked one.
+Spreads are over the repeats. The first round, which compiles, is not counted.
+
+    python benchmarks/sampler.py [--vocabulary 150000] [--hidden 896] [--rows 1 8 32]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import record
+import torch
+
+from rhymerl.engine.kv_store import SlotPool
+from rhymerl.engine.rows import Counts, Rows
+from rhymerl.engine.sampler import Sampler
+from rhymerl.testing import make_requests
+
+TARGET_PERCENT = 25
+
+
+def make_rows(count: int, *, seed: int) -> Rows:
+    """Running rows as the engine keeps them, at T = 1 without truncation."""
+    rows = Rows(count, 64, SlotPool(count))
+    for request in make_requests(count, seed=seed):
+        rows.enter(request, None, Counts())
+    return rows
+
+
+def measure(count: int, logit_std: float, head: torch.Tensor, arguments: Any) -> dict[str, Any]:
+    """One row of the table."""
+    hidden = torch.randn(count, arguments.hidden, generator=torch.Generator().manual_seed(arguments.seed))
+    hidden *= logit_std * arguments.hidden**-0.5  # the head's entries have variance 1
+    logits = torch.nn.functional.linear(hidden, head)
+    rows = make_rows(count, seed=arguments.seed)
+    places, row = np.arange(count), np.arange(count)[::-1].copy()  # rows are handed out from 0; any order will do
+    tokens = Sampler(logits, rows).draw(places, row, np.zeros(count, np.int64))
+    position = 0
+
+    def draw() -> None:
+        nonlocal position
+        position += 1  # other noise each time
+        Sampler(logits, rows).draw(places, row, np.full(count, position))
+
+    ways = {
+        "matmul": lambda: torch.nn.functional.linear(hidden, head),
+        "draw": draw,
+        "logprobs": lambda: Sampler(logits, rows).logprobs(places, row, tokens),
+    }
+    measures = {name: (lambda work=work: record.seconds(work)) for name, work in ways.items()}
+    with torch.no_grad():
+        taken = record.interleaved(measures, repeats=arguments.repeats, warm_up=2)
+    rounds = zip(taken["matmul"], taken["draw"], taken["logprobs"], strict=True)
+    return {
+        "rows": count,
+        "logit_std": logit_std,
+        **{f"{name}_ms": record.spread(1000 * s for s in values) for name, values in taken.items()},
+        "share_percent": record.spread(
+            100 * (draw_s + logprobs_s) / matmul_s for matmul_s, draw_s, logprobs_s in rounds
+        ),
+    }
+
+
+def main(words: Sequence[str] | None = None) -> dict[str, Any]:
+    parser = record.options(__doc__, repeats=20)
+    parser.add_argument("--vocabulary", type=int, default=150_000)
+    parser.add_argument("--hidden", type=int, default=896)
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--logit-std", nargs="+", type=float, default=[1.0, 4.0])
+    arguments = parser.parse_args(words)
+    record.set_threads(arguments.threads)
+    start = record.environment()
+    generator = torch.Generator().manual_seed(arguments.seed)
+    head = torch.randn(arguments.vocabulary, arguments.hidden, generator=generator)
+    rows = [measure(count, std, head, arguments) for count in arguments.rows for std in arguments.logit_std]
+    return record.finish("sampler", __doc__, arguments, rows=rows, start=start, target_percent=TARGET_PERCENT)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Every benchmark runs, at its smallest, and ends in the one JSON line that it returns."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ENGINE = ["--models", "tiny", "--vocabularies", "19", "--prompts", "4", "--slots", "2", "--shortest", "2"]
+SAMPLER = ["--vocabulary", "200", "--hidden", "8", "--rows", "1", "3", "--logit-std", "1"]
+
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a benchmark as its command would, in this process."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+
+    def run(name: str, *words: str) -> dict[str, Any]:
+        result: dict[str, Any] = importlib.import_module(name).main(list(words))
+        assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
+        assert result["benchmark"] == name
+        assert set(result["environment"]) > {"processor", "load", "torch", "commit"}
+        return result
+
+    return run
+
+
+def test_engine_throughput_has_a_row_a_model_and_ratios(run: Run) -> None:
+    row = run("engine_throughput", *ENGINE, "--longest", "4", "--repeats", "1")["rows"][0]
+    assert (row["model"], row["vocabulary"]) == ("tiny", 19)
+    speeds = [row[f"{way}_tokens_per_s"]["median"] for way in ("engine", "generate_all")]
+    assert row["engine / generate_all"]["median"] == pytest.approx(speeds[0] / speeds[1], rel=1e-2)
+
+
+def test_sampler_has_a_row_for_each_number_of_rows(run: Run) -> None:
+    result = run("sampler", *SAMPLER, "--repeats", "2")
+    assert [row["rows"] for row in result["rows"]] == [1, 3]
+
+
+def test_loop_overhead_tells_the_ways_apart_and_writes_its_files(run: Run, tmp_path: Path) -> None:
+    words = ("--prompts", "16", "--group-size", "2", "--prompts-per-step", "4")
+    result = run("loop_overhead", *words, "--out", str(tmp_path), "--hardware", "here")
+    assert [row["way"] for row in result["rows"]] == ["backend", "loop", "loop_decode", "loop_pool"]
+    assert len(result["resident_mb_by_quarter"]) == 4
+    data, page = sorted(tmp_path.iterdir())
+    assert json.loads(data.read_text()) == result
+    assert page.name.startswith("loop_overhead_here_")
+    assert "| loop_pool |" in page.read_text()
+
+
+def test_trl_echo_runs_our_side_alone(run: Run) -> None:
+    words = ("--prompts", "2", "--group-size", "2", "--max-tokens", "4", "--reward-where", "main", "--threads", "1")
+    result = run("trl_echo", *words, "--seeds", "1", "--steps", "3", "--warm-up", "1")
+    assert result["speedup"] is None
+    (row,) = result["rows"]
+    assert row["side"] == "rhymerl"
+    assert 0 < row["rollout_s"]["median"] < row["step_s"]["median"]
