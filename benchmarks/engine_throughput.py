@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -129,7 +130,7 @@ def measure(name: str, vocabulary: int, arguments: Any) -> dict[str, Any]:
         "generate_all": lambda: run_generate(model, work, arguments.prompts),
         "generate_slots": lambda: run_generate(model, work, arguments.slots),
     }
-    measures = {way: (lambda work_of=run: record.seconds(work_of)) for way, run in ways.items()}
+    measures = {way: partial(record.seconds, run) for way, run in ways.items()}
     taken = record.interleaved(measures, repeats=arguments.repeats)
 
     def ratio(way: str, baseline: str) -> dict[str, float]:

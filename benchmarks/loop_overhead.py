@@ -119,7 +119,7 @@ def run_epoch(loops: dict[str, RolloutLoop], arguments: Any) -> tuple[dict[str, 
 
 
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = record.options(__doc__, repeats=1)
+    parser = record.options(__doc__)
     parser.add_argument("--prompts", type=int, default=10_000)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--prompts-per-step", type=int, default=64)

@@ -19,11 +19,12 @@ PACKAGES = ("torch", "transformers", "lightning", "numpy", "numba")
 Row = Mapping[str, Any]
 
 
-def options(description: str | None, *, repeats: int) -> argparse.ArgumentParser:
-    """A parser with the options that every benchmark has."""
+def options(description: str | None, *, repeats: int | None = None) -> argparse.ArgumentParser:
+    """A parser with the options that every benchmark has; `--repeats` where a default is given."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--repeats", type=int, default=repeats, help=f"interleaved repeats ({repeats})")
+    if repeats is not None:
+        parser.add_argument("--repeats", type=int, default=repeats, help=f"interleaved repeats ({repeats})")
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
     parser.add_argument("--out", type=Path, help="folder for the result files; take them on a quiet machine only")
     parser.add_argument("--hardware", default=default_hardware(), help="name of the machine in the file's name")

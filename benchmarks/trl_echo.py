@@ -97,7 +97,7 @@ def summary(blocks: Sequence[Block], arguments: Any) -> dict[str, Any]:
 
 
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = record.options(__doc__, repeats=1)
+    parser = record.options(__doc__)
     parser.add_argument("--trl-python", help="interpreter of an environment with TRL")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=100)
