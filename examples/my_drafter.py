@@ -1,0 +1,29 @@
+"""A drafter of one's own: guess that an answer goes on as an earlier answer to the same prompt did.
+
+    cd examples
+    rhymerl fit --config quickstart drafter=my_drafter.CopyEarlierAnswer
+
+A wrong guess costs time and never changes a token, so there is nothing here to get subtly wrong.
+"""
+
+import numpy as np
+
+from rhymerl import Draft, Drafter
+
+
+class CopyEarlierAnswer(Drafter):
+    """After the same `match` tokens, what followed in the latest answers; the best of a group has the last word."""
+
+    def __init__(self, *, match: int = 4) -> None:
+        self.match = match
+        self._followed = {}
+
+    def learn(self, samples):
+        for sample in sorted(samples, key=lambda sample: sample.reward):
+            tokens = np.append(sample.prompt.token_ids, sample.completion.token_ids)
+            for end in range(self.match, len(tokens)):
+                self._followed[sample.prompt.key, tokens[end - self.match : end].tobytes()] = tokens[end:]
+
+    def propose(self, request, context, budget):
+        guess = self._followed.get((request.prompt.key, context[-self.match :].tobytes()), context[:0])[:budget]
+        return Draft(token_ids=guess, parents=np.arange(-1, len(guess) - 1, dtype=np.int32))
