@@ -286,11 +286,7 @@ def check_trainer(trainer: Any) -> None:
             f"trainer.strategy={type(trainer.strategy).__name__}: one device without a distributed strategy is supported "
             "so far (devices=1, num_nodes=1, strategy=auto), because a rollout plan over several ranks is not there yet"
         )
-    if str(trainer.precision).startswith("16"):
-        raise ConfigError(
-            f"trainer.precision={trainer.precision!r}: float16 needs loss scaling, under which the engine's log-probs would "
-            "not be the update's; use bf16-mixed, bf16-true, 32-true or 64-true"
-        )
+    check_precision(trainer.precision)
     if trainer.gradient_clip_val:
         raise ConfigError(
             f"trainer.gradient_clip_val={trainer.gradient_clip_val}: Lightning clips nothing when a step runs its own "
@@ -305,6 +301,15 @@ def check_trainer(trainer: Any) -> None:
         raise ConfigError(
             f"trainer.overfit_batches={trainer.overfit_batches}: a batch is the prompts of a step, so use a small data.train "
             "or trainer.limit_train_batches"
+        )
+
+
+def check_precision(precision: object) -> None:
+    """Raise ConfigError for float16; apart from `check_trainer` because a Trainer on a CPU makes bfloat16 of it."""
+    if str(precision).startswith("16"):
+        raise ConfigError(
+            f"trainer.precision={precision!r}: float16 needs loss scaling, under which the engine's log-probs would "
+            "not be the update's; use bf16-mixed, bf16-true, 32-true or 64-true"
         )
 
 

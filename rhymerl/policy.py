@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -124,8 +125,8 @@ class PolicySource:
         try:
             model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[self.dtype])
             tokenizer = AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ConfigError(f"model.path={path!r}: cannot be loaded as a causal language model: {reason}") from error
         return Policy(model=model, tokenizer=tokenizer)
 

@@ -21,7 +21,7 @@ from rhymerl.config import instantiate, resolved, save_config
 from rhymerl.data import PromptDataModule
 from rhymerl.errors import ConfigError
 from rhymerl.folders import open_folder, refuse_second_run
-from rhymerl.module import RhymeModule, check_trainer
+from rhymerl.module import RhymeModule, check_precision, check_trainer
 from rhymerl.policy import restore
 
 Result = dict[str, float | int | None]
@@ -115,6 +115,7 @@ def build_trainer(
     for name, instead in _INSTEAD.items():
         if asked.get(name) is not None:
             raise ConfigError(f"trainer.{name}={asked[name]!r}: a run sets this itself; use {instead}")
+    check_precision(asked["precision"])
     logger = asked.get("logger")
     if logger is None or logger is True:
         logger = TensorBoardLogger(save_dir=run_dir, name="", version="tensorboard", purge_step=first_step)

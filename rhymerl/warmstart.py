@@ -10,9 +10,13 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 
+from rhymerl.callbacks import AtomicCheckpointIO, LiveProgress
+from rhymerl.config import describe
+from rhymerl.errors import ConfigError
+from rhymerl.folders import open_folder
 from rhymerl.policy import Policy, PolicySource
 from rhymerl.tasks.base import Task
 
@@ -107,15 +111,41 @@ def warmstart(
     seed: int = 0,
     save_every: int = 500,
     progress: bool = True,
+    callbacks: Sequence[L.Callback] = (),
 ) -> Path:
     """Train `source` on `task` and save it to the directory `out`; an interrupted call goes on where it was.
 
-    The state in between lives in `out/warmstart.ckpt` and is removed at the end.
+    The state in between lives in `out/warmstart.ckpt` and is removed at the end. Raises ConfigError when `out` holds a
+    model already, or the state of a call with other settings.
     """
+    for name, value, least in (
+        ("num_steps", num_steps, 1),
+        ("batch_size", batch_size, 1),
+        ("save_every", save_every, 1),
+    ):
+        if value < least:
+            raise ConfigError(f"warmstart.{name}={value}: expected at least {least}")
+    try:
+        task.demonstration(next(task.stream("warmstart", seed=seed)), random.Random(seed))
+    except TypeError as error:
+        raise ConfigError(f"task: {error}") from error
+    out = open_folder(out, setting="out")
+    if (out / "config.json").exists():
+        raise ConfigError(f"out={str(out)!r}: holds a model already; remove it or give another directory")
+    state = out / "warmstart.ckpt"
+    settings = {
+        "source": describe(source),
+        "task": describe(task),
+        "num_steps": num_steps,
+        "batch_size": batch_size,
+        "learning_rate": learning_rate,
+        "warmup_steps": warmup_steps,
+        "seed": seed,
+    }
+    if state.exists():
+        _check_same_settings(state, settings)
     L.seed_everything(seed, verbose=False)
     policy = source.load()
-    out = Path(out)
-    state = out / "warmstart.ckpt"
     module = WarmstartModule(policy, learning_rate=learning_rate, warmup_steps=warmup_steps, num_steps=num_steps)
     loader = DemonstrationLoader(task, policy, batch_size=batch_size, num_steps=num_steps, seed=seed)
     trainer = L.Trainer(
@@ -124,17 +154,49 @@ def warmstart(
         devices=1,
         gradient_clip_val=1.0,
         logger=False,
+        enable_checkpointing=True,
         enable_model_summary=False,
-        enable_progress_bar=progress,
+        enable_progress_bar=False,
         default_root_dir=out,
         callbacks=[
-            ModelCheckpoint(
-                dirpath=out, filename="warmstart", every_n_train_steps=save_every, enable_version_counter=False
-            )
+            *callbacks,
+            *([LiveProgress(lines_every=100)] if progress else []),
+            _State(state, save_every, settings),
         ],
+        plugins=[AtomicCheckpointIO()],
     )
     module.train()
-    trainer.fit(module, train_dataloaders=loader, ckpt_path=str(state) if state.exists() else None)
+    trainer.fit(module, train_dataloaders=loader, ckpt_path=str(state) if state.exists() else None, weights_only=True)
+    if trainer.global_step < num_steps:
+        return out
     policy.save(out)
     state.unlink(missing_ok=True)
     return out
+
+
+class _State(Checkpoint):
+    """One file, written over every `every` steps and after the last; it remembers the settings that it belongs to."""
+
+    def __init__(self, path: Path, every: int, settings: dict[str, Any]) -> None:
+        self.path = path
+        self.every = every
+        self.settings = settings
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.should_stop or trainer.global_step % self.every == 0:
+            trainer.save_checkpoint(self.path, weights_only=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"settings": self.settings}
+
+
+def _check_same_settings(path: Path, settings: dict[str, Any]) -> None:
+    saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)["callbacks"]["_State"]["settings"]
+    for name, value in settings.items():
+        if saved[name] != value:
+            raise ConfigError(
+                f"out={str(path.parent)!r}: holds the state of an interrupted warm start with another {name} "
+                f"({saved[name]!r}, now {value!r}); take that, or give another directory"
+            )

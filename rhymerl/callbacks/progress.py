@@ -63,7 +63,7 @@ class LiveProgress(L.Callback):
 def status_line(metrics: Any) -> str:
     """`reward 0.412  length 43.1  5,210 tok/s` from the logged metrics, as far as they are there."""
     parts = [
-        ("reward", "reward {:.3f}"),
+        ("loss", "loss {:.4f}") if "reward" not in metrics else ("reward", "reward {:.3f}"),
         ("completions/mean_length", "length {:.1f}"),
         ("rollout/tokens_per_s", "{:,.0f} tok/s"),
     ]

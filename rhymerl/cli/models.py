@@ -21,11 +21,17 @@ class Warmstart(ConfiguredCommand):
     default_config = "warmstart_running_sum"
 
     def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result | None:
-        from rhymerl.config import instantiate
+        from rhymerl.callbacks import StopOnRequest
+        from rhymerl.config import instantiate, resolved
 
         if "warmstart" not in config:
             raise UsageError("rhymerl warmstart: the config has no section 'warmstart'; build on warmstart.yaml")
-        out = instantiate(config.warmstart)
+        settings = resolved(config)["warmstart"]
+        callbacks = [*(settings.get("callbacks") or []), StopOnRequest(interrupt)]
+        out = instantiate({**settings, "callbacks": callbacks}, key="warmstart")
+        if interrupt.requested:
+            print(f"The state is in {out}: the same command goes on from there")
+            return {"out": str(out)}
         print(f"The policy is in {out}: use it with model.path={out}")
         return {"out": str(out)}
 

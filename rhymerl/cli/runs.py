@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from rhymerl.cli.base import ConfiguredCommand, Result
 from rhymerl.cli.interrupt import Interrupt
+from rhymerl.errors import UsageError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -20,6 +21,7 @@ class Fit(ConfiguredCommand):
         from rhymerl.callbacks import StopOnRequest
         from rhymerl.run import fit
 
+        _check_is_run(config, "fit")
         return fit(config, callbacks=[StopOnRequest(interrupt)])
 
 
@@ -31,4 +33,10 @@ class Evaluate(ConfiguredCommand):
     def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result:
         from rhymerl.run import evaluate
 
+        _check_is_run(config, "evaluate")
         return evaluate(config)
+
+
+def _check_is_run(config: DictConfig, command: str) -> None:
+    if "module" not in config:
+        raise UsageError(f"rhymerl {command}: the config has no section 'module'; build on base.yaml")

@@ -89,8 +89,11 @@ class Engine:
         self._allocate()
 
     def _allocate(self) -> None:
-        """One token through the model, which knows the store's shapes. So a pass is laid out the same way whether or not
-        others came before: the first one of a resumed run gives the very log-probs that it gave in the whole run."""
+        """Feed one token to the model, which knows the store's shapes.
+
+        So a pass is laid out the same way whether or not others came before, and the first one of a resumed run gives the
+        very log-probs that it gave in the whole run.
+        """
         row = self.rows.enter_prefix(np.zeros(1, np.int32)).row
         layout = lay_out(self.rows, np.array([row]), np.array([1]), [None])
         with packed(self.model):

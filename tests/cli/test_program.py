@@ -137,11 +137,12 @@ def test_ctrl_c(signals: int, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("released", [False, True])
 def test_ctrl_c_outside_training_is_as_usual(released: bool) -> None:
-    with Interrupt() as interrupt, pytest.raises(KeyboardInterrupt):
+    with Interrupt() as interrupt:
         if released:
             interrupt.hold()
             interrupt.release()
-        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
     assert interrupt.requested
 
 

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from rhymerl.algos import GRPO
 from rhymerl.callbacks import AtomicCheckpointIO
 from rhymerl.drafters import NoDrafter
+from rhymerl.tasks import Task
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["rhymerl.run", "rhymerl.warmstart", "tests.integration.programs"])
@@ -21,7 +22,12 @@ _CONTEXT.set_forkserver_preload(["rhymerl.run", "rhymerl.warmstart", "tests.inte
 
 def start(words: Sequence[str], output: Path) -> ForkServerProcess:
     """`rhymerl WORDS` with stdout and stderr in one file; the exit code is the process's."""
-    process = _CONTEXT.Process(target=_main, args=(list(words), str(output)))
+    return run(_main, list(words), str(output))
+
+
+def run(function: Callable[..., None], *arguments: Any) -> ForkServerProcess:
+    """A function in a process of its own."""
+    process = _CONTEXT.Process(target=function, args=arguments)
     process.start()
     return process
 
@@ -44,17 +50,18 @@ def die() -> None:
 
 
 class DieInUpdate(GRPO):
-    """Kills the process in the n-th backward."""
+    """Sends the process a signal in the n-th backward."""
 
-    def __init__(self, *, call: int) -> None:
+    def __init__(self, *, call: int, signal: int = signal.SIGKILL) -> None:
         super().__init__()
         self.call = call
+        self.signal = int(signal)
         self._calls = 0
 
     def loss(self, *args: Any, **kwargs: Any) -> Any:
         self._calls += 1
         if self._calls == self.call:
-            die()
+            os.kill(os.getpid(), self.signal)
         return super().loss(*args, **kwargs)
 
 
@@ -81,3 +88,12 @@ class DieInSave:
 def save_and_die(path: str) -> None:
     """A checkpoint that is never finished."""
     AtomicCheckpointIO().save_checkpoint({"weights": list(range(100_000)), "last": DieInSave()}, path)
+
+
+class Silent(Task):
+    """A task without demonstrations."""
+
+    reward = "tests.integration.rewards.digits"
+
+    def problem(self, random_source: Any) -> dict[str, str]:
+        return {"prompt": str(random_source.random())}

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from rhymerl.callbacks import AtomicCheckpointIO
 from tests.integration import programs
 from tests.integration.conftest import Run, assert_same, checkpoint, rows
 
@@ -88,3 +90,92 @@ def test_killed_at_any_instant(seed, settings, whole, tmp_path, rhymerl):
     killed(words, tmp_path, when=tmp_path / "run" / "checkpoints" / "last.ckpt", after_s=after_s)
     assert rhymerl(*words, "ckpt_path=last").code == 0
     assert_same_runs(tmp_path / "run", whole)
+
+
+@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGINT])
+def test_stopped_within_an_epoch_counts_epochs_right(kill, settings, whole, tmp_path, rhymerl):
+    """Two passes are six steps, however often the run was interrupted."""
+    words = [*words_for(settings, tmp_path / "run"), "trainer.max_steps=-1", "trainer.max_epochs=2"]
+    for call in (3, 5):
+        more = [f"algo={{_target_: tests.integration.programs.DieInUpdate, call: {call}, signal: {int(kill)}}}"]
+        process = programs.start([*words, *more, *["ckpt_path=last"][: call - 3]], tmp_path / "output")
+        process.join(60)
+        assert process.exitcode == (-kill if kill == signal.SIGKILL else 130), (tmp_path / "output").read_text()
+    assert checkpoint(tmp_path / "run")["rhymerl"]["num_rollouts"] in (3, 5)
+    assert rhymerl(*words, "ckpt_path=last").code == 0
+    assert_same_runs(tmp_path / "run", whole)
+
+
+def test_ctrl_c_says_so_and_saves(settings, tmp_path, rhymerl):
+    process = programs.start([*words_for(settings, tmp_path / "run"), SIGINT_IN_STEP_2], tmp_path / "output")
+    process.join(60)
+    assert process.exitcode == 130
+    words = (tmp_path / "output").read_text()
+    assert "Stopping after this step" in words
+    assert "Traceback" not in words
+    assert checkpoint(tmp_path / "run")["rhymerl"]["num_rollouts"] == 2
+
+
+SIGINT_IN_STEP_2 = f"algo={{_target_: tests.integration.programs.DieInUpdate, call: 3, signal: {int(signal.SIGINT)}}}"
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_ended_after_any_step_and_trained_further(steps, settings, whole, tmp_path, rhymerl):
+    """Step 3 ends the first pass. The schedule is the constant one: the linear one follows from max_steps."""
+    words = [*words_for(settings, tmp_path / "run"), "update.lr_schedule=constant"]
+    assert rhymerl(*words, f"trainer.max_steps={2 * steps}").code == 0
+    assert rhymerl(*words, "ckpt_path=last").code == 0
+    words = [*words_for(settings, tmp_path / "whole"), "update.lr_schedule=constant"]
+    assert rhymerl(*words).code == 0
+    assert_same_runs(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_finished_run_that_is_resumed_changes_nothing(settings, whole, rhymerl):
+    before = state(whole)
+    assert rhymerl(*words_for(settings, whole), "ckpt_path=last").code == 0
+    assert_same(state(whole), before)
+    assert_same_runs(whole, whole)
+
+
+def test_an_unfinished_checkpoint_leaves_the_one_before(tmp_path):
+    path = tmp_path / "last.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"weights": 1}, path)
+    process = programs.run(programs.save_and_die, str(path))
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert torch.load(path, weights_only=True) == {"weights": 1}
+    with pytest.raises(TypeError):
+        AtomicCheckpointIO().save_checkpoint({"weights": (each for each in [])}, path)
+    assert torch.load(path, weights_only=True) == {"weights": 1}
+    AtomicCheckpointIO().save_checkpoint({"weights": 2}, path)
+    assert torch.load(path, weights_only=True) == {"weights": 2}
+    assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_resuming_nothing_is_an_error_and_leaves_nothing(settings, tmp_path, rhymerl):
+    done = rhymerl(*settings, f"run_dir={tmp_path / 'run'}", "ckpt_path=last")
+    assert done.code == 2
+    assert done.err.startswith("error: ckpt_path='last': there is no file")
+    assert done.err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([], "holds another run"),
+        (["ckpt_path=last", "data.seed=5"], "data.seed=5: the checkpoint was written with 0"),
+        (["ckpt_path=last", "task.train_size=9"], "data.train: 9 prompts, but the checkpoint was written with 10"),
+        (["ckpt_path=last", "model.path=null", "model.init={model_type: llama, hidden_size: 8, intermediate_size: 8, "
+          "num_hidden_layers: 1, num_attention_heads: 1, max_position_embeddings: 128}"],
+         "of another model than model.path or model.init"),
+        (["ckpt_path=last", "task.train_size=none"], "task.train_size='none'"),
+    ],
+)  # fmt: skip
+def test_a_failed_start_leaves_the_other_run_as_it_is(more, message, settings, whole, rhymerl):
+    before = {path: path.read_bytes() for path in sorted(whole.rglob("*")) if path.is_file()}
+    done = rhymerl(*words_for(settings, whole), *more)
+    assert done.code == 2
+    assert message in done.err
+    assert done.err.count("\n") == 1
+    assert {path: path.read_bytes() for path in sorted(whole.rglob("*")) if path.is_file()} == before
