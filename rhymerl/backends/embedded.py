@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.drafters.base import Drafter
-from rhymerl.engine.engine import Engine, EngineTotals
+from rhymerl.engine.engine import Engine
 from rhymerl.engine.support import prove, refuse_unsupported
+from rhymerl.engine.totals import EngineTotals
 from rhymerl.errors import BackendError, ConfigError
 from rhymerl.types import Completion, RolloutRequest
 

@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -21,31 +20,13 @@ from rhymerl.engine.layout import BucketLayout, PassLayout, lay_out
 from rhymerl.engine.ragged import IndexArray
 from rhymerl.engine.rows import Counts, Prefix, Rows
 from rhymerl.engine.sampler import Sampler
+from rhymerl.engine.totals import EngineTotals
 from rhymerl.engine.tree import check_draft, cut
 from rhymerl.engine.verify import Walk, walk
 from rhymerl.errors import ConfigError
 from rhymerl.types import Completion, Draft, FinishReason, Generated, RolloutRequest
 
-
-@dataclass(slots=True)
-class EngineTotals:
-    """Sums since the engine started."""
-
-    passes: int = 0
-    fed_tokens: int = 0
-    emitted_tokens: int = 0
-    drafted_nodes: int = 0
-    accepted_nodes: int = 0
-    request_passes: int = 0  # passes times the rows that emitted in them
-    preemptions: int = 0
-    bad_drafts: int = 0
-    busy_s: float = 0.0
-    tail_s: float = 0.0  # of busy_s, with less than a quarter of the slots running
-    draft_s: float = 0.0
-
-    def minus(self, other: EngineTotals) -> EngineTotals:
-        """What was added since `other`."""
-        return EngineTotals(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
+_HAND_OVER = 8  # passes
 
 
 class Engine:
@@ -86,6 +67,7 @@ class Engine:
         self._waiting: deque[tuple[RolloutRequest, Counts]] = deque()
         self._running: list[int] = []  # rows, oldest first
         self._prefixes: dict[bytes, Prefix] = {}  # least recently used first
+        self._unfilled: list[Prefix] = []  # those that still have to be computed
         self._allocate()
 
     def _allocate(self) -> None:
@@ -123,11 +105,18 @@ class Engine:
         self._waiting.extend((request, Counts()) for request in requests)
 
     def run(self, deadline: float | None = None) -> list[Completion]:
-        """Step until at least one request has ended, nothing is left, or `time.monotonic()` has passed `deadline`."""
+        """Step until requests have ended, nothing is left, or `time.monotonic()` has passed `deadline`.
+
+        Completions are handed over every few passes: entering and leaving the engine walks all modules.
+        """
         finished: list[Completion] = []
+        passes = 0
         with packed(self.model):
-            while not finished and self.has_work and (deadline is None or time.monotonic() < deadline):
-                finished = self.step()
+            while self.has_work and (not finished or passes % _HAND_OVER):
+                if deadline is not None and time.monotonic() >= deadline:
+                    break
+                finished += self.step()
+                passes += 1
         return finished
 
     def step(self) -> list[Completion]:
@@ -193,6 +182,7 @@ class Engine:
             while self.rows.num_free < 2 and (idle := self._idle_prefix()):
                 self._evict(idle)
             prefix = self.rows.enter_prefix(tokens)
+            self._unfilled.append(prefix)
         self._prefixes[prefix.tokens] = prefix
         return prefix
 
@@ -201,6 +191,7 @@ class Engine:
 
     def _evict(self, prefix: Prefix) -> None:
         del self._prefixes[prefix.tokens]
+        self._unfilled = [each for each in self._unfilled if each is not prefix]
         self.rows.leave(prefix.row)
 
     def _lay_out(self) -> PassLayout:
@@ -214,12 +205,17 @@ class Engine:
 
     def _feed(self) -> tuple[IndexArray, IndexArray]:
         """Rows that feed and how many of their uncached tokens: prefixes first, then the requests they serve."""
+        rows = self.rows
+        running = np.array(self._running, np.int64)
+        self._unfilled = [prefix for prefix in self._unfilled if rows.cached[prefix.row] < rows.length[prefix.row]]
+        if not self._unfilled and (rows.length[running] - rows.cached[running] == 1).all():
+            return running, np.ones(len(running), np.int64)
         budget = max(self.max_pass_tokens - len(self._running), 1)
-        rows, feeding, chains, unready = self.rows, [], [], set()
-        for row in [*(prefix.row for prefix in self._prefixes.values()), *self._running]:
+        feeding, chains, unready = [], [], set()
+        for row in [*(prefix.row for prefix in self._unfilled), *self._running]:
             owed = int(rows.length[row] - rows.cached[row])
             prefix = rows.prefix[row]
-            if owed == 0 or (prefix is not None and prefix.row in unready):
+            if prefix is not None and prefix.row in unready:
                 continue
             fed = owed if owed == 1 else min(owed, budget)
             budget -= fed if owed > 1 else 0
@@ -241,7 +237,7 @@ class Engine:
 
     def _preempt(self, row: int) -> None:
         """Back to the head of the queue; its tokens stay, its keys and values are computed again."""
-        counts = self.rows.counts[row]
+        counts = self.rows.counts(row)
         withdrawn = self._leave(row, self.rows.completion(row, "withdrawn"))
         self._waiting.appendleft((withdrawn.resume(), counts))
 
@@ -319,7 +315,8 @@ class Engine:
         """Cached = the chain and the accepted path; slots of rejected nodes go back."""
         rows = self.rows
         rows.cached[layout.row] += layout.chain
-        for e in np.flatnonzero([layout.drafts[member] is not None for member in layout.emits]):
+        drafted = [layout.drafts[member] is not None for member in layout.emits] if layout.has_drafts else []
+        for e in np.flatnonzero(drafted):
             row, draft = int(layout.row[layout.emits[e]]), layout.drafts[layout.emits[e]]
             assert draft is not None
             first = int(rows.cached[row])
@@ -333,18 +330,11 @@ class Engine:
     def _finish(self, row: IndexArray, layout: PassLayout, steps: Walk) -> list[Completion]:
         """Count, tell the drafter, and free the rows that drew a stop token or reached their limit."""
         rows, finished = self.rows, []
-        drafting = self.max_draft_nodes > 0
-        for e, each in enumerate(row):
-            counts = rows.counts[each]
-            counts.passes += 1
-            draft = layout.drafts[layout.emits[e]]
-            counts.drafted += len(draft) if draft is not None else 0
-            counts.accepted += int(steps.num_accepted[e])
-            if drafting:
-                request = rows.request[each]
-                assert request is not None
-                emitted = rows.tokens[each, rows.length[each] - steps.num_emitted[e] : rows.length[each]]
-                self.drafter.accept(request, emitted, int(steps.num_accepted[e]))
+        rows.passes[row] += 1
+        rows.accepted[row] += steps.num_accepted
+        rows.drafted[row] += np.diff(layout.logit_start, append=len(layout.logit_places)) - 1
+        if self.max_draft_nodes > 0:
+            self._tell_drafter(row, steps)
         full = rows.length[row] == rows.limit[row]
         for e in np.flatnonzero(steps.ended | full).tolist():
             reason: FinishReason = "stop" if steps.ended[e] else "length"
@@ -353,6 +343,15 @@ class Engine:
         self.totals.accepted_nodes += int(steps.num_accepted.sum())
         self.totals.request_passes += len(row)
         return finished
+
+    def _tell_drafter(self, row: IndexArray, steps: Walk) -> None:
+        rows = self.rows
+        for each, emitted, accepted in zip(row, steps.num_emitted, steps.num_accepted, strict=True):
+            request = rows.request[each]
+            assert request is not None
+            self.drafter.accept(
+                request, rows.tokens[each, rows.length[each] - emitted : rows.length[each]], int(accepted)
+            )
 
     def _leave(self, row: int, completion: Completion) -> Completion:
         self._running.remove(row)

@@ -49,6 +49,11 @@ class PassLayout:
     buckets: list[BucketLayout]
     narrow: NarrowLayout | None  # rows that the compiled attention takes
 
+    @property
+    def has_drafts(self) -> bool:
+        """Whether any row hangs a draft below its root."""
+        return len(self.logit_places) > len(self.emits)
+
 
 def lay_out(
     rows: Rows, row: IndexArray, chain: IndexArray, drafts: Sequence[Draft | None], *, compiled: bool = False
@@ -65,9 +70,8 @@ def lay_out(
     place = rows.cached[of_row] + fed.offset
     slots = rows.pool.take(fed.total)
     rows.slots[of_row, place] = slots
-    for each in row:
-        if rows.prefix[each] is not None and rows.cached[each] == rows.shared[each]:
-            rows.read_prefix(int(each))
+    for each in row[rows.is_request[row] & (rows.shared[row] > 0) & (rows.cached[row] == rows.shared[row])]:
+        rows.read_prefix(int(each))
 
     token_ids = np.empty(fed.total, np.int32)
     token_ids[in_chain] = rows.tokens[of_row[in_chain], place[in_chain]]
@@ -78,8 +82,7 @@ def lay_out(
         depth = np.concatenate([depths(draft.parents) for draft in live])
         positions[~in_chain] = (rows.cached[row] + chain - 1)[fed.row[~in_chain]] + depth
 
-    is_request = np.array([rows.request[each] is not None for each in row], np.bool_)
-    emits = np.flatnonzero(is_request & (rows.cached[row] + chain == rows.length[row]))
+    emits = np.flatnonzero(rows.is_request[row] & (rows.cached[row] + chain == rows.length[row]))
     wanted = ragged(1 + num_nodes[emits])
     is_narrow = chain + num_nodes <= (MAX_WIDTH if compiled else 0)
     narrow = np.flatnonzero(is_narrow)
@@ -109,6 +112,8 @@ def _buckets(
     members: IndexArray,
 ) -> list[BucketLayout]:
     """Rows whose widths share a power of two go together, so padding at most doubles a row."""
+    if not len(members):
+        return []
     width = chain + num_nodes
     size_class = np.ceil(np.log2(width[members])).astype(np.int64)
     return [

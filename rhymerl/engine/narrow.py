@@ -80,7 +80,8 @@ def attend(
                 for d in range(dim):
                     score += q[d] * keys[key, kv, d]
                 weights[j] = score
-                largest = max(largest, score)
+                if score > largest:
+                    largest = score
             norm = 0.0
             for j in range(count):
                 weights[j] = math.exp(weights[j] - largest)

@@ -20,7 +20,7 @@ from rhymerl.engine.ragged import IndexArray
 from rhymerl.types import Completion, FinishReason, Generated, RolloutRequest
 
 if TYPE_CHECKING:
-    from rhymerl.types import IntArray
+    from rhymerl.types import BoolArray, IntArray
 
 NOBODY = -1
 
@@ -65,9 +65,12 @@ class Rows:
     top_p: npt.NDArray[np.float64] = field(init=False)  # [R]
     min_p: npt.NDArray[np.float64] = field(init=False)  # [R]
     stop_ids: npt.NDArray[np.int32] = field(init=False)  # [R, most stop ids], filled up with NOBODY
+    is_request: BoolArray = field(init=False)  # [R] False for prefixes and free rows
+    passes: IndexArray = field(init=False)  # [R] as in Counts
+    drafted: IndexArray = field(init=False)  # [R]
+    accepted: IndexArray = field(init=False)  # [R]
     request: list[RolloutRequest | None] = field(init=False)
     prefix: list[Prefix | None] = field(init=False)
-    counts: list[Counts] = field(init=False)
     _free: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -76,7 +79,7 @@ class Rows:
         self.slots = np.zeros(shape, np.int64)
         self.logprobs = np.zeros(shape, np.float64)
         self.versions = np.zeros(shape, np.int32)
-        for name in ("length", "cached", "shared", "prompt_length", "limit", "top_k"):
+        for name in ("length", "cached", "shared", "prompt_length", "limit", "top_k", "passes", "drafted", "accepted"):
             setattr(self, name, np.zeros(self.num_rows, np.int64))
         for name in ("temperature", "top_p", "min_p"):
             setattr(self, name, np.zeros(self.num_rows, np.float64))
@@ -84,7 +87,7 @@ class Rows:
         self.stop_ids = np.full((self.num_rows, 1), NOBODY, np.int32)
         self.request = [None] * self.num_rows
         self.prefix = [None] * self.num_rows
-        self.counts = [Counts() for _ in range(self.num_rows)]
+        self.is_request = np.zeros(self.num_rows, np.bool_)
         self._free = list(range(self.num_rows))[::-1]
 
     @property
@@ -116,7 +119,8 @@ class Rows:
         for name in ("temperature", "top_k", "top_p", "min_p"):
             getattr(self, name)[row] = getattr(request.sampling, name)
         self._set_stop_ids(row, request.sampling.stop_token_ids)
-        self.request[row], self.prefix[row], self.counts[row] = request, prefix, counts
+        self.passes[row], self.drafted[row], self.accepted[row] = counts.passes, counts.drafted, counts.accepted
+        self.request[row], self.prefix[row], self.is_request[row] = request, prefix, True
         if prefix:
             prefix.num_readers += 1
         return row
@@ -134,6 +138,7 @@ class Rows:
         if prefix is not None:
             prefix.num_readers -= 1
         self.request[row] = self.prefix[row] = None
+        self.is_request[row] = False
         self.length[row] = self.cached[row] = self.shared[row] = 0
         self._free.append(row)
 
@@ -143,9 +148,13 @@ class Rows:
         view.flags.writeable = False
         return view
 
+    def counts(self, row: int) -> Counts:
+        """What the row's request has cost so far."""
+        return Counts(passes=int(self.passes[row]), drafted=int(self.drafted[row]), accepted=int(self.accepted[row]))
+
     def completion(self, row: int, reason: FinishReason) -> Completion:
         """The row's answer so far."""
-        request, counts = self.request[row], self.counts[row]
+        request, counts = self.request[row], self.counts(row)
         assert request is not None
         response = slice(self.prompt_length[row], self.length[row])
         generated = Generated(

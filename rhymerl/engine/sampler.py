@@ -12,6 +12,8 @@ from rhymerl.engine.noise import log_race_times, noise_keys
 from rhymerl.engine.ragged import IndexArray
 from rhymerl.engine.rows import Rows
 
+_WIDE = 8192  # tokens
+
 
 def truncate(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """A copy of logits [n, V] with -inf where temperature, top-k, top-p and min-p (each [n]) rule a token out.
@@ -61,14 +63,19 @@ class Sampler:
 
     def logprobs(self, places: IndexArray, row: IndexArray, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
         """Untruncated log_softmax(logits / T)[token] at each place, [n], in nats; T = 0 uses 1."""
+        logits = self._logits
         temperature = self._rows.temperature[row]
-        scale = torch.from_numpy(np.where(temperature > 0, temperature, 1.0)).to(self._logits)
-        lines = self._logits if len(places) == len(self._logits) else self._logits[_index(places, self._logits)]
-        if len(places) == len(self._logits) and not (places[:-1] < places[1:]).all():
-            lines = self._logits[_index(places, self._logits)]
-        lines = lines / scale[:, None]
-        chosen = lines.gather(-1, _index(tokens, lines)[:, None])[:, 0]
-        return (chosen - lines.logsumexp(-1)).double().cpu().numpy()
+        scale = torch.from_numpy(np.where(temperature > 0, 1 / np.where(temperature > 0, temperature, 1), 1.0)).to(
+            logits
+        )
+        index = _index(places, logits)
+        chosen = logits[index, _index(tokens, logits)] * scale
+        if logits.device.type == "cpu" and logits.shape[1] > _WIDE:
+            # Line by line, what the reduction needs besides stays in the cache.
+            norm = torch.stack([(logits[i] * s).logsumexp(-1) for i, s in zip(places, scale, strict=True)])
+        else:
+            norm = (logits[index] * scale[:, None]).logsumexp(-1)
+        return (chosen - norm).double().cpu().numpy()
 
 
 def _index(values: npt.NDArray[np.integer], like: Tensor) -> Tensor:

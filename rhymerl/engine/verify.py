@@ -70,6 +70,9 @@ def walk(layout: PassLayout, rows: Rows, sampler: Sampler) -> Walk:
 
 def _children(layout: PassLayout) -> Children:
     """The edges of all drafts, in numbers of logits: a row's root is its first, its nodes follow in order."""
+    if not layout.has_drafts:
+        nothing = np.empty(0, np.int64)
+        return Children(nothing, nothing, nothing.astype(np.int32))
     parents, nodes, tokens = [], [], []
     for start, member in zip(layout.logit_start, layout.emits, strict=True):
         draft = layout.drafts[member]
@@ -77,7 +80,4 @@ def _children(layout: PassLayout) -> Children:
             parents.append(start + 1 + draft.parents.astype(np.int64))
             nodes.append(start + 1 + np.arange(len(draft)))
             tokens.append(draft.token_ids)
-    if not nodes:
-        nothing = np.empty(0, np.int64)
-        return Children(nothing, nothing, nothing.astype(np.int32))
     return Children(np.concatenate(nodes), np.concatenate(parents), np.concatenate(tokens))

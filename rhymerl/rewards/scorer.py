@@ -63,7 +63,8 @@ class RewardScorer:
         self._scores[key] = dict(self._defaults)
         for put, select in zip(self._put, self._selectors, strict=True):
             put(key, Call(text, select(columns)))
-        self._pool.poll()
+        if len(self._scores) % self.chunk_size == 0:
+            self._pool.poll()
 
     def collect(
         self, device: torch.device | str | None = None, *, order: Sequence[str] | None = None
