@@ -11,6 +11,7 @@ from typing import Any, cast
 import lightning as L
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -103,13 +104,16 @@ class RhymeModule(L.LightningModule):
     # -- set-up ------------------------------------------------------------------------------------------------
 
     def configure_callbacks(self) -> list[L.Callback]:
-        """Lightning calls no teardown after an exception, and the reward processes must not outlive a failed fit."""
+        """Refuse flags before Lightning brings anything up; and call teardown after an exception, which it does not.
+
+        Otherwise the reward processes would outlive a failed fit.
+        """
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            check_trainer(self.trainer)
         return [_TeardownOnException()]
 
     def setup(self, stage: str) -> None:
         """See `check`; the data module has been set up before."""
-        if stage == "fit":
-            check_trainer(self.trainer)
         self.check(self._datamodule())
 
     def check(self, datamodule: PromptDataModule) -> None:

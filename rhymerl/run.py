@@ -83,7 +83,8 @@ def evaluate(config: DictConfig) -> dict[str, float]:
     module.check(datamodule)
     if checkpoint is not None:
         _check_weights(checkpoint, module, ckpt_path)
-    metrics = trainer.validate(module, datamodule, ckpt_path=ckpt_path, verbose=False, weights_only=True)[0]
+        module.load_state_dict(checkpoint["state_dict"])
+    metrics = trainer.validate(module, datamodule, verbose=False)[0]
     table = Table(title="Evaluation", title_justify="left", show_header=False)
     for name, value in metrics.items():
         table.add_row(name, f"{value:.4g}")
@@ -205,7 +206,7 @@ def _parts(config: DictConfig) -> tuple[PromptDataModule, RhymeModule]:
 
 
 def _evaluate(trainer: L.Trainer, module: RhymeModule, datamodule: PromptDataModule) -> float:
-    metrics = trainer.validate(module, datamodule, verbose=False, weights_only=True)[0]
+    metrics = trainer.validate(module, datamodule, verbose=False)[0]
     return float(metrics["eval/reward"])
 
 

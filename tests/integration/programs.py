@@ -11,6 +11,8 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import lightning as L
+
 from rhymerl.algos import GRPO
 from rhymerl.callbacks import AtomicCheckpointIO
 from rhymerl.drafters import NoDrafter
@@ -76,6 +78,22 @@ class DieInRollout(NoDrafter):
         self._calls += 1
         if self._calls == self.call:
             die()
+
+
+class KeepMetrics(L.Callback):
+    """The `kl` of every step, kept in the checkpoint."""
+
+    def __init__(self) -> None:
+        self.kl: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        self.kl.append(float(trainer.callback_metrics["kl"]))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kl": self.kl}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.kl = state_dict["kl"]
 
 
 class DieInSave:

@@ -1,0 +1,220 @@
+"""`Trainer(...).fit(RhymeModule(...), PromptDataModule(...))` with the usual flags of Lightning."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from rhymerl import PromptDataModule, RhymeModule
+from rhymerl.algos import GRPO
+from rhymerl.errors import ConfigError
+from rhymerl.rollout import RolloutSettings
+from rhymerl.update import UpdateSettings
+from tests.integration.conftest import assert_same
+
+DIGITS = "tests.integration.rewards.digits"
+
+
+@pytest.fixture
+def prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Six prompts, two of them for validation by name; Lightning's own directories end up beside them."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{i}+{i}=?\n", "answer": str(2 * i)}) + "\n" for i in range(6)))
+    return path
+
+
+def parts(model: Any, prompts: Path, **more: Any) -> tuple[RhymeModule, PromptDataModule]:
+    settings = {
+        "rollout": RolloutSettings(group_size=4, max_tokens=8),
+        "update": UpdateSettings(learning_rate=1e-2),
+        "rewards": DIGITS,
+        **more,
+    }
+    return RhymeModule(model, **settings), PromptDataModule(str(prompts), str(prompts), prompts_per_step=3)
+
+
+def weights(module: L.LightningModule) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def num_changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> int:
+    return sum(not torch.equal(before[name], after[name]) for name in before)
+
+
+QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
+
+
+def test_defaults(model_dir, prompts):
+    """Nothing but what nobody can choose for the user, and one epoch for the sake of time."""
+    module = RhymeModule(str(model_dir), rewards=DIGITS, rollout=RolloutSettings(max_tokens=8))
+    before = weights(module)
+    trainer = L.Trainer(devices=1, max_epochs=1, log_every_n_steps=1)
+    trainer.fit(module, PromptDataModule(str(prompts)))
+    assert module.num_rollouts == trainer.global_step == 1
+    assert num_changed(before, weights(module)) > 20
+    assert list(Path("lightning_logs").rglob("*.ckpt"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [
+        ({"fast_dev_run": True}, 1),
+        ({"max_steps": 3}, 3),
+        ({"max_epochs": 2}, 4),
+        ({"max_epochs": 2, "limit_train_batches": 1}, 2),
+        ({"max_steps": 4, "val_check_interval": 1}, 4),
+        ({"max_steps": 2, "limit_val_batches": 0}, 2),
+        ({"max_steps": 2, "num_sanity_val_steps": 1}, 2),
+    ],
+    ids=str,
+)
+def test_flags(flags, steps, model_dir, prompts):
+    module, datamodule = parts(str(model_dir), prompts)
+    L.Trainer(devices=1, **QUIET, **flags).fit(module, datamodule)
+    assert module.num_rollouts == steps
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [
+        ("bf16-mixed", torch.float32),
+        ("bf16-true", torch.bfloat16),
+        ("64-true", torch.float64),
+        ("32-true", torch.float32),
+    ],
+)
+def test_precisions(precision, dtype, model_dir, prompts):
+    module, datamodule = parts(str(model_dir), prompts)
+    before = weights(module.to(dtype))
+    trainer = L.Trainer(devices=1, max_steps=2, precision=precision, **QUIET)
+    trainer.fit(module, datamodule)
+    assert module.model.dtype == dtype
+    assert num_changed(before, weights(module)) > 10
+    # One policy, two computations of the same log-probs.
+    apart = float(trainer.callback_metrics["sampling/sampling_logp_difference/max"])
+    assert apart <= {"64-true": 1e-9, "32-true": 1e-4}.get(precision, 0.5)
+
+
+def test_gradient_checkpointing_gives_the_same_weights(model_dir, prompts):
+    """Bit-equal, since what is recomputed is the same; and it takes part, which needs train mode."""
+    results, calls = [], []
+    for on in (False, True):
+        module, datamodule = parts(str(model_dir), prompts)
+        if on:
+            module.model.activation_checkpointing_enable()
+            module.model.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+        L.Trainer(devices=1, max_steps=2, **QUIET).fit(module, datamodule)
+        results.append(weights(module))
+    assert_same(*results)
+    assert (
+        sum(calls) == 4 - 2
+    )  # non-reentrant: the first forward has gradients off or on, the second is the recomputation
+
+
+def test_load_from_checkpoint(model_dir, prompts, tmp_path):
+    module, datamodule = parts(str(model_dir), prompts)
+    saver = ModelCheckpoint(dirpath=tmp_path / "saved", every_n_epochs=1)
+    L.Trainer(devices=1, max_epochs=1, callbacks=[saver], **QUIET).fit(module, datamodule)
+    loaded = RhymeModule.load_from_checkpoint(saver.best_model_path)
+    assert_same(dict(loaded.state_dict()), dict(module.state_dict()))
+    assert loaded.rollout.max_tokens == 8
+    assert loaded.num_tokens == module.num_tokens > 0
+    saved = torch.load(saver.best_model_path, weights_only=True)
+    assert saved["hyper_parameters"]["rewards"] == DIGITS
+    assert json.loads(json.dumps(saved["hyper_parameters"])) == {
+        **saved["hyper_parameters"],
+        "update": {**saved["hyper_parameters"]["update"], "betas": [0.9, 0.999]},
+    }
+
+
+def test_loggers_and_callbacks(model_dir, prompts, tmp_path):
+    module, datamodule = parts(str(model_dir), prompts)
+    seen = []
+
+    class Mine(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            seen.append(float(trainer.callback_metrics["reward"]))
+
+    loggers = [CSVLogger(tmp_path, name="csv"), TensorBoardLogger(tmp_path, name="board")]
+    L.Trainer(
+        devices=1, max_steps=2, logger=loggers, callbacks=[Mine()], default_root_dir=tmp_path / "root", **QUIET
+    ).fit(module, datamodule)
+    header = next((tmp_path / "csv").rglob("metrics.csv")).read_text().splitlines()[0].split(",")
+    assert {"reward", "loss", "num_tokens", "eval/reward"} <= set(header)
+    assert list((tmp_path / "board").rglob("events*"))
+    assert len(seen) == 2
+
+
+def test_two_fits_and_a_validation_on_one_module(model_dir, prompts):
+    module, datamodule = parts(str(model_dir), prompts)
+    first = L.Trainer(devices=1, max_steps=2, **QUIET)
+    first.fit(module, datamodule)
+    between = weights(module)
+    metrics = first.validate(module, datamodule, verbose=False)[0]
+    assert 0 <= metrics["eval/reward"] <= 1
+    assert_same(weights(module), between)
+    L.Trainer(devices=1, max_steps=2, **QUIET).fit(module, datamodule)
+    assert module.num_rollouts == 4
+    assert num_changed(between, weights(module)) > 20
+
+
+def test_a_fit_that_fails_leaves_nothing_running_and_the_module_usable(model_dir, prompts):
+    """That the reward processes are gone is seen by the guard of tests/conftest.py."""
+
+    class Trip(L.Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            raise KeyError("tripped")
+
+    module, datamodule = parts(str(model_dir), prompts)
+    with pytest.raises(KeyError, match="tripped"):
+        L.Trainer(devices=1, max_steps=2, callbacks=[Trip()], **QUIET).fit(module, datamodule)
+    L.Trainer(devices=1, max_steps=2, **QUIET).fit(module, datamodule)
+
+
+def test_the_reference_is_the_policy_that_the_module_was_given(model_dir, prompts, tmp_path):
+    """Also for a second module that goes on from a checkpoint."""
+    kl = []
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            kl.append(float(trainer.callback_metrics["kl"]))
+
+    flags = {"devices": 1, "enable_checkpointing": False, "callbacks": [Watch()], **QUIET}
+    module, datamodule = parts(str(model_dir), prompts, algo=GRPO(kl_coef=0.1))
+    first = L.Trainer(max_epochs=1, **flags)
+    first.fit(module, datamodule)
+    path = tmp_path / "end.ckpt"
+    first.save_checkpoint(path, weights_only=False)
+    for each in (module, RhymeModule.load_from_checkpoint(path)):
+        L.Trainer(max_epochs=2, **flags).fit(each, datamodule, ckpt_path=path)
+    assert kl[0] == pytest.approx(0, abs=1e-6)
+    assert min(kl[1:]) > 1e-4
+    assert kl[2:4] == kl[4:6]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"gradient_clip_val": 1.0}, "set update.max_grad_norm"),
+        ({"accumulate_grad_batches": 2}, "update.micro_batch_tokens"),
+        ({"overfit_batches": 1}, "trainer.overfit_batches=1"),
+    ],
+)
+def test_flags_that_cannot_be_honoured(flags, message, model_dir, prompts):
+    module, datamodule = parts(str(model_dir), prompts)
+    with pytest.raises(ConfigError, match=message):
+        L.Trainer(devices=1, max_steps=1, **QUIET, **flags).fit(module, datamodule)
+
+
+def test_no_test_loop(model_dir, prompts):
+    module, datamodule = parts(str(model_dir), prompts)
+    with pytest.raises(L.fabric.utilities.exceptions.MisconfigurationException, match="No `test_step"):
+        L.Trainer(devices=1, **QUIET).test(module, datamodule)
