@@ -223,8 +223,19 @@ class RhymeModule(L.LightningModule):
             "perf/tokens_per_s": num_tokens / (done - started),
             "perf/peak_memory_gb": peak_memory_gb(self.device),
         }
-        self.log_dict({**result.metrics, **metrics, **timing, "num_tokens": float(self.num_tokens)}, batch_size=1)
+        self._log({**result.metrics, **metrics, **timing, "num_tokens": float(self.num_tokens)})
         return None
+
+    def _log(self, metrics: Mapping[str, float]) -> None:
+        """To the loggers every `log_every_n_steps`, and to whoever monitors `trainer.callback_metrics`.
+
+        Not through `self.log`, whose bookkeeping of each metric costs more than a small model's forward pass.
+        """
+        self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+        every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if every and (self.num_rollouts % every == 0 or self.trainer.should_stop):
+            for logger in self.loggers:
+                logger.log_metrics(dict(metrics), step=self.trainer.global_step)
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 

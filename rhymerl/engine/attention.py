@@ -114,14 +114,14 @@ AttentionInterface.register(NAME, packed_attention)
 
 @contextmanager
 def packed(model: PreTrainedModel) -> Iterator[None]:
-    """Within: the model runs in eval mode with packed attention and no gradient. After: as it was, module by module."""
+    """Within: the model runs in eval mode with packed attention, in inference mode. After: as it was, module by module."""
     training = [module for module in model.modules() if module.training]
     implementation = model.config._attn_implementation
     for module in training:
         module.training = False
     model.config._attn_implementation = NAME
     try:
-        with torch.no_grad():
+        with torch.inference_mode():
             yield
     finally:
         model.config._attn_implementation = implementation

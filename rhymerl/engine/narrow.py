@@ -73,15 +73,14 @@ def attend(
             for d in range(dim):
                 q[d] = query[head, n, d] * scale
                 total[d] = 0
-            largest = -np.inf
+            largest = -math.inf
             for j in range(count):
                 key = visible[j]
                 score = zero
                 for d in range(dim):
                     score += q[d] * keys[key, kv, d]
                 weights[j] = score
-                if score > largest:
-                    largest = score
+                largest = max(largest, float(score))
             norm = 0.0
             for j in range(count):
                 weights[j] = math.exp(weights[j] - largest)
