@@ -59,6 +59,7 @@ def fit(config: DictConfig, *, callbacks: Sequence[L.Callback] = ()) -> Result:
     module.check(datamodule)
     if checkpoint is not None:
         check_same_run(checkpoint, module, datamodule, ckpt_path)
+        _note(f"Going on from {ckpt_path}, after step {checkpoint['rhymerl']['num_rollouts']}")
         del checkpoint
     elif datamodule.has_validation:
         summary.eval_before = _evaluate(trainer, module, datamodule)
@@ -205,13 +206,18 @@ def _parts(config: DictConfig) -> tuple[PromptDataModule, RhymeModule]:
     return datamodule, module
 
 
+def _note(words: str) -> None:
+    Console().print(words, highlight=False, soft_wrap=True)
+
+
 def _evaluate(trainer: L.Trainer, module: RhymeModule, datamodule: PromptDataModule) -> float:
+    assert datamodule.validation_loader is not None
+    _note(f"Evaluating on {len(datamodule.validation_loader.prompts):,} held-out prompts")
     metrics = trainer.validate(module, datamodule, verbose=False)[0]
     return float(metrics["eval/reward"])
 
 
 def _say(result: Result, run_dir: Path) -> None:
-    console = Console()
-    console.print(summary_table(result))
-    console.print(f"Everything is in {run_dir}: summary.json, config.yaml, samples.jsonl, checkpoints/; curves: "
-                  f"tensorboard --logdir {run_dir}", highlight=False, soft_wrap=True)  # fmt: skip
+    Console().print(summary_table(result))
+    files = "summary.json, config.yaml, samples.jsonl, checkpoints/"
+    _note(f"Everything is in {run_dir}: {files}; curves: tensorboard --logdir {run_dir}")

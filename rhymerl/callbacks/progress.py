@@ -33,7 +33,7 @@ class LiveProgress(L.Callback):
             console=self._console,
         )
         self._task = self._progress.add_task(
-            "", total=None if total == float("inf") else int(total), completed=trainer.global_step, status=""
+            "", total=None if total == float("inf") else int(total), completed=_done(trainer), status=""
         )
         self._progress.start()
 
@@ -44,9 +44,9 @@ class LiveProgress(L.Callback):
             return
         status = status_line(trainer.callback_metrics)
         if self._progress is not None:
-            self._progress.update(self._task, completed=trainer.global_step, status=status)
-        elif trainer.global_step % self.lines_every == 0 or trainer.global_step == 1:
-            self._console.print(f"step {trainer.global_step}  {status}", highlight=False)
+            self._progress.update(self._task, completed=_done(trainer), status=status)
+        elif _num_batches(trainer) % self.lines_every == 0 or _num_batches(trainer) == 1:
+            self._console.print(f"step {_done(trainer)}  {status}", highlight=False)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._stop()
@@ -58,6 +58,15 @@ class LiveProgress(L.Callback):
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+
+
+def _done(trainer: L.Trainer) -> int:
+    """What the total counts: optimizer steps if the run ends by max_steps, else batches."""
+    return trainer.global_step if trainer.max_steps >= 0 else _num_batches(trainer)
+
+
+def _num_batches(trainer: L.Trainer) -> int:
+    return trainer.fit_loop.epoch_loop.total_batch_idx + 1
 
 
 def status_line(metrics: Any) -> str:

@@ -82,5 +82,10 @@ def summary_table(result: Mapping[str, float | int | None]) -> Table:
     table.add_column(justify="right")
     for name, value in result.items():
         if value is not None:
-            table.add_row(name, f"{value:,.4g}" if isinstance(value, float) else f"{value:,}")
+            table.add_row(name, readable(value))
     return table
+
+
+def readable(value: float) -> str:
+    """Four digits, or all of those before the point: `0.5234`, `14,251`."""
+    return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"

@@ -40,7 +40,7 @@ def _main(words: list[str], output: str) -> None:
     from rhymerl.cli import main
 
     torch.set_num_threads(1)
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOCTTY)
     os.dup2(file, 1)
     os.dup2(file, 2)
     sys.exit(main(words))

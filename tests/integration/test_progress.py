@@ -1,0 +1,58 @@
+"""What a person sees on a terminal, and what a file gets."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+from pathlib import Path
+
+from rhymerl.callbacks.summary import readable
+from tests.integration import programs
+from tests.integration.conftest import Run
+
+
+def seen_on_a_terminal(words: list[str], tmp_path: Path) -> str:
+    """All that was ever shown, without colours and cursor movements."""
+    master, slave = pty.openpty()
+    process = programs.start(words, Path(os.ttyname(slave)))
+    shown = b""
+    while process.is_alive() or select.select([master], [], [], 0)[0]:
+        if select.select([master], [], [], 0.1)[0]:
+            shown += os.read(master, 65536)
+    process.join()
+    os.close(master)
+    os.close(slave)
+    assert process.exitcode == 0, shown.decode()
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode()).replace("\r", "\n")
+
+
+def test_a_bar_on_a_terminal_that_reaches_its_total(settings, tmp_path):
+    shown = seen_on_a_terminal([*settings, f"run_dir={tmp_path / 'run'}"], tmp_path)
+    assert "Evaluating on 4 held-out prompts" in shown
+    assert re.search(r"step 12/12 .*reward \d\.\d{3}", shown)
+    assert "weights_only" not in shown
+    assert "Warning" not in shown
+
+
+def test_the_bar_counts_batches_when_epochs_end_the_run(settings, tmp_path):
+    more = ["trainer.max_steps=-1", "trainer.max_epochs=1", f"run_dir={tmp_path / 'run'}"]
+    assert "step 3/3 " in seen_on_a_terminal([*settings, *more], tmp_path)
+
+
+def test_lines_elsewhere(settings, tmp_path, rhymerl: Run):
+    done = rhymerl(*settings, "trainer.max_steps=4", f"run_dir={tmp_path / 'run'}")
+    assert "step 2  reward 0." in done.out
+    assert done.err == ""
+    assert "Going on from" in rhymerl(*settings, f"run_dir={tmp_path / 'run'}", "ckpt_path=last").out
+
+
+def test_figures_in_the_closing_table():
+    assert [readable(each) for each in (0.523412, 3, 14250.7, 21452, 999.9)] == [
+        "0.5234",
+        "3",
+        "14,251",
+        "21,452",
+        "999.9",
+    ]
