@@ -1,0 +1,285 @@
+"""The documentation is true: its blocks run, and its names, paths, links, settings, metrics and messages are the code's."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning import Trainer
+from lightning.pytorch.loggers import Logger
+
+from rhymerl import GRPO, PromptDataModule, Reward, RhymeModule, RolloutSettings
+from rhymerl.cli import main
+from rhymerl.config import compose, resolved
+from rhymerl.evaluation import EvaluationSettings
+from rhymerl.policy import Policy
+from rhymerl.tasks import RunningSum
+from rhymerl.testing import tiny_policy
+from tests.documents import PAGES, ROOT, blocks, code_spans, prose, table_after, write_files
+
+DOCS = ROOT / "docs"
+EXTENDING = DOCS / "extending.md"
+MAX_LINES = 15
+TINY = [
+    "task.train_size=8",
+    "task.validation_size=4",
+    "data.prompts_per_step=4",
+    "rollout.group_size=2",
+    "rollout.max_tokens=16",
+    "backend.max_running=8",
+    "trainer.max_steps=1",
+    "trainer.accelerator=cpu",
+]
+NO_SETTINGS = {"model.generate", "scheduler.my_argument=3"}
+MODULE = "from rhymerl.schedulers import FIFOScheduler\n\n\nclass MyScheduler(FIFOScheduler):\n    pass\n"
+
+
+def each(language: str, pages: list[Path]) -> Any:
+    """A parameter for every block."""
+    return pytest.mark.parametrize("block", [block for page in pages for block in blocks(page, language)], ids=str)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A reader's folder, with the files of extending.md and what configuration.md speaks of."""
+    write_files(EXTENDING, tmp_path)
+    (tmp_path / "my_module.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    for name in ("my_drafter", "my_scheduler", "my_reward", "my_task", "my_algo", "my_backend", "my_module"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.setitem(sys.modules, name, import_module(name))  # gone again afterwards
+    return tmp_path
+
+
+# -- blocks ----------------------------------------------------------------------------------------------------------
+
+
+@each("bash", [EXTENDING])
+def test_parts_of_ones_own_train(block, folder: Path) -> None:
+    for words in block.commands:
+        assert main([*words[1:], *TINY, "run_dir=run"]) == 0
+    if "backend" in block.text:
+        assert len((folder / "answers.jsonl").read_text().splitlines()) == 4 + 8 + 4
+    if "my_rewards" in block.text:
+        assert "my_reward.brief" in (folder / "run" / "config.yaml").read_text()
+
+
+@each("bash", [page for page in PAGES if page.parent == DOCS and page != EXTENDING])
+def test_commands_compose(block, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in block.commands:
+        words = [word for word in words if not re.match(r"[A-Z_]+=", word)]
+        if words[0] == "rhymerl":
+            assert main([*words[1:], "--print-config"]) == 0, capsys.readouterr().err
+        else:
+            assert words[0] == "python", words
+            assert (ROOT / words[1]).is_file(), words
+
+
+def test_a_saved_config_runs_again(folder: Path) -> None:
+    assert main(["fit", "--config", "quickstart", *TINY, "seed=5", "run_dir=run"]) == 0
+    assert main(["fit", "--config", "run/config.yaml", "run_dir=new"]) == 0
+    first, second = ((folder / name / "config.yaml").read_text() for name in ("run", "new"))
+    assert first.replace("run_dir: run\n", "run_dir: new\n") == second
+
+
+@each("yaml", PAGES[1:])
+def test_yaml_composes(block, folder: Path) -> None:
+    path = folder / "block.yaml"
+    path.write_text(block.text)
+    config = resolved(compose(str(path)))
+    assert config["trainer"]["max_steps"] > 0
+
+
+@each("python", [EXTENDING])
+def test_parts_are_short(block) -> None:
+    tree = ast.parse(block.text)
+    texts = [
+        node.body[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node)
+    ]
+    skipped = {line for text in texts for line in range(text.lineno, (text.end_lineno or 0) + 1)}
+    code = [
+        line
+        for number, line in enumerate(block.text.splitlines(), start=1)
+        if line.strip() and not line.startswith("#") and number not in skipped
+    ]
+    assert len(code) <= MAX_LINES
+
+
+def test_the_same_from_python(folder: Path) -> None:
+    (block,) = (block for block in blocks(EXTENDING, "python") if block.file is None)
+    model = ROOT / "rhymerl" / "assets" / "quickstart_policy"
+    names: dict[str, Any] = {}
+    exec(compile(block.text.replace("path/to/model", str(model)), str(block), "exec"), names)
+    described = names["module"].hparams
+    assert described["drafter"] == {"_target_": "my_drafter.RepeatPrompt"}
+    assert described["algo"]["_target_"] == "my_algo.LeaveOneOut"
+
+
+def test_leave_one_out_by_hand(folder: Path) -> None:
+    import torch
+    from my_algo import LeaveOneOut
+
+    from rhymerl.algos import Batch
+
+    batch = Batch(
+        rewards=torch.tensor([1.0, 0.0, 0.5, 2.0, 4.0]),
+        groups=torch.tensor([0, 0, 0, 1, 1]),
+        mask=torch.ones(5, 1, dtype=torch.bool),
+        behaviour_logprobs=torch.zeros(5, 1),
+    )
+    # Of the others: (0 + 0.5) / 2, (1 + 0.5) / 2, (1 + 0) / 2; 4; 2.
+    assert LeaveOneOut().advantages(batch)[:, 0].tolist() == [0.75, -0.75, 0.0, -2.0, 2.0]
+
+
+# -- names -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_paths_exist(page: Path) -> None:
+    folders = r"(?:rhymerl|tests|docs|examples|configs|benchmarks)/[\w./-]*"
+    named = {span for span in code_spans(page) if re.fullmatch(folders, span)}
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        path, _, anchor = target.partition("#")
+        if path.startswith("http"):
+            continue
+        goal = (page.parent / path) if path else page
+        if not goal.exists() or (anchor and anchor not in anchors(goal)):
+            broken.append(target)
+    assert broken == []
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that a page's headings get."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_dotted_names_exist(page: Path) -> None:
+    for name in {span for span in code_spans(page) if re.fullmatch(r"rhymerl(\.\w+)+", span)}:
+        owner, _, last = name.rpartition(".")
+        try:
+            import_module(name)
+        except ModuleNotFoundError:
+            assert hasattr(import_module(owner), last), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_settings_exist(page: Path) -> None:
+    config = resolved(compose("quickstart"))
+    sections = "|".join(name for name, value in config.items() if isinstance(value, dict))
+    unknown = []
+    for span in code_spans(page):
+        found = re.fullmatch(rf"({sections})\.(\w+)(?:=.*)?", span)
+        if found and found[2] not in (config[found[1]] or {}):
+            unknown.append(span)
+    assert [span for span in unknown if span not in NO_SETTINGS] == []
+
+
+def test_every_section_is_described() -> None:
+    described = [cells[0].strip("`") for cells in table_after(DOCS / "configuration.md", "## Sections")]
+    assert len(set(described)) == len(described)
+    assert set(described) == {*resolved(compose("base"))} | {"rewards"}
+
+
+def test_the_messages_of_the_troubleshooting_table_are_the_codes() -> None:
+    messages = texts_in_code()
+    rows = table_after(DOCS / "operations.md", "## Troubleshooting")
+    assert len(rows) > 8
+    for cells in rows:
+        for fragment in re.findall(r"`([^`]+)`", cells[0]):
+            assert any(fragment in message for message in messages), fragment
+
+
+def texts_in_code() -> list[str]:
+    """All strings of the package, adjacent literals joined and values left out."""
+    found = []
+    for path in (ROOT / "rhymerl").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(str(v.value) if isinstance(v, ast.Constant) else "{}" for v in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_every_benchmark_is_described() -> None:
+    scripts = {
+        f"benchmarks/{path.name}"
+        for path in (ROOT / "benchmarks").glob("*.py")
+        if "record.options(" in path.read_text() and path.name != "record.py"
+    }
+    described = {cells[0].strip("`") for cells in table_after(DOCS / "benchmarks.md", "## What there is")}
+    assert described == scripts
+
+
+# -- metrics ---------------------------------------------------------------------------------------------------------
+
+
+class Names(Logger):
+    """Keeps the names of everything that is logged."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    @property
+    def name(self) -> str:
+        return "names"
+
+    @property
+    def version(self) -> str:
+        return "0"
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.names |= set(metrics)
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Not looked at."""
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_logged_and_documented_metrics_are_the_same() -> None:
+    logger = Names()
+    policy: Policy = tiny_policy(dtype="float32")
+    module = RhymeModule(
+        policy,
+        GRPO(kl_coef=0.1),
+        rollout=RolloutSettings(group_size=2, max_tokens=8, stop_token_ids=(3, 5, 7, 9, 11, 13)),
+        evaluation=EvaluationSettings(samples=2),
+        rewards=Reward(lambda completion: float(len(completion)), name="length", where="main"),
+    )
+    data = PromptDataModule(task=RunningSum(difficulty=2, train_size=8, validation_size=4), prompts_per_step=4)
+    trainer = Trainer(
+        max_steps=2,
+        val_check_interval=2,
+        accelerator="cpu",
+        logger=logger,
+        log_every_n_steps=1,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(module, data)
+    page = (DOCS / "metrics.md").read_text()
+    rows = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    assert len(rows) == len(set(rows))
+    documented = {name.replace("{name}", "length").replace("{task}", "validation").replace("{k}", "2") for name in rows}
+    logged = logger.names - {"epoch"}
+    assert logged - documented == set(), "docs/metrics.md lacks these"
+    assert documented - logged == set(), "docs/metrics.md has these, which nothing logs"
