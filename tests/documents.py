@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,3 +74,21 @@ def table_after(page: Path, heading: str) -> list[list[str]]:
     section = text[text.index(f"\n{heading}\n") :]
     lines = section[section.index("\n|") + 1 :].split("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+
+
+@contextmanager
+def reader_in(folder: Path) -> Iterator[None]:
+    """Within: the folder is the current one and its modules are found first, whatever has been imported by their names."""
+    names = [path.stem for path in folder.glob("*.py")]
+    before, paths = Path.cwd(), list(sys.path)
+    loaded = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        os.chdir(before)
+        sys.path[:] = paths
+        for name in names:
+            sys.modules.pop(name, None)
+        sys.modules.update(loaded)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from rhymerl.evaluation import EvaluationSettings
 from rhymerl.policy import Policy
 from rhymerl.tasks import RunningSum
 from rhymerl.testing import tiny_policy
-from tests.documents import PAGES, ROOT, blocks, code_spans, prose, table_after, write_files
+from tests.documents import PAGES, ROOT, blocks, code_spans, prose, reader_in, table_after, write_files
 
 DOCS = ROOT / "docs"
 EXTENDING = DOCS / "extending.md"
@@ -45,16 +45,12 @@ def each(language: str, pages: list[Path]) -> Any:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path) -> Iterator[Path]:
     """A reader's folder, with the files of extending.md and what configuration.md speaks of."""
     write_files(EXTENDING, tmp_path)
     (tmp_path / "my_module.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    for name in ("my_drafter", "my_scheduler", "my_reward", "my_task", "my_algo", "my_backend", "my_module"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-        monkeypatch.setitem(sys.modules, name, import_module(name))  # gone again afterwards
-    return tmp_path
+    with reader_in(tmp_path):
+        yield tmp_path
 
 
 # -- blocks ----------------------------------------------------------------------------------------------------------

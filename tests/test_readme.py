@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import pytest
 
 from rhymerl.cli import main
 from rhymerl.config import compose
-from tests.documents import README, ROOT, blocks, write_files
+from tests.documents import README, ROOT, blocks, reader_in, write_files
 
 TINY = ["rollout.group_size=2", "rollout.max_tokens=16", "backend.max_running=8", "trainer.accelerator=cpu"]
 TINY_TASK = ["task.train_size=8", "task.validation_size=4", "data.prompts_per_step=4"]
@@ -33,12 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "path" / "to").mkdir(parents=True)
     (folder / "path" / "to" / "model").symlink_to(ROOT / "rhymerl" / "assets" / "quickstart_policy")
-    before, path = Path.cwd(), list(sys.path)
-    os.chdir(folder)
-    yield folder
-    os.chdir(before)
-    sys.path[:] = path
-    sys.modules.pop("my_drafter", None)
+    with reader_in(folder):
+        yield folder
 
 
 def test_make_has_the_targets() -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ast
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ from rhymerl.engine.engine import Engine
 from rhymerl.schedulers.base import check_plan
 from rhymerl.testing import make_requests, tiny_policy
 from rhymerl.types import Completion, Draft, RolloutRequest, Sample
+from tests.documents import reader_in
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = [
@@ -30,9 +30,9 @@ TINY = [
 
 
 @pytest.fixture(autouse=True)
-def in_examples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
-    monkeypatch.chdir(EXAMPLES)
+def in_examples() -> Iterator[None]:
+    with reader_in(EXAMPLES):
+        yield
 
 
 def lines_of_code(path: Path) -> int:
