@@ -17,6 +17,7 @@ from rhymerl.algos import GRPO
 from rhymerl.errors import ConfigError
 from rhymerl.rollout import RolloutSettings
 from rhymerl.update import UpdateSettings
+from tests.conftest import children
 from tests.integration.conftest import assert_same
 
 DIGITS = "tests.integration.rewards.digits"
@@ -167,15 +168,17 @@ def test_two_fits_and_a_validation_on_one_module(model_dir, prompts):
 
 
 def test_a_fit_that_fails_leaves_nothing_running_and_the_module_usable(model_dir, prompts):
-    """That the reward processes are gone is seen by the guard of tests/conftest.py."""
+    """Not even the reward process, which another fit would take over and end."""
 
     class Trip(L.Callback):
         def on_train_batch_end(self, *args: Any) -> None:
             raise KeyError("tripped")
 
     module, datamodule = parts(str(model_dir), prompts)
+    before = children()
     with pytest.raises(KeyError, match="tripped"):
         L.Trainer(devices=1, max_steps=2, callbacks=[Trip()], **QUIET).fit(module, datamodule)
+    assert children() == before
     L.Trainer(devices=1, max_steps=2, **QUIET).fit(module, datamodule)
 
 
