@@ -32,6 +32,9 @@ class Task(ABC):
     reward: str
 
     def __init__(self, *, seed: int = 0, train_size: int = 512, validation_size: int = 512) -> None:
+        for name, value in (("train_size", train_size), ("validation_size", validation_size)):
+            if value < 1:
+                raise ValueError(f"{name}={value}: expected at least 1")
         self.seed = seed
         self.train_size = train_size
         self.validation_size = validation_size

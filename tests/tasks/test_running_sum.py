@@ -110,3 +110,9 @@ def test_problems_are_the_same_in_every_process() -> None:
     rows = RunningSum(train_size=5).rows("train")
     expected = f"{rows} {RunningSum().demonstration(rows[0], random.Random(0))}\n"
     assert outputs == [expected, expected]
+
+
+@pytest.mark.parametrize("name", ["train_size", "validation_size"])
+def test_an_empty_pool_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}=0: expected at least 1"):
+        RunningSum(**{name: 0})
