@@ -76,6 +76,11 @@ class RhymeModule(L.LightningModule):
         self.reward_workers = reward_workers
         self.seed = seed
         self.algo.check(group_size=self.rollout.group_size)
+        if self.rollout.temperature == 0:
+            raise ConfigError(
+                "rollout.temperature=0: greedy answers of a group are all the same, so nothing can be learned from them; "
+                "expected more than 0 (evaluation.temperature may be 0)"
+            )
         source = PolicySource(model) if isinstance(model, str) else instantiate(model)
         self.policy: Policy = source.load() if isinstance(source, PolicySource) else source
         self.model: PreTrainedModel = self.policy.model.train()

@@ -57,14 +57,15 @@ def fit(config: DictConfig, *, callbacks: Sequence[L.Callback] = ()) -> Result:
     datamodule, module = _parts(config)
     datamodule.prepare_for(module)
     module.check(datamodule)
+    evaluates = datamodule.has_validation and trainer.limit_val_batches != 0
     if checkpoint is not None:
         check_same_run(checkpoint, module, datamodule, ckpt_path)
         _note(f"Going on from {ckpt_path}, after step {checkpoint['rhymerl']['num_rollouts']}")
         del checkpoint
-    elif datamodule.has_validation:
+    elif evaluates:
         summary.eval_before = _evaluate(trainer, module, datamodule)
     trainer.fit(module, datamodule, ckpt_path=ckpt_path, weights_only=True)
-    if datamodule.has_validation and not trainer.should_stop:
+    if evaluates and not trainer.should_stop:
         summary.eval_after = _evaluate(trainer, module, datamodule)
     result = summary.result()
     (run_dir / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
@@ -79,6 +80,8 @@ def evaluate(config: DictConfig) -> dict[str, float]:
     settings = {**resolved(config)["trainer"], "logger": False, "enable_checkpointing": False, **_QUIET}
     trainer: L.Trainer = instantiate(settings, key="trainer")
     check_trainer(trainer)
+    if trainer.limit_val_batches == 0:
+        raise ConfigError("trainer.limit_val_batches=0: leaves nothing to evaluate; expected more, or null for all")
     datamodule, module = _parts(config)
     datamodule.prepare_for(module, with_train=False)
     module.check(datamodule)
@@ -201,6 +204,8 @@ class _RunConfig(L.Callback):
 
 def _parts(config: DictConfig) -> tuple[PromptDataModule, RhymeModule]:
     """The data module and the module."""
+    if not 0 <= config.seed < 2**32:
+        raise ConfigError(f"seed={config.seed}: expected 0 to {2**32 - 1}")
     L.seed_everything(config.seed, verbose=False)
     datamodule, module = instantiate(config.data), instantiate(config.module)
     return datamodule, module

@@ -47,6 +47,8 @@ class UpdateSettings:
         at_least = {
             "learning_rate": (learning_rate, 0),
             "warmup_steps": (warmup_steps, 0),
+            "min_lr_ratio": (min_lr_ratio, 0),
+            "weight_decay": (weight_decay, 0),
             "max_grad_norm": (max_grad_norm, 0),
             "mini_batches": (mini_batches, 1),
             "micro_batch_tokens": (micro_batch_tokens, 1),
@@ -55,6 +57,8 @@ class UpdateSettings:
         for name, (value, least) in at_least.items():
             if value < least:
                 raise ConfigError(f"update.{name}={value}: expected at least {least}")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ConfigError(f"update.betas={list(betas)}: expected two numbers in [0, 1)")
         if lr_schedule not in ("constant", "linear", "cosine"):
             raise ConfigError(f"update.lr_schedule={lr_schedule!r}: expected constant, linear or cosine")
         self.learning_rate = learning_rate

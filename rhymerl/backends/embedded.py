@@ -38,13 +38,15 @@ class EmbeddedBackend(RolloutBackend):
         max_draft_nodes: int = 16,
         check_drafts: bool = False,
     ) -> None:
-        for name, value in (
-            ("max_running", max_running),
-            ("kv_tokens", kv_tokens),
-            ("max_pass_tokens", max_pass_tokens),
-        ):
-            if value < 1:
-                raise ConfigError(f"backend.{name}={value}: expected at least 1")
+        at_least = {
+            "max_running": (max_running, 1),
+            "kv_tokens": (kv_tokens, 1),
+            "max_pass_tokens": (max_pass_tokens, 1),
+            "max_draft_nodes": (max_draft_nodes, 0),
+        }
+        for name, (value, least) in at_least.items():
+            if value < least:
+                raise ConfigError(f"backend.{name}={value}: expected at least {least}")
         self.max_running = max_running
         self.kv_tokens = kv_tokens
         self.max_pass_tokens = max_pass_tokens

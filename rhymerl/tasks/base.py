@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from rhymerl.errors import ConfigError
+
 Row = dict[str, Any]
 Split = Literal["train", "validation", "warmstart"]
 
@@ -28,8 +30,8 @@ def split_of(prompt: str) -> Split:
 class Task(ABC):
     """A procedural task. Subclasses write `problem`; `demonstration` only if they can be warm-started."""
 
-    #: Dotted name of the reward function that scores this task's answers.
-    reward: str
+    #: Dotted name of the reward function that scores this task's answers; None = the user names one.
+    reward: str | None = None
 
     def __init__(self, *, seed: int = 0, train_size: int = 512, validation_size: int = 512) -> None:
         for name, value in (("train_size", train_size), ("validation_size", validation_size)):
@@ -48,7 +50,10 @@ class Task(ABC):
         raise TypeError(f"{type(self).__name__} has no demonstrations, so it cannot warm-start a policy")
 
     def rows(self, split: Split) -> list[Row]:
-        """The fixed pool of one split: `train_size` or `validation_size` distinct problems."""
+        """The fixed pool of one split: `train_size` or `validation_size` distinct problems.
+
+        Raises ConfigError when the task has fewer.
+        """
         size = self.train_size if split == "train" else self.validation_size
         pool: dict[str, Row] = {}
         repeats = 0
@@ -58,8 +63,9 @@ class Task(ABC):
             if len(pool) == size:
                 break
             if repeats == _PATIENCE:
-                raise ValueError(
-                    f"{type(self).__name__} has only {len(pool)} problems for {split}, {size} are asked for"
+                raise ConfigError(
+                    f"task.{'train' if split == 'train' else 'validation'}_size={size}: {type(self).__name__} has only "
+                    f"{len(pool)} problems for it"
                 )
         return list(pool.values())
 
