@@ -129,8 +129,19 @@ class RhymeModule(L.LightningModule):
                     f"{name}.max_tokens={value}: the model's context is {self.policy.context_tokens} tokens, "
                     "and the prompt needs some of them"
                 )
+        self.backend.check(self._longest_tokens(datamodule))
         self._rewards = self._checked_rewards(datamodule)
         prove_head(self.model)
+
+    def _longest_tokens(self, datamodule: PromptDataModule) -> int:
+        """The most tokens that a prompt and its answer may have together."""
+        longest = 0
+        evaluation = self.evaluation.rollout(self.rollout)
+        for loader, settings in ((datamodule.train_loader, self.rollout), (datamodule.validation_loader, evaluation)):
+            if loader is not None:
+                prompt = max(len(prompt.token_ids) for prompt in loader.prompts)
+                longest = max(longest, prompt + settings.max_tokens)
+        return longest
 
     def on_fit_start(self) -> None:
         self._bring_up()

@@ -51,7 +51,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         allowed = {
             "max_tokens": (self.max_tokens >= 1, "at least 1"),
-            "temperature": (self.temperature >= 0, "0 (greedy) or more"),
+            "temperature": (0 <= self.temperature < float("inf"), "0 (greedy) or more, and finite"),
             "top_k": (self.top_k >= 0, "0 (off) or more"),
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
             "min_p": (0 <= self.min_p < 1, "in [0, 1)"),

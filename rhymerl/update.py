@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from rhymerl.algos.base import Algorithm, Batch
-from rhymerl.errors import ConfigError
+from rhymerl.errors import ConfigError, RunError
 from rhymerl.logprobs import policy_output, token_batch
 from rhymerl.types import Sample
 
@@ -186,6 +186,11 @@ class Updater:
             self.backward(loss)
             collected.append(metrics)
         grad_norm = self._clip()
+        if not math.isfinite(grad_norm):
+            raise RunError(
+                f"the gradient is not finite ({grad_norm}): the weights are left as they were; go on from the last "
+                "checkpoint with a smaller update.learning_rate"
+            )
         learning_rate = float(schedule.get_last_lr()[0])
         optimizer.step()
         schedule.step()

@@ -23,6 +23,9 @@ class RolloutBackend(ABC):
     The constructor takes settings only; `start` hands over what the run has.
     """
 
+    def check(self, longest_tokens: int) -> None:
+        """Raise ConfigError when no sequence of that many tokens (prompt and answer) fits; called before any compute."""
+
     @abstractmethod
     def start(
         self,

@@ -55,6 +55,13 @@ class EmbeddedBackend(RolloutBackend):
         self._engine: Engine | None = None
         self._reported = EngineTotals()
 
+    def check(self, longest_tokens: int) -> None:
+        if longest_tokens > self.kv_tokens:
+            raise ConfigError(
+                f"backend.kv_tokens={self.kv_tokens}: the longest prompt and its answer need {longest_tokens}; "
+                f"expected at least that"
+            )
+
     def start(
         self,
         policy: Policy,

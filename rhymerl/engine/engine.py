@@ -20,10 +20,11 @@ from rhymerl.engine.layout import BucketLayout, PassLayout, lay_out
 from rhymerl.engine.ragged import IndexArray
 from rhymerl.engine.rows import Counts, Prefix, Rows
 from rhymerl.engine.sampler import Sampler
+from rhymerl.engine.support import refuse_impossible
 from rhymerl.engine.totals import EngineTotals
-from rhymerl.engine.tree import check_draft, cut
+from rhymerl.engine.tree import checked_draft, cut
 from rhymerl.engine.verify import Walk, walk
-from rhymerl.errors import ConfigError
+from rhymerl.errors import BackendError
 from rhymerl.types import Completion, Draft, FinishReason, Generated, RolloutRequest
 
 _HAND_OVER = 8  # passes
@@ -93,15 +94,7 @@ class Engine:
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         """Queue requests. Raises ConfigError, queueing nothing, when one could never be answered."""
         for request in requests:
-            tokens = len(request.prompt.token_ids) + request.sampling.max_tokens
-            if len(request.prompt.token_ids) == 0:
-                raise ConfigError(f"request {request.id}: the prompt has no tokens")
-            if tokens > self.rows.context:
-                raise ConfigError(
-                    f"request {request.id}: prompt of {len(request.prompt.token_ids)} + rollout.max_tokens="
-                    f"{request.sampling.max_tokens} is {tokens} tokens; at most {self.rows.context} fit "
-                    "(the model's context, or backend.kv_tokens if that is smaller)"
-                )
+            refuse_impossible(request, self.rows.context)
         self._waiting.extend((request, Counts()) for request in requests)
 
     def run(self, deadline: float | None = None) -> list[Completion]:
@@ -176,11 +169,11 @@ class Engine:
         tokens = request.prompt.token_ids[:-1]
         if len(tokens) == 0:
             return None
-        prefix = self._prefixes.pop(tokens.tobytes(), None)
+        prefix = self._prefixes.pop(tokens.tobytes(), None)  # out of the table, so that it cannot be evicted
+        needed = 1 if prefix is not None else 2  # the request's own row, and the prefix's
+        while self.rows.num_free < needed and (idle := self._idle_prefix()):
+            self._evict(idle)
         if prefix is None:
-            # Two rows may be needed: one for the prefix, one for the request itself.
-            while self.rows.num_free < 2 and (idle := self._idle_prefix()):
-                self._evict(idle)
             prefix = self.rows.enter_prefix(tokens)
             self._unfilled.append(prefix)
         self._prefixes[prefix.tokens] = prefix
@@ -269,7 +262,7 @@ class Engine:
             return None
         try:
             vocabulary = self.model.config.get_text_config().vocab_size
-            check_draft(draft, budget=budget, vocabulary=vocabulary, drafter=type(self.drafter).__name__)
+            draft = checked_draft(draft, budget=budget, vocabulary=vocabulary, drafter=type(self.drafter).__name__)
         except ValueError:
             if self.check_drafts:
                 raise
@@ -277,7 +270,8 @@ class Engine:
             return None
         # The last token that fits is drawn at a node, so no node may stand in its place.
         room = int(self.rows.limit[row] - self.rows.length[row]) - 1
-        return cut(draft, max_depth=room, max_nodes=budget)
+        columns = self.rows.context - int(self.rows.length[row])
+        return cut(draft, max_depth=room, max_nodes=min(budget, columns))
 
     def _forward(self, layout: PassLayout) -> Tensor:
         """Logits [M, vocabulary] at every root and draft node, in float32 or better."""
@@ -305,7 +299,12 @@ class Engine:
         steps = walk(layout, rows, sampler)
         target, place = row[steps.emitter], start[steps.emitter] + steps.level
         rows.tokens[target, place] = steps.token
-        rows.logprobs[target, place] = sampler.logprobs(steps.place, target, steps.token)
+        rows.logprobs[target, place] = logprobs = sampler.logprobs(steps.place, target, steps.token)
+        if not np.isfinite(logprobs).all():
+            raise BackendError(
+                f"the policy's log-probs are not finite (policy version {self.policy_version}): its weights have probably "
+                "diverged; go on from an earlier checkpoint with a smaller update.learning_rate"
+            )
         rows.versions[target, place] = self.policy_version
         rows.length[row] = start + steps.num_emitted
         self._keep_accepted(layout, steps)

@@ -1,4 +1,4 @@
-"""Which models the engine may run: named reasons first, then a proof on the model itself."""
+"""Which models the engine may run (named reasons first, then a proof on the model itself), and which requests."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rhymerl.errors import ConfigError
+from rhymerl.types import RolloutRequest
 
 # Largest difference of log-probs (nats) between a packed tree pass and the model's own forward.
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-2, torch.bfloat16: 0.5, torch.float16: 0.2}
@@ -104,3 +105,24 @@ def _tree_logprobs(
             rhymerl_plan=AttentionPlan([bucket]),
         ).logits[0, start:]
     return logits.double().log_softmax(-1)
+
+
+def refuse_impossible(request: RolloutRequest, context: int) -> None:
+    """Raise ConfigError for a request that could never be answered within `context` tokens."""
+    sampling, generated = request.sampling, request.generated
+    num_prompt = len(request.prompt.token_ids)
+    if num_prompt == 0:
+        raise ConfigError(f"request {request.id}: the prompt has no tokens")
+    if num_prompt + sampling.max_tokens > context:
+        raise ConfigError(
+            f"request {request.id}: prompt of {num_prompt} + rollout.max_tokens={sampling.max_tokens} is "
+            f"{num_prompt + sampling.max_tokens} tokens; at most {context} fit "
+            "(the model's context, or backend.kv_tokens if that is smaller)"
+        )
+    if generated is None or len(generated) == 0:
+        return
+    if len(generated) >= sampling.max_tokens or int(generated.token_ids[-1]) in sampling.stop_token_ids:
+        raise ConfigError(
+            f"request {request.id}: has ended already, after {len(generated)} of at most {sampling.max_tokens} tokens; "
+            "nothing can follow"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,12 +15,17 @@ if TYPE_CHECKING:
     from rhymerl.types import BoolArray, IntArray
 
 
-def check_draft(draft: Draft, *, budget: int, vocabulary: int, drafter: str) -> None:
-    """Raise ValueError naming the drafter when the draft is not a tree of at most `budget` known tokens."""
+def checked_draft(draft: Draft, *, budget: int, vocabulary: int, drafter: str) -> Draft:
+    """The draft with int32 arrays, whatever sequences it came with.
+
+    Raises ValueError naming the drafter when it is not a tree of at most `budget` known tokens.
+    """
     tokens, parents = np.asarray(draft.token_ids), np.asarray(draft.parents)
     problem = None
     if tokens.ndim != 1 or tokens.shape != parents.shape:
         problem = f"token_ids {tokens.shape} and parents {parents.shape} must be two lists of one length"
+    elif len(tokens) and not (np.issubdtype(tokens.dtype, np.integer) and np.issubdtype(parents.dtype, np.integer)):
+        problem = f"token_ids ({tokens.dtype}) and parents ({parents.dtype}) must be integers"
     elif len(tokens) > budget:
         problem = f"{len(tokens)} nodes, the budget is {budget}"
     elif len(tokens) and (tokens.min() < 0 or tokens.max() >= vocabulary):
@@ -30,6 +36,13 @@ def check_draft(draft: Draft, *, budget: int, vocabulary: int, drafter: str) -> 
         problem = "two siblings with the same token"
     if problem:
         raise ValueError(f"{drafter} proposed a bad draft: {problem}")
+    return replace(
+        draft,
+        token_ids=tokens.astype(np.int32),
+        parents=parents.astype(np.int32),
+        scores=None if draft.scores is None else np.asarray(draft.scores, np.float64),
+        sources=None if draft.sources is None else np.asarray(draft.sources, np.int32),
+    )
 
 
 def _edges(parents: npt.NDArray[np.integer], tokens: npt.NDArray[np.integer], vocabulary: int) -> IndexArray:

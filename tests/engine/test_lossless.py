@@ -11,8 +11,9 @@ import pytest
 from rhymerl.drafters import Drafter
 from rhymerl.engine.attention import packed
 from rhymerl.engine.engine import Engine
+from rhymerl.errors import BackendError, ConfigError
 from rhymerl.testing import OracleDrafter, RandomTreeDrafter, make_requests, tiny_policy
-from rhymerl.types import Completion, RolloutRequest
+from rhymerl.types import Completion, Draft, RolloutRequest
 
 MODELS = ("qwen2", "qwen3", "llama")
 SAMPLING = {
@@ -66,6 +67,7 @@ def test_drafts_change_no_token(model_type, sampling):
     [
         {"max_running": 1},
         {"max_running": 3},
+        {"max_running": 1, "kv_tokens": 60},
         {"max_running": 16, "kv_tokens": 70},
         {"max_running": 16, "kv_tokens": 70, "drafter": RandomTreeDrafter(seed=3)},
         {"max_running": 16, "max_pass_tokens": 17},
@@ -123,3 +125,78 @@ def test_new_weights_in_flight_mark_the_tokens_with_their_version():
         done += engine.run()
     for completion in done:
         assert completion.generated.policy_versions.tolist() == [0] * 5 + [7] * 19
+
+
+def test_more_prompts_than_rows():
+    """Idle prefixes fill all rows; a sample whose own prefix is still there must find a row all the same."""
+    policy = tiny_policy(num_layers=1)
+    requests = make_requests(60, group_size=4, max_tokens=6)
+    assert_same(answers(policy, requests, max_running=64), answers(policy, requests, max_running=4))
+
+
+class Wide(Drafter):
+    """As many siblings as the budget allows, in plain lists, as the docstring of Draft shows."""
+
+    def propose(self, request, context, budget):
+        return Draft(token_ids=list(range(2, 2 + budget)), parents=[-1] * budget)
+
+
+def test_a_wide_draft_at_the_very_end_of_the_context():
+    policy = tiny_policy(context=29)
+    requests = make_requests(4, group_size=2, prompt_tokens=(9, 9), max_tokens=20, stop_token_ids=())
+    drafted = answers(policy, requests, drafter=Wide())
+    assert_same(answers(policy, requests), drafted)
+    assert sum(c.num_accepted for c in drafted.values()) > 0
+
+
+def test_what_has_ended_cannot_go_on():
+    policy = tiny_policy()
+    engine = Engine(policy.model)
+    for completion in answers(policy, make_requests(6)).values():
+        with pytest.raises(ConfigError, match="has ended already"):
+            engine.submit([completion.resume()])
+
+
+class Malformed(Drafter):
+    def __init__(self, draft: Draft) -> None:
+        self.draft = draft
+
+    def propose(self, request, context, budget):
+        return self.draft
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "parents", "problem"),
+    [
+        ([5, 6], [-1], "one length"),
+        ([5, 5], [-1, -1], "two siblings with the same token"),
+        ([5, 6], [-1, 1], "does not come before its child"),
+        ([5, 6], [-1, -2], "does not come before its child"),
+        ([99], [-1], "outside the vocabulary"),
+        ([-1], [-1], "outside the vocabulary"),
+        ([2] * 17, list(range(-1, 16)), "the budget is 16"),
+        ([5.5], [-1], "must be integers"),
+    ],
+)
+def test_a_malformed_draft_is_named_or_ignored_and_counted(token_ids, parents, problem):
+    policy = tiny_policy(num_layers=1)
+    requests = make_requests(2, max_tokens=5)
+    drafter = Malformed(Draft(token_ids=token_ids, parents=parents))
+    with pytest.raises(ValueError, match=f"Malformed proposed a bad draft.*{problem}"):
+        answers(policy, requests, drafter=drafter)
+    engine = Engine(policy.model, drafter=drafter, kv_tokens=4096)
+    engine.submit(requests)
+    done = {}
+    while engine.has_work:
+        done.update({completion.request.id: completion for completion in engine.run()})
+    assert_same(answers(policy, requests), done)
+    assert engine.totals.bad_drafts > 0
+
+
+def test_a_policy_that_has_diverged_is_an_error():
+    policy = tiny_policy()
+    policy.model.model.norm.weight.data.fill_(float("nan"))
+    engine = Engine(policy.model)
+    engine.submit(make_requests(1))
+    with pytest.raises(BackendError, match=r"not finite.*update\.learning_rate"):
+        engine.run()

@@ -56,6 +56,7 @@ def place(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> P
         ("rollout.group_size=1", "rollout.group_size=1"),
         ("rollout.temperature=0", "rollout.temperature=0: greedy answers"),
         ("seed=-1", "seed=-1: expected 0 to"),
+        ("backend.kv_tokens=8", "backend.kv_tokens=8: the longest prompt and its answer need"),
         ("update.betas=[0.9]", "update.betas=[0.9]: expected two numbers"),
         ("update.weight_decay=-1", "update.weight_decay=-1"),
         ("backend.max_draft_nodes=-1", "backend.max_draft_nodes=-1: expected at least 0"),
