@@ -23,13 +23,16 @@ class Done:
 
 
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Bits follow the number of threads."""
+def one_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Bits follow the number of threads; and the modules of one test's folder are unknown to the next."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
     torch.set_num_threads(threads)
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="session")
