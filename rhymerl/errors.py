@@ -11,6 +11,8 @@ RhymeError                 something rhymerl noticed; the message is one readabl
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class RhymeError(Exception):
     """Something rhymerl noticed."""
@@ -38,3 +40,10 @@ class BackendError(RunError):
 
 class RewardError(RunError):
     """A reward function cannot be used at all."""
+
+
+def require_at_least(section: str, limits: Mapping[str, tuple[float, float]]) -> None:
+    """Raise ConfigError for the first setting of `limits` (name -> value, least) whose value is too small."""
+    for name, (value, least) in limits.items():
+        if value < least:
+            raise ConfigError(f"{section}.{name}={value}: expected at least {least}")

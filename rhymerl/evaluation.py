@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rhymerl.errors import ConfigError
+from rhymerl.errors import require_at_least
 from rhymerl.rollout import RolloutSettings
 from rhymerl.types import Sample
 
@@ -26,9 +26,7 @@ class EvaluationSettings:
             "max_tokens": (1 if max_tokens is None else max_tokens, 1),
             "every_n_steps": (every_n_steps, 0),
         }
-        for name, (value, least) in at_least.items():
-            if value < least:
-                raise ConfigError(f"evaluation.{name}={value}: expected at least {least}")
+        require_at_least("evaluation", at_least)
         self.every_n_steps = every_n_steps
         self.samples = samples
         self.temperature = temperature

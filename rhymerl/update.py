@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from rhymerl.algos.base import Algorithm, Batch
-from rhymerl.errors import ConfigError, RunError
+from rhymerl.errors import ConfigError, RunError, require_at_least
 from rhymerl.logprobs import policy_output, token_batch
 from rhymerl.types import Sample
 
@@ -54,9 +54,7 @@ class UpdateSettings:
             "micro_batch_tokens": (micro_batch_tokens, 1),
             "chunk_tokens": (1 if chunk_tokens is None else chunk_tokens, 1),
         }
-        for name, (value, least) in at_least.items():
-            if value < least:
-                raise ConfigError(f"update.{name}={value}: expected at least {least}")
+        require_at_least("update", at_least)
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise ConfigError(f"update.betas={list(betas)}: expected two numbers in [0, 1)")
         if lr_schedule not in ("constant", "linear", "cosine"):

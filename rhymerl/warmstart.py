@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rhymerl.callbacks import AtomicCheckpointIO, LiveProgress
 from rhymerl.config import describe
-from rhymerl.errors import ConfigError
+from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.folders import open_folder
 from rhymerl.policy import Policy, PolicySource
 from rhymerl.tasks.base import Task
@@ -118,13 +118,8 @@ def warmstart(
     The state in between lives in `out/warmstart.ckpt` and is removed at the end. Raises ConfigError when `out` holds a
     model already, or the state of a call with other settings.
     """
-    for name, value, least in (
-        ("num_steps", num_steps, 1),
-        ("batch_size", batch_size, 1),
-        ("save_every", save_every, 1),
-    ):
-        if value < least:
-            raise ConfigError(f"warmstart.{name}={value}: expected at least {least}")
+    least = {"num_steps": (num_steps, 1), "batch_size": (batch_size, 1), "save_every": (save_every, 1)}
+    require_at_least("warmstart", least)
     try:
         task.demonstration(next(task.stream("warmstart", seed=seed)), random.Random(seed))
     except TypeError as error:

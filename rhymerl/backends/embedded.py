@@ -13,7 +13,7 @@ from rhymerl.drafters.base import Drafter
 from rhymerl.engine.engine import Engine
 from rhymerl.engine.support import prove, refuse_unsupported
 from rhymerl.engine.totals import EngineTotals
-from rhymerl.errors import BackendError, ConfigError
+from rhymerl.errors import BackendError, ConfigError, require_at_least
 from rhymerl.types import Completion, RolloutRequest
 
 if TYPE_CHECKING:
@@ -44,9 +44,7 @@ class EmbeddedBackend(RolloutBackend):
             "max_pass_tokens": (max_pass_tokens, 1),
             "max_draft_nodes": (max_draft_nodes, 0),
         }
-        for name, (value, least) in at_least.items():
-            if value < least:
-                raise ConfigError(f"backend.{name}={value}: expected at least {least}")
+        require_at_least("backend", at_least)
         self.max_running = max_running
         self.kv_tokens = kv_tokens
         self.max_pass_tokens = max_pass_tokens

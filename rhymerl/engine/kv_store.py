@@ -104,8 +104,3 @@ class KVStore(Cache):
             tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float64)
             for tensor in (first.keys, first.values)
         )
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes held by keys and values."""
-        return sum(tensor.nbytes for layer in self.stores for tensor in (layer.keys, layer.values))
