@@ -1,14 +1,14 @@
 """The records that travel through a rollout, in the order in which they are made.
 
-    Prompt -> RolloutRequest (with SamplingParams) -> Draft (a guess) -> Completion -> Sample
+    Prompt -> RolloutRequest (with SamplingParams) -> Draft (a guess), DraftBatch -> Completion -> Sample
 
 Records are frozen; arrays inside them are read-only by convention. L = response tokens, P = prompt
-tokens, K = draft nodes.
+tokens, K = draft nodes, R = requests of a batch, N = draft nodes of a batch. numpy is imported when first used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     IntArray = npt.NDArray[np.int32]
+    IndexArray = npt.NDArray[np.int64]
     FloatArray = npt.NDArray[np.float64]
     BoolArray = npt.NDArray[np.bool_]
 
@@ -100,6 +101,139 @@ class Draft:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftBatch:
+    """The drafts of a running batch, packed: request r owns the nodes starts[r]:starts[r + 1].
+
+    Parents count from the request's own first node: `parents=[-1, 0, -1], starts=[0, 2, 3]` is a path of two and a single node.
+    """
+
+    token_ids: IntArray  # [N]
+    parents: IntArray  # [N] -1 = directly after the context
+    starts: IndexArray  # [R + 1]
+    scores: FloatArray  # [N] path probability, NaN where the drafter gave none
+    match_length: IntArray  # [R]
+    sources: npt.NDArray[np.int8]  # [N] -1 = unknown
+    problems: Mapping[int, str] = field(default_factory=dict)  # by r: why a draft could not be packed; it is empty here
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @classmethod
+    def pack(cls, drafts: Sequence[Draft]) -> DraftBatch:
+        """One batch of single drafts. Never raises: a draft that is no two lists of integers goes to `problems`."""
+        import numpy as np
+
+        problems = {r: problem for r, draft in enumerate(drafts) if (problem := _packing_problem(draft))}
+        usable = [draft for r, draft in enumerate(drafts) if r not in problems]
+        counts = [0 if r in problems else len(draft) for r, draft in enumerate(drafts)]
+        return cls(
+            token_ids=_joined([draft.token_ids for draft in usable]),
+            parents=_joined([draft.parents for draft in usable]),
+            starts=np.cumsum([0, *counts], dtype=np.int64),
+            scores=_joined_or([(draft.scores, len(draft)) for draft in usable], np.nan, np.float64),
+            match_length=np.array([draft.match_length for draft in drafts], np.int32),
+            sources=_joined_or([(draft.sources, len(draft)) for draft in usable], -1, np.int8),
+            problems=problems,
+        )
+
+    @property
+    def counts(self) -> IndexArray:
+        """Nodes of each request, [R]."""
+        return self.starts[1:] - self.starts[:-1]
+
+    @property
+    def requests(self) -> IndexArray:
+        """Which request each node belongs to, [N]."""
+        import numpy as np
+
+        return np.repeat(np.arange(len(self)), self.counts)
+
+    @property
+    def parent_nodes(self) -> IndexArray:
+        """Each node's parent counted through the whole batch, [N], -1 = directly after the context."""
+        import numpy as np
+
+        return np.where(self.parents < 0, -1, self.starts[self.requests] + self.parents)
+
+    def draft(self, r: int) -> Draft:
+        """The draft of request r; scores and sources are None where the batch has none."""
+        import numpy as np
+
+        nodes = slice(int(self.starts[r]), int(self.starts[r + 1]))
+        scores, sources = self.scores[nodes], self.sources[nodes]
+        return Draft(
+            token_ids=self.token_ids[nodes],
+            parents=self.parents[nodes],
+            scores=None if np.isnan(scores).all() else scores,
+            match_length=int(self.match_length[r]),
+            sources=None if (sources == -1).all() else sources.astype(np.int32),
+        )
+
+    def closed(self, mask: BoolArray) -> BoolArray:
+        """The part of `mask` [N] that is ancestor-closed: nodes all of whose ancestors are in it too."""
+        parent = self.parent_nodes
+        while (orphans := mask & (parent >= 0) & ~mask[parent]).any():
+            mask = mask & ~orphans
+        return mask
+
+    def keep(self, mask: BoolArray) -> DraftBatch:
+        """The nodes of an ancestor-closed `mask` [N], with parents renumbered."""
+        import numpy as np
+
+        if mask.all():
+            return self
+        before = np.concatenate([[0], np.cumsum(mask)])  # kept nodes in front of each node
+        starts = before[self.starts]
+        parent = self.parent_nodes[mask]
+        return replace(
+            self,
+            token_ids=self.token_ids[mask],
+            parents=np.where(parent < 0, -1, before[parent] - starts[self.requests[mask]]).astype(np.int32),
+            starts=starts,
+            scores=self.scores[mask],
+            sources=self.sources[mask],
+        )
+
+
+def _packing_problem(draft: Draft) -> str | None:
+    """Why the arrays of a draft cannot stand side by side with others', None when they can."""
+    import numpy as np
+
+    try:
+        tokens, parents = np.asarray(draft.token_ids), np.asarray(draft.parents)
+    except ValueError as error:  # lists of unequal lists
+        return f"token_ids and parents must be two lists of one length ({error})"
+    if tokens.ndim != 1 or tokens.shape != parents.shape:
+        return f"token_ids {tokens.shape} and parents {parents.shape} must be two lists of one length"
+    if len(tokens) and not (tokens.dtype.kind in "iu" and parents.dtype.kind in "iu"):
+        return f"token_ids ({tokens.dtype}) and parents ({parents.dtype}) must be integers"
+    for name, values in (("scores", draft.scores), ("sources", draft.sources)):
+        if values is not None and np.shape(values) != tokens.shape:
+            return f"{name} {np.shape(values)} must be as long as token_ids {tokens.shape}"
+    return None
+
+
+def _joined(parts: Sequence[IntArray]) -> IntArray:
+    """One int32 array; what lies beyond int32 is cut to its ends, so that it stays out of every range."""
+    import numpy as np
+
+    whole = np.concatenate(parts) if parts else np.empty(0, np.int32)
+    limits = np.iinfo(np.int32)
+    return whole if whole.dtype == np.int32 else whole.clip(limits.min, limits.max).astype(np.int32)
+
+
+def _joined_or(parts: Sequence[tuple[npt.NDArray[Any] | None, int]], missing: float, dtype: npt.DTypeLike) -> Any:
+    """One array of what is given; None stands for so many times `missing`."""
+    import numpy as np
+
+    if all(values is None for values, _ in parts):
+        return np.full(sum(count for _, count in parts), missing, dtype)
+    return np.concatenate(
+        [np.full(count, missing, dtype) if values is None else np.asarray(values, dtype) for values, count in parts]
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rhymerl.types import Completion, Draft, RolloutRequest, Sample
+from rhymerl.types import Completion, Draft, DraftBatch, RolloutRequest, Sample
 
 if TYPE_CHECKING:
     from rhymerl.types import IntArray
@@ -21,18 +21,24 @@ class Drafter(ABC):
 
     def propose_batch(
         self, requests: Sequence[RolloutRequest], contexts: Sequence[IntArray], budgets: Sequence[int]
-    ) -> list[Draft]:
-        """Guess for all running requests at once; called once a pass. Override it where a batch is cheaper."""
-        return [self.propose(*each) for each in zip(requests, contexts, budgets, strict=True)]
+    ) -> DraftBatch:
+        """Guess for all requests that may have a draft, at most `budgets[r]` (1 or more) nodes each; called once a pass.
+
+        Override it where a batch is cheaper than its parts.
+        """
+        return DraftBatch.pack([self.propose(*each) for each in zip(requests, contexts, budgets, strict=True)])
 
     def start(self, request: RolloutRequest) -> None:
-        """A request enters the running batch."""
+        """A request enters the running batch for the first time; once for every `finish`, whatever happens between."""
 
     def accept(self, request: RolloutRequest, token_ids: IntArray, num_accepted: int) -> None:
         """A pass emitted `token_ids` for `request`, the first `num_accepted` of them from the draft."""
 
     def finish(self, completion: Completion) -> None:
-        """A request left the running batch, whole or withdrawn."""
+        """A started request leaves for good: it has ended, or the caller has withdrawn it (and may submit it anew)."""
 
     def learn(self, samples: Sequence[Sample]) -> None:
         """The scored answers of a step, in canonical (prompt, sample) order."""
+
+    def close(self) -> None:
+        """The engine is gone and so are its requests: free threads and the like. Another engine may `start` requests later."""

@@ -251,16 +251,18 @@ class Engine:
             requests = [request for i in askers if (request := rows.request[row[i]]) is not None]
             contexts = [rows.context_of(int(row[i])) for i in askers]
             proposals = self.drafter.propose_batch(requests, contexts, [budget] * len(askers))
-            for i, draft in zip(askers, proposals, strict=True):
-                drafts[i] = self._usable(draft, budget, int(row[i]))
+            for r, i in enumerate(askers):
+                drafts[i] = self._usable(proposals.draft(r), budget, int(row[i]), proposals.problems.get(r))
         self.totals.draft_s += time.perf_counter() - started
         return drafts
 
-    def _usable(self, draft: Draft, budget: int, row: int) -> Draft | None:
+    def _usable(self, draft: Draft, budget: int, row: int, problem: str | None) -> Draft | None:
         """The part of a draft that can still be emitted; a malformed one raises or is dropped."""
-        if len(draft) == 0:
+        if len(draft) == 0 and problem is None:
             return None
         try:
+            if problem:
+                raise ValueError(f"{type(self.drafter).__name__} proposed a bad draft: {problem}")
             vocabulary = self.model.config.get_text_config().vocab_size
             draft = checked_draft(draft, budget=budget, vocabulary=vocabulary, drafter=type(self.drafter).__name__)
         except ValueError:

@@ -1,0 +1,60 @@
+"""What a budget is: how much of what a drafter proposes is verified. It changes the speed of a run, never a token."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rhymerl.types import DraftBatch, RolloutRequest
+
+if TYPE_CHECKING:
+    from rhymerl.types import BoolArray, IndexArray, IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassOutcome:
+    """What came of one pass. R = requests that drew tokens in it, N = nodes that were verified."""
+
+    requests: Sequence[RolloutRequest]  # [R]
+    drafts: DraftBatch  # R, N: as verified; many may be empty
+    reached: BoolArray  # [N] a draw was made that could have accepted the node: at its parent, or at the root
+    accepted: BoolArray  # [N] the node became a token
+    num_accepted: IndexArray  # [R]
+    num_tokens: int  # fed in the whole pass: prompts, roots and nodes
+    num_rows: int  # that fed them: requests, and prompts that are being computed
+    seconds: float  # of the whole pass, drafting included
+    is_decoding: bool  # every row fed one token and its draft, so that no prompt was computed
+
+
+class Budget(ABC):
+    """Subclass this and write `max_nodes` and `limits`; every other hook is optional."""
+
+    @property
+    @abstractmethod
+    def max_nodes(self) -> int:
+        """The most nodes that a request may ever get in a pass; 0 turns drafting off. Read once, by the engine."""
+
+    @abstractmethod
+    def limits(self, requests: Sequence[RolloutRequest]) -> IntArray:
+        """How many nodes the drafter may propose for each request, [R]; called once a pass, before drafting.
+
+        The engine grants less where slots or tokens run out, and never more than `max_nodes`.
+        """
+
+    def trim(self, requests: Sequence[RolloutRequest], drafts: DraftBatch) -> BoolArray:
+        """Which nodes are verified, [N]; called after drafting. A node whose parent is dropped is dropped too."""
+        return np.ones(len(drafts.token_ids), np.bool_)
+
+    def learn(self, outcome: PassOutcome) -> None:
+        """A pass is over; called after each one in which requests drew tokens."""
+
+    def finish(self, request: RolloutRequest) -> None:
+        """A request left for good: drop what is kept for it."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """What happened since the last call, by metric name; then reset."""
+        return {}

@@ -1,0 +1,106 @@
+"""Packed drafts against the drafts that they are made of."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rhymerl.types import Draft, DraftBatch
+
+
+@st.composite
+def drafts(draw) -> Draft:
+    """A tree of tokens that differ, with or without what is optional."""
+    count = draw(st.integers(0, 6))
+    return Draft(
+        token_ids=np.arange(count, dtype=np.int32) + draw(st.integers(0, 9)),
+        parents=np.array([draw(st.integers(-1, node - 1)) for node in range(count)], np.int32),
+        scores=draw(st.sampled_from([None, np.linspace(1, 0.5, count)])) if count else None,
+        match_length=draw(st.integers(0, 5)),
+        sources=draw(st.sampled_from([None, np.arange(count, dtype=np.int32)])) if count else None,
+    )
+
+
+def paths(draft: Draft) -> list[tuple[int, ...]]:
+    """The tokens from the context to each node."""
+    found: list[tuple[int, ...]] = []
+    for token, parent in zip(draft.token_ids.tolist(), draft.parents.tolist(), strict=True):
+        found.append((*(found[parent] if parent >= 0 else ()), token))
+    return found
+
+
+def assert_same(left: Draft, right: Draft) -> None:
+    assert left.match_length == right.match_length
+    for name in ("token_ids", "parents", "scores", "sources"):
+        mine, theirs = getattr(left, name), getattr(right, name)
+        assert (mine is None) == (theirs is None), name
+        assert mine is None or (mine.dtype == theirs.dtype and mine.tolist() == theirs.tolist()), name
+
+
+@given(st.lists(drafts(), max_size=5))
+def test_what_is_packed_comes_out_again(singles):
+    batch = DraftBatch.pack(singles)
+    assert len(batch) == len(singles)
+    assert batch.counts.tolist() == [len(draft) for draft in singles]
+    assert batch.requests.tolist() == [r for r, draft in enumerate(singles) for _ in range(len(draft))]
+    for r, draft in enumerate(singles):
+        assert_same(batch.draft(r), draft)
+
+
+@given(st.lists(drafts(), max_size=5), st.data())
+def test_keeping_a_part_leaves_the_paths_as_they_were(singles, data):
+    batch = DraftBatch.pack(singles)
+    count = len(batch.token_ids)
+    wanted = np.array(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)), np.bool_)
+    mask = batch.closed(wanted)
+    kept = batch.keep(mask)
+    for r, draft in enumerate(singles):
+        mine = slice(batch.starts[r], batch.starts[r + 1])
+        with_ancestors = []
+        for parent, chosen in zip(draft.parents, wanted[mine], strict=True):
+            with_ancestors.append(bool(chosen) and (parent < 0 or with_ancestors[parent]))
+        assert mask[mine].tolist() == with_ancestors
+        assert paths(kept.draft(r)) == [path for path, stays in zip(paths(draft), with_ancestors, strict=True) if stays]
+        assert kept.match_length[r] == draft.match_length
+        np.testing.assert_array_equal(kept.scores[kept.requests == r], batch.scores[mine][with_ancestors])
+
+
+def test_plain_lists_pack_into_the_types_of_the_fields():
+    batch = DraftBatch.pack([Draft(token_ids=[5, 7], parents=[-1, 0], scores=[1, 0.5], sources=[3, 3])])
+    types = {name: getattr(batch, name).dtype.name for name in ("token_ids", "parents", "starts", "scores", "sources")}
+    assert types == {
+        "token_ids": "int32",
+        "parents": "int32",
+        "starts": "int64",
+        "scores": "float64",
+        "sources": "int8",
+    }
+
+
+def test_a_token_id_beyond_int32_stays_outside_every_vocabulary():
+    batch = DraftBatch.pack([Draft(token_ids=[2**32 + 5, -(2**32) + 5], parents=[-1, -1])])
+    assert batch.token_ids.tolist() == [2**31 - 1, -(2**31)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"token_ids": [5, 6]}, "one length"),
+        ({"token_ids": [[5]], "parents": [[-1]]}, "one length"),
+        ({"token_ids": [[5], [6, 7]]}, "one length"),
+        ({"token_ids": [5.5]}, "must be integers"),
+        ({"scores": [0.5, 0.5]}, r"scores \(2,\) must be as long"),
+        ({"sources": 3}, r"sources \(\) must be as long"),
+    ],
+)
+def test_what_cannot_be_packed_is_left_empty_and_named(fields, problem):
+    good = Draft(token_ids=[8], parents=[-1])
+    bad = Draft(**{"token_ids": [5], "parents": [-1], **fields})
+    batch = DraftBatch.pack([good, bad, good])
+    assert batch.counts.tolist() == [1, 0, 1]
+    assert batch.problems.keys() == {1}
+    assert re.search(problem, batch.problems[1])
