@@ -13,6 +13,7 @@ from rhymerl.engine.ragged import IndexArray
 from rhymerl.engine.rows import Rows
 
 _WIDE = 8192  # tokens
+_NOTHING = -80.0  # nats below the most likely token
 
 
 def truncate(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -65,17 +66,23 @@ class Sampler:
         """Untruncated log_softmax(logits / T)[token] at each place, [n], in nats; T = 0 uses 1."""
         logits = self._logits
         temperature = self._rows.temperature[row]
-        scale = torch.from_numpy(np.where(temperature > 0, 1 / np.where(temperature > 0, temperature, 1), 1.0)).to(
-            logits
-        )
-        index = _index(places, logits)
-        chosen = logits[index, _index(tokens, logits)] * scale
+        inverse = np.divide(1.0, temperature, out=np.ones(len(row)), where=temperature > 0)
+        scale, index = torch.from_numpy(inverse).to(logits.device), _index(places, logits)
         if logits.device.type == "cpu" and logits.shape[1] > _WIDE:
             # Line by line, what the reduction needs besides stays in the cache.
-            norm = torch.stack([(logits[i] * s).logsumexp(-1) for i, s in zip(places, scale, strict=True)])
+            norm = torch.cat([log_norms(logits[i : i + 1], s) for i, s in zip(places, scale.split(1), strict=True)])
         else:
-            norm = (logits[index] * scale[:, None]).logsumexp(-1)
-        return (chosen - norm).double().cpu().numpy()
+            norm = log_norms(logits[index], scale)
+        return (logits[index, _index(tokens, logits)].double() * scale - norm).cpu().numpy()
+
+
+def log_norms(logits: Tensor, scale: Tensor) -> Tensor:
+    """logsumexp(logits * scale) of each line, [n] float64, from logits [n, V] and scale [n] float64."""
+    top = logits.amax(-1, keepdim=True)
+    scores = (logits - top).mul_(scale[:, None].to(logits))
+    # What exp makes of less is too small for a float32's exponent: ten times as slow, and it adds nothing.
+    total = scores.clamp_(min=_NOTHING).exp_().sum(-1, dtype=torch.float64)
+    return top[:, 0].double() * scale + total.log()
 
 
 def _index(values: npt.NDArray[np.integer], like: Tensor) -> Tensor:

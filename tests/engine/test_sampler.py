@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
 
 from rhymerl.engine.draw import draw_tokens
 from rhymerl.engine.noise import log_race_times, noise_keys
-from rhymerl.engine.sampler import truncate
+from rhymerl.engine.sampler import log_norms, truncate
 
 
 def draws(logits: np.ndarray, seeds: np.ndarray, positions: np.ndarray, *, temperature: float = 1.0) -> np.ndarray:
@@ -77,6 +79,52 @@ def test_compiled_draw_is_the_reference_race(vocabulary, dtype):
     draw_tokens(logits, np.arange(200), np.full(200, 1 / 0.9), keys, out)
     race = torch.from_numpy(logits).double() / 0.9 - log_race_times(torch.from_numpy(keys.astype(np.int64)), vocabulary)
     np.testing.assert_array_equal(out, race.argmax(-1).numpy())
+
+
+def apart(lines: torch.Tensor, inverse_temperature: float) -> float:
+    """The largest difference from the norms that float64 gives, in nats."""
+    scale = torch.full((len(lines),), inverse_temperature, dtype=torch.float64)
+    expected = (lines.double() * inverse_temperature).logsumexp(-1)
+    return float((log_norms(lines, scale) - expected).abs().max())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
+@pytest.mark.parametrize("spread", [1.0, 4.0, 40.0])
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+def test_norms_are_those_of_float64(dtype, most, spread, temperature):
+    """From flat logits to those of which exp makes numbers that a float32 cannot hold."""
+    lines = torch.randn(8, 50_000, dtype=dtype, generator=torch.Generator().manual_seed(1)) * spread + 30
+    lines[0, 7] = 200.0
+    lines[1, ::2] = float("-inf")
+    assert apart(lines, 1 / temperature) < most
+
+
+@pytest.mark.parametrize("above", [5.0, 9.0, 12.0, 13.7])
+def test_rounding_does_not_add_up_when_all_but_one_are_alike(above):
+    lines = torch.full((1, 150_000), 17.3)
+    lines[0, 7] += above
+    assert apart(lines, 1.0) < 1e-6
+
+
+def test_a_norm_of_nothing_but_nan_is_nan():
+    """So that weights which are none cost an error, not a run."""
+    lines = torch.tensor([[0.0, float("nan")], [0.0, 1.0]])
+    assert log_norms(lines, torch.ones(2, dtype=torch.float64)).isnan().tolist() == [True, False]
+
+
+def test_numbers_too_small_to_hold_cost_no_time():
+    """They used to take ten times as long; the best of several, since the machine may be busy."""
+    noise = torch.randn(1, 150_000, generator=torch.Generator().manual_seed(1))
+    scale = torch.ones(1, dtype=torch.float64)
+
+    def seconds(lines: torch.Tensor) -> float:
+        start = time.perf_counter()
+        log_norms(lines, scale)
+        return time.perf_counter() - start
+
+    flat, peaked = noise.clone(), noise.clone()
+    peaked[0, 0] = 95.0
+    assert min(seconds(peaked) for _ in range(30)) < 3 * min(seconds(flat) for _ in range(30))
 
 
 def test_greedy_takes_the_first_of_equals():
