@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import tempfile
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -79,6 +81,18 @@ def restore(files: Mapping[str, str], weights: Mapping[str, torch.Tensor], direc
     if (directory / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(directory)
     model.save_pretrained(directory)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode within, as without dropout; afterwards each module is in its own mode again, a frozen one too."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 class PolicySource:

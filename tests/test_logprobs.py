@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rhymerl.errors import ConfigError
-from rhymerl.logprobs import policy_output, prove_head, token_batch
+from rhymerl.logprobs import head_logprobs, policy_output, prove_head, token_batch
 from rhymerl.testing import make_requests, tiny_policy
 from rhymerl.types import Completion, Generated, Sample
 from rhymerl.update import micro_batches
@@ -104,3 +107,42 @@ def test_a_head_that_scales_its_logits_is_refused():
     model.forward = scaled
     with pytest.raises(ConfigError, match="scaled or soft-capped"):
         prove_head(model)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5], ids=["passes", "is refused"])
+def test_each_module_is_in_its_own_mode_after_the_proof(scale):
+    model = tiny_policy().model.train()
+    model.model.embed_tokens.eval()
+    model.model.layers[0].mlp.eval()
+    modes = {name: module.training for name, module in model.named_modules()}
+    assert set(modes.values()) == {True, False}
+    plain = model.forward
+
+    def scaled(*args, **kwargs):
+        output = plain(*args, **kwargs)
+        output.logits = output.logits * scale
+        return output
+
+    model.forward = scaled
+    with nullcontext() if scale == 1 else pytest.raises(ConfigError):
+        prove_head(model)
+    assert {name: module.training for name, module in model.named_modules()} == modes
+
+
+def test_the_entropy_of_peaked_distributions_costs_no_more_and_is_right():
+    """exp of the least likely tokens used to take ten times as long; the best of several, the machine may be busy."""
+    head, hidden = torch.nn.Identity(), torch.randn(4, 100_000, generator=torch.Generator().manual_seed(1))
+    peaked = hidden.clone()
+    peaked[:, 0] = 95.0
+    targets = torch.zeros(4, dtype=torch.long)
+
+    def seconds(logits: torch.Tensor) -> float:
+        start = time.perf_counter()
+        head_logprobs(logits, head, targets, temperature=1.0, chunk_tokens=4)
+        return time.perf_counter() - start
+
+    assert min(seconds(peaked) for _ in range(20)) < 3 * min(seconds(hidden) for _ in range(20))
+    for logits in (hidden, peaked):
+        _, entropy = head_logprobs(logits, head, targets, temperature=1.0, chunk_tokens=4)
+        expected = torch.distributions.Categorical(logits=logits.double()).entropy()
+        torch.testing.assert_close(entropy.double(), expected, atol=1e-5, rtol=0)
