@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -22,6 +23,17 @@ if TYPE_CHECKING:
     BoolArray = npt.NDArray[np.bool_]
 
 FinishReason = Literal["stop", "length", "withdrawn"]
+Split = Literal["train", "validation"]  # their histories are kept apart
+
+
+class DraftSource(IntEnum):
+    """Where a draft node comes from; HISTORY + a is an answer that is `a` epochs older than the newest."""
+
+    UNKNOWN = -1
+    OWN = 0  # the request's own prompt and tokens
+    SIBLING = 1  # another answer to the same prompt that is being generated now
+    RUN_AHEAD = 2
+    HISTORY = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +95,7 @@ class RolloutRequest:
     sample: int  # which of the group's answers, from 0
     seed: int  # 64-bit key of the noise; position = index in the response
     sampling: SamplingParams
+    split: Split = "train"
     generated: Generated | None = None  # go on from these tokens
 
 
@@ -97,7 +110,7 @@ class Draft:
     parents: IntArray  # [K], -1 <= parents[i] < i; -1 = directly after the context
     scores: FloatArray | None = None  # [K] path probability, non-increasing along a path
     match_length: int = 0  # tokens of context that the guess rests on
-    sources: IntArray | None = None  # [K] where each node comes from, for metrics
+    sources: IntArray | None = None  # [K] DraftSource of each node, for metrics
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -115,7 +128,7 @@ class DraftBatch:
     starts: IndexArray  # [R + 1]
     scores: FloatArray  # [N] path probability, NaN where the drafter gave none
     match_length: IntArray  # [R]
-    sources: npt.NDArray[np.int8]  # [N] -1 = unknown
+    sources: npt.NDArray[np.int8]  # [N] DraftSource
     problems: Mapping[int, str] = field(default_factory=dict)  # by r: why a draft could not be packed; it is empty here
 
     def __len__(self) -> int:
