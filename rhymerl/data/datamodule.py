@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol, cast
 
 import lightning as L
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from rhymerl.data.base import PlacedRow
 from rhymerl.data.encoding import LengthLimits, PromptEncoder, encode_rows
@@ -39,6 +39,18 @@ class _Module(Protocol):
     def rollout(self) -> _Rollout: ...
     @property
     def evaluation(self) -> _Evaluation: ...
+
+
+class _NoLoaders(CombinedLoader):
+    """Lightning's own takes an empty list for one empty loader, and warns of it."""
+
+    @property
+    def flattened(self) -> list[Any]:
+        return []
+
+    @flattened.setter
+    def flattened(self, flattened: list[Any]) -> None:
+        assert not flattened
 
 
 class PromptDataModule(L.LightningDataModule):
@@ -80,6 +92,7 @@ class PromptDataModule(L.LightningDataModule):
         self.max_prompt_tokens = max_prompt_tokens
         self.train_loader: PromptLoader | None = None
         self.validation_loader: PromptLoader | None = None
+        self._prepared_for: _Module | None = None
         for name in ("prompts_per_step", "validation_prompts", "max_prompt_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -91,10 +104,24 @@ class PromptDataModule(L.LightningDataModule):
         Raises DataError and ConfigError for everything that is wrong with it.
         """
         assert self.trainer is not None, "setup() is called by the Trainer; without one, call prepare()"
-        self.prepare_for(cast(_Module, self.trainer.lightning_module), with_train=stage == "fit")
+        module, with_train = cast(_Module, self.trainer.lightning_module), stage == "fit"
+        loader = self.train_loader if with_train else self.validation_loader
+        if self._prepared_for is not module or loader is None:
+            self._prepare_for(module, with_train=with_train)
+        elif with_train:
+            loader.cursor = 0
 
     def prepare_for(self, module: _Module, *, with_train: bool = True) -> None:
-        """The work of `setup`, as a module needs it; without `with_train` there must be validation data."""
+        """The work of `setup` ahead of it, once for all that a Trainer does with this module afterwards.
+
+        Without `with_train` there must be validation data.
+        """
+        self.train_loader = None
+        self._prepare_for(module, with_train=with_train)
+        self._prepared_for = module
+
+    def _prepare_for(self, module: _Module, *, with_train: bool) -> None:
+        self._prepared_for = None
         encoder = PromptEncoder(
             module.policy.tokenizer,
             prompt_column=self.prompt_column,
@@ -139,12 +166,9 @@ class PromptDataModule(L.LightningDataModule):
             raise RuntimeError("train_dataloader() before setup('fit')")
         return self.train_loader
 
-    def val_dataloader(self) -> PromptLoader | list[PromptLoader]:
-        """An empty list, with which Lightning skips validation, when a fit has no validation data."""
-        if self.validation_loader is None:
-            warnings.filterwarnings("ignore", "Total length of `list` across ranks is zero")  # it is meant
-            return []
-        return self.validation_loader
+    def val_dataloader(self) -> PromptLoader | CombinedLoader:
+        """With no loaders, for which Lightning skips validation, when a fit has no validation data."""
+        return self.validation_loader if self.validation_loader is not None else _NoLoaders([], "sequential")
 
     def state_dict(self) -> dict[str, Any]:
         """The training loader's, since Lightning itself restores only a loader that stopped within an epoch."""

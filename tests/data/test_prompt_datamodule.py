@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -188,10 +189,67 @@ def test_every_validation_sees_all_its_rows_in_order(policy: Policy, tmp_path: P
 
 
 def test_runs_without_validation_data(policy: Policy, tmp_path: Path) -> None:
+    """And without a warning, to which end no filter of the process is touched."""
     module = Consumer(policy)
-    make_trainer(tmp_path, max_epochs=1).fit(module, datamodule=data(validation=None))
+    filters = list(warnings.filters)
+    trainer = make_trainer(tmp_path, max_epochs=1, num_sanity_val_steps=1, val_check_interval=1)
+    trainer.fit(module, datamodule=data(validation=None))
     assert len(module.consumed) == STEPS_PER_PASS
     assert module.validated == []
+    assert [each for each in warnings.filters if each not in filters] == []
+
+
+class Counted(RunningSum):
+    """Counts how often it is asked for its rows."""
+
+    def __init__(self) -> None:
+        super().__init__(train_size=6, validation_size=2)
+        self.asked: list[str] = []
+
+    def rows(self, split: str) -> Any:
+        self.asked.append(split)
+        return super().rows(split)
+
+
+def test_what_was_prepared_for_a_module_is_read_once(policy: Policy, tmp_path: Path) -> None:
+    task, module = Counted(), Consumer(policy)
+    datamodule = PromptDataModule(task=task, prompts_per_step=3)
+    datamodule.prepare_for(module)
+    assert datamodule.train_loader is not None
+    ids = [[prompt.id for prompt in datamodule.train_loader.batch(step)] for step in range(2)]
+    trainer = make_trainer(tmp_path, max_epochs=1, limit_val_batches=1)
+    module.training_step = remembering(module)  # type: ignore[method-assign]
+    trainer.validate(module, datamodule, verbose=False)
+    for _ in range(2):
+        make_trainer(tmp_path, max_epochs=1).fit(module, datamodule)
+    trainer.validate(module, datamodule, verbose=False)
+    assert module.consumed == 2 * ids, "each fit starts at the first step"
+    assert len(module.validated) == 2 * 2 + 2 * (2 + 2)
+    assert sorted(task.asked) == ["train", "validation"]
+
+
+def remembering(module: Consumer) -> Any:
+    """A training step for prompts whose ids are no numbers."""
+
+    def training_step(batch: PromptBatch, batch_idx: int) -> None:
+        module.consumed.append([prompt.id for prompt in batch])
+        module.optimizers().step()
+        module.trainer.train_dataloader.advance()
+
+    return training_step
+
+
+def test_what_was_not_prepared_is_read_by_each_call(policy: Policy, tmp_path: Path) -> None:
+    """The file may have changed, and another module may have another tokenizer."""
+    rows = list(ROWS)
+    datamodule = data(train=rows, validation=None)
+    for module in (Consumer(policy), Consumer(policy)):
+        make_trainer(tmp_path, max_epochs=1).fit(module, datamodule)
+        assert sum(map(len, module.consumed)) == len(rows)
+        rows.append({"prompt": "7+1=?", "id": len(rows)})
+    datamodule.prepare_for(module)
+    make_trainer(tmp_path, max_epochs=1).fit(other := Consumer(policy), datamodule)
+    assert sum(map(len, other.consumed)) == len(rows) == 9
 
 
 def test_bad_data_stops_the_run_before_any_step(policy: Policy, tmp_path: Path) -> None:

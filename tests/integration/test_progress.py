@@ -56,3 +56,20 @@ def test_figures_in_the_closing_table():
         "21,452",
         "999.9",
     ]
+
+
+def test_a_run_reads_its_prompts_once(settings, tmp_path, monkeypatch, rhymerl: Run):
+    """Though it evaluates, trains and evaluates again, each of which sets its data up."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_counted_task.py").write_text(
+        "from rhymerl.tasks import RunningSum\n\n"
+        "class Counted(RunningSum):\n"
+        "    def rows(self, split):\n"
+        "        print(f'asked for {split}')\n"
+        "        return super().rows(split)\n"
+    )
+    more = ["task=my_counted_task.Counted", "trainer.max_steps=2", f"run_dir={tmp_path / 'run'}"]
+    done = rhymerl(*settings, *more)
+    assert done.code == 0, done.err
+    assert done.out.count("Evaluating on") == 2
+    assert (done.out.count("asked for train"), done.out.count("asked for validation")) == (1, 1)
