@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from rhymerl.backends.base import RolloutBackend
+from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.types import Completion, Draft, Generated, Prompt, RolloutRequest, SamplingParams
 
@@ -145,6 +146,7 @@ class ScriptedBackend(RolloutBackend):
         policy: Policy,
         drafter: Drafter,
         *,
+        budget: Budget | None = None,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """Nothing to bring up."""

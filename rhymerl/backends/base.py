@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.types import Completion, RolloutRequest
 
@@ -32,11 +33,13 @@ class RolloutBackend(ABC):
         policy: Policy,
         drafter: Drafter,
         *,
+        budget: Budget | None = None,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """Bring up the engine; called once on every rank before the first `submit`.
 
-        `autocast` is the update's own context for forward passes. Raises ConfigError for a policy that cannot be run.
+        `budget` None is the backend's own default; `autocast` is the update's own context for forward passes. Raises ConfigError
+        for a policy that cannot be run.
         """
 
     @abstractmethod
@@ -60,7 +63,7 @@ class RolloutBackend(ABC):
         return {}
 
     def close(self) -> None:
-        """Free the engine; may be called twice."""
+        """Free the engine and `close` the drafter; may be called twice."""
 
     def __enter__(self) -> Self:
         return self

@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from rhymerl.backends.base import RolloutBackend
+from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.engine.engine import Engine
 from rhymerl.engine.support import prove, refuse_unsupported
@@ -26,7 +29,7 @@ class EmbeddedBackend(RolloutBackend):
     """Continuous batching without a server, a copy of the weights or a thread: `collect` drives the engine.
 
     `max_running` requests decode side by side, `kv_tokens` bounds the tokens with keys and values (in all layers),
-    `max_pass_tokens` the tokens of one forward pass, `max_draft_nodes` the draft of one request.
+    `max_pass_tokens` the tokens of one forward pass. With `check_drafts` a malformed draft is an error, not only counted.
     """
 
     def __init__(
@@ -35,20 +38,17 @@ class EmbeddedBackend(RolloutBackend):
         max_running: int = 64,
         kv_tokens: int = 65_536,
         max_pass_tokens: int = 8_192,
-        max_draft_nodes: int = 16,
         check_drafts: bool = False,
     ) -> None:
         at_least = {
             "max_running": (max_running, 1),
             "kv_tokens": (kv_tokens, 1),
             "max_pass_tokens": (max_pass_tokens, 1),
-            "max_draft_nodes": (max_draft_nodes, 0),
         }
         require_at_least("backend", at_least)
         self.max_running = max_running
         self.kv_tokens = kv_tokens
         self.max_pass_tokens = max_pass_tokens
-        self.max_draft_nodes = max_draft_nodes
         self.check_drafts = check_drafts
         self._engine: Engine | None = None
         self._reported = EngineTotals()
@@ -65,6 +65,7 @@ class EmbeddedBackend(RolloutBackend):
         policy: Policy,
         drafter: Drafter,
         *,
+        budget: Budget | None = None,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         refuse_unsupported(policy.model)
@@ -72,10 +73,10 @@ class EmbeddedBackend(RolloutBackend):
         self._engine = Engine(
             policy.model,
             drafter=drafter,
+            budget=budget,
             max_running=self.max_running,
             kv_tokens=self.kv_tokens,
             max_pass_tokens=self.max_pass_tokens,
-            max_draft_nodes=self.max_draft_nodes,
             check_drafts=self.check_drafts,
             autocast=autocast,
         )
@@ -105,15 +106,21 @@ class EmbeddedBackend(RolloutBackend):
     def metrics(self) -> Mapping[str, float]:
         totals = dataclasses.replace(self.engine.totals)
         new, self._reported = totals.minus(self._reported), totals
+        by_depth = new.accepted_to_depth / np.maximum(new.drafts_to_depth, 1)
         return {
             "rollout/passes": new.passes,
             "rollout/preemptions": new.preemptions,
             "rollout/tail_frac": new.tail_s / max(new.busy_s, 1e-9),
             "rollout/spec_accept_length": new.emitted_tokens / max(new.request_passes, 1),
             "rollout/spec_accept_rate": new.accepted_nodes / max(new.drafted_nodes, 1),
+            **{f"spec/accept_rate_pos_{depth}": float(rate) for depth, rate in enumerate(by_depth, start=1)},
+            "spec/draft_hit_rate": new.hits / max(new.asks, 1),
             "spec/draft_time_frac": new.draft_s / max(new.busy_s, 1e-9),
             "spec/bad_drafts": new.bad_drafts,
+            **self.engine.drafting.budget.metrics(),
         }
 
     def close(self) -> None:
+        if self._engine is not None:
+            self._engine.drafting.drafter.close()
         self._engine = None

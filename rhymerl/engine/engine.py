@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rhymerl.budgets.base import Budget
+from rhymerl.budgets.fixed import FixedBudget
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
 from rhymerl.engine.attention import AttentionPlan, Bucket, packed
+from rhymerl.engine.drafting import Drafting
 from rhymerl.engine.kv_store import KVStore
 from rhymerl.engine.layout import BucketLayout, PassLayout, lay_out
 from rhymerl.engine.ragged import IndexArray
@@ -22,10 +25,10 @@ from rhymerl.engine.rows import Counts, Prefix, Rows
 from rhymerl.engine.sampler import Sampler
 from rhymerl.engine.support import refuse_impossible
 from rhymerl.engine.totals import EngineTotals
-from rhymerl.engine.tree import checked_draft, cut
+from rhymerl.engine.tree import no_drafts
 from rhymerl.engine.verify import Walk, walk
 from rhymerl.errors import BackendError
-from rhymerl.types import Completion, Draft, FinishReason, Generated, RolloutRequest
+from rhymerl.types import Completion, FinishReason, Generated, RolloutRequest
 
 _HAND_OVER = 8  # passes
 
@@ -35,8 +38,8 @@ class Engine:
 
     `max_running` requests decode side by side; `kv_tokens` bounds the tokens that have keys and values (when it is
     full the youngest request is preempted and recomputed later); `max_pass_tokens` bounds one forward pass.
-    `autocast` is entered around every forward. With `check_drafts` a malformed draft raises ValueError;
-    otherwise it is ignored and counted.
+    `budget` says how much of what `drafter` proposes is verified. With `check_drafts` a malformed draft raises ValueError;
+    otherwise it is ignored and counted. `autocast` is entered around every forward.
     """
 
     def __init__(
@@ -44,19 +47,16 @@ class Engine:
         model: PreTrainedModel,
         *,
         drafter: Drafter | None = None,
+        budget: Budget | None = None,
         max_running: int = 64,
         kv_tokens: int = 65_536,
         max_pass_tokens: int = 8_192,
-        max_draft_nodes: int = 16,
         check_drafts: bool = False,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.model = model
-        self.drafter = drafter or NoDrafter()
         self.max_running = max_running
         self.max_pass_tokens = max_pass_tokens
-        self.max_draft_nodes = 0 if isinstance(self.drafter, NoDrafter) else max_draft_nodes
-        self.check_drafts = check_drafts
         self.autocast = autocast
         self.policy_version = 0
         self.totals = EngineTotals()
@@ -65,6 +65,14 @@ class Engine:
         # Running rows and as many prefixes can never hold more than this.
         self.kv = KVStore(config.num_hidden_layers, min(kv_tokens, 2 * max_running * positions))
         self.rows = Rows(2 * max_running + 16, min(positions, self.kv.num_slots), self.kv.pool)
+        self.drafting = Drafting(
+            drafter or NoDrafter(),
+            budget or FixedBudget(),
+            self.rows,
+            self.totals,
+            vocabulary=config.vocab_size,
+            checks=check_drafts,
+        )
         self._waiting: deque[tuple[RolloutRequest, Counts]] = deque()
         self._running: list[int] = []  # rows, oldest first
         self._prefixes: dict[bytes, Prefix] = {}  # least recently used first
@@ -78,7 +86,8 @@ class Engine:
         very log-probs that it gave in the whole run.
         """
         row = self.rows.enter_prefix(np.zeros(1, np.int32)).row
-        layout = lay_out(self.rows, np.array([row]), np.array([1]), [None])
+        nobody = np.empty(0, np.int64)
+        layout = lay_out(self.rows, np.array([row]), np.array([1]), nobody, no_drafts(0))
         with packed(self.model):
             self._forward(layout)
         self.rows.cached[row] = 1
@@ -117,22 +126,25 @@ class Engine:
         started = time.perf_counter()
         self._admit()
         layout = self._lay_out()
-        logits = self._forward(layout)
-        finished = self._commit(layout, logits)
-        self._account(layout, time.perf_counter() - started)
+        steps = self._commit(layout, self._forward(layout))
+        self.drafting.tell(layout, steps, seconds=time.perf_counter() - started)
+        finished = self._finish(layout, steps)
+        self._account(layout, steps, time.perf_counter() - started)
         return finished
 
     def withdraw(self, ids: Iterable[str] | None = None) -> list[Completion]:
         """Take back requests, oldest first, with what they have generated; None = all."""
         wanted = None if ids is None else set(ids)
         running = [row for row in self._running if wanted is None or self._id(row) in wanted]
-        taken = [self._leave(row, self.rows.completion(row, "withdrawn")) for row in running]
+        taken = [self._finish_row(row, "withdrawn") for row in running]
         waiting, self._waiting = self._waiting, deque()
         for request, counts in waiting:
-            if wanted is None or request.id in wanted:
-                taken.append(_never_ran(request, counts))
-            else:
+            if wanted is not None and request.id not in wanted:
                 self._waiting.append((request, counts))
+                continue
+            taken.append(_without_row(request, counts))
+            if counts.is_started:
+                self.drafting.finish(taken[-1])
         return taken
 
     def new_weights(self, policy_version: int) -> None:
@@ -155,7 +167,8 @@ class Engine:
             self._waiting.popleft()
             prefix = self._prefix_for(request)
             self._running.append(self.rows.enter(request, prefix, counts))
-            self.drafter.start(request)
+            if not counts.is_started:
+                self.drafting.start(request)
 
     def _room(self) -> int:
         """Slots that could be had without preempting anybody, less what admitted rows still have to feed."""
@@ -193,8 +206,10 @@ class Engine:
         while int(chain.sum()) > self.kv.pool.num_free:
             self._make_room()
             row, chain = self._feed()
-        drafts = self._drafts(row, chain, spare=self.kv.pool.num_free - int(chain.sum()))
-        return lay_out(self.rows, row, chain, drafts, compiled=self.kv.is_readable_in_place)
+        rows, fed = self.rows, int(chain.sum())
+        emits = np.flatnonzero(rows.is_request[row] & (rows.cached[row] + chain == rows.length[row]))
+        drafts = self.drafting.ask(row[emits], spare=min(self.kv.pool.num_free, self.max_pass_tokens) - fed)
+        return lay_out(rows, row, chain, emits, drafts, compiled=self.kv.is_readable_in_place)
 
     def _feed(self) -> tuple[IndexArray, IndexArray]:
         """Rows that feed and how many of their uncached tokens: prefixes first, then the requests they serve."""
@@ -231,49 +246,9 @@ class Engine:
     def _preempt(self, row: int) -> None:
         """Back to the head of the queue; its tokens stay, its keys and values are computed again."""
         counts = self.rows.counts(row)
-        withdrawn = self._leave(row, self.rows.completion(row, "withdrawn"))
-        self._waiting.appendleft((withdrawn.resume(), counts))
-
-    def _drafts(self, row: IndexArray, chain: IndexArray, *, spare: int) -> list[Draft | None]:
-        """A draft for every row that reaches its root in this pass; none where slots or tokens run out."""
-        drafts: list[Draft | None] = [None] * len(row)
-        if self.max_draft_nodes == 0:
-            return drafts
-        started = time.perf_counter()
-        rows = self.rows
-        askers = [
-            i
-            for i, each in enumerate(row)
-            if rows.request[each] is not None and rows.cached[each] + chain[i] == rows.length[each]
-        ]
-        budget = min(self.max_draft_nodes, spare // max(len(askers), 1))
-        if budget > 0:
-            requests = [request for i in askers if (request := rows.request[row[i]]) is not None]
-            contexts = [rows.context_of(int(row[i])) for i in askers]
-            proposals = self.drafter.propose_batch(requests, contexts, [budget] * len(askers))
-            for r, i in enumerate(askers):
-                drafts[i] = self._usable(proposals.draft(r), budget, int(row[i]), proposals.problems.get(r))
-        self.totals.draft_s += time.perf_counter() - started
-        return drafts
-
-    def _usable(self, draft: Draft, budget: int, row: int, problem: str | None) -> Draft | None:
-        """The part of a draft that can still be emitted; a malformed one raises or is dropped."""
-        if len(draft) == 0 and problem is None:
-            return None
-        try:
-            if problem:
-                raise ValueError(f"{type(self.drafter).__name__} proposed a bad draft: {problem}")
-            vocabulary = self.model.config.get_text_config().vocab_size
-            draft = checked_draft(draft, budget=budget, vocabulary=vocabulary, drafter=type(self.drafter).__name__)
-        except ValueError:
-            if self.check_drafts:
-                raise
-            self.totals.bad_drafts += 1
-            return None
-        # The last token that fits is drawn at a node, so no node may stand in its place.
-        room = int(self.rows.limit[row] - self.rows.length[row]) - 1
-        columns = self.rows.context - int(self.rows.length[row])
-        return cut(draft, max_depth=room, max_nodes=min(budget, columns))
+        request = self.rows.completion(row, "withdrawn").resume()
+        self._leave(row)
+        self._waiting.appendleft((request, counts))
 
     def _forward(self, layout: PassLayout) -> Tensor:
         """Logits [M, vocabulary] at every root and draft node, in float32 or better."""
@@ -293,8 +268,8 @@ class Engine:
         logits: Tensor = output.logits[0]
         return logits if logits.dtype == torch.float64 else logits.float()
 
-    def _commit(self, layout: PassLayout, logits: Tensor) -> list[Completion]:
-        """Draw, write tokens and log-probs, keep the accepted keys and values, let finished rows leave."""
+    def _commit(self, layout: PassLayout, logits: Tensor) -> Walk:
+        """Draw, write tokens and log-probs, keep the accepted keys and values."""
         rows, row = self.rows, layout.row[layout.emits]
         start = rows.length[row]
         sampler = Sampler(logits, rows)
@@ -309,63 +284,56 @@ class Engine:
             )
         rows.versions[target, place] = self.policy_version
         rows.length[row] = start + steps.num_emitted
-        self._keep_accepted(layout, steps)
-        return self._finish(row, layout, steps)
-
-    def _keep_accepted(self, layout: PassLayout, steps: Walk) -> None:
-        """Cached = the chain and the accepted path; slots of rejected nodes go back."""
-        rows = self.rows
-        rows.cached[layout.row] += layout.chain
-        drafted = [layout.drafts[member] is not None for member in layout.emits] if layout.has_drafts else []
-        for e in np.flatnonzero(drafted):
-            row, draft = int(layout.row[layout.emits[e]]), layout.drafts[layout.emits[e]]
-            assert draft is not None
-            first = int(rows.cached[row])
-            slots = rows.slots[row, first : first + len(draft)].copy()
-            mine = steps.emitter == e
-            path = (steps.place[mine] - layout.logit_start[e] - 1)[1:]  # the root's own draw is at no node
-            rows.slots[row, first : first + len(path)] = slots[path]
-            rows.cached[row] += len(path)
-            rows.pool.give(np.delete(slots, path))
-
-    def _finish(self, row: IndexArray, layout: PassLayout, steps: Walk) -> list[Completion]:
-        """Count, tell the drafter, and free the rows that drew a stop token or reached their limit."""
-        rows, finished = self.rows, []
         rows.passes[row] += 1
         rows.accepted[row] += steps.num_accepted
-        rows.drafted[row] += np.diff(layout.logit_start, append=len(layout.logit_places)) - 1
-        if self.max_draft_nodes > 0:
-            self._tell_drafter(row, steps)
-        full = rows.length[row] == rows.limit[row]
-        for e in np.flatnonzero(steps.ended | full).tolist():
-            reason: FinishReason = "stop" if steps.ended[e] else "length"
-            finished.append(self._leave(int(row[e]), rows.completion(int(row[e]), reason)))
-        self.totals.emitted_tokens += len(steps.token)
-        self.totals.accepted_nodes += int(steps.num_accepted.sum())
-        self.totals.request_passes += len(row)
-        return finished
+        rows.drafted[row] += layout.drafts.counts
+        rows.cached[layout.row] += layout.chain
+        if len(layout.node_place):
+            self._keep_accepted(layout, steps)
+        return steps
 
-    def _tell_drafter(self, row: IndexArray, steps: Walk) -> None:
+    def _keep_accepted(self, layout: PassLayout, steps: Walk) -> None:
+        """Nodes at which something was drawn are cached now; the slots of all others go back."""
         rows = self.rows
-        for each, emitted, accepted in zip(row, steps.num_emitted, steps.num_accepted, strict=True):
-            request = rows.request[each]
-            assert request is not None
-            self.drafter.accept(
-                request, rows.tokens[each, rows.length[each] - emitted : rows.length[each]], int(accepted)
-            )
+        is_node = layout.logit_level > 0
+        kept = steps.drawn_at[is_node]
+        slots, depth = layout.slots[layout.node_place], layout.node_depth[kept]
+        row = layout.row[layout.emits][layout.logit_row[is_node][kept]]
+        rows.slots[row, rows.cached[row] + depth - 1] = slots[kept]
+        np.add.at(rows.cached, row, 1)
+        rows.pool.give(slots[~kept])
 
-    def _leave(self, row: int, completion: Completion) -> Completion:
-        self._running.remove(row)
-        self.rows.leave(row)
-        self.drafter.finish(completion)
+    def _finish(self, layout: PassLayout, steps: Walk) -> list[Completion]:
+        """Free the rows that drew a stop token or reached their limit."""
+        rows, row = self.rows, layout.row[layout.emits]
+        full = rows.length[row] == rows.limit[row]
+        return [
+            self._finish_row(int(row[e]), "stop" if steps.ended[e] else "length")
+            for e in np.flatnonzero(steps.ended | full).tolist()
+        ]
+
+    def _finish_row(self, row: int, reason: FinishReason) -> Completion:
+        completion = self.rows.completion(row, reason)
+        self._leave(row)
+        self.drafting.finish(completion)
         return completion
 
-    def _account(self, layout: PassLayout, seconds: float) -> None:
-        self.totals.passes += 1
-        self.totals.fed_tokens += layout.fed.total
-        self.totals.drafted_nodes += len(layout.logit_places) - len(layout.emits)
-        self.totals.busy_s += seconds
-        self.totals.tail_s += seconds if len(layout.emits) < self.max_running / 4 else 0.0
+    def _leave(self, row: int) -> None:
+        """Free the row, and its prefix if nobody is left to wait until that is computed."""
+        prefix = self.rows.prefix[row]
+        self._running.remove(row)
+        self.rows.leave(row)
+        if prefix is not None and prefix.num_readers == 0 and any(prefix is each for each in self._unfilled):
+            self._evict(prefix)
+
+    def _account(self, layout: PassLayout, steps: Walk, seconds: float) -> None:
+        totals = self.totals
+        totals.passes += 1
+        totals.fed_tokens += layout.fed.total
+        totals.emitted_tokens += len(steps.token)
+        totals.request_passes += len(layout.emits)
+        totals.busy_s += seconds
+        totals.tail_s += seconds if len(layout.emits) < self.max_running / 4 else 0.0
 
     def _id(self, row: int) -> str:
         request = self.rows.request[row]
@@ -387,7 +355,7 @@ def _bucket(layout: BucketLayout, num_tokens: int, device: torch.device) -> Buck
     )
 
 
-def _never_ran(request: RolloutRequest, counts: Counts) -> Completion:
+def _without_row(request: RolloutRequest, counts: Counts) -> Completion:
     nothing = Generated(token_ids=np.empty(0, np.int32), logprobs=np.empty(0), policy_versions=np.empty(0, np.int32))
     return Completion(
         request=request,

@@ -29,6 +29,7 @@ NOBODY = -1
 class Counts:
     """What a request has cost so far; survives preemption."""
 
+    is_started: bool = False  # it has entered before
     passes: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -142,15 +143,16 @@ class Rows:
         self.length[row] = self.cached[row] = self.shared[row] = 0
         self._free.append(row)
 
-    def context_of(self, row: int) -> IntArray:
-        """Prompt and response so far, [length], a read-only view."""
-        view = self.tokens[row, : self.length[row]]
-        view.flags.writeable = False
-        return view
+    def contexts_of(self, row: IndexArray) -> list[IntArray]:
+        """Prompt and response so far of each row, [length], read-only views."""
+        tokens = self.tokens.view()
+        tokens.flags.writeable = False
+        return [tokens[each, :length] for each, length in zip(row.tolist(), self.length[row].tolist(), strict=True)]
 
     def counts(self, row: int) -> Counts:
         """What the row's request has cost so far."""
-        return Counts(passes=int(self.passes[row]), drafted=int(self.drafted[row]), accepted=int(self.accepted[row]))
+        passes, drafted, accepted = (int(each[row]) for each in (self.passes, self.drafted, self.accepted))
+        return Counts(is_started=True, passes=passes, drafted=drafted, accepted=accepted)
 
     def completion(self, row: int, reason: FinishReason) -> Completion:
         """The row's answer so far."""

@@ -13,6 +13,7 @@ from rhymerl.engine.ragged import IndexArray
 from rhymerl.engine.rows import Rows
 
 _WIDE = 8192  # tokens
+_FEW = 2**17  # logits: drawing from them all costs less than going back and forth between drawing and walking
 _NOTHING = -80.0  # nats below the most likely token
 
 
@@ -37,6 +38,11 @@ class Sampler:
     def __init__(self, logits: Tensor, rows: Rows) -> None:
         self._logits = logits
         self._rows = rows
+
+    @property
+    def draws_ahead(self) -> bool:
+        """Whether to draw at all places at once, also at those that may not be reached."""
+        return self._logits.numel() <= _FEW
 
     def draw(self, places: IndexArray, row: IndexArray, positions: IndexArray) -> npt.NDArray[np.int32]:
         """The target's own token at each of logits[places], for rows `row` at response `positions`; each [n]."""

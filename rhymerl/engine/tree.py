@@ -1,102 +1,132 @@
-"""Draft trees as arrays: checks, depths, ancestors, look-up of children. K = nodes of one tree."""
+"""Draft trees of a whole pass as packed arrays: checks, depths, ancestors. R = requests, N = nodes, in the order of `DraftBatch`."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from rhymerl.compiled import compiled
 from rhymerl.engine.ragged import IndexArray
-from rhymerl.types import Draft
+from rhymerl.types import DraftBatch
 
 if TYPE_CHECKING:
-    from rhymerl.types import BoolArray, IntArray
+    from rhymerl.types import IntArray
+
+_TOO_MANY, _UNKNOWN_TOKEN, _ORDER, _TWINS = 1, 2, 3, 4
 
 
-def checked_draft(draft: Draft, *, budget: int, vocabulary: int, drafter: str) -> Draft:
-    """The draft with int32 arrays, whatever sequences it came with.
+def no_drafts(num_requests: int) -> DraftBatch:
+    """Nothing for anybody."""
+    return DraftBatch(
+        token_ids=np.empty(0, np.int32),
+        parents=np.empty(0, np.int32),
+        starts=np.zeros(num_requests + 1, np.int64),
+        scores=np.empty(0),
+        match_length=np.zeros(num_requests, np.int32),
+        sources=np.empty(0, np.int8),
+    )
 
-    Raises ValueError naming the drafter when it is not a tree of at most `budget` known tokens.
+
+def tidied(drafts: DraftBatch, num_requests: int) -> DraftBatch:
+    """A copy with arrays of the documented types, whatever sequences it came with.
+
+    Raises ValueError when the arrays do not fit together, so that nobody's draft can be told.
     """
-    tokens, parents = np.asarray(draft.token_ids), np.asarray(draft.parents)
-    problem = None
-    if tokens.ndim != 1 or tokens.shape != parents.shape:
-        problem = f"token_ids {tokens.shape} and parents {parents.shape} must be two lists of one length"
-    elif len(tokens) and not (np.issubdtype(tokens.dtype, np.integer) and np.issubdtype(parents.dtype, np.integer)):
-        problem = f"token_ids ({tokens.dtype}) and parents ({parents.dtype}) must be integers"
-    elif len(tokens) > budget:
-        problem = f"{len(tokens)} nodes, the budget is {budget}"
-    elif len(tokens) and (tokens.min() < 0 or tokens.max() >= vocabulary):
-        problem = f"a token id outside the vocabulary (0 to {vocabulary - 1})"
-    elif (parents < -1).any() or (parents >= np.arange(len(parents))).any():
-        problem = "a parent that does not come before its child"
-    elif len(np.unique(_edges(parents, tokens, vocabulary))) < len(tokens):
-        problem = "two siblings with the same token"
-    if problem:
-        raise ValueError(f"{drafter} proposed a bad draft: {problem}")
-    return replace(
-        draft,
-        token_ids=tokens.astype(np.int32),
-        parents=parents.astype(np.int32),
-        scores=None if draft.scores is None else np.asarray(draft.scores, np.float64),
-        sources=None if draft.sources is None else np.asarray(draft.sources, np.int32),
+    fields = {name: np.asarray(getattr(drafts, name)) for name in ("token_ids", "parents", "scores", "sources")}
+    starts, lengths = np.asarray(drafts.starts), {name: values.shape for name, values in fields.items()}
+    total = fields["token_ids"].shape
+    if starts.shape != (num_requests + 1,) or starts[0] != 0 or (np.diff(starts) < 0).any() or total != (starts[-1],):
+        raise ValueError(f"starts must rise from 0 to {total} in {num_requests} steps, one a request")
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"arrays of different lengths: {lengths}")
+    for name in ("token_ids", "parents"):
+        if total != (0,) and fields[name].dtype.kind not in "iu":
+            raise ValueError(f"{name} ({fields[name].dtype}) must be integers")
+    # Copies: the drafter may use its arrays again, and compiled code wants them writeable.
+    return DraftBatch(
+        token_ids=np.array(fields["token_ids"], np.int32),
+        parents=np.array(fields["parents"], np.int32),
+        starts=np.array(starts, np.int64),
+        scores=np.array(fields["scores"], np.float64),
+        match_length=np.array(drafts.match_length, np.int32),
+        sources=np.array(fields["sources"], np.int8),
+        problems=drafts.problems,
     )
 
 
-def _edges(parents: npt.NDArray[np.integer], tokens: npt.NDArray[np.integer], vocabulary: int) -> IndexArray:
-    """One number for each (parent, token)."""
-    return (parents.astype(np.int64) + 1) * vocabulary + tokens
+def problems_of(drafts: DraftBatch, *, limits: IntArray, vocabulary: int) -> dict[int, str]:
+    """Why a request's draft is no tree of at most `limits` [R] known tokens, by request; empty when all are fine."""
+    codes = np.zeros(len(drafts), np.int64)
+    _examine(drafts.token_ids, drafts.parents, drafts.starts, limits, vocabulary, codes)
+    wrong = {r: _words(drafts, r, int(codes[r]), limits, vocabulary) for r in np.flatnonzero(codes).tolist()}
+    return {**drafts.problems, **wrong}
 
 
-def depths(parents: IntArray) -> IndexArray:
-    """Tokens from the context to each node, [K], from 1."""
-    depth = np.zeros(len(parents) + 1, np.int64)  # the last entry is the root, which index -1 reads
-    for node, parent in enumerate(parents):
-        depth[node] = depth[parent] + 1
-    return depth[:-1]
+def _words(drafts: DraftBatch, r: int, code: int, limits: IntArray, vocabulary: int) -> str:
+    return {
+        _TOO_MANY: f"{drafts.counts[r]} nodes, the budget is {limits[r]}",
+        _UNKNOWN_TOKEN: f"a token id outside the vocabulary (0 to {vocabulary - 1})",
+        _ORDER: "a parent that does not come before its child",
+        _TWINS: "two siblings with the same token",
+    }[code]
 
 
-def ancestors(parents: IntArray) -> BoolArray:
-    """[K, K], True where the column is the row's node or above it."""
-    count = len(parents)
-    above = np.zeros((count + 1, count), np.bool_)
-    for node, parent in enumerate(parents):
-        above[node] = above[parent]
-        above[node, node] = True
-    return above[:-1]
+@compiled
+def _examine(
+    token_ids: IntArray, parents: IntArray, starts: IndexArray, limits: IntArray, vocabulary: int, codes: IndexArray
+) -> None:
+    for r in range(len(codes)):
+        first, end = starts[r], starts[r + 1]
+        if end - first > limits[r]:
+            codes[r] = _TOO_MANY
+            continue
+        for node in range(first, end):
+            if token_ids[node] < 0 or token_ids[node] >= vocabulary:
+                codes[r] = _UNKNOWN_TOKEN
+            elif parents[node] < -1 or parents[node] >= node - first:
+                codes[r] = _ORDER
+            for other in range(first, node):
+                if parents[other] == parents[node] and token_ids[other] == token_ids[node]:
+                    codes[r] = max(codes[r], _TWINS)
 
 
-def cut(draft: Draft, *, max_depth: int, max_nodes: int) -> Draft:
-    """The part of the draft within `max_depth` and its first `max_nodes` nodes; parents stay in front."""
-    keep = depths(draft.parents) <= max_depth
-    keep &= np.cumsum(keep) <= max_nodes
-    if keep.all():
-        return draft
-    place = np.append(np.cumsum(keep) - 1, -1)  # new number of each old node; -1 stays -1
-    return Draft(
-        token_ids=draft.token_ids[keep],
-        parents=place[draft.parents[keep]].astype(np.int32),
-        scores=None if draft.scores is None else draft.scores[keep],
-        match_length=draft.match_length,
-        sources=None if draft.sources is None else draft.sources[keep],
-    )
+def depths(drafts: DraftBatch) -> IndexArray:
+    """Tokens from the context to each node, [N], from 1."""
+    depth = np.empty(len(drafts.parents), np.int64)
+    _measure(drafts.parents, drafts.starts, depth)
+    return depth
 
 
-class Children:
-    """Which node carries a token below a given node, over all trees of a pass at once."""
+@compiled
+def _measure(parents: IntArray, starts: IndexArray, depth: IndexArray) -> None:
+    for r in range(len(starts) - 1):
+        first = starts[r]
+        for node in range(first, starts[r + 1]):
+            depth[node] = 1 if parents[node] < 0 else depth[first + parents[node]] + 1
 
-    def __init__(self, nodes: IndexArray, parents: IndexArray, tokens: IntArray) -> None:
-        """`nodes`, `parents` [K]: numbers that are unique in the pass."""
-        edges = (parents << 32) | tokens.astype(np.int64)
-        order = np.argsort(edges)
-        self._edges, self._nodes = edges[order], nodes[order]
 
-    def find(self, parents: IndexArray, tokens: IntArray) -> IndexArray:
-        """The child of each parent with that token, or -1."""
-        if len(self._edges) == 0:
-            return np.full(len(parents), -1, np.int64)
-        wanted = (parents << 32) | tokens.astype(np.int64)
-        place = np.minimum(np.searchsorted(self._edges, wanted), len(self._edges) - 1)
-        return np.where(self._edges[place] == wanted, self._nodes[place], -1)
+@compiled
+def show_ancestors(
+    mask: npt.NDArray[np.bool_],
+    line: IndexArray,
+    query: IndexArray,
+    root: IndexArray,
+    parents: IntArray,
+    starts: IndexArray,
+) -> None:
+    """mask [rows, queries, keys] at (line, query) of each node, [N]: from its row's key `root` on, the node and its ancestors only.
+
+    Nodes with a line below 0 are of other masks.
+    """
+    for r in range(len(starts) - 1):
+        for node in range(starts[r], starts[r + 1]):
+            if line[node] < 0:
+                continue
+            seen = mask[line[node], query[node]]
+            seen[root[node] :] = False
+            above = node - starts[r]
+            while above >= 0:
+                seen[root[node] + above] = True
+                above = parents[starts[r] + above]

@@ -1,6 +1,7 @@
 """Lossless verification: draw the target's own token at a node, emit it, go on to the child that carries it.
 
-All rows walk their trees side by side, one level at a time, so that draws are only made at nodes that are reached.
+Every row walks its tree as far as tokens have been drawn. Where logits are few, all are drawn from at once; else
+only those at nodes that are reached, all rows side by side, one level at a time.
 """
 
 from __future__ import annotations
@@ -11,73 +12,98 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from rhymerl.compiled import compiled
 from rhymerl.engine.layout import PassLayout
 from rhymerl.engine.ragged import IndexArray
 from rhymerl.engine.rows import Rows
 from rhymerl.engine.sampler import Sampler
-from rhymerl.engine.tree import Children
 
 if TYPE_CHECKING:
-    from rhymerl.types import BoolArray
+    from rhymerl.types import BoolArray, IntArray
+
+_ROOT, _DONE = -1, -2  # where a row stands, when it is at none of its nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Walk:
-    """What a pass emitted. E = emitting rows (as in `PassLayout.emits`), T = tokens emitted, level by level."""
+    """What a pass emitted. E = emitting rows (as in `PassLayout.emits`), M = their logits, K = nodes, T = tokens emitted."""
 
+    place: IndexArray  # [T] the logits that each token was drawn from, row by row
     emitter: IndexArray  # [T] which of the E
     level: IndexArray  # [T] 0 = drawn at the root
-    place: IndexArray  # [T] the logits that the token was drawn from
     token: npt.NDArray[np.int32]  # [T]
     ended: BoolArray  # [E] the row has drawn a stop token
     num_emitted: IndexArray  # [E]
     num_accepted: IndexArray  # [E] emitted tokens that were drafted
+    drawn_at: BoolArray  # [M] the row came there and drew
+    accepted: BoolArray  # [K] the node became a token; nothing is drawn at one that ends the row
 
 
 def walk(layout: PassLayout, rows: Rows, sampler: Sampler) -> Walk:
     """Emit at least one token a row, up to its limit or its first stop token."""
-    row = layout.row[layout.emits]
+    row, drafts = layout.row[layout.emits], layout.drafts
     position = rows.length[row] - rows.prompt_length[row]
-    room = rows.limit[row] - rows.length[row]
-    children = _children(layout)
-    node = layout.logit_start.copy()
-    active = np.arange(len(row))
+    room, stop_ids = rows.limit[row] - rows.length[row], rows.stop_ids[row]
+    drawn = np.full(len(layout.logit_row), -1, np.int32)
+    drawn_at, accepted = np.zeros(len(drawn), np.bool_), np.zeros(len(drafts.parents), np.bool_)
+    stands_at = np.full(len(row), _ROOT, np.int64)
+    num_emitted, num_accepted = np.zeros(len(row), np.int64), np.zeros(len(row), np.int64)
     ended = np.zeros(len(row), np.bool_)
-    num_emitted = np.zeros(len(row), np.int64)
-    num_accepted = np.zeros(len(row), np.int64)
-    levels: list[tuple[IndexArray, IndexArray, npt.NDArray[np.int32]]] = []
-    while len(active):
-        place = node[active]
-        token = sampler.draw(place, row[active], position[active] + len(levels))
-        levels.append((active, place, token))
-        num_emitted[active] += 1
-        ended[active] = (token[:, None] == rows.stop_ids[row[active]]).any(-1)
-        child = children.find(place, token)
-        num_accepted[active] += child >= 0
-        goes_on = (child >= 0) & ~ended[active] & (num_emitted[active] < room[active])
-        node[active[goes_on]] = child[goes_on]
-        active = active[goes_on]
+    state = (stands_at, num_emitted, num_accepted, ended, drawn_at, accepted)
+    wanted = np.arange(len(drawn)) if sampler.draws_ahead else layout.logit_start
+    while len(wanted):
+        owner = layout.logit_row[wanted]
+        drawn[wanted] = sampler.draw(wanted, row[owner], position[owner] + layout.logit_level[wanted])
+        _follow(drawn, drafts.token_ids, drafts.parents, drafts.starts, stop_ids, room, *state)
+        standing = np.flatnonzero(stands_at != _DONE)
+        wanted = layout.logit_start[standing] + 1 + stands_at[standing]
+    place = np.flatnonzero(drawn_at)
     return Walk(
-        emitter=np.concatenate([level[0] for level in levels] or [active]),
-        level=np.repeat(np.arange(len(levels)), [len(level[0]) for level in levels]),
-        place=np.concatenate([level[1] for level in levels] or [active]),
-        token=np.concatenate([level[2] for level in levels] or [active.astype(np.int32)]),
+        place=place,
+        emitter=layout.logit_row[place],
+        level=layout.logit_level[place],
+        token=drawn[place],
         ended=ended,
         num_emitted=num_emitted,
         num_accepted=num_accepted,
+        drawn_at=drawn_at,
+        accepted=accepted,
     )
 
 
-def _children(layout: PassLayout) -> Children:
-    """The edges of all drafts, in numbers of logits: a row's root is its first, its nodes follow in order."""
-    if not layout.has_drafts:
-        nothing = np.empty(0, np.int64)
-        return Children(nothing, nothing, nothing.astype(np.int32))
-    parents, nodes, tokens = [], [], []
-    for start, member in zip(layout.logit_start, layout.emits, strict=True):
-        draft = layout.drafts[member]
-        if draft is not None and len(draft):
-            parents.append(start + 1 + draft.parents.astype(np.int64))
-            nodes.append(start + 1 + np.arange(len(draft)))
-            tokens.append(draft.token_ids)
-    return Children(np.concatenate(nodes), np.concatenate(parents), np.concatenate(tokens))
+@compiled
+def _follow(
+    drawn: IntArray,
+    token_ids: IntArray,
+    parents: IntArray,
+    starts: IndexArray,
+    stop_ids: npt.NDArray[np.int32],
+    room: IndexArray,
+    stands_at: IndexArray,
+    num_emitted: IndexArray,
+    num_accepted: IndexArray,
+    ended: BoolArray,
+    drawn_at: BoolArray,
+    accepted: BoolArray,
+) -> None:
+    """Move every row on to the first node at which nothing has been drawn (drawn[M] < 0), or to its end."""
+    for e in range(len(stands_at)):
+        first, end, here = starts[e], starts[e + 1], stands_at[e]
+        while here != _DONE:
+            place = first + e + 1 + here
+            token = drawn[place]
+            if token < 0:
+                break
+            drawn_at[place] = True
+            num_emitted[e] += 1
+            for stop in stop_ids[e]:
+                ended[e] |= stop == token
+            child = _DONE
+            for node in range(first + here + 1, end):  # children come after their parent
+                if parents[node] == here and token_ids[node] == token:
+                    child = node - first
+                    accepted[node] = True
+                    num_accepted[e] += 1
+                    break
+            here = _DONE if ended[e] or num_emitted[e] >= room[e] else child
+        stands_at[e] = here

@@ -59,7 +59,6 @@ def place(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> P
         ("backend.kv_tokens=8", "backend.kv_tokens=8: the longest prompt and its answer need"),
         ("update.betas=[0.9]", "update.betas=[0.9]: expected two numbers"),
         ("update.weight_decay=-1", "update.weight_decay=-1"),
-        ("backend.max_draft_nodes=-1", "backend.max_draft_nodes=-1: expected at least 0"),
         ("rollout.max_tokens=128", "rollout.max_tokens=128 that exceeds the model's context of 128"),
         ("evaluation.max_tokens=200", "evaluation.max_tokens=200 that exceeds the model's context of 128"),
         ("evaluation.max_tokens=0", "evaluation.max_tokens=0: expected at least 1"),

@@ -1,0 +1,167 @@
+"""Between the engine and its drafter and budget: asks, checks, trims, and tells what came of it. E = emitting rows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rhymerl.budgets.base import Budget, PassOutcome
+from rhymerl.drafters.base import Drafter
+from rhymerl.drafters.none import NoDrafter
+from rhymerl.engine.layout import PassLayout
+from rhymerl.engine.ragged import IndexArray
+from rhymerl.engine.rows import Rows
+from rhymerl.engine.totals import NUM_DEPTHS, EngineTotals
+from rhymerl.engine.tree import depths, no_drafts, problems_of, tidied
+from rhymerl.engine.verify import Walk
+from rhymerl.types import Completion, DraftBatch, RolloutRequest
+
+if TYPE_CHECKING:
+    from rhymerl.types import IntArray
+
+
+class Drafting:
+    """The drafts of an engine's passes. Without a drafter, or with a budget of nothing, every pass is without drafts.
+
+    With `checks` a malformed draft raises ValueError; otherwise it is left out and counted.
+    """
+
+    def __init__(
+        self, drafter: Drafter, budget: Budget, rows: Rows, totals: EngineTotals, *, vocabulary: int, checks: bool
+    ) -> None:
+        self.drafter = drafter
+        self.budget = budget
+        self.max_nodes = 0 if isinstance(drafter, NoDrafter) else budget.max_nodes
+        self._rows = rows
+        self._totals = totals
+        self._vocabulary = vocabulary
+        self._checks = checks
+        self._hears_tokens = type(drafter).accept is not Drafter.accept
+        self._hears_outcomes = type(budget).learn is not Budget.learn
+
+    def start(self, request: RolloutRequest) -> None:
+        """A request enters for the first time."""
+        self.drafter.start(request)
+
+    def finish(self, completion: Completion) -> None:
+        """A request that was started leaves for good."""
+        self.drafter.finish(completion)
+        self.budget.finish(completion.request)
+
+    # -- before the pass -------------------------------------------------------------------------------------
+
+    def ask(self, row: IndexArray, *, spare: int) -> DraftBatch:
+        """What is verified below the roots of the rows `row` [E]: at most `spare` nodes in all."""
+        if self.max_nodes == 0 or spare <= 0 or len(row) == 0:
+            return no_drafts(len(row))
+        started = time.perf_counter()
+        limits = self._limits(row, spare)
+        askers = np.flatnonzero(limits)
+        drafts = _spread(self._asked(row[askers], limits[askers]), askers, len(row)) if len(askers) else None
+        self._totals.draft_s += time.perf_counter() - started
+        return drafts or no_drafts(len(row))
+
+    def _limits(self, row: IndexArray, spare: int) -> IntArray:
+        """How many nodes each row may have, [E]."""
+        rows = self._rows
+        wanted = np.minimum(self.budget.limits(self._requests(row)), self.max_nodes)
+        limits = np.minimum(wanted, rows.context - rows.length[row]).clip(min=0).astype(np.int32)
+        limits[_deepest(rows, row) <= 0] = 0
+        if limits.sum() > spare:
+            limits = np.minimum(limits, spare // int((limits > 0).sum()))
+        return limits
+
+    def _asked(self, row: IndexArray, limits: IntArray) -> DraftBatch:
+        """The drafts of the asking rows, checked, and cut to what can be emitted and what the budget takes."""
+        requests = self._requests(row)
+        drafts = self.drafter.propose_batch(requests, self._rows.contexts_of(row), limits.tolist())
+        drafts = self._checked(drafts, requests, limits)
+        self._totals.asks += len(row)
+        self._totals.hits += int((drafts.counts > 0).sum())
+        drafts = drafts.keep(depths(drafts) <= _deepest(self._rows, row)[drafts.requests])
+        return drafts.keep(drafts.closed(self.budget.trim(requests, drafts)))
+
+    def _checked(self, drafts: DraftBatch, requests: Sequence[RolloutRequest], limits: IntArray) -> DraftBatch:
+        """The drafts without malformed ones, which raise ValueError or are counted."""
+        name = type(self.drafter).__name__
+        try:
+            drafts = tidied(drafts, len(requests))
+        except ValueError as error:
+            if self._checks:
+                raise ValueError(f"{name} proposed a bad batch of drafts: {error}") from error
+            self._totals.bad_drafts += len(requests)
+            return no_drafts(len(requests))
+        problems = problems_of(drafts, limits=limits, vocabulary=self._vocabulary)
+        if not problems:
+            return drafts
+        if self._checks:
+            worst = min(problems)
+            raise ValueError(f"{name} proposed a bad draft for request {requests[worst].id}: {problems[worst]}")
+        self._totals.bad_drafts += len(problems)
+        return drafts.keep(~np.isin(drafts.requests, list(problems)))
+
+    def _requests(self, row: IndexArray) -> list[RolloutRequest]:
+        found = self._rows.request
+        return [request for each in row.tolist() if (request := found[each]) is not None]
+
+    # -- after the pass --------------------------------------------------------------------------------------
+
+    def tell(self, layout: PassLayout, steps: Walk, *, seconds: float) -> None:
+        """Count what was accepted, and let drafter and budget know; before finished rows leave."""
+        if self.max_nodes == 0:
+            return
+        requests = self._requests(layout.row[layout.emits])
+        self._count(layout, steps)
+        if self._hears_tokens:
+            ends = np.cumsum(steps.num_emitted)
+            pieces = zip(
+                requests, (ends - steps.num_emitted).tolist(), ends.tolist(), steps.num_accepted.tolist(), strict=True
+            )
+            for request, start, end, num_accepted in pieces:
+                self.drafter.accept(request, steps.token[start:end], num_accepted)
+        if self._hears_outcomes and requests:
+            self.budget.learn(_outcome(requests, layout, steps, seconds))
+
+    def _count(self, layout: PassLayout, steps: Walk) -> None:
+        totals, levels = self._totals, np.arange(1, NUM_DEPTHS + 1)
+        deepest = np.zeros(len(layout.emits), np.int64)
+        nodes = layout.drafts.requests
+        np.maximum.at(deepest, nodes, layout.node_depth)
+        totals.drafts_to_depth = totals.drafts_to_depth + (deepest[:, None] >= levels).sum(0)
+        totals.accepted_to_depth = totals.accepted_to_depth + (steps.num_accepted[:, None] >= levels).sum(0)
+        totals.drafted_nodes += len(nodes)
+        totals.accepted_nodes += int(steps.num_accepted.sum())
+
+
+def _deepest(rows: Rows, row: IndexArray) -> IndexArray:
+    """The last token that fits is drawn at a node, so no node may stand in its place."""
+    return rows.limit[row] - rows.length[row] - 1
+
+
+def _spread(drafts: DraftBatch, askers: IndexArray, num_rows: int) -> DraftBatch:
+    """The drafts of `askers` among those of all `num_rows` rows, nothing for the others."""
+    if len(askers) == num_rows:
+        return drafts
+    counts, match_length = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int32)
+    counts[askers], match_length[askers] = drafts.counts, drafts.match_length
+    return replace(drafts, starts=np.concatenate([[0], np.cumsum(counts)]), match_length=match_length)
+
+
+def _outcome(requests: Sequence[RolloutRequest], layout: PassLayout, steps: Walk, seconds: float) -> PassOutcome:
+    drafts = layout.drafts
+    drawn_from = layout.logit_start[drafts.requests] + 1 + drafts.parents
+    return PassOutcome(
+        requests=requests,
+        drafts=drafts,
+        reached=steps.drawn_at[drawn_from],
+        accepted=steps.accepted,
+        num_accepted=steps.num_accepted,
+        num_tokens=layout.fed.total,
+        num_rows=len(layout.row),
+        seconds=seconds,
+        is_decoding=layout.is_decoding,
+    )
