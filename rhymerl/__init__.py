@@ -8,11 +8,11 @@ What needs torch, numpy or lightning is imported when first used.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rhymerl.drafters.base import Drafter
 from rhymerl.errors import BackendError, ConfigError, DataError, RewardError, RhymeError, RunError, UsageError
+from rhymerl.lazy import lazy_names
 from rhymerl.schedulers import FIFOScheduler, Scheduler
 from rhymerl.types import Completion, Draft, Generated, Prompt, RolloutRequest, Sample, SamplingParams
 
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from rhymerl.rollout import RolloutLoop, RolloutSettings
     from rhymerl.tasks import Task
     from rhymerl.update import UpdateSettings
-
-    __version__: str
+    from rhymerl.version import __version__
 
 __all__ = [
     "GRPO",
@@ -66,32 +65,23 @@ __all__ = [
     "__version__",
 ]
 
-_HOMES = {
-    "Algorithm": "algos.base",
-    "EmbeddedBackend": "backends.embedded",
-    "GRPO": "algos.grpo",
-    "NoDrafter": "drafters.none",
-    "PolicySource": "policy",
-    "PromptDataModule": "data",
-    "Reward": "rewards",
-    "RhymeModule": "module",
-    "RolloutBackend": "backends.base",
-    "RolloutLoop": "rollout",
-    "RolloutSettings": "rollout",
-    "Task": "tasks",
-    "UpdateSettings": "update",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib.metadata import version  # pyproject.toml is the one place that says it
-
-        return version("rhymerl")
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+if not TYPE_CHECKING:  # a type checker would take any name for one of ours
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "Algorithm": "algos.base",
+            "EmbeddedBackend": "backends.embedded",
+            "GRPO": "algos.grpo",
+            "NoDrafter": "drafters.none",
+            "PolicySource": "policy",
+            "PromptDataModule": "data",
+            "Reward": "rewards",
+            "RhymeModule": "module",
+            "RolloutBackend": "backends.base",
+            "RolloutLoop": "rollout",
+            "RolloutSettings": "rollout",
+            "Task": "tasks",
+            "UpdateSettings": "update",
+            "__version__": "version",
+        },
+    )

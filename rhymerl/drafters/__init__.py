@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rhymerl.drafters.base import Drafter
+from rhymerl.lazy import lazy_names
 
 if TYPE_CHECKING:
     from rhymerl.drafters.none import NoDrafter
 
 __all__ = ["Drafter", "NoDrafter"]
 
-_HOMES = {"NoDrafter": "none"}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+if not TYPE_CHECKING:  # a type checker would take any name for one of ours
+    __getattr__, __dir__ = lazy_names(__name__, {"NoDrafter": "none"})

@@ -5,8 +5,9 @@ Names are imported when first used: a worker process comes through here and must
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rhymerl.lazy import lazy_names
 
 if TYPE_CHECKING:
     from rhymerl.rewards.base import Reward, RewardFn, check_columns
@@ -26,24 +27,18 @@ __all__ = [
     "numeric_match",
 ]
 
-_HOMES = {
-    "Reward": "base",
-    "RewardFn": "base",
-    "RewardScorer": "scorer",
-    "build_rewards": "build",
-    "check_columns": "base",
-    "exact_match": "functions",
-    "format_match": "functions",
-    "length_penalty": "functions",
-    "numeric_match": "functions",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+if not TYPE_CHECKING:  # a type checker would take any name for one of ours
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "Reward": "base",
+            "RewardFn": "base",
+            "RewardScorer": "scorer",
+            "build_rewards": "build",
+            "check_columns": "base",
+            "exact_match": "functions",
+            "format_match": "functions",
+            "length_penalty": "functions",
+            "numeric_match": "functions",
+        },
+    )

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
 import time
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import rhymerl
+import rhymerl.drafters
+import rhymerl.rewards
 
+ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "numpy", "numba", "transformers", "lightning", "hydra", "omegaconf", "rich")
 
 
@@ -41,11 +47,24 @@ def test_import_is_fast() -> None:
     assert min(times) < 0.3
 
 
-def test_names() -> None:
-    assert len(set(rhymerl.__all__)) == len(rhymerl.__all__)
-    assert set(rhymerl.__all__) <= set(dir(rhymerl))
-    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
-        _ = rhymerl.Nothing
+@pytest.mark.parametrize("package", [rhymerl, rhymerl.drafters, rhymerl.rewards], ids=lambda it: it.__name__)
+def test_names(package: ModuleType) -> None:
+    assert len(set(package.__all__)) == len(package.__all__)
+    assert dir(package) == sorted({*vars(package), *package.__all__})
+    assert [name for name in package.__all__ if getattr(package, name, None) is None] == []
+    with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute 'Nothing'"):
+        _ = package.Nothing
+
+
+@pytest.mark.parametrize("package", ["rhymerl", "rhymerl.drafters", "rhymerl.rewards"])
+def test_type_checkers_see_the_names_and_no_others(package: str) -> None:
+    """What is imported for them is what is there when a program runs."""
+    path = ROOT.joinpath(*package.split("."), "__init__.py")
+    (known, lazy) = (node.body for node in ast.parse(path.read_text()).body if isinstance(node, ast.If))
+    imported = {alias.name for node in known if isinstance(node, ast.ImportFrom) for alias in node.names}
+    (call,) = (node.value for node in lazy if isinstance(node, ast.Assign))
+    assert isinstance(call, ast.Call)
+    assert imported == set(ast.literal_eval(call.args[1]))
 
 
 @pytest.mark.parametrize("name", rhymerl.__all__)
