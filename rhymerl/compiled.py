@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import wraps
+from functools import cached_property, update_wrapper
 from pathlib import Path
+from types import FunctionType
 from typing import Any, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -17,31 +18,46 @@ _log = logging.getLogger("rhymerl")
 def compiled(function: Function) -> Function:
     """`numba.njit` with the GIL released, compiled at the first call; the import of numba waits until then too.
 
-    numba caches next to the source, else in the user's cache directory; where neither is writable the
-    function is compiled again by every process.
+    It may call compiled functions of its own module (numba's cache does not see changes in another file). numba caches
+    next to the source, else in the user's cache directory; where neither is writable the function is
+    compiled again by every process.
     """
-    dispatcher: Any = None
-
-    @wraps(function)
-    def call(*args: Any) -> Any:
-        nonlocal dispatcher
-        if dispatcher is None:
-            dispatcher = _dispatcher(function)
-        return dispatcher(*args)
-
-    return call  # type: ignore[return-value]
+    return _Compiled(function)  # type: ignore[return-value]
 
 
-def _dispatcher(function: Callable[..., Any]) -> Any:
-    import numba
+class _Compiled:
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        update_wrapper(self, function)
 
-    try:
-        dispatcher = numba.njit(cache=True, **_OPTIONS)(function)
-    except RuntimeError:  # numba: "cannot cache function: no locator available"
-        dispatcher = numba.njit(**_OPTIONS)(function)
-    if not _is_cached(dispatcher, function):
-        _log.info("compiling %s (some seconds, once)", function.__qualname__)
-    return dispatcher
+    def __call__(self, *args: Any) -> Any:
+        return self.dispatcher(*args)
+
+    @cached_property
+    def dispatcher(self) -> Any:
+        import numba
+
+        function = self._with_dispatchers()
+        try:
+            dispatcher = numba.njit(cache=True, **_OPTIONS)(function)
+        except RuntimeError:  # numba: "cannot cache function: no locator available"
+            dispatcher = numba.njit(**_OPTIONS)(function)
+        if not _is_cached(dispatcher, function):
+            _log.info("compiling %s (some seconds, once)", function.__qualname__)
+        return dispatcher
+
+    def _with_dispatchers(self) -> Callable[..., Any]:
+        """The function with what it calls by compiled name bound to numba's own objects, which it can compile into it."""
+        function = self.function
+        assert isinstance(function, FunctionType)
+        called = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+        inner = {name: value.dispatcher for name, value in called.items() if isinstance(value, _Compiled)}
+        if not inner:
+            return function
+        bound = FunctionType(
+            function.__code__, {**function.__globals__, **inner}, closure=function.__closure__, name=function.__name__
+        )
+        return update_wrapper(bound, function)
 
 
 def _is_cached(dispatcher: Any, function: Callable[..., Any]) -> bool:

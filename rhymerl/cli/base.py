@@ -57,10 +57,16 @@ class ConfiguredCommand(Command):
                 f"rhymerl {self.name} needs --config: a .yaml file, or one of {', '.join(packaged_names())}"
             )
         config = compose(arguments.config, overrides)
+        for key, value in self.settings(arguments).items():
+            config[key] = value
         if arguments.print_config:
             print(to_yaml(config), end="")
             return resolved(config)
         return self.run_config(config, interrupt)
+
+    def settings(self, arguments: Namespace) -> Mapping[str, Any]:
+        """Settings that are words of the command line rather than overrides."""
+        return {}
 
     @abstractmethod
     def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result | None:

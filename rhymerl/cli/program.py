@@ -14,10 +14,11 @@ from rhymerl.cli.base import Command
 from rhymerl.cli.interrupt import Interrupt
 from rhymerl.cli.models import Export, Warmstart
 from rhymerl.cli.quiet import quiet
+from rhymerl.cli.replays import Replay
 from rhymerl.cli.runs import Evaluate, Fit
 from rhymerl.errors import RhymeError, UsageError
 
-COMMANDS: tuple[Command, ...] = (Fit(), Evaluate(), Warmstart(), Export())
+COMMANDS: tuple[Command, ...] = (Fit(), Evaluate(), Replay(), Warmstart(), Export())
 
 OK, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
 

@@ -8,9 +8,13 @@ from rhymerl.drafters.base import Drafter
 from rhymerl.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from rhymerl.drafters.history_tree import HistoryTreeDrafter
+    from rhymerl.drafters.ngram import NGramDrafter
     from rhymerl.drafters.none import NoDrafter
 
-__all__ = ["Drafter", "NoDrafter"]
+__all__ = ["Drafter", "HistoryTreeDrafter", "NGramDrafter", "NoDrafter"]
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of ours
-    __getattr__, __dir__ = lazy_names(__name__, {"NoDrafter": "none"})
+    __getattr__, __dir__ = lazy_names(
+        __name__, {"HistoryTreeDrafter": "history_tree", "NGramDrafter": "ngram", "NoDrafter": "none"}
+    )

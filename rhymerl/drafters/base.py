@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rhymerl.types import Completion, Draft, DraftBatch, RolloutRequest, Sample
 
 if TYPE_CHECKING:
+    from rhymerl.history.records import HistoryDelta
     from rhymerl.types import IntArray
 
 
@@ -39,6 +40,9 @@ class Drafter(ABC):
 
     def learn(self, samples: Sequence[Sample]) -> None:
         """The scored answers of a step, in canonical (prompt, sample) order."""
+
+    def follow(self, delta: HistoryDelta) -> None:
+        """What has changed in the history; called after each step, and with a snapshot when a run starts or resumes."""
 
     def close(self) -> None:
         """The engine is gone and so are its requests: free threads and the like. Another engine may `start` requests later."""

@@ -1,0 +1,144 @@
+"""Verifies what pays: the draft nodes of all requests that make the most tokens a second of the pass (design: docs/architecture.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rhymerl.budgets.acceptance import Acceptance
+from rhymerl.budgets.base import Budget, PassOutcome
+from rhymerl.budgets.costs import CostCurve, LearnedCost, PassCost
+from rhymerl.errors import require_at_least
+from rhymerl.types import DraftBatch, RolloutRequest
+
+if TYPE_CHECKING:
+    from rhymerl.types import BoolArray, IntArray
+
+# Without measuring: a pass costs 1 + tokens / 64.
+_ASSUMED = ((0, 1.0), (64, 2.0))
+_PATIENCE = 4  # passes in a row without a gain after which the drafter is left alone ...
+_PAUSE = 4, 64  # ... for so many passes at first, and at most; each failure doubles it
+_OTHER_BATCH = 1.3  # a batch that has shrunk by this factor is worth another look
+
+
+class GoodputBudget(Budget):
+    """Chooses the set S of draft nodes that maximises (B + sum of P(v) over S) / cost(B, |S|), of B running requests.
+
+    P(v) is calibrated online (budgets/acceptance.py) and falls along a path, so the best set is a prefix of all nodes sorted
+    by P. The cost is learned from the passes, or given as `costs`: points [tokens, seconds], or a file with them. With
+    `deterministic` it is never measured; without `costs` it is then assumed to be 1 + tokens / 64.
+    At most `nodes` a request. When nothing has paid for some passes the drafter itself is paused.
+    """
+
+    def __init__(
+        self,
+        nodes: int = 32,
+        *,
+        costs: str | Path | Sequence[Sequence[float]] | None = None,
+        deterministic: bool = False,
+    ) -> None:
+        require_at_least("budget", {"nodes": (nodes, 0)})
+        self.nodes = nodes
+        self.costs = costs
+        self.deterministic = deterministic
+        self._cost = _cost(costs, deterministic=deterministic)
+        self._acceptance = Acceptance()
+        self._pause = _Pause()
+        self._asked = 0  # requests of the pass under way that the drafter was asked for
+        self._report = _Report()
+
+    @property
+    def max_nodes(self) -> int:
+        return self.nodes
+
+    def limits(self, requests: Sequence[RolloutRequest]) -> IntArray:
+        self._asked = 0
+        self._report.passes += 1
+        if self._pause.holds(len(requests)):
+            self._report.paused += 1
+            return np.zeros(len(requests), np.int32)
+        return np.full(len(requests), self.nodes, np.int32)
+
+    def trim(self, requests: Sequence[RolloutRequest], drafts: DraftBatch) -> BoolArray:
+        rows = self._asked = len(requests)
+        probability = self._acceptance.probabilities(drafts)
+        best_first = np.argsort(-probability, kind="stable")  # parents stay in front of their children
+        tokens = rows + np.concatenate([[0.0], np.cumsum(probability[best_first])])
+        goodput = tokens / self._cost.seconds(rows, np.arange(len(tokens)), rows)
+        size = int(goodput.argmax())
+        plain = rows / float(self._cost.seconds(rows, np.zeros(1, np.int64), 0)[0])
+        gain = float(goodput[size]) / plain
+        self._pause.learn(gain, rows)
+        self._report.gain += gain
+        self._report.asks += 1
+        mask = np.zeros(len(probability), np.bool_)
+        mask[best_first[:size]] = True
+        return mask
+
+    def learn(self, outcome: PassOutcome) -> None:
+        self._acceptance.learn(outcome.drafts, outcome.reached, outcome.accepted)
+        nodes = len(outcome.drafts.token_ids)
+        if outcome.is_decoding:
+            self._cost.observe(len(outcome.requests), nodes, self._asked, outcome.seconds)
+        self._report.nodes += nodes
+
+    def metrics(self) -> Mapping[str, float]:
+        report, self._report = self._report, _Report()
+        plain, one_more = self._cost.seconds(1, np.array([0, 1]), 0)
+        return {
+            "budget/nodes_per_pass": report.nodes / max(report.passes, 1),
+            "budget/paused_frac": report.paused / max(report.passes, 1),
+            "budget/expected_speedup": report.gain / report.asks if report.asks else 1.0,
+            "budget/node_cost_frac": float((one_more - plain) / plain),
+        }
+
+
+class _Pause:
+    """Whether the drafter is left alone: after misses in a row, for twice as long each time, until the batch has shrunk."""
+
+    def __init__(self) -> None:
+        self._misses = 0
+        self._length = _PAUSE[0]
+        self._left = 0
+        self._rows = 0  # of the batch in which drafting did not pay
+
+    def holds(self, rows: int) -> bool:
+        """Called once a pass."""
+        if rows * _OTHER_BATCH < self._rows:
+            self._left, self._rows, self._length = 0, 0, _PAUSE[0]
+        self._left = max(self._left - 1, 0)
+        return self._left > 0
+
+    def learn(self, gain: float, rows: int) -> None:
+        """A pass with drafts was expected to be `gain` times as fast as one without."""
+        if gain > 1.0:
+            self._misses, self._length = 0, _PAUSE[0]
+            return
+        self._misses += 1
+        if self._misses >= _PATIENCE or self._length > _PAUSE[0]:
+            self._left, self._rows = self._length + 1, rows
+            self._length = min(2 * self._length, _PAUSE[1])
+            self._misses = 0
+
+
+@dataclass(slots=True)
+class _Report:
+    """Since the last metrics."""
+
+    passes: int = 0
+    paused: int = 0
+    nodes: int = 0
+    asks: int = 0
+    gain: float = 0.0
+
+
+def _cost(costs: str | Path | Sequence[Sequence[float]] | None, *, deterministic: bool) -> PassCost:
+    if isinstance(costs, str | Path):
+        return CostCurve.read(costs)
+    if costs is not None:
+        return CostCurve(costs)
+    return CostCurve(_ASSUMED) if deterministic else LearnedCost()

@@ -1,0 +1,34 @@
+"""Commands on recorded rollouts."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from typing import TYPE_CHECKING, Any
+
+from rhymerl.cli.base import ConfiguredCommand, Result
+from rhymerl.cli.interrupt import Interrupt
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+class Replay(ConfiguredCommand):
+    """judge a drafter on recorded rollouts (TRACE), without a model"""
+
+    name = "replay"
+    default_config = "replay"
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        super().add_arguments(parser)
+        parser.usage = "rhymerl replay TRACE [key=value ...] [--config NAME|PATH] [--print-config] [--json] [--debug]"
+        parser.add_argument("trace", metavar="TRACE", help="recorded rollouts, .jsonl or .jsonl.gz")
+
+    def settings(self, arguments: Namespace) -> dict[str, Any]:
+        return {"trace": arguments.trace}
+
+    def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result:
+        from rhymerl.replay import judge, report
+
+        result = judge(config)
+        report(result)
+        return result

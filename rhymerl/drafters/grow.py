@@ -1,0 +1,222 @@
+"""Compiled: from the places where a context's suffixes stand to a draft tree, the most probable node first.
+
+Every occurrence votes for the token that followed it, with a weight that grows with the length of the shared suffix. A
+node keeps the occurrences that agree with its path, so its children's probabilities come from what followed there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from rhymerl.compiled import compiled
+from rhymerl.types import DraftBatch, DraftSource
+
+if TYPE_CHECKING:
+    from rhymerl.types import FloatArray, IndexArray, IntArray
+
+OWN, SIBLING, HISTORY = (int(each) for each in (DraftSource.OWN, DraftSource.SIBLING, DraftSource.HISTORY))
+
+
+class TreeBuffers:
+    """Room for one tree a line, L lines of at most `most` nodes; `grow_trees` fills it, `packed` makes a batch of it."""
+
+    def __init__(self, num_lines: int, most: int) -> None:
+        self.token_ids: IntArray = np.empty((num_lines, most), np.int32)
+        self.parents: IntArray = np.empty((num_lines, most), np.int32)
+        self.scores = np.empty((num_lines, most), np.float64)
+        self.sources = np.empty((num_lines, most), np.int8)
+        self.counts = np.zeros(num_lines, np.int64)
+        self.longest: IntArray = np.zeros(num_lines, np.int32)  # tokens of the longest match
+
+    def packed(self) -> DraftBatch:
+        """The drafts in the order of the lines."""
+        is_node = np.arange(self.token_ids.shape[1]) < self.counts[:, None]
+        return DraftBatch(
+            token_ids=self.token_ids[is_node],
+            parents=self.parents[is_node],
+            starts=np.concatenate([[0], np.cumsum(self.counts)]),
+            scores=self.scores[is_node],
+            match_length=self.longest,
+            sources=self.sources[is_node],
+        )
+
+
+@compiled
+def region_of(starts: IndexArray, position: int) -> int:
+    """The last region that starts at or before the position."""
+    low, high = 0, len(starts)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if starts[middle] <= position:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@compiled
+def grow_trees(
+    live_text: IntArray,
+    live_starts: IndexArray,
+    live_positions: IntArray,
+    live_lengths: IntArray,
+    live_counts: IntArray,
+    sealed_text: IntArray,
+    sealed_starts: IndexArray,
+    sealed_positions: IntArray,
+    sealed_lengths: IntArray,
+    sealed_counts: IntArray,
+    sealed_weights: FloatArray,
+    sealed_favours: FloatArray,
+    sealed_ages: IntArray,
+    rows: IndexArray,
+    use_own: bool,
+    use_siblings: bool,
+    length_weight: float,
+    escape: float,
+    max_branches: int,
+    budgets: IntArray,
+    lines: IndexArray,
+    token_ids: IntArray,
+    parents: IntArray,
+    scores: FloatArray,
+    sources: npt.NDArray[np.int8],
+    counts: IndexArray,
+    longest: IntArray,
+) -> None:
+    """Draft for the queries r of one prompt, from their matches in its live and its sealed index.
+
+    `rows` [R] are the queries' own rows of the live text (row 0 is the prompt). What goes to line lines[r] of the outputs:
+    `token_ids`, `parents`, `scores`, `sources` [*, most nodes] and `counts`, `longest` (shared tokens) [*].
+    `sealed_weights`, `sealed_favours`, `sealed_ages` [A] are those of the earlier answers; favours decide between branches
+    when there are more than `max_branches`.
+    """
+    most = live_positions.shape[1] + sealed_positions.shape[1]
+    place, shared = np.empty(most, np.int64), np.empty(most, np.int64)
+    weight, favour = np.empty(most, np.float64), np.empty(most, np.float64)
+    source = np.empty(most, np.int8)
+    for r in range(len(rows)):
+        size = 0
+        for i in range(live_counts[r]):
+            region = region_of(live_starts, live_positions[r, i])
+            own = region == rows[r] or region == 0
+            if use_own if own else use_siblings:
+                place[size], shared[size] = live_positions[r, i], live_lengths[r, i]
+                weight[size], favour[size] = 1.0, 0.0
+                source[size] = OWN if own else SIBLING
+                size += 1
+        for i in range(sealed_counts[r]):
+            region = region_of(sealed_starts, sealed_positions[r, i])
+            place[size], shared[size] = sealed_positions[r, i], sealed_lengths[r, i]
+            weight[size], favour[size] = sealed_weights[region], sealed_favours[region]
+            source[size] = HISTORY + sealed_ages[region]
+            size += 1
+        top = 0
+        for i in range(size):
+            top = max(top, shared[i])
+        for i in range(size):
+            weight[i] *= length_weight ** (shared[i] - top)
+        line = lines[r]
+        longest[line] = top
+        counts[line] = grow_tree(
+            live_text,
+            sealed_text,
+            place,
+            weight,
+            favour,
+            source,
+            size,
+            budgets[r],
+            escape,
+            max_branches,
+            token_ids[line],
+            parents[line],
+            scores[line],
+            sources[line],
+        )
+
+
+@compiled
+def grow_tree(
+    live_text: IntArray,
+    sealed_text: IntArray,
+    place: IndexArray,
+    weight: FloatArray,
+    favour: FloatArray,
+    source: npt.NDArray[np.int8],
+    size: int,
+    budget: int,
+    escape: float,
+    max_branches: int,
+    token_ids: IntArray,
+    parents: IntArray,
+    scores: FloatArray,
+    sources: npt.NDArray[np.int8],
+) -> int:
+    """Write at most `budget` nodes; returns how many. Moves `place` along.
+
+    An open child is a run first ... last - 1 of the occurrences, those that agree with its path; so there are never more
+    children than occurrences. `escape` is the weight of something that has not been seen.
+    """
+    member = np.arange(size)
+    follows = np.empty(size, np.int64)
+    first, last, parent = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size, np.int64)
+    score, rank = np.empty(size, np.float64), np.empty(size, np.float64)
+    num_open = nodes = 0
+    begin, end, node, probability = 0, size, -1, 1.0
+    while True:
+        total = escape
+        for i in range(begin, end):
+            m = member[i]
+            follows[m] = sealed_text[place[m]] if source[m] >= HISTORY else live_text[place[m]]
+            total += weight[m]
+        siblings_from = num_open
+        i = begin
+        while i < end:
+            token = follows[member[i]]
+            j, votes, favours = i, 0.0, 0.0
+            for k in range(i, end):
+                m = member[k]
+                if follows[m] == token:
+                    member[k], member[j] = member[j], m
+                    votes += weight[m]
+                    favours += favour[m]
+                    j += 1
+            if token >= 0 and votes > 0.0:
+                first[num_open], last[num_open], parent[num_open] = i, j, node
+                score[num_open] = probability * votes / total
+                rank[num_open] = favours + 1e-6 * votes / total  # votes decide between equals
+                num_open += 1
+            i = j
+        while num_open - siblings_from > max_branches:
+            worst = siblings_from
+            for k in range(siblings_from + 1, num_open):
+                if rank[k] < rank[worst]:
+                    worst = k
+            num_open -= 1
+            for k in range(worst, num_open):
+                first[k], last[k], parent[k] = first[k + 1], last[k + 1], parent[k + 1]
+                score[k], rank[k] = score[k + 1], rank[k + 1]
+        if nodes == budget or num_open == 0:
+            return nodes
+        best = 0
+        for k in range(1, num_open):
+            if score[k] > score[best]:
+                best = k
+        begin, end, node, probability = first[best], last[best], nodes, score[best]
+        heaviest = member[begin]
+        for k in range(begin, end):
+            m = member[k]
+            if weight[m] > weight[heaviest]:
+                heaviest = m
+        token_ids[nodes], parents[nodes] = follows[heaviest], parent[best]
+        scores[nodes], sources[nodes] = probability, source[heaviest]
+        for k in range(begin, end):
+            place[member[k]] += 1
+        nodes += 1
+        num_open -= 1
+        first[best], last[best], parent[best] = first[num_open], last[num_open], parent[num_open]
+        score[best], rank[best] = score[num_open], rank[num_open]

@@ -1,0 +1,199 @@
+"""Drafts from what the same prompt was answered before, and from what is being answered now (HistoSpec, arXiv 2508.18588)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from rhymerl.drafters.base import Drafter
+from rhymerl.drafters.grow import TreeBuffers, grow_trees
+from rhymerl.drafters.live import LiveGroup
+from rhymerl.errors import ConfigError, require_at_least
+from rhymerl.history.index import REACH
+from rhymerl.history.sealed import Name, SealedAnswers, SealedHistory
+from rhymerl.types import Completion, Draft, DraftBatch, RolloutRequest
+
+if TYPE_CHECKING:
+    from rhymerl.history.records import HistoryDelta
+    from rhymerl.types import IndexArray, IntArray
+
+_IDLE_GROUPS = 256  # prompts without running answers whose tokens are kept for siblings that may still come
+
+GroupKey = tuple[str, ...]
+
+
+class HistoryTreeDrafter(Drafter):
+    """Trees of what followed the longest suffixes of the context in the prompt's earlier answers and in its running ones.
+
+    An occurrence that shares n tokens with the context votes with weight length_weight ** n * recency ** age *
+    exp(advantage_tilt * advantage); the age counts epochs, at most `window` of them (0 = no history). `own` adds the request's
+    own prompt and tokens, `siblings` the other running answers. Only suffixes of `min_match` to `max_match`
+    tokens count, and the `max_matches` longest of each index. A node's score is the product of the shares of
+    votes on its path, `escape` votes going to what has not been seen; the most probable nodes are taken first, at
+    most `max_branches` below one (1 = a chain), chosen by probability or by the summed `reward` of the answers below.
+
+    With `deterministic` a request waits for its prompt's index, which otherwise is used as soon as it is there.
+    """
+
+    def __init__(
+        self,
+        *,
+        window: int = 8,
+        own: bool = True,
+        siblings: bool = True,
+        min_match: int = 1,
+        max_match: int = REACH,
+        max_matches: int = 64,
+        max_branches: int | None = None,
+        priority: Literal["probability", "reward"] = "probability",
+        length_weight: float = 5.0,
+        recency: float = 0.8,
+        advantage_tilt: float = 0.0,
+        escape: float = 0.1,
+        deterministic: bool = False,
+    ) -> None:
+        at_least = {"window": (window, 0), "min_match": (min_match, 1), "max_matches": (max_matches, 1)}
+        require_at_least("drafter", {**at_least, "max_branches": (1 if max_branches is None else max_branches, 1)})
+        for name, value, holds, words in (
+            ("max_match", max_match, min_match <= max_match <= REACH, f"from min_match={min_match} to {REACH}"),
+            ("priority", priority, priority in ("probability", "reward"), "probability or reward"),
+            ("length_weight", length_weight, length_weight >= 1, "1 or more; .inf counts the longest suffixes alone"),
+            ("recency", recency, 0 < recency <= 1, "above 0, at most 1"),
+            ("escape", escape, escape >= 0, "0 or more"),
+        ):
+            if not holds:
+                raise ConfigError(f"drafter.{name}={value!r}: expected {words}")
+        self.window = window
+        self.own = own
+        self.siblings = siblings
+        self.min_match = min_match
+        self.max_match = max_match
+        self.max_matches = max_matches
+        self.max_branches = max_branches
+        self.priority = priority
+        self.length_weight = length_weight
+        self.recency = recency
+        self.advantage_tilt = advantage_tilt
+        self.escape = escape
+        self.deterministic = deterministic
+        self._history = SealedHistory(window=max(window, 1), recency=recency, advantage_tilt=advantage_tilt)
+        self._groups: dict[GroupKey, LiveGroup] = {}
+        self._key_of: dict[str, GroupKey] = {}  # by id of a running request
+        self._idle: OrderedDict[GroupKey, None] = OrderedDict()  # longest idle first
+
+    # -- what is known -------------------------------------------------------------------------------------------
+
+    def follow(self, delta: HistoryDelta) -> None:
+        if self.window > 0:
+            self._history.follow(delta)
+        for key in list(self._idle):  # their answers are history now
+            self._forget(key)
+
+    def start(self, request: RolloutRequest) -> None:
+        prompt = request.prompt.token_ids
+        key = _key(request) if self.siblings else (*_key(request), request.id)
+        group = self._groups.setdefault(key, LiveGroup(prompt))
+        if not np.array_equal(group.prompt, prompt):  # two prompts under one key do not meet
+            key = (*key, request.id)
+            group = self._groups[key] = LiveGroup(prompt)
+        self._key_of[request.id] = key
+        self._idle.pop(key, None)
+        group.start(request)
+        if self.deterministic:
+            self._history.settle(_key(request))
+
+    def finish(self, completion: Completion) -> None:
+        key = self._key_of.pop(completion.request.id)
+        self._groups[key].finish(completion)
+        if not self._groups[key].running:
+            self._idle[key] = None
+        if len(self._idle) > _IDLE_GROUPS:
+            self._forget(next(iter(self._idle)))
+
+    def _forget(self, key: GroupKey) -> None:
+        del self._groups[key], self._idle[key]
+
+    def close(self) -> None:
+        self._history.close()
+        for table in (self._groups, self._key_of, self._idle):
+            table.clear()
+
+    @property
+    def bytes(self) -> int:
+        """Of all indexes, over earlier answers and over running ones."""
+        return self._history.bytes + sum(group.index.bytes for group in self._groups.values())
+
+    # -- drafts --------------------------------------------------------------------------------------------------
+
+    def propose(self, request: RolloutRequest, context: IntArray, budget: int) -> Draft:
+        return self.propose_batch([request], [context], [budget]).draft(0)
+
+    def propose_batch(
+        self, requests: Sequence[RolloutRequest], contexts: Sequence[IntArray], budgets: Sequence[int]
+    ) -> DraftBatch:
+        limits = np.asarray(budgets, np.int32)
+        trees = TreeBuffers(len(requests), int(limits.max(initial=0)))
+        members: dict[GroupKey, list[int]] = {}
+        for line, request in enumerate(requests):
+            members.setdefault(self._key_of[request.id], []).append(line)
+        for key, lines in members.items():
+            group, request = self._groups[key], requests[lines[0]]
+            rows = group.extend([requests[line].id for line in lines], [contexts[line] for line in lines])
+            if not self.deterministic:
+                self._history.settle(_key(request), wait=False)
+            sealed = self._history.get(_key(request), request.prompt.token_ids)
+            self._grow(group, rows, sealed or _NO_HISTORY, np.array(lines), limits, trees)
+        return trees.packed()
+
+    def _grow(
+        self,
+        group: LiveGroup,
+        rows: IndexArray,
+        sealed: SealedAnswers,
+        lines: IndexArray,
+        limits: IntArray,
+        trees: TreeBuffers,
+    ) -> None:
+        live, history = group.index, sealed.index
+        ends = live.ends[rows]
+        bounds = {"most": self.max_matches, "shortest": self.min_match, "longest": self.max_match}
+        here, there = live.matches(live.text, ends, **bounds), history.matches(live.text, ends, **bounds)
+        grow_trees(
+            live.text,
+            live.starts,
+            here.positions,
+            here.lengths,
+            here.counts,
+            history.text,
+            history.starts,
+            there.positions,
+            there.lengths,
+            there.counts,
+            sealed.weights,
+            sealed.rewards if self.priority == "reward" else np.zeros(len(sealed.weights)),
+            sealed.ages,
+            rows,
+            self.own,
+            self.siblings,
+            self.length_weight,
+            self.escape,
+            self.max_branches or 2 * self.max_matches,  # more than there can be
+            limits[lines],
+            lines,
+            trees.token_ids,
+            trees.parents,
+            trees.scores,
+            trees.sources,
+            trees.counts,
+            trees.longest,
+        )
+
+
+_NO_HISTORY = SealedAnswers.of(np.empty(0, np.int32), [])
+
+
+def _key(request: RolloutRequest) -> Name:
+    return request.split, request.prompt.key

@@ -1,0 +1,68 @@
+"""Prompt lookup: drafts what followed the latest place where the context's last tokens stand in the context itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rhymerl.drafters.base import Drafter
+from rhymerl.drafters.live import LiveGroup
+from rhymerl.errors import ConfigError, require_at_least
+from rhymerl.history.index import REACH
+from rhymerl.types import Completion, Draft, DraftSource, RolloutRequest
+
+if TYPE_CHECKING:
+    from rhymerl.types import IntArray
+
+_MOST = 16  # places with the longest suffix among which the latest is looked for
+
+
+class NGramDrafter(Drafter):
+    """One path, from the request's own prompt and tokens: no history, no other request, nothing to keep.
+
+    The longest suffix of `min_match` to `max_match` tokens that has come before decides. An index that grows with the
+    answer finds it; the context is never scanned.
+    """
+
+    def __init__(self, *, min_match: int = 2, max_match: int = REACH) -> None:
+        require_at_least("drafter", {"min_match": (min_match, 1)})
+        if not min_match <= max_match <= REACH:
+            raise ConfigError(f"drafter.max_match={max_match}: expected from min_match={min_match} to {REACH}")
+        self.min_match = min_match
+        self.max_match = max_match
+        self._contexts: dict[str, LiveGroup] = {}  # by request id
+
+    def start(self, request: RolloutRequest) -> None:
+        group = self._contexts[request.id] = LiveGroup(request.prompt.token_ids)
+        group.start(request)
+
+    def finish(self, completion: Completion) -> None:
+        del self._contexts[completion.request.id]
+
+    def close(self) -> None:
+        self._contexts.clear()
+
+    def propose(self, request: RolloutRequest, context: IntArray, budget: int) -> Draft:
+        group = self._contexts[request.id]
+        rows = group.extend([request.id], [context])
+        index, ends = group.index, group.index.ends[rows]
+        found = index.matches(index.text, ends, most=_MOST, shortest=self.min_match, longest=self.max_match)
+        tokens = _path(index.text, found.positions[0], found.lengths[0], int(found.counts[0]), budget)
+        length = int(found.lengths[0, 0]) if len(tokens) else 0
+        return Draft(
+            token_ids=tokens,
+            parents=np.arange(-1, len(tokens) - 1, dtype=np.int32),
+            match_length=length,
+            sources=np.full(len(tokens), DraftSource.OWN, np.int32),
+        )
+
+
+def _path(text: IntArray, positions: IntArray, lengths: IntArray, count: int, budget: int) -> IntArray:
+    """What followed the latest of the places with the longest suffix, up to where the text ends."""
+    if count == 0:
+        return text[:0]
+    start = int(positions[:count][lengths[:count] == lengths[0]].max())
+    tokens = text[start : start + budget]
+    ends = np.flatnonzero(tokens < 0)
+    return tokens[: ends[0]] if len(ends) else tokens

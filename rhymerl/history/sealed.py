@@ -1,0 +1,113 @@
+"""Suffix indexes over the history, kept up to date off the critical path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rhymerl.history.index import SuffixIndex
+from rhymerl.history.records import Answer, HistoryDelta, PromptChange, Split
+
+if TYPE_CHECKING:
+    from rhymerl.types import FloatArray, IntArray
+
+Name = tuple[Split, str]  # split, Prompt.key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SealedAnswers:
+    """A prompt's earlier answers, ready to be drafted from. A = answers."""
+
+    prompt_token_ids: IntArray
+    index: SuffixIndex
+    weights: FloatArray  # [A] by how recent and how good
+    rewards: FloatArray  # [A]
+    ages: IntArray  # [A] in epochs; 0 = of the prompt's newest
+
+    @classmethod
+    def of(
+        cls, prompt: IntArray, answers: Sequence[Answer], *, recency: float = 1.0, advantage_tilt: float = 0.0
+    ) -> SealedAnswers:
+        """Index answers, the newest last."""
+        ages = np.array([answers[-1].epoch - answer.epoch for answer in answers], np.int32)
+        advantages = np.array([answer.advantage for answer in answers], np.float64)
+        return cls(
+            prompt_token_ids=prompt,
+            index=SuffixIndex(prompt, [answer.token_ids for answer in answers]),
+            weights=np.power(recency, ages, dtype=np.float64) * np.exp(advantage_tilt * advantages),
+            rewards=np.array([answer.reward for answer in answers], np.float64),
+            ages=ages,
+        )
+
+
+class SealedHistory:
+    """Follows a HistoryStore and keeps one index a prompt over the answers of its last `window` epochs.
+
+    Indexes are built by a thread that holds no lock while it sorts; a new one takes the old one's place at once, so that
+    readers never see a half-built one. An answer's weight is recency ** age * exp(advantage_tilt * advantage).
+    """
+
+    def __init__(self, *, window: int, recency: float = 1.0, advantage_tilt: float = 0.0) -> None:
+        self.window = window
+        self.recency = recency
+        self.advantage_tilt = advantage_tilt
+        self._answers: dict[Name, tuple[IntArray, tuple[Answer, ...]]] = {}
+        self._sealed: dict[Name, SealedAnswers] = {}
+        self._building: dict[Name, Future[SealedAnswers]] = {}
+        self._builder: ThreadPoolExecutor | None = None
+
+    def follow(self, delta: HistoryDelta) -> None:
+        """Apply what has changed; indexes follow in the background."""
+        if delta.is_snapshot:
+            self._answers, self._sealed, self._building = {}, {}, {}
+        for change in delta:
+            self._apply(change)
+
+    def _apply(self, change: PromptChange) -> None:
+        name = change.split, change.key
+        if change.is_forgotten:
+            for table in (self._answers, self._sealed, self._building):
+                table.pop(name, None)
+        if not change.added and name not in self._answers:
+            return
+        prompt, known = self._answers.get(name, (change.prompt_token_ids, ()))
+        answers = [answer for answer in (*known, *change.added) if answer.epoch >= change.first_epoch]
+        answers = [answer for answer in answers if answer.epoch > answers[-1].epoch - self.window]
+        self._answers[name] = prompt, tuple(answers)
+        self._building[name] = self._submit(
+            lambda: SealedAnswers.of(prompt, answers, recency=self.recency, advantage_tilt=self.advantage_tilt)
+        )
+
+    def _submit(self, build: Callable[[], SealedAnswers]) -> Future[SealedAnswers]:
+        if self._builder is None:
+            self._builder = ThreadPoolExecutor(1, thread_name_prefix="rhymerl-history")
+        return self._builder.submit(build)
+
+    def settle(self, name: Name, *, wait: bool = True) -> None:
+        """Let the prompt's newest index take its place, once it is built (`wait`) or if it is."""
+        pending = self._building.get(name)
+        if pending is not None and (wait or pending.done()):
+            self._sealed[name] = pending.result()
+            del self._building[name]
+
+    def get(self, name: Name, prompt: IntArray) -> SealedAnswers | None:
+        """The prompt's settled index; None when there is none, or when the name belongs to another prompt."""
+        sealed = self._sealed.get(name)
+        if sealed is None or not np.array_equal(sealed.prompt_token_ids, prompt):
+            return None
+        return sealed
+
+    @property
+    def bytes(self) -> int:
+        """Of the finished indexes; the answers' own arrays are the store's."""
+        return sum(sealed.index.bytes for sealed in self._sealed.values())
+
+    def close(self) -> None:
+        """End the thread, when it has built what it was asked for."""
+        if self._builder is not None:
+            self._builder.shutdown(wait=True)
+            self._builder = None

@@ -1,0 +1,255 @@
+"""Compiled maths of the suffix index: positions of a text in the order of what stands before them.
+
+A position p of a text is the gap before text[p]; its *left context* is text[p - 1], text[p - 2], ... read backwards, of
+which the first `reach` tokens count. Sorted by left context, the positions that share the longest suffix
+with a query lie next to where the query would be inserted, and the shared length only falls from there
+outwards. Negative numbers are no tokens: a shared suffix ends at them, and a guess does too.
+
+The sorted positions stand in blocks, so that one more is put in without moving them all: `order` [blocks, BLOCK],
+of which the first fill[b] are in use, and `sequence` names the blocks in their order.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rhymerl.compiled import compiled
+
+if TYPE_CHECKING:
+    from rhymerl.types import BoolArray, IndexArray, IntArray
+
+BLOCK = 256
+
+
+@compiled
+def sorted_by_context(text: IntArray, reach: int) -> IntArray:
+    """All indices q of `text`, sorted by the `reach` (a power of two) tokens that end at q, read backwards.
+
+    Prefix doubling (Manber & Myers, 1993): who is sorted by h tokens is sorted by 2 h in one pass over the previous order.
+    What lies before the text's begin is less than all else.
+    """
+    size = len(text)
+    order = np.arange(size).astype(np.int32)
+    other = np.empty(size, np.int32)
+    for shift in (0, 11):  # least significant digit first; token ids stay below 2 ** 22
+        count = np.zeros(2049, np.int64)
+        for q in range(size):
+            count[(((text[q] + 1) >> shift) & 2047) + 1] += 1
+        for digit in range(2048):
+            count[digit + 1] += count[digit]
+        for i in range(size):
+            q = order[i]
+            digit = ((text[q] + 1) >> shift) & 2047
+            other[count[digit]] = q
+            count[digit] += 1
+        order, other = other, order
+    # A rank is the place of the first of its equals, so it also says where they are to be put.
+    rank = np.empty(size, np.int32)
+    first = 0
+    for i in range(size):
+        if i > 0 and text[order[i]] != text[order[i - 1]]:
+            first = i
+        rank[order[i]] = first
+    head, finer = np.empty(size, np.int32), np.empty(size, np.int32)
+    length = 1
+    while length < reach:
+        for i in range(size):
+            head[i] = i
+        for q in range(min(length, size)):
+            other[head[rank[q]]] = q
+            head[rank[q]] += 1
+        for i in range(size):
+            q = order[i] + length
+            if q < size:
+                other[head[rank[q]]] = q
+                head[rank[q]] += 1
+        order, other = other, order
+        first = 0
+        for i in range(size):
+            q = order[i]
+            if i > 0:
+                p = order[i - 1]
+                before_q = rank[q - length] if q >= length else -1
+                before_p = rank[p - length] if p >= length else -1
+                if rank[q] != rank[p] or before_q != before_p:
+                    first = i
+            finer[q] = first
+        rank, finer = finer, rank
+        length *= 2
+    return order
+
+
+@compiled
+def shared_length(text: IntArray, p: int, other: IntArray, q: int, limit: int) -> int:
+    """Tokens that the left contexts of `text` at p and `other` at q share, at most `limit`."""
+    k = 0
+    while k < limit and text[p - k - 1] == other[q - k - 1] and text[p - k - 1] >= 0:
+        k += 1
+    return k
+
+
+@compiled
+def insertion_point(
+    text: IntArray,
+    order: IntArray,
+    fill: IntArray,
+    sequence: IntArray,
+    blocks: int,
+    query: IntArray,
+    q: int,
+    reach: int,
+) -> tuple[int, int]:
+    """(b, i): every position before the i-th of the b-th block has a left context <= that of `query` at q, all others a greater one."""
+    low, high = 0, blocks  # the last block whose first position is not greater
+    while high - low > 1:
+        middle = (low + high) // 2
+        p = order[sequence[middle], 0]
+        k = shared_length(text, p, query, q, reach)
+        if k == reach or text[p - k - 1] <= query[q - k - 1]:
+            low = middle
+        else:
+            high = middle
+    block = sequence[low]
+    first, last = 0, fill[block]
+    while first < last:
+        middle = (first + last) // 2
+        p = order[block, middle]
+        k = shared_length(text, p, query, q, reach)
+        if k == reach or text[p - k - 1] <= query[q - k - 1]:
+            first = middle + 1
+        else:
+            last = middle
+    return low, first
+
+
+@compiled
+def insert(
+    text: IntArray, order: IntArray, fill: IntArray, sequence: IntArray, blocks: int, begin: int, end: int, reach: int
+) -> int:
+    """Put the positions begin ... end - 1 in; returns the number of blocks. A full block is split in two halves.
+
+    The caller has made sure of spare blocks: one for every BLOCK / 2 positions, and one more.
+    """
+    half = BLOCK // 2
+    for p in range(begin, end):
+        b, i = insertion_point(text, order, fill, sequence, blocks, text, p, reach)
+        block = sequence[b]
+        for j in range(fill[block], i, -1):
+            order[block, j] = order[block, j - 1]
+        order[block, i] = p
+        fill[block] += 1
+        if fill[block] == BLOCK:
+            for j in range(half):
+                order[blocks, j] = order[block, half + j]
+            fill[block] = fill[blocks] = half
+            for j in range(blocks, b + 1, -1):
+                sequence[j] = sequence[j - 1]
+            sequence[b + 1] = blocks
+            blocks += 1
+    return blocks
+
+
+@compiled
+def collect(
+    text: IntArray,
+    order: IntArray,
+    fill: IntArray,
+    sequence: IntArray,
+    blocks: int,
+    query: IntArray,
+    ends: IndexArray,
+    reach: int,
+    shortest: int,
+    positions: IntArray,
+    lengths: IntArray,
+    counts: IntArray,
+) -> None:
+    """For each query end: the positions with the longest shared suffixes, longest first, as many as fit.
+
+    Writes positions [R, M], lengths [R, M] and counts [R]; suffixes below `shortest` (at least 1) tokens are left out.
+    """
+    for r in range(len(ends)):
+        q = ends[r]
+        up, i = insertion_point(text, order, fill, sequence, blocks, query, q, reach)
+        down, j = up, i - 1  # the neighbours: (up, i) above, (down, j) below
+        above = below = -1  # tokens shared with them; -1 = not looked at yet
+        limit_above = limit_below = reach
+        count = 0
+        while count < positions.shape[1]:
+            if above < 0:
+                while up < blocks and i >= fill[sequence[up]]:
+                    up, i = up + 1, 0
+                above = 0
+                if up < blocks:
+                    above = shared_length(text, order[sequence[up], i], query, q, limit_above)
+            if below < 0:
+                while down > 0 and j < 0:
+                    down -= 1
+                    j = fill[sequence[down]] - 1
+                below = 0
+                if j >= 0:
+                    below = shared_length(text, order[sequence[down], j], query, q, limit_below)
+            if max(above, below) < shortest:
+                break
+            if above > below:
+                positions[r, count], lengths[r, count] = order[sequence[up], i], above
+                limit_above, above, i = above, -1, i + 1
+            else:
+                positions[r, count], lengths[r, count] = order[sequence[down], j], below
+                limit_below, below, j = below, -1, j - 1
+            count += 1
+        counts[r] = count
+
+
+@compiled
+def positions_in_order(order: IntArray, is_position: BoolArray) -> IntArray:
+    """From indices sorted by what ends at them to positions sorted by left context; `is_position` has one entry more."""
+    out = np.empty(len(order) + 1, np.int32)
+    count = 0
+    if is_position[0]:
+        out[0], count = 0, 1
+    for i in range(len(order)):
+        p = order[i] + 1
+        if is_position[p]:
+            out[count] = p
+            count += 1
+    return out[:count]
+
+
+@compiled
+def extend(
+    text: IntArray,
+    ends: IndexArray,
+    rows: IndexArray,
+    counts: IndexArray,
+    token_ids: IntArray,
+    order: IntArray,
+    fill: IntArray,
+    sequence: IntArray,
+    blocks: int,
+    reach: int,
+) -> int:
+    """Append tokens to the text's rows, whose ends move, and put their positions in; returns the number of blocks."""
+    taken = 0
+    for r in range(len(rows)):
+        begin = ends[rows[r]]
+        end = begin + counts[r]
+        for i in range(counts[r]):
+            text[begin + i] = token_ids[taken + i]
+        text[end] = -1
+        ends[rows[r]] = end
+        taken += counts[r]
+        blocks = insert(text, order, fill, sequence, blocks, begin, end, reach)
+    return blocks
+
+
+@compiled
+def widen(order: IntArray, begin: int, width: int, wider: int) -> None:
+    """Renumber positions from `begin` on when rows of `width` entries become `wider`."""
+    for b in range(order.shape[0]):
+        for i in range(order.shape[1]):
+            p = order[b, i] - begin
+            if p >= 0:
+                order[b, i] = begin + p // width * wider + p % width
