@@ -1,0 +1,96 @@
+"""The file that a history is saved in: a header, then sections, each with its checksum.
+
+magic (8 bytes) | format version, bytes of the header, CRC-32 of the header (3 x u32, little-endian)
+header: JSON {"tokenizer": …, "sections": [[name, bytes, CRC-32], …]} | the sections, one after another
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from rhymerl.errors import DataError
+
+MAGIC = b"rhymehis"
+FORMAT = 1
+_PREFIX = struct.Struct("<8sIII")
+
+
+def write_sections(path: str | Path, sections: Mapping[str, bytearray], *, tokenizer: str) -> None:
+    """Write beside the target, then rename: the old file stays whole until the new one is on the disk.
+
+    Raises DataError when the file cannot be written.
+    """
+    target = Path(path)
+    part = target.with_name(f".{target.name}.part")
+    try:
+        with part.open("wb") as file:
+            _write(file, sections, tokenizer)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(target)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise DataError(f"history file {str(path)!r}: cannot be written: {error.strerror}") from error
+
+
+def read_sections(path: str | Path, *, tokenizer: str) -> dict[str, bytes]:
+    """All sections, checked. Raises DataError naming the file and what is wrong with it."""
+    place = f"history file {str(path)!r}"
+    try:
+        with Path(path).open("rb") as file:
+            return _read(file, place, tokenizer)
+    except OSError as error:
+        raise DataError(f"{place}: cannot be read: {error.strerror}") from error
+
+
+def _write(file: BinaryIO, sections: Mapping[str, bytearray], tokenizer: str) -> None:
+    listed = [[name, len(data), zlib.crc32(data)] for name, data in sections.items()]
+    header = json.dumps({"tokenizer": tokenizer, "sections": listed}).encode()
+    file.write(_PREFIX.pack(MAGIC, FORMAT, len(header), zlib.crc32(header)))
+    file.write(header)
+    for data in sections.values():
+        file.write(data)
+
+
+def _read(file: BinaryIO, place: str, tokenizer: str) -> dict[str, bytes]:
+    header = _read_header(file, place)
+    if header["tokenizer"] != tokenizer:
+        raise DataError(
+            f"{place}: its token ids are those of the tokenizer {header['tokenizer']!r}, but this run has {tokenizer!r}"
+        )
+    sections = {}
+    for name, num_bytes, checksum in header["sections"]:
+        data = _take(file, num_bytes, place)
+        if zlib.crc32(data) != checksum:
+            raise DataError(f"{place}: corrupt: the checksum of its section {name!r} differs")
+        sections[name] = data
+    if file.read(1):
+        raise DataError(f"{place}: corrupt: it goes on after its last section")
+    return sections
+
+
+def _read_header(file: BinaryIO, place: str) -> dict[str, Any]:
+    start = file.read(len(MAGIC))
+    if not MAGIC.startswith(start):
+        raise DataError(f"{place}: not a history file")
+    file.seek(0)
+    _, version, num_bytes, checksum = _PREFIX.unpack(_take(file, _PREFIX.size, place))
+    if version > FORMAT:
+        raise DataError(f"{place}: its format {version} is newer than {FORMAT}, the newest that this rhymerl reads")
+    header = _take(file, num_bytes, place)
+    if version < 1 or zlib.crc32(header) != checksum:
+        raise DataError(f"{place}: corrupt: the checksum of its header differs")
+    return dict(json.loads(header))
+
+
+def _take(file: BinaryIO, num_bytes: int, place: str) -> bytes:
+    data = file.read(num_bytes)
+    if len(data) < num_bytes:
+        raise DataError(f"{place}: truncated: it ends {num_bytes - len(data)} bytes too early")
+    return data

@@ -1,0 +1,140 @@
+"""Prompts and their answers as a few flat columns of bytes, for checkpoints and files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rhymerl.history.records import ANSWER_ENDS, SPLITS, Answer, Split
+
+if TYPE_CHECKING:
+    from rhymerl.types import IntArray
+
+Sections = dict[str, bytearray]
+
+_OF_PROMPTS = {"prompt_lengths": "<i8", "num_answers": "<i8"}  # one number a prompt
+_OF_ANSWERS = {  # one number an answer
+    "lengths": "<i8",
+    "rewards": "<f8",
+    "advantages": "<f8",
+    "finish_reasons": "u1",  # index into ANSWER_ENDS
+    "policy_versions": "<i8",
+    "epochs": "<i8",
+    "samples": "<i8",
+}
+_OF_TOKENS = {"prompt_tokens": "<i4", "tokens": "<i4"}
+_COLUMNS = {**_OF_PROMPTS, **_OF_ANSWERS, **_OF_TOKENS}
+
+SECTION_NAMES = ("names", *_COLUMNS)  # `names`: JSON, [[split, key], …]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedPrompt:
+    """A prompt with its answers."""
+
+    split: Split
+    key: str
+    token_ids: IntArray  # [P]
+    answers: tuple[Answer, ...]
+
+
+def pack(prompts: Iterable[PackedPrompt]) -> Sections:
+    """One column of bytes a field, little-endian, prompts and answers in their order."""
+    listed = list(prompts)
+    answers = [answer for prompt in listed for answer in prompt.answers]
+    columns: dict[str, Any] = {
+        "prompt_lengths": [len(prompt.token_ids) for prompt in listed],
+        "num_answers": [len(prompt.answers) for prompt in listed],
+        "lengths": [len(answer) for answer in answers],
+        "rewards": [answer.reward for answer in answers],
+        "advantages": [answer.advantage for answer in answers],
+        "finish_reasons": [ANSWER_ENDS.index(answer.finish_reason) for answer in answers],
+        "policy_versions": [answer.policy_version for answer in answers],
+        "epochs": [answer.epoch for answer in answers],
+        "samples": [answer.sample for answer in answers],
+        "prompt_tokens": _joined([prompt.token_ids for prompt in listed]),
+        "tokens": _joined([answer.token_ids for answer in answers]),
+    }
+    names = json.dumps([(prompt.split, prompt.key) for prompt in listed]).encode()
+    return {
+        "names": bytearray(names),
+        **{name: bytearray(np.asarray(column, _COLUMNS[name]).tobytes()) for name, column in columns.items()},
+    }
+
+
+def unpack(sections: Mapping[str, Any]) -> list[PackedPrompt]:
+    """The inverse of `pack`; values are anything with a buffer. Raises ValueError when they do not fit together."""
+    names = _names(sections)
+    columns = {name: _column(sections, name) for name in _COLUMNS}
+    _check_lengths(columns, len(names))
+    answers = _answers(columns)
+    prompt_tokens = _pieces(columns["prompt_tokens"], columns["prompt_lengths"])
+    return [
+        PackedPrompt(split=split, key=key, token_ids=tokens, answers=tuple(next(answers) for _ in range(count)))
+        for (split, key), tokens, count in zip(names, prompt_tokens, columns["num_answers"].tolist(), strict=True)
+    ]
+
+
+def _joined(arrays: list[IntArray]) -> IntArray:
+    return np.concatenate(arrays) if arrays else np.zeros(0, np.int32)
+
+
+def _names(sections: Mapping[str, Any]) -> list[tuple[Split, str]]:
+    try:
+        names = [(split, key) for split, key in json.loads(bytes(sections["names"]))]
+        distinct = set(names)
+    except (KeyError, ValueError, TypeError) as error:
+        raise ValueError("its list of prompts cannot be read") from error
+    if len(distinct) < len(names) or any(split not in SPLITS or not isinstance(key, str) for split, key in names):
+        raise ValueError("its list of prompts has a prompt twice, or an unknown split")
+    return names
+
+
+def _column(sections: Mapping[str, Any], name: str) -> npt.NDArray[Any]:
+    try:
+        return np.frombuffer(sections[name], _COLUMNS[name])
+    except (KeyError, ValueError, TypeError) as error:
+        raise ValueError(f"its column {name!r} is missing or broken") from error
+
+
+def _check_lengths(columns: Mapping[str, npt.NDArray[Any]], num_prompts: int) -> None:
+    for name in ("prompt_lengths", "num_answers", "lengths", "prompt_tokens", "tokens", "epochs", "samples"):
+        if (columns[name] < 0).any():
+            raise ValueError(f"its column {name!r} has a negative number")
+    expected = {
+        **dict.fromkeys(_OF_PROMPTS, num_prompts),
+        **dict.fromkeys(_OF_ANSWERS, int(columns["num_answers"].sum())),
+        "prompt_tokens": int(columns["prompt_lengths"].sum()),
+        "tokens": int(columns["lengths"].sum()),
+    }
+    for name, length in expected.items():
+        if len(columns[name]) != length:
+            raise ValueError(f"its column {name!r} has {len(columns[name])} entries instead of {length}")
+    if (columns["finish_reasons"] >= len(ANSWER_ENDS)).any():
+        raise ValueError("its column 'finish_reasons' has an unknown reason")
+
+
+def _pieces(tokens: IntArray, lengths: npt.NDArray[np.int64]) -> list[IntArray]:
+    ends = np.concatenate([[0], np.cumsum(lengths)]).tolist()
+    return [tokens[start:end] for start, end in pairwise(ends)]
+
+
+def _answers(columns: Mapping[str, npt.NDArray[Any]]) -> Iterator[Answer]:
+    tokens = _pieces(columns["tokens"], columns["lengths"])
+    fields = [columns[name].tolist() for name in _OF_ANSWERS if name != "lengths"]
+    for token_ids, reward, advantage, end, policy_version, epoch, sample in zip(tokens, *fields, strict=True):
+        yield Answer(
+            token_ids=token_ids,
+            reward=reward,
+            advantage=advantage,
+            finish_reason=ANSWER_ENDS[end],
+            policy_version=policy_version,
+            epoch=epoch,
+            sample=sample,
+        )

@@ -1,0 +1,291 @@
+"""The one owner of past answers; drafters and schedulers are readers that follow it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from rhymerl.errors import DataError, require_at_least
+from rhymerl.folders import open_folder
+from rhymerl.history.entries import Entry, EvictionLog, Name, Place, check_answer, fitting, newer, united
+from rhymerl.history.files import FORMAT, read_sections, write_sections
+from rhymerl.history.packing import PackedPrompt, pack, unpack
+from rhymerl.history.records import SPLITS, Answer, HistoryDelta, PromptChange, Split
+from rhymerl.history.tokens import TOKEN_BYTES, TokenFile, TokenMemory
+from rhymerl.types import Prompt
+
+if TYPE_CHECKING:
+    from rhymerl.types import IntArray
+
+_NO_TOKENS = np.zeros(0, np.int32)
+_NO_TOKENS.flags.writeable = False
+
+
+class HistoryStore:
+    """Past answers by prompt, within a window of epochs and caps on tokens and prompts.
+
+    Of each prompt the newest `window` epochs stay, fewer where they alone have more than `max_tokens`. Then, where
+    `max_tokens` (of all answers) or `max_prompts` is passed, the prompts whose last `add` is longest ago go, each with
+    all of its answers. Reading is no use, so that what stays follows from the adds alone, whoever reads.
+    Of two answers with the same prompt, epoch and sample, the one of the newer policy version stays, else the first.
+
+    `spill` is a directory: token ids then live in a memory-mapped scratch file there, which has no name and is
+    gone with the process. `log_size` is how many evictions are remembered for readers that lag behind.
+    Raises ConfigError for a setting that is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        window: int = 8,
+        max_tokens: int | None = None,
+        max_prompts: int | None = None,
+        spill: str | Path | None = None,
+        log_size: int = 65_536,
+    ) -> None:
+        caps = {"window": window, "max_tokens": max_tokens, "max_prompts": max_prompts, "log_size": log_size}
+        require_at_least("history", {name: (cap, 1) for name, cap in caps.items() if cap is not None})
+        self.window = window
+        self.max_tokens = max_tokens
+        self.max_prompts = max_prompts
+        self.version = 0  # of this object: it is not saved
+        self.num_tokens = 0  # of answers
+        self.num_answers = 0
+        self.num_collisions = 0  # adds and look-ups that met another prompt under their key
+        self.num_evicted = 0  # prompts
+        self._tokens: TokenMemory = (
+            TokenMemory() if spill is None else TokenFile(open_folder(spill, setting="history.spill"))
+        )
+        self._entries: dict[Name, Entry] = {}  # longest unused first, so also in the order of `used_at`
+        self._log = EvictionLog(log_size)
+
+    # -- answers -------------------------------------------------------------------------------------------------
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self._entries)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the token ids of answers and prompts, in memory or in the scratch file; of nothing else."""
+        return TOKEN_BYTES * self._tokens.num_live
+
+    def add(self, prompt: Prompt, answers: Iterable[Answer], split: Split = "train") -> None:
+        """Learn answers and raise `version`. Raises ValueError, before anything changes, for a broken answer.
+
+        Answers to a prompt whose key is taken by other token ids are counted and left out.
+        """
+        _check_split(split)
+        listed = list(answers)
+        for answer in listed:
+            check_answer(answer)
+        self.version += 1
+        self._insert((split, prompt.key), prompt.token_ids, listed)
+        self._trim()
+
+    def answers(self, prompt: Prompt, split: Split = "train") -> tuple[Answer, ...]:
+        """What is known of exactly this prompt, oldest epoch first, then by sample."""
+        _check_split(split)
+        entry = self._entries.get((split, prompt.key))
+        if entry is None:
+            return ()
+        if not np.array_equal(entry.token_ids, prompt.token_ids):
+            self.num_collisions += 1
+            return ()
+        return tuple(entry.answers.values())
+
+    def merge(self, other: HistoryStore) -> None:
+        """Add all that another store holds, as one change; its prompts then count as the last used, in its order."""
+        self.version += 1
+        for name, entry in list(other._entries.items()):
+            self._insert(name, entry.token_ids, list(entry.answers.values()))
+        self._trim()
+
+    def _insert(self, name: Name, token_ids: IntArray, answers: Iterable[Answer]) -> None:
+        entry = self._entries.get(name)
+        if entry is not None and not np.array_equal(entry.token_ids, token_ids):
+            self.num_collisions += 1
+            return
+        known = entry.answers if entry is not None else {}
+        after = fitting(united(known, answers), window=self.window, max_tokens=self.max_tokens)
+        if after:
+            entry = entry or Entry(token_ids=self._tokens.put(token_ids))
+            self._update(name, entry, after)
+            self._use(name, entry)
+        elif entry is not None:
+            self._evict(name)
+
+    def _use(self, name: Name, entry: Entry) -> None:
+        self._entries.pop(name, None)
+        self._entries[name] = entry
+        entry.used_at = self.version
+
+    def _update(self, name: Name, entry: Entry, after: Mapping[Place, Answer]) -> None:
+        before = entry.answers
+        new = {place for place, answer in after.items() if before.get(place) is not answer}
+        if not new and len(after) == len(before):
+            return
+        kept = {place: self._keep(answer) if place in new else answer for place, answer in after.items()}
+        for place, answer in before.items():
+            if kept.get(place) is not answer:
+                self._drop(answer)
+        if not new.isdisjoint(before):  # readers cannot replace an answer, so they learn the prompt anew
+            self._log.add(name, self.version)
+            entry.added_at = {}
+        entry.answers = kept
+        entry.added_at = {place: entry.added_at.get(place, self.version) for place in kept}
+        entry.changed_at = self.version
+
+    def _keep(self, answer: Answer) -> Answer:
+        kept = replace(answer, token_ids=self._tokens.put(answer.token_ids))
+        self.num_answers += 1
+        self.num_tokens += len(answer)
+        return kept
+
+    def _drop(self, answer: Answer) -> None:
+        self.num_answers -= 1
+        self.num_tokens -= len(answer)
+        self._tokens.drop(answer.token_ids)
+
+    # -- limits --------------------------------------------------------------------------------------------------
+
+    def _trim(self) -> None:
+        while self._is_over():
+            self._evict(next(iter(self._entries)))
+        if self._tokens.is_mostly_dead:
+            self._compact()
+
+    def _is_over(self) -> bool:
+        over_tokens = self.max_tokens is not None and self.num_tokens > self.max_tokens
+        return over_tokens or (self.max_prompts is not None and self.num_prompts > self.max_prompts)
+
+    def _evict(self, name: Name) -> None:
+        entry = self._entries.pop(name)
+        for answer in entry.answers.values():
+            self._drop(answer)
+        self._tokens.drop(entry.token_ids)
+        self.num_evicted += 1
+        self._log.add(name, self.version)
+
+    def _compact(self) -> None:
+        fresh = self._tokens.fresh()
+        for entry in self._entries.values():
+            entry.token_ids = fresh.put(entry.token_ids)
+            for place, answer in entry.answers.items():
+                entry.answers[place] = replace(answer, token_ids=fresh.put(answer.token_ids))
+        self._tokens = fresh
+
+    # -- readers -------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> HistoryDelta:
+        """All that is known, longest unused prompt first."""
+        changes = [_change(name, entry, since=-1, is_forgotten=False) for name, entry in self._entries.items()]
+        return HistoryDelta(version=self.version, is_snapshot=True, changes=tuple(changes))
+
+    def deltas(self, since: int) -> HistoryDelta:
+        """What a reader at version `since` has to apply to know what the store knows; a snapshot where that is lost.
+
+        It is lost when the log of evictions has been cut since then, and when another state has been loaded.
+        """
+        if not self._log.start <= since <= self.version:
+            return self.snapshot()
+        evicted = self._log.since(since)
+        changes = [_forget(name) for name in evicted if name not in self._entries]
+        again = set(evicted)
+        for name, entry in newer(self._entries, since, lambda entry: entry.used_at):
+            if entry.changed_at > since:
+                changes.append(_change(name, entry, since=since, is_forgotten=name in again))
+        return HistoryDelta(version=self.version, is_snapshot=False, changes=tuple(changes))
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is known, as bytes and numbers; neither settings nor versions."""
+        return {"format": FORMAT, "sections": pack(self._packed())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace what is known; window and caps apply. Raises DataError, before anything changes."""
+        if state.get("format") != FORMAT:
+            raise DataError(f"history in the checkpoint: its format is {state.get('format')!r}, expected {FORMAT}")
+        try:
+            prompts = unpack(state["sections"])
+        except (KeyError, ValueError) as error:
+            raise DataError(f"history in the checkpoint: {error}") from error
+        self._replace_by(prompts)
+
+    def save(self, path: str | Path, tokenizer: str) -> None:
+        """Write a file that `load` reads; `tokenizer` is the fingerprint of what made the token ids."""
+        write_sections(path, pack(self._packed()), tokenizer=tokenizer)
+
+    @classmethod
+    def load(cls, path: str | Path, *, tokenizer: str, **settings: Any) -> Self:
+        """A store with these settings and the file's answers.
+
+        Raises DataError when the file is truncated, corrupt, of a newer format or of another tokenizer.
+        """
+        sections = read_sections(path, tokenizer=tokenizer)
+        try:
+            prompts = unpack(sections)
+        except ValueError as error:
+            raise DataError(f"history file {str(path)!r}: corrupt: {error}") from error
+        store = cls(**settings)
+        store._replace_by(prompts)
+        return store
+
+    def _packed(self) -> list[PackedPrompt]:
+        return [
+            PackedPrompt(split=split, key=key, token_ids=entry.token_ids, answers=tuple(entry.answers.values()))
+            for (split, key), entry in self._entries.items()
+        ]
+
+    def _replace_by(self, prompts: Iterable[PackedPrompt]) -> None:
+        self.version += 1
+        self._log.clear(self.version)
+        self._entries, self._tokens = {}, self._tokens.fresh()
+        self.num_answers = self.num_tokens = 0
+        for prompt in prompts:
+            self._insert((prompt.split, prompt.key), prompt.token_ids, prompt.answers)
+        self._trim()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when counts, order, window, caps or the log contradict one another."""
+        entries = list(self._entries.values())
+        answers = [answer for entry in entries for answer in entry.answers.values()]
+        assert self.num_answers == len(answers)
+        assert self.num_tokens == sum(map(len, answers))
+        assert self._tokens.num_live == self.num_tokens + sum(len(entry.token_ids) for entry in entries)
+        assert not self._is_over()
+        assert not self._tokens.is_mostly_dead
+        used = [entry.used_at for entry in entries]
+        assert used == sorted(used)
+        assert all(used_at <= self.version for used_at in used)
+        self._log.check_integrity(self.version)
+        for entry in entries:
+            entry.check_integrity(self.window)
+
+
+def _check_split(split: Split) -> None:
+    if split not in SPLITS:
+        raise ValueError(f"split={split!r}: expected one of {', '.join(SPLITS)}")
+
+
+def _change(name: Name, entry: Entry, *, since: int, is_forgotten: bool) -> PromptChange:
+    split, key = name
+    (first_epoch, _), *_ = entry.answers
+    return PromptChange(
+        split=split,
+        key=key,
+        is_forgotten=is_forgotten,
+        first_epoch=first_epoch,
+        prompt_token_ids=entry.token_ids,
+        added=tuple(answer for place, answer in entry.answers.items() if entry.added_at[place] > since),
+    )
+
+
+def _forget(name: Name) -> PromptChange:
+    split, key = name
+    return PromptChange(split=split, key=key, is_forgotten=True, first_epoch=0, prompt_token_ids=_NO_TOKENS, added=())
