@@ -11,7 +11,6 @@ from typing import Any, cast
 import lightning as L
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -21,15 +20,16 @@ from rhymerl.algos.base import Algorithm
 from rhymerl.algos.grpo import GRPO
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.embedded import EmbeddedBackend
-from rhymerl.config import describe, instantiate
+from rhymerl.config import describe, instantiate, plain
 from rhymerl.data import PromptBatch, PromptDataModule
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
 from rhymerl.errors import ConfigError
 from rhymerl.evaluation import EvaluationSettings, evaluation_metrics
+from rhymerl.hyperparameters import held, refuse_lost
 from rhymerl.logprobs import prove_head
 from rhymerl.policy import Policy, PolicySource
-from rhymerl.rewards import Reward, RewardScorer, build_rewards, check_columns
+from rhymerl.rewards import Reward, RewardScorer, build_rewards, check_columns, plain_rewards
 from rhymerl.rollout import Rollout, RolloutLoop, RolloutSettings
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.schedulers.fifo import FIFOScheduler
@@ -65,6 +65,8 @@ class RhymeModule(L.LightningModule):
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
+        refuse_lost(model=model, algo=algo, rollout=rollout, update=update, evaluation=evaluation)
+        refuse_lost(drafter=drafter, scheduler=scheduler, backend=backend)
         self.algo: Algorithm = instantiate(algo) or GRPO()
         self.rollout: RolloutSettings = instantiate(rollout) or RolloutSettings()
         self.update: UpdateSettings = instantiate(update) or UpdateSettings()
@@ -98,13 +100,15 @@ class RhymeModule(L.LightningModule):
         self.save_hyperparameters(self._settings(source))
 
     def _settings(self, source: Any) -> dict[str, Any]:
-        """Constructor arguments as plain containers, for the checkpoint; functions that are not named there are left out."""
+        """Constructor arguments as plain containers, for the checkpoint, with a mark for each that it cannot hold."""
         parts = ("algo", "rollout", "update", "evaluation", "drafter", "scheduler", "backend")
-        described = {name: describe(getattr(self, name)) for name in parts}
-        model = describe(source) if isinstance(source, PolicySource) else None
-        rewards = self.rewards if isinstance(self.rewards, str | dict) and _is_plain(self.rewards) else None
-        more = {"rewards": rewards, "reward_workers": self.reward_workers, "seed": self.seed}
-        return {"model": model, **described, **more}
+        numbers = {name: plain(getattr(self, name)) for name in ("reward_workers", "seed")}
+        return {
+            "model": held(source, _describe_source),
+            **{name: held(getattr(self, name), describe) for name in parts},
+            "rewards": held(self.rewards, plain_rewards),
+            **numbers,
+        }
 
     # -- set-up ------------------------------------------------------------------------------------------------
 
@@ -113,8 +117,7 @@ class RhymeModule(L.LightningModule):
 
         Otherwise the reward processes would outlive a failed fit.
         """
-        if self.trainer.state.fn == TrainerFn.FITTING:
-            check_trainer(self.trainer)
+        check_trainer(self.trainer)
         return [_TeardownOnException()]
 
     def setup(self, stage: str) -> None:
@@ -187,6 +190,7 @@ class RhymeModule(L.LightningModule):
         self._loop = self._updater = self._scorer = None
 
     def _checked_rewards(self, datamodule: PromptDataModule) -> list[Reward]:
+        refuse_lost(rewards=self.rewards)
         task_reward = datamodule.task.reward if datamodule.task is not None else None
         rewards = build_rewards(self.rewards if self.rewards is not None else task_reward)
         if not rewards:
@@ -288,11 +292,10 @@ class RhymeModule(L.LightningModule):
         self.scheduler.load_state_dict(state["scheduler"])
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether a checkpoint can hold the value without pickling code."""
-    if isinstance(value, Mapping):
-        return all(map(_is_plain, value.values()))
-    return value is None or isinstance(value, str | int | float | bool)
+def _describe_source(source: object) -> dict[str, Any]:
+    if not isinstance(source, PolicySource):
+        raise TypeError(f"a {type(source).__name__} that was loaded already, not where to load one from")
+    return describe(source)
 
 
 class _TeardownOnException(L.Callback):

@@ -7,8 +7,8 @@ A component is a class whose constructor is its schema: typed arguments, default
 as an attribute of the same name.
 """
 
-from rhymerl.config.components import describe, instantiate
+from rhymerl.config.components import describe, instantiate, plain
 from rhymerl.config.compose import compose, packaged_names
 from rhymerl.config.output import resolved, save_config, to_yaml
 
-__all__ = ["compose", "describe", "instantiate", "packaged_names", "resolved", "save_config", "to_yaml"]
+__all__ = ["compose", "describe", "instantiate", "packaged_names", "plain", "resolved", "save_config", "to_yaml"]

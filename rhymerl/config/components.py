@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
 from pathlib import PurePath
 from types import FunctionType
 from typing import Any
@@ -123,8 +124,12 @@ _CONVENTION = "a component takes named arguments only and keeps each as an attri
 
 def plain(value: Any) -> Any:
     """`value` in plain containers; components become nodes, functions their dotted names. Raises TypeError."""
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str):
+        return str.__str__(value)  # numpy has a class of its own for strings and numbers
+    if isinstance(value, Integral | Real):
+        return int(value) if isinstance(value, Integral) else float(value)
     if isinstance(value, PurePath):
         return str(value)
     if isinstance(value, Mapping):

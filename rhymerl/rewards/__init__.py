@@ -11,7 +11,7 @@ from rhymerl.lazy import lazy_names
 
 if TYPE_CHECKING:
     from rhymerl.rewards.base import Reward, RewardFn, check_columns
-    from rhymerl.rewards.build import build_rewards
+    from rhymerl.rewards.build import build_rewards, plain_rewards
     from rhymerl.rewards.functions import exact_match, format_match, length_penalty, numeric_match
     from rhymerl.rewards.scorer import RewardScorer
 
@@ -25,6 +25,7 @@ __all__ = [
     "format_match",
     "length_penalty",
     "numeric_match",
+    "plain_rewards",
 ]
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of ours
@@ -40,5 +41,6 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of ours
             "format_match": "functions",
             "length_penalty": "functions",
             "numeric_match": "functions",
+            "plain_rewards": "build",
         },
     )

@@ -1,14 +1,16 @@
-"""From what users write to a list of rewards."""
+"""From what users write to a list of rewards, and to what a checkpoint can hold of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from numbers import Real
 from typing import Any
 
+from rhymerl.config import plain
 from rhymerl.errors import ConfigError
 from rhymerl.rewards.base import Reward, RewardFn
-from rhymerl.rewards.resolve import nearest
+from rhymerl.rewards.resolve import find_home, nearest
 
 RewardSpec = str | RewardFn | Reward | Mapping[str, Any]
 
@@ -59,3 +61,48 @@ def _build_from_fields(name: str | None, values: Mapping[str, Any]) -> Reward:
     if "function" not in values:
         raise ConfigError(f"{path}.function is missing: expected a dotted name or a function")
     return Reward(**{"name": name, **values})
+
+
+def plain_rewards(spec: Any) -> Any:
+    """What `build_rewards` makes the same rewards of, in plain containers, with dotted names for functions.
+
+    Raises TypeError when there is something in it that has none.
+    """
+    if isinstance(spec, Mapping):
+        return {str(name): _plain_reward(value, name=str(name)) for name, value in spec.items()}
+    if isinstance(spec, Reward):
+        return [_plain_reward(spec)]
+    if isinstance(spec, Sequence) and not isinstance(spec, str):
+        return [_plain_reward(value) for value in spec]
+    return _plain_reward(spec)
+
+
+def _plain_reward(value: object, *, name: str | None = None) -> Any:
+    if isinstance(value, Reward):
+        own = {field: getattr(value, field) for field in _FIELDS}
+        return _plain_reward({**own, "name": name or value.name})
+    if isinstance(value, Mapping):
+        return {str(key): (_dotted_name if key == "function" else _plain_data)(item) for key, item in value.items()}
+    return _dotted_name(value)
+
+
+def _dotted_name(function: object) -> str | None:
+    if function is None or isinstance(function, str):
+        return function
+    home = find_home(function)
+    if home is None:
+        words = getattr(function, "__qualname__", f"a {type(function).__name__}")
+        raise TypeError(f"{words} cannot be imported by name")
+    return f"{home.module}.{home.qualname}"
+
+
+def _plain_data(value: object) -> Any:
+    """Not so much as a function by its name: a reward's argument would then be another one."""
+    if isinstance(value, Mapping):
+        return {key: _plain_data(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_plain_data(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if value is None or isinstance(value, str | Real):
+        return plain(value)
+    raise TypeError(f"a {type(value).__name__} is among its settings")

@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rhymerl.config import compose, describe, instantiate, to_yaml
@@ -82,6 +83,18 @@ def test_describe_writes_plain_containers() -> None:
 def test_describe_tells_the_convention(name: str, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         describe(make(name))
+
+
+def test_describe_writes_numbers_of_python() -> None:
+    """A checkpoint that is read without running code cannot hold those of numpy."""
+    settings = make("Settings", free={"a": [np.int64(3), np.float32(0.5), np.float64(0.25), np.str_("x"), True]})
+    assert [(type(each), each) for each in describe(settings)["free"]["a"]] == [
+        (int, 3),
+        (float, 0.5),
+        (float, 0.25),
+        (str, "x"),
+        (bool, True),
+    ]
 
 
 def test_a_closure_cannot_be_named() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -14,11 +15,16 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from rhymerl import PromptDataModule, RhymeModule
 from rhymerl.algos import GRPO
+from rhymerl.drafters import NoDrafter
 from rhymerl.errors import ConfigError
+from rhymerl.policy import PolicySource
+from rhymerl.rewards import Reward, exact_match
 from rhymerl.rollout import RolloutSettings
+from rhymerl.tasks import RunningSum
 from rhymerl.update import UpdateSettings
 from tests.conftest import children
 from tests.integration.conftest import assert_same
+from tests.integration.rewards import digits
 
 DIGITS = "tests.integration.rewards.digits"
 
@@ -136,6 +142,76 @@ def test_load_from_checkpoint(model_dir, prompts, tmp_path):
     }
 
 
+def saved(module: RhymeModule, path: Path) -> Path:
+    """A checkpoint of the module as it is."""
+    trainer = L.Trainer(devices=1, logger=False, enable_checkpointing=False, **QUIET)
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(path, weights_only=False)
+    return path
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [digits, [digits], [Reward(digits, weight=2.0), exact_match], {"one": digits, "two": {"function": exact_match}}],
+    ids=["function", "list", "Rewards", "mapping"],
+)
+def test_rewards_that_have_a_name_come_back_with_the_module(rewards, model_dir, prompts, tmp_path):
+    """The task's own would otherwise take their place without a word."""
+    module, _ = parts(str(model_dir), prompts, rewards=rewards)
+    loaded = RhymeModule.load_from_checkpoint(saved(module, tmp_path / "a.ckpt"))
+    again = RhymeModule.load_from_checkpoint(saved(loaded, tmp_path / "b.ckpt"))
+    answers = []
+    for each in (module, loaded, again):
+        datamodule = PromptDataModule(task=RunningSum(difficulty=3, validation_size=4))
+        trainer = L.Trainer(devices=1, logger=False, **QUIET)
+        answers.append(trainer.validate(each, datamodule, verbose=False)[0])
+        answers[-1]["names"] = [reward.name for reward in each._rewards]
+    assert answers[0] == answers[1] == answers[2]
+    assert answers[0]["eval/reward"] > 0
+
+
+@pytest.mark.parametrize("call", ["fit", "validate"])
+def test_rewards_without_a_name_are_asked_for_again(call, model_dir, prompts, tmp_path):
+    nameless = Reward(lambda completion: digits(completion), where="main")
+    module, datamodule = parts(str(model_dir), prompts, rewards={"nameless": nameless})
+    path = saved(module, tmp_path / "a.ckpt")
+    loaded = RhymeModule.load_from_checkpoint(path)
+    assert_same(dict(loaded.state_dict()), dict(module.state_dict()))
+    trainer = L.Trainer(devices=1, max_steps=1, logger=False, enable_checkpointing=False, **QUIET)
+    with pytest.raises(ConfigError, match="^rewards: .*<lambda> .*; pass rewards= to load_from_checkpoint again$"):
+        getattr(trainer, call)(loaded, datamodule)
+    with pytest.raises(ConfigError, match="^rewards: "):
+        trainer.validate(RhymeModule.load_from_checkpoint(saved(loaded, tmp_path / "b.ckpt")), datamodule)
+    trainer.validate(RhymeModule.load_from_checkpoint(path, rewards=nameless), datamodule, verbose=False)
+
+
+class Forgetful(NoDrafter):
+    """Keeps no argument, so that nothing can tell what it was made with."""
+
+    def __init__(self, *, size: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("model", "a Policy that was loaded already"), ("drafter", "Forgetful has no attribute 'size'")]
+)
+def test_parts_that_cannot_be_described_are_asked_for_again(name, words, model_dir, prompts, tmp_path):
+    given = {"model": PolicySource(str(model_dir)).load(), "drafter": Forgetful(size=3)}[name]
+    module, datamodule = parts(**{"model": str(model_dir), "prompts": prompts, name: given})
+    L.Trainer(devices=1, max_steps=1, logger=False, enable_checkpointing=False, **QUIET).fit(module, datamodule)
+    path = saved(module, tmp_path / "a.ckpt")
+    with pytest.raises(ConfigError, match=f"^{name}: .*{words}.*; pass {name}= to load_from_checkpoint again$"):
+        RhymeModule.load_from_checkpoint(path)
+    loaded = RhymeModule.load_from_checkpoint(path, **{name: given})
+    assert_same(dict(loaded.state_dict()), dict(module.state_dict()))
+
+
+def test_a_checkpoint_holds_numbers_of_numpy(model_dir, prompts, tmp_path):
+    module, _ = parts(str(model_dir), prompts, seed=np.int64(3), algo=GRPO(clip_high=np.float64(0.25)))
+    loaded = RhymeModule.load_from_checkpoint(saved(module, tmp_path / "a.ckpt"), weights_only=True)
+    assert (loaded.seed, loaded.algo.clip_high) == (3, 0.25)
+
+
 def test_loggers_and_callbacks(model_dir, prompts, tmp_path):
     module, datamodule = parts(str(model_dir), prompts)
     seen = []
@@ -211,10 +287,21 @@ def test_the_reference_is_the_policy_that_the_module_was_given(model_dir, prompt
         ({"overfit_batches": 1}, "trainer.overfit_batches=1"),
     ],
 )
-def test_flags_that_cannot_be_honoured(flags, message, model_dir, prompts):
+@pytest.mark.parametrize("call", ["fit", "validate", "test"])
+def test_flags_that_cannot_be_honoured(call, flags, message, model_dir, prompts):
     module, datamodule = parts(str(model_dir), prompts)
     with pytest.raises(ConfigError, match=message):
-        L.Trainer(devices=1, max_steps=1, **QUIET, **flags).fit(module, datamodule)
+        getattr(L.Trainer(devices=1, max_steps=1, **QUIET, **flags), call)(module, datamodule)
+
+
+@pytest.mark.parametrize("call", ["fit", "validate", "test"])
+def test_several_devices_are_refused(call, model_dir, prompts, monkeypatch):
+    """As the process of rank 0 that another program has started, so that Lightning starts none."""
+    for name, value in {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    module, datamodule = parts(str(model_dir), prompts)
+    with pytest.raises(ConfigError, match="^trainer.devices=2 .*one device without a distributed strategy"):
+        getattr(L.Trainer(accelerator="cpu", devices=2, max_steps=1, **QUIET), call)(module, datamodule)
 
 
 def test_no_test_loop(model_dir, prompts):

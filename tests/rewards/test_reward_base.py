@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
+import pickle
+import pickletools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import user_rewards
 
 import rhymerl.rewards
 from rhymerl.errors import ConfigError
-from rhymerl.rewards import Reward, build_rewards, check_columns, exact_match
+from rhymerl.rewards import Reward, build_rewards, check_columns, exact_match, plain_rewards
 
 
 def test_defaults() -> None:
@@ -170,6 +173,56 @@ def test_build_rewards_refuses(spec: Any, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         build_rewards(spec)
     assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        None,
+        "user_rewards.length",
+        user_rewards.length,
+        exact_match,
+        user_rewards.Loops.count,
+        Reward(user_rewards.length, name="r", weight=0.5),
+        [user_rewards.length, Reward(user_rewards.act, where="main"), {"function": exact_match, "name": "e"}],
+        (user_rewards.length,),
+        {"r": user_rewards.length, "s": Reward(user_rewards.act, timeout_s=np.float64(2)), "off": None},
+        {"r": {"function": user_rewards.answered, "weight": 2, "arguments": {"answer": ["a", (1, None)]}}},
+    ],
+)
+def test_plain_rewards_are_the_same_rewards(spec: Any) -> None:
+    def told(rewards: list[Reward]) -> list[dict[str, Any]]:
+        return [
+            {"call": reward.call} | {f.name: getattr(reward, f.name) for f in fields(Reward) if f.name != "function"}
+            for reward in rewards
+        ]
+
+    plain = plain_rewards(spec)
+    assert told(build_rewards(plain)) == told(build_rewards(spec))
+    assert pickle_words(plain) == set(), "nothing but containers, strings and numbers"
+    assert plain_rewards(plain) == plain
+
+
+def pickle_words(value: Any) -> set[str]:
+    """The names that unpickling would import."""
+    found = pickletools.genops(pickle.dumps(value, protocol=2))
+    return {str(argument) for opcode, argument, _ in found if opcode.name == "GLOBAL"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (lambda completion: 1.0, "<lambda> cannot be imported by name"),
+        (_local_function(), "_local_function.<locals>.closure cannot be imported by name"),
+        ([user_rewards.length, functools.partial(user_rewards.length)], "a partial cannot be imported by name"),
+        ({"r": Reward(lambda completion: 1.0, where="main")}, "<lambda> cannot be imported by name"),
+        ({"r": {"function": exact_match, "arguments": {"answer": user_rewards.length}}}, "a function is among its"),
+        (3, "a int cannot be imported by name"),
+    ],
+)
+def test_what_cannot_be_written_plainly(spec: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        plain_rewards(spec)
 
 
 def test_exports_are_sorted_and_there() -> None:
