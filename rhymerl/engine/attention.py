@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from rhymerl.engine.narrow import NarrowLayout, attend
+from rhymerl.policy import evaluating
 
 NAME = "rhymerl"
 # Arguments by which transformers asks for what a token tree would silently break.
@@ -115,15 +116,10 @@ AttentionInterface.register(NAME, packed_attention)
 @contextmanager
 def packed(model: PreTrainedModel) -> Iterator[None]:
     """Within: the model runs in eval mode with packed attention, in inference mode. After: as it was, module by module."""
-    training = [module for module in model.modules() if module.training]
     implementation = model.config._attn_implementation
-    for module in training:
-        module.training = False
-    model.config._attn_implementation = NAME
-    try:
-        with torch.inference_mode():
+    with evaluating(model), torch.inference_mode():
+        model.config._attn_implementation = NAME
+        try:
             yield
-    finally:
-        model.config._attn_implementation = implementation
-        for module in training:
-            module.training = True
+        finally:
+            model.config._attn_implementation = implementation

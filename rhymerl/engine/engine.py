@@ -178,18 +178,17 @@ class Engine:
         return self.kv.pool.num_free + idle - owed
 
     def _prefix_for(self, request: RolloutRequest) -> Prefix | None:
-        """The shared part of the request's prompt: all but its last token."""
+        """The shared part of the request's prompt, all but its last token; afterwards there is a row for the request."""
         tokens = request.prompt.token_ids[:-1]
-        if len(tokens) == 0:
-            return None
         prefix = self._prefixes.pop(tokens.tobytes(), None)  # out of the table, so that it cannot be evicted
-        needed = 1 if prefix is not None else 2  # the request's own row, and the prefix's
-        while self.rows.num_free < needed and (idle := self._idle_prefix()):
+        is_new = prefix is None and len(tokens) > 0
+        while self.rows.num_free < 1 + is_new and (idle := self._idle_prefix()):
             self._evict(idle)
-        if prefix is None:
+        if is_new:
             prefix = self.rows.enter_prefix(tokens)
             self._unfilled.append(prefix)
-        self._prefixes[prefix.tokens] = prefix
+        if prefix is not None:
+            self._prefixes[prefix.tokens] = prefix
         return prefix
 
     def _idle_prefix(self) -> Prefix | None:
@@ -320,10 +319,10 @@ class Engine:
 
     def _leave(self, row: int) -> None:
         """Free the row, and its prefix if nobody is left to wait until that is computed."""
-        prefix = self.rows.prefix[row]
+        rows, prefix = self.rows, self.rows.prefix[row]
         self._running.remove(row)
-        self.rows.leave(row)
-        if prefix is not None and prefix.num_readers == 0 and any(prefix is each for each in self._unfilled):
+        rows.leave(row)
+        if prefix is not None and prefix.num_readers == 0 and rows.cached[prefix.row] < rows.length[prefix.row]:
             self._evict(prefix)
 
     def _account(self, layout: PassLayout, steps: Walk, seconds: float) -> None:

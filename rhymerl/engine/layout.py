@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rhymerl.engine.narrow import MAX_WIDTH, NarrowLayout
+from rhymerl.engine.narrow import NarrowLayout, is_narrow
 from rhymerl.engine.ragged import IndexArray, Ragged, ragged
 from rhymerl.engine.rows import Rows
 from rhymerl.engine.tree import depths, show_ancestors
@@ -81,8 +81,9 @@ def lay_out(
     logits = ragged(1 + drafts.counts)
     level = np.zeros(logits.total, np.int64)
     level[logits.offset > 0] = node_depth
-    is_narrow = chain + num_nodes <= (MAX_WIDTH if compiled else 0)
-    packed = _PackedRows(row=row, chain=chain, width=chain + num_nodes, fed=fed, drafts=drafts, node_place=node_place)
+    width = chain + num_nodes
+    narrow = is_narrow(width, rows.cached[row] + width) if compiled else np.zeros(len(row), np.bool_)
+    packed = _PackedRows(row=row, chain=chain, width=width, fed=fed, drafts=drafts, node_place=node_place)
     return PassLayout(
         row=row,
         chain=chain,
@@ -98,8 +99,8 @@ def lay_out(
         logit_start=logits.start,
         logit_row=logits.row,
         logit_level=level,
-        buckets=_buckets(rows, packed, np.flatnonzero(~is_narrow)),
-        narrow=_narrow(rows, packed, slots, np.flatnonzero(is_narrow)) if is_narrow.any() else None,
+        buckets=_buckets(rows, packed, np.flatnonzero(~narrow)),
+        narrow=_narrow(rows, packed, slots, np.flatnonzero(narrow)) if narrow.any() else None,
     )
 
 

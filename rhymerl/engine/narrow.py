@@ -15,9 +15,18 @@ import numpy.typing as npt
 from rhymerl.compiled import compiled
 from rhymerl.engine.ragged import IndexArray
 
-MAX_WIDTH = 32  # query tokens of a row up to which the loop wins over the batched product
+_MOST_PAIRS = (
+    1_200  # of query and key in a row: up to here the loop wins over the batched product, with one query always
+)
 
 FloatingArray = npt.NDArray[np.floating]
+SlotArray = npt.NDArray[np.uint64]  # unsigned: no check for indices that count from the end
+
+
+def is_narrow(width: IndexArray, num_keys: IndexArray) -> npt.NDArray[np.bool_]:
+    """Which rows, of so many query tokens and keys, the loop should take."""
+    narrow: npt.NDArray[np.bool_] = (width == 1) | (width * num_keys <= _MOST_PAIRS)
+    return narrow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +40,86 @@ class NarrowLayout:
     slot: IndexArray  # [N] of every packed token
     is_node: npt.NDArray[np.bool_]  # [N]
     place: IndexArray  # [N']
+
+
+@compiled
+def _score(q: FloatingArray, keys: FloatingArray, kv: int, visible: SlotArray, count: int, out: FloatingArray) -> None:
+    """out[j] = q @ keys[visible[j], kv]; four at a time keep the arithmetic busy while memory is waited for."""
+    zero = q.dtype.type(0)
+    fours = count - count % 4
+    for j in range(0, fours, 4):
+        a, b, c, d = visible[j], visible[j + 1], visible[j + 2], visible[j + 3]
+        at_a = at_b = at_c = at_d = zero
+        for i in range(len(q)):
+            at_a += q[i] * keys[a, kv, i]
+            at_b += q[i] * keys[b, kv, i]
+            at_c += q[i] * keys[c, kv, i]
+            at_d += q[i] * keys[d, kv, i]
+        out[j], out[j + 1], out[j + 2], out[j + 3] = at_a, at_b, at_c, at_d
+    for j in range(fours, count):
+        score = zero
+        for i in range(len(q)):
+            score += q[i] * keys[visible[j], kv, i]
+        out[j] = score
+
+
+@compiled
+def _mix(
+    weights: FloatingArray, values: FloatingArray, kv: int, visible: SlotArray, count: int, total: FloatingArray
+) -> None:
+    """total += weights @ values[visible, kv]."""
+    fours = count - count % 4
+    for j in range(0, fours, 4):
+        a, b, c, d = visible[j], visible[j + 1], visible[j + 2], visible[j + 3]
+        of_a, of_b, of_c, of_d = weights[j], weights[j + 1], weights[j + 2], weights[j + 3]
+        for i in range(len(total)):
+            two = of_a * values[a, kv, i] + of_b * values[b, kv, i]
+            total[i] += two + of_c * values[c, kv, i] + of_d * values[d, kv, i]
+    for j in range(fours, count):
+        for i in range(len(total)):
+            total[i] += weights[j] * values[visible[j], kv, i]
+
+
+@compiled
+def _exp(weights: FloatingArray, count: int) -> float:
+    """weights = exp(weights - their largest), and their sum."""
+    largest = weights[0]
+    for j in range(1, count):
+        largest = max(largest, weights[j])
+    norm = 0.0
+    for j in range(count):
+        weights[j] = math.exp(weights[j] - largest)
+        norm += weights[j]
+    return norm
+
+
+@compiled
+def _exp_single(
+    weights: FloatingArray, count: int, exponent: npt.NDArray[np.int32], power: npt.NDArray[np.float32]
+) -> float:
+    """The same to a float32's precision, vectorised: 2^y = 2^whole * 2^part, from bits and a polynomial. NaN stays NaN.
+
+    `power` is a view of `exponent`.
+    """
+    f = np.float32
+    largest = weights[0]
+    for j in range(1, count):
+        largest = max(largest, weights[j])
+    for j in range(count):
+        y = f(weights[j] - largest) * f(1.44269504)
+        if y < f(-126.0):
+            y = f(-126.0)
+        whole = np.int32(y - f(0.5))
+        part = y - f(whole)
+        exponent[j] = (whole + np.int32(127)) << np.int32(23)
+        tail = (f(1.5353362e-4) * part + f(1.3398874e-3)) * part + f(9.6184374e-3)
+        tail = ((tail * part + f(5.5503325e-2)) * part + f(2.4022648e-1)) * part + f(6.9314720e-1)
+        weights[j] = tail * part + f(1.0)
+    norm = f(0.0)
+    for j in range(count):
+        weights[j] *= power[j]
+        norm += weights[j]
+    return float(norm)
 
 
 @compiled
@@ -52,12 +141,11 @@ def attend(
     num_heads, num_tokens, dim = query.shape
     groups = num_heads // keys.shape[1]
     longest = table.shape[1] + num_tokens
-    visible = np.empty(longest, np.uint64)  # unsigned: no check for indices that count from the end
-    weights = np.empty(longest, query.dtype)
+    visible, weights = np.empty(longest, np.uint64), np.empty(longest, query.dtype)
+    exponent = np.empty(longest, np.int32)
+    power = exponent.view(np.float32)
     # Whole arrays and local buffers, no slices: a slice costs more than what is done with it.
-    q = np.empty(dim, query.dtype)
-    total = np.empty(dim, query.dtype)
-    zero = query.dtype.type(0)
+    q, total = np.empty(dim, query.dtype), np.empty(dim, query.dtype)
     for i in range(len(place)):
         n = place[i]
         count = seen[i]
@@ -73,21 +161,8 @@ def attend(
             for d in range(dim):
                 q[d] = query[head, n, d] * scale
                 total[d] = 0
-            largest = -math.inf
-            for j in range(count):
-                key = visible[j]
-                score = zero
-                for d in range(dim):
-                    score += q[d] * keys[key, kv, d]
-                weights[j] = score
-                largest = max(largest, float(score))
-            norm = 0.0
-            for j in range(count):
-                weights[j] = math.exp(weights[j] - largest)
-                norm += weights[j]
-            for j in range(count):
-                key, weight = visible[j], weights[j]
-                for d in range(dim):
-                    total[d] += weight * values[key, kv, d]
+            _score(q, keys, kv, visible, count, weights)
+            norm = _exp_single(weights, count, exponent, power) if query.itemsize == 4 else _exp(weights, count)
+            _mix(weights, values, kv, visible, count, total)
             for d in range(dim):
                 out[n, head, d] = total[d] / norm

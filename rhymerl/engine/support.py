@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rhymerl.errors import ConfigError
+from rhymerl.policy import evaluating
 from rhymerl.types import RolloutRequest
 
 # Largest difference of log-probs (nats) between a packed tree pass and the model's own forward.
@@ -51,15 +52,8 @@ def prove(model: PreTrainedModel, autocast: Callable[[], AbstractContextManager[
     paths = [generator.integers(0, vocabulary, 3) for _ in range(2)]
     with packed(model):
         tree = _tree_logprobs(model, prompt, paths, autocast)
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), autocast():
-            alone = [
-                model(torch.from_numpy(np.append(prompt, path))[None].to(model.device)).logits[0] for path in paths
-            ]
-    finally:
-        model.train(was_training)
+    with evaluating(model), torch.no_grad(), autocast():
+        alone = [model(torch.from_numpy(np.append(prompt, path))[None].to(model.device)).logits[0] for path in paths]
     expected = torch.cat([logits[len(prompt) :].double().log_softmax(-1) for logits in alone])
     difference = (tree - expected).abs().max().item()
     dtype = alone[0].dtype if alone[0].dtype in _TOLERANCE else torch.bfloat16

@@ -41,6 +41,10 @@ def tidied(drafts: DraftBatch, num_requests: int) -> DraftBatch:
         raise ValueError(f"starts must rise from 0 to {total} in {num_requests} steps, one a request")
     if len(set(lengths.values())) > 1:
         raise ValueError(f"arrays of different lengths: {lengths}")
+    if np.shape(drafts.match_length) != (num_requests,):
+        raise ValueError(
+            f"match_length {np.shape(drafts.match_length)} must be as long as there are requests ({num_requests})"
+        )
     for name in ("token_ids", "parents"):
         if total != (0,) and fields[name].dtype.kind not in "iu":
             raise ValueError(f"{name} ({fields[name].dtype}) must be integers")

@@ -29,7 +29,7 @@ def answers(
     policy, requests: Sequence[RolloutRequest], *, drafter: Drafter | None = None, **settings
 ) -> dict[str, Completion]:
     """All completions by id; the KV store is checked after every batch of completions and must end up all free."""
-    engine = Engine(policy.model, drafter=drafter, check_drafts=True, **{"kv_tokens": 4096, **settings})
+    engine = Engine(policy.model, drafter=drafter, **{"kv_tokens": 4096, "check_drafts": True, **settings})
     engine.submit(requests)
     done = {}
     while engine.has_work:
@@ -79,6 +79,16 @@ def test_slots_memory_and_pass_size_change_no_token(settings):
     policy = tiny_policy(tied=True)
     requests = make_requests(10, group_size=4)
     assert_same(answers(policy, requests, max_running=40), answers(policy, requests, **settings))
+
+
+@pytest.mark.parametrize("prompt_tokens", [(100, 150), (1, 150)])
+def test_drafts_below_long_prompts_change_no_token(prompt_tokens):
+    """Rows of many tokens and keys go through torch's attention, short ones beside them through the compiled loop."""
+    policy = tiny_policy()
+    requests = make_requests(8, group_size=2, prompt_tokens=prompt_tokens)
+    plain = answers(policy, requests)
+    assert_same(plain, answers(policy, requests, drafter=RandomTreeDrafter()))
+    assert_same(plain, answers(policy, requests, drafter=OracleDrafter({n: c.token_ids for n, c in plain.items()})))
 
 
 def test_alone_and_among_31_others():
@@ -132,6 +142,14 @@ def test_more_prompts_than_rows():
     policy = tiny_policy(num_layers=1)
     requests = make_requests(60, group_size=4, max_tokens=6)
     assert_same(answers(policy, requests, max_running=64), answers(policy, requests, max_running=4))
+
+
+def test_a_prompt_of_one_token_among_more_prompts_than_rows():
+    """It has no prefix of its own, and needs a row all the same."""
+    policy = tiny_policy(num_layers=1)
+    requests = [*make_requests(30, max_tokens=2, prompt_tokens=(9, 9)), *make_requests(1, prompt_tokens=(1, 1))]
+    requests[-1] = dataclasses.replace(requests[-1], id="short")
+    assert_same(answers(policy, requests, max_running=64), answers(policy, requests, max_running=2))
 
 
 class Wide(Drafter):
@@ -193,9 +211,11 @@ def test_a_malformed_draft_is_named_or_ignored_and_counted(token_ids, parents, p
     assert engine.totals.bad_drafts > 0
 
 
-def test_a_policy_that_has_diverged_is_an_error():
-    policy = tiny_policy()
-    policy.model.model.norm.weight.data.fill_(float("nan"))
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("where", ["norm", "layers.0.self_attn.q_proj", "layers.1.self_attn.k_proj"])
+def test_a_policy_that_has_diverged_is_an_error(where, dtype):
+    policy = tiny_policy(dtype=dtype)
+    policy.model.model.get_submodule(where).weight.data.fill_(float("nan"))
     engine = Engine(policy.model)
     engine.submit(make_requests(1))
     with pytest.raises(BackendError, match=r"not finite.*update\.learning_rate"):

@@ -52,6 +52,14 @@ def test_supported_models_pass_and_prove_it(model_type):
     prove(policy.model)
 
 
+def test_the_proof_leaves_every_module_in_its_own_mode():
+    model = tiny_policy().model.train()
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    prove(model)
+    assert [module.training for module in model.modules()] == modes
+
+
 def test_the_proof_sees_a_model_that_reads_its_neighbours():
     model = tiny_policy().model
     layer = model.model.layers[0].mlp
