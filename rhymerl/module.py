@@ -20,12 +20,14 @@ from rhymerl.algos.base import Algorithm
 from rhymerl.algos.grpo import GRPO
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.embedded import EmbeddedBackend
+from rhymerl.budgets import Budget, GoodputBudget
 from rhymerl.config import describe, instantiate, plain
 from rhymerl.data import PromptBatch, PromptDataModule
 from rhymerl.drafters.base import Drafter
-from rhymerl.drafters.none import NoDrafter
+from rhymerl.drafters.history_tree import HistoryTreeDrafter
 from rhymerl.errors import ConfigError
 from rhymerl.evaluation import EvaluationSettings, evaluation_metrics
+from rhymerl.history import HistoryStore
 from rhymerl.hyperparameters import held, refuse_lost
 from rhymerl.logprobs import prove_head
 from rhymerl.policy import Policy, PolicySource
@@ -57,6 +59,8 @@ class RhymeModule(L.LightningModule):
         update: UpdateSettings | Node | None = None,
         evaluation: EvaluationSettings | Node | None = None,
         drafter: Drafter | Node | None = None,
+        budget: Budget | Node | None = None,
+        history: HistoryStore | Node | None = None,
         scheduler: Scheduler | Node | None = None,
         backend: RolloutBackend | Node | None = None,
         rewards: Any = None,
@@ -66,12 +70,14 @@ class RhymeModule(L.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         refuse_lost(model=model, algo=algo, rollout=rollout, update=update, evaluation=evaluation)
-        refuse_lost(drafter=drafter, scheduler=scheduler, backend=backend)
+        refuse_lost(drafter=drafter, budget=budget, history=history, scheduler=scheduler, backend=backend)
         self.algo: Algorithm = instantiate(algo) or GRPO()
         self.rollout: RolloutSettings = instantiate(rollout) or RolloutSettings()
         self.update: UpdateSettings = instantiate(update) or UpdateSettings()
         self.evaluation: EvaluationSettings = instantiate(evaluation) or EvaluationSettings()
-        self.drafter: Drafter = instantiate(drafter) or NoDrafter()
+        self.drafter: Drafter = instantiate(drafter) or HistoryTreeDrafter()
+        self.budget: Budget = instantiate(budget) or GoodputBudget()
+        self.history: HistoryStore = instantiate(history) or HistoryStore()
         self.scheduler: Scheduler = instantiate(scheduler) or FIFOScheduler()
         self.backend: RolloutBackend = instantiate(backend) or EmbeddedBackend()
         self.rewards = rewards
@@ -88,6 +94,7 @@ class RhymeModule(L.LightningModule):
         self.model: PreTrainedModel = self.policy.model.train()
         self.num_rollouts = 0  # rollout steps whose update is in the weights
         self.num_tokens = 0  # response tokens trained on
+        self.num_evaluations = 0
         self.last_rollout: Rollout | None = None  # for callbacks
         self._loop: RolloutLoop | None = None
         self._updater: Updater | None = None
@@ -101,7 +108,7 @@ class RhymeModule(L.LightningModule):
 
     def _settings(self, source: Any) -> dict[str, Any]:
         """Constructor arguments as plain containers, for the checkpoint, with a mark for each that it cannot hold."""
-        parts = ("algo", "rollout", "update", "evaluation", "drafter", "scheduler", "backend")
+        parts = ("algo", "rollout", "update", "evaluation", "drafter", "budget", "history", "scheduler", "backend")
         numbers = {name: plain(getattr(self, name)) for name in ("reward_workers", "seed")}
         return {
             "model": held(source, _describe_source),
@@ -159,7 +166,7 @@ class RhymeModule(L.LightningModule):
         autocast = self.trainer.precision_plugin.forward_context
         if self._reference is not None:
             nn.Module.to(self._reference, device=self.device, dtype=self.model.dtype)
-        self.backend.start(self.policy, self.drafter, autocast=autocast)
+        self.backend.start(self.policy, self.drafter, budget=self.budget, autocast=autocast)
         self._scorer = RewardScorer(self._rewards, num_workers=self.reward_workers)
         self._loop = RolloutLoop(
             self.backend,
@@ -167,6 +174,7 @@ class RhymeModule(L.LightningModule):
             drafter=self.drafter,
             scorer=self._scorer,
             decode=self._decode,
+            history=self.history,
             stop_token_ids=self.policy.stop_token_ids,
             seed=self.seed,
             device=self.device,
@@ -224,15 +232,15 @@ class RhymeModule(L.LightningModule):
         started = time.perf_counter()
         step = self.num_rollouts
         self.backend.sync_weights(self.model.named_parameters(), policy_version=step)
-        result = self._loop.run(batch.prompts, step, self.rollout)
+        loader = self._datamodule().train_loader
+        assert loader is not None
+        result = self._loop.run(batch.prompts, step, self.rollout, epoch=loader.epoch)
         rolled_out = time.perf_counter()
         schedule = cast(LambdaLR, self.lr_schedulers())
         metrics = self._updater.run(result.samples, step, optimizer=self.optimizers(), schedule=schedule)
         done = time.perf_counter()
         num_tokens = sum(map(len, result.samples))
         self.num_rollouts += 1
-        loader = self._datamodule().train_loader
-        assert loader is not None
         loader.advance()
         self.num_tokens += num_tokens
         self.last_rollout = result
@@ -267,12 +275,16 @@ class RhymeModule(L.LightningModule):
         """Answers with the same noise every time, so that two evaluations differ by the policy alone."""
         assert self._loop is not None
         settings = self.evaluation.rollout(self.rollout)
-        self._evaluated += self._loop.run(batch.prompts, "evaluation", settings, learn=False).samples
+        result = self._loop.run(
+            batch.prompts, "evaluation", settings, epoch=self.num_evaluations, split="validation"
+        )
+        self._evaluated += result.samples
         return None
 
     def on_validation_epoch_end(self) -> None:
         if self._evaluated:
             self.log_dict(evaluation_metrics(self._evaluated), batch_size=1)
+            self.num_evaluations += 1
         self._evaluated = []
 
     # -- state -----------------------------------------------------------------------------------------------------
@@ -281,6 +293,8 @@ class RhymeModule(L.LightningModule):
         checkpoint["rhymerl"] = {
             "num_rollouts": self.num_rollouts,
             "num_tokens": self.num_tokens,
+            "num_evaluations": self.num_evaluations,
+            "history": self.history.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "policy_files": self.policy.files(),
         }
@@ -289,6 +303,8 @@ class RhymeModule(L.LightningModule):
         state = checkpoint["rhymerl"]
         self.num_rollouts = state["num_rollouts"]
         self.num_tokens = state["num_tokens"]
+        self.num_evaluations = state["num_evaluations"]
+        self.history.load_state_dict(state["history"])
         self.scheduler.load_state_dict(state["scheduler"])
 
 

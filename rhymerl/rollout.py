@@ -13,9 +13,11 @@ import numpy as np
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.drafters.base import Drafter
 from rhymerl.errors import BackendError, ConfigError
+from rhymerl.history import HistoryStore
+from rhymerl.history.answers import answers_of
 from rhymerl.rewards import RewardScorer
 from rhymerl.schedulers.base import Scheduler, check_plan
-from rhymerl.types import Completion, Prompt, RolloutRequest, Sample, SamplingParams
+from rhymerl.types import Completion, Prompt, RolloutRequest, Sample, SamplingParams, Split
 
 if TYPE_CHECKING:
     from rhymerl.types import IntArray
@@ -78,7 +80,7 @@ class Rollout:
 
 
 class RolloutLoop:
-    """Asks a backend for answers, scores them as they finish, and lets drafter and scheduler learn.
+    """Asks a backend for answers, scores them as they finish, and lets history, drafter and scheduler learn.
 
     The backend has been started. One loop serves one rank.
     """
@@ -91,6 +93,7 @@ class RolloutLoop:
         drafter: Drafter,
         scorer: RewardScorer,
         decode: Decode,
+        history: HistoryStore | None = None,
         stop_token_ids: Sequence[int] = (),
         seed: int = 0,
         device: Any = None,
@@ -103,13 +106,25 @@ class RolloutLoop:
         self.stop_token_ids = tuple(stop_token_ids)
         self.seed = seed
         self.device = device
+        self.history = history if history is not None else HistoryStore()
+        self._followed = self.history.version  # what the drafter knows
+        self.drafter.follow(self.history.snapshot())
 
     def run(
-        self, prompts: Sequence[Prompt], step: int | str, settings: RolloutSettings, *, learn: bool = True
+        self,
+        prompts: Sequence[Prompt],
+        step: int | str,
+        settings: RolloutSettings,
+        *,
+        epoch: int = 0,
+        split: Split = "train",
     ) -> Rollout:
-        """`group_size` scored answers a prompt. `step` keys the noise; `learn=False` leaves no trace (validation)."""
+        """`group_size` scored answers a prompt. `step` keys the noise, `epoch` and `split` say where in the history they go.
+
+        Drafter and scheduler learn from the split `train` only; the history of the other serves its own drafts.
+        """
         started = time.perf_counter()
-        requests = list(self._requests(prompts, step, settings))
+        requests = list(self._requests(prompts, step, settings, split))
         plan = self.scheduler.plan(requests, 1, step if isinstance(step, int) else 0)
         check_plan(plan, requests, num_workers=1, scheduler=type(self.scheduler).__name__)
         self.backend.submit(plan[0])
@@ -118,21 +133,31 @@ class RolloutLoop:
         scores = self.scorer.collect(device=self.device, order=[request.id for request in requests])
         samples = [self._sample(*answers[request.id], scores[request.id]) for request in requests]
         scored_s = time.perf_counter() - started - generated_s
-        if learn:
+        if split == "train":
             self.drafter.learn(samples)
             self.scheduler.learn(samples)
+        self._remember(samples, epoch, split)
         metrics = {
             **rollout_metrics(samples),
             **self.backend.metrics(),
             **self.scorer.metrics(),
+            "history/tokens": float(self.history.num_tokens),
+            "history/bytes": float(self.history.bytes),
             "timing_s/rollout": generated_s,
             "timing_s/reward": scored_s,  # what was not hidden behind the rollout
             "rollout/tokens_per_s": sum(map(len, samples)) / max(generated_s, 1e-9),
         }
         return Rollout(samples=samples, metrics=metrics)
 
+    def _remember(self, samples: Sequence[Sample], epoch: int, split: Split) -> None:
+        for prompt, answers in answers_of(samples, epoch):
+            self.history.add(prompt, answers, split)
+        delta = self.history.deltas(self._followed)
+        self._followed = delta.version
+        self.drafter.follow(delta)
+
     def _requests(
-        self, prompts: Sequence[Prompt], step: int | str, settings: RolloutSettings
+        self, prompts: Sequence[Prompt], step: int | str, settings: RolloutSettings, split: Split
     ) -> Iterator[RolloutRequest]:
         sampling = settings.sampling(self.stop_token_ids)
         for prompt in prompts:
@@ -143,6 +168,7 @@ class RolloutLoop:
                     sample=sample,
                     seed=request_seed(self.seed, step, prompt, sample),
                     sampling=sampling,
+                    split=split,
                 )
 
     def _drain(self, count: int) -> dict[str, tuple[Completion, str]]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -16,13 +16,15 @@ if TYPE_CHECKING:
     from rhymerl.types import FloatArray, IndexArray
 
 _FORGET = 0.998  # a pass; half of what is known is of the last 350
-_PRIOR_PASSES = 8.0  # how many passes the guess before the first one counts for
+_TYPICAL = np.array([1.0, 32.0, 64.0, 32.0])  # features of the pass that the guess before the first one counts for
 _SOLVE_EVERY = 8  # passes
-_LARGEST_SURPRISE = (
-    3.0  # a pass that took longer than so many times what was expected was interrupted by something else
-)
+_LARGEST_SURPRISE = 3.0  # times what was expected
+_PATIENCE = 4.0  # surprising passes that are left out in a row ...
+_PATIENCE_A_PASS = 1 / 16  # ... and how fast that grows back; when it is used up they are taken for the truth
+_LEAST_S = 1e-9
 
 
+@runtime_checkable
 class PassCost(Protocol):
     """Seconds of a pass over `rows` requests."""
 
@@ -39,22 +41,22 @@ class CostCurve:
     A unit other than seconds does as well: only ratios count. Raises ConfigError for a curve that is none.
     """
 
-    def __init__(self, points: Sequence[Sequence[float]]) -> None:
-        _check_points(points)
+    def __init__(self, points: Sequence[Sequence[float]], *, setting: str = "budget.costs") -> None:
+        _check_points(points, setting)
         self.tokens = np.array([point[0] for point in points], np.float64)
         self.costs = np.array([point[1] for point in points], np.float64)
 
     @classmethod
-    def read(cls, path: str | Path) -> CostCurve:
+    def read(cls, path: str | Path, *, setting: str = "budget.costs") -> CostCurve:
         """From a JSON file {"costs": [[tokens, seconds], ...]}, such as `rhymerl bench costs` prints."""
         try:
             content = json.loads(Path(path).read_text())
             points = content["costs"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f'budget.costs={str(path)!r}: expected a JSON file {{"costs": [[tokens, seconds], ...]}} ({error!r})'
+                f'{setting}={str(path)!r}: expected a JSON file {{"costs": [[tokens, seconds], ...]}} ({error!r})'
             ) from error
-        return cls(points)
+        return cls(points, setting=f"{setting}={str(path)!r}: costs")
 
     def seconds(self, rows: int, nodes: IndexArray, asked: int) -> FloatArray:
         tokens = rows + np.asarray(nodes, np.float64)
@@ -66,27 +68,30 @@ class CostCurve:
         """Nothing: it is given."""
 
 
-def _check_points(points: Sequence[Sequence[float]]) -> None:
+def _check_points(points: Sequence[Sequence[float]], setting: str) -> None:
     expected = "expected at least two [tokens, seconds], tokens rising, seconds above 0 and not falling"
     try:
         pairs = [(float(tokens), float(seconds)) for tokens, seconds in points]
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"budget.costs={points!r}: {expected}") from error
+        raise ConfigError(f"{setting}={points!r}: {expected}") from error
     rising = all(one[0] < two[0] and one[1] <= two[1] for one, two in pairwise(pairs))
-    if len(pairs) < 2 or not rising or pairs[0][1] <= 0:
-        raise ConfigError(f"budget.costs={points!r}: {expected}")
+    if len(pairs) < 2 or not rising or pairs[0][1] <= 0 or not np.isfinite(pairs).all():
+        raise ConfigError(f"{setting}={points!r}: {expected}")
 
 
 class LearnedCost:
-    """Learned: seconds = a + b rows + c nodes + d asked, by least squares that forgets; straight, but fitted where passes are.
+    """Learned: seconds = a + b rows + c nodes + d asked, by least squares of relative errors that forgets.
 
-    Before the first pass nodes are held to be cheap, so that they are tried.
+    It is straight, but fitted where passes are. Before the first pass nodes are held to be cheap, so that they are tried.
+    A pass that takes far longer than expected says nothing of its tokens (a compiler ran, or another program) and is left
+    out, as long as that is rare.
     """
 
     def __init__(self) -> None:
         self._products = np.zeros((4, 4))
         self._sums = np.zeros(4)
         self._weights = np.array([1.0, 1 / 64, 1 / 128, 1 / 512])
+        self._patience = _PATIENCE
         self.num_passes = 0
 
     def seconds(self, rows: int, nodes: IndexArray, asked: int) -> FloatArray:
@@ -94,32 +99,41 @@ class LearnedCost:
         return np.asarray(constant + per_row * rows + per_asked * asked + per_node * np.asarray(nodes, np.float64))
 
     def observe(self, rows: int, nodes: int, asked: int, seconds: float) -> None:
-        features = np.array([1.0, rows, nodes, asked])
+        features, seconds = np.array([1.0, rows, nodes, asked]), max(seconds, _LEAST_S)
         expected = float(features @ self._weights)
-        if self.num_passes == 0:  # only now is the unit known
-            self._weights *= seconds / expected
-            self._products = np.diag([1.0, 32.0**2, 64.0**2, 32.0**2]) * _PRIOR_PASSES
-            self._sums = self._products @ self._weights
-        elif self.num_passes <= _SOLVE_EVERY and _LARGEST_SURPRISE * seconds < expected:  # the first was the odd one
-            self._weights *= seconds / expected
-            self._products, self._sums = self._products / _PRIOR_PASSES, self._products / _PRIOR_PASSES @ self._weights
-        elif seconds > _LARGEST_SURPRISE * expected and self.num_passes > _SOLVE_EVERY:
-            seconds = _LARGEST_SURPRISE * expected
-        self._products = _FORGET * self._products + np.outer(features, features)
-        self._sums = _FORGET * self._sums + features * seconds
+        is_early = self.num_passes <= _SOLVE_EVERY
         self.num_passes += 1
+        if self.num_passes == 1 or (is_early and _LARGEST_SURPRISE * seconds < expected):
+            self._start(seconds, seconds / expected)  # only now is the unit known; or what came before was odd
+            expected = seconds
+        elif seconds > _LARGEST_SURPRISE * expected and self._patience >= 1:
+            self._patience -= 1
+            return
+        else:
+            self._patience = min(self._patience + _PATIENCE_A_PASS, _PATIENCE)
+        features /= expected
+        self._products = _FORGET * self._products + np.outer(features, features)
+        self._sums = _FORGET * self._sums + features * (seconds / expected)
         if self.num_passes % _SOLVE_EVERY == 0:
             self._solve()
 
+    def _start(self, seconds: float, unit: float) -> None:
+        """Forget all but the weights, in another unit; they count for a pass or so of `seconds`."""
+        self._weights *= unit
+        self._products = np.diag((_TYPICAL / seconds) ** 2)
+        self._sums = self._products @ self._weights
+
     def _solve(self) -> None:
         """Least squares without negative costs: a feature that would be paid for is left out."""
+        scale = np.sqrt(np.maximum(np.diag(self._products), _LEAST_S))
+        products = self._products / np.outer(scale, scale) + 1e-6 * np.eye(4)
+        sums = self._sums / scale
         used = np.ones(4, np.bool_)
         while True:
-            ridge = 1e-9 * np.trace(self._products) * np.eye(used.sum())
-            solved = np.linalg.solve(self._products[np.ix_(used, used)] + ridge, self._sums[used])
+            solved = np.linalg.solve(products[np.ix_(used, used)], sums[used])
             if (solved >= 0).all():
                 break
             used[np.flatnonzero(used)[solved < 0]] = False
         self._weights = np.zeros(4)
-        self._weights[used] = solved
+        self._weights[used] = solved / scale[used]
         self._weights = np.maximum(self._weights, 1e-6 * self._weights.max())

@@ -38,7 +38,7 @@ class GoodputBudget(Budget):
         self,
         nodes: int = 32,
         *,
-        costs: str | Path | Sequence[Sequence[float]] | None = None,
+        costs: str | Path | Sequence[Sequence[float]] | PassCost | None = None,
         deterministic: bool = False,
     ) -> None:
         require_at_least("budget", {"nodes": (nodes, 0)})
@@ -136,7 +136,9 @@ class _Report:
     gain: float = 0.0
 
 
-def _cost(costs: str | Path | Sequence[Sequence[float]] | None, *, deterministic: bool) -> PassCost:
+def _cost(costs: str | Path | Sequence[Sequence[float]] | PassCost | None, *, deterministic: bool) -> PassCost:
+    if isinstance(costs, PassCost):
+        return costs
     if isinstance(costs, str | Path):
         return CostCurve.read(costs)
     if costs is not None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 
 from rhymerl.cli.base import Command
+from rhymerl.cli.benches import Bench
 from rhymerl.cli.interrupt import Interrupt
 from rhymerl.cli.models import Export, Warmstart
 from rhymerl.cli.quiet import quiet
@@ -18,7 +19,7 @@ from rhymerl.cli.replays import Replay
 from rhymerl.cli.runs import Evaluate, Fit
 from rhymerl.errors import RhymeError, UsageError
 
-COMMANDS: tuple[Command, ...] = (Fit(), Evaluate(), Replay(), Warmstart(), Export())
+COMMANDS: tuple[Command, ...] = (Fit(), Evaluate(), Replay(), Bench(), Warmstart(), Export())
 
 OK, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from rhymerl.history.records import Answer
+from rhymerl.types import Prompt, Sample
 
 if TYPE_CHECKING:
     from rhymerl.types import FloatArray
@@ -19,3 +22,30 @@ def group_advantages(rewards: Sequence[float]) -> FloatArray:
     values = np.asarray(rewards, np.float64)
     spread = values.std()
     return (values - values.mean()) / spread if spread > 0 else np.zeros(len(values))
+
+
+def answers_of(samples: Sequence[Sample], epoch: int) -> Iterator[tuple[Prompt, list[Answer]]]:
+    """The scored answers of a step by prompt, in the order in which prompts first occur; a repeated prompt is one."""
+    groups: dict[str, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.prompt.key, []).append(sample)
+    for group in groups.values():
+        advantages = group_advantages([sample.reward for sample in group]).tolist()
+        yield (
+            group[0].prompt,
+            [_answer(sample, number, advantages[number], epoch) for number, sample in enumerate(group)],
+        )
+
+
+def _answer(sample: Sample, number: int, advantage: float, epoch: int) -> Answer:
+    completion = sample.completion
+    versions = completion.generated.policy_versions
+    return Answer(
+        token_ids=completion.token_ids,
+        reward=sample.reward,
+        advantage=advantage,
+        finish_reason="stop" if completion.finish_reason == "stop" else "length",
+        policy_version=int(versions[-1]) if len(versions) else 0,
+        epoch=epoch,
+        sample=number,
+    )

@@ -1,0 +1,1 @@
+"""What is measured: `rhymerl bench rollout | drafter | costs`."""

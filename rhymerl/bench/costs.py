@@ -1,0 +1,91 @@
+"""What a pass costs on this machine, by the requests and the draft nodes in it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rhymerl.budgets import FixedBudget
+from rhymerl.drafters.base import Drafter
+from rhymerl.engine.attention import packed
+from rhymerl.engine.engine import Engine
+from rhymerl.types import Draft, RolloutRequest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from rhymerl.types import FloatArray, IndexArray, IntArray
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+NODES = (0, 1, 2, 4, 8, 16, 32)  # of each request
+
+
+class PathDrafter(Drafter):
+    """A path of `nodes` tokens that nothing stands for; some are accepted by chance."""
+
+    def __init__(self, nodes: int, *, vocabulary: int) -> None:
+        self.nodes = nodes
+        self.vocabulary = vocabulary
+
+    def propose(self, request: RolloutRequest, context: IntArray, budget: int) -> Draft:
+        tokens = (int(context[-1]) + 1 + np.arange(min(self.nodes, budget), dtype=np.int32)) % self.vocabulary
+        return Draft(token_ids=tokens, parents=np.arange(-1, len(tokens) - 1, dtype=np.int32))
+
+
+class CostTable:
+    """Seconds of a pass, measured at some numbers of requests and of nodes a request, and straight between them."""
+
+    def __init__(self, rows: Sequence[int], nodes: Sequence[int], seconds: FloatArray) -> None:
+        """`seconds` is [rows, nodes]."""
+        self.rows = np.array(rows, np.float64)
+        self.nodes = np.array(nodes, np.float64)
+        self.table = seconds
+
+    def seconds(self, rows: int, nodes: IndexArray, asked: int) -> FloatArray:
+        """As `rhymerl.budgets.costs.PassCost`."""
+        each = np.asarray(nodes, np.float64) / rows
+        columns = np.array([np.interp(each, self.nodes, line) for line in self.table])  # [rows, choices]
+        return np.array([np.interp(rows, self.rows, column) for column in columns.T.reshape(-1, len(self.rows))])
+
+    def observe(self, rows: int, nodes: int, asked: int, seconds: float) -> None:
+        """Nothing: it is measured."""
+
+    def points(self) -> list[list[float]]:
+        """[tokens, seconds] as `budget.costs` takes them: medians of all passes with about as many tokens, never falling."""
+        tokens = (self.rows[:, None] * (1 + self.nodes)).ravel()
+        bins = np.round(2 * np.log2(tokens))
+        middle = [(tokens[bins == b].mean(), np.median(self.table.ravel()[bins == b])) for b in np.unique(bins)]
+        costs = np.maximum.accumulate([cost for _, cost in middle])
+        return [[round(float(t), 1), float(f"{c:.4g}")] for (t, _), c in zip(middle, costs, strict=True)]
+
+
+def measure_costs(
+    model: PreTrainedModel,
+    requests: Sequence[RolloutRequest],
+    *,
+    rows: Sequence[int] = ROWS,
+    nodes: Sequence[int] = NODES,
+    passes: int = 12,
+) -> CostTable:
+    """Medians of `passes` decoding passes each, drafting and everything around the forward included."""
+    table = np.array([[_seconds(model, requests, count, each, passes) for each in nodes] for count in rows])
+    return CostTable(rows, nodes, table)
+
+
+def _seconds(model: PreTrainedModel, requests: Sequence[RolloutRequest], rows: int, nodes: int, passes: int) -> float:
+    drafter = PathDrafter(nodes, vocabulary=model.config.get_text_config().vocab_size)
+    engine = Engine(model, drafter=drafter, budget=FixedBudget(nodes), max_running=rows)
+    sampling = replace(requests[0].sampling, stop_token_ids=())
+    engine.submit([replace(requests[i % len(requests)], id=str(i), sampling=sampling) for i in range(rows)])
+    seconds: list[float] = []
+    with packed(model):
+        while len(seconds) < passes + 3 and engine.has_work:
+            started = time.perf_counter()
+            engine.step()
+            seconds.append(time.perf_counter() - started)
+    engine.withdraw()
+    return float(np.median(seconds[3:]))  # after prefill, and the first pass of these shapes

@@ -1,0 +1,287 @@
+"""Rollout speed with each drafter against none: the same requests and seeds, in turn, by the number of running requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from rhymerl.bench.base import Ratio, environment
+from rhymerl.bench.costs import CostTable, measure_costs
+from rhymerl.budgets import Budget, FixedBudget
+from rhymerl.config import instantiate, resolved
+from rhymerl.data.base import PlacedRow
+from rhymerl.data.encoding import LengthLimits, PromptEncoder, encode_rows
+from rhymerl.drafters.base import Drafter
+from rhymerl.drafters.ngram import NGramDrafter
+from rhymerl.drafters.none import NoDrafter
+from rhymerl.engine.engine import Engine
+from rhymerl.errors import require_at_least
+from rhymerl.history import HistoryStore
+from rhymerl.history.answers import answers_of
+from rhymerl.policy import Policy
+from rhymerl.replay import Replay, ReplayTotals
+from rhymerl.rollout import RolloutSettings, request_seed
+from rhymerl.testing import OracleDrafter
+from rhymerl.traces import TraceRecord
+from rhymerl.types import Completion, Prompt, RolloutRequest, Sample
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+NONE, NGRAM, ORACLE = "none", "ngram", "oracle"
+
+
+@dataclass(slots=True, kw_only=True)
+class Contender:
+    """An engine with a drafter, and how long it took for each pair."""
+
+    name: str
+    drafter: Drafter
+    engine: Engine
+    history: HistoryStore
+    epochs: int  # of history that it was given
+    seconds: list[float] = field(default_factory=list)
+    tokens: int = 0
+    equal: int = 0  # answers that are those of no drafter
+    answers: int = 0
+
+    def run(self, requests: Sequence[RolloutRequest]) -> list[Completion]:
+        """Answer all requests, timed; what was learned of running answers is forgotten afterwards."""
+        finished: list[Completion] = []
+        started = time.perf_counter()
+        self.engine.submit(requests)
+        while self.engine.has_work:
+            finished += self.engine.run()
+        self.seconds.append(time.perf_counter() - started)
+        self.drafter.follow(self.history.deltas(self.history.version))
+        return finished
+
+    @property
+    def key(self) -> str:
+        return f"{self.name}/{self.epochs}"
+
+    def count(self, answers: Sequence[Completion], plain: Sequence[Completion]) -> None:
+        """Compare with the answers without drafts."""
+        self.tokens += sum(len(each.token_ids) for each in answers)
+        self.answers += len(answers)
+        self.equal += sum(np.array_equal(a.token_ids, b.token_ids) for a, b in zip(answers, plain, strict=True))
+
+
+class RolloutBench:
+    """`pairs` rounds at each concurrency; in a round all contenders answer the same requests with the same noise."""
+
+    def __init__(self, config: DictConfig) -> None:
+        require_at_least("", {"pairs": (config.pairs, 1), "epochs": (config.epochs, 0)})
+        self.config = config
+        self.policy: Policy = instantiate(config.model, key="model").load()
+        self.policy.model.eval()
+        self.rollout: RolloutSettings = instantiate(config.rollout, key="rollout")
+        self.prompts = self._prompts()
+        self.history: HistoryStore = instantiate(config.history, key="history")
+
+    def _prompts(self) -> list[Prompt]:
+        task = instantiate(self.config.task, key="task")
+        encoder = PromptEncoder(self.policy.tokenizer)
+        limits = LengthLimits(context_tokens=self.policy.context_tokens, max_tokens=self.rollout.max_tokens)
+        return encode_rows([PlacedRow(place="task", row=row) for row in task.rows("train")], encoder, limits)
+
+    def run(self) -> dict[str, Any]:
+        """Rows by concurrency and drafter, and the cost of a pass."""
+        for epoch in range(self.config.epochs):
+            self._learn(epoch)
+        costs = measure_costs(self.policy.model, self._requests("costs"))
+        rows = [row for concurrency in self.config.concurrency for row in self._compare(concurrency, costs)]
+        return {"rows": rows, "costs": costs.points(), "environment": environment(), "config": resolved(self.config)}
+
+    def costs(self) -> dict[str, Any]:
+        """The cost of a pass alone, as `budget.costs` reads it from a file."""
+        table = measure_costs(self.policy.model, self._requests("costs"))
+        return {"costs": table.points(), "environment": environment()}
+
+    def _requests(self, step: str) -> list[RolloutRequest]:
+        sampling = self.rollout.sampling(self.policy.stop_token_ids)
+        return [
+            RolloutRequest(
+                id=f"{step}/{prompt.id}/{sample}",
+                prompt=prompt,
+                sample=sample,
+                seed=request_seed(self.config.seed, step, prompt, sample),
+                sampling=sampling,
+            )
+            for prompt in self.prompts
+            for sample in range(self.rollout.group_size)
+        ]
+
+    def _learn(self, epoch: int) -> None:
+        """One epoch of history."""
+        requests = self._requests(f"history {epoch}")
+        plain = self._contender(NONE, NoDrafter(), max(self.config.concurrency), epochs=0)
+        for prompt, group in answers_of([_unscored(each) for each in _in_order(plain.run(requests), requests)], epoch):
+            self.history.add(prompt, group)
+
+    def _contender(self, name: str, drafter: Drafter, concurrency: int, *, epochs: int) -> Contender:
+        history = self.history if epochs else HistoryStore()
+        drafter.follow(history.snapshot())
+        budget: Budget = instantiate(self.config.budget, key="budget")
+        engine = Engine(self.policy.model, drafter=drafter, budget=budget, max_running=concurrency)
+        return Contender(name=name, drafter=drafter, engine=engine, history=history, epochs=epochs)
+
+    def _contenders(self, concurrency: int) -> list[Contender]:
+        """None first: its answers are the oracle's."""
+        epochs = self.config.epochs
+        name = str(self.config.drafter["_target_"]).rpartition(".")[2]
+        with_history = [(name, each) for each in sorted({0, epochs})]
+        drafters: list[tuple[str, Drafter, int]] = [
+            (NONE, NoDrafter(), 0),
+            (NGRAM, NGramDrafter(), 0),
+            *((name, instantiate(self.config.drafter, key="drafter"), each) for name, each in with_history),
+            (ORACLE, OracleDrafter({}), 0),
+        ]
+        return [self._contender(name, drafter, concurrency, epochs=each) for name, drafter, each in drafters]
+
+    def _compare(self, concurrency: int, costs: CostTable) -> Iterator[dict[str, Any]]:
+        contenders = self._contenders(concurrency)
+        try:
+            for pair in range(-1, self.config.pairs):  # the first round warms up
+                plain = self._round(contenders, concurrency, pair)
+            predicted = {each.key: self._predict(each, concurrency, plain, costs) for each in contenders}
+        finally:
+            for each in contenders:
+                each.drafter.close()
+        yield from _rows(contenders, concurrency, predicted)
+
+    def _round(self, contenders: Sequence[Contender], concurrency: int, pair: int) -> list[Completion]:
+        requests = self._requests(f"bench {pair}")[: self.config.requests_per_slot * concurrency + 16]
+        plain: list[Completion] = []
+        for each in _rotated(contenders, pair):
+            if isinstance(each.drafter, OracleDrafter):
+                each.drafter.answers = {c.request.id: c.token_ids for c in plain}
+            answers = _in_order(each.run(requests), requests)
+            plain = plain or answers
+            each.count(answers, plain)
+        if pair < 0:
+            for each in contenders:
+                each.seconds.clear()
+                each.tokens = 0
+        return plain
+
+    def _predict(
+        self,
+        contender: Contender,
+        concurrency: int,
+        plain: Sequence[Completion],
+        costs: CostTable,
+    ) -> float | None:
+        """The speed-up that replay gives for the last round's answers with the measured cost of passes; drafting is free."""
+        if contender.name in (NONE, NGRAM, ORACLE):
+            return None
+        records = [*_records(contender.history), *(_record(each, self.config.epochs) for each in plain)]
+        settings = {"costs": costs, "max_running": concurrency, "from_epoch": self.config.epochs}
+        drafter = instantiate(self.config.drafter, key="drafter")
+        budget: Budget = instantiate({**self.config.budget, "costs": costs}, key="budget")
+        try:
+            drafted = Replay(drafter, budget, **settings).run(records)
+            undrafted = Replay(NoDrafter(), FixedBudget(0), **settings).run(records)
+        finally:
+            drafter.close()
+        return sum(undrafted.values(), ReplayTotals()).cost / sum(drafted.values(), ReplayTotals()).cost
+
+
+def _rotated(contenders: Sequence[Contender], pair: int) -> list[Contender]:
+    """None first, for the oracle's sake; the others take turns in going next."""
+    first, *others = contenders
+    turn = pair % len(others)
+    return [first, *others[turn:], *others[:turn]]
+
+
+def _in_order(completions: Sequence[Completion], requests: Sequence[RolloutRequest]) -> list[Completion]:
+    by_id = {each.request.id: each for each in completions}
+    return [by_id[request.id] for request in requests]
+
+
+def _unscored(completion: Completion) -> Sample:
+    return Sample(
+        completion=completion,
+        text="",
+        reward=0.0,
+        rewards={},
+        loss_mask=np.ones(len(completion.token_ids), np.bool_),
+    )
+
+
+def _records(history: HistoryStore) -> Iterator[TraceRecord]:
+    for change in history.snapshot():
+        for answer in change.added:
+            yield TraceRecord(
+                epoch=answer.epoch,
+                prompt_id=change.key,
+                sample=answer.sample,
+                prompt_tokens=change.prompt_token_ids,
+                response_tokens=answer.token_ids,
+                reward=answer.reward,
+                finish_reason=answer.finish_reason,
+            )
+
+
+def _record(completion: Completion, epoch: int) -> TraceRecord:
+    prompt = completion.request.prompt
+    return TraceRecord(
+        epoch=epoch,
+        prompt_id=prompt.key,
+        sample=completion.request.sample,
+        prompt_tokens=prompt.token_ids,
+        response_tokens=completion.token_ids,
+        reward=0.0,
+        finish_reason="stop" if completion.finish_reason == "stop" else "length",
+    )
+
+
+def _rows(
+    contenders: Sequence[Contender], concurrency: int, predicted: Mapping[str, float | None]
+) -> Iterator[dict[str, Any]]:
+    plain, oracle = contenders[0], contenders[-1]
+    ceiling = Ratio.of(plain.seconds, oracle.seconds).median
+    for each in contenders:
+        ratio, totals = Ratio.of(plain.seconds, each.seconds), each.engine.totals
+        yield {
+            "drafter": each.name,
+            "history_epochs": each.epochs,
+            "concurrency": concurrency,
+            "tokens_per_s": each.tokens / sum(each.seconds),
+            "speedup": ratio.median,
+            "speedup_low": ratio.low,
+            "speedup_high": ratio.high,
+            "fraction_of_oracle": ratio.median / ceiling,
+            "predicted_speedup": predicted[each.key],
+            "accept_length": totals.emitted_tokens / max(totals.request_passes, 1),
+            "accept_rate": totals.accepted_nodes / max(totals.drafted_nodes, 1),
+            "nodes_per_pass": totals.drafted_nodes / max(totals.passes, 1),
+            "draft_time_frac": totals.draft_s / max(totals.busy_s, 1e-9),
+            "equal_answers": each.equal / max(each.answers, 1),
+        }
+
+
+def report(result: Mapping[str, Any]) -> None:
+    """Print the rows as a table."""
+    columns = ("drafter", "history_epochs", "concurrency", "tokens_per_s", "speedup", "speedup_low", "fraction_of_oracle",
+               "predicted_speedup", "accept_length", "equal_answers")  # fmt: skip
+    table = Table(title="Rollout speed", title_justify="left")
+    for name in columns:
+        table.add_column(name.replace("_", " "), justify="left" if name == "drafter" else "right")
+    for row in result["rows"]:
+        table.add_row(*(_shown(row[name]) for name in columns))
+    Console().print(table)
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    return str(value)

@@ -1,0 +1,45 @@
+"""Commands that measure."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rhymerl.cli.base import ConfiguredCommand, Result
+from rhymerl.cli.interrupt import Interrupt
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+class Bench(ConfiguredCommand):
+    """measure rollout speed by drafter (rollout), drafting alone (drafter) or the cost of passes (costs)"""
+
+    name = "bench"
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        super().add_arguments(parser)
+        parser.usage = "rhymerl bench rollout|drafter|costs [key=value ...] [--config NAME|PATH] [--json] [--debug]"
+        parser.add_argument("what", choices=("rollout", "drafter", "costs"), help="what is measured")
+
+    def run(self, arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> Result | None:
+        arguments.config = arguments.config or f"bench_{arguments.what}"
+        self._what = arguments.what
+        return super().run(arguments, overrides, interrupt)
+
+    def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result:
+        if self._what == "drafter":
+            from rhymerl.bench import drafter
+
+            result = drafter.DrafterBench(config).run()
+            drafter.report(result)
+            return result
+        from rhymerl.bench import rollout
+
+        bench = rollout.RolloutBench(config)
+        if self._what == "costs":
+            return bench.costs()
+        result = bench.run()
+        rollout.report(result)
+        return result
