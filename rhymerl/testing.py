@@ -140,6 +140,7 @@ class ScriptedBackend(RolloutBackend):
         self.answer = answer
         self.batch = batch
         self._waiting: list[RolloutRequest] = []
+        self._drafter: Drafter | None = None
 
     def start(
         self,
@@ -149,7 +150,8 @@ class ScriptedBackend(RolloutBackend):
         budget: Budget | None = None,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """Nothing to bring up."""
+        """Nothing to bring up; the drafter is only closed again."""
+        self._drafter = drafter
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         self._waiting[:0] = reversed(requests)  # the next one is at the end
@@ -166,6 +168,11 @@ class ScriptedBackend(RolloutBackend):
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Scripted answers follow no weights."""
+
+    def close(self) -> None:
+        if self._drafter is not None:
+            self._drafter.close()
+        self._drafter = None
 
     @staticmethod
     def _completion(request: RolloutRequest, tokens: Sequence[int], reason: Any) -> Completion:

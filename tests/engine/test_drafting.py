@@ -13,7 +13,7 @@ from rhymerl.budgets import Budget, FixedBudget, PassOutcome
 from rhymerl.drafters import Drafter
 from rhymerl.engine.attention import packed
 from rhymerl.engine.engine import Engine
-from rhymerl.testing import OracleDrafter, RandomTreeDrafter, make_requests, tiny_policy
+from rhymerl.testing import OracleDrafter, RandomTreeDrafter, ScriptedBackend, make_requests, tiny_policy
 from rhymerl.types import Completion, Draft, DraftBatch, RolloutRequest
 from tests.engine.test_drafts import paths
 from tests.engine.test_lossless import answers, assert_same
@@ -97,8 +97,9 @@ def test_what_is_withdrawn_finishes_if_it_had_started():
     assert all(drafter.finished[name] is taken[name] for name in drafter.finished)
 
 
-def test_closing_the_backend_closes_the_drafter_once():
-    drafter, backend = Listening(), EmbeddedBackend()
+@pytest.mark.parametrize("backend", [EmbeddedBackend(), ScriptedBackend(lambda request: [])], ids=["own", "scripted"])
+def test_closing_the_backend_closes_the_drafter_once(backend):
+    drafter = Listening()
     with backend:
         backend.start(tiny_policy(num_layers=1), drafter)
         assert drafter.num_closed == 0
