@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from rhymerl.compiled import compiled
 from rhymerl.types import DraftBatch
 
 if TYPE_CHECKING:
-    from rhymerl.types import BoolArray, FloatArray, IndexArray
+    from rhymerl.types import BoolArray, FloatArray, IndexArray, IntArray
 
-_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # lower ends of the bins of match length; 0 comes before
+_LENGTHS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24], np.int32)  # lower ends of the bins of match length; 0 comes before
 _SHARES = 16  # bins of a node's share of the probability below its parent
 _DEPTHS = 16  # bins for nodes without a score
 _PRIOR = 8.0  # nodes that the drafter's own probability counts for
@@ -35,44 +36,59 @@ class Acceptance:
     def probabilities(self, drafts: DraftBatch) -> FloatArray:
         """P(the node becomes a token), [N], never growing along a path."""
         rate = (self._accepted + _PRIOR * self._expected) / (self._reached + _PRIOR)
-        result = rate[self._bins(drafts)]
-        multiply_down(result, drafts.parent_nodes)
+        result = rate[_bins(drafts)]
+        multiply_down(result, drafts.parents, drafts.starts)
         return result
 
     def learn(self, drafts: DraftBatch, reached: BoolArray, accepted: BoolArray) -> None:
         """Count the nodes that could have been accepted, and those that were."""
-        bins = self._bins(drafts)[reached]
+        if not len(reached):
+            return
+        bins = _bins(drafts)[reached]
         self._reached += np.bincount(bins, minlength=len(self._reached))
         self._accepted += np.bincount(bins, weights=accepted[reached], minlength=len(self._accepted))
         full = self._reached > _REMEMBERED
         self._reached[full] /= 2
         self._accepted[full] /= 2
 
-    def _bins(self, drafts: DraftBatch) -> IndexArray:
-        parent = drafts.parent_nodes
-        above = np.where(parent >= 0, drafts.scores[parent], 1.0) if len(parent) else drafts.scores
-        share = np.clip(drafts.scores / np.maximum(above, 1e-300), 0.0, 1.0)
-        scored = ~np.isnan(share)
-        length = np.searchsorted(_LENGTHS, drafts.match_length, side="right")[drafts.requests]
-        by_share = length * _SHARES + np.minimum(np.where(scored, share, 0.0) * _SHARES, _SHARES - 1).astype(np.int64)
-        if scored.all():
-            return np.asarray(by_share)
-        depth = np.zeros(len(parent), np.int64)
-        count_down(depth, parent)
-        by_depth = (len(_LENGTHS) + 1) * _SHARES + np.minimum(depth, _DEPTHS - 1)
-        return np.asarray(np.where(scored, by_share, by_depth))
+
+def _bins(drafts: DraftBatch) -> IndexArray:
+    length = np.searchsorted(_LENGTHS, drafts.match_length, side="right")
+    bins = np.empty(len(drafts.token_ids), np.int64)
+    put_into_bins(drafts.scores, drafts.parents, drafts.starts, length, _SHARES, len(_LENGTHS) + 1, _DEPTHS, bins)
+    return bins
 
 
 @compiled
-def multiply_down(values: FloatArray, parents: IndexArray) -> None:
-    """Multiply each node's value by all of its ancestors', in place; parents come first."""
-    for node in range(len(values)):
-        if parents[node] >= 0:
-            values[node] *= values[parents[node]]
+def put_into_bins(
+    scores: FloatArray,
+    parents: IntArray,
+    starts: IndexArray,
+    length_bins: npt.NDArray[np.intp],
+    num_shares: int,
+    num_lengths: int,
+    num_depths: int,
+    bins: IndexArray,
+) -> None:
+    """Bins [N]: match length x share, and behind these the depths of nodes whose share is not known (NaN)."""
+    for r in range(len(starts) - 1):
+        for n in range(starts[r], starts[r + 1]):
+            parent = starts[r] + parents[n]
+            above = scores[parent] if parents[n] >= 0 else 1.0
+            share = scores[n] / above if above > 0 else 0.0
+            if np.isnan(scores[n]) or np.isnan(above):
+                depth, at = 0, parents[n]
+                while at >= 0:
+                    depth, at = depth + 1, parents[starts[r] + at]
+                bins[n] = num_lengths * num_shares + min(depth, num_depths - 1)
+            else:
+                bins[n] = length_bins[r] * num_shares + min(max(int(share * num_shares), 0), num_shares - 1)
 
 
 @compiled
-def count_down(depths: IndexArray, parents: IndexArray) -> None:
-    """Depth of each node from 0, in place; parents come first."""
-    for node in range(len(depths)):
-        depths[node] = 0 if parents[node] < 0 else depths[parents[node]] + 1
+def multiply_down(values: FloatArray, parents: IntArray, starts: IndexArray) -> None:
+    """Multiply each node's value by those of all its ancestors, in place; parents come first."""
+    for r in range(len(starts) - 1):
+        for n in range(starts[r], starts[r + 1]):
+            if parents[n] >= 0:
+                values[n] *= values[starts[r] + parents[n]]

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _ASSUMED = ((0, 1.0), (64, 2.0))
 _PATIENCE = 4  # passes in a row without a gain after which the drafter is left alone ...
 _PAUSE = 4, 64  # ... for so many passes at first, and at most; each failure doubles it
+_MORE, _LATELY = 1.5, 0.8
+_GAIN = 1.02  # less is not worth the drafter's time
 _OTHER_BATCH = 1.3  # a batch that has shrunk by this factor is worth another look
 
 
@@ -49,6 +51,7 @@ class GoodputBudget(Budget):
         self._acceptance = Acceptance()
         self._pause = _Pause()
         self._asked = 0  # requests of the pass under way that the drafter was asked for
+        self._reach = float(nodes)  # nodes worth asking for: drafts that are then cut away cost time too
         self._report = _Report()
 
     @property
@@ -61,7 +64,7 @@ class GoodputBudget(Budget):
         if self._pause.holds(len(requests)):
             self._report.paused += 1
             return np.zeros(len(requests), np.int32)
-        return np.full(len(requests), self.nodes, np.int32)
+        return np.full(len(requests), min(round(self._reach), self.nodes), np.int32)
 
     def trim(self, requests: Sequence[RolloutRequest], drafts: DraftBatch) -> BoolArray:
         rows = self._asked = len(requests)
@@ -77,7 +80,14 @@ class GoodputBudget(Budget):
         self._report.asks += 1
         mask = np.zeros(len(probability), np.bool_)
         mask[best_first[:size]] = True
+        self._learn_reach(drafts, mask)
         return mask
+
+    def _learn_reach(self, drafts: DraftBatch, mask: BoolArray) -> None:
+        """Ask for a little more than the largest of the drafts that were worth it lately."""
+        largest = int(np.bincount(drafts.requests[mask], minlength=1).max())
+        wanted = min(_MORE * largest + 2.0, float(self.nodes))
+        self._reach = max(wanted, _LATELY * self._reach + (1 - _LATELY) * wanted)
 
     def learn(self, outcome: PassOutcome) -> None:
         self._acceptance.learn(outcome.drafts, outcome.reached, outcome.accepted)
@@ -115,7 +125,7 @@ class _Pause:
 
     def learn(self, gain: float, rows: int) -> None:
         """A pass with drafts was expected to be `gain` times as fast as one without."""
-        if gain > 1.0:
+        if gain > _GAIN:
             self._misses, self._length = 0, _PAUSE[0]
             return
         self._misses += 1
