@@ -100,6 +100,7 @@ class SuffixIndex:
     def check_integrity(self) -> None:
         """Raise AssertionError unless all positions are there once, in the order of their left contexts."""
         listed = [self.order[block, : self.fill[block]] for block in self.sequence[: self.num_blocks]]
+        assert self.num_blocks <= len(self.fill), "more blocks than there is room for"
         positions = np.concatenate(listed)
         assert len(positions) == self.num_tokens, f"{len(positions)} positions, {self.num_tokens} tokens"
         assert len(np.unique(positions)) == len(positions), "a position stands there twice"
@@ -126,7 +127,7 @@ class LiveIndex(SuffixIndex):
 
     @property
     def bytes(self) -> int:
-        return super().bytes + self.ends.nbytes
+        return super().bytes + self.ends.nbytes + self._tail.nbytes
 
     def open(self) -> int:
         """A new, empty answer; returns its row."""
@@ -175,8 +176,9 @@ class LiveIndex(SuffixIndex):
         self.text, self._width = text, width
 
     def _make_room(self, num_tokens: int) -> None:
-        """Spare blocks for the worst case: every insertion that fills half a block splits one."""
-        needed = self.num_blocks + num_tokens // (BLOCK // 2) + 2
+        """Spare blocks for the worst case: all blocks split that may be filled, and their halves for every half block of tokens."""
+        num_near = int(np.count_nonzero(self.fill[: self.num_blocks] + num_tokens >= BLOCK))
+        needed = self.num_blocks + min(num_tokens, num_near + num_tokens // (BLOCK // 2))
         if needed <= len(self.fill):
             return
         size = max(needed, len(self.fill) + len(self.fill) // 2)

@@ -33,7 +33,11 @@ def sorted_by_context(text: IntArray, reach: int) -> IntArray:
     size = len(text)
     order = np.arange(size).astype(np.int32)
     other = np.empty(size, np.int32)
-    for shift in (0, 11):  # least significant digit first; token ids stay below 2 ** 22
+    largest = 0
+    for q in range(size):
+        largest = max(largest, text[q] + 1)
+    shift = 0
+    while shift == 0 or largest >> shift > 0:  # digits of 11 bits, the least significant first
         count = np.zeros(2049, np.int64)
         for q in range(size):
             count[(((text[q] + 1) >> shift) & 2047) + 1] += 1
@@ -45,6 +49,7 @@ def sorted_by_context(text: IntArray, reach: int) -> IntArray:
             other[count[digit]] = q
             count[digit] += 1
         order, other = other, order
+        shift += 11
     # A rank is the place of the first of its equals, so it also says where they are to be put.
     rank = np.empty(size, np.int32)
     first = 0
@@ -130,7 +135,8 @@ def insert(
 ) -> int:
     """Put the positions begin ... end - 1 in; returns the number of blocks. A full block is split in two halves.
 
-    The caller has made sure of spare blocks: one for every BLOCK / 2 positions, and one more.
+    The caller has made sure of spare blocks: one for each that the positions may fill, and one more for every BLOCK / 2
+    positions, since a half needs as many to be full.
     """
     half = BLOCK // 2
     for p in range(begin, end):
