@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rhymerl.types import FloatArray, IndexArray, IntArray
 
 OWN, SIBLING, HISTORY = (int(each) for each in (DraftSource.OWN, DraftSource.SIBLING, DraftSource.HISTORY))
+MOST_AGE = 127 - HISTORY  # sources are int8; what is older counts as this old there
 
 
 class TreeBuffers:
@@ -112,7 +113,7 @@ def grow_trees(
             region = region_of(sealed_starts, sealed_positions[r, i])
             place[size], shared[size] = sealed_positions[r, i], sealed_lengths[r, i]
             weight[size], favour[size] = sealed_weights[region], sealed_favours[region]
-            source[size] = HISTORY + sealed_ages[region]
+            source[size] = HISTORY + min(sealed_ages[region], MOST_AGE)
             size += 1
         top = 0
         for i in range(size):
@@ -137,6 +138,57 @@ def grow_trees(
             scores[line],
             sources[line],
         )
+
+
+@compiled
+def open_children(
+    member: IndexArray,
+    follows: IndexArray,
+    weight: FloatArray,
+    favour: FloatArray,
+    begin: int,
+    end: int,
+    first: IndexArray,
+    last: IndexArray,
+    votes: FloatArray,
+    favours: FloatArray,
+    num_open: int,
+) -> int:
+    """Put equal tokens of the occurrences begin ... end - 1 side by side and append each run, with its sums; returns `num_open`."""
+    i = begin
+    while i < end:
+        token = follows[member[i]]
+        j, votes_here, favours_here = i, 0.0, 0.0
+        for k in range(i, end):
+            m = member[k]
+            if follows[m] == token:
+                member[k], member[j] = member[j], m
+                votes_here += weight[m]
+                favours_here += favour[m]
+                j += 1
+        if token >= 0 and votes_here > 0.0:
+            first[num_open], last[num_open] = i, j
+            votes[num_open], favours[num_open] = votes_here, favours_here
+            num_open += 1
+        i = j
+    return num_open
+
+
+@compiled
+def take_out(
+    k: int,
+    first: IndexArray,
+    last: IndexArray,
+    parent: IndexArray,
+    score: FloatArray,
+    rank: FloatArray,
+    num_open: int,
+) -> int:
+    """Remove the k-th open child; the last one takes its place. Returns `num_open`."""
+    num_open -= 1
+    first[k], last[k], parent[k] = first[num_open], last[num_open], parent[num_open]
+    score[k], rank[k] = score[num_open], rank[num_open]
+    return num_open
 
 
 @compiled
@@ -173,50 +225,25 @@ def grow_tree(
             m = member[i]
             follows[m] = sealed_text[place[m]] if source[m] >= HISTORY else live_text[place[m]]
             total += weight[m]
-        siblings_from = num_open
-        i = begin
-        while i < end:
-            token = follows[member[i]]
-            j, votes, favours = i, 0.0, 0.0
-            for k in range(i, end):
-                m = member[k]
-                if follows[m] == token:
-                    member[k], member[j] = member[j], m
-                    votes += weight[m]
-                    favours += favour[m]
-                    j += 1
-            if token >= 0 and votes > 0.0:
-                first[num_open], last[num_open], parent[num_open] = i, j, node
-                score[num_open] = probability * votes / total
-                rank[num_open] = favours + 1e-6 * votes / total  # votes decide between equals
-                num_open += 1
-            i = j
-        while num_open - siblings_from > max_branches:
-            worst = siblings_from
-            for k in range(siblings_from + 1, num_open):
-                if rank[k] < rank[worst]:
-                    worst = k
-            num_open -= 1
-            for k in range(worst, num_open):
-                first[k], last[k], parent[k] = first[k + 1], last[k + 1], parent[k + 1]
-                score[k], rank[k] = score[k + 1], rank[k + 1]
+        before = num_open
+        num_open = open_children(member, follows, weight, favour, begin, end, first, last, score, rank, num_open)
+        for k in range(before, num_open):
+            parent[k], share = node, min(score[k] / total, 1.0)  # sums of the same weights may differ in the last bit
+            score[k], rank[k] = probability * share, rank[k] + 1e-6 * share  # votes decide between equals
+        while num_open - before > max_branches:
+            worst = before + int(rank[before:num_open].argmin())
+            num_open = take_out(worst, first, last, parent, score, rank, num_open)
         if nodes == budget or num_open == 0:
             return nodes
-        best = 0
-        for k in range(1, num_open):
-            if score[k] > score[best]:
-                best = k
+        best = int(score[:num_open].argmax())
         begin, end, node, probability = first[best], last[best], nodes, score[best]
         heaviest = member[begin]
-        for k in range(begin, end):
-            m = member[k]
+        for i in range(begin, end):
+            m = member[i]
+            place[m] += 1
             if weight[m] > weight[heaviest]:
                 heaviest = m
         token_ids[nodes], parents[nodes] = follows[heaviest], parent[best]
         scores[nodes], sources[nodes] = probability, source[heaviest]
-        for k in range(begin, end):
-            place[member[k]] += 1
         nodes += 1
-        num_open -= 1
-        first[best], last[best], parent[best] = first[num_open], last[num_open], parent[num_open]
-        score[best], rank[best] = score[num_open], rank[num_open]
+        num_open = take_out(best, first, last, parent, score, rank, num_open)

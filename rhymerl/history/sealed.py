@@ -32,13 +32,14 @@ class SealedAnswers:
     def of(
         cls, prompt: IntArray, answers: Sequence[Answer], *, recency: float = 1.0, advantage_tilt: float = 0.0
     ) -> SealedAnswers:
-        """Index answers, the newest last."""
-        ages = np.array([answers[-1].epoch - answer.epoch for answer in answers], np.int32)
-        advantages = np.array([answer.advantage for answer in answers], np.float64)
+        """Index answers. An advantage that is no number tilts nothing."""
+        epochs = np.array([answer.epoch for answer in answers], np.int32)
+        ages = epochs.max(initial=0) - epochs
+        advantages = np.nan_to_num([answer.advantage for answer in answers], posinf=0.0, neginf=0.0)
         return cls(
             prompt_token_ids=prompt,
             index=SuffixIndex(prompt, [answer.token_ids for answer in answers]),
-            weights=np.power(recency, ages, dtype=np.float64) * np.exp(advantage_tilt * advantages),
+            weights=np.power(recency, ages, dtype=np.float64) * np.exp(np.clip(advantage_tilt * advantages, -99, 99)),
             rewards=np.array([answer.reward for answer in answers], np.float64),
             ages=ages,
         )
@@ -76,7 +77,8 @@ class SealedHistory:
             return
         prompt, known = self._answers.get(name, (change.prompt_token_ids, ()))
         answers = [answer for answer in (*known, *change.added) if answer.epoch >= change.first_epoch]
-        answers = [answer for answer in answers if answer.epoch > answers[-1].epoch - self.window]
+        newest = max((answer.epoch for answer in answers), default=0)
+        answers = [answer for answer in answers if answer.epoch > newest - self.window]
         self._answers[name] = prompt, tuple(answers)
         self._building[name] = self._submit(
             lambda: SealedAnswers.of(prompt, answers, recency=self.recency, advantage_tilt=self.advantage_tilt)
