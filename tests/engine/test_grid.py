@@ -35,6 +35,7 @@ TRUNCATIONS = {
 }
 SLOTS = (1, 7, 64)
 NUM_EPOCHS = 3
+ROUNDING = 1e-6  # nats: transformers' norms go through float32, where one in thousands rounds the other way
 
 
 def epochs_of_requests(count: int, **sampling) -> list[list[RolloutRequest]]:
@@ -86,7 +87,7 @@ def assert_lossless(model_type: str, sampling: Mapping[str, float], *, count: in
     for (name, make), most in product(DRAFTERS.items(), slots):
         drafter = make({name: completion.token_ids for name, completion in plain.items()})
         drafted = generate(tiny_policy(model_type), epochs, drafter, slots=most)
-        assert_same(plain, drafted)
+        assert_same(plain, drafted, atol=ROUNDING)
         assert sum(completion.num_accepted for completion in drafted.values()) > 0, f"{name}: nothing was tested"
 
 

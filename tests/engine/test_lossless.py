@@ -40,11 +40,11 @@ def answers(
     return done
 
 
-def assert_same(left: dict[str, Completion], right: dict[str, Completion]) -> None:
+def assert_same(left: dict[str, Completion], right: dict[str, Completion], *, atol: float = 1e-9) -> None:
     assert left.keys() == right.keys()
     for name, completion in left.items():
         np.testing.assert_array_equal(completion.token_ids, right[name].token_ids, err_msg=name)
-        np.testing.assert_allclose(completion.logprobs, right[name].logprobs, atol=1e-9, rtol=0)
+        np.testing.assert_allclose(completion.logprobs, right[name].logprobs, atol=atol, rtol=0)
         assert completion.finish_reason == right[name].finish_reason
 
 
