@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
@@ -62,7 +63,8 @@ class HistoryTreeDrafter(Drafter):
             ("priority", priority, priority in ("probability", "reward"), "probability or reward"),
             ("length_weight", length_weight, length_weight >= 1, "1 or more; .inf counts the longest suffixes alone"),
             ("recency", recency, 0 < recency <= 1, "above 0, at most 1"),
-            ("escape", escape, escape >= 0, "0 or more"),
+            ("advantage_tilt", advantage_tilt, math.isfinite(advantage_tilt), "a finite number"),
+            ("escape", escape, 0 <= escape < math.inf, "0 or more, and finite"),
         ):
             if not holds:
                 raise ConfigError(f"drafter.{name}={value!r}: expected {words}")
@@ -95,7 +97,9 @@ class HistoryTreeDrafter(Drafter):
     def start(self, request: RolloutRequest) -> None:
         prompt = request.prompt.token_ids
         key = _key(request) if self.siblings else (*_key(request), request.id)
-        group = self._groups.setdefault(key, LiveGroup(prompt))
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = LiveGroup(prompt)
         if not np.array_equal(group.prompt, prompt):  # two prompts under one key do not meet
             key = (*key, request.id)
             group = self._groups[key] = LiveGroup(prompt)
@@ -124,7 +128,12 @@ class HistoryTreeDrafter(Drafter):
     @property
     def bytes(self) -> int:
         """Of all indexes, over earlier answers and over running ones."""
-        return self._history.bytes + sum(group.index.bytes for group in self._groups.values())
+        return self._history.bytes + self.live_bytes
+
+    @property
+    def live_bytes(self) -> int:
+        """Of the indexes over running answers, room to grow included."""
+        return sum(group.index.bytes for group in self._groups.values())
 
     # -- drafts --------------------------------------------------------------------------------------------------
 

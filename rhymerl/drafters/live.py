@@ -46,7 +46,7 @@ class LiveGroup:
         row = self.running.pop(completion.request.id)
         new = completion.token_ids[self._num_tokens(row) :]
         if len(new):
-            self.index.extend(np.array([row]), np.array([len(new)]), new)
+            self.index.extend(np.array([row]), np.array([len(new)]), np.array(new, np.int32))
         self._left[completion.request.id] = row
 
     def _num_tokens(self, row: int) -> int:

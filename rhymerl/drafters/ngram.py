@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rhymerl.types import IntArray
 
 _MOST = 16  # places with the longest suffix among which the latest is looked for
+_NOTHING = Draft(token_ids=np.empty(0, np.int32), parents=np.empty(0, np.int32))
 
 
 class NGramDrafter(Drafter):
@@ -48,21 +49,17 @@ class NGramDrafter(Drafter):
         rows = group.extend([request.id], [context])
         index, ends = group.index, group.index.ends[rows]
         found = index.matches(index.text, ends, most=_MOST, shortest=self.min_match, longest=self.max_match)
-        tokens = _path(index.text, found.positions[0], found.lengths[0], int(found.counts[0]), budget)
-        length = int(found.lengths[0, 0]) if len(tokens) else 0
+        lengths = found.lengths[0, : found.counts[0]]
+        if len(lengths) == 0:
+            return _NOTHING
+        latest = int(found.positions[0, : len(lengths)][lengths == lengths[0]].max())
+        start = int(index.starts[rows[0]])
+        # Where that is in the context: in the answer, or in the prompt.
+        place = latest - start + len(group.prompt) if latest >= start else latest - int(index.starts[0])
+        tokens = context[place : place + budget]
         return Draft(
             token_ids=tokens,
             parents=np.arange(-1, len(tokens) - 1, dtype=np.int32),
-            match_length=length,
+            match_length=int(lengths[0]),
             sources=np.full(len(tokens), DraftSource.OWN, np.int32),
         )
-
-
-def _path(text: IntArray, positions: IntArray, lengths: IntArray, count: int, budget: int) -> IntArray:
-    """What followed the latest of the places with the longest suffix, up to where the text ends."""
-    if count == 0:
-        return text[:0]
-    start = int(positions[:count][lengths[:count] == lengths[0]].max())
-    tokens = text[start : start + budget]
-    ends = np.flatnonzero(tokens < 0)
-    return tokens[: ends[0]] if len(ends) else tokens
