@@ -4,6 +4,7 @@ from rhymerl.data.base import PlacedRow, PromptBatch
 from rhymerl.data.datamodule import PromptDataModule
 from rhymerl.data.encoding import LengthLimits, PromptEncoder, encode_rows
 from rhymerl.data.loader import PromptLoader
+from rhymerl.data.prompts import PromptSource
 from rhymerl.data.sources import read_rows
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "PromptDataModule",
     "PromptEncoder",
     "PromptLoader",
+    "PromptSource",
     "encode_rows",
     "read_rows",
 ]

@@ -1,0 +1,28 @@
+"""Commands that answer prompts without training."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rhymerl.cli.base import ConfiguredCommand, Result
+from rhymerl.cli.interrupt import Interrupt
+from rhymerl.errors import UsageError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+class Rollout(ConfiguredCommand):
+    """answer prompts in several passes, with drafts from the passes before, and record the answers (out=FILE)"""
+
+    name = "rollout"
+    default_config = "rollout"
+
+    def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result:
+        from rhymerl.generate import generate, report
+
+        if "passes" not in config:
+            raise UsageError("rhymerl rollout: the config has no setting 'passes'; build on rollout.yaml")
+        result = generate(config)
+        report(result)
+        return result

@@ -1,0 +1,57 @@
+"""Prompts to answer without training on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rhymerl.data.encoding import LengthLimits, PromptEncoder, encode_rows
+from rhymerl.data.sources import DataSource, read_rows
+from rhymerl.errors import ConfigError, require_at_least
+from rhymerl.policy import Policy
+from rhymerl.tasks.base import Task
+from rhymerl.types import Prompt
+
+
+class PromptSource:
+    """Where prompts come from: what `rhymerl.data.read_rows` takes, else the training problems of a task.
+
+    Each is to get `samples` answers.
+    """
+
+    def __init__(
+        self,
+        prompts: DataSource | None = None,
+        *,
+        task: Task | None = None,
+        samples: int = 4,
+        prompt_column: str = "prompt",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        max_prompt_tokens: int | None = None,
+    ) -> None:
+        longest = 1 if max_prompt_tokens is None else max_prompt_tokens
+        require_at_least("data", {"samples": (samples, 1), "max_prompt_tokens": (longest, 1)})
+        self.prompts = prompts
+        self.task = task
+        self.samples = samples
+        self.prompt_column = prompt_column
+        self.chat_template_kwargs = chat_template_kwargs
+        self.max_prompt_tokens = max_prompt_tokens
+
+    def read(self, policy: Policy, *, max_tokens: int) -> list[Prompt]:
+        """Read, encode and check every prompt; `max_tokens` of an answer must fit behind it.
+
+        Raises ConfigError and DataError.
+        """
+        if self.prompts is None and self.task is None:
+            raise ConfigError(
+                "data.prompts=null: name a .jsonl or .parquet file or a data set with prompts, or a task (task=running_sum)"
+            )
+        source = self.prompts if self.prompts is not None else self.task.rows("train") if self.task is not None else []
+        encoder = PromptEncoder(
+            policy.tokenizer, prompt_column=self.prompt_column, chat_template_kwargs=self.chat_template_kwargs
+        )
+        limits = LengthLimits(
+            context_tokens=policy.context_tokens, max_tokens=max_tokens, max_prompt_tokens=self.max_prompt_tokens
+        )
+        return encode_rows(read_rows(source, "data.prompts"), encoder, limits)
