@@ -16,11 +16,14 @@ if TYPE_CHECKING:
     from rhymerl.types import FloatArray, IndexArray
 
 _FORGET = 0.998  # a pass; half of what is known is of the last 350
-_TYPICAL = np.array([1.0, 32.0, 64.0, 32.0])  # features of the pass that the guess before the first one counts for
 _SOLVE_EVERY = 8  # passes
-_LARGEST_SURPRISE = 3.0  # times what was expected
-_PATIENCE = 4.0  # surprising passes that are left out in a row ...
-_PATIENCE_A_PASS = 1 / 16  # ... and how fast that grows back; when it is used up they are taken for the truth
+_GUESS = np.array([1.0, 1 / 64, 1 / 128, 1 / 512])  # before the first pass, in whatever unit
+_TYPICAL = np.array([1.0, 32.0, 64.0, 32.0]) / 4  # features of the pass that the guess counts for afterwards
+_ODD = 10.0  # times what was guessed: one of the first passes that something else has slowed down
+_LARGEST_SURPRISE = 3.0  # times what was expected: as much for a later one
+_PATIENCE = 4.0  # such passes are left out, so many in a row ...
+_PATIENCE_A_PASS = 1 / 16  # ... and so many an ordinary pass
+_DOUBT = 0.9  # what is left of all that is known when one more comes
 _LEAST_S = 1e-9
 
 
@@ -88,9 +91,12 @@ class LearnedCost:
     """
 
     def __init__(self) -> None:
+        self._weights = _GUESS
+        self._first: list[
+            tuple[FloatArray, float]
+        ] = []  # features and seconds, until there are enough to tell odd ones
         self._products = np.zeros((4, 4))
         self._sums = np.zeros(4)
-        self._weights = np.array([1.0, 1 / 64, 1 / 128, 1 / 512])
         self._patience = _PATIENCE
         self.num_passes = 0
 
@@ -100,28 +106,42 @@ class LearnedCost:
 
     def observe(self, rows: int, nodes: int, asked: int, seconds: float) -> None:
         features, seconds = np.array([1.0, rows, nodes, asked]), max(seconds, _LEAST_S)
-        expected = float(features @ self._weights)
-        is_early = self.num_passes <= _SOLVE_EVERY
         self.num_passes += 1
-        if self.num_passes == 1 or (is_early and _LARGEST_SURPRISE * seconds < expected):
-            self._start(seconds, seconds / expected)  # only now is the unit known; or what came before was odd
-            expected = seconds
-        elif seconds > _LARGEST_SURPRISE * expected and self._patience >= 1:
-            self._patience -= 1
+        if self.num_passes <= _SOLVE_EVERY:
+            self._begin(features, seconds)
             return
-        else:
+        expected = float(features @ self._weights)
+        if seconds <= _LARGEST_SURPRISE * expected:
             self._patience = min(self._patience + _PATIENCE_A_PASS, _PATIENCE)
-        features /= expected
-        self._products = _FORGET * self._products + np.outer(features, features)
-        self._sums = _FORGET * self._sums + features * (seconds / expected)
+            self._add(features, seconds, expected)
+        elif self._patience >= 1:
+            self._patience -= 1
+        else:
+            self._products, self._sums = _DOUBT * self._products, _DOUBT * self._sums
+            self._add(features, seconds, seconds)
         if self.num_passes % _SOLVE_EVERY == 0:
             self._solve()
 
-    def _start(self, seconds: float, unit: float) -> None:
-        """Forget all but the weights, in another unit; they count for a pass or so of `seconds`."""
-        self._weights *= unit
-        self._products = np.diag((_TYPICAL / seconds) ** 2)
+    def _begin(self, features: FloatArray, seconds: float) -> None:
+        """The guess in the unit of the first passes; with the last of these what they say, but for the odd ones."""
+        self._first.append((features, seconds))
+        usual = (len(self._first) - 1) // 2
+        unit = sorted(taken / float(each @ _GUESS) for each, taken in self._first)[usual]
+        self._weights = unit * _GUESS
+        if len(self._first) < _SOLVE_EVERY:
+            return
+        self._products = np.diag((_TYPICAL / sorted(taken for _, taken in self._first)[usual]) ** 2)
         self._sums = self._products @ self._weights
+        for each, taken in self._first:
+            if taken < _ODD * float(each @ self._weights):
+                self._add(each, taken, taken)
+        self._first.clear()
+        self._solve()
+
+    def _add(self, features: FloatArray, seconds: float, scale: float) -> None:
+        features = features / scale
+        self._products = _FORGET * self._products + np.outer(features, features)
+        self._sums = _FORGET * self._sums + features * (seconds / scale)
 
     def _solve(self) -> None:
         """Least squares without negative costs: a feature that would be paid for is left out."""

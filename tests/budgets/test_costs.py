@@ -1,0 +1,161 @@
+"""Costs of passes, given and learned."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rhymerl.budgets.costs import CostCurve, LearnedCost, PassCost
+from rhymerl.errors import ConfigError
+
+EXPECTED = "expected at least two [tokens, seconds], tokens rising, seconds above 0 and not falling"
+
+
+def seconds(cost: PassCost, rows: int, nodes: int, asked: int = 0) -> float:
+    return float(cost.seconds(rows, np.array([nodes]), asked)[0])
+
+
+# -- given -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "nodes", "cost"), [(1, 0, 1.0), (5, 0, 1.5), (1, 8, 2.0), (10, 9, 3.0), (10, 10, 4.0), (20, 10, 14.0)]
+)
+def test_a_curve_is_straight_between_and_beyond_its_points(rows, nodes, cost):
+    curve = CostCurve([(1, 1), (9, 2), (19, 3), (20, 4)])
+    assert seconds(curve, rows, nodes, asked=7) == pytest.approx(cost)
+    curve.observe(rows, nodes, 7, 100.0)
+    assert seconds(curve, rows, nodes) == pytest.approx(cost)
+
+
+def test_a_curve_from_a_file(tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({"costs": [[0, 1], [10, 2]], "device": "cpu"}))
+    assert CostCurve.read(path).seconds(5, np.array([0, 5, 15]), 0).tolist() == [1.5, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    "points",
+    [[], [[1, 1]], [[1, 1], [1, 2]], [[2, 1], [1, 2]], [[1, 2], [2, 1]], [[1, 0], [2, 1]], [[1, -1], [2, 1]], [1, 2],
+     [[1, 1, 1], [2, 2, 2]], [["a", 1], [2, 2]], 5, [[1, None], [2, 2]], [[0, 1], [np.nan, 2]], [[0, 1], [np.inf, 2]],
+     [[0, 1], [1, np.inf]]],
+)  # fmt: skip
+def test_curves_that_are_none_are_refused(points, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        CostCurve(points)
+    assert str(caught.value) == f"budget.costs={points!r}: {EXPECTED}"
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({"costs": points}))
+    with pytest.raises(ConfigError) as caught:
+        CostCurve.read(path, setting="costs")
+    assert str(caught.value).startswith(f"costs={str(path)!r}: costs=")
+    assert str(caught.value).endswith(EXPECTED)
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", "3", "{}", '{"cost": []}', "\xff"])
+def test_files_that_are_none_are_refused(content, tmp_path):
+    path = tmp_path / "costs.json"
+    if content is not None:
+        path.write_text(content, encoding="latin-1")
+    with pytest.raises(ConfigError) as caught:
+        CostCurve.read(path)
+    assert str(caught.value).startswith(
+        f'budget.costs={str(path)!r}: expected a JSON file {{"costs": [[tokens, seconds], ...]}} ('
+    )
+    assert "\n" not in str(caught.value)
+
+
+# -- learned -----------------------------------------------------------------------------------------------------
+
+
+def machine(constant: float, per_row: float, per_node: float, per_asked: float) -> dict[str, float]:
+    return {"constant": constant, "per_row": per_row, "per_node": per_node, "per_asked": per_asked}
+
+
+def truth(
+    rows: int, nodes: int, asked: int, *, constant: float, per_row: float, per_node: float, per_asked: float
+) -> float:
+    return constant + per_row * rows + per_node * nodes + per_asked * asked
+
+
+def watch(
+    cost: LearnedCost, costs: dict[str, float], *, passes: int, rows: int = 128, budget: int = 32, seed: int = 0,
+    slow: tuple[int, ...] = (), noise: float = 0.05, outliers: float = 0.02,
+) -> None:  # fmt: skip
+    """Passes over batches that shrink and grow; a tenth of them without drafts, some far too slow."""
+    rng = np.random.default_rng(seed)
+    for number in range(passes):
+        now = int(rng.integers(rows // 4, rows + 1))
+        asked = now if rng.random() < 0.9 else 0
+        nodes = int(rng.integers(0, asked * budget + 1))
+        taken = truth(now, nodes, asked, **costs) * (1 + noise * rng.standard_normal())
+        if number in slow:
+            taken *= 500
+        elif rng.random() < outliers:
+            taken *= 10
+        cost.observe(now, nodes, asked, taken)
+
+
+MACHINES = {
+    "launches": machine(20e-3, 1e-4, 2e-5, 1e-5),
+    "tokens": machine(5e-3, 1e-3, 1e-4, 2e-5),
+    "drafter": machine(30e-3, 0, 1e-6, 3e-5),
+}
+
+
+def check(
+    cost: LearnedCost, costs: dict[str, float], *, rows: int = 128, budget: int = 32, within: float = 0.1
+) -> None:
+    for now in (rows // 4, rows):
+        for nodes in (0, now * budget // 4, now * budget):
+            assert seconds(cost, now, nodes, now) == pytest.approx(truth(now, nodes, now, **costs), rel=within)
+
+
+@pytest.mark.parametrize("costs", MACHINES.values(), ids=MACHINES)
+@pytest.mark.parametrize("slow", [(), (0,), (0, 1, 2), (0, 5), (3,)])
+def test_a_linear_cost_is_recovered(costs: dict[str, Any], slow):
+    """From noise, outliers, and passes in which something was compiled."""
+    cost = LearnedCost()
+    watch(cost, costs, passes=300, slow=slow)
+    check(cost, costs)
+
+
+def test_a_large_batch_that_costs_what_a_small_one_does():
+    """Squares of nodes are then 1e9 times that of the constant, which must not be rounded away."""
+    cost, costs = LearnedCost(), machine(30e-3, 0, 0, 0)
+    watch(cost, costs, passes=600, rows=512, budget=64, outliers=0)
+    check(cost, costs, rows=512, budget=64)
+
+
+def test_another_machine_is_learned_anew():
+    """Slower by more than any outlier, from one pass to the next."""
+    cost, costs = LearnedCost(), MACHINES["launches"]
+    watch(cost, costs, passes=200)
+    slower = {name: 8 * value for name, value in costs.items()}
+    watch(cost, slower, passes=1500, seed=1)
+    check(cost, slower)
+
+
+def test_nothing_is_paid_for():
+    """Noise must not make a feature cost less than nothing."""
+    rng, cost = np.random.default_rng(0), LearnedCost()
+    for _ in range(400):
+        cost.observe(8, int(rng.integers(0, 64)), 8, 1.0 + 0.3 * float(rng.random()))
+        assert cost.seconds(1, np.array([0, 1, 100]), 0).tolist() == sorted(cost.seconds(1, np.array([0, 1, 100]), 0))
+        assert seconds(cost, 1, 0) > 0
+
+
+def test_before_the_first_pass_nodes_are_cheap():
+    cost = LearnedCost()
+    assert seconds(cost, 8, 32) < 1.5 * seconds(cost, 8, 0)
+
+
+@pytest.mark.parametrize("taken", [0.0, 1e-12, 1e6])
+def test_a_clock_that_stands_still_does_no_harm(taken):
+    cost = LearnedCost()
+    for _ in range(40):
+        cost.observe(4, 3, 4, taken)
+    assert 0 < seconds(cost, 4, 3, 4) == pytest.approx(max(taken, 1e-9), rel=0.1)
