@@ -111,20 +111,20 @@ class Replay:
     def run(self, records: Sequence[TraceRecord]) -> dict[int, ReplayTotals]:
         """Totals by epoch, from `from_epoch` on."""
         totals: dict[int, ReplayTotals] = {}
-        version = self.history.version
+        delta = self.history.snapshot()
+        self.drafter.follow(delta)
         for epoch, group in groupby(sorted(records, key=lambda record: record.epoch), lambda record: record.epoch):
             answered = list(group)
             if epoch >= self.from_epoch:
                 totals[epoch] = self._replay(answered)
             _learn(self.history, answered)
-            delta = self.history.deltas(version)
-            version = delta.version
+            delta = self.history.deltas(delta.version)
             self.drafter.follow(delta)
         return totals
 
     def _replay(self, records: Sequence[TraceRecord]) -> ReplayTotals:
         totals = ReplayTotals()
-        waiting = deque(_Running(record) for record in records)
+        waiting = deque(_Running(record, number) for number, record in enumerate(records))
         running: list[_Running] = []
         while waiting or running:
             while waiting and len(running) < self.max_running:
@@ -184,7 +184,7 @@ def judge(config: DictConfig) -> dict[str, Any]:
     if config.trace is None:
         raise ConfigError("trace=null: name a file of recorded rollouts (.jsonl or .jsonl.gz)")
     records = list(read_trace(config.trace))
-    costs = _ASSUMED if config.costs is None else CostCurve.read(config.costs)
+    costs = _ASSUMED if config.costs is None else CostCurve.read(config.costs, setting="costs")
     settings = {"costs": costs, "max_running": config.max_running, "from_epoch": config.from_epoch}
     drafter = instantiate(config.drafter, key="drafter")
     try:
@@ -209,10 +209,10 @@ def judge(config: DictConfig) -> dict[str, Any]:
 class _Running:
     """An answer that is being replayed."""
 
-    def __init__(self, record: TraceRecord) -> None:
+    def __init__(self, record: TraceRecord, number: int) -> None:
         self.record = record
         self.request = RolloutRequest(
-            id=f"{record.epoch}/{record.prompt_id}/{record.sample}",
+            id=f"{record.epoch}/{number}",  # a joined trace may name a sample twice
             prompt=_prompt(record),
             sample=record.sample,
             seed=0,
