@@ -52,6 +52,8 @@ class HistoryStore:
         self.window = window
         self.max_tokens = max_tokens
         self.max_prompts = max_prompts
+        self.spill = spill
+        self.log_size = log_size
         self.version = 0  # of this object: it is not saved
         self.num_tokens = 0  # of answers
         self.num_answers = 0

@@ -63,7 +63,7 @@ def place(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> P
         ("evaluation.max_tokens=200", "evaluation.max_tokens=200 that exceeds the model's context of 128"),
         ("evaluation.max_tokens=0", "evaluation.max_tokens=0: expected at least 1"),
         ("evaluation.temperature=-1", "evaluation.temperature=-1"),
-        ("drafter=crystal_ball", "drafter='crystal_ball': expected one of none"),
+        ("drafter=crystal_ball", "drafter='crystal_ball': expected one of history_tree, ngram, none, paper"),
         ("scheduler=my_module.Mine", "scheduler='my_module.Mine'"),
         ("data.train=nothing.jsonl", "data.train='nothing.jsonl': no such file"),
         ("data.train=empty.jsonl", "data.train='empty.jsonl': the data set is empty"),
