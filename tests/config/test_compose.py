@@ -120,7 +120,9 @@ def test_own_options_and_packaged_ones(here: Path) -> None:
     (here / "drafter").mkdir()
     (here / "drafter" / "deep.yaml").write_text("_target_: my_module.MyDrafter\ndepth: 9\n")
     assert main("drafter=deep")["drafter"]["depth"] == 9
-    with pytest.raises(ConfigError, match="expected one of deep, none, or a dotted class path"):
+    with pytest.raises(
+        ConfigError, match="expected one of deep, history_tree, ngram, none, paper, or a dotted class path"
+    ):
         main("drafter=depe")
 
 
@@ -173,7 +175,11 @@ def test_a_file_in_another_directory(here: Path, tmp_path_factory: pytest.TempPa
         (["settings.items=12"], "settings.items=12: expected list of int"),
         (
             ["drafter=ngrm"],
-            "drafter='ngrm': expected one of none, or a dotted class path such as my_module.MyClass",
+            "drafter='ngrm': expected one of history_tree, ngram, none, paper, or a dotted class path such as my_module.MyClass; did you mean ngram?",
+        ),
+        (
+            ["drafter=history", "drafter.depth=2"],
+            "drafter='history': expected one of history_tree, ngram, none, paper, or a dotted class path such as my_module.MyClass; did you mean history_tree?",
         ),
         (
             ["drafter=my_module.MyDraftr"],

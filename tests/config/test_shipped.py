@@ -10,13 +10,17 @@ from rhymerl.config import compose, describe, instantiate, packaged_names, resol
 from rhymerl.config.files import packaged_directory
 
 OPTIONS = sorted(packaged_directory().glob("*/*.yaml"))
+DRAFTING = [path for path in OPTIONS if path.parent.name in ("drafter", "budget")]
 NEEDS_EXTRA = {"reasoning_gym"}
 
 
 @pytest.mark.parametrize("name", packaged_names())
 def test_primary_configs(name: str) -> None:
     config = compose(name)
-    for section in ("task", "algo", "drafter", "scheduler", "backend", "rollout", "update", "evaluation"):
+    for section in (
+        *("task", "algo", "drafter", "budget", "scheduler", "backend"),
+        *("history", "rollout", "update", "evaluation"),
+    ):
         if config.get(section) is not None:
             component = instantiate(config[section])
             assert describe(instantiate(describe(component))) == describe(component)
@@ -29,6 +33,34 @@ def test_options_of_groups(path: Path) -> None:
     assert resolved(config)[group]["_target_"]
     if path.stem not in NEEDS_EXTRA:
         instantiate(config[group])
+
+
+@pytest.mark.parametrize("name", ["replay", "rollout"])
+@pytest.mark.parametrize("path", DRAFTING, ids=lambda path: f"{path.parent.name}={path.stem}")
+def test_drafters_and_budgets_go_with_every_command_that_drafts(name: str, path: Path) -> None:
+    group = path.parent.name
+    instantiate(compose(name, [f"{group}={path.stem}"])[group])
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_deterministic_reaches_what_would_depend_on_the_clock(deterministic: bool) -> None:
+    overrides = [f"deterministic={str(deterministic).lower()}", "budget=goodput"]
+    for drafter in ("history_tree", "paper"):
+        config = resolved(compose("base", [*overrides, f"drafter={drafter}"]))
+        assert [config[group]["deterministic"] for group in ("drafter", "budget")] == [deterministic] * 2
+        assert config["module"]["drafter"] == config["drafter"]
+        assert config["module"]["budget"] == config["budget"]
+
+
+def test_what_the_paper_says() -> None:
+    """Of arXiv 2508.18588: suffixes of 3 to 7 tokens in the last epoch's answers, the best rewarded branch alone."""
+    drafter, budget = (
+        describe(instantiate(compose("base", ["drafter=paper", "budget=aimd"])[group]))
+        for group in ("drafter", "budget")
+    )
+    said = {"window": 1, "min_match": 3, "max_match": 7, "max_branches": 1, "priority": "reward", "own": False}
+    assert drafter.items() >= said.items()
+    assert budget.items() >= {"start": 2, "increase": 2}.items()
 
 
 def test_a_trainer_flag_reaches_the_trainer() -> None:
