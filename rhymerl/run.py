@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from rhymerl.callbacks import AtomicCheckpointIO, Checkpoints, LiveProgress, SampleTable, Summary
+from rhymerl.callbacks import AtomicCheckpointIO, Checkpoints, LiveProgress, RecordRollouts, SampleTable, Summary
 from rhymerl.callbacks.summary import summary_table
 from rhymerl.config import instantiate, resolved, save_config
 from rhymerl.data import PromptDataModule
@@ -43,14 +43,16 @@ def fit(config: DictConfig, *, callbacks: Sequence[L.Callback] = ()) -> Result:
     run_dir = Path(config.run_dir)
     ckpt_path = checkpoint_path(config.ckpt_path, run_dir)
     open_folder(run_dir)
-    if ckpt_path is None or run_dir.resolve() not in ckpt_path.resolve().parents:
+    continues = ckpt_path is not None and run_dir.resolve() in ckpt_path.resolve().parents
+    if not continues:
         refuse_second_run(run_dir)
     checkpoint = read_checkpoint(ckpt_path) if ckpt_path is not None else None
     summary = Summary()
+    recorder = [RecordRollouts(run_dir / "rollouts.jsonl.gz", continues=continues)] if config.record_rollouts else []
     trainer = build_trainer(
         config,
         run_dir,
-        [summary, LiveProgress(), _RunConfig(config, run_dir), *callbacks],
+        [summary, LiveProgress(), *recorder, _RunConfig(config, run_dir), *callbacks],
         first_step=checkpoint["global_step"] if checkpoint else None,
     )
     check_trainer(trainer)

@@ -2,8 +2,17 @@
 
 from rhymerl.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
 from rhymerl.callbacks.progress import LiveProgress
+from rhymerl.callbacks.recording import RecordRollouts
 from rhymerl.callbacks.samples import SampleTable
 from rhymerl.callbacks.stop import StopOnRequest
 from rhymerl.callbacks.summary import Summary
 
-__all__ = ["AtomicCheckpointIO", "Checkpoints", "LiveProgress", "SampleTable", "StopOnRequest", "Summary"]
+__all__ = [
+    "AtomicCheckpointIO",
+    "Checkpoints",
+    "LiveProgress",
+    "RecordRollouts",
+    "SampleTable",
+    "StopOnRequest",
+    "Summary",
+]

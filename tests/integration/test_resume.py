@@ -20,7 +20,7 @@ TABLE = "trainer.callbacks=[{{_target_: rhymerl.callbacks.SampleTable, path: {},
 
 
 def words_for(settings: list[str], run_dir: Path) -> list[str]:
-    return [*settings, f"run_dir={run_dir}", TABLE.format(run_dir / "all.jsonl")]
+    return [*settings, f"run_dir={run_dir}", "record_rollouts=true", TABLE.format(run_dir / "all.jsonl")]
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +48,7 @@ def state(run_dir: Path) -> dict[str, Any]:
 def assert_same_runs(run_dir: Path, whole: Path) -> None:
     assert_same(state(run_dir), state(whole))
     assert rows(run_dir / "all.jsonl") == rows(whole / "all.jsonl")
+    assert (run_dir / "rollouts.jsonl.gz").read_bytes() == (whole / "rollouts.jsonl.gz").read_bytes()
     assert {row["step"] for row in rows(run_dir / "all.jsonl")} == set(range(1, 7))
     one, two = (json.loads((each / "summary.json").read_text()) for each in (run_dir, whole))
     timeless = [name for name in two if not name.endswith("_s")]

@@ -1,0 +1,95 @@
+"""`record_rollouts=true`: a run's answers on file, the same bytes however often it was interrupted."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from rhymerl.traces import read_trace
+from tests.integration import programs
+from tests.integration.conftest import Run, checkpoint
+
+NAME = "rollouts.jsonl.gz"
+STEPS_A_PASS, NUM_PROMPTS, GROUP = 3, 10, 4
+
+
+def words_for(settings: list[str], run_dir: Path, *more: str) -> list[str]:
+    """In float64, where tokens do not even follow the drafts."""
+    return [*settings, "model.dtype=float64", "record_rollouts=true", f"run_dir={run_dir}", *more]
+
+
+@pytest.fixture(scope="module")
+def whole_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("whole") / "run"
+
+
+@pytest.fixture
+def whole(whole_dir: Path, settings: list[str], rhymerl: Run) -> Path:
+    """The run directory of an uninterrupted run of six steps; made once."""
+    if not whole_dir.exists():
+        assert rhymerl(*words_for(settings, whole_dir)).code == 0
+    return whole_dir
+
+
+def test_every_answer_by_pass_and_ready_for_replay(whole: Path, rhymerl: Run) -> None:
+    records = list(read_trace(whole / NAME))
+    places = {(each.epoch, each.prompt_id, each.sample) for each in records}
+    assert len(places) == len(records) == 2 * NUM_PROMPTS * GROUP
+    assert [each.epoch for each in records] == [0] * NUM_PROMPTS * GROUP + [1] * NUM_PROMPTS * GROUP
+    num_tokens = sum(len(each.response_tokens) for each in records)
+    assert num_tokens == json.loads((whole / "summary.json").read_text())["num_tokens"]
+    done = rhymerl("replay", str(whole / NAME), "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["tokens"] == num_tokens
+
+
+def test_killed_and_resumed(whole: Path, settings: list[str], tmp_path: Path, rhymerl: Run) -> None:
+    """Killed in the first step of the second pass: that step's answers are on file, and are written again."""
+    words = words_for(settings, tmp_path / "run", "checkpoint.every_n_steps=2")
+    killer = "algo={_target_: tests.integration.programs.DieInUpdate, call: 7}"
+    process = programs.start([*words, killer], tmp_path / "output")
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL, (tmp_path / "output").read_text()
+    assert checkpoint(tmp_path / "run")["rhymerl"]["num_rollouts"] == 2
+    assert len(list(read_trace(tmp_path / "run" / NAME))) == NUM_PROMPTS * GROUP  # three steps, of which two are saved
+    assert rhymerl(*words, "ckpt_path=last").code == 0
+    assert (tmp_path / "run" / NAME).read_bytes() == (whole / NAME).read_bytes()
+
+
+def test_stopped_and_resumed(whole: Path, settings: list[str], tmp_path: Path, rhymerl: Run) -> None:
+    words = words_for(settings, tmp_path / "run", "update.lr_schedule=constant")
+    assert rhymerl(*words, "trainer.max_steps=8").code == 0
+    assert rhymerl(*words, "ckpt_path=last").code == 0
+    assert rhymerl(*words_for(settings, tmp_path / "whole", "update.lr_schedule=constant")).code == 0
+    assert (tmp_path / "run" / NAME).read_bytes() == (tmp_path / "whole" / NAME).read_bytes()
+
+
+def test_going_on_elsewhere_records_what_comes(whole: Path, settings: list[str], tmp_path: Path, rhymerl: Run) -> None:
+    first = tmp_path / "first"
+    assert rhymerl(*words_for(settings, first, "trainer.max_steps=8", "update.lr_schedule=constant")).code == 0
+    before = (first / NAME).read_bytes()
+    words = words_for(settings, tmp_path / "second", "update.lr_schedule=constant")
+    done = rhymerl(*words, f"ckpt_path={first / 'checkpoints' / 'last.ckpt'}")
+    assert done.code == 0, done.err
+    records = list(read_trace(tmp_path / "second" / NAME))
+    assert {each.epoch for each in records} == {1}
+    assert len(records) == (NUM_PROMPTS - 4) * GROUP
+    assert (first / NAME).read_bytes() == before
+
+
+def test_a_file_that_has_lost_something_is_refused(settings: list[str], tmp_path: Path, rhymerl: Run) -> None:
+    words = words_for(settings, tmp_path / "run")
+    assert rhymerl(*words, "trainer.max_steps=4").code == 0
+    (tmp_path / "run" / NAME).write_bytes(b"")
+    done = rhymerl(*words, "ckpt_path=last")
+    assert done.code == 2
+    assert f"trace '{tmp_path / 'run' / NAME}': has 0 bytes, but" in done.err
+    assert checkpoint(tmp_path / "run")["rhymerl"]["num_rollouts"] == 2
+
+
+def test_nothing_is_recorded_unless_asked_for(settings: list[str], tmp_path: Path, rhymerl: Run) -> None:
+    assert rhymerl(*settings, "trainer.max_steps=2", f"run_dir={tmp_path / 'run'}").code == 0
+    assert not (tmp_path / "run" / NAME).exists()
