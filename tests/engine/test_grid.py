@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from rhymerl.drafters import Drafter
+from rhymerl.budgets import AIMDBudget, Budget, FixedBudget, GoodputBudget
+from rhymerl.drafters import Drafter, HistoryTreeDrafter, NGramDrafter
 from rhymerl.engine.engine import Engine
+from rhymerl.history import HistoryStore
+from rhymerl.history.answers import answers_of
 from rhymerl.policy import Policy
 from rhymerl.testing import OracleDrafter, RandomTreeDrafter, make_requests, tiny_policy
 from rhymerl.types import Completion, RolloutRequest, Sample
@@ -25,7 +28,13 @@ Answers = Mapping[str, Sequence[int]]  # by request id: those of plain decoding,
 DRAFTERS: dict[str, Callable[[Answers], Drafter]] = {
     "random trees": lambda plain: RandomTreeDrafter(),
     "oracle": OracleDrafter,
+    "ngram": lambda plain: NGramDrafter(min_match=1),
+    "history_tree": lambda plain: HistoryTreeDrafter(),
+    "paper": lambda plain: HistoryTreeDrafter(
+        window=1, own=False, siblings=False, min_match=1, max_branches=1, priority="reward", length_weight=float("inf")
+    ),
 }
+BUDGETS: dict[str, Callable[[], Budget]] = {"paper": AIMDBudget, "history_tree": GoodputBudget}
 TEMPERATURES = (0.0, 0.7, 1.0)
 TRUNCATIONS = {
     "all tokens": {},
@@ -56,11 +65,17 @@ def move(policy: Policy, epoch: int) -> None:
 
 
 def generate(
-    policy: Policy, epochs: Sequence[Sequence[RolloutRequest]], drafter: Drafter | None, *, slots: int
+    policy: Policy,
+    epochs: Sequence[Sequence[RolloutRequest]],
+    drafter: Drafter | None,
+    *,
+    slots: int,
+    budget: Budget | None = None,
 ) -> dict[str, Completion]:
     """One engine through all epochs; the drafter learns what each came to, and the weights move on."""
-    engine = Engine(policy.model, drafter=drafter, max_running=slots, kv_tokens=8192, check_drafts=True)
+    engine = Engine(policy.model, drafter=drafter, budget=budget, max_running=slots, kv_tokens=8192, check_drafts=True)
     done: dict[str, Completion] = {}
+    history = HistoryStore()
     for epoch, requests in enumerate(epochs):
         engine.new_weights(epoch)
         engine.submit(requests)
@@ -68,9 +83,19 @@ def generate(
             done.update({completion.request.id: completion for completion in engine.run()})
         engine.check_integrity()
         if drafter is not None:
-            drafter.learn([sample(done[request.id]) for request in requests])
+            learn(drafter, history, [sample(done[request.id]) for request in requests], epoch)
         move(policy, epoch)
+    if drafter is not None:
+        drafter.close()
     return done
+
+
+def learn(drafter: Drafter, history: HistoryStore, samples: Sequence[Sample], epoch: int) -> None:
+    before = history.version
+    for prompt, answers in answers_of(samples, epoch):
+        history.add(prompt, answers)
+    drafter.learn(samples)
+    drafter.follow(history.deltas(before))
 
 
 def sample(completion: Completion) -> Sample:
@@ -86,7 +111,8 @@ def assert_lossless(model_type: str, sampling: Mapping[str, float], *, count: in
     assert len({completion.token_ids.tobytes() for completion in plain.values()}) > count / 20, "too easy"
     for (name, make), most in product(DRAFTERS.items(), slots):
         drafter = make({name: completion.token_ids for name, completion in plain.items()})
-        drafted = generate(tiny_policy(model_type), epochs, drafter, slots=most)
+        budget = BUDGETS.get(name, FixedBudget)()
+        drafted = generate(tiny_policy(model_type), epochs, drafter, slots=most, budget=budget)
         assert_same(plain, drafted, atol=ROUNDING)
         assert sum(completion.num_accepted for completion in drafted.values()) > 0, f"{name}: nothing was tested"
 
@@ -101,7 +127,7 @@ SAMPLINGS = {
 def test_a_slice(number):
     """Each kind of sampling once, with one architecture and one slot count or another."""
     sampling = list(SAMPLINGS.values())[number]
-    assert_lossless(MODELS[number % len(MODELS)], sampling, count=24, slots=[(3, 16, 5, 32)[number % 4]])
+    assert_lossless(MODELS[number % len(MODELS)], sampling, count=36, slots=[(3, 16, 5, 32)[number % 4]])
 
 
 @pytest.mark.slow
