@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from rhymerl.budgets.base import Budget, PassOutcome
 from rhymerl.drafters.base import Drafter
@@ -18,7 +19,7 @@ from rhymerl.engine.rows import Rows
 from rhymerl.engine.totals import NUM_DEPTHS, EngineTotals
 from rhymerl.engine.tree import depths, no_drafts, problems_of, tidied
 from rhymerl.engine.verify import Walk
-from rhymerl.types import Completion, DraftBatch, RolloutRequest
+from rhymerl.types import Completion, DraftBatch, DraftSource, RolloutRequest
 
 if TYPE_CHECKING:
     from rhymerl.types import IntArray
@@ -135,6 +136,16 @@ class Drafting:
         totals.accepted_to_depth = totals.accepted_to_depth + (steps.num_accepted[:, None] >= levels).sum(0)
         totals.drafted_nodes += len(nodes)
         totals.accepted_nodes += int(steps.num_accepted.sum())
+        if len(nodes):
+            self._count_sources(layout.drafts.sources[steps.accepted])
+
+    def _count_sources(self, sources: npt.NDArray[np.int8]) -> None:
+        """Of accepted nodes."""
+        totals, ages = self._totals, sources[sources >= DraftSource.HISTORY] - np.int8(DraftSource.HISTORY)
+        totals.accepted_own += int((sources == DraftSource.OWN).sum())
+        totals.accepted_sibling += int((sources == DraftSource.SIBLING).sum())
+        totals.accepted_history += len(ages)
+        totals.accepted_age_epochs += int(ages.sum(dtype=np.int64))
 
 
 def _deepest(rows: Rows, row: IndexArray) -> IndexArray:
