@@ -30,7 +30,7 @@ from rhymerl.history import Answer, HistoryStore
 from rhymerl.history.answers import group_advantages
 from rhymerl.history.similarity import length_stability, similarity
 from rhymerl.traces import TraceRecord, read_trace
-from rhymerl.types import Completion, Draft, DraftBatch, Generated, Prompt, RolloutRequest, SamplingParams
+from rhymerl.types import Completion, Draft, DraftBatch, Generated, Prompt, RolloutRequest, Sample, SamplingParams
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -107,6 +107,7 @@ class Replay:
         self.costs = costs
         self.max_running = max_running
         self.from_epoch = from_epoch
+        self._hears_tokens = type(drafter).accept is not Drafter.accept
 
     def run(self, records: Sequence[TraceRecord]) -> dict[int, ReplayTotals]:
         """Totals by epoch, from `from_epoch` on."""
@@ -117,6 +118,7 @@ class Replay:
             answered = list(group)
             if epoch >= self.from_epoch:
                 totals[epoch] = self._replay(answered)
+            self.drafter.learn([_Running(record, number).sample() for number, record in enumerate(answered)])
             _learn(self.history, answered)
             delta = self.history.deltas(delta.version)
             self.drafter.follow(delta)
@@ -157,7 +159,10 @@ class Replay:
         )
         self.budget.learn(outcome)
         for each, count in zip(running, num_accepted.tolist(), strict=True):
-            totals.tokens += each.advance(count + 1)
+            tokens = each.advance(count + 1)
+            totals.tokens += len(tokens)
+            if self._hears_tokens:
+                self.drafter.accept(each.request, tokens, count)
         totals.count(outcome)
 
     def _drafts(self, running: Sequence[_Running], requests: Sequence[RolloutRequest]) -> DraftBatch:
@@ -234,11 +239,17 @@ class _Running:
     def is_done(self) -> bool:
         return self._done == len(self._tokens)
 
-    def advance(self, count: int) -> int:
-        """Emit `count` tokens, fewer at the end; returns how many."""
+    def advance(self, count: int) -> IntArray:
+        """Emit `count` tokens, fewer at the end."""
         before = self._done
         self._done = min(self._done + count, len(self._tokens))
-        return self._done - before
+        return self._tokens[before : self._done]
+
+    def sample(self) -> Sample:
+        every_token = np.ones(len(self.record.response_tokens), np.bool_)
+        return Sample(
+            completion=self.completion(), text="", reward=self.record.reward, rewards={}, loss_mask=every_token
+        )
 
     def completion(self) -> Completion:
         nothing = np.zeros(len(self.record.response_tokens))

@@ -18,7 +18,7 @@ from rhymerl.history import HistoryStore
 from rhymerl.replay import Replay, ReplayTotals, follow, judge
 from rhymerl.testing import OracleDrafter, RandomTreeDrafter
 from rhymerl.traces import TraceRecord, TraceWriter, read_trace
-from rhymerl.types import Draft, DraftBatch, RolloutRequest
+from rhymerl.types import Draft, DraftBatch, RolloutRequest, Sample
 
 SAMPLE = Path(__file__).parents[1] / "benchmarks" / "traces" / "running_sum.jsonl.gz"
 
@@ -105,6 +105,7 @@ class Listener(Drafter):
     def __init__(self) -> None:
         self.contexts: list[list[int]] = []
         self.told: list[str] = []
+        self.emitted: list[tuple[str, list[int], int]] = []
 
     def propose(self, request: RolloutRequest, context: np.ndarray, budget: int) -> Draft:
         self.contexts.append(context.tolist())
@@ -116,21 +117,31 @@ class Listener(Drafter):
     def finish(self, completion: Any) -> None:
         self.told.append(f"finish {completion.request.id}")
 
+    def accept(self, request: RolloutRequest, token_ids: np.ndarray, num_accepted: int) -> None:
+        self.emitted.append((request.id, token_ids.tolist(), num_accepted))
+
+    def learn(self, samples: Sequence[Sample]) -> None:
+        self.told.append(f"learn {[(sample.completion.token_ids.tolist(), sample.reward) for sample in samples]}")
+
     def follow(self, delta: Any) -> None:
         self.told.append(f"follow {len(delta.changes)} {delta.is_snapshot}")
 
 
 def test_a_drafter_is_told_what_an_engine_tells_it():
     """Also of an answer that the trace has twice, as a trace of two runs may."""
-    records = [record([5, 6], epoch=1), record([7]), record([8, 9]), record([7])]
+    records = [record([5, 6], epoch=1), record([7], reward=1.0), record([8, 9]), record([7], reward=1.0)]
     listener = Listener()
     replayed(records, listener, max_running=2)
     assert listener.told == [
         "follow 0 True",
-        *("start 0/0", "start 0/1", "finish 0/0", "start 0/2", "finish 0/1", "finish 0/2", "follow 1 False"),
-        *("start 1/0", "finish 1/0", "follow 1 False"),
+        *("start 0/0", "start 0/1", "finish 0/0", "start 0/2", "finish 0/1", "finish 0/2"),
+        *("learn [([7], 1.0), ([8, 9], 0.5), ([7], 1.0)]", "follow 1 False"),
+        *("start 1/0", "finish 1/0", "learn [([5, 6], 0.5)]", "follow 1 False"),
     ]
     assert listener.contexts == [[1, 2], [1, 2], [1, 2, 8], [1, 2], [1, 2], [1, 2, 5]]
+    assert listener.emitted == [
+        *(("0/0", [7], 0), ("0/1", [8], 0), ("0/1", [9], 0), ("0/2", [7], 0), ("1/0", [5], 0), ("1/0", [6], 0))
+    ]
 
 
 def test_a_history_that_is_there_is_drafted_from():
