@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -13,8 +15,9 @@ from rhymerl.engine.ragged import IndexArray
 from rhymerl.engine.rows import Rows
 
 _WIDE = 8192  # tokens
+_BLOCK = 32_000  # tokens; torch computes more in parallel, which takes longer than it saves
 _FEW = 2**17  # logits: drawing from them all costs less than going back and forth between drawing and walking
-_NOTHING = -80.0  # nats below the most likely token
+_NOTHING = -100.0  # halvings of the probability of the most likely token
 
 
 def truncate(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -76,19 +79,23 @@ class Sampler:
         scale, index = torch.from_numpy(inverse).to(logits.device), _index(places, logits)
         if logits.device.type == "cpu" and logits.shape[1] > _WIDE:
             # Line by line, what the reduction needs besides stays in the cache.
-            norm = torch.cat([log_norms(logits[i : i + 1], s) for i, s in zip(places, scale.split(1), strict=True)])
+            lines = zip(places, scale.split(1), strict=True)
+            norm = torch.cat([log_norms(logits[i : i + 1], s, block=_BLOCK) for i, s in lines])
         else:
-            norm = log_norms(logits[index], scale)
+            norm = log_norms(logits[index], scale, block=logits.shape[1])
         return (logits[index, _index(tokens, logits)].double() * scale - norm).cpu().numpy()
 
 
-def log_norms(logits: Tensor, scale: Tensor) -> Tensor:
-    """logsumexp(logits * scale) of each line, [n] float64, from logits [n, V] and scale [n] float64."""
-    top = logits.amax(-1, keepdim=True)
-    scores = (logits - top).mul_(scale[:, None].to(logits))
-    # What exp makes of less is too small for a float32's exponent: ten times as slow, and it adds nothing.
-    total = scores.clamp_(min=_NOTHING).exp_().sum(-1, dtype=torch.float64)
-    return top[:, 0].double() * scale + total.log()
+def log_norms(logits: Tensor, scale: Tensor, *, block: int) -> Tensor:
+    """logsumexp(logits * scale) of each line, [n] float64, from logits [n, V] and scale [n] float64, `block` tokens at a time."""
+    parts = logits.split(block, -1)
+    top = torch.stack([part.amax(-1) for part in parts]).amax(0)
+    # In powers of two, which torch computes four times as fast on a CPU. Those of less than _NOTHING are too small for a
+    # float32's exponent, which costs several times as much, and they add nothing.
+    binary = (scale / math.log(2)).to(logits)[:, None]
+    scores = ((part - top[:, None]).mul_(binary).clamp_(min=_NOTHING) for part in parts)
+    total = torch.stack([each.exp2_().sum(-1, dtype=torch.float64) for each in scores]).sum(0)
+    return top.double() * scale + total.log()
 
 
 def _index(values: npt.NDArray[np.integer], like: Tensor) -> Tensor:
