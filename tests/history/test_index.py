@@ -201,6 +201,23 @@ def test_blocks_split_as_the_answers_grow(prompt_tokens, vocabulary, num_rows, m
     assert index.num_blocks > blocks
 
 
+@pytest.mark.parametrize("most", [40, 700])
+def test_matches_are_gathered_across_blocks(most):
+    """Sealed blocks, which are full, and live ones, which have been split."""
+    rng = np.random.default_rng(0)
+    prompt, listed = rng.integers(0, 3, 20).tolist(), [rng.integers(0, 3, 400).tolist() for _ in range(3)]
+    sealed, live = SuffixIndex(ints(prompt), [ints(tokens) for tokens in listed]), LiveIndex(ints(prompt))
+    rows = np.array([live.open() for _ in listed])
+    for k in range(0, 400, 50):
+        live.extend(rows, np.full(3, 50), ints(sum((tokens[k : k + 50] for tokens in listed), [])))
+    assert min(sealed.num_blocks, live.num_blocks) > 4
+    for query in ([*prompt, *listed[0][:9]], [0], [1, 2], [2, 2, 2]):
+        expected = expected_lengths(sealed_texts(prompt, listed), query)
+        check(sealed, sealed.matches(*query_of(query), most=most), expected, most=most)
+        expected = expected_lengths(live_texts(prompt, listed), query)
+        check(live, live.matches(*query_of(query), most=most), expected, most=most)
+
+
 @pytest.mark.parametrize(("seed", "prompt_tokens"), [(14, 1627), (24, 3370)])
 def test_there_is_room_when_many_blocks_fill_up_at_once(seed, prompt_tokens):
     """Tokens come evenly, so that the blocks of a long prompt split within a few passes of one another."""

@@ -65,7 +65,7 @@ def test_ages_count_from_the_newest_wherever_it_stands():
 
 @st.composite
 def adds(draw):
-    key, split = draw(st.sampled_from("abc")), draw(st.sampled_from(["train", "train", "validation"]))
+    key, split = draw(st.sampled_from("aab")), draw(st.sampled_from(["train", "train", "validation"]))
     listed = [
         answer(
             epoch=draw(st.integers(0, 5)),  # late ones too
@@ -78,7 +78,7 @@ def adds(draw):
     return key, split, listed, draw(st.booleans())
 
 
-@given(steps=st.lists(adds(), max_size=8), window=st.integers(1, 4), max_prompts=st.sampled_from([None, 2]))
+@given(steps=st.lists(adds(), max_size=8), window=st.sampled_from([1, 2, 9]), max_prompts=st.sampled_from([None, 1]))
 def test_what_is_indexed_is_what_the_store_holds(steps, window, max_prompts):
     """Replaced, late, outdated and evicted answers; deltas over several adds."""
     store, history = HistoryStore(window=3, max_prompts=max_prompts, log_size=2), SealedHistory(window=window)
@@ -91,7 +91,7 @@ def test_what_is_indexed_is_what_the_store_holds(steps, window, max_prompts):
             delta = store.deltas(version)
             version = delta.version
             history.follow(delta)
-            for name in [(split, key) for split in ("train", "validation") for key in "abc"]:
+            for name in [(split, key) for split in ("train", "validation") for key in "ab"]:
                 known = store.answers(prompt(name[1]), name[0])
                 newest = known[-1].epoch if known else 0
                 expected = [each for each in known if each.epoch > newest - window]
