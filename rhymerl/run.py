@@ -15,14 +15,19 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
+from rhymerl.backends.embedded import EmbeddedBackend
+from rhymerl.budgets import GoodputBudget
 from rhymerl.callbacks import AtomicCheckpointIO, Checkpoints, LiveProgress, RecordRollouts, SampleTable, Summary
 from rhymerl.callbacks.summary import summary_table
 from rhymerl.config import instantiate, resolved, save_config
 from rhymerl.data import PromptDataModule
+from rhymerl.drafters.history_tree import HistoryTreeDrafter
+from rhymerl.drafters.none import NoDrafter
 from rhymerl.errors import ConfigError
 from rhymerl.folders import open_folder, refuse_second_run
 from rhymerl.module import RhymeModule, check_precision, check_trainer
 from rhymerl.policy import restore
+from rhymerl.speedup import measure_speedup
 
 Result = dict[str, float | int | None]
 _NEVER = 2**31  # steps
@@ -69,8 +74,12 @@ def fit(config: DictConfig, *, callbacks: Sequence[L.Callback] = ()) -> Result:
     trainer.fit(module, datamodule, ckpt_path=ckpt_path, weights_only=True)
     if evaluates and not trainer.should_stop:
         summary.eval_after = _evaluate(trainer, module, datamodule)
+    _write_summary(summary.result(), run_dir)
+    if not trainer.should_stop and summary.num_steps:
+        step_s = summary.seconds["rollout"] / summary.num_steps
+        summary.rollout_speedup = _speedup(config, trainer, module, datamodule, step_s)
     result = summary.result()
-    (run_dir / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
+    _write_summary(result, run_dir)
     _say(result, run_dir)
     return result
 
@@ -222,6 +231,36 @@ def _evaluate(trainer: L.Trainer, module: RhymeModule, datamodule: PromptDataMod
     _note(f"Evaluating on {len(datamodule.validation_loader.prompts):,} held-out prompts")
     metrics = trainer.validate(module, datamodule, verbose=False)[0]
     return float(metrics["eval/reward"])
+
+
+def _speedup(
+    config: DictConfig, trainer: Any, module: RhymeModule, datamodule: PromptDataModule, step_s: float
+) -> float | None:
+    """On the prompts that the next step would have; None without drafts, and for a backend that has no embedded engine."""
+    if isinstance(module.drafter, NoDrafter) or not isinstance(module.backend, EmbeddedBackend):
+        return None
+    loader = datamodule.train_loader
+    assert loader is not None
+    parts = resolved(config)["module"]
+    module.to(trainer.strategy.root_device)  # Lightning has taken it off
+    measured = measure_speedup(
+        module.policy,
+        loader.peek(0).prompts,
+        module.rollout,
+        drafter=instantiate(parts["drafter"], key="drafter") or HistoryTreeDrafter(),
+        budget=instantiate(parts["budget"], key="budget") or GoodputBudget(),
+        history=module.history,
+        like=module.backend,
+        seed=module.seed,
+        step_s=step_s,
+        autocast=trainer.precision_plugin.forward_context,
+    )
+    _note(f"Drafts make rollouts {measured.ratio:.2f} times as fast; {measured.equal:.1%} of answers are the same")
+    return round(measured.ratio, 3)
+
+
+def _write_summary(result: Result, run_dir: Path) -> None:
+    (run_dir / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
 
 
 def _say(result: Result, run_dir: Path) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import lightning as L
 from rich.table import Table
+
+from rhymerl.speculation import Speculation
 
 _STATE = ("eval_before", "eval_after", "first_rewards", "last_rewards", "seconds", "num_steps", "num_tokens")
 _WINDOW = 5  # steps that make `reward_first` and `reward_last`
@@ -24,6 +27,8 @@ class Summary(L.Callback):
         self.seconds = {"wall": 0.0, "rollout": 0.0, "update": 0.0}
         self.num_steps = 0
         self.num_tokens = 0
+        self.speculation = Speculation()
+        self.rollout_speedup: float | None = None
         self._since: float | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -40,6 +45,9 @@ class Summary(L.Callback):
         self.seconds["update"] += float(metrics["timing_s/update"])
         self.num_steps += 1
         self.num_tokens = int(metrics["num_tokens"])
+        rollout: Any = getattr(pl_module, "last_rollout", None)
+        if rollout is not None:
+            self.speculation.count(sample.completion for sample in rollout.samples)
         self._lap()
 
     def _lap(self) -> None:
@@ -48,11 +56,12 @@ class Summary(L.Callback):
         self._since = now
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _STATE}
+        return {**{name: getattr(self, name) for name in _STATE}, "speculation": asdict(self.speculation)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        for name, value in state_dict.items():
-            setattr(self, name, value)
+        for name in _STATE:
+            setattr(self, name, state_dict[name])
+        self.speculation = Speculation(**state_dict["speculation"])
 
     def result(self) -> dict[str, float | int | None]:
         """The figures; `wall_s` is training alone (rollouts, updates, what is between), rewards are means of 5 steps."""
@@ -68,6 +77,9 @@ class Summary(L.Callback):
             "update_s": round(self.seconds["update"], 3),
             "rollout_tokens_per_s": round(self.num_tokens / rollout_s, 1) if rollout_s else None,
             "num_tokens": self.num_tokens,
+            "spec_accept_rate": round(self.speculation.accept_rate, 4),
+            "spec_accept_length": round(self.speculation.accept_length, 4),
+            "rollout_speedup": self.rollout_speedup,
         }
 
 

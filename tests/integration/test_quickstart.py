@@ -23,6 +23,9 @@ SUMMARY = [
     "update_s",
     "rollout_tokens_per_s",
     "num_tokens",
+    "spec_accept_rate",
+    "spec_accept_length",
+    "rollout_speedup",
 ]
 # The names of TRL, for a run without a reference.
 LEARNING = [
@@ -89,7 +92,18 @@ def whole(run_dir: Path, settings: list[str], rhymerl: Run) -> Path:
 
 
 def test_summary(whole):
-    assert list(json.loads((whole / "summary.json").read_text())) == SUMMARY
+    summary = json.loads((whole / "summary.json").read_text())
+    assert list(summary) == SUMMARY
+    assert summary["rollout_speedup"] > 0
+    assert 0 < summary["spec_accept_rate"] <= 1 < summary["spec_accept_length"]
+
+
+def test_summary_without_drafts(settings, tmp_path, rhymerl: Run):
+    done = rhymerl(*settings, "drafter=none", "trainer.max_steps=2", f"run_dir={tmp_path / 'run'}", "--json")
+    summary = json.loads(done.out)
+    assert summary["rollout_speedup"] is None
+    assert (summary["spec_accept_rate"], summary["spec_accept_length"]) == (0, 1)
+    assert "times as fast" not in done.err
 
 
 def test_metrics_on_tensorboard(whole):
