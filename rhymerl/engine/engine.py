@@ -24,6 +24,7 @@ from rhymerl.engine.ragged import IndexArray
 from rhymerl.engine.rows import Counts, Prefix, Rows
 from rhymerl.engine.sampler import Sampler
 from rhymerl.engine.support import refuse_impossible
+from rhymerl.engine.threads import threads_for
 from rhymerl.engine.totals import EngineTotals
 from rhymerl.engine.tree import no_drafts
 from rhymerl.engine.verify import Walk, walk
@@ -73,6 +74,7 @@ class Engine:
             vocabulary=config.vocab_size,
             checks=check_drafts,
         )
+        self._operations = 2.0 * model.num_parameters(exclude_embeddings=True)  # of one token
         self._waiting: deque[tuple[RolloutRequest, Counts]] = deque()
         self._running: list[int] = []  # rows, oldest first
         self._prefixes: dict[bytes, Prefix] = {}  # least recently used first
@@ -255,7 +257,7 @@ class Engine:
         self.kv.write_slots = torch.from_numpy(layout.slots).to(device)
         buckets = [_bucket(bucket, layout.fed.total, device) for bucket in layout.buckets]
         plan = AttentionPlan(buckets, layout.narrow)
-        with self.autocast():
+        with self.autocast(), threads_for(self._operations * layout.fed.total):
             output = self.model(
                 input_ids=torch.from_numpy(layout.token_ids).to(device, torch.int64)[None],
                 position_ids=torch.from_numpy(layout.positions).to(device)[None],
