@@ -19,11 +19,8 @@ _FORGET = 0.998  # a pass; half of what is known is of the last 350
 _SOLVE_EVERY = 8  # passes
 _GUESS = np.array([1.0, 1 / 64, 1 / 128, 1 / 512])  # before the first pass, in whatever unit
 _TYPICAL = np.array([1.0, 32.0, 64.0, 32.0]) / 4  # features of the pass that the guess counts for afterwards
-_ODD = 10.0  # times what was guessed: one of the first passes that something else has slowed down
-_LARGEST_SURPRISE = 3.0  # times what was expected: as much for a later one
-_PATIENCE = 4.0  # such passes are left out, so many in a row ...
-_PATIENCE_A_PASS = 1 / 16  # ... and so many an ordinary pass
-_DOUBT = 0.9  # what is left of all that is known when one more comes
+_LARGEST_SURPRISE = 3.0  # times what was expected
+_DOUBT = 0.9  # what is left of all that is known after a larger one: many in a row are another machine
 _LEAST_S = 1e-9
 
 
@@ -86,18 +83,14 @@ class LearnedCost:
     """Learned: seconds = a + b rows + c nodes + d asked, by least squares of relative errors that forgets.
 
     It is straight, but fitted where passes are. Before the first pass nodes are held to be cheap, so that they are tried.
-    A pass that takes far longer than expected says nothing of its tokens (a compiler ran, or another program) and is left
-    out, as long as that is rare.
+    What takes far longer than expected (a compiler ran, or another program) weighs little, as long as that is rare.
     """
 
     def __init__(self) -> None:
         self._weights = _GUESS
-        self._first: list[
-            tuple[FloatArray, float]
-        ] = []  # features and seconds, until there are enough to tell odd ones
+        self._first: list[tuple[FloatArray, float]] = []  # features and seconds, until there are enough to solve for
         self._products = np.zeros((4, 4))
         self._sums = np.zeros(4)
-        self._patience = _PATIENCE
         self.num_passes = 0
 
     def seconds(self, rows: int, nodes: IndexArray, asked: int) -> FloatArray:
@@ -111,19 +104,16 @@ class LearnedCost:
             self._begin(features, seconds)
             return
         expected = float(features @ self._weights)
-        if seconds <= _LARGEST_SURPRISE * expected:
-            self._patience = min(self._patience + _PATIENCE_A_PASS, _PATIENCE)
-            self._add(features, seconds, expected)
-        elif self._patience >= 1:
-            self._patience -= 1
-        else:
+        if seconds > _LARGEST_SURPRISE * expected:
             self._products, self._sums = _DOUBT * self._products, _DOUBT * self._sums
             self._add(features, seconds, seconds)
+        else:
+            self._add(features, seconds, expected)
         if self.num_passes % _SOLVE_EVERY == 0:
             self._solve()
 
     def _begin(self, features: FloatArray, seconds: float) -> None:
-        """The guess in the unit of the first passes; with the last of these what they say, but for the odd ones."""
+        """The guess in the unit of the first passes; with the last of these, what they say."""
         self._first.append((features, seconds))
         usual = (len(self._first) - 1) // 2
         unit = sorted(taken / float(each @ _GUESS) for each, taken in self._first)[usual]
@@ -133,19 +123,19 @@ class LearnedCost:
         self._products = np.diag((_TYPICAL / sorted(taken for _, taken in self._first)[usual]) ** 2)
         self._sums = self._products @ self._weights
         for each, taken in self._first:
-            if taken < _ODD * float(each @ self._weights):
-                self._add(each, taken, taken)
+            self._add(each, taken, taken)
         self._first.clear()
         self._solve()
 
     def _add(self, features: FloatArray, seconds: float, scale: float) -> None:
+        """Count a pass in which an error of `scale` is an error of 1."""
         features = features / scale
         self._products = _FORGET * self._products + np.outer(features, features)
         self._sums = _FORGET * self._sums + features * (seconds / scale)
 
     def _solve(self) -> None:
         """Least squares without negative costs: a feature that would be paid for is left out."""
-        scale = np.sqrt(np.maximum(np.diag(self._products), _LEAST_S))
+        scale = np.sqrt(np.maximum(np.diag(self._products), 1e-30))
         products = self._products / np.outer(scale, scale) + 1e-6 * np.eye(4)
         sums = self._sums / scale
         used = np.ones(4, np.bool_)

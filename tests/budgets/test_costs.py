@@ -148,6 +148,15 @@ def test_nothing_is_paid_for():
         assert seconds(cost, 1, 0) > 0
 
 
+def test_what_would_be_paid_for_is_left_to_the_others():
+    """Passes with many nodes take less here: nodes are then free, and the rest costs what a pass does on average."""
+    cost, rng = LearnedCost(), np.random.default_rng(0)
+    for _ in range(400):
+        nodes = int(rng.integers(0, 65))
+        cost.observe(8, nodes, 8, 2.0 - 0.01 * nodes)
+    assert seconds(cost, 8, 0, 8) == pytest.approx(seconds(cost, 8, 64, 8), rel=1e-3) == pytest.approx(1.68, rel=0.03)
+
+
 def test_before_the_first_pass_nodes_are_cheap():
     cost = LearnedCost()
     assert seconds(cost, 8, 32) < 1.5 * seconds(cost, 8, 0)
