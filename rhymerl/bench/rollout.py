@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rhymerl.bench.base import Ratio, environment
-from rhymerl.bench.costs import CostTable, measure_costs
+from rhymerl.bench.costs import ROWS, CostTable, measure_costs
 from rhymerl.budgets import Budget, FixedBudget
 from rhymerl.config import instantiate, resolved
 from rhymerl.data.base import PlacedRow
@@ -95,14 +95,18 @@ class RolloutBench:
         """Rows by concurrency and drafter, and the cost of a pass."""
         for epoch in range(self.config.epochs):
             self._learn(epoch)
-        costs = measure_costs(self.policy.model, self._requests("costs"))
+        costs = self._costs()
         rows = [row for concurrency in self.config.concurrency for row in self._compare(concurrency, costs)]
         return {"rows": rows, "costs": costs.points(), "environment": environment(), "config": resolved(self.config)}
 
     def costs(self) -> dict[str, Any]:
         """The cost of a pass alone, as `budget.costs` reads it from a file."""
-        table = measure_costs(self.policy.model, self._requests("costs"))
+        table = self._costs()
         return {"costs": table.points(), "environment": environment()}
+
+    def _costs(self) -> CostTable:
+        rows = [each for each in ROWS if each <= max(self.config.concurrency)]
+        return measure_costs(self.policy.model, self._requests("costs"), rows=rows)
 
     def _requests(self, step: str) -> list[RolloutRequest]:
         sampling = self.rollout.sampling(self.policy.stop_token_ids)

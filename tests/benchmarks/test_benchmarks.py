@@ -55,6 +55,15 @@ def test_loop_overhead_tells_the_ways_apart_and_writes_its_files(run: Run, tmp_p
     assert "| loop_pool |" in page.read_text()
 
 
+def test_rollout_speed_has_a_row_for_each_drafter(run: Run) -> None:
+    words = ("task.train_size=2", "rollout.group_size=2", "rollout.max_tokens=8", "epochs=1", "pairs=1", "concurrency=[2]")
+    rows = run("rollout_speed", *words)["rows"]
+    names = [(row["drafter"], row["history_epochs"]) for row in rows]
+    assert names == [("none", 0), ("ngram", 0), ("HistoryTreeDrafter", 0), ("HistoryTreeDrafter", 1), ("oracle", 0)]
+    assert all(row["equal_answers"] >= 0.75 for row in rows)
+    assert rows[3]["predicted_speedup"] > 0
+
+
 def test_trl_echo_runs_our_side_alone(run: Run) -> None:
     words = ("--prompts", "2", "--group-size", "2", "--max-tokens", "4", "--reward-where", "main", "--threads", "1")
     result = run("trl_echo", *words, "--seeds", "1", "--steps", "3", "--warm-up", "1")
