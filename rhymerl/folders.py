@@ -9,7 +9,15 @@ from pathlib import Path
 from rhymerl.errors import ConfigError
 
 _NEEDED_BYTES = 64 * 2**20
-_FILES_OF_A_RUN = ("config.yaml", "summary.json", "samples.jsonl", "rollouts.jsonl.gz", "checkpoints", "tensorboard")
+_FILES_OF_A_RUN = (
+    "config.yaml",
+    "summary.json",
+    "samples.jsonl",
+    "rollouts.jsonl.gz",
+    "history.rhyme",
+    "checkpoints",
+    "tensorboard",
+)
 
 
 def open_folder(name: str | Path, *, setting: str = "run_dir") -> Path:

@@ -35,7 +35,7 @@ from rhymerl.rewards import Reward, RewardScorer, build_rewards, check_columns, 
 from rhymerl.rollout import Rollout, RolloutLoop, RolloutSettings
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.schedulers.fifo import FIFOScheduler
-from rhymerl.types import Sample
+from rhymerl.types import Sample, Split
 from rhymerl.update import Updater, UpdateSettings
 
 Node = Mapping[str, Any]  # a component as plain config, with `_target_`
@@ -95,6 +95,7 @@ class RhymeModule(L.LightningModule):
         self.num_rollouts = 0  # rollout steps whose update is in the weights
         self.num_tokens = 0  # response tokens trained on
         self.num_evaluations = 0
+        self.first_epochs: dict[Split, int] = {"train": 0, "validation": 0}  # later where history is another run's too
         self.last_rollout: Rollout | None = None  # for callbacks
         self._loop: RolloutLoop | None = None
         self._updater: Updater | None = None
@@ -234,7 +235,8 @@ class RhymeModule(L.LightningModule):
         self.backend.sync_weights(self.model.named_parameters(), policy_version=step)
         loader = self._datamodule().train_loader
         assert loader is not None
-        result = self._loop.run(batch.prompts, step, self.rollout, epoch=loader.epoch)
+        epoch = self.first_epochs["train"] + loader.epoch
+        result = self._loop.run(batch.prompts, step, self.rollout, epoch=epoch)
         rolled_out = time.perf_counter()
         schedule = cast(LambdaLR, self.lr_schedulers())
         metrics = self._updater.run(result.samples, step, optimizer=self.optimizers(), schedule=schedule)
@@ -275,9 +277,8 @@ class RhymeModule(L.LightningModule):
         """Answers with the same noise every time, so that two evaluations differ by the policy alone."""
         assert self._loop is not None
         settings = self.evaluation.rollout(self.rollout)
-        result = self._loop.run(
-            batch.prompts, "evaluation", settings, epoch=self.num_evaluations, split="validation"
-        )
+        epoch = self.first_epochs["validation"] + self.num_evaluations
+        result = self._loop.run(batch.prompts, "evaluation", settings, epoch=epoch, split="validation")
         self._evaluated += result.samples
         return None
 
@@ -294,6 +295,7 @@ class RhymeModule(L.LightningModule):
             "num_rollouts": self.num_rollouts,
             "num_tokens": self.num_tokens,
             "num_evaluations": self.num_evaluations,
+            "first_epochs": dict(self.first_epochs),
             "history": self.history.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "policy_files": self.policy.files(),
@@ -304,6 +306,7 @@ class RhymeModule(L.LightningModule):
         self.num_rollouts = state["num_rollouts"]
         self.num_tokens = state["num_tokens"]
         self.num_evaluations = state["num_evaluations"]
+        self.first_epochs = dict(state["first_epochs"])
         self.history.load_state_dict(state["history"])
         self.scheduler.load_state_dict(state["scheduler"])
 

@@ -23,6 +23,7 @@ from rhymerl.config import instantiate, resolved, save_config
 from rhymerl.data import PromptDataModule
 from rhymerl.drafters.history_tree import HistoryTreeDrafter
 from rhymerl.drafters.none import NoDrafter
+from rhymerl.earlier import save_history, start_with
 from rhymerl.errors import ConfigError
 from rhymerl.folders import open_folder, refuse_second_run
 from rhymerl.module import RhymeModule, check_precision, check_trainer
@@ -69,12 +70,14 @@ def fit(config: DictConfig, *, callbacks: Sequence[L.Callback] = ()) -> Result:
         check_same_run(checkpoint, module, datamodule, ckpt_path)
         _note(f"Going on from {ckpt_path}, after step {checkpoint['rhymerl']['num_rollouts']}")
         del checkpoint
-    elif evaluates:
+    _take_up_history(config, module, datamodule)
+    if ckpt_path is None and evaluates:
         summary.eval_before = _evaluate(trainer, module, datamodule)
     trainer.fit(module, datamodule, ckpt_path=ckpt_path, weights_only=True)
     if evaluates and not trainer.should_stop:
         summary.eval_after = _evaluate(trainer, module, datamodule)
     _write_summary(summary.result(), run_dir)
+    save_history(run_dir / "history.rhyme", module, datamodule)
     if not trainer.should_stop and summary.num_steps:
         step_s = summary.seconds["rollout"] / summary.num_steps
         summary.rollout_speedup = _speedup(config, trainer, module, datamodule, step_s)
@@ -222,6 +225,15 @@ def _parts(config: DictConfig) -> tuple[PromptDataModule, RhymeModule]:
     return datamodule, module
 
 
+def _take_up_history(config: DictConfig, module: RhymeModule, datamodule: PromptDataModule) -> None:
+    """An earlier run's answers, if any were named; a resumed run has its own."""
+    path = config.history_file
+    if path is not None and config.ckpt_path is not None:
+        _note(f"history_file={path!r} is not read: the checkpoint has the run's own history")
+    elif path is not None:
+        _note(start_with(path, module, datamodule, required=config.history_file_required))
+
+
 def _note(words: str) -> None:
     Console().print(words, highlight=False, soft_wrap=True)
 
@@ -265,5 +277,5 @@ def _write_summary(result: Result, run_dir: Path) -> None:
 
 def _say(result: Result, run_dir: Path) -> None:
     Console().print(summary_table(result))
-    files = "summary.json, config.yaml, samples.jsonl, checkpoints/"
+    files = "summary.json, config.yaml, samples.jsonl, history.rhyme, checkpoints/"
     _note(f"Everything is in {run_dir}: {files}; curves: tensorboard --logdir {run_dir}")

@@ -35,7 +35,7 @@ TINY = [
     "trainer.max_steps=1",
     "trainer.accelerator=cpu",
 ]
-NO_SETTINGS = {"model.generate", "scheduler.my_argument=3"}
+NO_SETTINGS = {"history.rhyme", "model.generate", "scheduler.my_argument=3"}
 MODULE = "from rhymerl.schedulers import FIFOScheduler\n\n\nclass MyScheduler(FIFOScheduler):\n    pass\n"
 
 
