@@ -118,7 +118,7 @@ def test_metrics_on_tensorboard(whole):
 
 def test_what_a_run_leaves(whole):
     files = {path.name for path in whole.iterdir()}
-    assert files == {"config.yaml", "summary.json", "samples.jsonl", "checkpoints", "tensorboard"}
+    assert files == {"config.yaml", "summary.json", "samples.jsonl", "history.rhyme", "checkpoints", "tensorboard"}
     assert {path.name for path in (whole / "checkpoints").iterdir()} == {"step=5.ckpt", "step=6.ckpt", "last.ckpt"}
     again = compose(whole / "config.yaml", [])
     assert again.data.prompts_per_step == 4
