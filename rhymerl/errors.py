@@ -46,4 +46,4 @@ def require_at_least(section: str, limits: Mapping[str, tuple[float, float]]) ->
     """Raise ConfigError for the first setting of `limits` (name -> value, least) whose value is too small."""
     for name, (value, least) in limits.items():
         if value < least:
-            raise ConfigError(f"{section}.{name}={value}: expected at least {least}")
+            raise ConfigError(f"{section + '.' if section else ''}{name}={value}: expected at least {least}")

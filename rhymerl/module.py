@@ -297,6 +297,7 @@ class RhymeModule(L.LightningModule):
             "num_evaluations": self.num_evaluations,
             "first_epochs": dict(self.first_epochs),
             "history": self.history.state_dict(),
+            "budget": self.budget.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "policy_files": self.policy.files(),
         }
@@ -308,6 +309,7 @@ class RhymeModule(L.LightningModule):
         self.num_evaluations = state["num_evaluations"]
         self.first_epochs = dict(state["first_epochs"])
         self.history.load_state_dict(state["history"])
+        self.budget.load_state_dict(state["budget"])
         self.scheduler.load_state_dict(state["scheduler"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,6 +51,14 @@ class Acceptance:
         full = self._reached > _REMEMBERED
         self._reached[full] /= 2
         self._accepted[full] /= 2
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """The counts by bin."""
+        return {"reached": self._reached.tolist(), "accepted": self._accepted.tolist()}
+
+    def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Go on from saved counts."""
+        self._reached, self._accepted = np.array(state["reached"]), np.array(state["accepted"])
 
 
 def _bins(drafts: DraftBatch) -> IndexArray:

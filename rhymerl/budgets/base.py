@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -54,6 +54,13 @@ class Budget(ABC):
 
     def finish(self, request: RolloutRequest) -> None:
         """A request left for good: drop what is kept for it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been learned, in plain containers: with it a resumed run verifies the very nodes that the whole run did."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
 
     def metrics(self) -> Mapping[str, float]:
         """What happened since the last call, by metric name; then reset."""

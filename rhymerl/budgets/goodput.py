@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -96,6 +96,15 @@ class GoodputBudget(Budget):
             self._cost.observe(len(outcome.requests), nodes, self._asked, outcome.seconds)
         self._report.nodes += nodes
 
+    def state_dict(self) -> dict[str, Any]:
+        """All but the cost of passes, which belongs to the machine."""
+        return {"acceptance": self._acceptance.state_dict(), "pause": asdict(self._pause), "reach": self._reach}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._acceptance.load_state_dict(state["acceptance"])
+        self._pause = _Pause(**state["pause"])
+        self._reach = state["reach"]
+
     def metrics(self) -> Mapping[str, float]:
         report, self._report = self._report, _Report()
         plain, one_more = self._cost.seconds(1, np.array([0, 1]), 0)
@@ -107,32 +116,32 @@ class GoodputBudget(Budget):
         }
 
 
+@dataclass(slots=True)
 class _Pause:
     """Whether the drafter is left alone: after misses in a row, for twice as long each time, until the batch has shrunk."""
 
-    def __init__(self) -> None:
-        self._misses = 0
-        self._length = _PAUSE[0]
-        self._left = 0
-        self._rows = 0  # of the batch in which drafting did not pay
+    misses: int = 0
+    length: int = _PAUSE[0]
+    left: int = 0
+    rows: int = 0  # of the batch in which drafting did not pay
 
     def holds(self, rows: int) -> bool:
         """Called once a pass."""
-        if rows * _OTHER_BATCH < self._rows:
-            self._left, self._rows, self._length = 0, 0, _PAUSE[0]
-        self._left = max(self._left - 1, 0)
-        return self._left > 0
+        if rows * _OTHER_BATCH < self.rows:
+            self.left, self.rows, self.length = 0, 0, _PAUSE[0]
+        self.left = max(self.left - 1, 0)
+        return self.left > 0
 
     def learn(self, gain: float, rows: int) -> None:
         """A pass with drafts was expected to be `gain` times as fast as one without."""
         if gain > _GAIN:
-            self._misses, self._length = 0, _PAUSE[0]
+            self.misses, self.length = 0, _PAUSE[0]
             return
-        self._misses += 1
-        if self._misses >= _PATIENCE or self._length > _PAUSE[0]:
-            self._left, self._rows = self._length + 1, rows
-            self._length = min(2 * self._length, _PAUSE[1])
-            self._misses = 0
+        self.misses += 1
+        if self.misses >= _PATIENCE or self.length > _PAUSE[0]:
+            self.left, self.rows = self.length + 1, rows
+            self.length = min(2 * self.length, _PAUSE[1])
+            self.misses = 0
 
 
 @dataclass(slots=True)

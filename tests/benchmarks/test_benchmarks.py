@@ -56,7 +56,14 @@ def test_loop_overhead_tells_the_ways_apart_and_writes_its_files(run: Run, tmp_p
 
 
 def test_rollout_speed_has_a_row_for_each_drafter(run: Run) -> None:
-    words = ("task.train_size=2", "rollout.group_size=2", "rollout.max_tokens=8", "epochs=1", "pairs=1", "concurrency=[2]")
+    words = (
+        "task.train_size=2",
+        "rollout.group_size=2",
+        "rollout.max_tokens=8",
+        "epochs=1",
+        "pairs=1",
+        "concurrency=[2]",
+    )
     rows = run("rollout_speed", *words)["rows"]
     names = [(row["drafter"], row["history_epochs"]) for row in rows]
     assert names == [("none", 0), ("ngram", 0), ("HistoryTreeDrafter", 0), ("HistoryTreeDrafter", 1), ("oracle", 0)]

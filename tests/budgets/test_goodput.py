@@ -217,3 +217,19 @@ def test_metrics_are_of_what_has_been_since():
     }
     assert budget.metrics()["budget/nodes_per_pass"] == 0.0
     assert budget.metrics()["budget/expected_speedup"] == 1.0
+
+
+def test_a_resumed_budget_goes_on_as_the_whole_one_does():
+    """Through plain containers, as a checkpoint holds them."""
+    requests, drafts = make_requests(3), DraftBatch.pack([chain(4, 0.9), chain(3, 0.7), chain(2, 0.3)])
+    costs = [(0, 1.0), (10, 2.0)]
+    whole = GoodputBudget(8, costs=costs)
+    for _ in range(20):
+        whole.limits(requests)
+        whole.learn(outcome_of(drafts.keep(whole.trim(requests, drafts))))
+    fresh, resumed = GoodputBudget(8, costs=costs), GoodputBudget(8, costs=costs)
+    assert fresh.trim(requests, drafts).sum() != whole.trim(requests, drafts).sum(), "nothing was learned"
+    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+    for _ in range(80):
+        np.testing.assert_array_equal(resumed.limits(requests), whole.limits(requests))
+        np.testing.assert_array_equal(resumed.trim(requests, drafts), whole.trim(requests, drafts))

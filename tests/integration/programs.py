@@ -15,7 +15,7 @@ import lightning as L
 
 from rhymerl.algos import GRPO
 from rhymerl.callbacks import AtomicCheckpointIO
-from rhymerl.drafters import NoDrafter
+from rhymerl.drafters import HistoryTreeDrafter
 from rhymerl.tasks import Task
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -67,14 +67,16 @@ class DieInUpdate(GRPO):
         return super().loss(*args, **kwargs)
 
 
-class DieInRollout(NoDrafter):
-    """Kills the process when the n-th answer is complete."""
+class DieInRollout(HistoryTreeDrafter):
+    """Drafts as the whole run does, and kills the process when the n-th answer is complete."""
 
     def __init__(self, *, call: int) -> None:
+        super().__init__(deterministic=True)
         self.call = call
         self._calls = 0
 
     def finish(self, completion: Any) -> None:
+        super().finish(completion)
         self._calls += 1
         if self._calls == self.call:
             die()
