@@ -27,8 +27,10 @@ OK, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
 
 def main(argv: Sequence[str] | None = None, *, commands: Sequence[Command] = COMMANDS) -> int:
     """Run one command. Returns the exit code: 0 ok, 1 failed, 2 bad usage, 130 stopped by Ctrl-C."""
-    # Threads that spin while they wait slow a busy machine down by tens of times; torch reads this when it is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Threads that spin long while they wait slow a busy machine down by tens of times, and those that sleep at once are slow to
+    # wake on a quiet one; torch's OpenMP reads this when it is imported.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     parser = make_parser(commands)
     arguments, overrides = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     for word in overrides:
