@@ -46,7 +46,7 @@ class DrafterBench:
     def _tokens(self, count: int) -> IntArray:
         return self._random.integers(0, self.config.vocabulary, count, dtype=np.int32)
 
-    def _copy(self) -> IntArray:
+    def copy(self) -> IntArray:
         copy = self._base.copy()
         edited = self._random.random(len(copy)) < self.config.edits
         copy[edited] = self._tokens(int(edited.sum()))
@@ -54,7 +54,7 @@ class DrafterBench:
 
     def run(self) -> dict[str, Any]:
         """One row; times are medians."""
-        answers = [self._copy() for _ in range(self.config.answers)]
+        answers = [self.copy() for _ in range(self.config.answers)]
         prompt = self._tokens(_PROMPT_TOKENS)
         index = SuffixIndex(prompt, answers)  # compiles
         build = [self._build(prompt, answers) for _ in range(self.config.repeats)]
@@ -82,7 +82,7 @@ class DrafterBench:
             history.add(each, _answers(answers))
         drafter.follow(history.snapshot())
         requests = [_request(prompts[i // siblings], i) for i in range(batch)]
-        contexts = [np.concatenate([request.prompt.token_ids, self._copy()]) for request in requests]
+        contexts = [np.concatenate([request.prompt.token_ids, self.copy()]) for request in requests]
         for request in requests:
             drafter.start(request)
         seconds, counts = [], []

@@ -23,6 +23,7 @@ _ASSUMED = ((0, 1.0), (64, 2.0))
 _PATIENCE = 4  # passes in a row without a gain after which the drafter is left alone ...
 _PAUSE = 4, 64  # ... for so many passes at first, and at most; each failure doubles it
 _MORE, _LATELY = 1.5, 0.8
+_PLAIN_EVERY = 4  # how many passes without drafts are taken for one: their cost is soon known, and learning takes time
 _GAIN = 1.02  # less is not worth the drafter's time
 _OTHER_BATCH = 1.3  # a batch that has shrunk by this factor is worth another look
 
@@ -90,8 +91,10 @@ class GoodputBudget(Budget):
         self._reach = max(wanted, _LATELY * self._reach + (1 - _LATELY) * wanted)
 
     def learn(self, outcome: PassOutcome) -> None:
-        self._acceptance.learn(outcome.drafts, outcome.reached, outcome.accepted)
         nodes = len(outcome.drafts.token_ids)
+        if self._asked == 0 and self._report.passes % _PLAIN_EVERY:
+            return
+        self._acceptance.learn(outcome.drafts, outcome.reached, outcome.accepted)
         if outcome.is_decoding:
             self._cost.observe(len(outcome.requests), nodes, self._asked, outcome.seconds)
         self._report.nodes += nodes

@@ -70,6 +70,8 @@ class Drafting:
         """How many nodes each row may have, [E]."""
         rows = self._rows
         wanted = np.minimum(self.budget.limits(self._requests(row)), self.max_nodes)
+        if not wanted.any():
+            return wanted
         limits = np.minimum(wanted, rows.context - rows.length[row]).clip(min=0).astype(np.int32)
         limits[_deepest(rows, row) <= 0] = 0
         if limits.sum() > spare:
@@ -116,7 +118,8 @@ class Drafting:
         if self.max_nodes == 0:
             return
         requests = self._requests(layout.row[layout.emits])
-        self._count(layout, steps)
+        if len(layout.node_place):
+            self._count(layout, steps)
         if self._hears_tokens:
             ends = np.cumsum(steps.num_emitted)
             pieces = zip(
@@ -136,8 +139,7 @@ class Drafting:
         totals.accepted_to_depth = totals.accepted_to_depth + (steps.num_accepted[:, None] >= levels).sum(0)
         totals.drafted_nodes += len(nodes)
         totals.accepted_nodes += int(steps.num_accepted.sum())
-        if len(nodes):
-            self._count_sources(layout.drafts.sources[steps.accepted])
+        self._count_sources(layout.drafts.sources[steps.accepted])
 
     def _count_sources(self, sources: npt.NDArray[np.int8]) -> None:
         """Of accepted nodes."""
@@ -163,12 +165,13 @@ def _spread(drafts: DraftBatch, askers: IndexArray, num_rows: int) -> DraftBatch
 
 
 def _outcome(requests: Sequence[RolloutRequest], layout: PassLayout, steps: Walk, seconds: float) -> PassOutcome:
-    drafts = layout.drafts
-    drawn_from = layout.logit_start[drafts.requests] + 1 + drafts.parents
+    drafts, reached = layout.drafts, steps.accepted
+    if len(layout.node_place):
+        reached = steps.drawn_at[layout.logit_start[drafts.requests] + 1 + drafts.parents]
     return PassOutcome(
         requests=requests,
         drafts=drafts,
-        reached=steps.drawn_at[drawn_from],
+        reached=reached,
         accepted=steps.accepted,
         num_accepted=steps.num_accepted,
         num_tokens=layout.fed.total,
