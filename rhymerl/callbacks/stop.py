@@ -30,6 +30,7 @@ class StopOnRequest(L.Callback):
     ) -> None:
         if self.request.requested:
             trainer.should_stop = True
+            trainer.limit_val_batches = 0  # else Lightning validates before it stops
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.request.release()
