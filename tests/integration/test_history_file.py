@@ -67,6 +67,8 @@ def test_a_stopped_run_leaves_its_history_too(words: list[str], tmp_path: Path) 
     assert process.exitcode == 130
     store = store_of(tmp_path / "run" / NAME)
     assert sum(len(change.added) for change in store.snapshot() if change.split == "train") == 2 * 4 * 4
+    epochs = {a.epoch for change in store.snapshot() if change.split == "validation" for a in change.added}
+    assert epochs == {0}, "it was evaluated on its way out"
 
 
 def test_the_next_run_drafts_from_it_from_its_first_step_on(words: list[str], tmp_path: Path, rhymerl: Run) -> None:
