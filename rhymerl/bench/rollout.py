@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 NONE, NGRAM, ORACLE = "none", "ngram", "oracle"
+FIRST_EPOCH = "_first_epoch"  # behind the name of a drafter that was given no history
 
 
 @dataclass(slots=True, kw_only=True)
@@ -139,8 +141,8 @@ class RolloutBench:
     def _contenders(self, concurrency: int) -> list[Contender]:
         """None first: its answers are the oracle's."""
         epochs = self.config.epochs
-        name = str(self.config.drafter["_target_"]).rpartition(".")[2]
-        with_history = [(name, each) for each in sorted({0, epochs})]
+        name = _short_name(self.config.drafter["_target_"])
+        with_history = [(name if each else name + FIRST_EPOCH, each) for each in sorted({0, epochs})]
         drafters: list[tuple[str, Drafter, int]] = [
             (NONE, NoDrafter(), 0),
             (NGRAM, NGramDrafter(), 0),
@@ -195,6 +197,12 @@ class RolloutBench:
         finally:
             drafter.close()
         return sum(undrafted.values(), ReplayTotals()).cost / sum(drafted.values(), ReplayTotals()).cost
+
+
+def _short_name(target: str) -> str:
+    """`history_tree` for `rhymerl.drafters.HistoryTreeDrafter`."""
+    words = re.findall("[A-Z]+[a-z0-9]*|[a-z0-9_]+", target.rpartition(".")[2].removesuffix("Drafter"))
+    return "_".join(words).lower()
 
 
 def _rotated(contenders: Sequence[Contender], pair: int) -> list[Contender]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Bench(ConfiguredCommand):
-    """measure rollout speed by drafter (rollout), drafting alone (drafter) or the cost of passes (costs)"""
+    """measure rollout speed by drafter (rollout), drafting alone (drafter) or the cost of passes (costs); the last line is JSON"""
 
     name = "bench"
 
@@ -26,7 +27,10 @@ class Bench(ConfiguredCommand):
     def run(self, arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> Result | None:
         arguments.config = arguments.config or f"bench_{arguments.what}"
         self._what = arguments.what
-        return super().run(arguments, overrides, interrupt)
+        result = super().run(arguments, overrides, interrupt)
+        if not (arguments.json or arguments.print_config):
+            print(json.dumps(result))
+        return result
 
     def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result:
         if self._what == "drafter":

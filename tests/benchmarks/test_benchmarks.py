@@ -66,7 +66,7 @@ def test_rollout_speed_has_a_row_for_each_drafter(run: Run) -> None:
     )
     rows = run("rollout_speed", *words)["rows"]
     names = [(row["drafter"], row["history_epochs"]) for row in rows]
-    assert names == [("none", 0), ("ngram", 0), ("HistoryTreeDrafter", 0), ("HistoryTreeDrafter", 1), ("oracle", 0)]
+    assert names == [("none", 0), ("ngram", 0), ("history_tree_first_epoch", 0), ("history_tree", 1), ("oracle", 0)]
     assert all(row["equal_answers"] >= 0.75 for row in rows)
     assert rows[3]["predicted_speedup"] > 0
 

@@ -1,0 +1,51 @@
+"""`rhymerl bench` ends in one JSON object, whatever it prints before."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rhymerl.cli import main
+
+SMALL = ["task.train_size=1", "rollout.group_size=2", "rollout.max_tokens=4", "epochs=1", "pairs=1", "concurrency=[1]"]
+
+
+def test_drafter(capsys):
+    words = ["answers=2", "tokens=220", "batch=4", "siblings=2", "repeats=1"]
+    assert main(["bench", "drafter", *words]) == 0
+    row = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"][0]
+    assert 8 <= row["bytes_per_token"] <= 12
+    assert row["propose_us"] > 0
+    assert main(["bench", "drafter", *words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["batch"] == 4
+
+
+def test_rollout(capsys):
+    assert main(["bench", "rollout", *SMALL]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [row["drafter"] for row in rows] == ["none", "ngram", "history_tree_first_epoch", "history_tree", "oracle"]
+    wanted = {"concurrency", "tokens_per_s", "speedup", "fraction_of_oracle", "predicted_speedup"}
+    assert all(wanted <= row.keys() for row in rows)
+    assert rows[0]["speedup"] == rows[-1]["fraction_of_oracle"] == 1
+
+
+def test_costs_are_what_a_budget_reads(capsys, tmp_path):
+    from rhymerl.budgets import GoodputBudget
+
+    assert main(["bench", "costs", *SMALL, "--json"]) == 0
+    path = tmp_path / "costs.json"
+    path.write_text(capsys.readouterr().out)
+    assert GoodputBudget(costs=str(path)).max_nodes == 32
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["rollout", "pairs=0"], "pairs=0: expected at least 1"),
+        (["drafter", "tokens=3"], "tokens=3: expected more than 200"),
+    ],
+)
+def test_bad_input(words, message, capsys):
+    assert main(["bench", *words]) == 2
+    assert message in capsys.readouterr().err
