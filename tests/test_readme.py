@@ -15,6 +15,7 @@ from tests.documents import README, ROOT, blocks, reader_in, write_files
 
 TINY = ["rollout.group_size=2", "rollout.max_tokens=16", "backend.max_running=8", "trainer.accelerator=cpu"]
 TINY_TASK = ["task.train_size=8", "task.validation_size=4", "data.prompts_per_step=4"]
+TINY_BENCH = ["task.train_size=1", "rollout.group_size=2", "epochs=1", "pairs=1", "concurrency=[1]"]
 SMALLER = {
     "max_steps=100": "max_steps=1, accelerator='cpu', logger=False, enable_checkpointing=False",
     "difficulty=3": "difficulty=3, train_size=4, validation_size=2",
@@ -31,6 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "path" / "to").mkdir(parents=True)
     (folder / "path" / "to" / "model").symlink_to(ROOT / "rhymerl" / "assets" / "quickstart_policy")
+    (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
     with reader_in(folder):
         yield folder
 
@@ -50,6 +52,7 @@ def test_commands(block, folder: Path) -> None:
         if words[0] == "fit":
             steps = 2 if "ckpt_path=last" in words else 1
             words += [*TINY, *(TINY_TASK if "quickstart" in words else []), f"trainer.max_steps={steps}"]
+        words += TINY_BENCH if words[0] == "bench" else []
         assert main(words) == 0, words
 
 
