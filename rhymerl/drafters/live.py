@@ -22,9 +22,12 @@ class LiveGroup:
         self.index = LiveIndex(prompt)
         self.running: dict[str, int] = {}  # row by request id
         self._left: dict[str, int] = {}
+        self._ended: list[tuple[int, IntArray]] = []  # rows and whole answers, to be indexed when next somebody asks
 
     def start(self, request: RolloutRequest) -> None:
         """Give the request a row: its former one if it goes on from there, else a new one."""
+        if request.id in self._left:
+            self._catch_up()
         row = self._left.pop(request.id, None)
         brings = len(request.generated) if request.generated else 0
         if row is None or self._num_tokens(row) > brings:
@@ -33,6 +36,7 @@ class LiveGroup:
 
     def extend(self, ids: Sequence[str], contexts: Sequence[IntArray]) -> IndexArray:
         """Index what each context (prompt and response so far) has that its row lacks; returns the rows."""
+        self._catch_up()
         rows = np.array([self.running[each] for each in ids], np.int64)
         known = (len(self.prompt) + self.index.ends[rows] - self.index.starts[rows]).tolist()
         new = [context[length:] for context, length in zip(contexts, known, strict=True)]
@@ -43,11 +47,16 @@ class LiveGroup:
 
     def finish(self, completion: Completion) -> None:
         """The request has left with these tokens."""
-        row = self.running.pop(completion.request.id)
-        new = completion.token_ids[self._num_tokens(row) :]
-        if len(new):
-            self.index.extend(np.array([row]), np.array([len(new)]), np.array(new, np.int32))
-        self._left[completion.request.id] = row
+        row = self._left[completion.request.id] = self.running.pop(completion.request.id)
+        self._ended.append((row, completion.token_ids))
+
+    def _catch_up(self) -> None:
+        """While the drafter is left alone, answers that end cost nothing."""
+        for row, answer in self._ended:
+            new = answer[self._num_tokens(row) :]
+            if len(new):
+                self.index.extend(np.array([row]), np.array([len(new)]), np.array(new, np.int32))
+        self._ended.clear()
 
     def _num_tokens(self, row: int) -> int:
         return int(self.index.ends[row] - self.index.starts[row])

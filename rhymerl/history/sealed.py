@@ -105,8 +105,9 @@ class SealedHistory:
 
     @property
     def bytes(self) -> int:
-        """Of the finished indexes; the answers' own arrays are the store's."""
-        return sum(sealed.index.bytes for sealed in self._sealed.values())
+        """Of all indexes that are built; the answers' own arrays are the store's."""
+        built = [pending.result() for pending in self._building.values() if pending.done()]
+        return sum(sealed.index.bytes for sealed in (*self._sealed.values(), *built))
 
     def close(self) -> None:
         """End the thread, when it has built what it was asked for."""

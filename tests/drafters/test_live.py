@@ -26,16 +26,19 @@ def test_rows_grow_with_their_contexts():
     assert [tokens_of(group, row) for row in range(3)] == [[1, 2], [5, 6, 3], [7]]
 
 
-def test_the_last_tokens_come_with_the_completion():
-    (one,) = requests([1, 2], 1)
+def test_the_last_tokens_come_with_the_completion_once_another_asks():
+    one, two = requests([1, 2], 2)
     group = LiveGroup(one.prompt.token_ids)
     group.start(one)
+    group.start(two)
     group.extend([one.id], [context(one, [5])])
     ended = completion(one, [5, 6, 7])
     ended.token_ids.flags.writeable = False
     group.finish(ended)
+    assert group.running == {two.id: 2}
+    assert tokens_of(group, 1) == [5], "nobody has asked"
+    group.extend([two.id], [context(two, [])])
     assert tokens_of(group, 1) == [5, 6, 7]
-    assert group.running == {}
 
 
 @pytest.mark.parametrize(
