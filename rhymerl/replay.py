@@ -10,7 +10,7 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -177,11 +177,7 @@ class Replay:
             asking, [running[r].context for r in askers.tolist()], limits[askers].tolist()
         )
         drafts = drafts.keep(drafts.closed(self.budget.trim(asking, drafts)))
-        counts = np.zeros(len(running), np.int64)
-        counts[askers] = drafts.counts
-        lengths = np.zeros(len(running), np.int32)
-        lengths[askers] = drafts.match_length
-        return replace(drafts, starts=np.concatenate([[0], np.cumsum(counts)]), match_length=lengths)
+        return drafts.spread(askers, len(running))
 
 
 def judge(config: DictConfig) -> dict[str, Any]:

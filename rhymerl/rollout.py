@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +71,31 @@ def request_seed(run_seed: int, step: int | str, prompt: Prompt, sample: int, ro
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
+def requests_of(
+    prompts: Sequence[Prompt],
+    step: int | str,
+    settings: RolloutSettings,
+    *,
+    seed: int,
+    stop_token_ids: Sequence[int],
+    split: Split = "train",
+) -> list[RolloutRequest]:
+    """`group_size` requests a prompt, in canonical order; `seed` is the run's, `stop_token_ids` are the policy's."""
+    sampling = settings.sampling(stop_token_ids)
+    return [
+        RolloutRequest(
+            id=f"{step}/{prompt.id}/{sample}",
+            prompt=prompt,
+            sample=sample,
+            seed=request_seed(seed, step, prompt, sample),
+            sampling=sampling,
+            split=split,
+        )
+        for prompt in prompts
+        for sample in range(settings.group_size)
+    ]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """The answers of one step, in canonical (prompt, sample) order, and how they came about."""
@@ -124,7 +149,7 @@ class RolloutLoop:
         Drafter and scheduler learn from the split `train` only; the history of the other serves its own drafts.
         """
         started = time.perf_counter()
-        requests = list(self._requests(prompts, step, settings, split))
+        requests = requests_of(prompts, step, settings, seed=self.seed, stop_token_ids=self.stop_token_ids, split=split)
         plan = self.scheduler.plan(requests, 1, step if isinstance(step, int) else 0)
         check_plan(plan, requests, num_workers=1, scheduler=type(self.scheduler).__name__)
         self.backend.submit(plan[0])
@@ -155,21 +180,6 @@ class RolloutLoop:
         delta = self.history.deltas(self._followed)
         self._followed = delta.version
         self.drafter.follow(delta)
-
-    def _requests(
-        self, prompts: Sequence[Prompt], step: int | str, settings: RolloutSettings, split: Split
-    ) -> Iterator[RolloutRequest]:
-        sampling = settings.sampling(self.stop_token_ids)
-        for prompt in prompts:
-            for sample in range(settings.group_size):
-                yield RolloutRequest(
-                    id=f"{step}/{prompt.id}/{sample}",
-                    prompt=prompt,
-                    sample=sample,
-                    seed=request_seed(self.seed, step, prompt, sample),
-                    sampling=sampling,
-                    split=split,
-                )
 
     def _drain(self, count: int) -> dict[str, tuple[Completion, str]]:
         """All completions and their texts by request id; each goes to the reward functions the moment it is done."""

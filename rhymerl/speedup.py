@@ -19,7 +19,7 @@ from rhymerl.drafters.none import NoDrafter
 from rhymerl.errors import RunError
 from rhymerl.history import HistoryStore
 from rhymerl.policy import Policy
-from rhymerl.rollout import RolloutSettings, request_seed
+from rhymerl.rollout import RolloutSettings, requests_of
 from rhymerl.types import Completion, Prompt, RolloutRequest
 
 _PAIRS = 3
@@ -83,7 +83,11 @@ def measure_speedup(
             sides.append(_Side(backend, each, history))
         chosen = prompts[: num_affordable(len(prompts), step_s)]
         pairs = [
-            _pair(sides, _requests(chosen, settings, policy, seed, number), is_reversed=number % 2 == 1)
+            _pair(
+                sides,
+                requests_of(chosen, f"speedup {number}", settings, seed=seed, stop_token_ids=policy.stop_token_ids),
+                is_reversed=number % 2 == 1,
+            )
             for number in range(1 + _PAIRS)
         ]
     ratios = [seconds for seconds, _ in pairs[1:]]
@@ -108,24 +112,6 @@ def _pair(sides: Sequence[_Side], requests: Sequence[RolloutRequest], *, is_reve
     (plain_s, plain), (drafted_s, drafted) = (results[id(side)] for side in sides)
     same = [np.array_equal(one.token_ids, two.token_ids) for one, two in zip(plain, drafted, strict=True)]
     return plain_s / drafted_s, float(np.mean(same))
-
-
-def _requests(
-    prompts: Sequence[Prompt], settings: RolloutSettings, policy: Policy, seed: int, number: int
-) -> list[RolloutRequest]:
-    sampling = settings.sampling(policy.stop_token_ids)
-    step = f"speedup {number}"
-    return [
-        RolloutRequest(
-            id=f"{step}/{prompt.id}/{sample}",
-            prompt=prompt,
-            sample=sample,
-            seed=request_seed(seed, step, prompt, sample),
-            sampling=sampling,
-        )
-        for prompt in prompts
-        for sample in range(settings.group_size)
-    ]
 
 
 def _like(backend: EmbeddedBackend) -> EmbeddedBackend:

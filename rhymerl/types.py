@@ -192,6 +192,16 @@ class DraftBatch:
             mask = mask & ~orphans
         return mask
 
+    def spread(self, places: IndexArray, num_requests: int) -> DraftBatch:
+        """These drafts at the ascending `places` [R] among `num_requests` requests, nothing for the others."""
+        import numpy as np
+
+        if len(places) == num_requests:
+            return self
+        counts, match_length = np.zeros(num_requests, np.int64), np.zeros(num_requests, np.int32)
+        counts[places], match_length[places] = self.counts, self.match_length
+        return replace(self, starts=np.concatenate([[0], np.cumsum(counts)]), match_length=match_length)
+
     def keep(self, mask: BoolArray) -> DraftBatch:
         """The nodes of an ancestor-closed `mask` [N], with parents renumbered."""
         import numpy as np

@@ -27,9 +27,9 @@ from rhymerl.history import HistoryStore
 from rhymerl.history.answers import answers_of
 from rhymerl.policy import Policy
 from rhymerl.replay import Replay, ReplayTotals
-from rhymerl.rollout import RolloutSettings, request_seed
+from rhymerl.rollout import RolloutSettings, requests_of
 from rhymerl.testing import OracleDrafter
-from rhymerl.traces import TraceRecord
+from rhymerl.traces import TraceRecord, record_of
 from rhymerl.types import Completion, Prompt, RolloutRequest, Sample
 
 if TYPE_CHECKING:
@@ -63,10 +63,6 @@ class Contender:
         self.seconds.append(time.perf_counter() - started)
         self.drafter.follow(self.history.deltas(self.history.version))
         return finished
-
-    @property
-    def key(self) -> str:
-        return f"{self.name}/{self.epochs}"
 
     def count(self, answers: Sequence[Completion], plain: Sequence[Completion]) -> None:
         """Compare with the answers without drafts."""
@@ -111,18 +107,8 @@ class RolloutBench:
         return measure_costs(self.policy.model, self._requests("costs"), rows=rows)
 
     def _requests(self, step: str) -> list[RolloutRequest]:
-        sampling = self.rollout.sampling(self.policy.stop_token_ids)
-        return [
-            RolloutRequest(
-                id=f"{step}/{prompt.id}/{sample}",
-                prompt=prompt,
-                sample=sample,
-                seed=request_seed(self.config.seed, step, prompt, sample),
-                sampling=sampling,
-            )
-            for prompt in self.prompts
-            for sample in range(self.rollout.group_size)
-        ]
+        stop_token_ids = self.policy.stop_token_ids
+        return requests_of(self.prompts, step, self.rollout, seed=self.config.seed, stop_token_ids=stop_token_ids)
 
     def _learn(self, epoch: int) -> None:
         """One epoch of history."""
@@ -156,7 +142,7 @@ class RolloutBench:
         try:
             for pair in range(-1, self.config.pairs):  # the first round warms up
                 plain = self._round(contenders, concurrency, pair)
-            predicted = {each.key: self._predict(each, concurrency, plain, costs) for each in contenders}
+            predicted = {each.name: self._predict(each, concurrency, plain, costs) for each in contenders}
         finally:
             for each in contenders:
                 each.drafter.close()
@@ -187,7 +173,7 @@ class RolloutBench:
         """The speed-up that replay gives for the last round's answers with the measured cost of passes; drafting is free."""
         if contender.name in (NONE, NGRAM, ORACLE):
             return None
-        records = [*_records(contender.history), *(_record(each, self.config.epochs) for each in plain)]
+        records = [*_records(contender.history), *(record_of(_unscored(each), self.config.epochs) for each in plain)]
         settings = {"costs": costs, "max_running": concurrency, "from_epoch": self.config.epochs}
         drafter = instantiate(self.config.drafter, key="drafter")
         budget: Budget = instantiate({**self.config.budget, "costs": costs}, key="budget")
@@ -241,19 +227,6 @@ def _records(history: HistoryStore) -> Iterator[TraceRecord]:
             )
 
 
-def _record(completion: Completion, epoch: int) -> TraceRecord:
-    prompt = completion.request.prompt
-    return TraceRecord(
-        epoch=epoch,
-        prompt_id=prompt.key,
-        sample=completion.request.sample,
-        prompt_tokens=prompt.token_ids,
-        response_tokens=completion.token_ids,
-        reward=0.0,
-        finish_reason="stop" if completion.finish_reason == "stop" else "length",
-    )
-
-
 def _rows(
     contenders: Sequence[Contender], concurrency: int, predicted: Mapping[str, float | None]
 ) -> Iterator[dict[str, Any]]:
@@ -270,7 +243,7 @@ def _rows(
             "speedup_low": ratio.low,
             "speedup_high": ratio.high,
             "fraction_of_oracle": ratio.median / ceiling,
-            "predicted_speedup": predicted[each.key],
+            "predicted_speedup": predicted[each.name],
             "accept_length": totals.emitted_tokens / max(totals.request_passes, 1),
             "accept_rate": totals.accepted_nodes / max(totals.drafted_nodes, 1),
             "nodes_per_pass": totals.drafted_nodes / max(totals.passes, 1),

@@ -1,4 +1,4 @@
-"""Verifies what pays: the draft nodes of all requests that make the most tokens a second of the pass (design: docs/architecture.md)."""
+"""Verifies what pays: the draft nodes of all requests that make the most tokens a second of the pass (docs/drafting.md)."""
 
 from __future__ import annotations
 

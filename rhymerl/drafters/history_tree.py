@@ -13,8 +13,9 @@ from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.grow import TreeBuffers, grow_trees
 from rhymerl.drafters.live import LiveGroup
 from rhymerl.errors import ConfigError, require_at_least
+from rhymerl.history.entries import Name
 from rhymerl.history.index import REACH
-from rhymerl.history.sealed import Name, SealedAnswers, SealedHistory
+from rhymerl.history.sealed import SealedAnswers, SealedHistory
 from rhymerl.types import Completion, Draft, DraftBatch, RolloutRequest
 
 if TYPE_CHECKING:

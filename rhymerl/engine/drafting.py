@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -62,7 +61,7 @@ class Drafting:
         started = time.perf_counter()
         limits = self._limits(row, spare)
         askers = np.flatnonzero(limits)
-        drafts = _spread(self._asked(row[askers], limits[askers]), askers, len(row)) if len(askers) else None
+        drafts = self._asked(row[askers], limits[askers]).spread(askers, len(row)) if len(askers) else None
         self._totals.draft_s += time.perf_counter() - started
         return drafts or no_drafts(len(row))
 
@@ -153,15 +152,6 @@ class Drafting:
 def _deepest(rows: Rows, row: IndexArray) -> IndexArray:
     """The last token that fits is drawn at a node, so no node may stand in its place."""
     return rows.limit[row] - rows.length[row] - 1
-
-
-def _spread(drafts: DraftBatch, askers: IndexArray, num_rows: int) -> DraftBatch:
-    """The drafts of `askers` among those of all `num_rows` rows, nothing for the others."""
-    if len(askers) == num_rows:
-        return drafts
-    counts, match_length = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int32)
-    counts[askers], match_length[askers] = drafts.counts, drafts.match_length
-    return replace(drafts, starts=np.concatenate([[0], np.cumsum(counts)]), match_length=match_length)
 
 
 def _outcome(requests: Sequence[RolloutRequest], layout: PassLayout, steps: Walk, seconds: float) -> PassOutcome:

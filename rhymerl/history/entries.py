@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from rhymerl.history.records import ANSWER_ENDS, Answer, Split
+from rhymerl.history.records import ANSWER_ENDS, Answer
+from rhymerl.types import Split
 
 if TYPE_CHECKING:
     from rhymerl.types import IntArray

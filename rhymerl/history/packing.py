@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from rhymerl.history.records import ANSWER_ENDS, SPLITS, Answer, Split
+from rhymerl.history.records import ANSWER_ENDS, SPLITS, Answer
+from rhymerl.types import Split
 
 if TYPE_CHECKING:
     from rhymerl.types import IntArray

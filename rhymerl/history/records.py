@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
+from rhymerl.types import Split
+
 if TYPE_CHECKING:
     from rhymerl.types import IntArray
 
-Split = Literal["train", "validation"]
 AnswerEnd = Literal["stop", "length"]  # a withdrawn answer is no answer yet
 
 SPLITS: tuple[Split, ...] = get_args(Split)

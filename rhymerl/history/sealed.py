@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rhymerl.history.entries import Name
 from rhymerl.history.index import SuffixIndex
-from rhymerl.history.records import Answer, HistoryDelta, PromptChange, Split
+from rhymerl.history.records import Answer, HistoryDelta, PromptChange
 
 if TYPE_CHECKING:
     from rhymerl.types import FloatArray, IntArray
-
-Name = tuple[Split, str]  # split, Prompt.key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,9 @@ from rhymerl.folders import open_folder
 from rhymerl.history.entries import Entry, EvictionLog, Name, Place, check_answer, fitting, newer, united
 from rhymerl.history.files import FORMAT, read_sections, write_sections
 from rhymerl.history.packing import PackedPrompt, pack, unpack
-from rhymerl.history.records import SPLITS, Answer, HistoryDelta, PromptChange, Split
+from rhymerl.history.records import SPLITS, Answer, HistoryDelta, PromptChange
 from rhymerl.history.tokens import TOKEN_BYTES, TokenFile, TokenMemory
-from rhymerl.types import Prompt
+from rhymerl.types import Prompt, Split
 
 if TYPE_CHECKING:
     from rhymerl.types import IntArray

@@ -1,19 +1,17 @@
-"""What the history drafter votes with, whose tokens it looks at, and what it keeps."""
+"""What the history drafter votes with, and whose tokens it looks at."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from rhymerl.drafters import HistoryTreeDrafter
-from rhymerl.errors import ConfigError
-from rhymerl.history import Answer, HistoryStore
+from rhymerl.history import HistoryStore
 from rhymerl.testing import make_prompt
-from rhymerl.types import Draft, DraftBatch, DraftSource, Prompt, RolloutRequest
+from rhymerl.types import Draft, DraftBatch, DraftSource, Prompt
 from tests.drafters.requests import completion, context, request, requests, resumed
 from tests.history.answers import answer
 
@@ -21,31 +19,6 @@ PROMPT = make_prompt([1])
 OWN, SIBLING, HISTORY = DraftSource.OWN, DraftSource.SIBLING, DraftSource.HISTORY
 
 Nodes = dict[tuple[int, ...], float]
-
-
-class Drafters:
-    """Makes drafters that have read a history, and closes them."""
-
-    def __init__(self) -> None:
-        self.made: list[HistoryTreeDrafter] = []
-
-    def __call__(
-        self, history: Sequence[Answer] = (), *, prompt: Prompt = PROMPT, split: str = "train", **settings: Any
-    ) -> HistoryTreeDrafter:
-        drafter = HistoryTreeDrafter(**{"deterministic": True, **settings})
-        self.made.append(drafter)
-        store = HistoryStore(window=100)
-        store.add(prompt, history, split)
-        drafter.follow(store.snapshot())
-        return drafter
-
-
-@pytest.fixture
-def drafters() -> Iterator[Drafters]:
-    made = Drafters()
-    yield made
-    for drafter in made.made:
-        drafter.close()
 
 
 def drafted(drafter: HistoryTreeDrafter, tokens: Sequence[int], *, budget: int = 32, prompt: Prompt = PROMPT) -> Draft:
@@ -315,98 +288,3 @@ def test_a_batch_is_each_request_alone(drafters):
         assert (one.match_length, one.sources.tolist()) == (alone.match_length, alone.sources.tolist())
         same(drafter.propose_batch(*([value] for value in each)), DraftBatch.pack([alone]))
     assert len(drafter.propose_batch([], [], [])) == 0
-
-
-# -- what is kept ------------------------------------------------------------------------------------------------
-
-
-def answered(drafter: HistoryTreeDrafter, each: RolloutRequest, tokens: Sequence[int]) -> None:
-    drafter.start(each)
-    drafter.propose(each, context(each, tokens), 4)
-    drafter.finish(completion(each, tokens))
-
-
-@pytest.mark.parametrize("siblings", [True, False])
-def test_running_answers_are_forgotten_when_they_are_history(drafters, siblings):
-    drafter = drafters(siblings=siblings)
-    empty = drafter.bytes
-    first, second = requests([1, 2, 3], 2)
-    answered(drafter, first, [4, 5])
-    drafter.start(second)
-    kept = drafter.bytes
-    assert kept > empty
-    drafter.follow(HistoryStore().deltas(0))
-    assert (drafter.bytes == kept) == siblings  # the group has one that is running
-    drafter.finish(completion(second, [4]))
-    drafter.follow(HistoryStore().deltas(0))
-    assert drafter.bytes == empty
-
-
-def test_idle_prompts_beyond_a_number_are_forgotten(drafters):
-    drafter = drafters()
-    empty = drafter.bytes
-    listed = [request(make_prompt([number, 2, 3])) for number in range(300)]
-    answered(drafter, listed[0], [7, 8])
-    one = drafter.bytes - empty
-    for each in listed[1:]:
-        answered(drafter, each, [7, 8])
-    assert drafter.bytes - empty == 256 * one
-    again = request(listed[-1].prompt, 1)
-    drafter.start(again)  # the newest are still known
-    assert drafter.propose(again, context(again, []), 4).token_ids.tolist() == [7, 8]
-    drafter.finish(completion(again, [7]))
-
-
-def test_memory_is_bounded_over_many_steps():
-    """A window of 3 epochs of like size holds no more after 12 of them than after 4."""
-    drafter, store = HistoryTreeDrafter(window=3, deterministic=True), HistoryStore(window=3, max_prompts=6)
-    rng, sizes = np.random.default_rng(0), []
-    for epoch in range(12):
-        version = store.version
-        for number in range(8):  # two of them are evicted each time
-            prompt = make_prompt([number])
-            for sample in range(2):
-                tokens = rng.integers(0, 9, 40).tolist()
-                answered(drafter, request(prompt, sample, name=f"{epoch}/{number}/{sample}"), tokens)
-                store.add(prompt, [answer(epoch=epoch, sample=sample, token_ids=tokens)])
-        drafter.follow(store.deltas(version))
-        for number in range(8):
-            drafter._history.settle(("train", make_prompt([number]).key))
-        sizes.append(drafter.bytes)
-    assert max(sizes[4:]) <= max(sizes[:4])
-    assert drafter._key_of == {}
-    drafter.close()
-
-
-def test_it_goes_on_after_it_was_closed(drafters):
-    drafter = drafters([answer(token_ids=[5])])
-    (one,) = requests([1], 1)
-    drafter.start(one)
-    drafter.close()  # with its engine, requests and all
-    drafter.start(one)
-    assert drafter.propose(one, context(one, []), 4).token_ids.tolist() == [5]
-    drafter.finish(completion(one, [5]))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"window": -1}, "drafter.window=-1: expected at least 0"),
-        ({"min_match": 0}, "drafter.min_match=0: expected at least 1"),
-        ({"max_matches": 0}, "drafter.max_matches=0: expected at least 1"),
-        ({"max_branches": 0}, "drafter.max_branches=0: expected at least 1"),
-        ({"max_match": 33}, "drafter.max_match=33: expected from min_match=1 to 32"),
-        ({"min_match": 5, "max_match": 4}, "drafter.max_match=4: expected from min_match=5 to 32"),
-        ({"priority": "luck"}, "drafter.priority='luck': expected probability or reward"),
-        ({"length_weight": 0.5}, "drafter.length_weight=0.5: expected 1 or more; .inf counts the longest suffixes alone"),
-        ({"length_weight": np.nan}, "drafter.length_weight=nan: expected 1 or more; .inf counts the longest suffixes alone"),
-        ({"recency": 0.0}, "drafter.recency=0.0: expected above 0, at most 1"),
-        ({"advantage_tilt": np.nan}, "drafter.advantage_tilt=nan: expected a finite number"),
-        ({"escape": -0.1}, "drafter.escape=-0.1: expected 0 or more, and finite"),
-        ({"escape": np.inf}, "drafter.escape=inf: expected 0 or more, and finite"),
-    ],
-)  # fmt: skip
-def test_settings_out_of_range_are_named(settings, message):
-    with pytest.raises(ConfigError) as caught:
-        HistoryTreeDrafter(**settings)
-    assert str(caught.value) == message
