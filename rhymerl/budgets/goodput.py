@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 _ASSUMED = ((0, 1.0), (64, 2.0))
 _PATIENCE = 4  # passes in a row without a gain after which the drafter is left alone ...
 _PAUSE = 4, 64  # ... for so many passes at first, and at most; each failure doubles it
+_FIRST_REACH = (
+    4.0  # nodes of a request, at first and after a pause: a try is cheap, and what pays grows within a few passes
+)
 _MORE, _LATELY = 1.5, 0.8
-_PLAIN_EVERY = 4  # how many passes without drafts are taken for one: their cost is soon known, and learning takes time
+_PLAIN_EVERY = 16  # how many passes without drafts are taken for one: their cost is soon known, and learning takes time
 _GAIN = 1.1  # the best of many estimates is too good: 5 % expected was a loss when measured
 _OTHER_BATCH = 1.3  # a batch that has shrunk by this factor is worth another look
 
@@ -52,7 +55,9 @@ class GoodputBudget(Budget):
         self._acceptance = Acceptance()
         self._pause = _Pause()
         self._asked = 0  # requests of the pass under way that the drafter was asked for
-        self._reach = float(nodes)  # nodes worth asking for: drafts that are then cut away cost time too
+        self._reach = min(
+            _FIRST_REACH, float(nodes)
+        )  # nodes worth asking for: those that are then cut away cost time too
         self._report = _Report()
 
     @property
@@ -64,6 +69,7 @@ class GoodputBudget(Budget):
         self._report.passes += 1
         if self._pause.holds(len(requests)):
             self._report.paused += 1
+            self._reach = min(_FIRST_REACH, self._reach)
             return np.zeros(len(requests), np.int32)
         return np.full(len(requests), min(round(self._reach), self.nodes), np.int32)
 

@@ -201,10 +201,23 @@ def test_what_pays_again_is_asked_again():
     assert all(asked[70:])
 
 
+def test_a_try_is_small_and_grows_where_it_pays():
+    budget, requests = GoodputBudget(32, costs=[(0, 1.0), (1000, 1.001)]), make_requests(2)
+    limits = []
+    for _ in range(6):
+        limits.append(int(budget.limits(requests).max()))
+        drafts = DraftBatch.pack([chain(limits[-1], 0.99)] * 2)
+        budget.trim(requests, drafts)
+        budget.learn(outcome_of(drafts, np.ones(len(drafts.token_ids))))
+    assert limits[0] == 4
+    assert limits[-1] == 32
+    assert limits == sorted(limits)
+
+
 def test_metrics_are_of_what_has_been_since():
     budget, requests = GoodputBudget(8, costs=[(0, 1.0), (10, 1.0), (20, 2.0)]), make_requests(2)
     assert budget.max_nodes == 8
-    assert budget.limits(requests).tolist() == [8, 8]
+    assert budget.limits(requests).tolist() == [4, 4]
     drafts = DraftBatch.pack([chain(2, 0.9), chain(1, 0.9)])
     assert budget.trim(requests, drafts).all()
     budget.learn(outcome_of(drafts))
