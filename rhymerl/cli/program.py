@@ -15,12 +15,12 @@ from rhymerl.cli.benches import Bench
 from rhymerl.cli.interrupt import Interrupt
 from rhymerl.cli.models import Export, Warmstart
 from rhymerl.cli.quiet import quiet
-from rhymerl.cli.replays import Replay
+from rhymerl.cli.replays import Replay, Simulate
 from rhymerl.cli.rollouts import Rollout
 from rhymerl.cli.runs import Evaluate, Fit
 from rhymerl.errors import RhymeError, UsageError
 
-COMMANDS: tuple[Command, ...] = (Fit(), Evaluate(), Rollout(), Replay(), Bench(), Warmstart(), Export())
+COMMANDS: tuple[Command, ...] = (Fit(), Evaluate(), Rollout(), Replay(), Simulate(), Bench(), Warmstart(), Export())
 
 OK, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
 

@@ -1,4 +1,4 @@
-"""Commands on recorded rollouts."""
+"""Commands that judge parts without a model."""
 
 from __future__ import annotations
 
@@ -28,6 +28,20 @@ class Replay(ConfiguredCommand):
 
     def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result:
         from rhymerl.replay import judge, report
+
+        result = judge(config)
+        report(result)
+        return result
+
+
+class Simulate(ConfiguredCommand):
+    """judge a scheduler on synthetic or recorded lengths, for any number of workers"""
+
+    name = "simulate"
+    default_config = "simulate"
+
+    def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result:
+        from rhymerl.simulation.judge import judge, report
 
         result = judge(config)
         report(result)

@@ -1,6 +1,37 @@
-"""Schedulers: which worker answers what, and when."""
+"""Schedulers: which worker answers what, and when. One is imported when first used; the base needs no numpy."""
 
-from rhymerl.schedulers.base import Scheduler
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rhymerl.lazy import lazy_names
+from rhymerl.schedulers.base import Move, Progress, Scheduler
 from rhymerl.schedulers.fifo import FIFOScheduler
 
-__all__ = ["FIFOScheduler", "Scheduler"]
+if TYPE_CHECKING:
+    from rhymerl.schedulers.histopipe import HistoPipeScheduler
+    from rhymerl.schedulers.lengths import LengthPredictor
+    from rhymerl.schedulers.packed import PackedScheduler
+    from rhymerl.schedulers.sorted import SortedScheduler
+
+__all__ = [
+    "FIFOScheduler",
+    "HistoPipeScheduler",
+    "LengthPredictor",
+    "Move",
+    "PackedScheduler",
+    "Progress",
+    "Scheduler",
+    "SortedScheduler",
+]
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of ours
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "HistoPipeScheduler": "histopipe",
+            "LengthPredictor": "lengths",
+            "PackedScheduler": "packed",
+            "SortedScheduler": "sorted",
+        },
+    )

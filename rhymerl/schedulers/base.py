@@ -2,22 +2,64 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from rhymerl.types import RolloutRequest, Sample
 
+if TYPE_CHECKING:
+    from rhymerl.types import IndexArray
+
+Plan = list[list[RolloutRequest]]  # a queue a worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What is unfinished of a step, gathered from all workers: U requests over W workers."""
+
+    step: int
+    planned: IndexArray  # [W] requests that were planned for each worker
+    requests: Sequence[RolloutRequest]  # [U] the unfinished ones, by worker and then in the order of its queue
+    workers: IndexArray  # [U] who has each of them now
+    num_tokens: IndexArray  # [U] drawn so far; 0 while a request waits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """Go on with a request, with the tokens that it has, on another worker."""
+
+    request_id: str
+    worker: int  # where to
+
 
 class Scheduler(ABC):
-    """Subclass this and write `plan`; every other hook is an optional no-op."""
+    """Subclass this and write `plan`; every other hook is an optional no-op. All of them run on rank 0."""
 
     @abstractmethod
     def plan(self, requests: Sequence[RolloutRequest], num_workers: int, step: int) -> list[list[RolloutRequest]]:
-        """One queue a worker: a partition of `requests`, each queue in the order of submission. Called on rank 0."""
+        """One queue a worker: a partition of `requests`, each queue in the order of submission.
+
+        Of the arguments and what the other hooks were told alone. Called once a step; for an evaluation too, with step 0.
+        """
+
+    def rebalance(self, progress: Progress) -> list[Move]:
+        """Requests to move now, within their step. Called from time to time while a step is under way.
+
+        With run-ahead it is also called right before the next step's `plan`: what is unfinished then says when each
+        worker becomes free. The moves of that call are made too.
+        """
+        return []
 
     def learn(self, samples: Sequence[Sample]) -> None:
-        """The finished answers of a step, in canonical (prompt, sample) order."""
+        """The finished answers of a training step, of all workers, in canonical (prompt, sample) order."""
+
+    def metrics(self) -> dict[str, float]:
+        """What happened since the last call, by metric name. Called once a training step, after `learn`."""
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, as plain containers."""
@@ -33,13 +75,39 @@ def check_plan(
     """Raise ValueError when `plan` drops, doubles or invents a request or has the wrong number of queues."""
     if len(plan) != num_workers:
         raise ValueError(f"{scheduler}.plan returned {len(plan)} queues for {num_workers} workers")
-    planned = [request.id for queue in plan for request in queue]
+    planned = Counter(request.id for queue in plan for request in queue)
     asked = {request.id for request in requests}
-    twice = {name for name in planned if planned.count(name) > 1} if len(set(planned)) < len(planned) else set()
     for wrong, names in (
-        ("doubles", twice),
-        ("invents", set(planned) - asked),
-        ("drops", asked - set(planned)),
+        ("doubles", {name for name, count in planned.items() if count > 1}),
+        ("invents", planned.keys() - asked),
+        ("drops", asked - planned.keys()),
     ):
         if names:
             raise ValueError(f"{scheduler}.plan {wrong} the request {min(names)!r} ({len(names)} such)")
+
+
+def check_moves(moves: Sequence[Move], progress: Progress, *, scheduler: str) -> None:
+    """Raise ValueError for a move of a request that is not under way, a second one of it, or one to nowhere."""
+    known = {request.id for request in progress.requests}
+    moved: set[str] = set()
+    for move in moves:
+        if move.request_id not in known:
+            raise ValueError(f"{scheduler}.rebalance moves the request {move.request_id!r}, which is not under way")
+        if move.request_id in moved:
+            raise ValueError(f"{scheduler}.rebalance moves the request {move.request_id!r} twice")
+        if not 0 <= move.worker < len(progress.planned):
+            raise ValueError(
+                f"{scheduler}.rebalance moves the request {move.request_id!r} to worker {move.worker}: expected 0 to "
+                f"{len(progress.planned) - 1}"
+            )
+        moved.add(move.request_id)
+
+
+def plan_hash(plan: Sequence[Sequence[RolloutRequest]]) -> str:
+    """32 hex digits that say which request stands where; every rank compares them before it submits its queue."""
+    digest = hashlib.blake2b(digest_size=16)
+    for queue in plan:
+        digest.update(f"{len(queue)}\n".encode())
+        for request in queue:
+            digest.update(f"{len(request.id)}:{request.id}\n".encode())
+    return digest.hexdigest()

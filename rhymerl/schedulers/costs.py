@@ -1,0 +1,85 @@
+"""What a queue costs: passes by the longest answer, and tokens by all of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rhymerl.types import Sample
+
+if TYPE_CHECKING:
+    from rhymerl.types import FloatArray
+
+Points = Sequence[Sequence[float]]
+
+ASSUMED: Points = ((0, 1.0), (128, 2.0))  # without measuring: a pass costs 1 + tokens / 128
+_FORGET = 0.5  # a step: acceptance follows the epochs
+
+
+class QueueCost:
+    """Time of a queue whose requests all run side by side, in the unit of `costs`.
+
+    `costs` are points [tokens of a pass, seconds], as `rhymerl bench costs` measures them, or a JSON file {"costs": [...]}
+    of them; a line from the first point to the last one stands for the curve. A queue then takes
+    (base * longest + per_token * verified * total) / tokens_per_pass, where drafting sets tokens_per_pass (tokens emitted a pass
+    and request) and verified (tokens verified for them); both are learned from finished answers.
+    Raises ValueError for a curve that is none.
+    """
+
+    def __init__(self, costs: str | Path | Points | None = None) -> None:
+        points = _points(ASSUMED if costs is None else costs)
+        (first_tokens, first_cost), (last_tokens, last_cost) = points[0], points[-1]
+        self.per_token = (last_cost - first_cost) / (last_tokens - first_tokens)
+        self.base = max(first_cost - self.per_token * first_tokens, 0.0)
+        self.tokens_per_pass = 1.0
+        self.verified = 1.0
+
+    def time(self, longest: float, total: float) -> float:
+        """Of a queue with `total` tokens, the longest answer of which has `longest`."""
+        return (self.base * longest + self.per_token * self.verified * total) / self.tokens_per_pass
+
+    def times(self, longest: FloatArray, total: FloatArray) -> FloatArray:
+        """Of many queues at once."""
+        return (self.base * longest + self.per_token * self.verified * total) / self.tokens_per_pass
+
+    def learn(self, samples: Sequence[Sample]) -> None:
+        """Acceptance, from answers that say how many passes they took."""
+        done = [sample.completion for sample in samples if sample.completion.num_passes]
+        passes = sum(each.num_passes for each in done)
+        if not passes:
+            return
+        tokens = sum(len(each.token_ids) for each in done) / passes
+        verified = 1 + sum(each.num_drafted for each in done) / passes
+        self.tokens_per_pass = _FORGET * self.tokens_per_pass + (1 - _FORGET) * max(tokens, 1.0)
+        self.verified = _FORGET * self.verified + (1 - _FORGET) * verified
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tokens_per_pass": self.tokens_per_pass, "verified": self.verified}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.tokens_per_pass, self.verified = state["tokens_per_pass"], state["verified"]
+
+
+def _points(costs: str | Path | Points) -> list[tuple[float, float]]:
+    found = _read(costs) if isinstance(costs, str | Path) else costs
+    expected = "expected at least two [tokens, seconds], tokens rising, seconds above 0 and not falling"
+    try:
+        points = [(float(tokens), float(seconds)) for tokens, seconds in found]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"costs={found!r}: {expected}") from error
+    rising = all(one[0] < two[0] and one[1] <= two[1] for one, two in pairwise(points))
+    if len(points) < 2 or not rising or not 0 < points[0][1] <= points[-1][1] < float("inf"):
+        raise ValueError(f"costs={found!r}: {expected}")
+    return points
+
+
+def _read(path: str | Path) -> Any:
+    try:
+        return json.loads(Path(path).read_text())["costs"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f'costs={str(path)!r}: expected a JSON file {{"costs": [[tokens, seconds], ...]}} ({error!r})'
+        ) from error

@@ -1,0 +1,85 @@
+"""What schedulers share that plan by predicted lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rhymerl.schedulers.base import Scheduler
+from rhymerl.schedulers.costs import Points, QueueCost
+from rhymerl.schedulers.lengths import LengthPredictor
+from rhymerl.types import RolloutRequest, Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Requests of one prompt that go to the same worker."""
+
+    requests: Sequence[RolloutRequest]
+    median: float  # predicted tokens of an answer
+    tail: float  # of a long one among them
+    is_known: bool
+
+    @property
+    def total(self) -> float:
+        """Predicted tokens of all."""
+        return self.median * len(self.requests)
+
+
+class PredictingScheduler(Scheduler):
+    """Learns lengths and acceptance, and cuts a step's requests into pieces with predictions.
+
+    A piece is a prompt's whole group when `keep_groups` is set and there are at least as many prompts as workers, so that siblings
+    can draft for one another; else it is a single request. `costs` as for `QueueCost`, `momentum` and `tail` as for
+    `LengthPredictor`.
+    """
+
+    def __init__(
+        self,
+        *,
+        keep_groups: bool = True,
+        costs: str | Points | None = None,
+        momentum: float = 0.5,
+        tail: float = 0.95,
+    ) -> None:
+        self.keep_groups = keep_groups
+        self.costs = costs
+        self.momentum = momentum
+        self.tail = tail
+        self.cost = QueueCost(costs)
+        self.lengths = LengthPredictor(momentum=momentum, tail=tail)
+
+    def pieces(self, requests: Sequence[RolloutRequest], num_workers: int) -> list[Piece]:
+        """In data order."""
+        groups: dict[str, list[RolloutRequest]] = {}
+        for request in requests:
+            groups.setdefault(request.prompt.id, []).append(request)
+        whole = self.keep_groups and len(groups) >= num_workers
+        pieces: list[Piece] = []
+        for group in groups.values():
+            length = self.lengths.predict(group[0])
+            pieces += [
+                Piece(requests=part, median=length.median, tail=length.tail, is_known=length.is_known)
+                for part in ([group] if whole else [[request] for request in group])
+            ]
+        return pieces
+
+    def learn(self, samples: Sequence[Sample]) -> None:
+        self.lengths.learn(samples)
+        self.cost.learn(samples)
+
+    def metrics(self) -> dict[str, float]:
+        return self.lengths.metrics()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"lengths": self.lengths.state_dict(), "cost": self.cost.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.lengths.load_state_dict(state["lengths"])
+        self.cost.load_state_dict(state["cost"])
+
+
+def queue_of(pieces: Sequence[Piece]) -> list[RolloutRequest]:
+    """The requests of pieces, in their order."""
+    return [request for piece in pieces for request in piece.requests]

@@ -1,0 +1,34 @@
+"""When workers become free, from what they have not finished yet."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rhymerl.schedulers.base import Progress
+from rhymerl.schedulers.costs import QueueCost
+from rhymerl.schedulers.lengths import LengthPredictor
+
+if TYPE_CHECKING:
+    from rhymerl.types import FloatArray
+
+_AT_LEAST = 0.1  # an answer beyond its prediction is expected to grow by this share of what it has
+
+
+def releases(progress: Progress | None, num_workers: int, lengths: LengthPredictor, cost: QueueCost) -> FloatArray:
+    """Time until each worker is free, [W], in the unit of the costs; zeros when nothing is under way."""
+    longest, total = np.zeros(num_workers), np.zeros(num_workers)
+    if progress is None or len(progress.planned) != num_workers or not len(progress.requests):
+        return longest
+    predicted = [lengths.predict(request) for request in progress.requests]
+    limits = np.array([request.sampling.max_tokens for request in progress.requests], np.float64)
+    drawn = np.asarray(progress.num_tokens, np.float64)
+    tails = np.array([each.tail for each in predicted])
+    medians = np.array([each.median for each in predicted])
+    beyond = np.minimum((1 + _AT_LEAST) * drawn, limits)  # of an answer that has outgrown its prediction
+    longer = np.maximum(np.where(drawn < tails, tails, beyond) - drawn, 1.0)
+    likely = np.maximum(np.where(drawn < medians, medians, np.where(drawn < tails, tails, beyond)) - drawn, 1.0)
+    np.maximum.at(longest, progress.workers, longer)
+    np.add.at(total, progress.workers, likely)
+    return cost.times(longest, total)

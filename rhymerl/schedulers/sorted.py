@@ -1,0 +1,39 @@
+"""Longest (or shortest) predicted first, each to the worker with the least to do."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Literal
+
+from rhymerl.schedulers.costs import Points
+from rhymerl.schedulers.predicting import PredictingScheduler
+from rhymerl.types import RolloutRequest
+
+
+class SortedScheduler(PredictingScheduler):
+    """Pieces in the `order` of their predicted length, each to the worker with the fewest predicted tokens so far."""
+
+    def __init__(
+        self,
+        *,
+        order: Literal["descending", "ascending"] = "descending",
+        keep_groups: bool = True,
+        costs: str | Points | None = None,
+        momentum: float = 0.5,
+        tail: float = 0.95,
+    ) -> None:
+        if order not in ("descending", "ascending"):
+            raise ValueError(f"order={order!r}: expected one of descending, ascending")
+        super().__init__(keep_groups=keep_groups, costs=costs, momentum=momentum, tail=tail)
+        self.order = order
+
+    def plan(self, requests: Sequence[RolloutRequest], num_workers: int, step: int) -> list[list[RolloutRequest]]:
+        sign = -1 if self.order == "descending" else 1
+        queues: list[list[RolloutRequest]] = [[] for _ in range(num_workers)]
+        loads = [(0.0, worker) for worker in range(num_workers)]
+        for piece in sorted(self.pieces(requests, num_workers), key=lambda piece: sign * piece.median):
+            load, worker = loads[0]
+            queues[worker].extend(piece.requests)
+            heapq.heapreplace(loads, (load + piece.total, worker))
+        return queues

@@ -1,0 +1,81 @@
+"""What is simulated: the work of a step, how fast workers decode, and how steps follow one another."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from rhymerl.budgets.costs import CostCurve
+from rhymerl.types import RolloutRequest
+
+if TYPE_CHECKING:
+    from rhymerl.types import BoolArray, FloatArray, IndexArray
+
+RunAhead = Literal["off", "draft", "keep"]
+Pipeline = Literal["colocated", "disaggregated"]
+
+REFERENCE_COSTS = CostCurve([(0, 1.0), (128, 2.0)], setting="costs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """A step's requests and how long their answers will be: R requests, in canonical order."""
+
+    requests: Sequence[RolloutRequest]
+    lengths: IndexArray  # [R] tokens, at least 1
+    is_cut: BoolArray  # [R] cut off at the limit
+
+
+class LengthSource(ABC):
+    """Where the lengths of a simulation come from."""
+
+    @abstractmethod
+    def steps(self, num_steps: int, seed: int) -> list[StepWork]:
+        """The same for the same arguments; fewer steps where there are no more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoding:
+    """How fast a worker decodes. Its time unit is that of `costs`; tokens may be fractions.
+
+    A pass over running requests verifies `verified` tokens for each and emits `tokens_per_pass` of them; for a request that is
+    redone along its run-ahead tokens it verifies `1 + redo_nodes` and emits `redo_tokens`.
+    """
+
+    costs: CostCurve = field(default_factory=lambda: REFERENCE_COSTS)
+    max_running: int | None = None  # requests side by side; None = the whole queue
+    tokens_per_pass: float = 1.0
+    verified: float = 1.0
+    redo_acceptance: float = 0.95  # of a drafted run-ahead token whose predecessors were accepted
+    redo_nodes: int = 8
+
+    @property
+    def redo_tokens(self) -> float:
+        """1 + a + a^2 + ... + a^nodes."""
+        return float(np.power(self.redo_acceptance, np.arange(self.redo_nodes + 1)).sum())
+
+    def pass_cost(self, load: FloatArray) -> FloatArray:
+        """Of passes that verify so many tokens."""
+        return self.costs.seconds(0, load, 0)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """When what happened: S steps on W workers. Colocated training is left out: it stops all workers alike."""
+
+    starts: FloatArray  # [S, W] a worker begins its queue
+    ends: FloatArray  # [S, W] and has finished it; equal to the start of an empty queue
+    ahead: FloatArray  # [S, W] time spent on drawing tokens of the next step that are drawn again
+    done: FloatArray  # [S] the last worker has finished
+    trained: FloatArray  # [S] the policy that this step's answers have trained is there
+    tokens: FloatArray  # [S] response tokens
+    stale_tokens: FloatArray  # [S] of these, drawn by the policy before
+    staleness: IndexArray  # [S] the oldest policy in a step's answers, in steps
+    moves: IndexArray  # [S] requests that went to another worker
+    tails: FloatArray  # [S, W] time in which at most a quarter of a worker's requests were left
+    waits: Sequence[FloatArray]  # [S][R] from when a step may begin to a request's first token
+    latencies: Sequence[FloatArray]  # [S][R] and to its last

@@ -1,0 +1,75 @@
+"""One worker decoding one queue with continuous batching, in closed form: no token is simulated."""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rhymerl.simulation.base import Decoding
+
+if TYPE_CHECKING:
+    from rhymerl.types import FloatArray
+
+
+class Course:
+    """A queue of n requests from time `start` on: `tokens` [n] to draw, the first `drafts` [n] of them along run-ahead tokens.
+
+    Requests enter in order, as many side by side as `decoding.max_running` allows. Between two events (a request enters, has used
+    up its drafts, or ends) every pass is alike, so the time of an event is a sum over the events before.
+    """
+
+    def __init__(self, start: float, tokens: FloatArray, drafts: FloatArray, decoding: Decoding) -> None:
+        self.start = start
+        self.tokens = tokens
+        self._drafts = drafts
+        self._has_drafts = bool(drafts.any())
+        self._decoding = decoding
+        redone = drafts / decoding.redo_tokens
+        passes = redone + (tokens - drafts) / decoding.tokens_per_pass
+        self._enters = _enters(passes, decoding.max_running)  # all in passes of this worker
+        self._redone = self._enters + redone
+        leaves = self._enters + passes
+        self._knots, self._times = self._clock(leaves)
+        self.firsts = np.interp(self._enters, self._knots, self._times)  # [n] when a request enters
+        self.ends = np.interp(leaves, self._knots, self._times)  # [n] and ends
+        self.end = float(self._times[-1])
+
+    def _clock(self, leaves: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Pass numbers of all events and their times."""
+        plain, redo = self._decoding.verified, 1.0 + self._decoding.redo_nodes
+        first = np.where(self._drafts > 0, redo, plain)
+        places = np.concatenate([self._enters, self._redone, leaves])
+        changes = np.concatenate([first, plain - first, np.full(len(leaves), -plain)])
+        order = np.argsort(places, kind="stable")
+        knots = np.concatenate([[0.0], places[order]])
+        load = np.concatenate([[0.0], np.cumsum(changes[order])])[:-1]  # in front of each event
+        lasting = np.diff(knots)
+        cost = np.zeros(len(lasting))
+        some = lasting > 0
+        cost[some] = lasting[some] * self._decoding.pass_cost(load[some])
+        return knots, self.start + np.concatenate([[0.0], np.cumsum(cost)])
+
+    def drawn(self, time: float) -> FloatArray:
+        """Tokens that each request has at a time, [n]."""
+        if time >= self.end:
+            return self.tokens
+        now = float(np.interp(time, self._times, self._knots))
+        if not self._has_drafts:
+            return np.minimum(np.maximum(now - self._enters, 0.0) * self._decoding.tokens_per_pass, self.tokens)
+        redo = np.minimum(np.maximum(now, self._enters), self._redone) - self._enters
+        plain = np.maximum(now - self._redone, 0.0) * self._decoding.tokens_per_pass
+        return np.minimum(redo * self._decoding.redo_tokens + plain, self.tokens)
+
+
+def _enters(passes: FloatArray, max_running: int | None) -> FloatArray:
+    """The pass in which each request enters, in order, as soon as one of the slots is free."""
+    enters = np.zeros(len(passes))
+    if max_running is None or len(passes) <= max_running:
+        return enters
+    free = sorted(passes[:max_running].tolist())
+    for number, lasting in enumerate(passes[max_running:].tolist(), start=max_running):
+        enters[number] = free[0]
+        heapq.heapreplace(free, free[0] + lasting)
+    return enters

@@ -1,0 +1,183 @@
+"""`rhymerl simulate`: a scheduler against FIFO behind a barrier, on the same lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from rhymerl.budgets.costs import CostCurve
+from rhymerl.config import instantiate
+from rhymerl.errors import ConfigError, require_at_least
+from rhymerl.schedulers.fifo import FIFOScheduler
+from rhymerl.simulation.base import REFERENCE_COSTS, Decoding, LengthSource, RunAhead, StepWork, Timeline
+from rhymerl.simulation.pipeline import Simulation, check_modes
+from rhymerl.simulation.summary import Window, step_time, summary
+from rhymerl.simulation.workload import RecordedLengths
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+_RUN_OUT = 2  # steps beyond the last, so that workers have something to run ahead on until it is done
+_SHOWN = {
+    "speedup_over_fifo_barrier": "times as fast as FIFO behind a barrier",
+    "bubble_frac": "share of worker time without work",
+    "run_ahead_frac": "share of it spent on tokens that are drawn again",
+    "tail_frac": "share of decoding time with at most a quarter of a queue left",
+    "migration_rate": "requests moved to another worker",
+    "staleness_max": "oldest policy, in steps",
+    "stale_token_frac": "tokens drawn by the policy before",
+    "wait_p50": "steps from when a step may begin to a request's first token, median",
+    "wait_max": "the longest",
+    "latency_max": "steps until a request's last token, the longest",
+}
+
+
+def judge(config: DictConfig) -> dict[str, Any]:
+    """What `rhymerl simulate` prints, for a config such as configs/simulate.yaml: means over seeds, and the spread."""
+    _check(config)
+    source = length_source(config)
+    rows = []
+    for seed in range(config.seed, config.seed + config.seeds):
+        works = source.steps(config.steps + _RUN_OUT, seed)
+        window = window_of(config, len(works))
+        timeline, row = compared(config, works, window)
+        rows.append(row)
+        if seed == config.seed and config.gantt is not None:
+            draw_gantt(config, works, timeline, window)
+    speedups = [row["speedup_over_fifo_barrier"] for row in rows]
+    return {
+        **{name: _joined(name, [row[name] for row in rows]) for name in rows[0]},
+        "speedup_min": min(speedups),
+        "speedup_max": max(speedups),
+        "scheduler": str(config.scheduler["_target_"]).rpartition(".")[2],
+        "run_ahead": config.run_ahead,
+        "workers": config.workers,
+        "steps": window.last - window.first,
+        "seeds": config.seeds,
+    }
+
+
+def compared(config: DictConfig, works: Sequence[StepWork], window: Window) -> tuple[Timeline, dict[str, Any]]:
+    """The timeline of the configured scheduler, and its figures beside the baseline's on the same work."""
+    scheduler = instantiate(config.scheduler, key="scheduler")
+    timeline = simulation(config, scheduler).run(works)
+    barrier = simulation(config, FIFOScheduler(), run_ahead="off").run(works)
+    pause = config.train_time if config.pipeline == "colocated" else 0.0
+    figures = summary(timeline, window, train_time=pause)
+    baseline = step_time(barrier, window, pause)
+    lengths = np.concatenate([work.lengths for work in works[window.first : window.last]])
+    return timeline, {
+        "speedup_over_fifo_barrier": baseline / figures["step_time"],
+        **figures,
+        "fifo_barrier_step_time": baseline,
+        "mean_length": float(lengths.mean()),
+        "requests": len(lengths),
+        **{name.replace("/", "_"): value for name, value in scheduler.metrics().items()},
+    }
+
+
+def simulation(config: DictConfig, scheduler: Any, *, run_ahead: RunAhead | None = None) -> Simulation:
+    """The configured pipeline with a scheduler."""
+    mode: RunAhead = run_ahead or config.run_ahead
+    return Simulation(
+        scheduler,
+        num_workers=config.workers,
+        run_ahead=mode,
+        max_staleness=config.max_staleness,
+        pipeline=config.pipeline,
+        train_time=config.train_time,
+        rebalance_every=config.rebalance_every,
+        decoding=_decoding(config),
+    )
+
+
+def length_source(config: DictConfig) -> LengthSource:
+    """The trace, or else what `lengths` says."""
+    if config.trace is not None:
+        return RecordedLengths(config.trace, prompts_per_step=config.lengths.prompts_per_step)
+    source: LengthSource = instantiate(config.lengths, key="lengths")
+    return source
+
+
+def window_of(config: DictConfig, num_steps: int) -> Window:
+    """The steps that count. Raises ConfigError when there are none."""
+    last = min(config.steps, num_steps)
+    if last <= config.warm_up:
+        raise ConfigError(f"warm_up={config.warm_up}: expected less than the number of steps, {last}")
+    return Window(first=config.warm_up, last=last)
+
+
+def draw_gantt(config: DictConfig, works: Sequence[StepWork], timeline: Timeline, window: Window) -> None:
+    """The first steps of the window, below those of FIFO behind a barrier."""
+    from rhymerl.simulation.gantt import draw
+
+    last = min(window.first + config.gantt_steps, window.last)
+    barrier = simulation(config, FIFOScheduler(), run_ahead="off").run(works[:last])
+    name = str(config.scheduler["_target_"]).rpartition(".")[2]
+    panels = {"FIFOScheduler, run_ahead=off": barrier, f"{name}, run_ahead={config.run_ahead}": timeline}
+    draw(panels, Window(first=window.first, last=last), Path(config.gantt))
+
+
+def _decoding(config: DictConfig) -> Decoding:
+    costs = REFERENCE_COSTS if config.costs is None else CostCurve.read(config.costs, setting="costs")
+    return Decoding(
+        costs=costs,
+        max_running=config.max_running,
+        tokens_per_pass=config.tokens_per_pass,
+        verified=config.verified,
+        redo_acceptance=config.redo_acceptance,
+        redo_nodes=config.redo_nodes,
+    )
+
+
+def _check(config: DictConfig) -> None:
+    check_modes(config.run_ahead, config.max_staleness, config.pipeline)
+    limits = {
+        "workers": (config.workers, 1),
+        "steps": (config.steps, 1),
+        "warm_up": (config.warm_up, 0),
+        "seeds": (config.seeds, 1),
+        "train_time": (config.train_time, 0),
+        "rebalance_every": (config.rebalance_every, 1),
+        "tokens_per_pass": (config.tokens_per_pass, 1),
+        "verified": (config.verified, config.tokens_per_pass),
+        "redo_nodes": (config.redo_nodes, 0),
+        "gantt_steps": (config.gantt_steps, 1),
+    }
+    if config.max_running is not None:
+        limits["max_running"] = (config.max_running, 1)
+    require_at_least("", limits)
+    if not 0 <= config.redo_acceptance <= 1:
+        raise ConfigError(f"redo_acceptance={config.redo_acceptance}: expected 0 to 1")
+    if config.gantt is not None:
+        from rhymerl.simulation.gantt import require_matplotlib
+
+        require_matplotlib()
+
+
+def _joined(name: str, values: Sequence[float]) -> float:
+    if name.endswith("_max"):
+        return max(values)
+    return sum(values) if name == "requests" else sum(values) / len(values)
+
+
+def report(result: Mapping[str, Any]) -> None:
+    """Print a table for people."""
+    table = Table(title=f"{result['scheduler']}, run_ahead={result['run_ahead']}", title_justify="left")
+    for name in ("figure", "", "meaning"):
+        table.add_column(name, justify="right" if name == "" else "left")
+    for name, meaning in _SHOWN.items():
+        table.add_row(name, f"{result[name]:.3g}", meaning)
+    console = Console()
+    console.print(table)
+    console.print(
+        f"{result['workers']} workers, {result['steps']} steps, {result['seeds']} seeds: "
+        f"{result['speedup_min']:.3f} to {result['speedup_max']:.3f} times as fast",
+        highlight=False,
+        soft_wrap=True,
+    )

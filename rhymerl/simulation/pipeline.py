@@ -1,0 +1,201 @@
+"""Steps one after another: barriers, run-ahead and training, with the scheduler that training would have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rhymerl.errors import ConfigError
+from rhymerl.schedulers.base import Move, Plan, Progress, Scheduler, check_plan
+from rhymerl.simulation.base import Decoding, Pipeline, RunAhead, StepWork, Timeline
+from rhymerl.simulation.course import Course
+from rhymerl.simulation.step import StepRun
+from rhymerl.types import Completion, Generated, Sample
+
+if TYPE_CHECKING:
+    from rhymerl.types import FloatArray, IndexArray
+
+_NO_TOKENS, _NO_NUMBERS, _NO_MASK = np.empty(0, np.int32), np.empty(0), np.empty(0, np.bool_)
+_NO_REWARDS: dict[str, float] = {}
+
+
+class Simulation:
+    """`num_workers` workers answer one step after another.
+
+    off: a step begins everywhere when the policy that the step before has trained is there.
+    keep: a worker that has finished its queue begins that of the next step, if all older steps have been trained; so no token is
+    drawn by a policy older than one step.
+    draft: the same, but the tokens are drawn again after the update, along the earlier ones as drafts.
+    Colocated workers stop while the policy is trained, which takes `train_time`; disaggregated ones go on as `run_ahead` allows.
+    The scheduler is asked to rebalance after each time `rebalance_every`, if it does so at all.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        num_workers: int = 64,
+        run_ahead: RunAhead = "keep",
+        max_staleness: int = 1,
+        pipeline: Pipeline = "colocated",
+        train_time: float = 0.0,
+        rebalance_every: float = 512.0,
+        decoding: Decoding | None = None,
+    ) -> None:
+        check_modes(run_ahead, max_staleness, pipeline)
+        self.scheduler = scheduler
+        self.num_workers = num_workers
+        self.run_ahead = run_ahead
+        self.pipeline = pipeline
+        self.train_time = train_time
+        self.rebalance_every = rebalance_every
+        self.decoding = decoding or Decoding()
+        self._rebalances = type(scheduler).rebalance is not Scheduler.rebalance
+        self._learns = type(scheduler).learn is not Scheduler.learn
+
+    def run(self, works: Sequence[StepWork]) -> Timeline:
+        """All steps. Raises ValueError, naming scheduler and request, for a plan that is no partition."""
+        log = _Log(self.num_workers)
+        train_time = self.train_time if self.pipeline == "disaggregated" else 0.0
+        trained = [0.0, 0.0]  # of the two steps before
+        free = np.zeros(self.num_workers)
+        plan: Plan | None = None
+        drafts = np.zeros(len(works[0].requests)) if works else np.zeros(0)
+        for step, work in enumerate(works):
+            opened = trained[-2] if self.run_ahead == "keep" else trained[-1]
+            starts = np.maximum(free, opened)
+            plan = plan or self._plan(work, step)
+            run = self._step_run(work, plan, starts, drafts, step)
+            following = works[step + 1] if step + 1 < len(works) and self.run_ahead != "off" else None
+            plan = self._decode(run, following, step, updated=trained[-1])
+            done = float(run.ends.max())
+            log.add(run, done=done, trained=done + train_time, opened=opened, policy_since=trained[-1])
+            free = run.ends
+            trained = [trained[-1], max(done, trained[-1]) + train_time]
+            if following is not None and plan is not None and self.run_ahead == "draft":
+                until = trained[-1]
+                drafts = self._run_ahead(following, plan, free, until, log)
+                free = np.full(self.num_workers, until)
+            elif following is not None or step + 1 < len(works):
+                drafts = np.zeros(len(works[step + 1].requests))
+            if self._learns:
+                self.scheduler.learn(samples_of(work, self.decoding))
+        return log.timeline()
+
+    def _plan(self, work: StepWork, step: int) -> Plan:
+        plan = self.scheduler.plan(work.requests, self.num_workers, step)
+        check_plan(plan, work.requests, num_workers=self.num_workers, scheduler=type(self.scheduler).__name__)
+        return plan
+
+    def _step_run(self, work: StepWork, plan: Plan, starts: FloatArray, drafts: FloatArray, step: int) -> StepRun:
+        name = type(self.scheduler).__name__
+        return StepRun(work, _indices(work, plan), starts, drafts, step=step, decoding=self.decoding, scheduler=name)
+
+    def _decode(self, run: StepRun, following: StepWork | None, step: int, *, updated: float) -> Plan | None:
+        """Run the step; with run-ahead the next one is planned when the first worker has nothing left to do."""
+        planned: list[Plan] = []
+
+        def plan_ahead(progress: Progress) -> Sequence[Move]:
+            assert following is not None
+            moves = self.scheduler.rebalance(progress)
+            planned.append(self._plan(following, step + 1))
+            return moves
+
+        run.run(
+            self.scheduler.rebalance if self._rebalances else None,
+            every=self.rebalance_every,
+            once=plan_ahead if following is not None else None,
+            updated=updated,
+        )
+        return planned[0] if planned else None
+
+    def _run_ahead(self, work: StepWork, plan: Plan, free: FloatArray, until: float, log: _Log) -> FloatArray:
+        """Tokens of the next step drawn until its policy is there, [R]; colocated workers train instead."""
+        drawn = np.zeros(len(work.requests))
+        spent = np.zeros(self.num_workers)
+        for worker, queue in enumerate(_indices(work, plan)):
+            lengths = work.lengths[queue].astype(np.float64)
+            course = Course(float(free[worker]), lengths, np.zeros(len(queue)), self.decoding)
+            drawn[queue] = course.drawn(until)
+            spent[worker] = min(course.end, until) - free[worker]
+        log.ahead[-1] = spent
+        return drawn
+
+
+def check_modes(run_ahead: str, max_staleness: int, pipeline: str) -> None:
+    """Raise ConfigError for modes that do not exist or contradict one another."""
+    for name, value, allowed in (
+        ("run_ahead", run_ahead, ("off", "draft", "keep")),
+        ("pipeline", pipeline, ("colocated", "disaggregated")),
+    ):
+        if value not in allowed:
+            raise ConfigError(f"{name}={value!r}: expected one of {', '.join(allowed)}")
+    if max_staleness not in (0, 1):
+        raise ConfigError(f"max_staleness={max_staleness}: expected 0 or 1")
+    if run_ahead == "keep" and max_staleness == 0:
+        raise ConfigError(
+            "max_staleness=0: run_ahead=keep trains on tokens of the policy before; expected max_staleness=1, or "
+            "run_ahead=draft or off"
+        )
+
+
+def _indices(work: StepWork, plan: Plan) -> list[IndexArray]:
+    number = {request.id: i for i, request in enumerate(work.requests)}
+    return [np.array([number[request.id] for request in queue], np.int64) for queue in plan]
+
+
+def samples_of(work: StepWork, decoding: Decoding) -> list[Sample]:
+    """Finished answers of the right lengths; nothing else about them means anything."""
+    zeros = np.zeros(int(work.lengths.max(initial=0)), np.int32)
+    num_passes = np.maximum(work.lengths / decoding.tokens_per_pass, 1.0).round()
+    num_drafted = (num_passes * (decoding.verified - 1)).round()
+    columns = (work.lengths, work.is_cut, num_passes.astype(np.int64), num_drafted.astype(np.int64))
+    samples = []
+    for request, length, is_cut, passes, drafted in zip(
+        work.requests, *(column.tolist() for column in columns), strict=True
+    ):
+        tokens = zeros[:length]
+        completion = Completion(
+            request=request,
+            generated=Generated(token_ids=tokens, logprobs=_NO_NUMBERS, policy_versions=_NO_TOKENS),
+            finish_reason="length" if is_cut else "stop",
+            num_passes=passes,
+            num_drafted=drafted,
+        )
+        samples.append(Sample(completion=completion, text="", reward=0.0, rewards=_NO_REWARDS, loss_mask=_NO_MASK))
+    return samples
+
+
+class _Log:
+    """Collects a timeline."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.num_workers = num_workers
+        self.steps: list[dict[str, Any]] = []
+        self.ahead: list[FloatArray] = []
+
+    def add(self, run: StepRun, *, done: float, trained: float, opened: float, policy_since: float) -> None:
+        self.ahead.append(np.zeros(self.num_workers))
+        self.steps.append(
+            {
+                "starts": run.starts,
+                "ends": run.ends,
+                "done": done,
+                "trained": trained,
+                "tokens": float(run.work.lengths.sum()),
+                "stale_tokens": run.stale_tokens or 0.0,
+                "staleness": int((run.firsts < policy_since).any()),
+                "moves": run.num_moves,
+                "tails": run.tails(),
+                "waits": run.firsts - opened,
+                "latencies": run.finished - opened,
+            }
+        )
+
+    def timeline(self) -> Timeline:
+        columns = {name: [each[name] for each in self.steps] for name in self.steps[0]}
+        ragged: dict[str, Any] = {name: columns.pop(name) for name in ("waits", "latencies")}
+        arrays: dict[str, Any] = {name: np.array(values) for name, values in columns.items()}
+        return Timeline(**arrays, **ragged, ahead=np.array(self.ahead))

@@ -1,0 +1,136 @@
+"""Lengths of answers, drawn or recorded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+
+from rhymerl.errors import ConfigError, require_at_least
+from rhymerl.simulation.base import LengthSource, StepWork
+from rhymerl.traces import TraceRecord, read_trace
+from rhymerl.types import Prompt, RolloutRequest, SamplingParams
+
+_NO_TOKENS = np.empty(0, np.int32)
+
+
+class SyntheticLengths(LengthSource):
+    """Log-normal lengths: `between` and `within` prompts are the standard deviations of their logarithm.
+
+    `mean` is that of step 0 before lengths are cut at `cap` tokens; it grows by the share `growth` a step. A data set of `steps_per_epoch`
+    steps is gone through again and again; `rank_correlation` is that of a prompt's log-length from one epoch to the next.
+    """
+
+    def __init__(
+        self,
+        *,
+        prompts_per_step: int = 256,
+        group_size: int = 16,
+        mean: float = 5300.0,
+        between: float = 0.7,
+        within: float = 0.35,
+        cap: int = 16384,
+        growth: float = 0.0,
+        rank_correlation: float = 1.0,
+        steps_per_epoch: int = 5,
+    ) -> None:
+        limits = {
+            "prompts_per_step": (prompts_per_step, 1),
+            "group_size": (group_size, 1),
+            "mean": (mean, 1),
+            "between": (between, 0),
+            "within": (within, 0),
+            "cap": (cap, 1),
+            "growth": (growth, -0.99),
+            "steps_per_epoch": (steps_per_epoch, 1),
+        }
+        require_at_least("lengths", limits)
+        if not 0 <= rank_correlation <= 1:
+            raise ConfigError(f"lengths.rank_correlation={rank_correlation}: expected 0 to 1")
+        self.prompts_per_step = prompts_per_step
+        self.group_size = group_size
+        self.mean = mean
+        self.between = between
+        self.within = within
+        self.cap = cap
+        self.growth = growth
+        self.rank_correlation = rank_correlation
+        self.steps_per_epoch = steps_per_epoch
+
+    def steps(self, num_steps: int, seed: int) -> list[StepWork]:
+        source = np.random.default_rng(seed)
+        requests = [
+            _requests([f"{chunk * self.prompts_per_step + i}" for i in range(self.prompts_per_step)], self)
+            for chunk in range(min(self.steps_per_epoch, num_steps))
+        ]
+        centre = math.log(self.mean) - (self.between**2 + self.within**2) / 2
+        prompts = source.standard_normal((len(requests), self.prompts_per_step, 1))
+        found = []
+        for step in range(num_steps):
+            chunk = step % self.steps_per_epoch
+            if chunk == 0 and step > 0:
+                new = source.standard_normal(prompts.shape)
+                prompts = self.rank_correlation * prompts + math.sqrt(1 - self.rank_correlation**2) * new
+            samples = source.standard_normal((self.prompts_per_step, self.group_size))
+            logs = centre + step * math.log1p(self.growth) + self.between * prompts[chunk] + self.within * samples
+            lengths = np.maximum(np.round(np.exp(logs)), 1).astype(np.int64).ravel()
+            cut = lengths > self.cap
+            found.append(StepWork(requests=requests[chunk], lengths=np.minimum(lengths, self.cap), is_cut=cut))
+        return found
+
+
+def _requests(names: Sequence[str], lengths: SyntheticLengths) -> list[RolloutRequest]:
+    sampling = SamplingParams(max_tokens=lengths.cap)
+    return [_request(name, sample, sampling) for name in names for sample in range(lengths.group_size)]
+
+
+def _request(name: str, sample: int, sampling: SamplingParams) -> RolloutRequest:
+    prompt = Prompt(id=name, key=name, token_ids=_NO_TOKENS, text="")
+    return RolloutRequest(id=f"{name}/{sample}", prompt=prompt, sample=sample, seed=0, sampling=sampling)
+
+
+class RecordedLengths(LengthSource):
+    """The lengths of a trace, epoch by epoch, `prompts_per_step` prompts a step in the order of the file.
+
+    What is left of an epoch is a smaller step. Nothing is drawn: every seed gives the same. Raises DataError for a broken file.
+    """
+
+    def __init__(self, trace: str | Path, *, prompts_per_step: int) -> None:
+        require_at_least("lengths", {"prompts_per_step": (prompts_per_step, 1)})
+        self.trace = trace
+        self.prompts_per_step = prompts_per_step
+        records = sorted(read_trace(trace), key=lambda record: record.epoch)
+        limit = SamplingParams(max_tokens=max(max(len(record.response_tokens) for record in records), 1))
+        self._steps = [
+            _work(chunk, limit)
+            for _, epoch in groupby(records, lambda record: record.epoch)
+            for chunk in _chunks(list(epoch), prompts_per_step)
+        ]
+
+    def steps(self, num_steps: int, seed: int) -> list[StepWork]:
+        return self._steps[:num_steps]
+
+
+def _chunks(records: Sequence[TraceRecord], size: int) -> list[list[TraceRecord]]:
+    groups: dict[str, list[TraceRecord]] = {}
+    for record in records:
+        groups.setdefault(record.prompt_id, []).append(record)
+    names = list(groups)
+    parts = [names[start : start + size] for start in range(0, len(names), size)]
+    return [[record for name in part for record in groups[name]] for part in parts]
+
+
+def _work(records: Sequence[TraceRecord], sampling: SamplingParams) -> StepWork:
+    counts: dict[str, int] = {}
+    requests = []
+    for record in records:  # numbered anew: a joined trace may name a sample twice
+        number = counts[record.prompt_id] = counts.get(record.prompt_id, -1) + 1
+        requests.append(_request(record.prompt_id, number, sampling))
+    return StepWork(
+        requests=requests,
+        lengths=np.array([max(len(record.response_tokens), 1) for record in records], np.int64),
+        is_cut=np.array([record.finish_reason == "length" for record in records], np.bool_),
+    )
