@@ -11,6 +11,7 @@ from rhymerl.schedulers.fifo import FIFOScheduler
 if TYPE_CHECKING:
     from rhymerl.schedulers.histopipe import HistoPipeScheduler
     from rhymerl.schedulers.lengths import LengthPredictor
+    from rhymerl.schedulers.paced import PacedScheduler
     from rhymerl.schedulers.packed import PackedScheduler
     from rhymerl.schedulers.sorted import SortedScheduler
 
@@ -19,6 +20,7 @@ __all__ = [
     "HistoPipeScheduler",
     "LengthPredictor",
     "Move",
+    "PacedScheduler",
     "PackedScheduler",
     "Progress",
     "Scheduler",
@@ -31,6 +33,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of ours
         {
             "HistoPipeScheduler": "histopipe",
             "LengthPredictor": "lengths",
+            "PacedScheduler": "paced",
             "PackedScheduler": "packed",
             "SortedScheduler": "sorted",
         },

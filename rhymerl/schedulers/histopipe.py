@@ -34,7 +34,7 @@ class HistoPipeScheduler(PredictingScheduler):
         self,
         *,
         tier: Literal[1, 2] = 2,
-        groups_per_worker: float = 0.75,
+        groups_per_worker: float = 0.5,
         max_workers: int = 8,
         migrate: bool = True,
         alpha: float = 0.1,

@@ -66,7 +66,7 @@ def _panel(axis: Any, timeline: Timeline, window: Window) -> None:
             )
         axis.axvline(timeline.done[step] - origin, color="0.25", lw=0.8, ls=":")
     axis.set_ylim(len(workers) - 0.5, -0.5)
-    axis.margins(x=0.01)
+    axis.set_xlim(left=0)
 
 
 def _patch(**style: Any) -> Any:

@@ -1,0 +1,224 @@
+"""Steps one after another: by hand, against the simulator of single passes, and what every mode promises."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rhymerl.errors import ConfigError
+from rhymerl.schedulers import (
+    FIFOScheduler,
+    HistoPipeScheduler,
+    Move,
+    PacedScheduler,
+    PackedScheduler,
+    Scheduler,
+    SortedScheduler,
+)
+from rhymerl.simulation import Decoding, Simulation, StepWork, SyntheticLengths
+from rhymerl.simulation.pipeline import samples_of
+from rhymerl.simulation.summary import Window, summary
+from rhymerl.testing import make_requests
+from tests.simulation.twin import pipelined
+
+SCHEDULERS = [FIFOScheduler, SortedScheduler, PackedScheduler, HistoPipeScheduler, PacedScheduler]
+
+
+def work(lengths) -> StepWork:
+    requests = make_requests(len(lengths), max_tokens=1000)
+    return StepWork(requests=requests, lengths=np.array(lengths, np.int64), is_cut=np.zeros(len(lengths), np.bool_))
+
+
+def small(num_steps: int = 12, **settings) -> list[StepWork]:
+    defaults = {"prompts_per_step": 12, "group_size": 4, "mean": 200.0, "cap": 800, "steps_per_epoch": 2}
+    return SyntheticLengths(**{**defaults, **settings}).steps(num_steps, 0)
+
+
+PASS = 1 + 1 / 128  # of one request
+
+
+def test_keep_by_hand():
+    # Worker 0 has 6 then 2 then 1 tokens, worker 1 has 2 then 6 then 1. Nobody waits until step 2, which needs step 0.
+    works = [work([6, 2]), work([2, 6]), work([1, 1])]
+    it = Simulation(FIFOScheduler(), num_workers=2, run_ahead="keep").run(works)
+    assert it.starts.tolist() == pytest.approx(np.array([[0, 0], [6, 2], [8, 8]]) * PASS)
+    assert it.done.tolist() == pytest.approx([6 * PASS, 8 * PASS, 9 * PASS])
+    # Of step 1, worker 1 has drawn 4 tokens when step 0 is done; in step 2 nobody ran ahead of step 1.
+    assert it.stale_tokens.tolist() == pytest.approx([0, 4, 0])
+    assert it.staleness.tolist() == [0, 1, 0]
+
+
+def test_off_by_hand():
+    it = Simulation(FIFOScheduler(), num_workers=2, run_ahead="off").run([work([6, 2]), work([2, 6])])
+    assert it.done.tolist() == pytest.approx([6 * PASS, 12 * PASS])
+    figures = summary(it, Window(first=0, last=2), train_time=0.0)
+    assert figures["bubble_frac"] == pytest.approx(8 / 24)
+    assert figures["step_time"] == pytest.approx(6 * PASS)
+    assert figures["staleness_max"] == figures["stale_token_frac"] == 0
+
+
+def test_draft_by_hand():
+    # Worker 1 is idle for 4 passes of step 0 and draws 4 of its 6 tokens of step 1, which are then verified 4 at a time.
+    decoding = Decoding(redo_acceptance=1.0, redo_nodes=3)
+    it = Simulation(FIFOScheduler(), num_workers=2, run_ahead="draft", decoding=decoding).run(
+        [work([6, 2]), work([2, 6])]
+    )
+    assert it.ahead[0].tolist() == pytest.approx([0, 4 * PASS])
+    assert it.done[1] - it.done[0] == pytest.approx((1 + 4 / 128) + 2 * PASS)
+    assert it.stale_tokens.tolist() == [0, 0]
+
+
+def test_training_stops_colocated_workers_and_not_others():
+    works = [work([6, 2]), work([2, 6]), work([1, 1])]
+    runs = {
+        pipeline: Simulation(FIFOScheduler(), num_workers=2, pipeline=pipeline, train_time=5.0).run(works)
+        for pipeline in ("colocated", "disaggregated")
+    }
+    assert runs["colocated"].done.tolist() == pytest.approx([6 * PASS, 8 * PASS, 9 * PASS])  # work time, without pauses
+    window = Window(first=0, last=3)
+    assert summary(runs["colocated"], window, train_time=5.0)["step_time"] == pytest.approx(3 * PASS + 5)
+    # Step 0 is trained at 6 + 5: step 2 begins then, 3 passes late.
+    assert runs["disaggregated"].starts[2].tolist() == pytest.approx([6 * PASS + 5] * 2)
+
+
+queues = st.lists(st.lists(st.integers(1, 12), max_size=4), min_size=3, max_size=3)
+
+
+@given(st.lists(queues, min_size=1, max_size=5), st.sampled_from(["off", "keep"]), st.sampled_from([0.0, 3.0]))
+def test_as_a_simulator_of_single_passes(plans, run_ahead, train_time):
+    class Given(Scheduler):
+        """Plans the queues that it is told."""
+
+        def plan(self, requests, num_workers, step):
+            ordered = iter(requests)
+            return [[next(ordered) for _ in queue] for queue in plans[step]]
+
+    works = [work([length for queue in plan for length in queue]) for plan in plans]
+    simulation = Simulation(
+        Given(), num_workers=3, run_ahead=run_ahead, pipeline="disaggregated", train_time=train_time
+    )
+    it, twin = simulation.run(works), pipelined(plans, run_ahead=run_ahead, train_time=train_time)
+    assert it.done.tolist() == pytest.approx(twin.done)
+    assert it.starts.tolist() == [pytest.approx(each) for each in twin.starts]
+    assert it.ends.tolist() == [pytest.approx(each) for each in twin.ends]
+
+
+@pytest.mark.parametrize("mode", ["off", "draft", "keep"])
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_every_request_is_answered_once_and_never_by_a_policy_older_than_one_step(scheduler, mode):
+    works = small()
+    it = Simulation(scheduler(), num_workers=3, run_ahead=mode, rebalance_every=16.0).run(works)
+    for each, waits, latencies in zip(works, it.waits, it.latencies, strict=True):
+        assert len(latencies) == len(each.lengths)
+        assert np.isfinite(latencies).all()
+        # with its tokens redone as drafts an answer takes fewer passes than tokens
+        assert (latencies - waits >= each.lengths * (0.1 if mode == "draft" else 1.0)).all()
+        assert (waits >= 0).all()
+    assert it.staleness.max() == (1 if mode == "keep" else 0)
+    late = np.concatenate([[0.0, 0.0], it.trained[:-2]])  # the update before the last, when a step begins
+    assert (it.starts >= late[:, None]).all()
+    assert 0 <= summary(it, Window(first=2, last=10), train_time=0.0)["bubble_frac"] < 1
+
+
+def test_the_same_seed_gives_the_same_figures():
+    runs = [Simulation(HistoPipeScheduler(), num_workers=4, rebalance_every=16.0).run(small()) for _ in range(2)]
+    assert runs[0].ends.tolist() == runs[1].ends.tolist()
+    assert (
+        small()[0].lengths.tolist()
+        != SyntheticLengths(prompts_per_step=12, group_size=4).steps(1, 1)[0].lengths.tolist()
+    )
+
+
+# -- moves -----------------------------------------------------------------------------------------------------------
+
+
+class Handing(Scheduler):
+    """Worker 0 gets everything; at the first look `moved` requests go to worker 1."""
+
+    def __init__(self, *moved: str, worker: int = 1) -> None:
+        self.moved = moved
+        self.worker = worker
+        self.seen = []
+
+    def plan(self, requests, num_workers, step):
+        return [list(requests), *([] for _ in range(num_workers - 1))]
+
+    def rebalance(self, progress):
+        self.seen.append(progress)
+        return [Move(request_id=name, worker=self.worker) for name in self.moved] if len(self.seen) == 1 else []
+
+
+def test_a_move_by_hand():
+    # Two requests of 10 and 20 tokens on worker 0. After 4 passes of two the longer one moves: its 4 tokens are recomputed at 4/128,
+    # and 16 passes are left; worker 0 has 6 passes of one to go.
+    scheduler = Handing("1/0")
+    two = 1 + 2 / 128
+    it = Simulation(scheduler, num_workers=2, run_ahead="off", rebalance_every=4 * two).run([work([10, 20])])
+    assert scheduler.seen[0].num_tokens.tolist() == [4, 4]
+    assert scheduler.seen[0].planned.tolist() == [2, 0]
+    assert it.ends[0].tolist() == pytest.approx([4 * two + 6 * PASS, 4 * two + 4 / 128 + 16 * PASS])
+    assert it.moves.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "message"),
+    [
+        (Handing("nobody"), "Handing.rebalance moves the request 'nobody', which is not under way"),
+        (Handing("1/0", "1/0"), "Handing.rebalance moves the request '1/0' twice"),
+        (Handing("1/0", worker=2), "Handing.rebalance moves the request '1/0' to worker 2: expected 0 to 1"),
+    ],
+)
+def test_a_wrong_move_is_refused_by_name(scheduler, message):
+    with pytest.raises(ValueError, match=message):
+        Simulation(scheduler, num_workers=2, run_ahead="off", rebalance_every=4).run([work([10, 20])])
+
+
+def test_migration_moves_outliers_and_helps_or_does_little_harm():
+    works = small(20, prompts_per_step=32, group_size=8)
+    runs = [
+        Simulation(HistoPipeScheduler(migrate=migrate), num_workers=8, rebalance_every=8.0).run(works)
+        for migrate in (False, True)
+    ]
+    assert runs[0].moves.sum() == 0
+    assert runs[1].moves.sum() > 0
+    assert runs[1].done[-1] < 1.05 * runs[0].done[-1]
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------
+
+
+class Dropping(Scheduler):
+    def plan(self, requests, num_workers, step):
+        return [list(requests[1:]), *([] for _ in range(num_workers - 1))]
+
+
+def test_a_plan_that_is_no_partition_is_refused_by_name():
+    with pytest.raises(ValueError, match="Dropping.plan drops the request '0/0'"):
+        Simulation(Dropping(), num_workers=2).run([work([1, 2])])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"run_ahead": "keep", "max_staleness": 0},
+            "max_staleness=0: run_ahead=keep trains on tokens of the policy before",
+        ),
+        ({"max_staleness": 2}, "max_staleness=2: expected 0 or 1"),
+        ({"run_ahead": "on"}, "run_ahead='on': expected one of off, draft, keep"),
+        ({"pipeline": "both"}, "pipeline='both': expected one of colocated, disaggregated"),
+    ],
+)
+def test_modes_that_do_not_go(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        Simulation(FIFOScheduler(), **settings)
+
+
+def test_samples_have_the_lengths_and_passes_of_the_work():
+    given_work = work([4, 10])
+    samples = samples_of(given_work, Decoding(tokens_per_pass=2.0, verified=3.0))
+    assert [len(sample) for sample in samples] == [4, 10]
+    assert [sample.completion.num_passes for sample in samples] == [2, 5]
+    assert [sample.completion.num_drafted for sample in samples] == [4, 10]
