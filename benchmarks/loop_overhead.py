@@ -63,7 +63,7 @@ def make_loops(stack: ExitStack, arguments: Any) -> dict[str, RolloutLoop]:
         stack.enter_context(scorer)
         backend = ScriptedBackend(answer)
         return RolloutLoop(
-            backend, FIFOScheduler(), drafter=NoDrafter(), scorer=scorer, decode=decode, seed=arguments.seed
+            backend, FIFOScheduler(), scorer=scorer, decode=decode, seed=arguments.seed
         )
 
     rewards = [Reward("rhymerl.rewards.exact_match")]

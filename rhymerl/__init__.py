@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rhymerl.algos.grpo import GRPO
     from rhymerl.backends.base import RolloutBackend
     from rhymerl.backends.embedded import EmbeddedBackend
+    from rhymerl.backends.sglang.backend import SGLangBackend
     from rhymerl.data import PromptDataModule
     from rhymerl.drafters.none import NoDrafter
     from rhymerl.module import RhymeModule
@@ -56,6 +57,7 @@ __all__ = [
     "RolloutRequest",
     "RolloutSettings",
     "RunError",
+    "SGLangBackend",
     "Sample",
     "SamplingParams",
     "Scheduler",
@@ -80,6 +82,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of ours
             "RolloutBackend": "backends.base",
             "RolloutLoop": "rollout",
             "RolloutSettings": "rollout",
+            "SGLangBackend": "backends.sglang.backend",
             "Task": "tasks",
             "UpdateSettings": "update",
             "__version__": "version",

@@ -157,7 +157,6 @@ def _loop(
         yield RolloutLoop(
             backend,
             scheduler,
-            drafter=drafter,
             scorer=scorer,
             decode=lambda token_ids: str(policy.tokenizer.decode(token_ids, skip_special_tokens=True)),
             history=history,

@@ -172,7 +172,6 @@ class RhymeModule(L.LightningModule):
         self._loop = RolloutLoop(
             self.backend,
             self.scheduler,
-            drafter=self.drafter,
             scorer=self._scorer,
             decode=self._decode,
             history=self.history,

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rhymerl.backends.base import RolloutBackend
-from rhymerl.drafters.base import Drafter
 from rhymerl.errors import BackendError, ConfigError
 from rhymerl.history import HistoryStore
 from rhymerl.history.answers import answers_of
@@ -105,7 +104,7 @@ class Rollout:
 
 
 class RolloutLoop:
-    """Asks a backend for answers, scores them as they finish, and lets history, drafter and scheduler learn.
+    """Asks a backend for answers, scores them as they finish, and lets history, scheduler and the backend's drafter learn.
 
     The backend has been started. One loop serves one rank.
     """
@@ -115,7 +114,6 @@ class RolloutLoop:
         backend: RolloutBackend,
         scheduler: Scheduler,
         *,
-        drafter: Drafter,
         scorer: RewardScorer,
         decode: Decode,
         history: HistoryStore | None = None,
@@ -125,15 +123,13 @@ class RolloutLoop:
     ) -> None:
         self.backend = backend
         self.scheduler = scheduler
-        self.drafter = drafter
         self.scorer = scorer
         self.decode = decode
         self.stop_token_ids = tuple(stop_token_ids)
         self.seed = seed
         self.device = device
         self.history = history if history is not None else HistoryStore()
-        self._followed = self.history.version  # what the drafter knows
-        self.drafter.follow(self.history.snapshot())
+        self.backend.follow(self.history)
 
     def run(
         self,
@@ -154,12 +150,13 @@ class RolloutLoop:
         check_plan(plan, requests, num_workers=1, scheduler=type(self.scheduler).__name__)
         self.backend.submit(plan[0])
         answers = self._drain(len(requests))
+        self.backend.rest()
         generated_s = time.perf_counter() - started
         scores = self.scorer.collect(device=self.device, order=[request.id for request in requests])
         samples = [self._sample(*answers[request.id], scores[request.id]) for request in requests]
         scored_s = time.perf_counter() - started - generated_s
         if split == "train":
-            self.drafter.learn(samples)
+            self.backend.learn(samples)
             self.scheduler.learn(samples)
         self._remember(samples, epoch, split)
         metrics = {
@@ -177,9 +174,7 @@ class RolloutLoop:
     def _remember(self, samples: Sequence[Sample], epoch: int, split: Split) -> None:
         for prompt, answers in answers_of(samples, epoch):
             self.history.add(prompt, answers, split)
-        delta = self.history.deltas(self._followed)
-        self._followed = delta.version
-        self.drafter.follow(delta)
+        self.backend.follow(self.history)
 
     def _drain(self, count: int) -> dict[str, tuple[Completion, str]]:
         """All completions and their texts by request id; each goes to the reward functions the moment it is done."""

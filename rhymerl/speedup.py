@@ -38,10 +38,10 @@ class Speedup:
 class _Side:
     """One engine of the two."""
 
-    def __init__(self, backend: EmbeddedBackend, drafter: Drafter, history: HistoryStore) -> None:
+    def __init__(self, backend: EmbeddedBackend, history: HistoryStore) -> None:
         self.backend = backend
-        self.drafter = drafter
         self.history = history
+        self.backend.follow(history)
 
     def run(self, requests: Sequence[RolloutRequest]) -> tuple[float, list[Completion]]:
         """Seconds, and the answers in the order of the requests."""
@@ -51,7 +51,7 @@ class _Side:
         while len(done) < len(requests):
             done.update((each.request.id, each) for each in self.backend.collect())
         seconds = time.perf_counter() - started
-        self.drafter.follow(self.history.deltas(self.history.version))  # nothing new: it forgets these answers
+        self.backend.follow(self.history)  # nothing new: the drafter forgets these answers
         return seconds, [done[request.id] for request in requests]
 
 
@@ -74,13 +74,12 @@ def measure_speedup(
     rollout of all `prompts` takes about `step_s` with drafts: no more of them are answered than `_ABOUT_S` seconds allow.
     Raises RunError when drafts change an answer in float64.
     """
-    drafter.follow(history.snapshot())
     with ExitStack() as stack:
         sides = []
         for each, its_budget in ((NoDrafter(), FixedBudget(0)), (drafter, budget)):
             backend = stack.enter_context(_like(like))
             backend.start(policy, each, budget=its_budget, autocast=autocast)
-            sides.append(_Side(backend, each, history))
+            sides.append(_Side(backend, history))
         chosen = prompts[: num_affordable(len(prompts), step_s)]
         pairs = [
             _pair(

@@ -25,7 +25,6 @@ def loop(*, backend=None, scheduler=None, rewards=(), **settings) -> RolloutLoop
     return RolloutLoop(
         backend,
         scheduler or FIFOScheduler(),
-        drafter=NoDrafter(),
         scorer=RewardScorer(list(rewards)),
         decode=lambda ids: " ".join(map(str, ids)),
         **settings,

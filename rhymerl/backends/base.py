@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Self
 
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
-from rhymerl.types import Completion, RolloutRequest
+from rhymerl.history import HistoryStore
+from rhymerl.types import Completion, RolloutRequest, Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,6 +58,15 @@ class RolloutBackend(ABC):
     @abstractmethod
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """New weights. Requests in flight go on under them; their later tokens carry the new version."""
+
+    def learn(self, samples: Sequence[Sample]) -> None:
+        """The scored answers of a step, in canonical (prompt, sample) order: the drafter learns from them."""
+
+    def follow(self, history: HistoryStore) -> None:
+        """Let the drafter know what is new in `history`, which stays the trainer's; the first call after `start` brings all of it."""
+
+    def rest(self) -> None:
+        """Nothing is in flight and the next `submit` comes after an update: give memory back, if that is wanted."""
 
     def metrics(self) -> Mapping[str, float]:
         """What happened since the last call, by metric name; then reset."""

@@ -17,7 +17,8 @@ from rhymerl.engine.engine import Engine
 from rhymerl.engine.support import prove, refuse_unsupported
 from rhymerl.engine.totals import EngineTotals
 from rhymerl.errors import BackendError, ConfigError, require_at_least
-from rhymerl.types import Completion, RolloutRequest
+from rhymerl.history import HistoryStore
+from rhymerl.types import Completion, RolloutRequest, Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,6 +53,7 @@ class EmbeddedBackend(RolloutBackend):
         self.check_drafts = check_drafts
         self._engine: Engine | None = None
         self._reported = EngineTotals()
+        self._followed: int | None = None  # version of the history that the drafter knows
 
     def check(self, longest_tokens: int) -> None:
         if longest_tokens > self.kv_tokens:
@@ -81,6 +83,7 @@ class EmbeddedBackend(RolloutBackend):
             autocast=autocast,
         )
         self._reported = EngineTotals()
+        self._followed = None
 
     @property
     def engine(self) -> Engine:
@@ -102,6 +105,14 @@ class EmbeddedBackend(RolloutBackend):
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """The engine reads the policy itself, so the tensors are not looked at; old keys and values are dropped."""
         self.engine.new_weights(policy_version)
+
+    def learn(self, samples: Sequence[Sample]) -> None:
+        self.engine.drafting.drafter.learn(samples)
+
+    def follow(self, history: HistoryStore) -> None:
+        delta = history.snapshot() if self._followed is None else history.deltas(self._followed)
+        self._followed = delta.version
+        self.engine.drafting.drafter.follow(delta)
 
     def metrics(self) -> Mapping[str, float]:
         totals = dataclasses.replace(self.engine.totals)

@@ -19,13 +19,33 @@ KeyArray = npt.NDArray[np.uint32]
 
 def noise_keys(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> KeyArray:
     """Three 32-bit keys a draw, [n, 3], from seeds and response positions [n] (SplitMix64's finaliser)."""
-    state = _splitmix64(_splitmix64(seeds) + positions.astype(np.uint64))
+    state = _splitmix64(noise_counters(seeds) + positions.astype(np.uint64))
     more = _splitmix64(state)
     keys = np.empty((len(state), 3), dtype=np.uint32)
     keys[:, 0] = state & np.uint64(_MASK32)
     keys[:, 1] = state >> np.uint64(32)
     keys[:, 2] = more & np.uint64(_MASK32)
     return keys
+
+
+def noise_counters(seeds: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """What a draw's response position is added to before it is hashed, [n]: an engine need keep only this of a request."""
+    return _splitmix64(seeds)
+
+
+def noise_keys_on_device(counters: Tensor) -> Tensor:
+    """The keys of `noise_keys`, [n, 3] int64, from counters plus positions [n] int64 (the same 64 bits, signed)."""
+    state = _splitmix64_tensor(counters)
+    more = _splitmix64_tensor(state)
+    return torch.stack([state & _MASK32, (state >> 32) & _MASK32, more & _MASK32], -1)
+
+
+def _splitmix64_tensor(value: Tensor) -> Tensor:
+    """On int64, whose products and sums wrap as those of uint64 do; `>>` copies the sign, so that is masked out."""
+    value = value - 0x61C8864680B583EB
+    value = (value ^ ((value >> 30) & (2**34 - 1))) * -0x40A7B892E31B1A47
+    value = (value ^ ((value >> 27) & (2**37 - 1))) * -0x6B2FB644ECCEEE15
+    return value ^ ((value >> 31) & (2**33 - 1))
 
 
 def _splitmix64(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -9,8 +9,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rhymerl.engine.draw import draw_tokens
-from rhymerl.engine.noise import log_race_times, noise_keys
+from rhymerl.engine.draw import draw_on_device, draw_tokens
+from rhymerl.engine.noise import noise_keys
 from rhymerl.engine.ragged import IndexArray
 from rhymerl.engine.rows import Rows
 
@@ -57,7 +57,9 @@ class Sampler:
             out = np.empty(len(places), np.int32)
             draw_tokens(logits.numpy(), places, inverse, keys, out)
             return out
-        return _draw_on_device(logits[_index(places, logits)], inverse, keys)
+        scale = torch.from_numpy(inverse).to(logits.device)
+        drawn = draw_on_device(logits[_index(places, logits)], scale, _index(keys, logits))
+        return drawn.to(torch.int32).cpu().numpy()
 
     def _truncated(self, places: IndexArray, row: IndexArray) -> tuple[Tensor, IndexArray]:
         """The logits to draw from and where in them; a copy of the needed lines if a row truncates."""
@@ -100,14 +102,3 @@ def log_norms(logits: Tensor, scale: Tensor, *, block: int) -> Tensor:
 
 def _index(values: npt.NDArray[np.integer], like: Tensor) -> Tensor:
     return torch.from_numpy(values.astype(np.int64)).to(like.device)
-
-
-def _draw_on_device(
-    logits: Tensor, inverse: npt.NDArray[np.float64], keys: npt.NDArray[np.uint32]
-) -> npt.NDArray[np.int32]:
-    """What `draw_tokens` does, for logits [n, V] on an accelerator."""
-    noise_key = torch.from_numpy(keys.astype(np.int64)).to(logits.device)
-    scale = torch.from_numpy(inverse).to(logits.device)[:, None]
-    scores = logits.double() * torch.where(scale > 0, scale, 1.0)
-    scores -= torch.where(scale > 0, log_race_times(noise_key, logits.shape[-1]), 0.0)
-    return scores.argmax(-1).to(torch.int32).cpu().numpy()

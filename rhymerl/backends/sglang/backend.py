@@ -1,0 +1,153 @@
+"""The SGLang backend: a production engine in a process of its own, or one that already runs, with our drafters inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal
+
+from rhymerl.backends.base import RolloutBackend
+from rhymerl.backends.sglang.arguments import check
+from rhymerl.backends.sglang.client import Client
+from rhymerl.backends.sglang.nodes import best_n
+from rhymerl.backends.sglang.session import Session, SessionSettings
+from rhymerl.budgets.base import Budget
+from rhymerl.budgets.costs import CostCurve
+from rhymerl.drafters.base import Drafter
+from rhymerl.drafters.none import NoDrafter
+from rhymerl.errors import BackendError, ConfigError, require_at_least
+from rhymerl.history import HistoryStore
+from rhymerl.types import Completion, RolloutRequest, Sample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rhymerl.policy import Policy
+
+_USUAL_NODES = 7  # without a cost curve
+
+
+class SGLangBackend(RolloutBackend):
+    """Answers come from an SGLang server that is started with the run and ends with it, or that runs at `url` already.
+
+    `nodes` draft nodes of every request are verified in every pass, a number that holds for the engine's life; null chooses it: with
+    `costs` (a file of `rhymerl bench costs`), for `max_running` requests whose drafted tokens are accepted with probability
+    `expected_accept_rate`, else 7. `arguments` go to the server as they are, `environment` to its process. `weights` names the way of
+    new weights: `tensor` (the same device), `disk` (a file, in shared memory where there is room), `auto`. An engine
+    that dies is an error, unless it may be started again `restarts` times. `release_memory` frees its memory while training.
+    """
+
+    def __init__(
+        self,
+        *,
+        nodes: int | None = None,
+        costs: str | None = None,
+        expected_accept_rate: float = 0.7,
+        max_running: int = 64,
+        dtype: Literal["float32", "bfloat16"] | None = None,
+        tensor_parallel: int = 1,
+        arguments: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        weights: Literal["auto", "tensor", "disk"] = "auto",
+        url: str | None = None,
+        restarts: int = 0,
+        release_memory: bool = False,
+        start_timeout_s: float = 600.0,
+    ) -> None:
+        at_least = {
+            "nodes": (0 if nodes is None else nodes, 0),
+            "max_running": (max_running, 1),
+            "tensor_parallel": (tensor_parallel, 1),
+            "restarts": (restarts, 0),
+            "start_timeout_s": (start_timeout_s, 1),
+        }
+        require_at_least("backend", at_least)
+        if not 0 <= expected_accept_rate < 1:
+            raise ConfigError(f"backend.expected_accept_rate={expected_accept_rate}: expected at least 0 and below 1")
+        self.nodes = nodes
+        self.costs = costs
+        self.expected_accept_rate = expected_accept_rate
+        self.max_running = max_running
+        self.dtype = dtype
+        self.tensor_parallel = tensor_parallel
+        self.arguments = dict(arguments or {})
+        self.environment = dict(environment or {})
+        self.weights = weights
+        self.url = url
+        self.restarts = restarts
+        self.release_memory = release_memory
+        self.start_timeout_s = start_timeout_s
+        check(self.arguments)
+        self._client: Client | None = Client.at(url) if url is not None else None
+        self._cost = CostCurve.read(costs, setting="backend.costs") if costs is not None else None
+        self._session: Session | None = None
+
+    def start(
+        self,
+        policy: Policy,
+        drafter: Drafter,
+        *,
+        budget: Budget | None = None,
+        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """The engine computes in `dtype`, by default the policy's own, and not under `autocast`."""
+        settings = SessionSettings(
+            n=self._n(drafter, budget),
+            max_running=self.max_running,
+            dtype=self.dtype,
+            tensor_parallel=self.tensor_parallel,
+            arguments=self.arguments,
+            environment=self.environment,
+            weights=self.weights,
+            restarts=self.restarts,
+            release_memory=self.release_memory,
+            start_timeout_s=self.start_timeout_s,
+        )
+        self._session = Session(settings, policy, drafter, client=self._client)
+
+    def _n(self, drafter: Drafter, budget: Budget | None) -> int:
+        """Tokens a request and pass: its last one and the draft's nodes."""
+        if isinstance(drafter, NoDrafter) or (budget is not None and budget.max_nodes == 0):
+            return 1
+        if self.nodes is not None:
+            return 1 + self.nodes
+        if self._cost is not None:
+            return best_n(self._cost, self.max_running, self.expected_accept_rate)
+        return 1 + _USUAL_NODES
+
+    @property
+    def session(self) -> Session:
+        """The running engine. Raises BackendError before `start` and after `close`."""
+        if self._session is None:
+            raise BackendError("the SGLang backend has not been started")
+        return self._session
+
+    def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        self.session.submit(requests)
+
+    def collect(self, timeout_s: float | None = None) -> list[Completion]:
+        return self.session.collect(timeout_s)
+
+    def withdraw(self, ids: Iterable[str] | None = None) -> list[Completion]:
+        return self.session.withdraw(ids)
+
+    def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        """Requests in flight are taken back, and sent on with their tokens when the weights are there."""
+        self.session.sync_weights(named_tensors, policy_version)
+
+    def learn(self, samples: Sequence[Sample]) -> None:
+        self.session.learn(samples)
+
+    def follow(self, history: HistoryStore) -> None:
+        self.session.follow(history)
+
+    def rest(self) -> None:
+        self.session.rest()
+
+    def metrics(self) -> Mapping[str, float]:
+        return self.session.metrics()
+
+    def close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+        self._session = None

@@ -1,0 +1,185 @@
+"""Between SGLang's running batch and a rhymerl drafter: the same hooks, in the same order, as our own engine calls them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from rhymerl.backends.sglang.arrays import TreeArrays, lay_out
+from rhymerl.backends.sglang.counters import Counters
+from rhymerl.backends.sglang.news import NewsReader
+from rhymerl.backends.sglang.wire import from_custom_params, news_of, without_logprobs
+from rhymerl.drafters.base import Drafter
+from rhymerl.engine.tree import depths, no_drafts, problems_of, tidied
+from rhymerl.types import Completion, DraftBatch, FinishReason, RolloutRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from rhymerl.types import IntArray
+
+
+class EngineRequest(Protocol):
+    """What is read of SGLang's `Req`."""
+
+    rid: str
+    origin_input_ids: Sequence[int]  # the prompt, and what was generated before it came here
+    output_ids: Sequence[int]
+    sampling_params: Any
+
+    def finished(self) -> bool:
+        """Whether its answer has ended."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """A request and its tokens so far, in one buffer that is only ever appended to."""
+
+    engine_request: EngineRequest
+    request: RolloutRequest
+    tokens: IntArray  # [capacity]
+    length: int
+    num_output: int  # of the engine's output_ids, how many are in `tokens`
+    num_told: int  # tokens that the drafter's `accept` has heard of
+
+    @classmethod
+    def of(cls, engine_request: EngineRequest, num_nodes: int) -> _Row:
+        given = engine_request.origin_input_ids
+        params = engine_request.sampling_params
+        stops = tuple(sorted(params.stop_token_ids or ()))
+        sampling = SamplingParams(max_tokens=max(int(params.max_new_tokens), 1), stop_token_ids=stops)
+        request = from_custom_params(params.custom_params, engine_request.rid, given, sampling)
+        tokens = np.empty(len(given) + int(params.max_new_tokens) + 2 * num_nodes + 1, np.int32)
+        tokens[: len(given)] = given
+        return cls(engine_request, request, tokens, len(given), 0, len(given))
+
+    def follow(self, ahead: Sequence[int]) -> None:
+        """Take up what the engine has committed, and behind it the tokens `ahead` that it will commit next."""
+        committed = len(self.engine_request.origin_input_ids) + self.num_output
+        new = self._to_stop(self.engine_request.output_ids[self.num_output :])
+        self.tokens[committed : committed + len(new)] = new
+        self.num_output += len(new)
+        end = committed + len(new)
+        ahead = self._to_stop(ahead)
+        self.tokens[end : end + len(ahead)] = ahead
+        self.length = end + len(ahead)
+
+    def _to_stop(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Nothing behind a stop token is part of the answer."""
+        stops = self.request.sampling.stop_token_ids
+        return next((tokens[: i + 1] for i, token in enumerate(tokens) if token in stops), tokens)
+
+    @property
+    def context(self) -> IntArray:
+        view = self.tokens[: self.length]
+        view.flags.writeable = False
+        return view
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still come."""
+        given = len(self.engine_request.origin_input_ids)
+        return int(self.engine_request.sampling_params.max_new_tokens) - (self.length - given)
+
+    def completion(self, reason: FinishReason) -> Completion:
+        given = len(self.request.prompt.token_ids)
+        answer = self.tokens[given : len(self.engine_request.origin_input_ids) + self.num_output]
+        return Completion(request=self.request, generated=without_logprobs(answer), finish_reason=reason)
+
+
+class EngineDrafting:
+    """Asks `drafter` for the trees of a running batch, n nodes a request, its last token among them.
+
+    A malformed draft is left out and counted; the request is then decoded plainly.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        n: int,
+        *,
+        vocabulary: int,
+        news: NewsReader | None = None,
+        counters: Counters | None = None,
+    ) -> None:
+        self.drafter = drafter
+        self.n = n
+        self._vocabulary = vocabulary
+        self._news = news
+        self._counters = counters
+        self._rows: dict[str, _Row] = {}
+        self._hears_tokens = type(drafter).accept is not Drafter.accept
+
+    def propose(self, requests: Sequence[EngineRequest], ahead: Sequence[Sequence[int]]) -> TreeArrays:
+        """The trees of the batch; `ahead` are tokens of each request that are drawn but not yet in its `output_ids`."""
+        started = time.perf_counter()
+        self._finish_departed(requests)
+        rows = [self._row(request) for request in requests]
+        for row, tokens in zip(rows, ahead, strict=True):
+            row.follow(tokens)
+            self._tell(row)
+        drafts = self._drafts(rows)
+        roots = np.array([row.tokens[row.length - 1] for row in rows], np.int64)
+        arrays = lay_out(drafts, roots, self.n)
+        self._count(asks=len(rows), hits=int((drafts.counts > 0).sum()), drafted_nodes=len(drafts.token_ids))
+        self._count(passes=1, draft_s=time.perf_counter() - started)
+        return arrays
+
+    def _row(self, engine_request: EngineRequest) -> _Row:
+        row = self._rows.get(engine_request.rid)
+        if row is None:
+            row = self._rows[engine_request.rid] = _Row.of(engine_request, self.n)
+            if self._news is not None:
+                self._news.catch_up(news_of(engine_request.sampling_params.custom_params))
+            self.drafter.start(row.request)
+        row.engine_request = engine_request
+        return row
+
+    def _tell(self, row: _Row) -> None:
+        """`accept` of what the pass before has drawn: all but its last token came from the draft."""
+        new = row.length - row.num_told
+        if new > 0 and self._hears_tokens:
+            self.drafter.accept(row.request, row.tokens[row.num_told : row.length], new - 1)
+        row.num_told = row.length
+
+    def _drafts(self, rows: Sequence[_Row]) -> DraftBatch:
+        limits = np.array([min(self.n - 1, row.room - 1) for row in rows], np.int32).clip(min=0)
+        askers = np.flatnonzero(limits)
+        if len(askers) == 0:
+            return no_drafts(len(rows))
+        asking = [rows[i] for i in askers.tolist()]
+        requests = [row.request for row in asking]
+        proposed = self.drafter.propose_batch(requests, [row.context for row in asking], limits[askers].tolist())
+        drafts = self._checked(proposed, limits[askers])
+        drafts = drafts.keep(depths(drafts) < np.array([row.room for row in asking])[drafts.requests])
+        return drafts.spread(askers, len(rows))
+
+    def _checked(self, drafts: DraftBatch, limits: IntArray) -> DraftBatch:
+        try:
+            drafts = tidied(drafts, len(limits))
+        except ValueError:
+            self._count(bad_drafts=len(limits))
+            return no_drafts(len(limits))
+        problems = problems_of(drafts, limits=limits, vocabulary=self._vocabulary)
+        self._count(bad_drafts=len(problems))
+        return drafts.keep(~np.isin(drafts.requests, list(problems)))
+
+    def _finish_departed(self, requests: Sequence[EngineRequest]) -> None:
+        """Who has left the batch and has ended is gone for good; others were only put back into the queue."""
+        here = {request.rid for request in requests}
+        for rid in [rid for rid, row in self._rows.items() if rid not in here and row.engine_request.finished()]:
+            row = self._rows.pop(rid)
+            row.follow(())
+            self.drafter.finish(row.completion(_reason(row.engine_request)))
+
+    def _count(self, **amounts: float) -> None:
+        if self._counters is not None:
+            self._counters.add(**amounts)
+
+
+def _reason(engine_request: EngineRequest) -> FinishReason:
+    reason = getattr(engine_request, "finished_reason", None)
+    kind = str(reason.to_json()["type"]) if reason is not None else "abort"
+    return "stop" if kind == "stop" else "length" if kind == "length" else "withdrawn"

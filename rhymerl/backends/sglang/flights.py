@@ -1,0 +1,167 @@
+"""Requests on their way through an engine: sent by threads, back as completions."""
+
+from __future__ import annotations
+
+import queue
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from rhymerl.backends.sglang.client import Client
+from rhymerl.backends.sglang.wire import to_custom_params
+from rhymerl.errors import BackendError
+from rhymerl.types import Completion, FinishReason, Generated, RolloutRequest
+
+
+@dataclass(slots=True)
+class Flight:
+    """One request and what its earlier parts came to, before it was taken back and sent anew."""
+
+    request: RolloutRequest
+    rid: str  # the engine's name for it: of one length, because an engine aborts whatever begins with a name
+    num_passes: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    answer: Future[Any] = field(default_factory=Future)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the engine could not be asked, or refused."""
+        return self.answer.done() and not self.answer.cancelled() and self.answer.exception() is not None
+
+
+class Flights:
+    """What is in flight through `client`. `max_sent` requests are with the engine at a time, the others wait here."""
+
+    def __init__(self, client: Client, *, n: int, max_sent: int) -> None:
+        self.client = client
+        self.policy_version = 0
+        self.news = 0  # what the drafter has to have read before it drafts
+        self._back: queue.Queue[Flight] = queue.Queue()
+        self._totals: Counter[str] = Counter()
+        self.flying: dict[str, Flight] = {}  # by the request's id
+        self._n = n
+        self._threads = ThreadPoolExecutor(max_sent, thread_name_prefix="rhymerl-sglang")
+        self._sent = 0
+
+    def send(self, request: RolloutRequest, before: Flight | None = None) -> None:
+        """Let it go; `before` is its flight up to here."""
+        rid = f"{self._sent:012d}"
+        flight = replace(before, request=request, rid=rid) if before is not None else Flight(request, rid)
+        self._sent += 1
+        self.flying[request.id] = flight
+        flight.answer = self._threads.submit(self.client.post, "/generate", self._content(flight))
+        flight.answer.add_done_callback(lambda _: self._back.put(flight))
+
+    def land(self, flight: Flight, *, is_withdrawn: bool = False) -> Completion:
+        """The completion of one that is back. Raises BackendError when the engine failed it or gave it up by itself."""
+        del self.flying[flight.request.id]
+        if flight.answer.cancelled():
+            return _completion(flight, _NOTHING, "withdrawn")
+        answer = flight.answer.result()
+        meta = answer["meta_info"]
+        kind = meta["finish_reason"]["type"]
+        if kind == "abort" and not is_withdrawn:
+            raise BackendError(f"the SGLang engine gave up request {flight.request.id}: {meta['finish_reason']}")
+        generated = self._generated(meta)
+        self._count(flight, meta, len(generated))
+        reason: FinishReason = "stop" if kind == "stop" else "length" if kind == "length" else "withdrawn"
+        return _completion(flight, generated, reason)
+
+    def wait(self, timeout_s: float) -> list[Flight]:
+        """What is back, at least one unless the time is over."""
+        try:
+            return [self._back.get(timeout=timeout_s) if timeout_s > 0 else self._back.get_nowait(), *self._drained()]
+        except queue.Empty:
+            return []
+
+    def settle(self, flights: Sequence[Flight], timeout_s: float) -> None:
+        """Wait until all of these are back, or the time is over."""
+        wait([flight.answer for flight in flights], timeout_s)
+
+    def forget(self, flights: Sequence[Flight]) -> None:
+        """These are not to come out of `wait`; what else is back stays so."""
+        gone = {id(flight) for flight in flights}
+        for flight in self._drained():
+            if id(flight) not in gone:
+                self._back.put(flight)
+
+    def _drained(self) -> list[Flight]:
+        found = []
+        while not self._back.empty():
+            found.append(self._back.get())
+        return found
+
+    def totals(self) -> Counter[str]:
+        """Tokens and passes of what has landed since the last call."""
+        totals, self._totals = self._totals, Counter()
+        return totals
+
+    def close(self) -> None:
+        """Send nothing more. What the engine still has is the caller's to end."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _content(self, flight: Flight) -> dict[str, Any]:
+        request, sampling = flight.request, flight.request.sampling
+        answer = request.generated.token_ids if request.generated is not None else np.empty(0, np.int32)
+        return {
+            "rid": flight.rid,
+            "input_ids": [*request.prompt.token_ids.tolist(), *answer.tolist()],
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "sampling_params": {
+                "max_new_tokens": sampling.max_tokens - len(answer),
+                "temperature": sampling.temperature,
+                "top_k": sampling.top_k or -1,
+                "top_p": sampling.top_p,
+                "min_p": sampling.min_p,
+                "stop_token_ids": list(sampling.stop_token_ids),
+                "custom_params": to_custom_params(request, news=self.news),
+            },
+        }
+
+    def _generated(self, meta: Mapping[str, Any]) -> Generated:
+        pairs: Sequence[Sequence[Any]] = meta.get("output_token_logprobs") or []
+        return Generated(
+            token_ids=np.array([pair[1] for pair in pairs], np.int32),
+            logprobs=np.array([pair[0] for pair in pairs], np.float64),
+            policy_versions=np.full(len(pairs), self.policy_version, np.int32),
+        )
+
+    def _count(self, flight: Flight, meta: Mapping[str, Any], num_tokens: int) -> None:
+        verified = int(meta.get("spec_verify_ct") or 0)  # passes after the one that read the prompt
+        passes = 1 + verified if self._n > 1 else num_tokens
+        new = {
+            "emitted": num_tokens,
+            "passes": min(passes, num_tokens),
+            "drafted": verified * (self._n - 1),
+            "accepted": max(num_tokens - passes, 0),
+        }
+        self._totals.update(new)
+        flight.num_passes += new["passes"]
+        flight.num_drafted += new["drafted"]
+        flight.num_accepted += new["accepted"]
+
+
+_NOTHING = Generated(token_ids=np.empty(0, np.int32), logprobs=np.empty(0), policy_versions=np.empty(0, np.int32))
+
+
+def _completion(flight: Flight, new: Generated, reason: FinishReason) -> Completion:
+    before = flight.request.generated or _NOTHING
+    whole = Generated(
+        token_ids=np.concatenate([before.token_ids, new.token_ids]),
+        logprobs=np.concatenate([before.logprobs, new.logprobs]),
+        policy_versions=np.concatenate([before.policy_versions, new.policy_versions]),
+    )
+    return Completion(
+        request=flight.request,
+        generated=whole,
+        finish_reason=reason,
+        num_passes=flight.num_passes,
+        num_drafted=flight.num_drafted,
+        num_accepted=flight.num_accepted,
+    )

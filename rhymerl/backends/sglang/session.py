@@ -1,0 +1,288 @@
+"""An engine from its start to its end: its process, its weights, what is in flight, and the news of its drafter."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rhymerl.backends.sglang import arguments, weights
+from rhymerl.backends.sglang.client import Client
+from rhymerl.backends.sglang.counters import Counters
+from rhymerl.backends.sglang.flights import Flights
+from rhymerl.backends.sglang.news import News, NewsWriter
+from rhymerl.backends.sglang.plugin import VARIABLE
+from rhymerl.backends.sglang.server import Server, require_sglang
+from rhymerl.backends.sglang.settings import EngineSettings
+from rhymerl.config import describe
+from rhymerl.drafters.base import Drafter
+from rhymerl.errors import ConfigError
+from rhymerl.history import HistoryStore
+from rhymerl.policy import DTYPES
+from rhymerl.types import Completion, RolloutRequest, Sample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rhymerl.policy import Policy
+
+ALGORITHM = "RHYMERL"  # as the plugin registers it
+_LOOK_S = 0.2  # how often to see whether the engine is alive while nothing comes back
+_SENT = 4  # times max_running requests are with the engine, so that its own queue never runs dry
+_NO_VERSION = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionSettings:
+    """See SGLangBackend; `n` tokens a request and pass, its last one among them."""
+
+    n: int
+    max_running: int
+    dtype: str | None
+    tensor_parallel: int
+    arguments: Mapping[str, Any]
+    environment: Mapping[str, str]
+    weights: Literal["auto", "tensor", "disk"]
+    restarts: int
+    release_memory: bool
+    start_timeout_s: float
+
+
+class Session:
+    """`client` is the way to a server that runs already; without one a server is started, and ended by `close`."""
+
+    def __init__(self, settings: SessionSettings, policy: Policy, drafter: Drafter, *, client: Client | None) -> None:
+        self.settings = settings
+        self.policy = policy
+        self.drafter = drafter
+        self.folder = Path(tempfile.mkdtemp(prefix="rhymerl-sglang-"))
+        self.weights_folder = weights.shared_folder(self.folder, policy.model)
+        self.version = _NO_VERSION  # of the weights in the engine
+        self._server: Server | None = None
+        self._news: NewsWriter | None = None
+        self._counters: Counters | None = None
+        self._history: HistoryStore | None = None
+        self._followed: int | None = None
+        self._restarts_left = settings.restarts
+        self._is_resting = False
+        self._landed: list[Completion] = []  # ended while they were being taken back
+        self._reported_s = time.monotonic()
+        try:
+            weights.write_config(policy.model, self.weights_folder)
+            self.client = client or self._started()
+            self.client.get("/health")
+            self._flights = Flights(self.client, n=settings.n, max_sent=_SENT * settings.max_running)
+        except BaseException:
+            self._end()
+            raise
+
+    # -- the engine's process --------------------------------------------------------------------------------------
+
+    def _started(self) -> Client:
+        require_sglang()
+        described = _described(self.drafter)
+        self._counters = Counters(self.folder / "counters", new=True)
+        shutil.rmtree(self.folder / "news", ignore_errors=True)
+        self._news = NewsWriter(self.folder / "news")
+        self._followed = None
+        file = self.folder / "engine.json"
+        EngineSettings.here(described, self.folder).write(file)
+        words = arguments.words(
+            model_path=str(self.weights_folder),
+            dtype=self._dtype,
+            n=self.settings.n,
+            max_running=self.settings.max_running,
+            tensor_parallel=self.settings.tensor_parallel,
+            algorithm=ALGORITHM,
+            context_tokens=self.policy.context_tokens,
+            more={"load_format": "dummy", **self._device(), **self.settings.arguments},
+        )
+        environment = {VARIABLE: str(file), **self.settings.environment}
+        self._server = Server(words, environment, self.folder / "engine.log")
+        self._server.wait_until_ready(self.settings.start_timeout_s)
+        return self._server.client
+
+    @property
+    def _dtype(self) -> str:
+        """The engine's: it has no float64."""
+        own = next(name for name, dtype in DTYPES.items() if dtype == self.policy.model.dtype)
+        return self.settings.dtype or ("float32" if own == "float64" else own)
+
+    def _device(self) -> dict[str, Any]:
+        device = self.policy.model.device
+        more = {"enable_memory_saver": True} if self.settings.release_memory else {}
+        return {"device": "cpu"} if device.type == "cpu" else {"base_gpu_id": device.index or 0, **more}
+
+    def _restart(self) -> None:
+        """A new engine with the weights of the old one; what was in flight is sent again from where it was last sent."""
+        assert self._server is not None
+        self._server.close()
+        self._restarts_left -= 1
+        self._flights.close()
+        old = self._flights
+        self.client = self._started()
+        self._flights = Flights(self.client, n=self.settings.n, max_sent=_SENT * self.settings.max_running)
+        version, self.version = self.version, _NO_VERSION
+        if version != _NO_VERSION:
+            self._load(self.policy.model.named_parameters(), version)
+        if self._history is not None:
+            self.follow(self._history)
+        for flight in old.flying.values():
+            self._flights.send(flight.request, flight)
+
+    def close(self) -> None:
+        """End the engine, whatever it is doing, and remove its files."""
+        self._flights.close()
+        self._end()
+        self.drafter.close()
+
+    def _end(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self.weights_folder, ignore_errors=True)
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        """Let them go."""
+        for request in requests:
+            self._flights.send(request)
+
+    def collect(self, timeout_s: float | None) -> list[Completion]:
+        """At least one, unless nothing is in flight or the time is over. Raises BackendError when the engine has died."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        landed, self._landed = self._landed, []
+        while self._flights.flying and not landed:
+            left = _LOOK_S if deadline is None else min(_LOOK_S, deadline - time.monotonic())
+            back = self._flights.wait(max(left, 0.0))
+            if any(flight.has_failed for flight in back) or not back:
+                self._revive()
+            landed += [self._flights.land(flight) for flight in back if flight.request.id in self._flights.flying]
+            if deadline is not None and time.monotonic() >= deadline:
+                break
+        return landed
+
+    def _revive(self) -> None:
+        """Nothing while the engine is alive; start it again while that is allowed, else raise BackendError."""
+        if self._server is None or self._server.is_alive:
+            return
+        if self._restarts_left <= 0:
+            self._server.check()
+        self._restart()
+
+    def withdraw(self, ids: Iterable[str] | None) -> list[Completion]:
+        """Take them back. One that ends meanwhile comes back as it ended."""
+        wanted = list(self._flights.flying) if ids is None else [each for each in ids if each in self._flights.flying]
+        flights = [self._flights.flying[each] for each in wanted]
+        for flight in flights:
+            flight.answer.cancel()
+        while any(not flight.answer.done() for flight in flights):
+            # Again and again: what is on its way to the engine is not known there yet.
+            for flight in flights:
+                if not flight.answer.done():
+                    self.client.post("/abort_request", {"rid": flight.rid})
+            self._flights.settle(flights, _LOOK_S)
+            if self._server is not None:
+                self._server.check()
+        self._flights.forget(flights)
+        return [self._flights.land(flight, is_withdrawn=True) for flight in flights]
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def sync_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Requests in flight are taken back, and sent on with their tokens when the weights are there."""
+        if version == self.version:
+            return
+        before = dict(self._flights.flying)
+        withdrawn = self.withdraw(None)
+        self._load(named, version)
+        for completion in withdrawn:
+            if completion.finish_reason == "withdrawn":
+                self._flights.send(completion.resume(), before[completion.request.id])
+            else:
+                self._landed.append(completion)
+
+    def _load(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self._wake()
+        dtype = DTYPES[self._dtype]
+        if self._way == "tensor":
+            ranks = self.settings.tensor_parallel
+            weights.from_tensors(self.client, named, dtype, ranks=ranks, version=version)
+        else:
+            weights.from_disk(self.client, named, dtype, self.weights_folder, version=version)
+        self.version = self._flights.policy_version = version
+
+    @property
+    def _way(self) -> str:
+        if self.settings.weights != "auto":
+            return self.settings.weights
+        return "tensor" if self.policy.model.device.type == "cuda" and self._server is not None else "disk"
+
+    def rest(self) -> None:
+        """Give the engine's memory to the update, if that is wanted and nothing is in flight."""
+        if self.settings.release_memory and not self._flights.flying and not self._is_resting:
+            self.client.post("/release_memory_occupation", {})
+            self._is_resting = True
+
+    def _wake(self) -> None:
+        if self._is_resting:
+            self.client.post("/resume_memory_occupation", {})
+            self._is_resting = False
+
+    # -- history -------------------------------------------------------------------------------------------------------
+
+    def follow(self, history: HistoryStore) -> None:
+        """Tell the drafter, by the requests that come next. A server that was running before has a drafter of its own."""
+        self._history = history
+        if self._news is None or self.settings.n == 1:
+            return
+        delta = history.snapshot() if self._followed is None else history.deltas(self._followed)
+        self._followed = delta.version
+        self._tell(News(delta=delta))
+
+    def learn(self, samples: Sequence[Sample]) -> None:
+        """Tell the drafter, if it wants to know."""
+        if self._news is not None and self.settings.n > 1 and type(self.drafter).learn is not Drafter.learn:
+            self._tell(News(samples=samples))
+
+    def _tell(self, news: News) -> None:
+        assert self._news is not None
+        self._news.write(news)
+        self._flights.news = self._news.version
+
+    # -- metrics -------------------------------------------------------------------------------------------------------
+
+    def metrics(self) -> Mapping[str, float]:
+        """What came back since the last call, and what the drafter counted."""
+        totals = self._flights.totals()
+        result = {
+            "rollout/spec_accept_length": totals["emitted"] / max(totals["passes"], 1),
+            "rollout/spec_accept_rate": totals["accepted"] / max(totals["drafted"], 1),
+        }
+        if self._counters is None or self.settings.n == 1:
+            return result
+        new, now = self._counters.since(), time.monotonic()
+        seconds, self._reported_s = now - self._reported_s, now
+        return {
+            **result,
+            "rollout/passes": new["passes"],
+            "spec/draft_hit_rate": new["hits"] / max(new["asks"], 1),
+            "spec/bad_drafts": new["bad_drafts"],
+            "spec/draft_time_frac": new["draft_s"] / max(seconds, 1e-9),
+        }
+
+
+def _described(drafter: Drafter) -> Mapping[str, Any]:
+    """Raises ConfigError for a drafter that cannot be built again in the engine's process."""
+    try:
+        return describe(drafter)
+    except TypeError as error:
+        raise ConfigError(
+            f"drafter={type(drafter).__name__}: cannot be built again in SGLang's process ({error}); "
+            "give it by class and settings, or take backend=embedded"
+        ) from error

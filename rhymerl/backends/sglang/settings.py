@@ -1,0 +1,59 @@
+"""What an engine's processes are told of rhymerl: a file that an environment variable names."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rhymerl.backends.sglang.counters import Counters
+from rhymerl.backends.sglang.drafting import EngineDrafting
+from rhymerl.backends.sglang.news import NewsReader
+from rhymerl.backends.sglang.plugin import VARIABLE
+from rhymerl.config import instantiate
+from rhymerl.drafters.base import Drafter
+from rhymerl.errors import BackendError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """The drafter's config, where its class is imported from, and the folder in which trainer and engine meet."""
+
+    drafter: Mapping[str, Any]
+    folder: str
+    paths: tuple[str, ...]
+
+    @classmethod
+    def here(cls, drafter: Mapping[str, Any], folder: Path) -> EngineSettings:
+        """With the import path of this process, so that a class of the user's own is found there too."""
+        return cls(drafter=drafter, folder=str(folder), paths=tuple(path or os.getcwd() for path in sys.path))
+
+    def write(self, path: Path) -> None:
+        """As JSON."""
+        path.write_text(json.dumps(asdict(self), indent=1))
+
+    @classmethod
+    def of_this_process(cls) -> EngineSettings:
+        """What the environment variable names. Raises BackendError when it names no such file."""
+        path = os.environ.get(VARIABLE, "")
+        try:
+            content = json.loads(Path(path).read_text())
+            return cls(drafter=content["drafter"], folder=content["folder"], paths=tuple(content["paths"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise BackendError(
+                f"{VARIABLE}={path!r}: expected the file that `rhymerl sglang-args` writes ({error!r})"
+            ) from error
+
+    def drafting(self, n: int, vocabulary: int) -> EngineDrafting:
+        """The drafter, and what stands between it and the engine."""
+        sys.path.extend(path for path in self.paths if path not in sys.path)
+        drafter: Drafter = instantiate(self.drafter, key="drafter")
+        folder = Path(self.folder)
+        counters = Counters(folder / "counters")
+        return EngineDrafting(
+            drafter, n, vocabulary=vocabulary, news=NewsReader(folder / "news", drafter), counters=counters
+        )

@@ -1,0 +1,126 @@
+"""Ways for the policy's weights into an engine. All of them check what the engine answers."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rhymerl.backends.sglang.client import Client
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_BUCKET_BYTES = 2**30
+_SHARED_MEMORY = Path("/dev/shm")
+_ROOM = 1.2  # times what is written that has to be free in shared memory
+
+
+def from_tensors(
+    client: Client, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, *, ranks: int, version: int
+) -> None:
+    """Hand over the tensors' own memory, a bucket at a time; for an engine on the same device."""
+    with _session(client):
+        for bucket in buckets(named, dtype):
+            words = base64.b64encode(_pickled(bucket)).decode()
+            content = {
+                "serialized_named_tensors": [words] * ranks,
+                "weight_version": str(version),
+                "flush_cache": False,
+            }
+            client.post("/update_weights_from_tensor", content)
+    flush(client)
+
+
+def from_disk(
+    client: Client, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, folder: Path, *, version: int
+) -> None:
+    """Through a checkpoint in `folder`, which has the model's config; the weights are removed afterwards."""
+    file = folder / "model.safetensors"
+    save_file(
+        {name: _ready(tensor, dtype).cpu().contiguous() for name, tensor in named}, file, metadata={"format": "pt"}
+    )
+    try:
+        content = {
+            "model_path": str(folder),
+            "load_format": "safetensors",
+            "weight_version": str(version),
+            "flush_cache": False,
+        }
+        client.post("/update_weights_from_disk", content)
+    finally:
+        file.unlink()
+    flush(client)
+
+
+def flush(client: Client) -> None:
+    """Forget keys and values of older weights. Nothing may be running."""
+    client.post("/flush_cache", {})
+
+
+def buckets(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[list[tuple[str, Tensor]]]:
+    """The tensors in the engine's dtype, about a gigabyte at a time."""
+    bucket: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in named:
+        ready = _ready(tensor, dtype)
+        if bucket and size + ready.nbytes > _BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, ready))
+        size += ready.nbytes
+    if bucket:
+        yield bucket
+
+
+def write_config(model: PreTrainedModel, folder: Path) -> None:
+    """What an engine needs to build the model; without stop tokens, which come with each request.
+
+    SGLang would end an answer at the config's own as well, whatever the request says.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    model.config.save_pretrained(folder)
+    path = folder / "config.json"
+    content: dict[str, Any] = json.loads(path.read_text())
+    own = {"architectures": [type(model).__name__], "eos_token_id": None}
+    path.write_text(json.dumps({**content, **own}, indent=1))
+
+
+def shared_folder(folder: Path, model: PreTrainedModel) -> Path:
+    """Where weights are written: in shared memory where it has the room, else below `folder`."""
+    needed = _ROOM * sum(parameter.nbytes for parameter in model.parameters())
+    if _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > needed:
+        return _SHARED_MEMORY / folder.name
+    return folder / "weights"
+
+
+def _ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.detach().to(dtype)
+
+
+def _pickled(bucket: list[tuple[str, Tensor]]) -> bytes:
+    """Handles of the tensors' memory; they have to live until the engine has answered."""
+    buffer = io.BytesIO()
+    ForkingPickler(buffer).dump(bucket)
+    return buffer.getvalue()
+
+
+@contextmanager
+def _session(client: Client) -> Iterator[None]:
+    """Newer engines want to know where an update begins and ends; older ones do not know the words."""
+    has_sessions = client.offers("/begin_weight_update")  # and begun it is
+    try:
+        yield
+    finally:
+        if has_sessions:
+            client.post("/end_weight_update", {})

@@ -1,0 +1,94 @@
+"""What travels with a request through SGLang, and back: requests as `custom_params`, answers as completions."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rhymerl.types import Generated, Prompt, RolloutRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from rhymerl.types import IntArray
+
+KEY = "rhymerl"  # in custom_params
+
+
+def to_custom_params(request: RolloutRequest, *, news: int) -> dict[str, Any]:
+    """The request but for its tokens and sampling parameters; `news` is what the drafter has to have read before."""
+    return {
+        KEY: {
+            "id": request.id,
+            "sample": request.sample,
+            "seed": str(request.seed),  # 64 bits, more than JSON's numbers are good for everywhere
+            "split": request.split,
+            "prompt_id": request.prompt.id,
+            "prompt_key": request.prompt.key,
+            "offset": len(request.generated) if request.generated is not None else 0,
+            "news": news,
+        }
+    }
+
+
+def from_custom_params(
+    params: Mapping[str, Any] | None, rid: str, token_ids: Sequence[int], sampling: SamplingParams
+) -> RolloutRequest:
+    """The request again, from what came with SGLang's own: its id and its input (the prompt and what was generated before).
+
+    The log-probs of earlier tokens stay in the trainer: they are NaN here. Nor does the prompt have its text and columns.
+    A request that is not ours is known by its prompt's tokens alone.
+    """
+    tokens = np.array(token_ids, np.int32)
+    own = (params or {}).get(KEY) or _of_others(rid, tokens)
+    prompt, answer = np.split(tokens, [len(tokens) - own["offset"]])
+    return RolloutRequest(
+        id=own["id"],
+        prompt=Prompt(id=own["prompt_id"], key=own["prompt_key"], token_ids=prompt, text=""),
+        sample=own["sample"],
+        seed=int(own["seed"]),
+        sampling=sampling,
+        split=own["split"],
+        generated=without_logprobs(answer) if len(answer) else None,
+    )
+
+
+def _of_others(rid: str, tokens: IntArray) -> dict[str, Any]:
+    key = "other-" + _hash(tokens.tobytes()).hex()
+    seed = int.from_bytes(_hash(rid.encode()), "little")
+    return {
+        "id": rid,
+        "sample": 0,
+        "seed": seed,
+        "split": "train",
+        "prompt_id": key,
+        "prompt_key": key,
+        "offset": 0,
+        "news": 0,
+    }
+
+
+def noise_of(params: Mapping[str, Any] | None, rid: str) -> tuple[int, int]:
+    """The seed of a request's noise, and how many tokens of its input are response already."""
+    own = (params or {}).get(KEY)
+    return (int(own["seed"]), int(own["offset"])) if own else (int.from_bytes(_hash(rid.encode()), "little"), 0)
+
+
+def news_of(params: Mapping[str, Any] | None) -> int:
+    """What the drafter has to have read before."""
+    own = (params or {}).get(KEY)
+    return int(own["news"]) if own else 0
+
+
+def _hash(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=8).digest()
+
+
+def without_logprobs(token_ids: IntArray) -> Generated:
+    """Tokens of which only the trainer knows log-probs (NaN) and versions (-1)."""
+    return Generated(
+        token_ids=token_ids,
+        logprobs=np.full(len(token_ids), np.nan),
+        policy_versions=np.full(len(token_ids), -1, np.int32),
+    )
