@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +15,21 @@ from rhymerl.simulation.summary import Window
 _COLOURS = ("#3b6fb6", "#e08a3c", "#4c9f70", "#b5557a", "#8a78c2", "#9a8f4a")
 
 
-def require_matplotlib() -> None:
-    """Raise ConfigError when there is none."""
-    if find_spec("matplotlib") is None:
-        raise ConfigError("gantt: charts need matplotlib; pip install 'rhymerl[plot]'")
+def check_path(path: Path) -> None:
+    """Raise ConfigError when nothing can be drawn there, or at all."""
+    if path.suffix != ".png":
+        raise ConfigError(f"gantt={str(path)!r}: expected a file that ends in .png")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("gantt: charts need matplotlib; pip install 'rhymerl[plot]'") from error
 
 
 def draw(panels: Mapping[str, Timeline], window: Window, path: Path) -> None:
     """One panel a timeline, on the same time axis, as PNG: a row a worker, a colour a step, white where nothing is done."""
-    require_matplotlib()
+    check_path(path)
     from matplotlib.figure import Figure
 
-    if path.suffix != ".png":
-        raise ConfigError(f"gantt={str(path)!r}: expected a file that ends in .png")
     figure = Figure(figsize=(11, 1.2 + 2.9 * len(panels)), layout="constrained")
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for axis, (title, timeline) in zip(axes, panels.items(), strict=True):

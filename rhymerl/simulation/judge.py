@@ -155,9 +155,9 @@ def _check(config: DictConfig) -> None:
     if not 0 <= config.redo_acceptance <= 1:
         raise ConfigError(f"redo_acceptance={config.redo_acceptance}: expected 0 to 1")
     if config.gantt is not None:
-        from rhymerl.simulation.gantt import require_matplotlib
+        from rhymerl.simulation.gantt import check_path
 
-        require_matplotlib()
+        check_path(Path(config.gantt))
 
 
 def _joined(name: str, values: Sequence[float]) -> float:

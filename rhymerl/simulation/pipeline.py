@@ -77,7 +77,6 @@ class Simulation:
             if following is not None and plan is not None and self.run_ahead == "draft":
                 until = trained[-1]
                 drafts = self._run_ahead(following, plan, free, until, log)
-                free = np.full(self.num_workers, until)
             elif following is not None or step + 1 < len(works):
                 drafts = np.zeros(len(works[step + 1].requests))
             if self._learns:

@@ -68,6 +68,8 @@ def test_draft_by_hand():
     assert it.ahead[0].tolist() == pytest.approx([0, 4 * PASS])
     assert it.done[1] - it.done[0] == pytest.approx((1 + 4 / 128) + 2 * PASS)
     assert it.stale_tokens.tolist() == [0, 0]
+    figures = summary(it, Window(first=0, last=1), train_time=0.0)
+    assert (figures["bubble_frac"], figures["run_ahead_frac"]) == (pytest.approx(0), pytest.approx(4 / 12))
 
 
 def test_training_stops_colocated_workers_and_not_others():

@@ -1,0 +1,157 @@
+"""What single schedulers do, by hand."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from rhymerl.schedulers import HistoPipeScheduler, PacedScheduler, PackedScheduler, SortedScheduler
+from rhymerl.schedulers.costs import QueueCost
+from rhymerl.schedulers.histopipe import cut, linear_workers
+from rhymerl.schedulers.migration import outliers_to_running
+from rhymerl.schedulers.predicting import Piece
+from tests.schedulers.answers import progress_of, requests_for, samples_for
+
+
+def prompts(plan) -> list[list[str]]:
+    """The distinct prompts of each queue, in order."""
+    return [list(dict.fromkeys(request.prompt.id for request in queue)) for queue in plan]
+
+
+def test_sorted_gives_the_longest_to_whoever_has_least():
+    scheduler = SortedScheduler()
+    scheduler.learn(samples_for([[10], [50], [30], [20]]))
+    assert prompts(scheduler.plan(requests_for(4), 2, 0)) == [["1", "0"], ["2", "3"]]
+    scheduler = SortedScheduler(order="ascending")
+    scheduler.learn(samples_for([[10], [50], [30], [20]]))
+    assert prompts(scheduler.plan(requests_for(4), 2, 0)) == [["0", "2"], ["3", "1"]]
+
+
+def test_an_unknown_prompt_counts_as_long():
+    scheduler = SortedScheduler()
+    scheduler.learn(samples_for([[10], [50], [30]]))
+    assert prompts(scheduler.plan(requests_for(4), 1, 0)) == [
+        ["1", "3", "2", "0"]
+    ]  # 3 as long as the longest, in data order
+
+
+def test_packed_knows_who_is_free_first():
+    scheduler = PackedScheduler()
+    scheduler.learn(samples_for([[100], [90], [80], [10]]))
+    requests = requests_for(4)
+    plan = scheduler.plan(requests, 2, 1)
+    assert prompts(plan) == [["0"], ["1", "2", "3"]]  # beside a longer answer a shorter one costs next to nothing
+    # Worker 0 has still 95 tokens of prompt 0 to go, worker 1 nothing: now that one gets the longest.
+    scheduler.rebalance(progress_of(plan, [[5], [None] * 3]))
+    assert prompts(scheduler.plan(requests, 2, 2)) == [["1"], ["0", "2", "3"]]
+    assert prompts(scheduler.plan(requests, 2, 7)) == prompts(plan)  # that was another step's progress
+
+
+def test_tier_1_turns_round_from_step_to_step():
+    scheduler = HistoPipeScheduler(tier=1)
+    requests = requests_for(6, 2)
+    assert prompts(scheduler.plan(requests, 3, 1)) == [["0", "3"], ["1", "4"], ["2", "5"]]  # nothing is known
+    scheduler.learn(samples_for([[60] * 2, [10] * 2, [50] * 2, [20] * 2, [40] * 2, [30] * 2]))
+    assert prompts(scheduler.plan(requests, 3, 1)) == [["1", "3"], ["5", "4"], ["2", "0"]]
+    assert prompts(scheduler.plan(requests, 3, 2)) == [["2", "0"], ["5", "4"], ["1", "3"]]
+
+
+def test_tier_1_with_fewer_prompts_than_workers_splits_groups():
+    scheduler = HistoPipeScheduler(tier=1)
+    scheduler.learn(samples_for([[60] * 4, [10] * 4]))
+    sizes = [len(queue) for queue in scheduler.plan(requests_for(2, 4), 3, 1)]
+    assert sizes == [3, 3, 2]
+
+
+def pieces(*medians: float) -> list[Piece]:
+    requests = requests_for(1, 4)
+    return [Piece(requests=requests, median=median, tail=2 * median, is_known=True) for median in medians]
+
+
+def slope_of(counts, tau) -> float:
+    """The smallest slope for which group n is done at tau(0, k_max) + n d."""
+    line = tau[0, -1]
+    if tau[0, counts[0] - 1] > line:
+        return float("inf")
+    return max((tau[n, k - 1] - line) / n for n, k in enumerate(counts) if n)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_tier_2_finds_the_smallest_slope(seed):
+    """Against every way to give each of three groups one to four of the workers."""
+    source = np.random.default_rng(seed)
+    groups = cut(pieces(*sorted(source.uniform(10, 400, 9))), 3)
+    cost = QueueCost([[0, 1.0], [4, 2.0]])
+    longest = np.array([max(piece.tail for piece in group) for group in groups])
+    total = np.array([sum(piece.total for piece in group) for group in groups])
+    tau = cost.times(longest[:, None], total[:, None] / np.arange(1, 5))
+    found = linear_workers(groups, 10, 4, cost)
+    assert sum(found) == 10
+    best = min(slope_of(counts, tau) for counts in product(range(1, 5), repeat=3) if sum(counts) <= 10)
+    clipped = [min(count, 4) for count in found]  # workers left over may go beyond
+    assert slope_of(clipped, tau) == pytest.approx(best, rel=1e-6)
+
+
+def test_tier_2_falls_back_where_the_first_group_asks_for_too_many():
+    groups = cut(pieces(10, 20, 30, 40), 4)
+    assert sorted(linear_workers(groups, 5, 8, QueueCost())) == [1, 1, 1, 2]
+    assert linear_workers(groups, 4, 8, QueueCost()) == [1, 1, 1, 1]
+
+
+def test_outliers_move_to_the_longest_group_that_is_still_running():
+    requests = requests_for(40)
+    plan = [requests[:10], requests[10:20], requests[20:30], requests[30:]]
+    done = [None] * 9
+    # Worker 0 and 1 are down to one request, 2 and 3 still run two. Group 0 expected 100 at most, 2 and 3 equally long.
+    tokens = [[*done, 115], [*done, 240], [None] * 8 + [10, 10], [None] * 8 + [10, 10]]
+    longest = np.array([100.0, 200.0, 300.0, 300.0])
+    (one, two) = outliers_to_running(progress_of(plan, tokens), longest, alpha=0.1, beta=1.1)
+    assert (one.request_id, one.worker) == ("9/0", 2)
+    assert (two.request_id, two.worker) == ("19/0", 3)  # where there are fewer by now
+    assert outliers_to_running(progress_of(plan, tokens), longest, alpha=0.1, beta=1.3) == []
+    early = [[None] * 8 + [115, 115], *tokens[1:]]
+    moves = outliers_to_running(progress_of(plan, early), longest, alpha=0.1, beta=1.1)
+    assert [move.request_id for move in moves] == ["19/0"]  # worker 0 still has two of ten
+
+
+def test_migration_needs_a_longer_group_that_runs():
+    requests = requests_for(2)
+    progress = progress_of([requests[:1], requests[1:]], [[500], [None]])
+    assert outliers_to_running(progress, np.array([100.0, 300.0]), alpha=0.1, beta=1.1) == []
+    progress = progress_of([requests[:1], requests[1:]], [[500], [500]])
+    assert outliers_to_running(progress, np.array([300.0, 100.0]), alpha=0.1, beta=1.1) == []
+
+
+def test_histopipe_migrates_by_what_it_planned():
+    scheduler = HistoPipeScheduler(tier=1)
+    scheduler.learn(samples_for([[100] * 10, [300] * 10]))
+    requests = requests_for(2, 10)
+    plan = scheduler.plan(requests, 2, 1)
+    progress = progress_of(plan, [[None] * 9 + [111], [5] * 10])
+    scheduler.plan(requests, 2, 0)  # an evaluation in between
+    (move,) = scheduler.rebalance(progress)
+    assert (move.request_id, move.worker) == ("0/9", 1)
+    assert HistoPipeScheduler(tier=1).rebalance(progress) == []  # it has planned nothing
+    scheduler.migrate = False
+    assert scheduler.rebalance(progress) == []
+
+
+def test_paced_fills_workers_by_time():
+    # 400 with 4 answers costs 400 + 1600/128 = 412.5; the others 100 + 400/128 each, but 100 + 3 * 400/128 together.
+    scheduler = PacedScheduler()
+    scheduler.learn(samples_for([[100] * 4, [400] * 4, [100] * 4, [100] * 4]))
+    plan = scheduler.plan(requests_for(4, 4), 2, 1)
+    assert prompts(plan) == [["1"], ["0", "2", "3"]]
+
+
+def test_paced_halves_take_turns_while_workers_run_ahead():
+    scheduler = PacedScheduler(costs=[[0, 1.0], [1, 2.0]])  # nothing is gained by decoding side by side
+    scheduler.learn(samples_for([[100] * 4, [90] * 4, [80] * 4, [70] * 4]))
+    requests = requests_for(4, 4)
+    first = scheduler.plan(requests, 4, 1)
+    assert all(first)  # nobody runs ahead yet
+    tokens = [[10] * 4, [10] * 4, [None] * 4, [None] * 4]
+    scheduler.rebalance(progress_of(first, tokens))
+    assert [bool(queue) for queue in scheduler.plan(requests, 4, 2)] == [False, False, True, True]
