@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,10 +15,12 @@ _OURS = {  # set here, by settings of their own
     "dtype": "backend.dtype",
     "tp_size": "backend.tensor_parallel",
     "tensor_parallel_size": "backend.tensor_parallel",
+    "tp": "backend.tensor_parallel",
     "max_running_requests": "backend.max_running",
     "speculative_algorithm": "drafter",
     "speculative_num_draft_tokens": "backend.nodes",
 }
+_COPIES = ("dp", "dp_size", "data_parallel_size")  # each would read the one drafter's news
 _LOSSY = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
 
 
@@ -27,7 +30,11 @@ def check(arguments: Mapping[str, Any]) -> None:
         plain = name.replace("-", "_")
         if plain in _OURS:
             raise ConfigError(f"backend.arguments.{name}={value!r}: is set by {_OURS[plain]}")
-        if plain in _LOSSY and float(value) != 1.0:
+        if plain in _COPIES and value not in (None, 1):
+            raise ConfigError(
+                f"backend.arguments.{name}={value!r}: expected 1; every rank of the trainer has its own engine"
+            )
+        if plain in _LOSSY and value not in (None, 1.0):
             raise ConfigError(f"backend.arguments.{name}={value!r}: expected 1.0; below it drafts change what is drawn")
 
 
@@ -61,6 +68,8 @@ def _words_of(name: str, value: Any) -> list[str]:
     flag = "--" + name.replace("_", "-")
     if value is None or value is False:
         return []
-    return (
-        [flag] if value is True else [flag, *map(str, value)] if isinstance(value, list | tuple) else [flag, str(value)]
-    )
+    if value is True:
+        return [flag]
+    if isinstance(value, Mapping):
+        return [flag, json.dumps(value)]
+    return [flag, *map(str, value)] if isinstance(value, list | tuple) else [flag, str(value)]

@@ -22,10 +22,14 @@ class Client:
     @classmethod
     def at(cls, url: str) -> Client:
         """Raises ConfigError for what is no http URL."""
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+            port = parts.port or 80
+        except ValueError:  # a port that is none
+            parts, port = urlsplit(""), 0
         if parts.scheme != "http" or not parts.hostname:
             raise ConfigError(f"backend.url={url!r}: expected http://HOST:PORT of a running SGLang server or router")
-        return cls(parts.hostname, parts.port or 80, path=parts.path)
+        return cls(parts.hostname, port, path=parts.path)
 
     def is_ready(self) -> bool:
         """Whether it is up and answers."""
@@ -42,15 +46,16 @@ class Client:
         """What it answers. Raises BackendError when it cannot be reached, refuses, or says that it did not succeed."""
         return self._checked("POST", path, content, timeout_s)
 
-    def offers(self, path: str) -> bool:
-        """Whether it knows that path; older versions lack some."""
-        return self._call("POST", path, {}, timeout_s=60)[0] != 404
+    def post_if_known(self, path: str) -> bool:
+        """Whether it knows that path, which older versions may not. Raises BackendError as `post` does."""
+        status, answer = self._call("POST", path, {}, timeout_s=60)
+        if status != 404:
+            _check(path, status, answer)
+        return status != 404
 
     def _checked(self, method: str, path: str, content: Mapping[str, Any] | None, timeout_s: float | None) -> Any:
         status, answer = self._call(method, path, content, timeout_s=timeout_s)
-        refused = status != 200 or (isinstance(answer, Mapping) and answer.get("success") is False)
-        if refused:
-            raise BackendError(f"the SGLang engine refused {path} (HTTP {status}): {answer}")
+        _check(path, status, answer)
         return answer
 
     def _call(
@@ -69,6 +74,11 @@ class Client:
         finally:
             connection.close()
         return response.status, _parsed(text)
+
+
+def _check(path: str, status: int, answer: Any) -> None:
+    if status != 200 or (isinstance(answer, Mapping) and answer.get("success") is False):
+        raise BackendError(f"the SGLang engine refused {path} (HTTP {status}): {answer}")
 
 
 def _parsed(text: bytes) -> Any:

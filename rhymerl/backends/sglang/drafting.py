@@ -12,13 +12,16 @@ import numpy as np
 from rhymerl.backends.sglang.arrays import TreeArrays, lay_out
 from rhymerl.backends.sglang.counters import Counters
 from rhymerl.backends.sglang.news import NewsReader
-from rhymerl.backends.sglang.wire import from_custom_params, news_of, without_logprobs
+from rhymerl.backends.sglang.wire import from_custom_params, news_of, noise_of, without_logprobs
 from rhymerl.drafters.base import Drafter
 from rhymerl.engine.tree import depths, no_drafts, problems_of, tidied
 from rhymerl.types import Completion, DraftBatch, FinishReason, RolloutRequest, SamplingParams
 
 if TYPE_CHECKING:
     from rhymerl.types import IntArray
+
+
+_ALL_TOKENS = 2**30  # SGLang's top-k that is off
 
 
 class EngineRequest(Protocol):
@@ -39,37 +42,40 @@ class _Row:
 
     engine_request: EngineRequest
     request: RolloutRequest
-    tokens: IntArray  # [capacity]
-    length: int
+    tokens: IntArray  # [capacity] also what the engine draws behind the end of the answer
     num_output: int  # of the engine's output_ids, how many are in `tokens`
+    end: int  # of what is in `tokens`
+    length: int  # of the prompt and what belongs to the answer
     num_told: int  # tokens that the drafter's `accept` has heard of
+    has_stopped: bool = False  # the answer has its stop token
 
     @classmethod
     def of(cls, engine_request: EngineRequest, num_nodes: int) -> _Row:
-        given = engine_request.origin_input_ids
-        params = engine_request.sampling_params
-        stops = tuple(sorted(params.stop_token_ids or ()))
-        sampling = SamplingParams(max_tokens=max(int(params.max_new_tokens), 1), stop_token_ids=stops)
+        given, params = engine_request.origin_input_ids, engine_request.sampling_params
+        sampling = _sampling(params, noise_of(params.custom_params, engine_request.rid)[1])
         request = from_custom_params(params.custom_params, engine_request.rid, given, sampling)
         tokens = np.empty(len(given) + int(params.max_new_tokens) + 2 * num_nodes + 1, np.int32)
         tokens[: len(given)] = given
-        return cls(engine_request, request, tokens, len(given), 0, len(given))
+        return cls(engine_request, request, tokens, 0, len(given), len(given), len(given))
 
     def follow(self, ahead: Sequence[int]) -> None:
-        """Take up what the engine has committed, and behind it the tokens `ahead` that it will commit next."""
-        committed = len(self.engine_request.origin_input_ids) + self.num_output
-        new = self._to_stop(self.engine_request.output_ids[self.num_output :])
-        self.tokens[committed : committed + len(new)] = new
-        self.num_output += len(new)
-        end = committed + len(new)
-        ahead = self._to_stop(ahead)
-        self.tokens[end : end + len(ahead)] = ahead
-        self.length = end + len(ahead)
+        """Take up what the engine has committed, and behind it the tokens `ahead` that it will commit next.
 
-    def _to_stop(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Nothing behind a stop token is part of the answer."""
+        In both there may be more than belongs to the answer: what follows a stop token, or the last token that is wanted.
+        """
+        given = len(self.engine_request.origin_input_ids)
+        start, committed = given + self.num_output, self.engine_request.output_ids[self.num_output :]
+        self.num_output += len(committed)
+        self.end = start + len(committed) + len(ahead)
+        new = [*committed, *ahead]
+        self.tokens[start : self.end] = new
+        if self.has_stopped and self.length <= start:
+            return
         stops = self.request.sampling.stop_token_ids
-        return next((tokens[: i + 1] for i, token in enumerate(tokens) if token in stops), tokens)
+        stop = next((place for place, token in enumerate(new, start + 1) if token in stops), None)
+        limit = given + int(self.engine_request.sampling_params.max_new_tokens)
+        self.has_stopped = stop is not None and stop <= limit
+        self.length = min(self.end if stop is None else stop, limit)
 
     @property
     def context(self) -> IntArray:
@@ -81,12 +87,29 @@ class _Row:
     def room(self) -> int:
         """Tokens that may still come."""
         given = len(self.engine_request.origin_input_ids)
-        return int(self.engine_request.sampling_params.max_new_tokens) - (self.length - given)
+        left = int(self.engine_request.sampling_params.max_new_tokens) - (self.length - given)
+        return 0 if self.has_stopped else left
 
-    def completion(self, reason: FinishReason) -> Completion:
-        given = len(self.request.prompt.token_ids)
-        answer = self.tokens[given : len(self.engine_request.origin_input_ids) + self.num_output]
+    def completion(self) -> Completion:
+        answer = self.tokens[len(self.request.prompt.token_ids) : self.length]
+        reason = "stop" if self.has_stopped else "length" if self.room <= 0 else _reason(self.engine_request)
         return Completion(request=self.request, generated=without_logprobs(answer), finish_reason=reason)
+
+
+def _sampling(params: Any, offset: int) -> SamplingParams:
+    """A request's parameters, from SGLang's own: greedy is top-k 1 there, all tokens a huge top-k, and what came before is not counted.
+
+    With `ignore_eos` it ignores all stop tokens.
+    """
+    stops = () if params.ignore_eos else tuple(sorted(params.stop_token_ids or ()))
+    return SamplingParams(
+        max_tokens=max(offset + int(params.max_new_tokens), 1),
+        temperature=0.0 if params.top_k == 1 else params.temperature,
+        top_k=params.top_k if 1 < params.top_k < _ALL_TOKENS else 0,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        stop_token_ids=stops,
+    )
 
 
 class EngineDrafting:
@@ -121,7 +144,7 @@ class EngineDrafting:
             row.follow(tokens)
             self._tell(row)
         drafts = self._drafts(rows)
-        roots = np.array([row.tokens[row.length - 1] for row in rows], np.int64)
+        roots = np.array([row.tokens[row.end - 1] for row in rows], np.int64)
         arrays = lay_out(drafts, roots, self.n)
         self._count(asks=len(rows), hits=int((drafts.counts > 0).sum()), drafted_nodes=len(drafts.token_ids))
         self._count(passes=1, draft_s=time.perf_counter() - started)
@@ -141,7 +164,8 @@ class EngineDrafting:
         """`accept` of what the pass before has drawn: all but its last token came from the draft."""
         new = row.length - row.num_told
         if new > 0 and self._hears_tokens:
-            self.drafter.accept(row.request, row.tokens[row.num_told : row.length], new - 1)
+            drafted = row.end - row.num_told - 1
+            self.drafter.accept(row.request, row.tokens[row.num_told : row.length], min(drafted, new))
         row.num_told = row.length
 
     def _drafts(self, rows: Sequence[_Row]) -> DraftBatch:
@@ -166,13 +190,22 @@ class EngineDrafting:
         self._count(bad_drafts=len(problems))
         return drafts.keep(~np.isin(drafts.requests, list(problems)))
 
+    def flush(self) -> None:
+        """Nothing is in the engine any more: whoever was put back into the queue and taken away there is gone too."""
+        for rid in list(self._rows):
+            self._finish(rid)
+
     def _finish_departed(self, requests: Sequence[EngineRequest]) -> None:
         """Who has left the batch and has ended is gone for good; others were only put back into the queue."""
         here = {request.rid for request in requests}
         for rid in [rid for rid, row in self._rows.items() if rid not in here and row.engine_request.finished()]:
-            row = self._rows.pop(rid)
-            row.follow(())
-            self.drafter.finish(row.completion(_reason(row.engine_request)))
+            self._finish(rid)
+
+    def _finish(self, rid: str) -> None:
+        row = self._rows.pop(rid)
+        row.follow(())
+        self._tell(row)
+        self.drafter.finish(row.completion())
 
     def _count(self, **amounts: float) -> None:
         if self._counters is not None:

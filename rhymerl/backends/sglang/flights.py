@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -46,11 +47,12 @@ class Flights:
         self.flying: dict[str, Flight] = {}  # by the request's id
         self._n = n
         self._threads = ThreadPoolExecutor(max_sent, thread_name_prefix="rhymerl-sglang")
+        self._name = uuid.uuid4().hex[:12]  # other trainers may use the same engine
         self._sent = 0
 
     def send(self, request: RolloutRequest, before: Flight | None = None) -> None:
         """Let it go; `before` is its flight up to here."""
-        rid = f"{self._sent:012d}"
+        rid = f"{self._name}-{self._sent:012d}"
         flight = replace(before, request=request, rid=rid) if before is not None else Flight(request, rid)
         self._sent += 1
         self.flying[request.id] = flight
@@ -67,28 +69,39 @@ class Flights:
         kind = meta["finish_reason"]["type"]
         if kind == "abort" and not is_withdrawn:
             raise BackendError(f"the SGLang engine gave up request {flight.request.id}: {meta['finish_reason']}")
-        generated = self._generated(meta)
-        self._count(flight, meta, len(generated))
-        reason: FinishReason = "stop" if kind == "stop" else "length" if kind == "length" else "withdrawn"
-        return _completion(flight, generated, reason)
+        pairs = meta.get("output_token_logprobs") or []
+        self._count(flight, meta, len(pairs))
+        return self._ended(_completion(flight, self._generated(flight, pairs), _REASONS.get(kind, "withdrawn")))
+
+    def _ended(self, completion: Completion) -> Completion:
+        """An engine that is told to give up looks no more at what its last pass has drawn: the answer may have ended there."""
+        sampling, generated = completion.request.sampling, completion.generated
+        stops = np.flatnonzero(np.isin(generated.token_ids, sampling.stop_token_ids))[:1] + 1
+        end = min([*stops.tolist(), sampling.max_tokens])
+        if completion.finish_reason != "withdrawn" or len(generated) < end:
+            return completion
+        whole = Generated(
+            token_ids=generated.token_ids[:end],
+            logprobs=generated.logprobs[:end],
+            policy_versions=generated.policy_versions[:end],
+        )
+        return replace(completion, generated=whole, finish_reason="stop" if end in stops else "length")
 
     def wait(self, timeout_s: float) -> list[Flight]:
-        """What is back, at least one unless the time is over."""
+        """What is back, if the time is not over before. Of those that have landed otherwise nothing is said."""
         try:
-            return [self._back.get(timeout=timeout_s) if timeout_s > 0 else self._back.get_nowait(), *self._drained()]
+            back = [self._back.get(timeout=timeout_s) if timeout_s > 0 else self._back.get_nowait(), *self._drained()]
         except queue.Empty:
             return []
+        return [flight for flight in back if self.has(flight)]
+
+    def has(self, flight: Flight) -> bool:
+        """Whether it has not landed yet; its request may fly again."""
+        return self.flying.get(flight.request.id) is flight
 
     def settle(self, flights: Sequence[Flight], timeout_s: float) -> None:
         """Wait until all of these are back, or the time is over."""
         wait([flight.answer for flight in flights], timeout_s)
-
-    def forget(self, flights: Sequence[Flight]) -> None:
-        """These are not to come out of `wait`; what else is back stays so."""
-        gone = {id(flight) for flight in flights}
-        for flight in self._drained():
-            if id(flight) not in gone:
-                self._back.put(flight)
 
     def _drained(self) -> list[Flight]:
         found = []
@@ -124,11 +137,16 @@ class Flights:
             },
         }
 
-    def _generated(self, meta: Mapping[str, Any]) -> Generated:
-        pairs: Sequence[Sequence[Any]] = meta.get("output_token_logprobs") or []
+    def _generated(self, flight: Flight, pairs: Sequence[Sequence[Any]]) -> Generated:
+        logprobs = np.array([pair[0] for pair in pairs], np.float64)  # JSON has no NaN: there it is null
+        if not np.isfinite(logprobs).all():
+            raise BackendError(
+                f"the SGLang engine's log-probs of request {flight.request.id} are not finite (policy version "
+                f"{self.policy_version}): the policy's weights have probably diverged"
+            )
         return Generated(
             token_ids=np.array([pair[1] for pair in pairs], np.int32),
-            logprobs=np.array([pair[0] for pair in pairs], np.float64),
+            logprobs=logprobs,
             policy_versions=np.full(len(pairs), self.policy_version, np.int32),
         )
 
@@ -147,6 +165,7 @@ class Flights:
         flight.num_accepted += new["accepted"]
 
 
+_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
 _NOTHING = Generated(token_ids=np.empty(0, np.int32), logprobs=np.empty(0), policy_versions=np.empty(0, np.int32))
 
 

@@ -22,7 +22,7 @@ from rhymerl.engine.sampler import truncate
 def first_counter(engine_request: Any) -> int:
     """What a position in the whole sequence is added to, as a signed 64-bit number."""
     seed, offset = noise_of(engine_request.sampling_params.custom_params, str(engine_request.rid))
-    counter = int(noise_counters(np.array([seed], np.uint64))[0])
+    counter = int(noise_counters(np.array([seed % 2**64], np.uint64))[0])
     prompt = len(engine_request.origin_input_ids) - offset
     unsigned = (counter + 1 - prompt) % 2**64  # a token is drawn at the position before its own
     return unsigned - 2**64 if unsigned >= 2**63 else unsigned

@@ -59,6 +59,13 @@ class Server:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
+    def dies_within(self, timeout_s: float) -> bool:
+        """Whether it is dead, or so before the time is over: a process that is killed closes its connections before it is gone."""
+        deadline = time.monotonic() + timeout_s
+        while self.is_alive and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return not self.is_alive
+
     def check(self) -> None:
         """Raise BackendError with the end of its log when it has died."""
         if not self.is_alive:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from rhymerl.backends.sglang import arguments, weights
 from rhymerl.backends.sglang.client import Client
 from rhymerl.backends.sglang.counters import Counters
-from rhymerl.backends.sglang.flights import Flights
+from rhymerl.backends.sglang.flights import Flight, Flights
 from rhymerl.backends.sglang.news import News, NewsWriter
 from rhymerl.backends.sglang.plugin import VARIABLE
 from rhymerl.backends.sglang.server import Server, require_sglang
 from rhymerl.backends.sglang.settings import EngineSettings
 from rhymerl.config import describe
 from rhymerl.drafters.base import Drafter
-from rhymerl.errors import ConfigError
+from rhymerl.errors import BackendError, ConfigError
 from rhymerl.history import HistoryStore
 from rhymerl.policy import DTYPES
 from rhymerl.types import Completion, RolloutRequest, Sample
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 ALGORITHM = "RHYMERL"  # as the plugin registers it
 _LOOK_S = 0.2  # how often to see whether the engine is alive while nothing comes back
+_DYING_S = 2.0  # from a broken connection to the end of the process
 _SENT = 4  # times max_running requests are with the engine, so that its own queue never runs dry
 _NO_VERSION = -1
 
@@ -127,6 +129,7 @@ class Session:
         self.client = self._started()
         self._flights = Flights(self.client, n=self.settings.n, max_sent=_SENT * self.settings.max_running)
         version, self.version = self.version, _NO_VERSION
+        self._is_resting = False
         if version != _NO_VERSION:
             self._load(self.policy.model.named_parameters(), version)
         if self._history is not None:
@@ -135,7 +138,10 @@ class Session:
             self._flights.send(flight.request, flight)
 
     def close(self) -> None:
-        """End the engine, whatever it is doing, and remove its files."""
+        """End the engine, whatever it is doing, and remove its files. One that was there before is only left."""
+        if self._server is None:
+            with suppress(BackendError):
+                self.withdraw(None)
         self._flights.close()
         self._end()
         self.drafter.close()
@@ -160,25 +166,35 @@ class Session:
         while self._flights.flying and not landed:
             left = _LOOK_S if deadline is None else min(_LOOK_S, deadline - time.monotonic())
             back = self._flights.wait(max(left, 0.0))
-            if any(flight.has_failed for flight in back) or not back:
-                self._revive()
-            landed += [self._flights.land(flight) for flight in back if flight.request.id in self._flights.flying]
+            has_failed = any(flight.has_failed for flight in back)
+            if has_failed or not back:
+                self._revive(_DYING_S if has_failed else 0.0)
+            landed += [self._flights.land(flight) for flight in back if self._flights.has(flight)]
             if deadline is not None and time.monotonic() >= deadline:
                 break
         return landed
 
-    def _revive(self) -> None:
+    def _revive(self, dying_s: float) -> None:
         """Nothing while the engine is alive; start it again while that is allowed, else raise BackendError."""
-        if self._server is None or self._server.is_alive:
+        if self._server is None or not self._server.dies_within(dying_s):
             return
         if self._restarts_left <= 0:
             self._server.check()
         self._restart()
 
     def withdraw(self, ids: Iterable[str] | None) -> list[Completion]:
-        """Take them back. One that ends meanwhile comes back as it ended."""
-        wanted = list(self._flights.flying) if ids is None else [each for each in ids if each in self._flights.flying]
-        flights = [self._flights.flying[each] for each in wanted]
+        """Take them back. One that ends meanwhile, or has ended and was not collected, comes back as it ended."""
+        wanted = None if ids is None else set(ids)
+        flights = [each for name, each in self._flights.flying.items() if wanted is None or name in wanted]
+        with self._watched():
+            self._give_up(flights)
+            back = [self._flights.land(flight, is_withdrawn=True) for flight in flights]
+        back += [each for each in self._landed if wanted is None or each.request.id in wanted]
+        self._landed = [each for each in self._landed if wanted is not None and each.request.id not in wanted]
+        return back
+
+    def _give_up(self, flights: Sequence[Flight]) -> None:
+        """Return when all of them are back."""
         for flight in flights:
             flight.answer.cancel()
         while any(not flight.answer.done() for flight in flights):
@@ -189,18 +205,27 @@ class Session:
             self._flights.settle(flights, _LOOK_S)
             if self._server is not None:
                 self._server.check()
-        self._flights.forget(flights)
-        return [self._flights.land(flight, is_withdrawn=True) for flight in flights]
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """The death of an engine is told as such, and not as a connection that broke."""
+        try:
+            yield
+        except BackendError:
+            if self._server is not None and self._server.dies_within(_DYING_S):
+                self._server.check()
+            raise
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def sync_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Requests in flight are taken back, and sent on with their tokens when the weights are there."""
-        if version == self.version:
+        if version == self.version and not self._is_resting:
             return
         before = dict(self._flights.flying)
         withdrawn = self.withdraw(None)
-        self._load(named, version)
+        with self._watched():
+            self._load(named, version)
         for completion in withdrawn:
             if completion.finish_reason == "withdrawn":
                 self._flights.send(completion.resume(), before[completion.request.id])

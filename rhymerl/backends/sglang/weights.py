@@ -118,9 +118,7 @@ def _pickled(bucket: list[tuple[str, Tensor]]) -> bytes:
 @contextmanager
 def _session(client: Client) -> Iterator[None]:
     """Newer engines want to know where an update begins and ends; older ones do not know the words."""
-    has_sessions = client.offers("/begin_weight_update")  # and begun it is
-    try:
-        yield
-    finally:
-        if has_sessions:
-            client.post("/end_weight_update", {})
+    has_sessions = client.post_if_known("/begin_weight_update")
+    yield  # after an error the engine is of no more use
+    if has_sessions:
+        client.post("/end_weight_update", {})

@@ -41,12 +41,12 @@ class HistoryWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
     """Rank 0 drafts and sends its trees to the other tensor-parallel ranks: an index that is swapped by a thread would differ."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._drafting: EngineDrafting | None = None
         corpus, ngram_worker.NgramCorpus = ngram_worker.NgramCorpus, _NoCorpus
         try:
             super().__init__(*args, **kwargs)
         finally:
             ngram_worker.NgramCorpus = corpus
-        self._drafting: EngineDrafting | None = None
         if self.tp_rank == 0:
             vocabulary = int(self.model_runner.model_config.vocab_size)
             self._drafting = EngineSettings.of_this_process().drafting(self.draft_token_num, vocabulary)
@@ -54,6 +54,8 @@ class HistoryWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
     def clear_cache_pool(self) -> None:
         """History is no cache: it outlives new weights."""
         self._prev_decode_rids: set[str] = set()
+        if self._drafting is not None:
+            self._drafting.flush()
 
     def _prepare_draft_tokens(self, batch: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Token ids [R * n] and masks [R * n * n] of the batch's trees."""
