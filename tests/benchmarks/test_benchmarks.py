@@ -71,6 +71,22 @@ def test_rollout_speed_has_a_row_for_each_drafter(run: Run) -> None:
     assert rows[3]["predicted_speedup"] > 0
 
 
+def test_schedule_has_a_row_for_each_scheduler_and_mode_and_draws(run: Run, tmp_path: Path) -> None:
+    words = ("--small", "--seeds", "1", "--steps", "8", "--other-seeds", "1", "--other-steps", "7", "--curve-steps", "7")
+    result = run("schedule", *words, "--out", str(tmp_path), "--hardware", "here")
+    found = {(row["scheduler"], row["run_ahead"]): row for row in result["rows"]}
+    assert found["fifo", "off"]["speedup"]["median"] == 1
+    assert len([name for name, mode in found if mode == "draft"]) == 6
+    assert all(row["staleness_max"] == (row["run_ahead"] == "keep") for row in result["rows"])
+    assert set(result["sensitivity"]) == {"prompts", "within", "between", "workers"}
+    charts = [path.name for path in sorted(tmp_path.glob("*.png"))]
+    assert [name.rpartition("_here_")[0] for name in charts] == [
+        "schedule_gantt_histopipe",
+        "schedule_gantt_paced",
+        "schedule_sensitivity",
+    ]
+
+
 def test_trl_echo_runs_our_side_alone(run: Run) -> None:
     words = ("--prompts", "2", "--group-size", "2", "--max-tokens", "4", "--reward-where", "main", "--threads", "1")
     result = run("trl_echo", *words, "--seeds", "1", "--steps", "3", "--warm-up", "1")
