@@ -120,7 +120,7 @@ def sensitivity(arguments: argparse.Namespace) -> dict[str, Any]:
                 )
                 for name in CURVES
             }
-            for value, words in points[: 2 if arguments.small else None]
+            for value, words in points[: 1 if arguments.small else None]
         }
         for setting, (_, points) in SENSITIVITY.items()
     }
@@ -147,7 +147,7 @@ def draw(curves: dict[str, Any], arguments: argparse.Namespace) -> None:
     figure.savefig(arguments.out / f"schedule_sensitivity_{stem}.png", dpi=100)
     for name in ("histopipe", "paced"):
         path = arguments.out / f"schedule_gantt_{name}_{stem}.png"
-        figures([f"scheduler={name}", f"gantt={path}", "warm_up=12"], 18, arguments.seed, arguments)
+        figures([f"scheduler={name}", f"gantt={path}", "warm_up=10"], 16, arguments.seed, arguments)
 
 
 if __name__ == "__main__":
