@@ -72,7 +72,19 @@ def test_rollout_speed_has_a_row_for_each_drafter(run: Run) -> None:
 
 
 def test_schedule_has_a_row_for_each_scheduler_and_mode_and_draws(run: Run, tmp_path: Path) -> None:
-    words = "--small --seeds 1 --steps 8 --other-seeds 1 --other-steps 7 --curve-steps 7".split()
+    words = [
+        "--small",
+        "--seeds",
+        "1",
+        "--steps",
+        "8",
+        "--other-seeds",
+        "1",
+        "--other-steps",
+        "7",
+        "--curve-steps",
+        "7",
+    ]
     result = run("schedule", *words, "--out", str(tmp_path), "--hardware", "here")
     found = {(row["scheduler"], row["run_ahead"]): row for row in result["rows"]}
     assert found["fifo", "off"]["speedup"]["median"] == 1
