@@ -10,7 +10,6 @@ setting. `sensitivity` has one seed a point; its plots and a Gantt chart are wri
 from __future__ import annotations
 
 import argparse
-import gc
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -66,14 +65,8 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--curve-steps", type=int, default=25, help="of each point of the sensitivity")
     parser.add_argument("--small", action="store_true", help="8 workers and few prompts: to see whether it runs")
     arguments = parser.parse_args(words)
-    start, gc_was_on = record.environment(), gc.isenabled()
-    gc.disable()  # hundreds of thousands of records, none in a cycle
-    try:
-        rows = table(arguments)
-        curves = sensitivity(arguments)
-    finally:
-        if gc_was_on:
-            gc.enable()
+    start = record.environment()
+    rows, curves = table(arguments), sensitivity(arguments)
     if arguments.out is not None:
         arguments.out.mkdir(parents=True, exist_ok=True)
         draw(curves, arguments)
@@ -105,9 +98,7 @@ def row(name: str, words: Sequence[str], mode: str, arguments: argparse.Namespac
 def figures(words: Sequence[str], steps: int, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     small = ["workers=8", "lengths.prompts_per_step=16", "lengths.group_size=4"] if arguments.small else []
     config = compose("simulate", [*small, *words, f"steps={steps}", f"seed={seed}", "seeds=1"])
-    result = judge.judge(config)
-    gc.collect()
-    return result
+    return judge.judge(config)
 
 
 def sensitivity(arguments: argparse.Namespace) -> dict[str, Any]:
