@@ -1,6 +1,6 @@
 # Everything goes through .venv, which is made when it is missing and brought up to date when pyproject.toml or
 # constraints.txt have changed. Nothing but Python 3.11 or later is needed. Another interpreter: make install PYTHON=python3.12
-.PHONY: help install quickstart test check format constraints clean
+.PHONY: help install quickstart test test-sglang check format constraints clean
 .DELETE_ON_ERROR:
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -13,10 +13,17 @@ python := .venv/bin/python
 key := $(shell cat pyproject.toml constraints.txt | cksum | cut -d ' ' -f 1)
 stamp := .venv/installed-$(key)
 
+# The tests of the SGLang backend on a CPU have an environment of their own.
+sglang_version := 0.5.21
+sglang_python := .venv-sglang/bin/python
+sglang_key := $(shell cat pyproject.toml constraints.txt tests/sglang/requirements.txt | cksum | cut -d ' ' -f 1)
+sglang_stamp := .venv-sglang/installed-$(sglang_version)-$(sglang_key)
+
 help:
 	@echo "make install     set up .venv (the other targets do it too)"
 	@echo "make quickstart  watch a small model learn on the CPU; ARGS='seed=1 run_dir=...' overrides settings"
 	@echo "make test        run the tests; PYTEST_ARGS='tests/test_layers.py -x' replaces '$(PYTEST_ARGS)'"
+	@echo "make test-sglang run those of the SGLang backend with its engine on the CPU, in .venv-sglang (some minutes the first time)"
 	@echo "make check       formatter, linter, types, layers; make format repairs the first two"
 	@echo "make constraints pin the newest versions that pyproject.toml allows; torch moves by hand"
 	@echo "make clean       remove caches and build results; .venv and runs/ stay"
@@ -28,6 +35,9 @@ quickstart: $(stamp)
 
 test: $(stamp)
 	$(python) -m pytest $(PYTEST_ARGS)
+
+test-sglang: $(sglang_stamp)
+	$(sglang_python) -m pytest -m 'sglang and not gpu' $(if $(filter file,$(origin PYTEST_ARGS)),,$(PYTEST_ARGS))
 
 check: $(stamp)
 	$(python) -m ruff format --check
@@ -47,6 +57,21 @@ $(stamp): | $(python)
 
 $(python):
 	$(call make_environment,.venv)
+
+# sglang without its dependencies, which are CUDA builds; requirements.txt lists those that a CPU needs, and a line that
+# Python runs at each start puts the test stand-ins of its kernels first on the path of every process.
+$(sglang_stamp): | $(sglang_python)
+	@echo "Installing rhymerl, sglang $(sglang_version) and what it needs on a CPU into .venv-sglang"
+	@rm -f .venv-sglang/installed-*
+	$(sglang_python) -m pip install --disable-pip-version-check --constraint constraints.txt \
+		--requirement tests/sglang/requirements.txt --editable '.[dev]'
+	$(sglang_python) -m pip install --disable-pip-version-check --no-deps sglang==$(sglang_version)
+	@echo 'import sys; sys.path.insert(0, "$(CURDIR)/tests/sglang/standins")' \
+		> "$$($(sglang_python) -c 'import site; print(site.getsitepackages()[0])')/rhymerl_standins.pth"
+	@touch $@
+
+$(sglang_python):
+	$(call make_environment,.venv-sglang)
 
 # $(1): the folder. Takes $(PYTHON), else the first of the usual names that is new enough.
 define make_environment
