@@ -45,6 +45,7 @@ LIBRARY_VARIABLES = {
     "PYTEST_CURRENT_TEST",
     "PYTORCH_NVML_BASED_CUDA_CHECK",  # lightning, at import
     "TORCHINDUCTOR_CACHE_DIR",  # torch, at the first import of its compiler
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",  # the same, when it has compiled for the CPU
 }
 
 

@@ -169,7 +169,8 @@ class EngineDrafting:
         row.num_told = row.length
 
     def _drafts(self, rows: Sequence[_Row]) -> DraftBatch:
-        limits = np.array([min(self.n - 1, row.room - 1) for row in rows], np.int32).clip(min=0)
+        # The last token that fits is drawn at a node, so no node may stand in its place.
+        limits = np.array([self.n - 1 if row.room > 1 else 0 for row in rows], np.int32)
         askers = np.flatnonzero(limits)
         if len(askers) == 0:
             return no_drafts(len(rows))

@@ -1,0 +1,97 @@
+"""The settings of a server as words of its command line."""
+
+from __future__ import annotations
+
+import pytest
+
+from rhymerl.backends.sglang.arguments import check, words
+from rhymerl.backends.sglang.backend import SGLangBackend
+from rhymerl.errors import ConfigError
+
+GIVEN = {
+    "model_path": "/m",
+    "dtype": "float32",
+    "max_running": 4,
+    "tensor_parallel": 2,
+    "context_tokens": 512,
+}
+
+
+def test_settings_become_flags():
+    line = " ".join(words(**GIVEN, n=8, algorithm="RHYMERL", more={}))
+    assert line == (
+        "--model-path /m --dtype float32 --max-running-requests 4 --tp-size 2 --context-length 512 "
+        "--skip-tokenizer-init --speculative-algorithm RHYMERL --speculative-num-draft-tokens 8"
+    )
+
+
+@pytest.mark.parametrize(("n", "algorithm"), [(1, "RHYMERL"), (8, None)])
+def test_without_drafts_nothing_is_said_of_speculation(n, algorithm):
+    assert not [word for word in words(**GIVEN, n=n, algorithm=algorithm, more={}) if "speculative" in word]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("disable_radix_cache", True, ["--disable-radix-cache"]),
+        ("disable-radix-cache", True, ["--disable-radix-cache"]),
+        ("disable_radix_cache", False, []),
+        ("chunked_prefill_size", None, []),
+        ("mem_fraction_static", 0.5, ["--mem-fraction-static", "0.5"]),
+        ("cuda_graph_bs", [1, 2, 4], ["--cuda-graph-bs", "1", "2", "4"]),
+        ("json_model_override_args", {"a": 1}, ["--json-model-override-args", '{"a": 1}']),
+    ],
+)
+def test_arguments_of_the_users_own(name, value, expected):
+    plain, more = (words(**GIVEN, n=1, algorithm=None, more=each) for each in ({}, {name: value}))
+    assert more == plain + expected
+
+
+def test_they_come_in_the_place_of_ours():
+    found = words(**GIVEN, n=1, algorithm=None, more={"context-length": 99})
+    assert [found[i + 1] for i, word in enumerate(found) if word == "--context-length"] == ["99"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("model_path", "x", r"backend\.arguments\.model_path='x': is set by model\.path"),
+        ("tp-size", 2, r"backend\.arguments\.tp-size=2: is set by backend\.tensor_parallel"),
+        ("tp", 2, r"is set by backend\.tensor_parallel"),
+        ("speculative_algorithm", "NGRAM", r"is set by drafter"),
+        ("speculative_num_draft_tokens", 4, r"is set by backend\.nodes"),
+        ("dp_size", 2, r"dp_size=2: expected 1; every rank of the trainer has its own engine"),
+        ("speculative_accept_threshold_single", 0.9, r"threshold_single=0\.9: expected 1\.0; below it drafts change"),
+        ("speculative-accept-threshold-acc", "0.9", r"threshold-acc='0\.9': expected 1\.0"),
+    ],
+)
+def test_what_is_ours_to_set_or_would_change_the_tokens_is_refused(name, value, message):
+    with pytest.raises(ConfigError, match=message):
+        check({name: value})
+    with pytest.raises(ConfigError, match=message):
+        SGLangBackend(arguments={name: value})
+
+
+def test_what_is_lossless_is_not_refused():
+    check({"speculative_accept_threshold_single": 1.0, "speculative_accept_threshold_acc": None, "dp_size": 1})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"nodes": -1}, r"backend\.nodes=-1"),
+        ({"max_running": 0}, r"backend\.max_running=0"),
+        ({"tensor_parallel": 0}, r"backend\.tensor_parallel=0"),
+        ({"restarts": -1}, r"backend\.restarts=-1"),
+        ({"start_timeout_s": 0}, r"backend\.start_timeout_s=0"),
+        ({"expected_accept_rate": 1.0}, r"backend\.expected_accept_rate=1\.0: expected at least 0 and below 1"),
+        ({"costs": "/nowhere.json"}, r"backend\.costs='/nowhere\.json'"),
+        ({"url": "127.0.0.1:30000"}, r"backend\.url='127\.0\.0\.1:30000': expected http://HOST:PORT"),
+        ({"url": "https://host:1"}, r"backend\.url"),
+        ({"url": "http://host:99999"}, r"backend\.url='http://host:99999'"),
+        ({"url": "http://host:port"}, r"backend\.url"),
+    ],
+)
+def test_settings_out_of_range_are_refused_by_name(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        SGLangBackend(**settings)

@@ -1,0 +1,81 @@
+"""What an engine's process is told, and the drafter that it makes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rhymerl.backends.sglang.counters import Counters
+from rhymerl.backends.sglang.plugin import VARIABLE
+from rhymerl.backends.sglang.settings import EngineSettings
+from rhymerl.config import describe
+from rhymerl.drafters import HistoryTreeDrafter
+from rhymerl.errors import BackendError
+
+
+def test_what_is_written_is_read(tmp_path, monkeypatch):
+    written = EngineSettings.here(describe(HistoryTreeDrafter()), tmp_path)
+    written.write(tmp_path / "engine.json")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "engine.json"))
+    assert EngineSettings.of_this_process() == written
+    assert "" not in written.paths
+
+
+def test_the_drafter_is_built_again_as_it_was(tmp_path):
+    Counters(tmp_path / "counters", new=True)
+    drafter = HistoryTreeDrafter(window=3)
+    drafting = EngineSettings.here(describe(drafter), tmp_path).drafting(4, 19)
+    assert describe(drafting.drafter) == describe(drafter)
+    assert drafting.n == 4
+    drafting.drafter.close()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [None, "", "{", "[]", "3", '{"drafter": {}}', '{"drafter": {}, "folder": "x", "paths": 3}'],
+)
+def test_a_file_that_is_none_is_named(content, tmp_path, monkeypatch):
+    path = tmp_path / "engine.json"
+    if content is not None:
+        path.write_text(content)
+    monkeypatch.setenv(VARIABLE, str(path))
+    with pytest.raises(BackendError, match=rf"{VARIABLE}='.*engine\.json': expected the file"):
+        EngineSettings.of_this_process()
+
+
+def test_a_class_of_the_users_own_is_found_by_the_trainers_import_path(tmp_path):
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "my_drafters.py").write_text(
+        "from rhymerl.drafters import Drafter\n"
+        "class Mine(Drafter):\n"
+        "    def __init__(self, *, width: int = 1) -> None:\n"
+        "        self.width = width\n"
+        "    def propose(self, request, context, budget):\n"
+        "        raise NotImplementedError\n"
+    )
+    Counters(tmp_path / "counters", new=True)
+    config = {"_target_": "my_drafters.Mine", "width": 3}
+    file = tmp_path / "engine.json"
+    settings = EngineSettings(drafter=config, folder=str(tmp_path), paths=(*sys.path, str(home)))
+    settings.write(file)
+    assert json.loads(file.read_text())["drafter"] == config
+    code = (
+        "from rhymerl.backends.sglang.settings import EngineSettings\n"
+        "print(EngineSettings.of_this_process().drafting(4, 19).drafter.width)\n"
+    )
+    environment = {**os.environ, VARIABLE: str(file)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "3"
+
+
+def test_the_plugin_does_nothing_in_an_engine_that_is_not_ours(monkeypatch):
+    from rhymerl.backends.sglang.plugin import register
+
+    monkeypatch.delenv(VARIABLE, raising=False)
+    register()
+    assert "rhymerl.backends.sglang.worker" not in sys.modules

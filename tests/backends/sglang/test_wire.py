@@ -1,0 +1,78 @@
+"""Requests on their way through JSON and back."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rhymerl.backends.sglang.wire import from_custom_params, news_of, noise_of, to_custom_params
+from rhymerl.testing import make_prompt
+from rhymerl.types import Generated, RolloutRequest, SamplingParams
+
+SAMPLING = SamplingParams(max_tokens=9, stop_token_ids=(1,))
+
+
+def travelled(request: RolloutRequest, *, news: int = 0):
+    """Its custom_params as they arrive: through JSON, and with what SGLang puts beside them."""
+    return {**json.loads(json.dumps(to_custom_params(request, news=news))), "__req__": object()}
+
+
+@given(
+    prompt=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=6),
+    answer=st.lists(st.integers(0, 2**31 - 1), max_size=6),
+    seed=st.one_of(st.integers(0, 2**64 - 1), st.integers(2**63 - 1, 2**63 + 1)),
+    sample=st.integers(0, 99),
+    split=st.sampled_from(["train", "validation"]),
+)
+def test_a_request_arrives_as_it_left(prompt, answer, seed, sample, split):
+    count = len(answer)
+    generated = Generated(
+        token_ids=np.array(answer, np.int32), logprobs=np.zeros(count), policy_versions=np.zeros(count, np.int32)
+    )
+    sent = RolloutRequest(
+        id="3/7/0",
+        prompt=make_prompt(prompt, id="7"),
+        sample=sample,
+        seed=seed,
+        sampling=SAMPLING,
+        split=split,
+        generated=generated,
+    )
+    params = travelled(sent, news=4)
+    back = from_custom_params(params, "rid", [*prompt, *answer], SAMPLING)
+    for name in ("id", "sample", "seed", "split", "sampling"):
+        assert getattr(back, name) == getattr(sent, name), name
+    assert (back.prompt.id, back.prompt.key) == (sent.prompt.id, sent.prompt.key)
+    assert back.prompt.token_ids.tolist() == prompt
+    assert (back.generated.token_ids.tolist() if back.generated else []) == answer
+    assert (back.generated is None) == (count == 0)
+    assert back.prompt.token_ids.dtype == np.int32
+    assert noise_of(params, "rid") == (seed, count)
+    assert news_of(params) == 4
+
+
+def test_what_only_the_trainer_knows_of_earlier_tokens_is_marked():
+    request = RolloutRequest(id="1", prompt=make_prompt([4]), sample=0, seed=2, sampling=SAMPLING)
+    params = to_custom_params(request, news=0)
+    params["rhymerl"]["offset"] = 2
+    generated = from_custom_params(params, "rid", [4, 5, 6], SAMPLING).generated
+    assert np.isnan(generated.logprobs).all()
+    assert generated.policy_versions.tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize("params", [None, {}, {"theirs": 1}])
+def test_requests_of_others_are_known_by_their_tokens_and_names(params):
+    first, again, other = (
+        from_custom_params(params, rid, tokens, SAMPLING)
+        for rid, tokens in (("a", [1, 2]), ("b", [1, 2]), ("a", [1, 3]))
+    )
+    assert first.prompt.key == again.prompt.key != other.prompt.key
+    assert first.seed == other.seed != again.seed
+    assert first.id == "a"
+    assert first.generated is None
+    assert noise_of(params, "a") == (first.seed, 0)
+    assert news_of(params) == 0
