@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -29,12 +30,14 @@ class PacedScheduler(PredictingScheduler):
     A queue takes as much as its worker finishes, as predicted, by a time that is the same for all: the earliest by which
     everything fits. While workers run ahead, a step goes to the share `workers` of them that is free first. With half of them
     the halves take turns, so that every answer may take as long as two steps and starts at their beginning.
+    `max_running` is how many requests a worker decodes side by side, if that is less than its queue.
     """
 
     def __init__(
         self,
         *,
         workers: float = 0.5,
+        max_running: int | None = None,
         keep_groups: bool = True,
         costs: str | Points | None = None,
         momentum: float = 0.5,
@@ -43,7 +46,10 @@ class PacedScheduler(PredictingScheduler):
         super().__init__(keep_groups=keep_groups, costs=costs, momentum=momentum, tail=tail)
         if not 0 < workers <= 1:
             raise ValueError(f"workers={workers}: expected above 0 and at most 1")
+        if max_running is not None and max_running < 1:
+            raise ValueError(f"max_running={max_running}: expected at least 1, or null")
         self.workers = workers
+        self.max_running = max_running
         self._progress: Progress | None = None
 
     def rebalance(self, progress: Progress) -> list[Move]:
@@ -70,23 +76,51 @@ class PacedScheduler(PredictingScheduler):
         limit = max((piece.requests[0].sampling.max_tokens for piece in pieces), default=0)
         tails = np.minimum([risk * piece.tail for piece in pieces], limit)
         tails = np.maximum.accumulate(tails[::-1])[::-1]  # a shorter prompt may have the longer tail
-        totals = [0.0, *accumulate(piece.total for piece in pieces)]
-        enough = self.cost.time(float(limit), 1.01 * totals[-1] + 1)
-        low, high = float(free.min()), float(free.max()) + enough
+        line = _Line(
+            tails=tails.tolist(),
+            totals=[0.0, *accumulate(piece.total for piece in pieces)],
+            counts=[0, *accumulate(len(piece.requests) for piece in pieces)],
+        )
+        low, high = float(free.min()), float(free.max()) + self._enough(float(limit), line.totals[-1])
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
-            fits = self._fill(tails.tolist(), totals, free.tolist(), middle)[-1] == len(pieces)
+            fits = self._fill(line, free.tolist(), middle)[-1] == len(pieces)
             low, high = (low, middle) if fits else (middle, high)
-        return self._fill(tails.tolist(), totals, free.tolist(), high)
+        return self._fill(line, free.tolist(), high)
 
-    def _fill(self, tails: Sequence[float], totals: Sequence[float], free: Sequence[float], by: float) -> list[int]:
+    def _enough(self, longest: float, total: float) -> float:
+        """Time in which one worker certainly finishes everything."""
+        passes = longest + (total / self.max_running if self.max_running else 0.0)
+        return 1.01 * self.cost.time(passes, passes * (self.max_running or 0) + total) + 1
+
+    def _fill(self, line: _Line, free: Sequence[float], by: float) -> list[int]:
         """Where each worker's run of pieces ends when all are to finish by a time."""
-        ends, start = [], 0
+        ends, start, num_pieces = [], 0, len(line.tails)
         per_tail, per_token = self.cost.time(1.0, 0.0), max(self.cost.time(0.0, 1.0), 1e-12)
         for release in free:
-            if start < len(tails):
-                left = by - release - per_tail * tails[start]
-                if left > 0:
-                    start = min(bisect_right(totals, totals[start] + left / per_token) - 1, len(tails))
+            if start < num_pieces:
+                left = by - release - per_tail * line.tails[start]
+                end = line.end(line.totals, start, left / per_token)
+                if self.max_running is not None:
+                    end = min(end, self._end_by_slots(line, start, by - release, self.max_running))
+                start = max(start, end)
             ends.append(start)
         return ends
+
+    def _end_by_slots(self, line: _Line, start: int, left: float, slots: int) -> int:
+        """As many as run side by side, or more if slots that are always taken, and the longest answer after that, take no longer."""
+        passes = left / self.cost.time(1.0, slots) - line.tails[start]
+        return max(line.end(line.counts, start, slots), line.end(line.totals, start, passes * slots))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Line:
+    """n pieces in the order in which they are given out."""
+
+    tails: Sequence[float]  # [n] the longest answer of a run that starts here
+    totals: Sequence[float]  # [n + 1] predicted tokens in front of each
+    counts: Sequence[int]  # [n + 1] requests in front of each
+
+    def end(self, sums: Sequence[float], start: int, limit: float) -> int:
+        """The end of the longest run from `start` whose sum stays within a limit."""
+        return max(bisect_right(sums, sums[start] + limit) - 1, start) if limit > 0 else start

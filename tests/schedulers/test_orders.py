@@ -155,3 +155,13 @@ def test_paced_halves_take_turns_while_workers_run_ahead():
     tokens = [[10] * 4, [10] * 4, [None] * 4, [None] * 4]
     scheduler.rebalance(progress_of(first, tokens))
     assert [bool(queue) for queue in scheduler.plan(requests, 4, 2)] == [False, False, True, True]
+
+
+def test_paced_knows_how_many_run_side_by_side():
+    # Two answers of 200 on the first worker leave time for all others on the second. Two at a time, these would take 600 passes,
+    # and 100 more until the last has ended; four of them on the first one are 400 and 200 there, 400 and 100 on the second.
+    scheduler = PacedScheduler()
+    scheduler.learn(samples_for([[200] * 2, *([100] * 2 for _ in range(6))]))
+    assert [len(queue) for queue in scheduler.plan(requests_for(7, 2), 2, 1)] == [2, 12]
+    scheduler.max_running = 2
+    assert [len(queue) for queue in scheduler.plan(requests_for(7, 2), 2, 1)] == [6, 8]

@@ -34,6 +34,7 @@ MAKERS = {
     "tier 2": HistoPipeScheduler,
     "tier 2, split": lambda: HistoPipeScheduler(groups_per_worker=0.3, keep_groups=False),
     "paced": PacedScheduler,
+    "paced, two at a time": lambda: PacedScheduler(max_running=2),
     "paced, split": lambda: PacedScheduler(workers=0.7, keep_groups=False),
 }
 each_scheduler = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
@@ -176,6 +177,7 @@ def test_a_scheduler_of_ones_own_needs_a_plan_and_nothing_else():
         ("HistoPipeScheduler", {"alpha": 1.5}, "scheduler.alpha=1.5: expected 0 to 1"),
         ("HistoPipeScheduler", {"beta": 0.9}, "scheduler.beta=0.9: expected at least 1"),
         ("PacedScheduler", {"workers": 0.0}, "scheduler.workers=0.0: expected above 0 and at most 1"),
+        ("PacedScheduler", {"max_running": 0}, "scheduler.max_running=0: expected at least 1, or null"),
         ("LengthPredictor", {"max_prompts": 0}, "scheduler.max_prompts=0: expected at least 1"),
     ],
 )
