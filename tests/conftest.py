@@ -58,8 +58,11 @@ def is_library_thread(thread: threading.Thread) -> bool:
 
 
 def is_library_process(command: str) -> bool:
-    """Helpers of the standard library that live as long as the process."""
-    return "multiprocessing.resource_tracker" in command or "multiprocessing.forkserver" in command
+    """Helpers of the standard library and of torch that live as long as the process."""
+    return any(
+        name in command
+        for name in ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch_shm_manager")
+    )
 
 
 @pytest.fixture(autouse=True)

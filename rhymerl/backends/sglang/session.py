@@ -17,10 +17,12 @@ from rhymerl.backends.sglang.counters import Counters
 from rhymerl.backends.sglang.flights import Flight, Flights
 from rhymerl.backends.sglang.news import News, NewsWriter
 from rhymerl.backends.sglang.plugin import VARIABLE
+from rhymerl.backends.sglang.proof import prove
 from rhymerl.backends.sglang.server import Server, require_sglang
 from rhymerl.backends.sglang.settings import EngineSettings
 from rhymerl.config import describe
 from rhymerl.drafters.base import Drafter
+from rhymerl.engine.support import refuse_impossible
 from rhymerl.errors import BackendError, ConfigError
 from rhymerl.history import HistoryStore
 from rhymerl.policy import DTYPES
@@ -101,7 +103,7 @@ class Session:
             tensor_parallel=self.settings.tensor_parallel,
             algorithm=ALGORITHM,
             context_tokens=self.policy.context_tokens,
-            more={"load_format": "dummy", **self._device(), **self.settings.arguments},
+            more={"load_format": "dummy", "sleep_on_idle": True, **self._device(), **self.settings.arguments},
         )
         environment = {VARIABLE: str(file), **self.settings.environment}
         self._server = Server(words, environment, self.folder / "engine.log")
@@ -155,7 +157,14 @@ class Session:
     # -- requests --------------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
-        """Let them go."""
+        """Let them go. Raises ConfigError, sending none, when one could never be answered: it might end the engine."""
+        vocabulary = self.policy.model.config.get_text_config().vocab_size
+        for request in requests:
+            refuse_impossible(request, self.policy.context_tokens)
+            if int(request.prompt.token_ids.max()) >= vocabulary or int(request.prompt.token_ids.min()) < 0:
+                raise ConfigError(
+                    f"request {request.id}: the prompt has token ids beyond the vocabulary (0 to {vocabulary - 1})"
+                )
         for request in requests:
             self._flights.send(request)
 
@@ -240,6 +249,8 @@ class Session:
             weights.from_tensors(self.client, named, dtype, ranks=ranks, version=version)
         else:
             weights.from_disk(self.client, named, dtype, self.weights_folder, version=version)
+        if self.version == _NO_VERSION:
+            prove(self.client, self.policy, self._dtype)
         self.version = self._flights.policy_version = version
 
     @property

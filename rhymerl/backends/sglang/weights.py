@@ -32,6 +32,8 @@ def from_tensors(
     """Hand over the tensors' own memory, a bucket at a time; for an engine on the same device."""
     with _session(client):
         for bucket in buckets(named, dtype):
+            # To be shared, a CPU's tensor is moved; the policy's own stays where it is.
+            bucket = [(name, tensor if tensor.is_cuda else tensor.clone()) for name, tensor in bucket]
             words = base64.b64encode(_pickled(bucket)).decode()
             content = {
                 "serialized_named_tensors": [words] * ranks,
@@ -109,9 +111,17 @@ def _ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _pickled(bucket: list[tuple[str, Tensor]]) -> bytes:
-    """Handles of the tensors' memory; they have to live until the engine has answered."""
-    buffer = io.BytesIO()
-    ForkingPickler(buffer).dump(bucket)
+    """Handles of the tensors' memory; they have to live until the engine has answered.
+
+    Memory of the CPU goes by a file's name: an open file could only be handed to a process of our own family.
+    """
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        buffer = io.BytesIO()
+        ForkingPickler(buffer).dump(bucket)
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
     return buffer.getvalue()
 
 

@@ -1,0 +1,44 @@
+"""Whether an engine computes the policy's model: it ignores weights whose names it does not know, and says that all is well."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from rhymerl.backends.sglang.client import Client
+from rhymerl.errors import BackendError
+from rhymerl.policy import evaluating
+
+if TYPE_CHECKING:
+    from rhymerl.policy import Policy
+
+_PROMPT, _ANSWER = 8, 8  # tokens
+_TOLERANCE = {"float32": 0.01, "bfloat16": 0.5}  # nats; another model is several off
+
+
+def prove(client: Client, policy: Policy, dtype: str) -> None:
+    """Raise BackendError unless the log-probs of a short greedy answer are those of the policy."""
+    vocabulary = policy.model.config.get_text_config().vocab_size
+    prompt = [(7 * i) % vocabulary for i in range(1, _PROMPT + 1)]
+    params = {"temperature": 0.0, "max_new_tokens": _ANSWER, "ignore_eos": True}
+    content = {"input_ids": prompt, "sampling_params": params, "return_logprob": True, "logprob_start_len": -1}
+    pairs = client.post("/generate", content)["meta_info"]["output_token_logprobs"]
+    theirs = np.array([pair[0] for pair in pairs])
+    ours = _logprobs(policy, prompt, [pair[1] for pair in pairs])
+    worst = float(np.abs(theirs - ours).max())
+    if not worst <= _TOLERANCE[dtype]:
+        raise BackendError(
+            f"the SGLang engine does not compute the policy: log-probs of a short answer differ by {worst:.3g} nats right after "
+            f"the weights were handed over ({type(policy.model).__name__} may go by other names or settings there)"
+        )
+
+
+def _logprobs(policy: Policy, prompt: list[int], answer: list[int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Of each token of the answer, [tokens], at temperature 1."""
+    tokens = torch.tensor([[*prompt, *answer]], device=policy.model.device)
+    with evaluating(policy.model), torch.no_grad():
+        logits = policy.model(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    chosen = torch.log_softmax(logits.double(), -1).gather(-1, tokens[0, len(prompt) :, None])
+    return chosen[:, 0].cpu().numpy()
