@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import resource
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import lightning as L
@@ -39,6 +40,7 @@ from rhymerl.types import Sample, Split
 from rhymerl.update import Updater, UpdateSettings
 
 Node = Mapping[str, Any]  # a component as plain config, with `_target_`
+_EXCEPTION = "exception"  # the stage of a teardown that Lightning does not call itself
 
 
 class RhymeModule(L.LightningModule):
@@ -97,6 +99,7 @@ class RhymeModule(L.LightningModule):
         self.num_evaluations = 0
         self.first_epochs: dict[Split, int] = {"train": 0, "validation": 0}  # later where history is another run's too
         self.last_rollout: Rollout | None = None  # for callbacks
+        self._shares_engine = False
         self._loop: RolloutLoop | None = None
         self._updater: Updater | None = None
         self._scorer: RewardScorer | None = None
@@ -194,8 +197,21 @@ class RhymeModule(L.LightningModule):
         """Free the engine and the reward processes; a later fit brings up new ones."""
         if self._scorer is not None:
             self._scorer.close()
-        self.backend.close()
+        if self._shares_engine and self._loop is not None and stage != _EXCEPTION:
+            self.backend.release()
+        else:
+            self.backend.close()
         self._loop = self._updater = self._scorer = None
+
+    @contextmanager
+    def one_engine(self) -> Iterator[None]:
+        """Within: fits and validations that follow one another share an engine that takes long to bring up."""
+        self._shares_engine = True
+        try:
+            yield
+        finally:
+            self._shares_engine = False
+            self.teardown("end")
 
     def _checked_rewards(self, datamodule: PromptDataModule) -> list[Reward]:
         refuse_lost(rewards=self.rewards)
@@ -320,7 +336,7 @@ def _describe_source(source: object) -> dict[str, Any]:
 
 class _TeardownOnException(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        pl_module.teardown("exception")
+        pl_module.teardown(_EXCEPTION)
 
 
 def num_optimizer_steps(trainer: L.Trainer, mini_batches: int) -> float:

@@ -71,11 +71,12 @@ def fit(config: DictConfig, *, callbacks: Sequence[L.Callback] = ()) -> Result:
         _note(f"Going on from {ckpt_path}, after step {checkpoint['rhymerl']['num_rollouts']}")
         del checkpoint
     _take_up_history(config, module, datamodule)
-    if ckpt_path is None and evaluates:
-        summary.eval_before = _evaluate(trainer, module, datamodule)
-    trainer.fit(module, datamodule, ckpt_path=ckpt_path, weights_only=True)
-    if evaluates and not trainer.should_stop:
-        summary.eval_after = _evaluate(trainer, module, datamodule)
+    with module.one_engine():
+        if ckpt_path is None and evaluates:
+            summary.eval_before = _evaluate(trainer, module, datamodule)
+        trainer.fit(module, datamodule, ckpt_path=ckpt_path, weights_only=True)
+        if evaluates and not trainer.should_stop:
+            summary.eval_after = _evaluate(trainer, module, datamodule)
     _write_summary(summary.result(), run_dir)
     save_history(run_dir / "history.rhyme", module, datamodule)
     if not trainer.should_stop and summary.num_steps:

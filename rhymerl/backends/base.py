@@ -72,6 +72,10 @@ class RolloutBackend(ABC):
         """What happened since the last call, by metric name; then reset."""
         return {}
 
+    def release(self) -> None:
+        """The stage is over; `start` may come again, with the same policy and drafter, or `close`. An engine that is dear to bring up stays."""
+        self.close()
+
     def close(self) -> None:
         """Free the engine and `close` the drafter; may be called twice."""
 

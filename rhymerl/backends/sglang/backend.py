@@ -90,7 +90,10 @@ class SGLangBackend(RolloutBackend):
         budget: Budget | None = None,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """The engine computes in `dtype`, by default the policy's own, and not under `autocast`."""
+        """The engine computes in `dtype`, by default the policy's own, and not under `autocast`. One that was released goes on."""
+        if self._session is not None and self._session.serves(policy, drafter):
+            return
+        self.close()
         settings = SessionSettings(
             n=self._n(drafter, budget),
             max_running=self.max_running,
@@ -146,6 +149,10 @@ class SGLangBackend(RolloutBackend):
 
     def metrics(self) -> Mapping[str, float]:
         return self.session.metrics()
+
+    def release(self) -> None:
+        """Its process stays."""
+        self.session.expect_new_weights()
 
     def close(self) -> None:
         if self._session is not None:

@@ -139,6 +139,15 @@ class Session:
         for flight in old.flying.values():
             self._flights.send(flight.request, flight)
 
+    def serves(self, policy: Policy, drafter: Drafter) -> bool:
+        """Whether it was started for these."""
+        return policy is self.policy and drafter is self.drafter
+
+    def expect_new_weights(self) -> None:
+        """Whatever version comes next is loaded, also one that the engine had before. Nothing is left in flight."""
+        self.withdraw(None)
+        self.version = _NO_VERSION
+
     def close(self) -> None:
         """End the engine, whatever it is doing, and remove its files. One that was there before is only left."""
         if self._server is None:
