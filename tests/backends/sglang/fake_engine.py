@@ -1,0 +1,219 @@
+"""A stand-in for SGLang's HTTP side: answers that depend on seed and position only, aborts, weights with versions.
+
+Uniform log-probs: it computes a policy whose weights are all zero. Standard library only, because it also runs in processes
+of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 19
+LOGPROB = -math.log(VOCABULARY)
+STOP = 1
+_POLL_S = 0.005
+_OTHERS = "other"  # a request without a name
+
+
+def token(seed: int, position: int) -> int:
+    """The token that is drawn there: every twentieth is STOP."""
+    number = hashlib.blake2b(f"{seed}/{position}".encode(), digest_size=4).digest()
+    return STOP if int.from_bytes(number, "little") % 20 == 0 else 2 + number[0] % (VOCABULARY - 2)
+
+
+def answer_of(request: Any) -> list[int]:
+    """The whole answer to a rollout request."""
+    tokens: list[int] = []
+    while len(tokens) < request.sampling.max_tokens and not (tokens and tokens[-1] in request.sampling.stop_token_ids):
+        tokens.append(token(request.seed, len(tokens)))
+    return tokens
+
+
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 512  # connections that come at once
+    daemon_threads = False
+
+
+class FakeEngine:
+    """`max_running` requests run side by side, a token every `token_s` seconds; the others wait.
+
+    Requests stop before response position `holds_at` until `go` is set. With `is_late` one that is aborted draws three more
+    tokens, whatever they are, as an engine does whose pass is under way. `answers` come in the place of what it would say on a path.
+    """
+
+    def __init__(self, *, port: int = 0, max_running: int = 4, token_s: float = 0.0) -> None:
+        self.token_s = token_s
+        self.holds_at: int | None = None
+        self.go = threading.Event()
+        self.is_late = False
+        self.answers: dict[str, tuple[int, Any]] = {}
+        self.meta: dict[str, Any] = {}  # in the place of what it would say of a request
+        self.version = "default"
+        self.drawn: list[tuple[int, int, str]] = []  # seed, position, version
+        self.inputs: dict[str, list[int]] = {}  # by rid
+        self.calls: list[str] = []
+        self.running: set[str] = set()
+        self.waiting: set[str] = set()
+        self._slots = threading.Semaphore(max_running)
+        self._aborted: set[str] = set()
+        self._quit = threading.Event()
+        self._server = _Server(("127.0.0.1", port), _handler(self))
+        self._thread: threading.Thread | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_port}"
+
+    def serve_forever(self) -> None:
+        self._server.serve_forever(_POLL_S)
+
+    def __enter__(self) -> FakeEngine:
+        self._thread = threading.Thread(target=self.serve_forever)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.vanish()
+
+    def vanish(self) -> None:
+        """Whoever waits for an answer gets none; may be called twice."""
+        self._quit.set()
+        if self._thread is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()
+        self._thread = None
+
+    # -- what it is asked ------------------------------------------------------------------------------------------
+
+    def answer(self, path: str, content: dict[str, Any]) -> tuple[int, Any] | None:
+        """Status and content; None when it vanishes meanwhile."""
+        self.calls.append(path)
+        if path in self.answers:
+            return self.answers[path]
+        name = path.strip("/")
+        return getattr(self, f"on_{name}")(content) if hasattr(self, f"on_{name}") else (404, "Not Found")
+
+    def on_health(self, content: dict[str, Any]) -> tuple[int, Any]:
+        return 200, ""
+
+    def on_abort_request(self, content: dict[str, Any]) -> tuple[int, Any]:
+        self._aborted |= {rid for rid in self.running | self.waiting if rid.startswith(content["rid"])}
+        return 200, ""
+
+    def on_flush_cache(self, content: dict[str, Any]) -> tuple[int, Any]:
+        busy = self.running | self.waiting
+        return (400, {"success": False, "message": f"busy with {len(busy)}"}) if busy else (200, "Cache flushed.\n")
+
+    def on_update_weights_from_disk(self, content: dict[str, Any]) -> tuple[int, Any]:
+        folder = Path(content["model_path"])
+        complete = all((folder / name).is_file() for name in ("model.safetensors", "config.json"))
+        if not complete or content["flush_cache"]:
+            return 400, {"success": False, "message": "no weights"}
+        self.version = content["weight_version"]
+        return 200, {"success": True, "message": "Succeeded."}
+
+    def on_update_weights_from_tensor(self, content: dict[str, Any]) -> tuple[int, Any]:
+        self.version = content["weight_version"]
+        return 200, {"success": True, "message": "Succeeded."}
+
+    def on_release_memory_occupation(self, content: dict[str, Any]) -> tuple[int, Any]:
+        return (400, {"success": False, "message": "busy"}) if self.running else (200, None)
+
+    def on_resume_memory_occupation(self, content: dict[str, Any]) -> tuple[int, Any]:
+        return 200, None
+
+    def on_generate(self, content: dict[str, Any]) -> tuple[int, Any] | None:
+        rid = content.get("rid", _OTHERS)
+        if rid in self.running | self.waiting:
+            return 400, {"error": {"message": f"Duplicate request ID detected: {rid}"}}
+        self.inputs[rid] = content["input_ids"]
+        self.waiting.add(rid)
+        while not self._slots.acquire(timeout=_POLL_S):
+            if self._quit.is_set():
+                return None
+            if rid in self._aborted:
+                self.waiting.discard(rid)
+                reason = {"type": "abort", "message": "Abort in waiting queue"}
+                return 200, {"output_ids": [], "meta_info": {"id": rid, "finish_reason": reason}}
+        with self._runs(rid):
+            return self._run(rid, content["sampling_params"])
+
+    @contextmanager
+    def _runs(self, rid: str):
+        self.running.add(rid)
+        self.waiting.discard(rid)
+        try:
+            yield
+        finally:
+            self.running.discard(rid)
+            self._slots.release()
+
+    def _run(self, rid: str, params: dict[str, Any]) -> tuple[int, Any] | None:
+        own = (params.get("custom_params") or {}).get("rhymerl") or {"seed": "0", "offset": 0}
+        seed, offset = int(own["seed"]), own["offset"]
+        tokens: list[int] = []
+
+        def draw() -> None:
+            if rid != _OTHERS:
+                self.drawn.append((seed, offset + len(tokens), self.version))
+            tokens.append(token(seed, offset + len(tokens)))
+
+        while len(tokens) < params["max_new_tokens"]:
+            holds = rid != _OTHERS and self.holds_at == offset + len(tokens) and not self.go.is_set()
+            if self._quit.wait(_POLL_S if holds else self.token_s):
+                return None
+            if rid in self._aborted:
+                for _ in range(3 if self.is_late else 0):
+                    draw()
+                return self._said(rid, tokens, {"type": "abort", "message": "Aborted"})
+            if not holds:
+                draw()
+            if tokens and tokens[-1] in params.get("stop_token_ids", ()):
+                return self._said(rid, tokens, {"type": "stop", "matched": tokens[-1]})
+        return self._said(rid, tokens, {"type": "length", "length": len(tokens)})
+
+    def _said(self, rid: str, tokens: list[int], reason: dict[str, Any]) -> tuple[int, Any]:
+        meta = {
+            "id": rid,
+            "finish_reason": reason,
+            "output_token_logprobs": [[LOGPROB, each, None] for each in tokens],
+            "spec_verify_ct": len(tokens) // 2,
+            "weight_version": self.version,
+        }
+        return 200, {"output_ids": tokens, "meta_info": {**meta, **self.meta}}
+
+
+def _handler(engine: FakeEngine) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._say(engine.answer(self.path, {}))
+
+        def do_POST(self) -> None:
+            content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self._say(engine.answer(self.path, content))
+
+        def _say(self, answer: tuple[int, Any] | None) -> None:
+            if answer is None:
+                return
+            status, content = answer
+            text = content if isinstance(content, str) else json.dumps(content)
+            try:
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text.encode())
+            except ConnectionError:  # nobody waits any more
+                pass
+
+        def log_message(self, *words: object) -> None:
+            """Quiet."""
+
+    return Handler

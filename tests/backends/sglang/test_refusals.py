@@ -1,0 +1,139 @@
+"""An engine that refuses, fails or vanishes is an error that says what."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from rhymerl.backends.sglang.backend import SGLangBackend
+from rhymerl.backends.sglang.client import Client
+from rhymerl.drafters import NoDrafter
+from rhymerl.errors import BackendError
+from rhymerl.testing import make_requests
+from tests.backends.sglang.fake_engine import FakeEngine
+from tests.backends.sglang.test_session import all_of, connected, soon, synced
+
+FAILED = {"success": False, "message": "no room"}
+
+
+@pytest.mark.parametrize("status", [200, 400])
+@pytest.mark.parametrize(
+    ("path", "settings"),
+    [
+        ("/update_weights_from_disk", {}),
+        ("/flush_cache", {}),
+        ("/begin_weight_update", {"weights": "tensor"}),
+        ("/update_weights_from_tensor", {"weights": "tensor"}),
+        ("/end_weight_update", {"weights": "tensor"}),
+    ],
+)
+def test_weights_that_are_refused(engine, flat_policy, path, settings, status):
+    engine.answers |= {each: (200, {"success": True}) for each in ("/begin_weight_update", "/end_weight_update")}
+    with connected(engine, flat_policy, **settings) as backend:
+        engine.answers[path] = status, FAILED
+        with pytest.raises(BackendError, match=rf"refused {path} \(HTTP {status}\): .*no room"):
+            synced(backend, flat_policy, 1)
+        assert backend.session.version == 0
+
+
+@pytest.mark.parametrize("knows_sessions", [False, True])
+def test_an_update_has_a_beginning_and_an_end_where_the_engine_knows_of_them(engine, flat_policy, knows_sessions):
+    if knows_sessions:
+        engine.answers |= {each: (200, {"success": True}) for each in ("/begin_weight_update", "/end_weight_update")}
+    with connected(engine, flat_policy, weights="tensor"):
+        updates = [each for each in engine.calls if "weight" in each]
+    assert updates[0] == "/begin_weight_update"
+    assert updates[1] == "/update_weights_from_tensor"
+    assert updates[2:] == (["/end_weight_update"] if knows_sessions else [])
+
+
+def test_an_engine_that_computes_something_else_is_found_out(engine, flat_policy):
+    engine.meta = {"output_token_logprobs": [[-1.0, 5, None]] * 8}
+    with pytest.raises(BackendError, match="does not compute the policy"), connected(engine, flat_policy):
+        pass
+
+
+@pytest.mark.parametrize("status", [200, 400])
+def test_a_request_that_is_refused(engine, flat_policy, status):
+    with connected(engine, flat_policy) as backend:
+        engine.answers["/generate"] = status, {"success": False, "error": {"message": "too long"}}
+        backend.submit(make_requests(2))
+        with pytest.raises(BackendError, match=r"refused /generate .*too long"):
+            backend.collect()
+
+
+def test_a_request_that_the_engine_gives_up_by_itself(engine, flat_policy):
+    with connected(engine, flat_policy) as backend:
+        engine.meta = {"finish_reason": {"type": "abort", "message": "out of memory"}}
+        request = make_requests(1)[0]
+        backend.submit([request])
+        with pytest.raises(BackendError, match=rf"gave up request {request.id}: .*out of memory"):
+            backend.collect()
+
+
+@pytest.mark.parametrize("logprob", [None, float("nan"), float("-inf")])
+def test_logprobs_that_are_not_finite(engine, flat_policy, logprob):
+    with connected(engine, flat_policy) as backend:
+        engine.meta = {"output_token_logprobs": [[-1.0, 5, None], [logprob, 5, None]]}
+        backend.submit(make_requests(1))
+        with pytest.raises(BackendError, match=r"not finite \(policy version 0\)"):
+            backend.collect()
+
+
+@pytest.mark.parametrize("what", ["collect", "withdraw", "sync"])
+def test_an_engine_that_vanishes(engine, flat_policy, what):
+    engine.holds_at = 1
+    with connected(engine, flat_policy) as backend:
+        backend.submit(make_requests(20))
+        soon(lambda: len(engine.running) == 4)
+        engine.vanish()
+        act = {
+            "collect": backend.collect,
+            "withdraw": backend.withdraw,
+            "sync": lambda: synced(backend, flat_policy, 1),
+        }
+        started = time.monotonic()
+        with pytest.raises(BackendError, match=r"the SGLang engine at 127\.0\.0\.1:\d+ did not answer /"):
+            act[what]()
+        assert time.monotonic() - started < 5
+
+
+def test_an_engine_that_is_not_there(flat_policy):
+    with FakeEngine() as engine:
+        url = engine.url
+    backend = SGLangBackend(url=url)
+    with pytest.raises(BackendError, match="did not answer /health"):
+        backend.start(flat_policy, NoDrafter())
+
+
+def test_a_router_may_stand_below_a_path(engine, flat_policy):
+    client = Client.at(engine.url + "/router/")
+    assert client.path == "/router"
+    engine.answers |= {"/router/health": (200, "fine"), "/router/x": (200, {"a": 1}), "/router/y": (200, "Words.\n")}
+    assert client.is_ready()
+    assert client.post("/x", {}) == {"a": 1}
+    assert client.get("/health") == "fine"
+    assert client.post("/y", {}) == "Words."
+    assert not client.post_if_known("/z")
+    with pytest.raises(BackendError, match=r"refused /z \(HTTP 404\): Not Found"):
+        client.post("/z", {})
+
+
+def test_an_engine_that_is_starting_is_not_ready(engine):
+    engine.answers["/health"] = 503, ""
+    assert not Client.at(engine.url).is_ready()
+    engine.vanish()
+    assert not Client.at(engine.url).is_ready()
+
+
+def test_after_one_refusal_the_engine_goes_on(engine, flat_policy):
+    requests = make_requests(2)
+    with connected(engine, flat_policy) as backend:
+        engine.answers["/generate"] = 400, FAILED
+        backend.submit(requests[:1])
+        with pytest.raises(BackendError):
+            backend.collect()
+        del engine.answers["/generate"]
+        backend.submit(requests)
+        assert len(all_of(backend, 2)) == 2

@@ -1,0 +1,255 @@
+"""The backend at an engine that runs already: requests there and back, taken back, sent on under new weights."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+
+import numpy as np
+import pytest
+
+from rhymerl.backends.sglang.backend import SGLangBackend
+from rhymerl.drafters import NoDrafter
+from rhymerl.errors import BackendError
+from rhymerl.testing import RandomTreeDrafter, make_requests
+from tests.backends.sglang.fake_engine import LOGPROB, answer_of
+
+
+@contextlib.contextmanager
+def connected(engine, policy, drafter=None, **settings):
+    """The backend with weights of version 0 in the engine."""
+    with SGLangBackend(url=engine.url, **{"max_running": 4, **settings}) as backend:
+        backend.start(policy, drafter or RandomTreeDrafter())
+        synced(backend, policy, 0)
+        yield backend
+
+
+def synced(backend, policy, version):
+    backend.sync_weights(policy.model.named_parameters(), version)
+
+
+def all_of(backend, count):
+    done = {}
+    while len(done) < count:
+        found = backend.collect()
+        assert found, "the backend lost requests"
+        assert not {each.request.id for each in found} & done.keys(), "an answer came twice"
+        done.update((each.request.id, each) for each in found)
+    return done
+
+
+def soon(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.002)
+
+
+def assert_whole(completions, requests):
+    """Every request's own answer, whatever happened on the way."""
+    assert completions.keys() == {request.id for request in requests}
+    for request in requests:
+        done = completions[request.id]
+        assert done.token_ids.tolist() == answer_of(request)
+        assert done.finish_reason == ("stop" if done.token_ids[-1] in request.sampling.stop_token_ids else "length")
+        assert done.logprobs == pytest.approx(LOGPROB)
+
+
+def test_answers_come_back_whole(engine, flat_policy):
+    requests = make_requests(6, group_size=4)
+    with connected(engine, flat_policy) as backend:
+        backend.submit(requests)
+        done = all_of(backend, len(requests))
+        assert backend.collect() == []
+        assert_whole(done, requests)
+        assert {each.finish_reason for each in done.values()} == {"stop", "length"}
+        assert all((each.generated.policy_versions == 0).all() for each in done.values())
+        inputs = {tuple(each) for each in engine.inputs.values()}
+        assert {tuple(request.prompt.token_ids.tolist()) for request in requests} < inputs
+
+
+def test_passes_and_drafts_are_counted(engine, flat_policy):
+    requests = make_requests(4, max_tokens=9, stop_token_ids=())
+    with connected(engine, flat_policy, nodes=3) as backend:
+        backend.submit(requests)
+        for done in all_of(backend, 4).values():
+            assert (done.num_passes, done.num_drafted, done.num_accepted) == (5, 12, 4)
+        assert backend.metrics() == {"rollout/spec_accept_length": 9 / 5, "rollout/spec_accept_rate": 4 / 12}
+    with connected(engine, flat_policy, NoDrafter()) as backend:
+        backend.submit(requests)
+        for done in all_of(backend, 4).values():
+            assert (done.num_passes, done.num_drafted, done.num_accepted) == (9, 0, 0)
+
+
+@pytest.mark.parametrize("timeout_s", [0, 0.05, 0.5])
+def test_collecting_gives_up_when_its_time_is_over(engine, flat_policy, timeout_s):
+    engine.holds_at = 0
+    with connected(engine, flat_policy) as backend:
+        backend.submit(make_requests(2))
+        started = time.monotonic()
+        assert backend.collect(timeout_s) == []
+        assert timeout_s <= time.monotonic() - started < timeout_s + 0.4
+
+
+def test_requests_are_taken_back_wherever_they_are(engine, flat_policy):
+    """Running, waiting in the engine, and here: 4 run, 16 are with the engine at a time."""
+    engine.holds_at = 3
+    requests = make_requests(24, max_tokens=30, stop_token_ids=())
+    with connected(engine, flat_policy) as backend:
+        backend.submit(requests)
+        soon(lambda: len(engine.waiting) == 12 and sum(position == 2 for _, position, _ in engine.drawn) == 4)
+        back = backend.withdraw([requests[0].id, requests[-1].id, "nobody"])
+        assert [each.request.id for each in back] == [requests[0].id, requests[-1].id]
+        back += backend.withdraw()
+        assert backend.withdraw() == backend.collect() == []
+        assert sorted(len(each.token_ids) for each in back)[-4:] == [3] * 4
+        assert {each.finish_reason for each in back} == {"withdrawn"}
+        for each in back:
+            assert each.token_ids.tolist() == answer_of(each.request)[: len(each.token_ids)]
+        assert not engine.running | engine.waiting
+        engine.go.set()
+        backend.submit([each.resume() for each in back])
+        assert_whole(all_of(backend, 24), requests)
+
+
+def test_what_has_ended_before_it_is_taken_back_comes_back_as_it_ended(engine, flat_policy):
+    requests = make_requests(3)
+    with connected(engine, flat_policy) as backend:
+        backend.submit(requests)
+        soon(lambda: len(engine.inputs) == 4 and not engine.running | engine.waiting)
+        time.sleep(0.05)
+        assert_whole({each.request.id: each for each in backend.withdraw()}, requests)
+        assert backend.collect() == []
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_an_update_goes_through_answers_in_flight(engine, flat_policy, is_late):
+    """Each token carries the version of the weights that drew it."""
+    engine.holds_at, engine.is_late = 4, is_late
+    requests = make_requests(24, max_tokens=11)
+    with connected(engine, flat_policy) as backend:
+        backend.submit(requests)
+        soon(lambda: sum(position == 3 for _, position, _ in engine.drawn) == 4)
+        synced(backend, flat_policy, 1)
+        engine.go.set()
+        done = all_of(backend, len(requests))
+    assert_whole(done, requests)
+    drawn_by = {(seed, position): int(version) for seed, position, version in engine.drawn}
+    for request in requests:
+        versions = done[request.id].generated.policy_versions.tolist()
+        assert versions == [drawn_by[request.seed, position] for position in range(len(versions))]
+    assert {0, 1} in [set(each.generated.policy_versions.tolist()) for each in done.values()]
+
+
+def test_what_ended_before_an_update_is_collected_or_taken_back_after_it(engine, flat_policy):
+    requests = make_requests(6, max_tokens=5)
+    with connected(engine, flat_policy) as backend:
+        backend.submit(requests)
+        soon(lambda: len(engine.inputs) == 7 and not engine.running | engine.waiting)
+        time.sleep(0.05)
+        synced(backend, flat_policy, 1)
+        back = backend.withdraw([requests[0].id])
+        done = {each.request.id: each for each in [*back, *backend.collect()]}
+        assert [each.request.id for each in back] == [requests[0].id]
+        assert_whole(done, requests)
+        assert all((each.generated.policy_versions == 0).all() for each in done.values())
+        backend.submit(requests)
+        soon(lambda: len(engine.inputs) == 13 and not engine.running | engine.waiting)
+        synced(backend, flat_policy, 2)
+        assert len(backend.withdraw()) == 6
+        assert backend.collect() == []
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_whatever_is_done_meanwhile_answers_are_the_same(engine, flat_policy, is_late):
+    """Tokens at a millisecond each, and requests taken back and updates at any time."""
+    engine.token_s, engine.is_late = 0.001, is_late
+    source = random.Random(int(is_late))
+    requests = make_requests(100, max_tokens=25)
+    done, version = {}, 0
+    with connected(engine, flat_policy, max_running=2) as backend:
+        backend.submit(requests)
+        while len(done) < len(requests):
+            time.sleep(source.random() * 0.02)
+            match source.randrange(4):
+                case 0:
+                    version += 1
+                    synced(backend, flat_policy, version)
+                case 1:
+                    names = {each.id for each in source.sample(requests, 9)}
+                    back = backend.withdraw(names)
+                    assert {each.request.id for each in back} == names - done.keys()
+                    done.update((each.request.id, each) for each in back if each.finish_reason != "withdrawn")
+                    backend.submit([each.resume() for each in back if each.finish_reason == "withdrawn"])
+                case _:
+                    found = backend.collect(timeout_s=0.01)
+                    assert not {each.request.id for each in found} & done.keys(), "an answer came twice"
+                    done.update((each.request.id, each) for each in found)
+        assert backend.collect() == []
+    assert_whole(done, requests)
+    assert all((np.diff(each.generated.policy_versions) >= 0).all() for each in done.values())
+
+
+def test_the_same_version_again_is_no_update(engine, flat_policy):
+    with connected(engine, flat_policy) as backend:
+        before = list(engine.calls)
+        synced(backend, flat_policy, 0)
+        assert engine.calls == before
+
+
+def test_two_trainers_at_one_engine(engine, flat_policy):
+    engine.holds_at = 2
+    requests = make_requests(2, max_tokens=9)
+    with connected(engine, flat_policy) as one, connected(engine, flat_policy) as other:
+        one.submit(requests)
+        other.submit(requests)
+        soon(lambda: len(engine.running) == 4)
+        assert len(one.withdraw()) == 2
+        soon(lambda: len(engine.running) == 2)
+        engine.go.set()
+        assert_whole(all_of(other, 2), requests)
+
+
+def test_an_engine_that_is_left_is_left_without_requests(engine, flat_policy):
+    engine.holds_at = 2
+    with connected(engine, flat_policy) as backend:
+        backend.submit(make_requests(20))
+        soon(lambda: len(engine.running) == 4)
+    assert not engine.running | engine.waiting
+
+
+def test_memory_comes_back_before_it_is_needed(engine, flat_policy):
+    with connected(engine, flat_policy, release_memory=True) as backend:
+        for version in (1, 1):  # a step without an update needs its memory as well
+            backend.rest()
+            backend.rest()
+            assert engine.calls[-1] == "/release_memory_occupation"
+            synced(backend, flat_policy, version)
+        kinds = [each for each in engine.calls if "memory" in each]
+        assert kinds == ["/release_memory_occupation", "/resume_memory_occupation"] * 2
+        backend.submit(make_requests(2))
+        backend.rest()  # not while something is in flight
+        assert len(all_of(backend, 2)) == 2
+
+
+def test_nothing_is_rested_when_it_is_not_asked_for(engine, flat_policy):
+    with connected(engine, flat_policy) as backend:
+        backend.rest()
+    assert not [each for each in engine.calls if "memory" in each]
+
+
+def test_before_its_start_and_after_its_end_there_is_no_engine(engine, flat_policy):
+    backend = SGLangBackend(url=engine.url)
+    with pytest.raises(BackendError, match="has not been started"):
+        backend.collect()
+    backend.close()
+    backend.start(flat_policy, NoDrafter())
+    folder, weights = backend.session.folder, backend.session.weights_folder
+    assert weights.is_dir()
+    backend.close()
+    backend.close()
+    assert not folder.exists()
+    assert not weights.exists()
+    with pytest.raises(BackendError, match="has not been started"):
+        backend.submit([])

@@ -1,0 +1,159 @@
+"""The backend with a server of its own, from its start to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from rhymerl.backends.sglang.backend import SGLangBackend
+from rhymerl.backends.sglang.plugin import VARIABLE
+from rhymerl.drafters import Drafter, HistoryTreeDrafter, NoDrafter
+from rhymerl.errors import BackendError, ConfigError
+from rhymerl.history import HistoryStore
+from rhymerl.testing import make_requests
+from rhymerl.types import Draft
+from tests.backends.sglang.test_server import ENVIRONMENT, PATH, gone
+from tests.backends.sglang.test_session import all_of, assert_whole, synced
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """As if SGLang were."""
+    monkeypatch.syspath_prepend(str(PATH))
+
+
+@contextlib.contextmanager
+def started(policy, drafter=None, *, environment=None, **settings):
+    with SGLangBackend(max_running=2, environment={**ENVIRONMENT, **(environment or {})}, **settings) as backend:
+        backend.start(policy, drafter or HistoryTreeDrafter())
+        synced(backend, policy, 0)
+        yield backend
+
+
+def process_of(backend):
+    return backend.session._server._process.pid
+
+
+class Reward(Drafter):
+    """Learns from samples."""
+
+    def propose(self, request, context, budget):
+        return Draft(token_ids=[], parents=[])
+
+    def learn(self, samples):
+        pass
+
+
+def test_from_its_start_to_its_end(installed, flat_policy):
+    requests = make_requests(10)
+    with started(flat_policy, nodes=3, arguments={"chunked_prefill_size": 64}) as backend:
+        backend.submit(requests)
+        assert_whole(all_of(backend, 10), requests)
+        assert backend.metrics().keys() >= {"rollout/passes", "spec/bad_drafts", "spec/draft_hit_rate"}
+        leader, folder = process_of(backend), backend.session.folder
+        log = backend.session._server.log.read_text()
+        settings = json.loads((folder / "engine.json").read_text())
+    for words in (
+        "--speculative-algorithm RHYMERL --speculative-num-draft-tokens 4",
+        "--max-running-requests 2 --tp-size 1 --context-length 256 --skip-tokenizer-init",
+        "--dtype float32",
+        "--device cpu",
+        "--chunked-prefill-size 64",
+    ):
+        assert words in log
+    assert settings["drafter"]["_target_"].endswith("HistoryTreeDrafter")
+    assert settings["folder"] == str(folder)
+    assert gone(leader)
+    assert not folder.exists()
+    assert VARIABLE not in os.environ
+
+
+def test_news_are_written_for_drafters_that_want_them(installed, flat_policy):
+    history = HistoryStore()
+    with started(flat_policy) as backend:
+        backend.follow(history)
+        backend.learn([])
+        backend.follow(history)
+        assert sorted(each.name for each in (backend.session.folder / "news").iterdir()) == [
+            "000000001.news",
+            "000000002.news",
+        ]
+        assert backend.session._flights.news == 2
+    with started(flat_policy, Reward()) as backend:
+        backend.learn([])
+        assert backend.session._flights.news == 1
+
+
+@pytest.mark.parametrize("what", ["collect", "withdraw", "sync"])
+def test_a_killed_engine_is_one_clear_error(installed, flat_policy, what):
+    with started(flat_policy, environment={"FAKE_TOKEN_S": "0.1"}) as backend:
+        backend.submit(make_requests(10))
+        act = {
+            "collect": backend.collect,
+            "withdraw": backend.withdraw,
+            "sync": lambda: synced(backend, flat_policy, 1),
+        }
+        if what == "collect":  # while it waits
+            threading.Timer(0.3, os.kill, (process_of(backend), signal.SIGKILL)).start()
+        else:
+            os.kill(process_of(backend), signal.SIGKILL)
+        started_s = time.monotonic()
+        with pytest.raises(
+            BackendError, match=r"(?s)has died \(killed by SIGKILL\); the end of its log.*plugins loaded"
+        ):
+            act[what]()
+        assert time.monotonic() - started_s < 10
+
+
+def test_a_killed_engine_is_started_again_when_that_is_asked_for(installed, flat_policy):
+    requests = make_requests(12)
+    with started(flat_policy, environment={"FAKE_TOKEN_S": "0.01"}, restarts=1) as backend:
+        backend.follow(HistoryStore())
+        backend.submit(requests)
+        done = {each.request.id: each for each in backend.collect()}
+        first = process_of(backend)
+        os.kill(first, signal.SIGKILL)
+        done |= all_of(backend, len(requests) - len(done))
+        assert_whole(done, requests)
+        assert process_of(backend) != first
+        assert backend.session.version == backend.session._flights.policy_version == 0
+        assert backend.session._flights.news == 1, "the new engine's drafter knows no history"
+        os.kill(process_of(backend), signal.SIGKILL)
+        backend.submit([make_requests(1, seed=5)[0]])
+        with pytest.raises(BackendError, match="has died"):
+            backend.collect()
+
+
+def test_an_engine_that_cannot_start_leaves_nothing(installed, flat_policy, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for environment, message in (
+        ({"FAKE_FAULT": "dies"}, "exit code 3"),
+        ({"FAKE_FAULT": "hangs"}, "start_timeout_s=1"),
+    ):
+        backend = SGLangBackend(
+            environment={**ENVIRONMENT, **environment}, start_timeout_s=1 if "hangs" in str(environment) else 60
+        )
+        with pytest.raises(BackendError, match=message):
+            backend.start(flat_policy, NoDrafter())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_drafter_that_cannot_be_built_again_is_refused(installed, flat_policy):
+    class Nested(Reward):
+        def __init__(self, table) -> None:
+            self.table = table
+
+    with pytest.raises(ConfigError, match=r"drafter=Nested: cannot be built again in SGLang's process"):
+        SGLangBackend().start(flat_policy, Nested({1: object()}))
+
+
+def test_without_sglang_it_is_said_how_to_install_it(flat_policy, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'rhymerl\[sglang\]'"):
+        SGLangBackend().start(flat_policy, NoDrafter())
