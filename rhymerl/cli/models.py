@@ -1,4 +1,4 @@
-"""Commands that write models."""
+"""Commands that write models, and what serves them."""
 
 from __future__ import annotations
 
@@ -51,3 +51,17 @@ class Export(Command):
         if overrides:
             raise UsageError(f"rhymerl export takes RUN and OUT only, not {overrides[0]!r}")
         print(f"The policy is in {export(arguments.run, arguments.out)}")
+
+
+class SGLangArgs(ConfiguredCommand):
+    """print the command line of an SGLang server that drafts with ours (out=FOLDER for what it reads)"""
+
+    name = "sglang-args"
+    default_config = "sglang_args"
+
+    def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result | None:
+        from rhymerl.backends.sglang.launch import launch_line, shell_line
+
+        launch = launch_line(config)
+        print(shell_line(launch))
+        return launch

@@ -13,14 +13,24 @@ from contextlib import redirect_stdout
 from rhymerl.cli.base import Command
 from rhymerl.cli.benches import Bench
 from rhymerl.cli.interrupt import Interrupt
-from rhymerl.cli.models import Export, Warmstart
+from rhymerl.cli.models import Export, SGLangArgs, Warmstart
 from rhymerl.cli.quiet import quiet
 from rhymerl.cli.replays import Replay, Simulate
 from rhymerl.cli.rollouts import Rollout
 from rhymerl.cli.runs import Evaluate, Fit
 from rhymerl.errors import RhymeError, UsageError
 
-COMMANDS: tuple[Command, ...] = (Fit(), Evaluate(), Rollout(), Replay(), Simulate(), Bench(), Warmstart(), Export())
+COMMANDS: tuple[Command, ...] = (
+    Fit(),
+    Evaluate(),
+    Rollout(),
+    Replay(),
+    Simulate(),
+    Bench(),
+    Warmstart(),
+    Export(),
+    SGLangArgs(),
+)
 
 OK, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
 

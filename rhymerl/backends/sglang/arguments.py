@@ -46,7 +46,7 @@ def words(
     max_running: int,
     tensor_parallel: int,
     algorithm: str | None,
-    context_tokens: int,
+    context_tokens: int | None,
     more: Mapping[str, Any],
 ) -> list[str]:
     """As typed behind `python -m sglang.launch_server`; `n` tokens a request and pass, 1 without drafts."""

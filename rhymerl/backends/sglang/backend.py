@@ -95,7 +95,7 @@ class SGLangBackend(RolloutBackend):
             return
         self.close()
         settings = SessionSettings(
-            n=self._n(drafter, budget),
+            n=self.num_tokens(drafter, budget),
             max_running=self.max_running,
             dtype=self.dtype,
             tensor_parallel=self.tensor_parallel,
@@ -108,8 +108,8 @@ class SGLangBackend(RolloutBackend):
         )
         self._session = Session(settings, policy, drafter, client=self._client)
 
-    def _n(self, drafter: Drafter, budget: Budget | None) -> int:
-        """Tokens a request and pass: its last one and the draft's nodes."""
+    def num_tokens(self, drafter: Drafter, budget: Budget | None = None) -> int:
+        """Tokens a request and pass, for the engine's life: its last one and the draft's nodes."""
         if isinstance(drafter, NoDrafter) or (budget is not None and budget.max_nodes == 0):
             return 1
         if self.nodes is not None:

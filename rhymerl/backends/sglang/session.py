@@ -108,6 +108,7 @@ class Session:
         environment = {VARIABLE: str(file), **self.settings.environment}
         self._server = Server(words, environment, self.folder / "engine.log")
         self._server.wait_until_ready(self.settings.start_timeout_s)
+        EngineSettings.check_report(self.folder)
         return self._server.client
 
     @property

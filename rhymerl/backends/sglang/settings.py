@@ -18,6 +18,8 @@ from rhymerl.config import instantiate
 from rhymerl.drafters.base import Drafter
 from rhymerl.errors import BackendError
 
+_REPORT = "plugin"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
@@ -47,6 +49,22 @@ class EngineSettings:
             raise BackendError(
                 f"{VARIABLE}={path!r}: expected the file that `rhymerl sglang-args` writes ({error!r})"
             ) from error
+
+    def report(self, error: Exception | None) -> None:
+        """Say whether the plugin is in place, in each process of the engine."""
+        words = f"{type(error).__name__}: {error}" if error is not None else ""
+        (Path(self.folder) / _REPORT).write_text(words)
+
+    @staticmethod
+    def check_report(folder: Path) -> None:
+        """Raise BackendError unless the engine that meets the trainer in `folder` has loaded the plugin."""
+        report = folder / _REPORT
+        if not report.exists():
+            raise BackendError(
+                "SGLang has not loaded rhymerl's plugin: is rhymerl installed in its environment, and SGLANG_PLUGINS unset?"
+            )
+        if words := report.read_text():
+            raise BackendError(f"this version of SGLang lacks what rhymerl's plugin needs ({words})")
 
     def drafting(self, n: int, vocabulary: int) -> EngineDrafting:
         """The drafter, and what stands between it and the engine."""
