@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.speculative import eagle_utils, ngram_worker
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
@@ -47,7 +48,7 @@ class HistoryWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
             super().__init__(*args, **kwargs)
         finally:
             ngram_worker.NgramCorpus = corpus
-        if self.tp_rank == 0:
+        if get_tp_group().rank_in_group == 0:
             vocabulary = int(self.model_runner.model_config.vocab_size)
             self._drafting = EngineSettings.of_this_process().drafting(self.draft_token_num, vocabulary)
 
@@ -74,7 +75,7 @@ class HistoryWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
 
     def _shared(self, trees: TreeArrays | None, num_requests: int) -> TreeArrays:
         """Rank 0's trees."""
-        group = self.model_runner.tp_group
+        group = get_tp_group()
         if group.world_size == 1:
             assert trees is not None
             return trees
