@@ -130,17 +130,22 @@ def test_a_killed_engine_is_started_again_when_that_is_asked_for(installed, flat
             backend.collect()
 
 
-def test_an_engine_that_cannot_start_leaves_nothing(installed, flat_policy, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("fault", "timeout_s", "message"),
+    [
+        ("dies", 60, r"has died \(exit code 3\)"),
+        ("hangs", 1, r"backend\.start_timeout_s=1: the SGLang engine did not get ready"),
+        ("no plugin", 60, "has not loaded rhymerl's plugin"),
+        ("other version", 60, r"lacks what rhymerl's plugin needs \(ModuleNotFoundError: No module named 'sglang\.srt"),
+    ],
+)
+def test_an_engine_that_cannot_start_leaves_nothing(
+    installed, flat_policy, monkeypatch, tmp_path, fault, timeout_s, message
+):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    for environment, message in (
-        ({"FAKE_FAULT": "dies"}, "exit code 3"),
-        ({"FAKE_FAULT": "hangs"}, "start_timeout_s=1"),
-    ):
-        backend = SGLangBackend(
-            environment={**ENVIRONMENT, **environment}, start_timeout_s=1 if "hangs" in str(environment) else 60
-        )
-        with pytest.raises(BackendError, match=message):
-            backend.start(flat_policy, NoDrafter())
+    backend = SGLangBackend(environment={**ENVIRONMENT, "FAKE_FAULT": fault}, start_timeout_s=timeout_s)
+    with pytest.raises(BackendError, match=message):
+        backend.start(flat_policy, NoDrafter())
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,5 +1,21 @@
-"""Where rhymerl's plugin would be loaded."""
+"""Where rhymerl's plugin is loaded; here there is nothing that it could change."""
+
+import os
 
 
 def load_plugins() -> None:
     print("plugins loaded", flush=True)
+    fault = os.environ.get("FAKE_FAULT")
+    if "RHYMERL_SGLANG" not in os.environ or fault == "no plugin":
+        return
+    if fault == "other version":
+        from rhymerl.backends.sglang.plugin import register
+
+        try:
+            register()
+        except ImportError as error:  # as SGLang does
+            print(error, flush=True)
+        return
+    from rhymerl.backends.sglang.settings import EngineSettings
+
+    EngineSettings.of_this_process().report(None)
