@@ -29,7 +29,8 @@ def truncate(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, 
     rank = torch.arange(logits.shape[-1], device=logits.device)
     keep = (top_k[:, None] == 0) | (rank < top_k[:, None])
     probabilities = ordered.masked_fill(~keep, float("-inf")).softmax(-1)
-    keep &= probabilities.cumsum(-1) - probabilities < top_p[:, None]
+    # A sum of many rounded numbers reaches 1 before its end: with top-p 1 nothing may fall behind it.
+    keep &= (probabilities.cumsum(-1) - probabilities < top_p[:, None]) | (top_p[:, None] >= 1)
     keep &= probabilities >= min_p[:, None] * probabilities[:, :1]
     keep[:, 0] = True
     return logits.masked_fill(~torch.zeros_like(keep).scatter_(-1, order, keep), float("-inf"))

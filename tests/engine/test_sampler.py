@@ -152,3 +152,12 @@ def test_truncation_by_hand(settings, kept):
         kept = [0, 1, 2]
     assert torch.isfinite(result[0]).nonzero()[:, 0].tolist() == kept
     assert logits.isfinite().all(), "truncation touched the clean logits"
+
+
+def test_a_rule_that_is_off_rules_out_nothing_whatever_others_in_the_batch_ask_for():
+    logits = torch.randn(8, 32_000) * 2
+    ones, zeros = torch.ones(8), torch.zeros(8)
+    top_p = torch.where(torch.arange(8) < 4, 0.5, 1.0)
+    result = truncate(logits, ones, zeros.long(), top_p, zeros)
+    assert torch.equal(result[4:], logits[4:])
+    assert not result[:4].isfinite().all(-1).any()
