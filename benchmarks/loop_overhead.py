@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 import record
 
-from rhymerl.drafters.none import NoDrafter
 from rhymerl.policy import character_tokenizer
 from rhymerl.rewards import Reward, RewardScorer
 from rhymerl.rollout import RolloutLoop, RolloutSettings
@@ -62,9 +61,7 @@ def make_loops(stack: ExitStack, arguments: Any) -> dict[str, RolloutLoop]:
     def loop(scorer: RewardScorer, decode: Callable[[Any], str] = lambda token_ids: "text") -> RolloutLoop:
         stack.enter_context(scorer)
         backend = ScriptedBackend(answer)
-        return RolloutLoop(
-            backend, FIFOScheduler(), scorer=scorer, decode=decode, seed=arguments.seed
-        )
+        return RolloutLoop(backend, FIFOScheduler(), scorer=scorer, decode=decode, seed=arguments.seed)
 
     rewards = [Reward("rhymerl.rewards.exact_match")]
     return {

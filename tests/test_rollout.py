@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rhymerl.drafters import NoDrafter
 from rhymerl.errors import BackendError, ConfigError
 from rhymerl.rewards import Reward, RewardScorer
 from rhymerl.rollout import RolloutLoop, RolloutSettings, request_seed

@@ -27,9 +27,7 @@ def history_of(policy: Policy) -> HistoryStore:
     history, drafter = HistoryStore(), HistoryTreeDrafter(deterministic=True)
     with EmbeddedBackend(max_running=8) as backend, RewardScorer([]) as scorer:
         backend.start(policy, drafter, budget=FixedBudget(8))
-        loop = RolloutLoop(
-            backend, FIFOScheduler(), scorer=scorer, decode=str, history=history, stop_token_ids=(1,)
-        )
+        loop = RolloutLoop(backend, FIFOScheduler(), scorer=scorer, decode=str, history=history, stop_token_ids=(1,))
         for epoch in range(2):
             loop.run(PROMPTS, epoch, SETTINGS, epoch=epoch)
     return history
