@@ -162,4 +162,5 @@ def test_what_cannot_be_answered_is_refused_here(policy):
         ):
             with pytest.raises(ConfigError, match=message):
                 backend.submit([request])
-        assert answered(backend, make_requests(2))
+        (whole,) = make_requests(1, max_tokens=488, prompt_tokens=(24, 24), stop_token_ids=())
+        assert len(answered(backend, [whole])[whole.id].token_ids) == 488  # fills the context to the last token

@@ -78,9 +78,23 @@ class SGLangBackend(RolloutBackend):
         self.release_memory = release_memory
         self.start_timeout_s = start_timeout_s
         check(self.arguments)
+        if url is not None:
+            self._refuse_what_starts_a_server()
         self._client: Client | None = Client.at(url) if url is not None else None
         self._cost = CostCurve.read(costs, setting="backend.costs") if costs is not None else None
         self._session: Session | None = None
+
+    def _refuse_what_starts_a_server(self) -> None:
+        given = {
+            "arguments": self.arguments,
+            "environment": self.environment,
+            "restarts": self.restarts,
+            "tensor_parallel": self.tensor_parallel - 1,
+        }
+        for name in filter(given.__getitem__, given):
+            raise ConfigError(
+                f"backend.{name}={getattr(self, name)!r}: is for a server that the run starts; backend.url={self.url!r} runs already"
+            )
 
     def start(
         self,

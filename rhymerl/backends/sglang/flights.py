@@ -74,11 +74,19 @@ class Flights:
         return self._ended(_completion(flight, self._generated(flight, pairs), _REASONS.get(kind, "withdrawn")))
 
     def _ended(self, completion: Completion) -> Completion:
-        """An engine that is told to give up looks no more at what its last pass has drawn: the answer may have ended there."""
+        """Cut where the answer ends: of what one pass draws, engines look at the limit before a stop token.
+
+        At neither when told to give up. Raises BackendError for one that was cut short of both.
+        """
         sampling, generated = completion.request.sampling, completion.generated
         stops = np.flatnonzero(np.isin(generated.token_ids, sampling.stop_token_ids))[:1] + 1
         end = min([*stops.tolist(), sampling.max_tokens])
-        if completion.finish_reason != "withdrawn" or len(generated) < end:
+        if len(generated) < end and completion.finish_reason != "withdrawn":
+            raise BackendError(
+                f"the SGLang engine ended request {completion.request.id} after {len(generated)} of {sampling.max_tokens} tokens: "
+                "its context or its memory for keys and values is too small (backend.arguments.max_total_tokens, mem_fraction_static)"
+            )
+        if len(generated) < end:
             return completion
         whole = Generated(
             token_ids=generated.token_ids[:end],

@@ -95,6 +95,7 @@ class Session:
         self._followed = None
         file = self.folder / "engine.json"
         EngineSettings.here(described, self.folder).write(file)
+        EngineSettings.forget_report(self.folder)
         words = arguments.words(
             model_path=str(self.weights_folder),
             dtype=self._dtype,
@@ -102,7 +103,7 @@ class Session:
             max_running=self.settings.max_running,
             tensor_parallel=self.settings.tensor_parallel,
             algorithm=ALGORITHM,
-            context_tokens=self.policy.context_tokens,
+            context_tokens=weights.positions(self.policy.model),
             more={"load_format": "dummy", "sleep_on_idle": True, **self._device(), **self.settings.arguments},
         )
         environment = {VARIABLE: str(file), **self.settings.environment}

@@ -51,9 +51,17 @@ class EngineSettings:
             ) from error
 
     def report(self, error: Exception | None) -> None:
-        """Say whether the plugin is in place, in each process of the engine."""
-        words = f"{type(error).__name__}: {error}" if error is not None else ""
-        (Path(self.folder) / _REPORT).write_text(words)
+        """Say whether the plugin is in place, in each process of the engine; one failure is not hidden by the others' success."""
+        path = Path(self.folder) / _REPORT
+        if error is not None:
+            path.write_text(f"{type(error).__name__}: {error}")
+        elif not path.exists():
+            path.touch()
+
+    @staticmethod
+    def forget_report(folder: Path) -> None:
+        """Before an engine is started anew."""
+        (folder / _REPORT).unlink(missing_ok=True)
 
     @staticmethod
     def check_report(folder: Path) -> None:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _BUCKET_BYTES = 2**30
 _SHARED_MEMORY = Path("/dev/shm")
+_SPARE = 64  # tokens
+_BY_LENGTH = ("dynamic", "longrope")  # rotations that are scaled by the context's length
 _ROOM = 1.2  # times what is written that has to be free in shared memory
 
 
@@ -94,8 +96,19 @@ def write_config(model: PreTrainedModel, folder: Path) -> None:
     model.config.save_pretrained(folder)
     path = folder / "config.json"
     content: dict[str, Any] = json.loads(path.read_text())
-    own = {"architectures": [type(model).__name__], "eos_token_id": None}
+    own = {"architectures": [type(model).__name__], "eos_token_id": None, "max_position_embeddings": positions(model)}
     path.write_text(json.dumps({**content, **own}, indent=1))
+
+
+def positions(model: PreTrainedModel) -> int:
+    """How long an engine is told that a sequence may be: SGLang keeps some for itself, and drafts stand behind the last token.
+
+    Where the rotation of keys follows that number it stays as it is, and the longest sequences are an error there.
+    """
+    config = model.config.get_text_config()
+    context = int(getattr(config, "max_position_embeddings", 0) or 2**20)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return context if rope.get("rope_type", "default") in _BY_LENGTH else context + _SPARE
 
 
 def shared_folder(folder: Path, model: PreTrainedModel) -> Path:

@@ -58,6 +58,10 @@ class HistoryWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
         if self._drafting is not None:
             self._drafting.flush()
 
+    def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
+        """There are no weights besides the target's, which are updated by others; 0.5.17 asks all the same."""
+        return True, "the drafter has no weights"
+
     def _prepare_draft_tokens(self, batch: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Token ids [R * n] and masks [R * n * n] of the batch's trees."""
         ahead = self._ahead(batch)

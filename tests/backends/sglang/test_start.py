@@ -61,7 +61,7 @@ def test_from_its_start_to_its_end(installed, flat_policy):
         settings = json.loads((folder / "engine.json").read_text())
     for words in (
         "--speculative-algorithm RHYMERL --speculative-num-draft-tokens 4",
-        "--max-running-requests 2 --tp-size 1 --context-length 256 --skip-tokenizer-init",
+        "--max-running-requests 2 --tp-size 1 --context-length 320 --skip-tokenizer-init",
         "--dtype float32",
         "--device cpu",
         "--chunked-prefill-size 64",
