@@ -175,7 +175,9 @@ class RolloutBench:
             return None
         records = [*_records(contender.history), *(record_of(_unscored(each), self.config.epochs) for each in plain)]
         settings = {"costs": costs, "max_running": concurrency, "from_epoch": self.config.epochs}
-        drafter = instantiate(self.config.drafter, key="drafter")
+        # Epochs pass faster in replay than a background thread builds indexes, so it has to be waited for.
+        waits = {"deterministic": True} if "deterministic" in self.config.drafter else {}
+        drafter = instantiate({**self.config.drafter, **waits}, key="drafter")
         budget: Budget = instantiate({**self.config.budget, "costs": costs}, key="budget")
         try:
             drafted = Replay(drafter, budget, **settings).run(records)

@@ -15,8 +15,9 @@ from rhymerl.errors import ConfigError
 if TYPE_CHECKING:
     from rhymerl.types import FloatArray, IndexArray
 
-_FORGET = 0.998  # a pass; half of what is known is of the last 350
+_FORGET = 0.998  # a pass; half of what is known is of the last 350 of its kind
 _SOLVE_EVERY = 8  # passes
+_PLAIN_AFTER = 4, 64  # passes with drafts in a row, at first and later: a pass without them where they pay loses little
 _GUESS = np.array([1.0, 1 / 64, 1 / 128, 1 / 512])  # before the first pass, in whatever unit
 _TYPICAL = np.array([1.0, 32.0, 64.0, 32.0]) / 4  # features of the pass that the guess counts for afterwards
 _LARGEST_SURPRISE = 3.0  # times what was expected
@@ -33,6 +34,10 @@ class PassCost(Protocol):
 
     def observe(self, rows: int, nodes: int, asked: int, seconds: float) -> None:
         """A pass has taken so long."""
+
+    @property
+    def wants_plain(self) -> bool:
+        """Whether to leave the drafter alone for a pass, to see what it costs then."""
 
 
 class CostCurve:
@@ -67,6 +72,10 @@ class CostCurve:
     def observe(self, rows: int, nodes: int, asked: int, seconds: float) -> None:
         """Nothing: it is given."""
 
+    @property
+    def wants_plain(self) -> bool:
+        return False
+
 
 def _check_points(points: Sequence[Sequence[float]], setting: str) -> None:
     expected = "expected at least two [tokens, seconds], tokens rising, seconds above 0 and not falling"
@@ -89,9 +98,18 @@ class LearnedCost:
     def __init__(self) -> None:
         self._weights = _GUESS
         self._first: list[tuple[FloatArray, float]] = []  # features and seconds, until there are enough to solve for
-        self._products = np.zeros((4, 4))
-        self._sums = np.zeros(4)
+        # Of passes for which the drafter was left alone, and of the others. Each forgets by its own passes: while one kind
+        # is all there is, what is known of the other must not fade, because the two are compared.
+        self._products = np.zeros((2, 4, 4))
+        self._sums = np.zeros((2, 4))
         self.num_passes = 0
+        self._since_plain = 0
+        self._plain_after = _PLAIN_AFTER[0]
+
+    @property
+    def wants_plain(self) -> bool:
+        """Drafts are compared with passes without them. Where they always seem to pay there would be none to know those by."""
+        return self._since_plain >= self._plain_after
 
     def seconds(self, rows: int, nodes: IndexArray, asked: int) -> FloatArray:
         constant, per_row, per_node, per_asked = self._weights
@@ -100,6 +118,9 @@ class LearnedCost:
     def observe(self, rows: int, nodes: int, asked: int, seconds: float) -> None:
         features, seconds = np.array([1.0, rows, nodes, asked]), max(seconds, _LEAST_S)
         self.num_passes += 1
+        self._since_plain += 1
+        if asked == 0:
+            self._since_plain, self._plain_after = 0, min(2 * self._plain_after, _PLAIN_AFTER[1])
         if self.num_passes <= _SOLVE_EVERY:
             self._begin(features, seconds)
             return
@@ -120,7 +141,7 @@ class LearnedCost:
         self._weights = unit * _GUESS
         if len(self._first) < _SOLVE_EVERY:
             return
-        self._products = np.diag((_TYPICAL / sorted(taken for _, taken in self._first)[usual]) ** 2)
+        self._products[:] = np.diag((_TYPICAL / sorted(taken for _, taken in self._first)[usual]) ** 2) / 2
         self._sums = self._products @ self._weights
         for each, taken in self._first:
             self._add(each, taken, taken)
@@ -129,15 +150,15 @@ class LearnedCost:
 
     def _add(self, features: FloatArray, seconds: float, scale: float) -> None:
         """Count a pass in which an error of `scale` is an error of 1."""
-        features = features / scale
-        self._products = _FORGET * self._products + np.outer(features, features)
-        self._sums = _FORGET * self._sums + features * (seconds / scale)
+        kind, features = int(features[3] > 0), features / scale
+        self._products[kind] = _FORGET * self._products[kind] + np.outer(features, features)
+        self._sums[kind] = _FORGET * self._sums[kind] + features * (seconds / scale)
 
     def _solve(self) -> None:
         """Least squares without negative costs: a feature that would be paid for is left out."""
-        scale = np.sqrt(np.maximum(np.diag(self._products), 1e-30))
-        products = self._products / np.outer(scale, scale) + 1e-6 * np.eye(4)
-        sums = self._sums / scale
+        products, sums = self._products.sum(0), self._sums.sum(0)
+        scale = np.sqrt(np.maximum(np.diag(products), 1e-30))
+        products, sums = products / np.outer(scale, scale) + 1e-6 * np.eye(4), sums / scale
         used = np.ones(4, np.bool_)
         while True:
             solved = np.linalg.solve(products[np.ix_(used, used)], sums[used])

@@ -28,6 +28,8 @@ _FIRST_REACH = (
 _MORE, _LATELY = 1.5, 0.8
 _PLAIN_EVERY = 16  # how many passes without drafts are taken for one: their cost is soon known, and learning takes time
 _GAIN = 1.1  # the best of many estimates is too good: 5 % expected was a loss when measured
+_REMEMBER = 0.99  # of what drafts promised and kept, a pass with drafts
+_BENEFIT = 20.0  # tokens of doubt in favour of the drafts
 _OTHER_BATCH = 1.3  # a batch that has shrunk by this factor is worth another look
 
 
@@ -54,10 +56,13 @@ class GoodputBudget(Budget):
         self._cost = _cost(costs, deterministic=deterministic)
         self._acceptance = Acceptance()
         self._pause = _Pause()
+        self._promised = self._kept = 0.0  # tokens expected of verified nodes, and accepted ones, of late
+        self._expected = 0.0  # of the pass under way
         self._asked = 0  # requests of the pass under way that the drafter was asked for
-        self._reach = min(
-            _FIRST_REACH, float(nodes)
-        )  # nodes worth asking for: those that are then cut away cost time too
+        self._is_trial = False  # the pass under way is without drafts, to see what it costs
+        self._was_paused = False
+        # How many nodes of a request are worth asking for: those that are then cut away cost time too.
+        self._reach = min(_FIRST_REACH, float(nodes))
         self._report = _Report()
 
     @property
@@ -65,17 +70,28 @@ class GoodputBudget(Budget):
         return self.nodes
 
     def limits(self, requests: Sequence[RolloutRequest]) -> IntArray:
-        self._asked = 0
+        self._asked, self._is_trial = 0, False
         self._report.passes += 1
         if self._pause.holds(len(requests)):
             self._report.paused += 1
-            self._reach = min(_FIRST_REACH, self._reach)
+            self._was_paused = True
+            return np.zeros(len(requests), np.int32)
+        if self._was_paused:
+            self._look_again()
+        self._is_trial = self._cost.wants_plain
+        if self._is_trial:
             return np.zeros(len(requests), np.int32)
         return np.full(len(requests), min(round(self._reach), self.nodes), np.int32)
 
+    def _look_again(self) -> None:
+        """After a pause history may have come: the drafter shows all it has, and broken promises count half."""
+        self._was_paused = False
+        self._reach = float(self.nodes)
+        self._promised, self._kept = self._promised / 2, self._kept / 2
+
     def trim(self, requests: Sequence[RolloutRequest], drafts: DraftBatch) -> BoolArray:
         rows = self._asked = len(requests)
-        probability = self._acceptance.probabilities(drafts)
+        probability = self._honesty * self._acceptance.probabilities(drafts)
         best_first = np.argsort(-probability, kind="stable")  # parents stay in front of their children
         tokens = rows + np.concatenate([[0.0], np.cumsum(probability[best_first])])
         goodput = tokens / self._cost.seconds(rows, np.arange(len(tokens)), rows)
@@ -87,6 +103,7 @@ class GoodputBudget(Budget):
         self._report.asks += 1
         mask = np.zeros(len(probability), np.bool_)
         mask[best_first[:size]] = True
+        self._expected = float(probability[mask].sum()) / self._honesty
         self._learn_reach(drafts, mask)
         return mask
 
@@ -98,21 +115,37 @@ class GoodputBudget(Budget):
 
     def learn(self, outcome: PassOutcome) -> None:
         nodes = len(outcome.drafts.token_ids)
-        if self._asked == 0 and self._report.passes % _PLAIN_EVERY:
+        if self._asked == 0 and not self._is_trial and self._report.passes % _PLAIN_EVERY:
             return
         self._acceptance.learn(outcome.drafts, outcome.reached, outcome.accepted)
+        if nodes:
+            self._promised = _REMEMBER * self._promised + self._expected
+            self._kept = _REMEMBER * self._kept + float(outcome.num_accepted.sum())
         if outcome.is_decoding:
             self._cost.observe(len(outcome.requests), nodes, self._asked, outcome.seconds)
         self._report.nodes += nodes
 
+    @property
+    def _honesty(self) -> float:
+        """Accepted over expected of what was verified lately, at most 1: the nodes chosen are those whose estimate is too good."""
+        return min((self._kept + _BENEFIT) / (self._promised + _BENEFIT), 1.0)
+
     def state_dict(self) -> dict[str, Any]:
         """All but the cost of passes, which belongs to the machine."""
-        return {"acceptance": self._acceptance.state_dict(), "pause": asdict(self._pause), "reach": self._reach}
+        return {
+            "acceptance": self._acceptance.state_dict(),
+            "pause": asdict(self._pause),
+            "reach": self._reach,
+            "promised": self._promised,
+            "kept": self._kept,
+            "was_paused": self._was_paused,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._acceptance.load_state_dict(state["acceptance"])
         self._pause = _Pause(**state["pause"])
         self._reach = state["reach"]
+        self._promised, self._kept, self._was_paused = state["promised"], state["kept"], state["was_paused"]
 
     def metrics(self) -> Mapping[str, float]:
         report, self._report = self._report, _Report()
