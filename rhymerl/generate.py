@@ -93,7 +93,7 @@ def generate(config: DictConfig) -> dict[str, Any]:
     ):
         for number in range(config.passes):
             passes.append(Totals())
-            for rollout in _answers(loop, prompts, number, settings):
+            for rollout in _answers(loop, policy, prompts, number, settings):
                 writer.write(record_of(sample, number, with_logprobs=True) for sample in rollout.samples)
                 for totals in (whole, passes[-1]):
                     totals.count(rollout)
@@ -132,8 +132,11 @@ def _policy(config: DictConfig) -> Policy:
     return policy
 
 
-def _answers(loop: RolloutLoop, prompts: Sequence[Prompt], number: int, settings: RolloutSettings) -> Iterator[Rollout]:
+def _answers(
+    loop: RolloutLoop, policy: Policy, prompts: Sequence[Prompt], number: int, settings: RolloutSettings
+) -> Iterator[Rollout]:
     for first in range(0, len(prompts), _PROMPTS_AT_A_TIME):
+        loop.backend.sync_weights(policy.model.named_parameters(), 0)
         yield loop.run(prompts[first : first + _PROMPTS_AT_A_TIME], number, settings, epoch=number)
 
 

@@ -150,7 +150,8 @@ class RolloutLoop:
         check_plan(plan, requests, num_workers=1, scheduler=type(self.scheduler).__name__)
         self.backend.submit(plan[0])
         answers = self._drain(len(requests))
-        self.backend.rest()
+        if split == "train":
+            self.backend.rest()
         generated_s = time.perf_counter() - started
         scores = self.scorer.collect(device=self.device, order=[request.id for request in requests])
         samples = [self._sample(*answers[request.id], scores[request.id]) for request in requests]

@@ -111,3 +111,17 @@ def test_three_steps_are_those_of_the_embedded_backend(tmp_path, one_thread, mon
         assert any(not torch.equal(start[each], theirs[each]) for each in theirs)
         print(name, {key: value for key, value in summary.items() if "spec" in key})
         assert summary["spec_accept_length"] > 1.0
+
+
+def test_rollouts_without_training(tmp_path, one_thread):
+    model, prompts = tmp_path / "model", tmp_path / "prompts.jsonl"
+    tiny_policy(dtype="float32", context=128, peaked=2.0).save(model)
+    prompts.write_text("".join(json.dumps({"prompt": f"{i}+{i}=?"}) + "\n" for i in range(8)))
+    answers = {}
+    for name, words in (("embedded", []), ("sglang", on_sglang())):
+        out = tmp_path / f"{name}.jsonl"
+        settings = [f"model.path={model}", f"data.prompts={prompts}", "passes=2", "rollout.max_tokens=24", f"out={out}"]
+        assert main(["rollout", *settings, *words]) == 0
+        answers[name] = list(read_trace(out))
+    pairs = zip(answers["embedded"], answers["sglang"], strict=True)
+    assert np.mean([np.array_equal(one.response_tokens, two.response_tokens) for one, two in pairs]) >= 0.98

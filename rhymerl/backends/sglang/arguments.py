@@ -21,6 +21,11 @@ _OURS = {  # set here, by settings of their own
     "speculative_num_draft_tokens": "backend.nodes",
 }
 _COPIES = ("dp", "dp_size", "data_parallel_size")  # each would read the one drafter's news
+_AS_IT_IS = {  # with another value our trees would be verified as something else, or not at all
+    "speculative_ngram_max_bfs_breadth": "trees would be verified as chains",
+    "pp_size": "pipeline stages would draft each for itself",
+    "pipeline_parallel_size": "pipeline stages would draft each for itself",
+}
 _LOSSY = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
 
 
@@ -34,6 +39,8 @@ def check(arguments: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"backend.arguments.{name}={value!r}: expected 1; every rank of the trainer has its own engine"
             )
+        if plain in _AS_IT_IS:
+            raise ConfigError(f"backend.arguments.{name}={value!r}: cannot be set, because {_AS_IT_IS[plain]}")
         if plain in _LOSSY and value not in (None, 1.0):
             raise ConfigError(f"backend.arguments.{name}={value!r}: expected 1.0; below it drafts change what is drawn")
 

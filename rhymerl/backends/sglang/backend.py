@@ -52,6 +52,7 @@ class SGLangBackend(RolloutBackend):
         url: str | None = None,
         restarts: int = 0,
         release_memory: bool = False,
+        folder: str | None = None,
         start_timeout_s: float = 600.0,
     ) -> None:
         at_least = {
@@ -76,6 +77,7 @@ class SGLangBackend(RolloutBackend):
         self.url = url
         self.restarts = restarts
         self.release_memory = release_memory
+        self.folder = folder
         self.start_timeout_s = start_timeout_s
         check(self.arguments)
         if url is not None:
@@ -118,6 +120,7 @@ class SGLangBackend(RolloutBackend):
             weights=self.weights,
             restarts=self.restarts,
             release_memory=self.release_memory,
+            folder=self.folder,
             start_timeout_s=self.start_timeout_s,
         )
         self._session = Session(settings, policy, drafter, client=self._client)

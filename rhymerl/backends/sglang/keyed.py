@@ -7,6 +7,9 @@ by the ordinary sampler or at a node of a tree. n = draws, V = vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,8 @@ from rhymerl.backends.sglang.wire import noise_of
 from rhymerl.engine.draw import draw_on_device, draw_tokens
 from rhymerl.engine.noise import noise_counters, noise_keys_on_device
 from rhymerl.engine.sampler import truncate
+
+_AT_ONCE = 2**24  # logits; to truncate each of them takes some 40 bytes
 
 
 def first_counter(engine_request: Any) -> int:
@@ -31,20 +36,58 @@ def first_counter(engine_request: Any) -> int:
 def draw(logits: Tensor, sampling_info: Any, positions: Tensor, *, each: int) -> Tensor:
     """The tokens drawn at `positions` [n] from clean logits [n, V], [n] int64; each request owns `each` lines in a row.
 
-    Noise and truncation only touch copies.
+    Noise and truncation only touch copies, of some lines at a time.
     """
     temperature, top_k, top_p, min_p = (_spread(values, each) for values in _settings(sampling_info))
     inverse = torch.where(top_k == 1, 0.0, 1.0 / temperature)
-    has_top_k = sampling_info.need_top_k_sampling and not sampling_info.is_all_greedy  # greedy is top-k 1 here
-    if has_top_k or sampling_info.need_top_p_sampling or sampling_info.need_min_p_sampling:
-        logits = truncate(logits.float(), temperature.to(logits), top_k, top_p.to(logits), min_p.to(logits))
-    keys = noise_keys_on_device(_spread(sampling_info.sampling_seed, each) + positions.to(torch.int64))
+    counters = _spread(sampling_info.sampling_seed, each) + positions.to(torch.int64)
+    lines = max(_AT_ONCE // logits.shape[-1], 1)
+    parts = zip(
+        *(values.split(lines) for values in (logits, counters, inverse, temperature, top_k, top_p, min_p)), strict=True
+    )
+    truncates = _truncates(sampling_info)
+    return torch.cat([_draw(*part, truncates=truncates) for part in parts])
+
+
+def _draw(
+    logits: Tensor,
+    counters: Tensor,
+    inverse: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    *,
+    truncates: bool,
+) -> Tensor:
+    logits = logits.float()
+    if truncates:
+        logits = truncate(logits, temperature.to(logits), top_k, top_p.to(logits), min_p.to(logits))
+    keys = noise_keys_on_device(counters)
     if logits.device.type != "cpu":
         return draw_on_device(logits, inverse, keys)
     out = np.empty(len(logits), np.int32)
-    lines = np.arange(len(logits))
-    draw_tokens(logits.float().numpy(), lines, inverse.double().numpy(), keys.numpy().astype(np.uint32), out)
+    draw_tokens(logits.numpy(), np.arange(len(logits)), inverse.double().numpy(), keys.numpy().astype(np.uint32), out)
     return torch.from_numpy(out).to(torch.int64)
+
+
+def _truncates(sampling_info: Any) -> bool:
+    has_top_k = sampling_info.need_top_k_sampling and not sampling_info.is_all_greedy  # greedy is top-k 1 here
+    return bool(has_top_k or sampling_info.need_top_p_sampling or sampling_info.need_min_p_sampling)
+
+
+@contextmanager
+def without_seeds(batch: Any) -> Iterator[None]:
+    """Within, the batch is as SGLang made it: some of its ways of sampling refuse seeds."""
+    info = batch.sampling_info
+    if info is None:
+        yield
+        return
+    batch.sampling_info = dataclasses.replace(info, sampling_seed=None)
+    try:
+        yield
+    finally:
+        batch.sampling_info = info
 
 
 def _settings(sampling_info: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -71,6 +114,7 @@ def is_plain(sampling_info: Any) -> bool:
         sampling_info.sampling_seed is not None
         and all(getattr(sampling_info, name, None) is None for name in changed)
         and not any(sampling_info.grammars or ())
+        and not any(getattr(sampling_info, "return_sampling_masks", None) or ())
         and not sampling_info.has_custom_logit_processor
         and not (orchestrator is not None and orchestrator.is_required)
     )

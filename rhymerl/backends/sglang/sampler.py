@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from typing import Any, cast
@@ -34,7 +35,8 @@ class KeyedSampler(Sampler):  # type: ignore[misc]
         )
         if others or not keyed.is_plain(sampling_info):
             warn_once()
-            given = (logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions)
+            theirs = dataclasses.replace(sampling_info, sampling_seed=None)  # some of its ways refuse seeds
+            given = (logits_output, theirs, return_logprob, top_logprobs_nums, token_ids_logprobs, positions)
             return cast(torch.Tensor, super().forward(*given))
         logits = logits_output.next_token_logits
         tokens = keyed.draw(logits, sampling_info, positions, each=1)

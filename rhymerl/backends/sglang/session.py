@@ -24,6 +24,7 @@ from rhymerl.config import describe
 from rhymerl.drafters.base import Drafter
 from rhymerl.engine.support import refuse_impossible
 from rhymerl.errors import BackendError, ConfigError
+from rhymerl.folders import open_folder
 from rhymerl.history import HistoryStore
 from rhymerl.policy import DTYPES
 from rhymerl.types import Completion, RolloutRequest, Sample
@@ -53,6 +54,7 @@ class SessionSettings:
     weights: Literal["auto", "tensor", "disk"]
     restarts: int
     release_memory: bool
+    folder: str | None  # where the session makes its own
     start_timeout_s: float
 
 
@@ -63,8 +65,9 @@ class Session:
         self.settings = settings
         self.policy = policy
         self.drafter = drafter
-        self.folder = Path(tempfile.mkdtemp(prefix="rhymerl-sglang-"))
-        self.weights_folder = weights.shared_folder(self.folder, policy.model)
+        self.folder = Path(tempfile.mkdtemp(prefix="rhymerl-sglang-", dir=_opened(settings.folder)))
+        in_memory = weights.shared_folder(self.folder, policy.model)
+        self.weights_folder = self.folder / "weights" if settings.folder is not None else in_memory
         self.version = _NO_VERSION  # of the weights in the engine
         self._server: Server | None = None
         self._news: NewsWriter | None = None
@@ -169,6 +172,8 @@ class Session:
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         """Let them go. Raises ConfigError, sending none, when one could never be answered: it might end the engine."""
+        if self.version == _NO_VERSION or self._is_resting:
+            raise BackendError("the SGLang engine has no weights yet: sync_weights comes before submit")
         vocabulary = self.policy.model.config.get_text_config().vocab_size
         for request in requests:
             refuse_impossible(request, self.policy.context_tokens)
@@ -273,6 +278,7 @@ class Session:
     def rest(self) -> None:
         """Give the engine's memory to the update, if that is wanted and nothing is in flight."""
         if self.settings.release_memory and not self._flights.flying and not self._is_resting:
+            weights.flush(self.client)  # it gives up memory only when the last pass is over
             self.client.post("/release_memory_occupation", {})
             self._is_resting = True
 
@@ -322,6 +328,10 @@ class Session:
             "spec/bad_drafts": new["bad_drafts"],
             "spec/draft_time_frac": new["draft_s"] / max(seconds, 1e-9),
         }
+
+
+def _opened(folder: str | None) -> Path | None:
+    return None if folder is None else open_folder(folder, setting="backend.folder").resolve()
 
 
 def _described(drafter: Drafter) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
@@ -17,12 +18,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rhymerl.backends.sglang.client import Client
+from rhymerl.errors import BackendError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _BUCKET_BYTES = 2**30
 _SHARED_MEMORY = Path("/dev/shm")
+_SETTLE_S = 10.0
 _SPARE = 64  # tokens
 _BY_LENGTH = ("dynamic", "longrope")  # rotations that are scaled by the context's length
 _ROOM = 1.2  # times what is written that has to be free in shared memory
@@ -31,14 +34,14 @@ _ROOM = 1.2  # times what is written that has to be free in shared memory
 def from_tensors(
     client: Client, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, *, ranks: int, version: int
 ) -> None:
-    """Hand over the tensors' own memory, a bucket at a time; for an engine on the same device."""
+    """Hand over copies in memory that the engine shares, a bucket at a time; for an engine on the same device."""
     with _session(client):
         for bucket in buckets(named, dtype):
-            # To be shared, a CPU's tensor is moved; the policy's own stays where it is.
-            bucket = [(name, tensor if tensor.is_cuda else tensor.clone()) for name, tensor in bucket]
-            words = base64.b64encode(_pickled(bucket)).decode()
+            # What has been shared once stays so, and the policy's own memory is not to. Each word is good for one use.
+            copies = [(name, tensor.clone()) for name, tensor in bucket]
+            words = [base64.b64encode(_pickled(copies)).decode() for _ in range(ranks)]
             content = {
-                "serialized_named_tensors": [words] * ranks,
+                "serialized_named_tensors": words,
                 "weight_version": str(version),
                 "flush_cache": False,
             }
@@ -68,8 +71,17 @@ def from_disk(
 
 
 def flush(client: Client) -> None:
-    """Forget keys and values of older weights. Nothing may be running."""
-    client.post("/flush_cache", {})
+    """Forget keys and values of older weights. Nothing may be in flight; a last pass may still be under way."""
+    deadline = time.monotonic() + _SETTLE_S
+    while True:
+        try:
+            client.post("/flush_cache", {})
+        except BackendError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+        else:
+            return
 
 
 def buckets(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[list[tuple[str, Tensor]]]:

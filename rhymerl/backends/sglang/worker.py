@@ -70,12 +70,16 @@ class HistoryWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
         return trees.token_ids.reshape(-1), trees.mask().reshape(-1)
 
     def _ahead(self, batch: Any) -> Sequence[Sequence[int]]:
-        """Tokens that are drawn but, with overlapping, not yet in the requests' output."""
-        if not self.enable_overlap or batch.grammar_needs_sync():
-            return [()] * len(batch.reqs)
-        lengths = batch.spec_info.accept_lens.cpu().tolist()
-        tokens = batch.spec_info.accept_tokens.view(len(lengths), -1).cpu().tolist()
-        return [line[:length] for line, length in zip(tokens, lengths, strict=True)]
+        """Tokens that are drawn but not yet in the requests' output: what the last pass drew, unless it has been looked at since."""
+        lengths = batch.seq_lens_cpu.tolist()  # with keys and values: all but the last token
+        missing = [
+            length + 1 - len(each.origin_input_ids) - len(each.output_ids)
+            for length, each in zip(lengths, batch.reqs, strict=True)
+        ]
+        if not any(missing):
+            return [()] * len(missing)
+        tokens = batch.spec_info.accept_tokens.view(len(missing), -1).cpu().tolist()
+        return [line[:count] for line, count in zip(tokens, missing, strict=True)]
 
     def _shared(self, trees: TreeArrays | None, num_requests: int) -> TreeArrays:
         """Rank 0's trees."""
@@ -119,9 +123,10 @@ def keyed_verify(original: Any) -> Any:
         verify_input: Any, batch: Any, logits_output: Any, grammar_mask: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         if batch.forward_mode.is_idle() or grammar_mask is not None or not keyed.is_plain(batch.sampling_info):
-            if grammar_mask is not None or not batch.forward_mode.is_idle():
+            if not batch.forward_mode.is_idle():
                 warn_once()
-            return original(verify_input, batch, logits_output, grammar_mask, *args, **kwargs)
+            with keyed.without_seeds(batch):
+                return original(verify_input, batch, logits_output, grammar_mask, *args, **kwargs)
         n, num_requests = verify_input.draft_token_num, len(batch.seq_lens)
         logits = logits_output.next_token_logits
         drawn = keyed.draw(logits, batch.sampling_info, verify_input.positions, each=n)
@@ -147,6 +152,10 @@ def _follow(verify_input: Any, drawn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         target_predict=drawn,
         topk=verify_input.tree_topk,
     )
+    group = get_tp_group()
+    if group.world_size > 1:  # sums over a vocabulary need not be the same on two devices
+        for each in (predict, lengths, index):
+            group.broadcast(each, src=0)
     return predict, lengths + 1, index
 
 

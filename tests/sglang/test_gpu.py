@@ -1,0 +1,53 @@
+"""The same on a GPU: overlapping passes, CUDA graphs, weights that are handed over in place. Run by hand where there is one."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from rhymerl.backends.sglang.backend import SGLangBackend
+from rhymerl.drafters import HistoryTreeDrafter, NoDrafter
+from rhymerl.history import HistoryStore
+from rhymerl.testing import make_requests, tiny_policy
+from tests.sglang.engines import answered, embedded, equal, remember, started
+
+pytestmark = [pytest.mark.sglang, pytest.mark.gpu, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def policy():
+    policy = tiny_policy(dtype="float32", hidden_size=256, context=512)
+    policy.model.to("cuda")
+    return policy
+
+
+def engine(**settings):
+    return SGLangBackend(**{"nodes": 7, "max_running": 32, "arguments": {"mem_fraction_static": 0.3}, **settings})
+
+
+@pytest.mark.parametrize("weights", ["tensor", "disk"])
+def test_tokens_with_and_without_drafts(policy, weights):
+    requests = make_requests(60, group_size=8)
+    ours, history = embedded(policy, requests), HistoryStore()
+    remember(history, ours)
+    for drafter in (NoDrafter(), HistoryTreeDrafter()):
+        with engine(weights=weights) as backend:
+            started(backend, policy, drafter).follow(history)
+            begun = time.perf_counter()
+            answers = answered(backend, requests)
+            print(type(drafter).__name__, equal(answers, ours), time.perf_counter() - begun, backend.metrics())
+            assert equal(answers, ours) >= 0.97
+
+
+def test_memory_comes_and_goes(policy):
+    requests = make_requests(16, group_size=4)
+    with engine(release_memory=True) as backend:
+        started(backend, policy, HistoryTreeDrafter())
+        before = answered(backend, requests)
+        backend.rest()
+        free = torch.cuda.mem_get_info()[0]
+        backend.sync_weights(policy.model.named_parameters(), 1)
+        assert torch.cuda.mem_get_info()[0] < free
+        assert equal(answered(backend, requests), before) >= 0.97
