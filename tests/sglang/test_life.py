@@ -44,7 +44,7 @@ def greedy(policy, prompt, count):
     return out[0, tokens.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("weights", ["disk", "tensor"])
+@pytest.mark.parametrize("weights", ["disk", "tensor", "distributed"])
 def test_new_weights_and_an_old_history(policy, weights):
     requests = make_requests(12, group_size=4, seed=2)
     with sglang(weights=weights) as backend:

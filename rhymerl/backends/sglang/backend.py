@@ -33,7 +33,7 @@ class SGLangBackend(RolloutBackend):
     `nodes` draft nodes of every request are verified in every pass, a number that holds for the engine's life; null chooses it: with
     `costs` (a file of `rhymerl bench costs`), for `max_running` requests whose drafted tokens are accepted with probability
     `expected_accept_rate`, else 7. `arguments` go to the server as they are, `environment` to its process. `weights` names the way of
-    new weights: `tensor` (the same device), `disk` (a file, in shared memory where there is room), `auto`. An engine
+    new weights: `tensor` (the same device), `disk` (a file, in shared memory where there is room), `distributed` (a process group with the engine's ranks), `auto`. An engine
     that dies is an error, unless it may be started again `restarts` times. `release_memory` frees its memory while training.
     """
 
@@ -48,7 +48,7 @@ class SGLangBackend(RolloutBackend):
         tensor_parallel: int = 1,
         arguments: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
-        weights: Literal["auto", "tensor", "disk"] = "auto",
+        weights: Literal["auto", "tensor", "disk", "distributed"] = "auto",
         url: str | None = None,
         restarts: int = 0,
         release_memory: bool = False,
@@ -91,7 +91,6 @@ class SGLangBackend(RolloutBackend):
             "arguments": self.arguments,
             "environment": self.environment,
             "restarts": self.restarts,
-            "tensor_parallel": self.tensor_parallel - 1,
         }
         for name in filter(given.__getitem__, given):
             raise ConfigError(

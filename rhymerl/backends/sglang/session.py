@@ -15,6 +15,7 @@ from rhymerl.backends.sglang import arguments, weights
 from rhymerl.backends.sglang.client import Client
 from rhymerl.backends.sglang.counters import Counters
 from rhymerl.backends.sglang.flights import Flight, Flights
+from rhymerl.backends.sglang.group import WeightGroup
 from rhymerl.backends.sglang.news import News, NewsWriter
 from rhymerl.backends.sglang.plugin import VARIABLE
 from rhymerl.backends.sglang.proof import prove
@@ -51,7 +52,7 @@ class SessionSettings:
     tensor_parallel: int
     arguments: Mapping[str, Any]
     environment: Mapping[str, str]
-    weights: Literal["auto", "tensor", "disk"]
+    weights: Literal["auto", "tensor", "disk", "distributed"]
     restarts: int
     release_memory: bool
     folder: str | None  # where the session makes its own
@@ -74,6 +75,7 @@ class Session:
         self._counters: Counters | None = None
         self._history: HistoryStore | None = None
         self._followed: int | None = None
+        self._group: WeightGroup | None = None
         self._restarts_left = settings.restarts
         self._is_resting = False
         self._landed: list[Completion] = []  # ended while they were being taken back
@@ -129,6 +131,7 @@ class Session:
     def _restart(self) -> None:
         """A new engine with the weights of the old one; what was in flight is sent again from where it was last sent."""
         assert self._server is not None
+        self._leave_group()
         self._server.close()
         self._restarts_left -= 1
         self._flights.close()
@@ -158,6 +161,7 @@ class Session:
         if self._server is None:
             with suppress(BackendError):
                 self.withdraw(None)
+        self._leave_group()
         self._flights.close()
         self._end()
         self.drafter.close()
@@ -263,11 +267,25 @@ class Session:
         if self._way == "tensor":
             ranks = self.settings.tensor_parallel
             weights.from_tensors(self.client, named, dtype, ranks=ranks, version=version)
+        elif self._way == "distributed":
+            self._joined_group().send(named, dtype, version=version)
+            weights.flush(self.client)
         else:
             weights.from_disk(self.client, named, dtype, self.weights_folder, version=version)
         if self.version == _NO_VERSION:
             prove(self.client, self.policy, self._dtype)
         self.version = self._flights.policy_version = version
+
+    def _joined_group(self) -> WeightGroup:
+        if self._group is None:
+            ranks, device = self.settings.tensor_parallel, self.policy.model.device
+            self._group = WeightGroup(self.client, ranks=ranks, device=device)
+        return self._group
+
+    def _leave_group(self) -> None:
+        if self._group is not None:
+            self._group.close()
+        self._group = None
 
     @property
     def _way(self) -> str:

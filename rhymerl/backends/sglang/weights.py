@@ -35,7 +35,7 @@ def from_tensors(
     client: Client, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, *, ranks: int, version: int
 ) -> None:
     """Hand over copies in memory that the engine shares, a bucket at a time; for an engine on the same device."""
-    with _session(client):
+    with update_session(client):
         for bucket in buckets(named, dtype):
             # What has been shared once stays so, and the policy's own memory is not to. Each word is good for one use.
             copies = [(name, tensor.clone()) for name, tensor in bucket]
@@ -151,7 +151,7 @@ def _pickled(bucket: list[tuple[str, Tensor]]) -> bytes:
 
 
 @contextmanager
-def _session(client: Client) -> Iterator[None]:
+def update_session(client: Client) -> Iterator[None]:
     """Newer engines want to know where an update begins and ends; older ones do not know the words."""
     has_sessions = client.post_if_known("/begin_weight_update")
     yield  # after an error the engine is of no more use
