@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -211,6 +211,22 @@ class EngineDrafting:
     def _count(self, **amounts: float) -> None:
         if self._counters is not None:
             self._counters.add(**amounts)
+
+
+def not_yet_known(
+    requests: Sequence[EngineRequest], cached: Sequence[int], drawn: Callable[[], Sequence[Sequence[int]]]
+) -> Sequence[Sequence[int]]:
+    """Tokens that the last pass has drawn for each request and that are not in its output yet, because results are read a pass later.
+
+    `cached` tokens of each request have keys and values: all but its last one. `drawn` is only asked when some are missing.
+    """
+    missing = [
+        length + 1 - len(request.origin_input_ids) - len(request.output_ids)
+        for request, length in zip(requests, cached, strict=True)
+    ]
+    if not any(missing):
+        return [()] * len(missing)
+    return [line[:count] for line, count in zip(drawn(), missing, strict=True)]
 
 
 def _reason(engine_request: EngineRequest) -> FinishReason:

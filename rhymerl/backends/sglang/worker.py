@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from rhymerl.backends.sglang import keyed
 from rhymerl.backends.sglang.arrays import TreeArrays
-from rhymerl.backends.sglang.drafting import EngineDrafting
+from rhymerl.backends.sglang.drafting import EngineDrafting, not_yet_known
 from rhymerl.backends.sglang.sampler import warn_once
 from rhymerl.backends.sglang.settings import EngineSettings
 
@@ -64,22 +63,14 @@ class HistoryWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
 
     def _prepare_draft_tokens(self, batch: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Token ids [R * n] and masks [R * n * n] of the batch's trees."""
-        ahead = self._ahead(batch)
+        ahead = not_yet_known(
+            batch.reqs,
+            batch.seq_lens_cpu.tolist(),
+            lambda: batch.spec_info.accept_tokens.view(len(batch.reqs), -1).cpu().tolist(),
+        )
         trees = self._drafting.propose(batch.reqs, ahead) if self._drafting is not None else None
         trees = self._shared(trees, len(batch.reqs))
         return trees.token_ids.reshape(-1), trees.mask().reshape(-1)
-
-    def _ahead(self, batch: Any) -> Sequence[Sequence[int]]:
-        """Tokens that are drawn but not yet in the requests' output: what the last pass drew, unless it has been looked at since."""
-        lengths = batch.seq_lens_cpu.tolist()  # with keys and values: all but the last token
-        missing = [
-            length + 1 - len(each.origin_input_ids) - len(each.output_ids)
-            for length, each in zip(lengths, batch.reqs, strict=True)
-        ]
-        if not any(missing):
-            return [()] * len(missing)
-        tokens = batch.spec_info.accept_tokens.view(len(missing), -1).cpu().tolist()
-        return [line[:count] for line, count in zip(tokens, missing, strict=True)]
 
     def _shared(self, trees: TreeArrays | None, num_requests: int) -> TreeArrays:
         """Rank 0's trees."""

@@ -1,0 +1,32 @@
+"""Which tokens of a batch are drawn but not in the requests' output, with overlapping passes and without."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from rhymerl.backends.sglang.drafting import not_yet_known
+
+
+def known(prompt, output, cached, drawn):
+    """A request, how many of its tokens have keys and values, and what its last pass drew."""
+    return SimpleNamespace(origin_input_ids=prompt, output_ids=output), cached, [*drawn, *[0] * (4 - len(drawn))]
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ([known([1, 2, 3], [], 3, [4])], [[4]]),  # after its prompt
+        ([known([1, 2, 3], [4], 6, [5, 6, 7])], [[5, 6, 7]]),
+        ([known([1, 2, 3], [4, 5, 6, 7], 6, [5, 6, 7]), known([8], [], 1, [9])], [[], [9]]),  # a prompt came in between
+    ],
+)
+def test_overlapping(batch, expected):
+    requests, cached, drawn = zip(*batch, strict=True)
+    assert [list(tokens) for tokens in not_yet_known(requests, cached, lambda: drawn)] == expected
+
+
+def test_in_turn_nothing_is_copied_from_the_device():
+    requests, cached, _ = zip(known([1, 2, 3], [4], 3, []), known([5], [6, 7], 2, []), strict=True)
+    assert [list(tokens) for tokens in not_yet_known(requests, cached, lambda: pytest.fail("asked"))] == [[], []]
