@@ -246,3 +246,34 @@ def test_a_resumed_budget_goes_on_as_the_whole_one_does():
     for _ in range(80):
         np.testing.assert_array_equal(resumed.limits(requests), whole.limits(requests))
         np.testing.assert_array_equal(resumed.trim(requests, drafts), whole.trim(requests, drafts))
+
+
+def test_now_and_then_a_pass_goes_without_drafts_although_they_pay():
+    """Without such passes nobody would know what drafts are compared with: here a pass with any costs 1.5, one without 1."""
+    budget, requests = GoodputBudget(8), make_requests(8)
+    asked = []
+    for _ in range(400):
+        asked.append(bool(budget.limits(requests).any()))
+        drafts = DraftBatch.pack([chain(4, 0.99)] * 8 if asked[-1] else [chain(0, 1.0)] * 8)
+        if asked[-1]:
+            drafts = drafts.keep(budget.trim(requests, drafts))
+        nodes = len(drafts.token_ids)
+        seconds = 1.5 + 0.001 * nodes if asked[-1] else 1.0
+        budget.learn(outcome_of(drafts, np.ones(nodes), seconds=seconds))
+    assert not asked[4]  # early: its cost is what the first comparisons need
+    assert 4 <= asked.count(False) <= 20
+    assert budget._cost.seconds(8, np.zeros(1, np.int64), 0)[0] == pytest.approx(1.0, rel=0.05)
+
+
+def test_broken_promises_are_remembered_and_fade():
+    budget, requests = GoodputBudget(8, costs=[(0, 1.0), (1000, 1.001)]), make_requests(4)
+    for _ in range(60):
+        budget.limits(requests)
+        drafts = DraftBatch.pack([chain(3, 0.9)] * 4)
+        budget.trim(requests, drafts)
+        budget._acceptance = Acceptance()  # calibration that never learns
+        budget.learn(outcome_of(drafts, np.zeros(12)))
+    before = budget._honesty
+    assert before < 0.3
+    budget._look_again()
+    assert before < budget._honesty < 1
