@@ -17,7 +17,7 @@ from rhymerl.engine.engine import Engine
 from rhymerl.engine.support import prove, refuse_unsupported
 from rhymerl.engine.totals import EngineTotals
 from rhymerl.errors import BackendError, ConfigError, require_at_least
-from rhymerl.history import HistoryStore
+from rhymerl.history import NO_VERSION, HistoryStore
 from rhymerl.types import Completion, RolloutRequest, Sample
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class EmbeddedBackend(RolloutBackend):
         self.check_drafts = check_drafts
         self._engine: Engine | None = None
         self._reported = EngineTotals()
-        self._followed: int | None = None  # version of the history that the drafter knows
+        self._followed = NO_VERSION  # version of the history that the drafter knows
 
     def check(self, longest_tokens: int) -> None:
         if longest_tokens > self.kv_tokens:
@@ -83,7 +83,7 @@ class EmbeddedBackend(RolloutBackend):
             autocast=autocast,
         )
         self._reported = EngineTotals()
-        self._followed = None
+        self._followed = NO_VERSION
 
     @property
     def engine(self) -> Engine:
@@ -110,7 +110,7 @@ class EmbeddedBackend(RolloutBackend):
         self.engine.drafting.drafter.learn(samples)
 
     def follow(self, history: HistoryStore) -> None:
-        delta = history.snapshot() if self._followed is None else history.deltas(self._followed)
+        delta = history.deltas(self._followed)
         self._followed = delta.version
         self.engine.drafting.drafter.follow(delta)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rhymerl.budgets import FixedBudget
+from rhymerl.budgets.costs import PassCost
 from rhymerl.drafters.base import Drafter
 from rhymerl.engine.attention import packed
 from rhymerl.engine.engine import Engine
@@ -36,7 +37,7 @@ class PathDrafter(Drafter):
         return Draft(token_ids=tokens, parents=np.arange(-1, len(tokens) - 1, dtype=np.int32))
 
 
-class CostTable:
+class CostTable(PassCost):
     """Seconds of a pass, measured at some numbers of requests and of nodes a request, and straight between them."""
 
     def __init__(self, rows: Sequence[int], nodes: Sequence[int], seconds: FloatArray) -> None:
@@ -46,18 +47,9 @@ class CostTable:
         self.table = seconds
 
     def seconds(self, rows: int, nodes: IndexArray, asked: int) -> FloatArray:
-        """As `rhymerl.budgets.costs.PassCost`."""
         each = np.asarray(nodes, np.float64) / rows
         columns = np.array([np.interp(each, self.nodes, line) for line in self.table])  # [rows, choices]
         return np.array([np.interp(rows, self.rows, column) for column in columns.T.reshape(-1, len(self.rows))])
-
-    def observe(self, rows: int, nodes: int, asked: int, seconds: float) -> None:
-        """Nothing: it is measured."""
-
-    @property
-    def wants_plain(self) -> bool:
-        """Never: plain passes are in the table."""
-        return False
 
     def points(self) -> list[list[float]]:
         """[tokens, seconds] as `budget.costs` takes them: medians of all passes with about as many tokens, never falling."""

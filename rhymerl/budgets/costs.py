@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rhymerl.costs import checked_points, read_points
 from rhymerl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,10 +25,10 @@ _DOUBT = 0.9  # what is left of all that is known after a larger one: many in a 
 _LEAST_S = 1e-9
 
 
-@runtime_checkable
-class PassCost(Protocol):
-    """Seconds of a pass over `rows` requests."""
+class PassCost(ABC):
+    """Seconds of a pass over `rows` requests; where they are given, there is nothing to observe."""
 
+    @abstractmethod
     def seconds(self, rows: int, nodes: IndexArray, asked: int) -> FloatArray:
         """With so many draft nodes in all (an array of choices), after the drafter was asked for `asked` requests."""
 
@@ -38,30 +38,31 @@ class PassCost(Protocol):
     @property
     def wants_plain(self) -> bool:
         """Whether to leave the drafter alone for a pass, to see what it costs then."""
+        return False
 
 
-class CostCurve:
+class CostCurve(PassCost):
     """Given: seconds by the tokens of a pass, straight between the points and beyond the last one. Drafting itself is free.
 
     A unit other than seconds does as well: only ratios count. Raises ConfigError for a curve that is none.
     """
 
     def __init__(self, points: Sequence[Sequence[float]], *, setting: str = "budget.costs") -> None:
-        _check_points(points, setting)
-        self.tokens = np.array([point[0] for point in points], np.float64)
-        self.costs = np.array([point[1] for point in points], np.float64)
+        try:
+            pairs = checked_points(points)
+        except ValueError as error:
+            raise ConfigError(f"{setting}={points!r}: {error}") from error
+        self.tokens, self.costs = np.array(pairs).T
 
     @classmethod
     def read(cls, path: str | Path, *, setting: str = "budget.costs") -> CostCurve:
         """From a JSON file {"costs": [[tokens, seconds], ...]}, such as `rhymerl bench costs` prints."""
+        where = f"{setting}={str(path)!r}"
         try:
-            content = json.loads(Path(path).read_text())
-            points = content["costs"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f'{setting}={str(path)!r}: expected a JSON file {{"costs": [[tokens, seconds], ...]}} ({error!r})'
-            ) from error
-        return cls(points, setting=f"{setting}={str(path)!r}: costs")
+            points = read_points(path)
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}") from error
+        return cls(points, setting=f"{where}: costs")
 
     def seconds(self, rows: int, nodes: IndexArray, asked: int) -> FloatArray:
         tokens = rows + np.asarray(nodes, np.float64)
@@ -69,26 +70,8 @@ class CostCurve:
         beyond = np.maximum(tokens - self.tokens[-1], 0) * slope
         return np.asarray(np.interp(tokens, self.tokens, self.costs) + beyond)
 
-    def observe(self, rows: int, nodes: int, asked: int, seconds: float) -> None:
-        """Nothing: it is given."""
 
-    @property
-    def wants_plain(self) -> bool:
-        return False
-
-
-def _check_points(points: Sequence[Sequence[float]], setting: str) -> None:
-    expected = "expected at least two [tokens, seconds], tokens rising, seconds above 0 and not falling"
-    try:
-        pairs = [(float(tokens), float(seconds)) for tokens, seconds in points]
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{setting}={points!r}: {expected}") from error
-    rising = all(one[0] < two[0] and one[1] <= two[1] for one, two in pairwise(pairs))
-    if len(pairs) < 2 or not rising or pairs[0][1] <= 0 or not np.isfinite(pairs).all():
-        raise ConfigError(f"{setting}={points!r}: {expected}")
-
-
-class LearnedCost:
+class LearnedCost(PassCost):
     """Learned: seconds = a + b rows + c nodes + d asked, by least squares of relative errors that forgets.
 
     It is straight, but fitted where passes are. Before the first pass nodes are held to be cheap, so that they are tried.

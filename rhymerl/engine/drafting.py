@@ -16,7 +16,7 @@ from rhymerl.engine.layout import PassLayout
 from rhymerl.engine.ragged import IndexArray
 from rhymerl.engine.rows import Rows
 from rhymerl.engine.totals import NUM_DEPTHS, EngineTotals
-from rhymerl.engine.tree import depths, no_drafts, problems_of, tidied
+from rhymerl.engine.tree import depths, no_drafts, sound
 from rhymerl.engine.verify import Walk
 from rhymerl.types import Completion, DraftBatch, DraftSource, RolloutRequest
 
@@ -81,30 +81,16 @@ class Drafting:
         """The drafts of the asking rows, checked, and cut to what can be emitted and what the budget takes."""
         requests = self._requests(row)
         drafts = self.drafter.propose_batch(requests, self._rows.contexts_of(row), limits.tolist())
-        drafts = self._checked(drafts, requests, limits)
+        drafts = sound(drafts, requests, limits=limits, vocabulary=self._vocabulary, complain=self._complain)
         self._totals.asks += len(row)
         self._totals.hits += int((drafts.counts > 0).sum())
         drafts = drafts.keep(depths(drafts) <= _deepest(self._rows, row)[drafts.requests])
         return drafts.keep(drafts.closed(self.budget.trim(requests, drafts)))
 
-    def _checked(self, drafts: DraftBatch, requests: Sequence[RolloutRequest], limits: IntArray) -> DraftBatch:
-        """The drafts without malformed ones, which raise ValueError or are counted."""
-        name = type(self.drafter).__name__
-        try:
-            drafts = tidied(drafts, len(requests))
-        except ValueError as error:
-            if self._checks:
-                raise ValueError(f"{name} proposed a bad batch of drafts: {error}") from error
-            self._totals.bad_drafts += len(requests)
-            return no_drafts(len(requests))
-        problems = problems_of(drafts, limits=limits, vocabulary=self._vocabulary)
-        if not problems:
-            return drafts
+    def _complain(self, proposed: str, num_requests: int) -> None:
         if self._checks:
-            worst = min(problems)
-            raise ValueError(f"{name} proposed a bad draft for request {requests[worst].id}: {problems[worst]}")
-        self._totals.bad_drafts += len(problems)
-        return drafts.keep(~np.isin(drafts.requests, list(problems)))
+            raise ValueError(f"{type(self.drafter).__name__} proposed {proposed}")
+        self._totals.bad_drafts += num_requests
 
     def _requests(self, row: IndexArray) -> list[RolloutRequest]:
         found = self._rows.request

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy.typing as npt
 
 from rhymerl.compiled import compiled
 from rhymerl.engine.ragged import IndexArray
-from rhymerl.types import DraftBatch
+from rhymerl.types import DraftBatch, RolloutRequest
 
 if TYPE_CHECKING:
     from rhymerl.types import IntArray
@@ -58,6 +59,28 @@ def tidied(drafts: DraftBatch, num_requests: int) -> DraftBatch:
         sources=np.array(fields["sources"], np.int8),
         problems=drafts.problems,
     )
+
+
+def sound(
+    drafts: DraftBatch,
+    requests: Sequence[RolloutRequest],
+    *,
+    limits: IntArray,
+    vocabulary: int,
+    complain: Callable[[str, int], None],
+) -> DraftBatch:
+    """The drafts without malformed ones. Of these `complain` is told: what was proposed, and for how many requests."""
+    try:
+        drafts = tidied(drafts, len(requests))
+    except ValueError as error:
+        complain(f"a bad batch of drafts: {error}", len(requests))
+        return no_drafts(len(requests))
+    problems = problems_of(drafts, limits=limits, vocabulary=vocabulary)
+    if not problems:
+        return drafts
+    worst = min(problems)
+    complain(f"a bad draft for request {requests[worst].id}: {problems[worst]}", len(problems))
+    return drafts.keep(~np.isin(drafts.requests, list(problems)))
 
 
 def problems_of(drafts: DraftBatch, *, limits: IntArray, vocabulary: int) -> dict[int, str]:

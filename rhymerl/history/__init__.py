@@ -1,6 +1,6 @@
 """What the policy answered before: the store that owns it, and the records that its readers follow."""
 
 from rhymerl.history.records import Answer, HistoryDelta, PromptChange
-from rhymerl.history.store import HistoryStore
+from rhymerl.history.store import NO_VERSION, HistoryStore
 
-__all__ = ["Answer", "HistoryDelta", "HistoryStore", "PromptChange"]
+__all__ = ["NO_VERSION", "Answer", "HistoryDelta", "HistoryStore", "PromptChange"]

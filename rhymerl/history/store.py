@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _NO_TOKENS = np.zeros(0, np.int32)
 _NO_TOKENS.flags.writeable = False
 
+NO_VERSION = -1  # of a reader that has been told nothing
+
 
 class HistoryStore:
     """Past answers by prompt, within a window of epochs and caps on tokens and prompts.
@@ -191,7 +193,8 @@ class HistoryStore:
     def deltas(self, since: int) -> HistoryDelta:
         """What a reader at version `since` has to apply to know what the store knows; a snapshot where that is lost.
 
-        It is lost when the log of evictions has been cut since then, and when another state has been loaded.
+        It is lost when the log of evictions has been cut since then, and when another state has been loaded. A reader that
+        knows nothing is at `NO_VERSION`.
         """
         if not self._log.start <= since <= self.version:
             return self.snapshot()

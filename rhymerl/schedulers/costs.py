@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rhymerl.costs import Points, checked_points, read_points
 from rhymerl.types import Sample
 
 if TYPE_CHECKING:
     from rhymerl.types import FloatArray
-
-Points = Sequence[Sequence[float]]
 
 ASSUMED: Points = ((0, 1.0), (128, 2.0))  # without measuring: a pass costs 1 + tokens / 128
 _FORGET = 0.5  # a step: acceptance follows the epochs
@@ -64,22 +61,10 @@ class QueueCost:
 
 
 def _points(costs: str | Path | Points) -> list[tuple[float, float]]:
-    found = _read(costs) if isinstance(costs, str | Path) else costs
-    expected = "expected at least two [tokens, seconds], tokens rising, seconds above 0 and not falling"
+    shown: object = str(costs) if isinstance(costs, Path) else costs
     try:
-        points = [(float(tokens), float(seconds)) for tokens, seconds in found]
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"costs={found!r}: {expected}") from error
-    rising = all(one[0] < two[0] and one[1] <= two[1] for one, two in pairwise(points))
-    if len(points) < 2 or not rising or not 0 < points[0][1] <= points[-1][1] < float("inf"):
-        raise ValueError(f"costs={found!r}: {expected}")
-    return points
-
-
-def _read(path: str | Path) -> Any:
-    try:
-        return json.loads(Path(path).read_text())["costs"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f'costs={str(path)!r}: expected a JSON file {{"costs": [[tokens, seconds], ...]}} ({error!r})'
-        ) from error
+        found = read_points(costs) if isinstance(costs, str | Path) else costs
+        shown = found
+        return checked_points(found)
+    except ValueError as error:
+        raise ValueError(f"costs={shown!r}: {error}") from error

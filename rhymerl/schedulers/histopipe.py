@@ -8,8 +8,9 @@ from typing import Literal
 
 import numpy as np
 
+from rhymerl.costs import Points
 from rhymerl.schedulers.base import Move, Progress
-from rhymerl.schedulers.costs import Points, QueueCost
+from rhymerl.schedulers.costs import QueueCost
 from rhymerl.schedulers.migration import outliers_to_running
 from rhymerl.schedulers.predicting import Piece, PredictingScheduler, queue_of
 from rhymerl.types import RolloutRequest

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rhymerl.schedulers.base import Move, Progress
-from rhymerl.schedulers.costs import Points
-from rhymerl.schedulers.predicting import Piece, PredictingScheduler, queue_of
-from rhymerl.schedulers.releases import releases
+from rhymerl.costs import Points
+from rhymerl.schedulers.predicting import Piece, queue_of
+from rhymerl.schedulers.releases import ReleaseAwareScheduler, releases
 from rhymerl.types import RolloutRequest
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ _HALVINGS = 30
 _RISK = 0.95  # the quantile of growth by which long answers are expected to outgrow their prediction
 
 
-class PacedScheduler(PredictingScheduler):
+class PacedScheduler(ReleaseAwareScheduler):
     """Pieces sorted by predicted length fill one worker after another, the one that is free first with the longest.
 
     A queue takes as much as its worker finishes, as predicted, by a time that is the same for all: the earliest by which
@@ -50,15 +49,9 @@ class PacedScheduler(PredictingScheduler):
             raise ValueError(f"max_running={max_running}: expected at least 1, or null")
         self.workers = workers
         self.max_running = max_running
-        self._progress: Progress | None = None
-
-    def rebalance(self, progress: Progress) -> list[Move]:
-        """Moves nothing; keeps the progress for the next plan."""
-        self._progress = progress
-        return []
 
     def plan(self, requests: Sequence[RolloutRequest], num_workers: int, step: int) -> list[list[RolloutRequest]]:
-        progress = self._progress if self._progress is not None and self._progress.step == step - 1 else None
+        progress = self.unfinished(step)
         free = releases(progress, num_workers, self.lengths, self.cost)
         used = num_workers if progress is None else max(round(self.workers * num_workers), 1)
         first = np.argsort(free, kind="stable")[:used]

@@ -6,17 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rhymerl.costs import Points
 from rhymerl.schedulers.base import Scheduler
-from rhymerl.schedulers.costs import Points, QueueCost
+from rhymerl.schedulers.costs import QueueCost
 from rhymerl.schedulers.lengths import LengthPredictor
 from rhymerl.types import RolloutRequest, Sample
 
 
-@dataclass(
-    slots=True, kw_only=True
-)  # not frozen: a plan may have 100 000 of them, and a frozen one takes thrice as long
+@dataclass(slots=True, kw_only=True)
 class Piece:
-    """Requests of one prompt that go to the same worker."""
+    """Requests of one prompt that go to the same worker.
+
+    Not frozen: a plan may have 100 000 of them, and a frozen one takes thrice as long to make.
+    """
 
     requests: Sequence[RolloutRequest]
     median: float  # predicted tokens of an answer

@@ -6,14 +6,30 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rhymerl.schedulers.base import Progress
+from rhymerl.schedulers.base import Move, Progress
 from rhymerl.schedulers.costs import QueueCost
 from rhymerl.schedulers.lengths import LengthPredictor
+from rhymerl.schedulers.predicting import PredictingScheduler
 
 if TYPE_CHECKING:
     from rhymerl.types import FloatArray
 
 _AT_LEAST = 0.1  # an answer beyond its prediction is expected to grow by this share of what it has
+
+
+class ReleaseAwareScheduler(PredictingScheduler):
+    """Plans a step with what is unfinished of the one before, which it is told right before."""
+
+    _progress: Progress | None = None
+
+    def rebalance(self, progress: Progress) -> list[Move]:
+        """Moves nothing; keeps the progress for the next plan."""
+        self._progress = progress
+        return []
+
+    def unfinished(self, step: int) -> Progress | None:
+        """Of the step before `step`; None when it is over, or was never begun."""
+        return self._progress if self._progress is not None and self._progress.step == step - 1 else None
 
 
 def releases(progress: Progress | None, num_workers: int, lengths: LengthPredictor, cost: QueueCost) -> FloatArray:

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sequence
 from typing import Literal
 
-from rhymerl.schedulers.costs import Points
+from rhymerl.costs import Points
 from rhymerl.schedulers.predicting import PredictingScheduler
 from rhymerl.types import RolloutRequest
 

@@ -32,9 +32,10 @@ class SGLangBackend(RolloutBackend):
 
     `nodes` draft nodes of every request are verified in every pass, a number that holds for the engine's life; null chooses it: with
     `costs` (a file of `rhymerl bench costs`), for `max_running` requests whose drafted tokens are accepted with probability
-    `expected_accept_rate`, else 7. `arguments` go to the server as they are, `environment` to its process. `weights` names the way of
-    new weights: `tensor` (the same device), `disk` (a file, in shared memory where there is room), `distributed` (a process group with the engine's ranks), `auto`. An engine
-    that dies is an error, unless it may be started again `restarts` times. `release_memory` frees its memory while training.
+    `expected_accept_rate`, else 7. `arguments` go to the server as they are, `environment` to its process. `weights` names the
+    way of new weights: `tensor` (the same device), `disk` (a file in `folder`, by default in shared memory where there is room),
+    `distributed` (a process group with the engine's ranks), `auto`. An engine that dies is an error, unless it may be started
+    again `restarts` times. `release_memory` frees its memory while training.
     """
 
     def __init__(

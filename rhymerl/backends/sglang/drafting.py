@@ -14,7 +14,7 @@ from rhymerl.backends.sglang.counters import Counters
 from rhymerl.backends.sglang.news import NewsReader
 from rhymerl.backends.sglang.wire import from_custom_params, news_of, noise_of, without_logprobs
 from rhymerl.drafters.base import Drafter
-from rhymerl.engine.tree import depths, no_drafts, problems_of, tidied
+from rhymerl.engine.tree import depths, no_drafts, sound
 from rhymerl.types import Completion, DraftBatch, FinishReason, RolloutRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -177,19 +177,12 @@ class EngineDrafting:
         asking = [rows[i] for i in askers.tolist()]
         requests = [row.request for row in asking]
         proposed = self.drafter.propose_batch(requests, [row.context for row in asking], limits[askers].tolist())
-        drafts = self._checked(proposed, limits[askers])
+        drafts = sound(proposed, requests, limits=limits[askers], vocabulary=self._vocabulary, complain=self._complain)
         drafts = drafts.keep(depths(drafts) < np.array([row.room for row in asking])[drafts.requests])
         return drafts.spread(askers, len(rows))
 
-    def _checked(self, drafts: DraftBatch, limits: IntArray) -> DraftBatch:
-        try:
-            drafts = tidied(drafts, len(limits))
-        except ValueError:
-            self._count(bad_drafts=len(limits))
-            return no_drafts(len(limits))
-        problems = problems_of(drafts, limits=limits, vocabulary=self._vocabulary)
-        self._count(bad_drafts=len(problems))
-        return drafts.keep(~np.isin(drafts.requests, list(problems)))
+    def _complain(self, proposed: str, num_requests: int) -> None:
+        self._count(bad_drafts=num_requests)
 
     def flush(self) -> None:
         """Nothing is in the engine any more: whoever was put back into the queue and taken away there is gone too."""

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rhymerl.backends.sglang import arguments
 from rhymerl.backends.sglang.backend import SGLangBackend
-from rhymerl.backends.sglang.counters import Counters
 from rhymerl.backends.sglang.plugin import VARIABLE
 from rhymerl.backends.sglang.session import ALGORITHM
 from rhymerl.backends.sglang.settings import EngineSettings
-from rhymerl.config import describe, instantiate
+from rhymerl.config import instantiate
 from rhymerl.errors import ConfigError
 from rhymerl.folders import open_folder
 
@@ -29,10 +27,7 @@ def launch_line(config: DictConfig) -> dict[str, Any]:
     if not isinstance(backend, SGLangBackend):
         raise ConfigError(f"backend={type(backend).__name__}: expected backend=sglang")
     drafter = instantiate(config.drafter, key="drafter")
-    folder = Path(open_folder(Path(config.out), setting="out")).resolve()
-    Counters(folder / "counters", new=True)
-    settings = folder / "engine.json"
-    EngineSettings.here(describe(drafter), folder).write(settings)
+    settings = EngineSettings.of(drafter, open_folder(config.out, setting="out").resolve()).open()
     words = arguments.words(
         model_path=str(config.model.path),
         dtype=backend.dtype or "auto",

@@ -20,13 +20,12 @@ from rhymerl.backends.sglang.news import News, NewsWriter
 from rhymerl.backends.sglang.plugin import VARIABLE
 from rhymerl.backends.sglang.proof import prove
 from rhymerl.backends.sglang.server import Server, require_sglang
-from rhymerl.backends.sglang.settings import EngineSettings
-from rhymerl.config import describe
+from rhymerl.backends.sglang.settings import COUNTERS, NEWS, EngineSettings
 from rhymerl.drafters.base import Drafter
 from rhymerl.engine.support import refuse_impossible
 from rhymerl.errors import BackendError, ConfigError
 from rhymerl.folders import open_folder
-from rhymerl.history import HistoryStore
+from rhymerl.history import NO_VERSION, HistoryStore
 from rhymerl.policy import DTYPES
 from rhymerl.types import Completion, RolloutRequest, Sample
 
@@ -39,7 +38,7 @@ ALGORITHM = "RHYMERL"  # as the plugin registers it
 _LOOK_S = 0.2  # how often to see whether the engine is alive while nothing comes back
 _DYING_S = 2.0  # from a broken connection to the end of the process
 _SENT = 4  # times max_running requests are with the engine, so that its own queue never runs dry
-_NO_VERSION = -1
+_NO_WEIGHTS = -1  # instead of a policy version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +68,12 @@ class Session:
         self.folder = Path(tempfile.mkdtemp(prefix="rhymerl-sglang-", dir=_opened(settings.folder)))
         in_memory = weights.shared_folder(self.folder, policy.model)
         self.weights_folder = self.folder / "weights" if settings.folder is not None else in_memory
-        self.version = _NO_VERSION  # of the weights in the engine
+        self.version = _NO_WEIGHTS  # of the weights in the engine
         self._server: Server | None = None
         self._news: NewsWriter | None = None
         self._counters: Counters | None = None
         self._history: HistoryStore | None = None
-        self._followed: int | None = None
+        self._followed = NO_VERSION
         self._group: WeightGroup | None = None
         self._restarts_left = settings.restarts
         self._is_resting = False
@@ -93,14 +92,11 @@ class Session:
 
     def _started(self) -> Client:
         require_sglang()
-        described = _described(self.drafter)
-        self._counters = Counters(self.folder / "counters", new=True)
-        shutil.rmtree(self.folder / "news", ignore_errors=True)
-        self._news = NewsWriter(self.folder / "news")
-        self._followed = None
-        file = self.folder / "engine.json"
-        EngineSettings.here(described, self.folder).write(file)
-        EngineSettings.forget_report(self.folder)
+        file = EngineSettings.of(self.drafter, self.folder).open()
+        self._counters = Counters(self.folder / COUNTERS)
+        shutil.rmtree(self.folder / NEWS, ignore_errors=True)
+        self._news = NewsWriter(self.folder / NEWS)
+        self._followed = NO_VERSION
         words = arguments.words(
             model_path=str(self.weights_folder),
             dtype=self._dtype,
@@ -138,9 +134,9 @@ class Session:
         old = self._flights
         self.client = self._started()
         self._flights = Flights(self.client, n=self.settings.n, max_sent=_SENT * self.settings.max_running)
-        version, self.version = self.version, _NO_VERSION
+        version, self.version = self.version, _NO_WEIGHTS
         self._is_resting = False
-        if version != _NO_VERSION:
+        if version != _NO_WEIGHTS:
             self._load(self.policy.model.named_parameters(), version)
         if self._history is not None:
             self.follow(self._history)
@@ -154,7 +150,7 @@ class Session:
     def expect_new_weights(self) -> None:
         """Whatever version comes next is loaded, also one that the engine had before. Nothing is left in flight."""
         self.withdraw(None)
-        self.version = _NO_VERSION
+        self.version = _NO_WEIGHTS
 
     def close(self) -> None:
         """End the engine, whatever it is doing, and remove its files. One that was there before is only left."""
@@ -176,7 +172,7 @@ class Session:
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         """Let them go. Raises ConfigError, sending none, when one could never be answered: it might end the engine."""
-        if self.version == _NO_VERSION or self._is_resting:
+        if self.version == _NO_WEIGHTS or self._is_resting:
             raise BackendError("the SGLang engine has no weights yet: sync_weights comes before submit")
         vocabulary = self.policy.model.config.get_text_config().vocab_size
         for request in requests:
@@ -269,10 +265,10 @@ class Session:
             weights.from_tensors(self.client, named, dtype, ranks=ranks, version=version)
         elif self._way == "distributed":
             self._joined_group().send(named, dtype, version=version)
-            weights.flush(self.client)
         else:
             weights.from_disk(self.client, named, dtype, self.weights_folder, version=version)
-        if self.version == _NO_VERSION:
+        weights.flush(self.client)
+        if self.version == _NO_WEIGHTS:
             prove(self.client, self.policy, self._dtype)
         self.version = self._flights.policy_version = version
 
@@ -312,7 +308,7 @@ class Session:
         self._history = history
         if self._news is None or self.settings.n == 1:
             return
-        delta = history.snapshot() if self._followed is None else history.deltas(self._followed)
+        delta = history.deltas(self._followed)
         self._followed = delta.version
         self._tell(News(delta=delta))
 
@@ -350,14 +346,3 @@ class Session:
 
 def _opened(folder: str | None) -> Path | None:
     return None if folder is None else open_folder(folder, setting="backend.folder").resolve()
-
-
-def _described(drafter: Drafter) -> Mapping[str, Any]:
-    """Raises ConfigError for a drafter that cannot be built again in the engine's process."""
-    try:
-        return describe(drafter)
-    except TypeError as error:
-        raise ConfigError(
-            f"drafter={type(drafter).__name__}: cannot be built again in SGLang's process ({error}); "
-            "give it by class and settings, or take backend=embedded"
-        ) from error

@@ -14,10 +14,11 @@ from rhymerl.backends.sglang.counters import Counters
 from rhymerl.backends.sglang.drafting import EngineDrafting
 from rhymerl.backends.sglang.news import NewsReader
 from rhymerl.backends.sglang.plugin import VARIABLE
-from rhymerl.config import instantiate
+from rhymerl.config import describe, instantiate
 from rhymerl.drafters.base import Drafter
-from rhymerl.errors import BackendError
+from rhymerl.errors import BackendError, ConfigError
 
+COUNTERS, NEWS = "counters", "news"  # in the folder
 _REPORT = "plugin"
 
 
@@ -30,13 +31,28 @@ class EngineSettings:
     paths: tuple[str, ...]
 
     @classmethod
-    def here(cls, drafter: Mapping[str, Any], folder: Path) -> EngineSettings:
-        """With the import path of this process, so that a class of the user's own is found there too."""
-        return cls(drafter=drafter, folder=str(folder), paths=tuple(path or os.getcwd() for path in sys.path))
+    def of(cls, drafter: Drafter, folder: Path) -> EngineSettings:
+        """With the import path of this process, so that a class of the user's own is found there too.
 
-    def write(self, path: Path) -> None:
-        """As JSON."""
-        path.write_text(json.dumps(asdict(self), indent=1))
+        Raises ConfigError for a drafter that cannot be built again in the engine's process.
+        """
+        try:
+            described = describe(drafter)
+        except TypeError as error:
+            raise ConfigError(
+                f"drafter={type(drafter).__name__}: cannot be built again in SGLang's process ({error}); "
+                "give it by class and settings, or take backend=embedded"
+            ) from error
+        return cls(drafter=described, folder=str(folder), paths=tuple(path or os.getcwd() for path in sys.path))
+
+    def open(self) -> Path:
+        """Prepare the folder for an engine that is about to start; returns the file that it is to be told of."""
+        folder = Path(self.folder)
+        Counters(folder / COUNTERS, new=True)
+        (folder / _REPORT).unlink(missing_ok=True)
+        file = folder / "engine.json"
+        file.write_text(json.dumps(asdict(self), indent=1))
+        return file
 
     @classmethod
     def of_this_process(cls) -> EngineSettings:
@@ -59,11 +75,6 @@ class EngineSettings:
             path.touch()
 
     @staticmethod
-    def forget_report(folder: Path) -> None:
-        """Before an engine is started anew."""
-        (folder / _REPORT).unlink(missing_ok=True)
-
-    @staticmethod
     def check_report(folder: Path) -> None:
         """Raise BackendError unless the engine that meets the trainer in `folder` has loaded the plugin."""
         report = folder / _REPORT
@@ -79,7 +90,5 @@ class EngineSettings:
         sys.path.extend(path for path in self.paths if path not in sys.path)
         drafter: Drafter = instantiate(self.drafter, key="drafter")
         folder = Path(self.folder)
-        counters = Counters(folder / "counters")
-        return EngineDrafting(
-            drafter, n, vocabulary=vocabulary, news=NewsReader(folder / "news", drafter), counters=counters
-        )
+        news, counters = NewsReader(folder / NEWS, drafter), Counters(folder / COUNTERS)
+        return EngineDrafting(drafter, n, vocabulary=vocabulary, news=news, counters=counters)

@@ -46,7 +46,6 @@ def from_tensors(
                 "flush_cache": False,
             }
             client.post("/update_weights_from_tensor", content)
-    flush(client)
 
 
 def from_disk(
@@ -67,7 +66,6 @@ def from_disk(
         client.post("/update_weights_from_disk", content)
     finally:
         file.unlink()
-    flush(client)
 
 
 def flush(client: Client) -> None:

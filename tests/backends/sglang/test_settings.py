@@ -18,9 +18,8 @@ from rhymerl.errors import BackendError
 
 
 def test_what_is_written_is_read(tmp_path, monkeypatch):
-    written = EngineSettings.here(describe(HistoryTreeDrafter()), tmp_path)
-    written.write(tmp_path / "engine.json")
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "engine.json"))
+    written = EngineSettings.of(HistoryTreeDrafter(), tmp_path)
+    monkeypatch.setenv(VARIABLE, str(written.open()))
     assert EngineSettings.of_this_process() == written
     assert "" not in written.paths
 
@@ -28,7 +27,7 @@ def test_what_is_written_is_read(tmp_path, monkeypatch):
 def test_the_drafter_is_built_again_as_it_was(tmp_path):
     Counters(tmp_path / "counters", new=True)
     drafter = HistoryTreeDrafter(window=3)
-    drafting = EngineSettings.here(describe(drafter), tmp_path).drafting(4, 19)
+    drafting = EngineSettings.of(drafter, tmp_path).drafting(4, 19)
     assert describe(drafting.drafter) == describe(drafter)
     assert drafting.n == 4
     drafting.drafter.close()
@@ -58,11 +57,9 @@ def test_a_class_of_the_users_own_is_found_by_the_trainers_import_path(tmp_path)
         "    def propose(self, request, context, budget):\n"
         "        raise NotImplementedError\n"
     )
-    Counters(tmp_path / "counters", new=True)
     config = {"_target_": "my_drafters.Mine", "width": 3}
-    file = tmp_path / "engine.json"
     settings = EngineSettings(drafter=config, folder=str(tmp_path), paths=(*sys.path, str(home)))
-    settings.write(file)
+    file = settings.open()
     assert json.loads(file.read_text())["drafter"] == config
     code = (
         "from rhymerl.backends.sglang.settings import EngineSettings\n"

@@ -1,0 +1,63 @@
+"""A short training run in float64, and all that it drew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+
+from rhymerl import PromptDataModule, RhymeModule
+from rhymerl.rollout import RolloutSettings
+from rhymerl.testing import tiny_policy
+from rhymerl.types import Sample
+from rhymerl.update import UpdateSettings
+
+PROMPTS = [{"prompt": f"{i}+{i}=?\n", "answer": str(2 * i)} for i in range(6)]
+REWARD = "tests.integration.rewards.digits"
+
+Trained = tuple[dict[str, torch.Tensor], list[list[Sample]]]  # weights, and the samples of every step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """How long, and how many of the six prompts a step, four answers each."""
+
+    num_steps: int
+    prompts_per_step: int
+    stop_token_ids: Sequence[int] = ()
+
+    def train(self, **parts: Any) -> Trained:
+        """With a drafter, a scheduler or the like."""
+        module = RhymeModule(
+            tiny_policy(dtype="float64", context=64, peaked=2.0),
+            rollout=RolloutSettings(group_size=4, max_tokens=16, stop_token_ids=self.stop_token_ids),
+            update=UpdateSettings(learning_rate=3e-3),
+            rewards=REWARD,
+            **parts,
+        )
+        recorder = Recorder()
+        trainer = L.Trainer(
+            max_steps=self.num_steps,
+            callbacks=[recorder],
+            precision="64-true",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, PromptDataModule(PROMPTS, prompts_per_step=self.prompts_per_step))
+        return {name: weight.detach().clone() for name, weight in module.state_dict().items()}, recorder.steps
+
+
+class Recorder(L.Callback):
+    """The samples of every step."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[Sample]] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: RhymeModule, *rest: Any) -> None:  # type: ignore[override]
+        assert pl_module.last_rollout is not None
+        self.steps.append(pl_module.last_rollout.samples)
