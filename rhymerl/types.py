@@ -97,6 +97,7 @@ class RolloutRequest:
     sampling: SamplingParams
     split: Split = "train"
     generated: Generated | None = None  # go on from these tokens
+    ahead: IntArray | None = None  # a draft of the whole answer: what the policy before drew with the same noise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

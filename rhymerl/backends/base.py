@@ -25,6 +25,8 @@ class RolloutBackend(ABC):
     The constructor takes settings only; `start` hands over what the run has.
     """
 
+    counts_passes = False  # whether `collect` can be told how many passes to run, so that a run may repeat bit for bit
+
     def check(self, longest_tokens: int) -> None:
         """Raise ConfigError when no sequence of that many tokens (prompt and answer) fits; called before any compute."""
 
@@ -48,8 +50,11 @@ class RolloutBackend(ABC):
         """Queue requests. Raises ConfigError for one that could never be answered (nothing is then queued)."""
 
     @abstractmethod
-    def collect(self, timeout_s: float | None = None) -> list[Completion]:
-        """Completions as they finish: at least one, unless nothing is left or `timeout_s` has passed."""
+    def collect(self, timeout_s: float | None = None, *, max_passes: int | None = None) -> list[Completion]:
+        """Completions as they finish: at least one, unless nothing is left, `timeout_s` has passed or so many passes are done.
+
+        `max_passes` is for engines whose `counts_passes` is true: then this stops after exactly so many, if work is left.
+        """
 
     @abstractmethod
     def withdraw(self, ids: Iterable[str] | None = None) -> list[Completion]:
@@ -58,6 +63,10 @@ class RolloutBackend(ABC):
     @abstractmethod
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """New weights. Requests in flight go on under them; their later tokens carry the new version."""
+
+    def progress(self) -> Mapping[str, int]:
+        """Response tokens so far of each request in flight, by its id; 0 while it waits."""
+        return {}
 
     def learn(self, samples: Sequence[Sample]) -> None:
         """The scored answers of a step, in canonical (prompt, sample) order: the drafter learns from them."""
@@ -69,7 +78,10 @@ class RolloutBackend(ABC):
         """Nothing is in flight and the next `submit` comes after an update: give memory back, if that is wanted."""
 
     def metrics(self) -> Mapping[str, float]:
-        """What happened since the last call, by metric name; then reset."""
+        """What happened since the last call, by metric name; then reset.
+
+        An int is a count, which is summed over ranks; a float is a rate, of which they log the mean, by tokens.
+        """
         return {}
 
     def release(self) -> None:

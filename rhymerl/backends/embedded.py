@@ -95,7 +95,7 @@ class EmbeddedBackend(RolloutBackend):
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         self.engine.submit(requests)
 
-    def collect(self, timeout_s: float | None = None) -> list[Completion]:
+    def collect(self, timeout_s: float | None = None, *, max_passes: int | None = None) -> list[Completion]:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         return self.engine.run(deadline)
 

@@ -145,7 +145,7 @@ class SGLangBackend(RolloutBackend):
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         self.session.submit(requests)
 
-    def collect(self, timeout_s: float | None = None) -> list[Completion]:
+    def collect(self, timeout_s: float | None = None, *, max_passes: int | None = None) -> list[Completion]:
         return self.session.collect(timeout_s)
 
     def withdraw(self, ids: Iterable[str] | None = None) -> list[Completion]:
