@@ -134,7 +134,9 @@ class OracleDrafter(Drafter):
 
 
 class ScriptedBackend(RolloutBackend):
-    """Answers from a function of the request, at once and in order: for the tests of everything around a backend."""
+    """Answers from a function of the request, `batch` a pass and in order: for the tests of everything around a backend."""
+
+    counts_passes = True
 
     def __init__(self, answer: Callable[[RolloutRequest], Sequence[int]], *, batch: int = 64) -> None:
         self.answer = answer
@@ -156,8 +158,9 @@ class ScriptedBackend(RolloutBackend):
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         self._waiting[:0] = reversed(requests)  # the next one is at the end
 
-    def collect(self, timeout_s: float | None = None) -> list[Completion]:
-        batch = [self._waiting.pop() for _ in range(min(self.batch, len(self._waiting)))]
+    def collect(self, timeout_s: float | None = None, *, max_passes: int | None = None) -> list[Completion]:
+        size = self.batch * (1 if max_passes is None else max_passes)
+        batch = [self._waiting.pop() for _ in range(min(size, len(self._waiting)))]
         return [self._completion(request, self.answer(request), "stop") for request in batch]
 
     def withdraw(self, ids: Iterable[str] | None = None) -> list[Completion]:
@@ -168,6 +171,9 @@ class ScriptedBackend(RolloutBackend):
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Scripted answers follow no weights."""
+
+    def progress(self) -> Mapping[str, int]:
+        return {r.id: len(r.generated) if r.generated else 0 for r in reversed(self._waiting)}
 
     def close(self) -> None:
         if self._drafter is not None:

@@ -25,7 +25,7 @@ class RolloutBackend(ABC):
     The constructor takes settings only; `start` hands over what the run has.
     """
 
-    counts_passes = False  # whether `collect` can be told how many passes to run, so that a run may repeat bit for bit
+    counts_passes = False  # whether `collect` takes `max_passes`, so that ranks in lockstep repeat bit for bit
 
     def check(self, longest_tokens: int) -> None:
         """Raise ConfigError when no sequence of that many tokens (prompt and answer) fits; called before any compute."""
@@ -51,9 +51,10 @@ class RolloutBackend(ABC):
 
     @abstractmethod
     def collect(self, timeout_s: float | None = None, *, max_passes: int | None = None) -> list[Completion]:
-        """Completions as they finish: at least one, unless nothing is left, `timeout_s` has passed or so many passes are done.
+        """Completions as they finish: at least one, unless nothing is left or `timeout_s` has passed.
 
-        `max_passes` is for engines whose `counts_passes` is true: then this stops after exactly so many, if work is left.
+        With `max_passes` it returns after exactly so many passes, whatever has finished, or earlier when nothing is left or the
+        time is over. An engine whose `counts_passes` is false raises ValueError for it.
         """
 
     @abstractmethod
@@ -65,7 +66,10 @@ class RolloutBackend(ABC):
         """New weights. Requests in flight go on under them; their later tokens carry the new version."""
 
     def progress(self) -> Mapping[str, int]:
-        """Response tokens so far of each request in flight, by its id; 0 while it waits."""
+        """Response tokens so far of each request in flight, running or waiting, by its id, in the order of the queue.
+
+        At least those that the request brought along; a backend that cannot see into its engine knows no more.
+        """
         return {}
 
     def learn(self, samples: Sequence[Sample]) -> None:

@@ -33,6 +33,8 @@ class EmbeddedBackend(RolloutBackend):
     `max_pass_tokens` the tokens of one forward pass. With `check_drafts` a malformed draft is an error, not only counted.
     """
 
+    counts_passes = True
+
     def __init__(
         self,
         *,
@@ -97,7 +99,7 @@ class EmbeddedBackend(RolloutBackend):
 
     def collect(self, timeout_s: float | None = None, *, max_passes: int | None = None) -> list[Completion]:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        return self.engine.run(deadline)
+        return self.engine.run(deadline, max_passes=max_passes)
 
     def withdraw(self, ids: Iterable[str] | None = None) -> list[Completion]:
         return self.engine.withdraw(ids)
@@ -105,6 +107,9 @@ class EmbeddedBackend(RolloutBackend):
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """The engine reads the policy itself, so the tensors are not looked at; old keys and values are dropped."""
         self.engine.new_weights(policy_version)
+
+    def progress(self) -> Mapping[str, int]:
+        return self.engine.progress()
 
     def learn(self, samples: Sequence[Sample]) -> None:
         self.engine.drafting.drafter.learn(samples)

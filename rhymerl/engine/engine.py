@@ -108,16 +108,17 @@ class Engine:
             refuse_impossible(request, self.rows.context)
         self._waiting.extend((request, Counts()) for request in requests)
 
-    def run(self, deadline: float | None = None) -> list[Completion]:
+    def run(self, deadline: float | None = None, *, max_passes: int | None = None) -> list[Completion]:
         """Step until requests have ended, nothing is left, or `time.monotonic()` has passed `deadline`.
 
-        Completions are handed over every few passes: entering and leaving the engine walks all modules.
+        Completions are handed over every few passes: entering and leaving the engine walks all modules. With `max_passes` they
+        are handed over after so many and not before.
         """
         finished: list[Completion] = []
         passes = 0
         with packed(self.model):
-            while self.has_work and (not finished or passes % _HAND_OVER):
-                if deadline is not None and time.monotonic() >= deadline:
+            while self.has_work and (deadline is None or time.monotonic() < deadline):
+                if passes == max_passes or (max_passes is None and finished and passes % _HAND_OVER == 0):
                     break
                 finished += self.step()
                 passes += 1
@@ -133,6 +134,13 @@ class Engine:
         finished = self._finish(layout, steps)
         self._account(layout, steps, time.perf_counter() - started)
         return finished
+
+    def progress(self) -> dict[str, int]:
+        """Response tokens so far of all requests by id, the running ones first, oldest first."""
+        rows, running = self.rows, self._running
+        done = (rows.length[running] - rows.prompt_length[running]).tolist()
+        brought = {request.id: len(request.generated) if request.generated else 0 for request, _ in self._waiting}
+        return {self._id(row): tokens for row, tokens in zip(running, done, strict=True)} | brought
 
     def withdraw(self, ids: Iterable[str] | None = None) -> list[Completion]:
         """Take back requests, oldest first, with what they have generated; None = all."""

@@ -146,6 +146,8 @@ class SGLangBackend(RolloutBackend):
         self.session.submit(requests)
 
     def collect(self, timeout_s: float | None = None, *, max_passes: int | None = None) -> list[Completion]:
+        if max_passes is not None:
+            raise ValueError(f"max_passes={max_passes}: the SGLang engine cannot be told how many passes to run")
         return self.session.collect(timeout_s)
 
     def withdraw(self, ids: Iterable[str] | None = None) -> list[Completion]:
@@ -154,6 +156,10 @@ class SGLangBackend(RolloutBackend):
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Requests in flight are taken back, and sent on with their tokens when the weights are there."""
         self.session.sync_weights(named_tensors, policy_version)
+
+    def progress(self) -> Mapping[str, int]:
+        """What each request brought along, and nothing of what the engine has drawn since: it tells when an answer ends."""
+        return self.session.progress()
 
     def learn(self, samples: Sequence[Sample]) -> None:
         self.session.learn(samples)

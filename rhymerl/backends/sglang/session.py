@@ -207,6 +207,11 @@ class Session:
             self._server.check()
         self._restart()
 
+    def progress(self) -> Mapping[str, int]:
+        """Tokens that each request in flight was sent with."""
+        flying = (flight.request for flight in self._flights.flying.values())
+        return {request.id: len(request.generated) if request.generated else 0 for request in flying}
+
     def withdraw(self, ids: Iterable[str] | None) -> list[Completion]:
         """Take them back. One that ends meanwhile, or has ended and was not collected, comes back as it ended."""
         wanted = None if ids is None else set(ids)
@@ -337,9 +342,9 @@ class Session:
         seconds, self._reported_s = now - self._reported_s, now
         return {
             **result,
-            "rollout/passes": new["passes"],
+            "rollout/passes": int(new["passes"]),
             "spec/draft_hit_rate": new["hits"] / max(new["asks"], 1),
-            "spec/bad_drafts": new["bad_drafts"],
+            "spec/bad_drafts": int(new["bad_drafts"]),
             "spec/draft_time_frac": new["draft_s"] / max(seconds, 1e-9),
         }
 

@@ -253,3 +253,24 @@ def test_before_its_start_and_after_its_end_there_is_no_engine(engine, flat_poli
     assert not weights.exists()
     with pytest.raises(BackendError, match="has not been started"):
         backend.submit([])
+
+
+def test_progress_is_what_requests_were_sent_with(engine, flat_policy):
+    engine.holds_at = 3
+    requests = make_requests(2, max_tokens=9, stop_token_ids=())
+    with connected(engine, flat_policy) as backend:
+        backend.submit(requests)
+        assert list(backend.progress().items()) == [("0/0", 0), ("1/0", 0)]
+        soon(lambda: len(engine.drawn) == 6)
+        synced(backend, flat_policy, 1)
+        assert backend.progress() == {"0/0": 3, "1/0": 3}
+        engine.go.set()
+        all_of(backend, 2)
+        assert backend.progress() == {}
+
+
+def test_passes_are_not_counted(engine, flat_policy):
+    with connected(engine, flat_policy) as backend:
+        assert not backend.counts_passes
+        with pytest.raises(ValueError, match="max_passes=3"):
+            backend.collect(max_passes=3)

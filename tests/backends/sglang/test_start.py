@@ -55,7 +55,9 @@ def test_from_its_start_to_its_end(installed, flat_policy):
     with started(flat_policy, nodes=3, arguments={"chunked_prefill_size": 64}) as backend:
         backend.submit(requests)
         assert_whole(all_of(backend, 10), requests)
-        assert backend.metrics().keys() >= {"rollout/passes", "spec/bad_drafts", "spec/draft_hit_rate"}
+        metrics = backend.metrics()
+        assert {"rollout/passes", "spec/bad_drafts"} == {name for name, value in metrics.items() if type(value) is int}
+        assert "spec/draft_hit_rate" in metrics
         leader, folder = process_of(backend), backend.session.folder
         log = backend.session._server.log.read_text()
         settings = json.loads((folder / "engine.json").read_text())
