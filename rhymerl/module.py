@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import resource
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -32,10 +30,14 @@ from rhymerl.history import HistoryStore
 from rhymerl.hyperparameters import held, refuse_lost
 from rhymerl.logprobs import prove_head
 from rhymerl.policy import Policy, PolicySource
+from rhymerl.ranks import Alone, Ranks
+from rhymerl.ranks.group import Group
 from rhymerl.rewards import Reward, RewardScorer, build_rewards, check_columns, plain_rewards
 from rhymerl.rollout import Rollout, RolloutLoop, RolloutSettings
+from rhymerl.run_ahead import RunAhead, check_run_ahead
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.schedulers.fifo import FIFOScheduler
+from rhymerl.trainer import check_trainer, num_optimizer_steps, peak_memory_gb
 from rhymerl.types import Sample, Split
 from rhymerl.update import Updater, UpdateSettings
 
@@ -65,11 +67,14 @@ class RhymeModule(L.LightningModule):
         history: HistoryStore | Node | None = None,
         scheduler: Scheduler | Node | None = None,
         backend: RolloutBackend | Node | None = None,
+        run_ahead: RunAhead = "off",
+        max_staleness: int = 1,
         rewards: Any = None,
         reward_workers: int = 1,
         seed: int = 0,
     ) -> None:
         super().__init__()
+        check_run_ahead(run_ahead, max_staleness)
         self.automatic_optimization = False
         refuse_lost(model=model, algo=algo, rollout=rollout, update=update, evaluation=evaluation)
         refuse_lost(drafter=drafter, budget=budget, history=history, scheduler=scheduler, backend=backend)
@@ -82,6 +87,8 @@ class RhymeModule(L.LightningModule):
         self.history: HistoryStore = instantiate(history) or HistoryStore()
         self.scheduler: Scheduler = instantiate(scheduler) or FIFOScheduler()
         self.backend: RolloutBackend = instantiate(backend) or EmbeddedBackend()
+        self.run_ahead: RunAhead = run_ahead
+        self.max_staleness = max_staleness
         self.rewards = rewards
         self.reward_workers = reward_workers
         self.seed = seed
@@ -100,6 +107,9 @@ class RhymeModule(L.LightningModule):
         self.first_epochs: dict[Split, int] = {"train": 0, "validation": 0}  # later where history is another run's too
         self.last_rollout: Rollout | None = None  # for callbacks
         self._shares_engine = False
+        self._ranks: Ranks | None = None
+        self._resumed: Mapping[str, Any] | None = None  # a checkpoint's state of what is not brought up yet
+        self._num_optimizer_steps = float("inf")
         self._loop: RolloutLoop | None = None
         self._updater: Updater | None = None
         self._scorer: RewardScorer | None = None
@@ -113,7 +123,8 @@ class RhymeModule(L.LightningModule):
     def _settings(self, source: Any) -> dict[str, Any]:
         """Constructor arguments as plain containers, for the checkpoint, with a mark for each that it cannot hold."""
         parts = ("algo", "rollout", "update", "evaluation", "drafter", "budget", "history", "scheduler", "backend")
-        numbers = {name: plain(getattr(self, name)) for name in ("reward_workers", "seed")}
+        plain_ones = ("run_ahead", "max_staleness", "reward_workers", "seed")
+        numbers = {name: plain(getattr(self, name)) for name in plain_ones}
         return {
             "model": held(source, _describe_source),
             **{name: held(getattr(self, name), describe) for name in parts},
@@ -170,7 +181,8 @@ class RhymeModule(L.LightningModule):
         autocast = self.trainer.precision_plugin.forward_context
         if self._reference is not None:
             nn.Module.to(self._reference, device=self.device, dtype=self.model.dtype)
-        self.backend.start(self.policy, self.drafter, budget=self.budget, autocast=autocast)
+        self._ranks = self._ranks or (Group() if self.trainer.world_size > 1 else Alone())
+        self.backend.start(self.policy, self._run_ahead_drafter, budget=self.budget, autocast=autocast)
         self._scorer = RewardScorer(self._rewards, num_workers=self.reward_workers)
         self._loop = RolloutLoop(
             self.backend,
@@ -181,7 +193,12 @@ class RhymeModule(L.LightningModule):
             stop_token_ids=self.policy.stop_token_ids,
             seed=self.seed,
             device=self.device,
+            ranks=self._ranks,
+            run_ahead=self.run_ahead,
+            max_staleness=self.max_staleness,
+            lockstep=torch.are_deterministic_algorithms_enabled(),
         )
+        self._take_up_state(self._loop, self._ranks)
         self._updater = Updater(
             self.model,
             self.algo,
@@ -190,8 +207,19 @@ class RhymeModule(L.LightningModule):
             seed=self.seed,
             backward=self.manual_backward,
             autocast=autocast,
+            no_sync=getattr(self.trainer.strategy.model, "no_sync", nullcontext),
+            ranks=self._ranks,
             reference=self._reference,
         )
+
+    def _take_up_state(self, loop: RolloutLoop, ranks: Ranks) -> None:
+        """Of the checkpoint, if any, what there is of it for this rank."""
+        if self._resumed is not None:
+            if self._resumed["loop"] is not None:
+                loop.load_state_dict(self._resumed["loop"])
+            budgets = self._resumed["budgets"]
+            self.budget.load_state_dict(budgets[ranks.rank if ranks.rank < len(budgets) else 0])
+        self._resumed = None
 
     def teardown(self, stage: str) -> None:
         """Free the engine and the reward processes; a later fit brings up new ones."""
@@ -201,7 +229,15 @@ class RhymeModule(L.LightningModule):
             self.backend.release()
         else:
             self.backend.close()
+            if self._ranks is not None:
+                self._ranks.close()
+            self._ranks = None
         self._loop = self._updater = self._scorer = None
+
+    def fail(self, reason: str) -> None:
+        """This rank ends because of an error, which the others are to give as theirs."""
+        if self._ranks is not None:
+            self._ranks.fail(reason)
 
     @contextmanager
     def one_engine(self) -> Iterator[None]:
@@ -237,8 +273,9 @@ class RhymeModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = self.update.optimizer([p for p in self.model.parameters() if p.requires_grad])
-        total = num_optimizer_steps(self.trainer, self.update.mini_batches)
-        return {"optimizer": optimizer, "lr_scheduler": self.update.schedule(optimizer, total)}
+        self._num_optimizer_steps = num_optimizer_steps(self.trainer, self.update.mini_batches)
+        schedule = self.update.schedule(optimizer, self._num_optimizer_steps)
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -247,11 +284,12 @@ class RhymeModule(L.LightningModule):
         assert self._loop is not None and self._updater is not None
         started = time.perf_counter()
         step = self.num_rollouts
-        self.backend.sync_weights(self.model.named_parameters(), policy_version=step)
+        self._loop.sync_weights(self.model.named_parameters(), policy_version=step)
         loader = self._datamodule().train_loader
         assert loader is not None
         epoch = self.first_epochs["train"] + loader.epoch
-        result = self._loop.run(batch.prompts, step, self.rollout, epoch=epoch)
+        following = None if self._is_last_step else loader.peek().prompts
+        result = self._loop.run(batch.prompts, step, self.rollout, epoch=epoch, following=following)
         rolled_out = time.perf_counter()
         schedule = cast(LambdaLR, self.lr_schedulers())
         metrics = self._updater.run(result.samples, step, optimizer=self.optimizers(), schedule=schedule)
@@ -271,6 +309,14 @@ class RhymeModule(L.LightningModule):
         self._log({**result.metrics, **metrics, **timing, "num_tokens": float(self.num_tokens)})
         return None
 
+    @property
+    def _run_ahead_drafter(self) -> Drafter:
+        return self.drafter
+
+    @property
+    def _is_last_step(self) -> bool:
+        return self.trainer.global_step + self.update.mini_batches >= self._num_optimizer_steps
+
     def _log(self, metrics: Mapping[str, float]) -> None:
         """To the loggers every `log_every_n_steps`, and to whoever monitors `trainer.callback_metrics`.
 
@@ -285,8 +331,9 @@ class RhymeModule(L.LightningModule):
     # -- evaluation ----------------------------------------------------------------------------------------------
 
     def on_validation_epoch_start(self) -> None:
+        assert self._loop is not None
         self._evaluated = []
-        self.backend.sync_weights(self.model.named_parameters(), policy_version=self.num_rollouts)
+        self._loop.sync_weights(self.model.named_parameters(), policy_version=self.num_rollouts)
 
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> STEP_OUTPUT:
         """Answers with the same noise every time, so that two evaluations differ by the policy alone."""
@@ -299,20 +346,23 @@ class RhymeModule(L.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         if self._evaluated:
-            self.log_dict(evaluation_metrics(self._evaluated), batch_size=1)
+            self.log_dict(evaluation_metrics(self._evaluated), batch_size=1, sync_dist=True)  # the same on all ranks
             self.num_evaluations += 1
         self._evaluated = []
 
     # -- state -----------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Called on every rank, since each has something that only it knows."""
+        ranks = self._ranks or Alone()
         checkpoint["rhymerl"] = {
             "num_rollouts": self.num_rollouts,
             "num_tokens": self.num_tokens,
             "num_evaluations": self.num_evaluations,
             "first_epochs": dict(self.first_epochs),
             "history": self.history.state_dict(),
-            "budget": self.budget.state_dict(),
+            "budgets": ranks.gather(self.budget.state_dict()),
+            "loop": self._loop.state_dict() if self._loop is not None else None,
             "scheduler": self.scheduler.state_dict(),
             "policy_files": self.policy.files(),
         }
@@ -324,7 +374,7 @@ class RhymeModule(L.LightningModule):
         self.num_evaluations = state["num_evaluations"]
         self.first_epochs = dict(state["first_epochs"])
         self.history.load_state_dict(state["history"])
-        self.budget.load_state_dict(state["budget"])
+        self._resumed = {name: state[name] for name in ("budgets", "loop")}
         self.scheduler.load_state_dict(state["scheduler"])
 
 
@@ -336,55 +386,6 @@ def _describe_source(source: object) -> dict[str, Any]:
 
 class _TeardownOnException(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        assert isinstance(pl_module, RhymeModule)
+        pl_module.fail(str(exception) or type(exception).__name__)
         pl_module.teardown(_EXCEPTION)
-
-
-def num_optimizer_steps(trainer: L.Trainer, mini_batches: int) -> float:
-    """Optimizer steps of the whole run, infinite if it has no end; max_steps counts these, max_epochs rollout steps."""
-    by_steps = float(trainer.max_steps) if trainer.max_steps >= 0 else float("inf")
-    if trainer.max_epochs is None or trainer.max_epochs < 0:
-        return by_steps
-    trainer.fit_loop.setup_data()
-    return min(by_steps, float(trainer.num_training_batches) * trainer.max_epochs * mini_batches)
-
-
-def check_trainer(trainer: Any) -> None:
-    """Raise ConfigError for a Trainer flag that cannot be honoured, with the reason."""
-    if trainer.world_size > 1 or not isinstance(trainer.strategy, SingleDeviceStrategy):
-        raise ConfigError(
-            f"trainer.devices={trainer.num_devices} trainer.num_nodes={trainer.num_nodes} "
-            f"trainer.strategy={type(trainer.strategy).__name__}: one device without a distributed strategy is supported "
-            "so far (devices=1, num_nodes=1, strategy=auto), because a rollout plan over several ranks is not there yet"
-        )
-    check_precision(trainer.precision)
-    if trainer.gradient_clip_val:
-        raise ConfigError(
-            f"trainer.gradient_clip_val={trainer.gradient_clip_val}: Lightning clips nothing when a step runs its own "
-            "optimizer steps; set update.max_grad_norm"
-        )
-    if trainer.accumulate_grad_batches != 1:
-        raise ConfigError(
-            f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}: a batch is a whole rollout step; "
-            "update.micro_batch_tokens bounds what is on the device at a time, data.prompts_per_step sets the step's size"
-        )
-    if trainer.overfit_batches > 0:
-        raise ConfigError(
-            f"trainer.overfit_batches={trainer.overfit_batches}: a batch is the prompts of a step, so use a small data.train "
-            "or trainer.limit_train_batches"
-        )
-
-
-def check_precision(precision: object) -> None:
-    """Raise ConfigError for float16; apart from `check_trainer` because a Trainer on a CPU makes bfloat16 of it."""
-    if str(precision).startswith("16"):
-        raise ConfigError(
-            f"trainer.precision={precision!r}: float16 needs loss scaling, under which the engine's log-probs would "
-            "not be the update's; use bf16-mixed, bf16-true, 32-true or 64-true"
-        )
-
-
-def peak_memory_gb(device: torch.device) -> float:
-    """Peak of the device's allocator, or of the process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

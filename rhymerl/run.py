@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
@@ -26,9 +27,10 @@ from rhymerl.drafters.none import NoDrafter
 from rhymerl.earlier import save_history, start_with
 from rhymerl.errors import ConfigError
 from rhymerl.folders import open_folder, refuse_second_run
-from rhymerl.module import RhymeModule, check_precision, check_trainer
+from rhymerl.module import RhymeModule
 from rhymerl.policy import restore
 from rhymerl.speedup import measure_speedup
+from rhymerl.trainer import check_precision, check_trainer
 
 Result = dict[str, float | int | None]
 _NEVER = 2**31  # steps
@@ -41,17 +43,18 @@ _INSTEAD = {  # flags of the Trainer that a run sets itself
 
 
 def fit(config: DictConfig, *, callbacks: Sequence[L.Callback] = ()) -> Result:
-    """Train, evaluating before and after; leaves config, checkpoints, logs and summary.json in the run directory.
+    """Train, evaluating before and after; rank 0 leaves config, checkpoints, logs and summary.json in the run directory.
 
     A run that a callback stops early (`should_stop`) is saved but not evaluated. Raises ConfigError and DataError for
     bad input before anything is computed or overwritten.
     """
     run_dir = Path(config.run_dir)
     ckpt_path = checkpoint_path(config.ckpt_path, run_dir)
-    open_folder(run_dir)
     continues = ckpt_path is not None and run_dir.resolve() in ckpt_path.resolve().parents
-    if not continues:
-        refuse_second_run(run_dir)
+    if getattr(rank_zero_only, "rank", 0) == 0:  # nobody else writes, and a default run_dir has the time in its name
+        open_folder(run_dir)
+        if not continues:
+            refuse_second_run(run_dir)
     checkpoint = read_checkpoint(ckpt_path) if ckpt_path is not None else None
     summary = Summary()
     recorder = [RecordRollouts(run_dir / "rollouts.jsonl.gz", continues=continues)] if config.record_rollouts else []
@@ -77,6 +80,8 @@ def fit(config: DictConfig, *, callbacks: Sequence[L.Callback] = ()) -> Result:
         trainer.fit(module, datamodule, ckpt_path=ckpt_path, weights_only=True)
         if evaluates and not trainer.should_stop:
             summary.eval_after = _evaluate(trainer, module, datamodule)
+    if not trainer.is_global_zero:
+        return summary.result()
     _write_summary(summary.result(), run_dir)
     save_history(run_dir / "history.rhyme", module, datamodule)
     if not trainer.should_stop and summary.num_steps:
@@ -104,10 +109,7 @@ def evaluate(config: DictConfig) -> dict[str, float]:
         _check_weights(checkpoint, module, ckpt_path)
         module.load_state_dict(checkpoint["state_dict"])
     metrics = trainer.validate(module, datamodule, verbose=False)[0]
-    table = Table(title="Evaluation", title_justify="left", show_header=False)
-    for name, value in metrics.items():
-        table.add_row(name, f"{value:.4g}")
-    Console().print(table)
+    _show(metrics)
     return dict(metrics)
 
 
@@ -211,7 +213,8 @@ class _RunConfig(L.Callback):
         self.run_dir = run_dir
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        save_config(self.config, self.run_dir)
+        if trainer.is_global_zero:
+            save_config(self.config, self.run_dir)
 
     def state_dict(self) -> dict[str, Any]:
         return {"config": resolved(self.config)}
@@ -235,6 +238,15 @@ def _take_up_history(config: DictConfig, module: RhymeModule, datamodule: Prompt
         _note(start_with(path, module, datamodule, required=config.history_file_required))
 
 
+@rank_zero_only
+def _show(metrics: Mapping[str, float]) -> None:
+    table = Table(title="Evaluation", title_justify="left", show_header=False)
+    for name, value in metrics.items():
+        table.add_row(name, f"{value:.4g}")
+    Console().print(table)
+
+
+@rank_zero_only
 def _note(words: str) -> None:
     Console().print(words, highlight=False, soft_wrap=True)
 

@@ -17,7 +17,7 @@ class StopRequest(Protocol):
 
 
 class StopOnRequest(L.Callback):
-    """Ends training after the step in which `request.requested` became true, with that step's checkpoint written."""
+    """Ends training after the step in which `request.requested` became true on any rank, with that step's checkpoint written."""
 
     def __init__(self, request: StopRequest) -> None:
         self.request = request
@@ -28,7 +28,7 @@ class StopOnRequest(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self.request.requested:
+        if trainer.strategy.reduce_boolean_decision(self.request.requested, all=False):
             trainer.should_stop = True
             trainer.limit_val_batches = 0  # else Lightning validates before it stops
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from rhymerl.cli.base import ConfiguredCommand, Result
 from rhymerl.cli.interrupt import Interrupt
@@ -17,12 +18,12 @@ class Fit(ConfiguredCommand):
 
     name = "fit"
 
-    def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result:
+    def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result | None:
         from rhymerl.callbacks import StopOnRequest
         from rhymerl.run import fit
 
         _check_is_run(config, "fit")
-        return fit(config, callbacks=[StopOnRequest(interrupt)])
+        return _of_first_rank(fit(config, callbacks=[StopOnRequest(interrupt)]))
 
 
 class Evaluate(ConfiguredCommand):
@@ -30,11 +31,18 @@ class Evaluate(ConfiguredCommand):
 
     name = "evaluate"
 
-    def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result:
+    def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result | None:
         from rhymerl.run import evaluate
 
         _check_is_run(config, "evaluate")
-        return evaluate(config)
+        return _of_first_rank(evaluate(config))
+
+
+def _of_first_rank(result: Mapping[str, Any]) -> Result | None:
+    """One process of several says what came out."""
+    from lightning.pytorch.utilities import rank_zero_only
+
+    return result if getattr(rank_zero_only, "rank", 0) == 0 else None
 
 
 def _check_is_run(config: DictConfig, command: str) -> None:

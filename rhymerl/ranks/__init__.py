@@ -1,5 +1,5 @@
 """The processes that train together, and how they talk."""
 
-from rhymerl.ranks.base import Alone, Ranks
+from rhymerl.ranks.base import Alone, Line, Parcel, Ranks
 
-__all__ = ["Alone", "Ranks"]
+__all__ = ["Alone", "Line", "Parcel", "Ranks"]

@@ -91,7 +91,7 @@ class RewardScorer:
         """Failed calls since the last call of this, by reward and kind: `rewards/{name}/errors`."""
         names = [f"rewards/{reward.name}/{kind}" for reward in self.rewards for kind in _FAILURES.values()]
         counts, self._num_failed = self._num_failed, Counter()
-        return {name: float(counts[name]) for name in names}
+        return {name: counts[name] for name in names}
 
     def close(self) -> None:
         """End the worker processes; unfinished work is lost. May be called twice."""

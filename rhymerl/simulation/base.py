@@ -15,7 +15,6 @@ from rhymerl.types import RolloutRequest
 if TYPE_CHECKING:
     from rhymerl.types import BoolArray, FloatArray, IndexArray
 
-RunAhead = Literal["off", "draft", "keep"]
 Pipeline = Literal["colocated", "disaggregated"]
 
 REFERENCE_COSTS = CostCurve([(0, 1.0), (128, 2.0)], setting="costs")

@@ -15,8 +15,9 @@ from rich.table import Table
 from rhymerl.budgets.costs import CostCurve
 from rhymerl.config import instantiate
 from rhymerl.errors import ConfigError, require_at_least
+from rhymerl.run_ahead import RunAhead
 from rhymerl.schedulers.fifo import FIFOScheduler
-from rhymerl.simulation.base import REFERENCE_COSTS, Decoding, LengthSource, RunAhead, StepWork, Timeline
+from rhymerl.simulation.base import REFERENCE_COSTS, Decoding, LengthSource, StepWork, Timeline
 from rhymerl.simulation.pipeline import Simulation, check_modes
 from rhymerl.simulation.summary import Window, step_time, summary
 from rhymerl.simulation.workload import RecordedLengths

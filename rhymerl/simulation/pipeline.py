@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rhymerl.errors import ConfigError
+from rhymerl.run_ahead import RunAhead, check_run_ahead
 from rhymerl.schedulers.base import Move, Plan, Progress, Scheduler, check_plan
-from rhymerl.simulation.base import Decoding, Pipeline, RunAhead, StepWork, Timeline
+from rhymerl.simulation.base import Decoding, Pipeline, StepWork, Timeline
 from rhymerl.simulation.course import Course
 from rhymerl.simulation.step import StepRun
 from rhymerl.types import Completion, Generated, Sample
@@ -125,19 +126,9 @@ class Simulation:
 
 def check_modes(run_ahead: str, max_staleness: int, pipeline: str) -> None:
     """Raise ConfigError for modes that do not exist or contradict one another."""
-    for name, value, allowed in (
-        ("run_ahead", run_ahead, ("off", "draft", "keep")),
-        ("pipeline", pipeline, ("colocated", "disaggregated")),
-    ):
-        if value not in allowed:
-            raise ConfigError(f"{name}={value!r}: expected one of {', '.join(allowed)}")
-    if max_staleness not in (0, 1):
-        raise ConfigError(f"max_staleness={max_staleness}: expected 0 or 1")
-    if run_ahead == "keep" and max_staleness == 0:
-        raise ConfigError(
-            "max_staleness=0: run_ahead=keep trains on tokens of the policy before; expected max_staleness=1, or "
-            "run_ahead=draft or off"
-        )
+    check_run_ahead(run_ahead, max_staleness)
+    if pipeline not in ("colocated", "disaggregated"):
+        raise ConfigError(f"pipeline={pipeline!r}: expected one of colocated, disaggregated")
 
 
 def _indices(work: StepWork, plan: Plan) -> list[IndexArray]:

@@ -28,25 +28,30 @@ class Run:
     num_steps: int
     prompts_per_step: int
     stop_token_ids: Sequence[int] = ()
+    devices: int = 1
+    learning_rate: float = 3e-3
 
-    def train(self, **parts: Any) -> Trained:
+    def train(self, *, callbacks: Sequence[L.Callback] = (), **parts: Any) -> Trained:
         """With a drafter, a scheduler or the like."""
         module = RhymeModule(
             tiny_policy(dtype="float64", context=64, peaked=2.0),
             rollout=RolloutSettings(group_size=4, max_tokens=16, stop_token_ids=self.stop_token_ids),
-            update=UpdateSettings(learning_rate=3e-3),
+            update=UpdateSettings(learning_rate=self.learning_rate),
             rewards=REWARD,
             **parts,
         )
         recorder = Recorder()
         trainer = L.Trainer(
             max_steps=self.num_steps,
-            callbacks=[recorder],
+            callbacks=[recorder, *callbacks],
             precision="64-true",
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
+            accelerator="cpu",
+            devices=self.devices,
+            strategy="auto" if self.devices == 1 else "ddp",
         )
         trainer.fit(module, PromptDataModule(PROMPTS, prompts_per_step=self.prompts_per_step))
         return {name: weight.detach().clone() for name, weight in module.state_dict().items()}, recorder.steps

@@ -1,0 +1,89 @@
+"""What is asked of a rollout, and what it gives: settings, requests, scored samples."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rhymerl.errors import ConfigError
+from rhymerl.types import Prompt, RolloutRequest, Sample, SamplingParams, Split
+
+
+class RolloutSettings:
+    """How answers are asked for. Raises ConfigError naming the setting that is out of range."""
+
+    def __init__(
+        self,
+        *,
+        group_size: int = 8,
+        max_tokens: int = 256,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        stop_token_ids: Sequence[int] = (),
+    ) -> None:
+        if group_size < 1:
+            raise ConfigError(f"rollout.group_size={group_size}: expected at least 1")
+        self.group_size = group_size
+        self.max_tokens = max_tokens
+        self.temperature = temperature
+        self.top_k = top_k
+        self.top_p = top_p
+        self.min_p = min_p
+        self.stop_token_ids = tuple(stop_token_ids)
+        self.sampling(())  # checks the ranges
+
+    def sampling(self, stop_token_ids: Sequence[int]) -> SamplingParams:
+        """Parameters of one request: the policy's own stop ids and the ones asked for besides."""
+        try:
+            return SamplingParams(
+                max_tokens=self.max_tokens,
+                temperature=self.temperature,
+                top_k=self.top_k,
+                top_p=self.top_p,
+                min_p=self.min_p,
+                stop_token_ids=tuple(sorted({*stop_token_ids, *self.stop_token_ids})),
+            )
+        except ValueError as error:
+            raise ConfigError(f"rollout.{error}") from error
+
+
+def request_seed(run_seed: int, step: int | str, prompt: Prompt, sample: int, round_number: int = 0) -> int:
+    """The 64-bit noise key of a request: two steps, prompts, samples or rounds never share their draws."""
+    name = f"{run_seed}/{step}/{prompt.key}/{prompt.id}/{sample}/{round_number}"
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def requests_of(
+    prompts: Sequence[Prompt],
+    step: int | str,
+    settings: RolloutSettings,
+    *,
+    seed: int,
+    stop_token_ids: Sequence[int],
+    split: Split = "train",
+) -> list[RolloutRequest]:
+    """`group_size` requests a prompt, in canonical order; `seed` is the run's, `stop_token_ids` are the policy's."""
+    sampling = settings.sampling(stop_token_ids)
+    return [
+        RolloutRequest(
+            id=f"{step}/{prompt.id}/{sample}",
+            prompt=prompt,
+            sample=sample,
+            seed=request_seed(seed, step, prompt, sample),
+            sampling=sampling,
+            split=split,
+        )
+        for prompt in prompts
+        for sample in range(settings.group_size)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """The answers of one step, in canonical (prompt, sample) order, and how they came about."""
+
+    samples: list[Sample]
+    metrics: Mapping[str, float]

@@ -1,0 +1,324 @@
+"""The rollout loop: prompts in, scored samples out. It knows no variant of anything, only the bases."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from rhymerl.backends.base import RolloutBackend
+from rhymerl.errors import BackendError, ConfigError, RunError
+from rhymerl.history import HistoryStore
+from rhymerl.history.answers import answers_of
+from rhymerl.ranks import Alone, Line, Ranks
+from rhymerl.rewards import RewardScorer
+from rhymerl.rollout.ahead import Ahead, Drawn, united
+from rhymerl.rollout.base import Rollout, RolloutSettings, requests_of
+from rhymerl.rollout.conductor import Conductor
+from rhymerl.rollout.metrics import over_ranks, rollout_metrics, staleness_metrics
+from rhymerl.rollout.part import Pace, Part
+from rhymerl.rollout.plans import SharedPlan, make_plan, take_up
+from rhymerl.run_ahead import RunAhead, check_run_ahead
+from rhymerl.schedulers.base import Scheduler
+from rhymerl.types import Completion, Prompt, RolloutRequest, Sample, Split
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rhymerl.types import IntArray
+
+Decode = Callable[["IntArray"], str]
+
+_SLICE_S = 0.05  # between two exchanges with the other ranks
+_REBALANCE_S = 0.5
+_PASSES = 16  # the same in lockstep, where time is counted in exchanges
+_REBALANCE_EXCHANGES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """An answer and its rewards, as it travels to the other ranks; `place` is that of its request in the step's list."""
+
+    place: int
+    drawn: Drawn
+    text: str
+    rewards: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Share:
+    """What a rank has done of a step."""
+
+    answered: Sequence[Answered]
+    metrics: Mapping[str, float]
+    busy_s: float
+    rollout_s: float
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(each.drawn.generated) for each in self.answered)
+
+
+class RolloutLoop:
+    """Asks backends for answers, scores them as they finish, and lets history, scheduler and drafters learn.
+
+    Every rank has a loop over a backend of its own, which has been started, and they run the same steps together; each gets the
+    whole step's samples. `run_ahead` as `check_run_ahead` says; with `lockstep` nothing follows the clock, so that a run over
+    several ranks repeats bit for bit. Raises ConfigError for settings that contradict one another.
+    """
+
+    def __init__(
+        self,
+        backend: RolloutBackend,
+        scheduler: Scheduler,
+        *,
+        scorer: RewardScorer,
+        decode: Decode,
+        history: HistoryStore | None = None,
+        stop_token_ids: Sequence[int] = (),
+        seed: int = 0,
+        device: Any = None,
+        ranks: Ranks | None = None,
+        run_ahead: RunAhead = "off",
+        max_staleness: int = 1,
+        lockstep: bool = False,
+    ) -> None:
+        check_run_ahead(run_ahead, max_staleness)
+        self.backend = backend
+        self.scheduler = scheduler
+        self.scorer = scorer
+        self.decode = decode
+        self.stop_token_ids = tuple(stop_token_ids)
+        self.seed = seed
+        self.device = device
+        self.ranks = ranks if ranks is not None else Alone()
+        self.run_ahead = run_ahead
+        self.history = history if history is not None else HistoryStore()
+        self.ahead: Ahead | None = None  # drawn for the next step to come
+        self.policy_version = 0
+        moves = type(scheduler).rebalance is not Scheduler.rebalance
+        self._lockstep = lockstep and self.ranks.size > 1 and (moves or run_ahead != "off")
+        if self._lockstep and not backend.counts_passes:
+            raise ConfigError(
+                f"deterministic=true with {self.ranks.size} ranks and run_ahead={run_ahead}, "
+                f"scheduler={type(scheduler).__name__}: {type(backend).__name__} cannot count passes, by which ranks keep step; expected "
+                "run_ahead=off with a scheduler that moves nothing, such as fifo, or backend=embedded"
+            )
+        self.backend.follow(self.history)
+
+    def run(
+        self,
+        prompts: Sequence[Prompt],
+        step: int | str,
+        settings: RolloutSettings,
+        *,
+        epoch: int = 0,
+        split: Split = "train",
+        following: Sequence[Prompt] | None = None,
+    ) -> Rollout:
+        """`group_size` scored answers a prompt. `step` keys the noise, `epoch` and `split` say where in the history they go.
+
+        Drafter and scheduler learn from the split `train` only; the history of the other serves its own drafts. `following` are
+        the next step's prompts, for workers that run ahead; without them none does. Called on all ranks, with the same arguments.
+        """
+        started = time.perf_counter()
+        requests = self._requests(prompts, step, settings, split)
+        work = self._open(requests, step, self._following(following, step, settings), split)
+        answers = self._answer(work)
+        if split == "train":
+            self.ahead = work.part.pause()
+            self.backend.rest()
+        rollout_s = time.perf_counter() - started
+        shares = self.ranks.gather(self._share(work, answers, rollout_s))
+        work.line.close()
+        samples = self._samples(requests, [each for share in shares for each in share.answered])
+        scored_s = time.perf_counter() - started - rollout_s
+        metrics = {
+            **rollout_metrics(samples),
+            **staleness_metrics(samples, self.policy_version),
+            **over_ranks([share.metrics for share in shares], [share.num_tokens for share in shares]),
+            **_time_metrics(shares),
+            "timing_s/reward": scored_s,  # what was not hidden behind the rollout
+        }
+        if metrics["off_policy/staleness/max"] > (self.run_ahead == "keep"):
+            raise RunError(f"step {step}: a token was drawn {metrics['off_policy/staleness/max']:.0f} updates ago")
+        metrics |= self._learn(samples, epoch, split, num_moves=work.conductor.num_moves)
+        return Rollout(samples=samples, metrics=metrics)
+
+    def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        """The policy of the steps to come."""
+        self.policy_version = policy_version
+        self.backend.sync_weights(named_tensors, policy_version)
+
+    # -- the beginning of a step ---------------------------------------------------------------------------------
+
+    def _requests(
+        self, prompts: Sequence[Prompt], step: int | str, settings: RolloutSettings, split: Split = "train"
+    ) -> list[RolloutRequest]:
+        return requests_of(prompts, step, settings, seed=self.seed, stop_token_ids=self.stop_token_ids, split=split)
+
+    def _following(
+        self, prompts: Sequence[Prompt] | None, step: int | str, settings: RolloutSettings
+    ) -> list[RolloutRequest] | None:
+        if prompts is None or self.run_ahead == "off" or not isinstance(step, int):
+            return None
+        return self._requests(prompts, step + 1, settings)
+
+    def _open(
+        self,
+        requests: list[RolloutRequest],
+        step: int | str,
+        following: list[RolloutRequest] | None,
+        split: Split,
+    ) -> _Work:
+        ahead = self.ahead if split == "train" and self.ahead is not None and self.ahead.step == step else None
+        drawn = ahead.drawn if ahead is not None else {}
+        plan = ahead.plan if ahead is not None and len(ahead.plan.queues) == self.ranks.size else None
+        plan = plan or self._plan(requests, step)
+        queue = take_up(plan, requests, rank=self.ranks.rank)[self.ranks.rank]
+        if self.run_ahead == "draft":
+            queue = [_with_draft(request, drawn.get(request.id)) for request in queue]
+        places = {request.id: place for place, request in enumerate(requests)}
+        drawn = drawn if self.run_ahead == "keep" else {}
+        return _Work(
+            step=step,
+            requests=requests,
+            following=following,
+            part=Part(self.backend, queue, places=places, drawn=drawn, pace=self._pace),
+            conductor=Conductor(
+                self.scheduler,
+                requests,
+                plan,
+                step=step if isinstance(step, int) and split == "train" else None,
+                following=following,
+                every=_REBALANCE_EXCHANGES if self._lockstep else _REBALANCE_S,
+                clock=None if self._lockstep else time.monotonic,
+            ),
+            line=self.ranks.line(lockstep=self._lockstep),
+        )
+
+    def _plan(self, requests: list[RolloutRequest], step: int | str) -> SharedPlan:
+        workers, is_first = self.ranks.size, self.ranks.rank == 0
+        plan = make_plan(self.scheduler, requests, num_workers=workers, step=step) if is_first else None
+        return cast(SharedPlan, self.ranks.broadcast(plan))
+
+    @property
+    def _pace(self) -> Pace:
+        if self.ranks.size == 1:
+            return Pace()
+        return Pace(max_passes=_PASSES) if self._lockstep else Pace(timeout_s=_SLICE_S, report_every_s=_REBALANCE_S)
+
+    # -- its answers ---------------------------------------------------------------------------------------------
+
+    def _answer(self, work: _Work) -> dict[str, tuple[Completion, str]]:
+        """Until all ranks are done: this one's completions and their texts by request id; each is scored the moment it is done."""
+        answers: dict[str, tuple[Completion, str]] = {}
+        is_done = False
+        while not is_done:
+            for completion in work.part.decode():
+                answers[completion.request.id] = completion, self._score(completion)
+            is_done = work.exchange(rank=self.ranks.rank)
+        return answers
+
+    def _score(self, completion: Completion) -> str:
+        request = completion.request
+        text = self.decode(completion.token_ids)
+        self.scorer.submit(request.id, text, request.prompt.columns)
+        return text
+
+    def _share(self, work: _Work, answers: Mapping[str, tuple[Completion, str]], rollout_s: float) -> _Share:
+        order = [(place, request.id) for place, request in enumerate(work.requests) if request.id in answers]
+        scores = self.scorer.collect(device=self.device, order=[name for _, name in order])
+        return _Share(
+            answered=[
+                Answered(place=place, drawn=Drawn.of(answers[name][0]), text=answers[name][1], rewards=scores[name])
+                for place, name in order
+            ],
+            metrics={**self.backend.metrics(), **self.scorer.metrics()},
+            busy_s=work.part.busy_s,
+            rollout_s=rollout_s,
+        )
+
+    def _samples(self, requests: Sequence[RolloutRequest], answered: Sequence[Answered]) -> list[Sample]:
+        """In canonical order. Raises BackendError unless each request has exactly one answer."""
+        if sorted(each.place for each in answered) != list(range(len(requests))):
+            raise BackendError(f"{len(answered)} answers to {len(requests)} requests: some were lost or came twice")
+        return [self._sample(requests[each.place], each) for each in sorted(answered, key=lambda each: each.place)]
+
+    def _sample(self, request: RolloutRequest, answered: Answered) -> Sample:
+        rewards = answered.rewards
+        return Sample(
+            completion=answered.drawn.completion(request),
+            text=answered.text,
+            reward=sum(reward.weight * rewards[reward.name] for reward in self.scorer.rewards),
+            rewards=rewards,
+            loss_mask=np.ones(len(answered.drawn.generated), np.bool_),
+        )
+
+    # -- its end -------------------------------------------------------------------------------------------------
+
+    def _learn(self, samples: Sequence[Sample], epoch: int, split: Split, *, num_moves: int) -> dict[str, float]:
+        """Drafter, scheduler and history; returns what they and the conductor have to say."""
+        metrics = {"sched/migration_rate": num_moves / len(samples)}
+        if split == "train":
+            self.backend.learn(samples)
+            if self.ranks.rank == 0:
+                self.scheduler.learn(samples)
+                metrics |= self.scheduler.metrics()
+        for prompt, answers in answers_of(samples, epoch):
+            self.history.add(prompt, answers, split)
+        self.backend.follow(self.history)
+        sizes = {"history/tokens": float(self.history.num_tokens), "history/bytes": float(self.history.bytes)}
+        return {**self.ranks.broadcast(metrics), **sizes}
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What all ranks have drawn for the next step. Called on all of them."""
+        ahead = united(self.ranks.gather(self.ahead))
+        return {"ahead": ahead.state_dict() if ahead is not None else None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` returned, on as many ranks as there were or on others."""
+        self.ahead = Ahead.of_state(state["ahead"]) if state["ahead"] is not None else None
+
+
+def _with_draft(request: RolloutRequest, drawn: Drawn | None) -> RolloutRequest:
+    return replace(request, ahead=drawn.generated.token_ids) if drawn is not None else request
+
+
+def _time_metrics(shares: Sequence[_Share]) -> dict[str, float]:
+    rollout_s = max(share.rollout_s for share in shares)
+    busy_s = sum(share.busy_s for share in shares)
+    return {
+        "timing_s/rollout": rollout_s,
+        "rollout/tokens_per_s": sum(share.num_tokens for share in shares) / max(rollout_s, 1e-9),
+        "rollout/bubble_frac": max(0.0, 1 - busy_s / max(len(shares) * rollout_s, 1e-9)),
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """A step under way."""
+
+    step: int | str
+    requests: list[RolloutRequest]
+    following: list[RolloutRequest] | None
+    part: Part
+    conductor: Conductor
+    line: Line
+
+    def exchange(self, *, rank: int) -> bool:
+        """With the other ranks; returns whether all are done."""
+        part = self.part
+        news = self.line.exchange(part.report(), part.parcels(), self.conductor.decide, waits=not part.is_busy)
+        part.receive(news.parcels)
+        for orders in news.orders:
+            part.give_away(orders.moves)
+            if orders.plan is not None and self.following is not None:
+                queue = take_up(orders.plan, self.following, rank=rank)[rank]
+                part.run_ahead(int(self.step) + 1, orders.plan, queue)
+        return any(orders.is_done for orders in news.orders)

@@ -1,0 +1,79 @@
+"""What is asked of a Lightning Trainer, and what it is asked for."""
+
+from __future__ import annotations
+
+import resource
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+
+from rhymerl.errors import ConfigError
+
+
+def num_optimizer_steps(trainer: L.Trainer, mini_batches: int) -> float:
+    """Optimizer steps of the whole run, infinite if it has no end; max_steps counts these, max_epochs rollout steps."""
+    by_steps = float(trainer.max_steps) if trainer.max_steps >= 0 else float("inf")
+    if trainer.max_epochs is None or trainer.max_epochs < 0:
+        return by_steps
+    trainer.fit_loop.setup_data()
+    return min(by_steps, float(trainer.num_training_batches) * trainer.max_epochs * mini_batches)
+
+
+def check_trainer(trainer: Any) -> None:
+    """Raise ConfigError for a Trainer flag that cannot be honoured, with the reason."""
+    _check_strategy(trainer)
+    check_precision(trainer.precision)
+    if trainer.gradient_clip_val:
+        raise ConfigError(
+            f"trainer.gradient_clip_val={trainer.gradient_clip_val}: Lightning clips nothing when a step runs its own "
+            "optimizer steps; set update.max_grad_norm"
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise ConfigError(
+            f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}: a batch is a whole rollout step; "
+            "update.micro_batch_tokens bounds what is on the device at a time, data.prompts_per_step sets the step's size"
+        )
+    if trainer.overfit_batches > 0:
+        raise ConfigError(
+            f"trainer.overfit_batches={trainer.overfit_batches}: a batch is the prompts of a step, so use a small data.train "
+            "or trainer.limit_train_batches"
+        )
+
+
+def _check_strategy(trainer: Any) -> None:
+    strategy = trainer.strategy
+    name = f"trainer.strategy={type(strategy).__name__}"
+    if isinstance(strategy, SingleDeviceStrategy):
+        return
+    if not isinstance(strategy, DDPStrategy):
+        raise ConfigError(
+            f"{name}: the engine reads whole weights, so every rank has to hold them; expected ddp, or auto on one device"
+        )
+    if strategy._start_method != "popen":
+        raise ConfigError(
+            f"{name} with start_method={strategy._start_method!r}: the history would be lost with the processes; expected ddp, whose "
+            "ranks are started as scripts, or a launcher such as torchrun"
+        )
+    if strategy._ddp_comm_hook is not None or strategy._model_averaging_period is not None:
+        raise ConfigError(
+            f"{name}: a communication hook or model averaging would never be asked, because gradients are summed once a "
+            "mini-batch over global token counts; leave ddp_comm_hook and model_averaging_period out"
+        )
+
+
+def check_precision(precision: object) -> None:
+    """Raise ConfigError for float16; apart from `check_trainer` because a Trainer on a CPU makes bfloat16 of it."""
+    if str(precision).startswith("16"):
+        raise ConfigError(
+            f"trainer.precision={precision!r}: float16 needs loss scaling, under which the engine's log-probs would "
+            "not be the update's; use bf16-mixed, bf16-true, 32-true or 64-true"
+        )
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Peak of the device's allocator, or of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

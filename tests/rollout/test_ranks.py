@@ -1,0 +1,243 @@
+"""Rollouts over several ranks: scheduler, run-ahead and the pace of ranks change when tokens are drawn, and nothing else."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from rhymerl.errors import BackendError, ConfigError
+from rhymerl.rewards import Reward, RewardScorer
+from rhymerl.rollout import Rollout, RolloutLoop, RolloutSettings
+from rhymerl.schedulers import (
+    FIFOScheduler,
+    HistoPipeScheduler,
+    Move,
+    PacedScheduler,
+    PackedScheduler,
+    Progress,
+    Scheduler,
+    SortedScheduler,
+)
+from rhymerl.testing import make_prompt
+from tests.ranks.threads import Threads, run_ranks
+from tests.rollout.tokens import TokenBackend, expected
+
+SETTINGS = RolloutSettings(group_size=3, max_tokens=200)
+REWARD = Reward(lambda completion: float(len(completion.split())), name="length", where="main")
+PROMPTS = [make_prompt([3, number], id=str(number)) for number in range(8)]
+
+
+def length(request) -> int:
+    """Four to forty tokens, by prompt above all."""
+    return 4 + 5 * int(request.prompt.id) + request.seed % 3
+
+
+class Restless(FIFOScheduler):
+    """Moves about half of what is unfinished to anywhere, each time that it is asked."""
+
+    def __init__(self) -> None:
+        self.random = random.Random(0)
+
+    def rebalance(self, progress: Progress) -> list[Move]:
+        workers = range(len(progress.planned))
+        return [
+            Move(request_id=request.id, worker=self.random.choice(workers))
+            for request in progress.requests
+            if self.random.random() < 0.5
+        ]
+
+
+class Ranked:
+    """Loops over the ranks, each with its own engine; some ranks are slower than others."""
+
+    def __init__(self, scheduler: type[Scheduler] = FIFOScheduler, *, size: int = 3, pass_s: float = 0.0, **settings):
+        self.scheduler, self.size, self.pass_s, self.settings = scheduler, size, pass_s, settings
+
+    def loop(self, ranks: Threads) -> RolloutLoop:
+        return RolloutLoop(
+            TokenBackend(length, pass_s=self.pass_s * (1 + ranks.rank)),
+            self.scheduler(),
+            scorer=RewardScorer([REWARD]),
+            decode=lambda ids: " ".join(map(str, ids)),
+            ranks=ranks,
+            **self.settings,
+        )
+
+    def run(self, num_steps: int, *, states: Sequence[object] = (None,), first: int = 0) -> list[list[Rollout]]:
+        """Steps by rank; a rank goes on from a loop's state, if one is given."""
+
+        def work(ranks: Threads) -> list[Rollout]:
+            loop = self.loop(ranks)
+            if states[0] is not None:
+                loop.load_state_dict(states[0])
+            results = [run_step(loop, step) for step in range(first, first + num_steps)]
+            self.states.append(loop.state_dict())
+            return results
+
+        self.states: list[object] = []
+        return run_ranks(self.size, work)
+
+
+def run_step(loop: RolloutLoop, step: int) -> Rollout:
+    loop.sync_weights([], step)
+    return loop.run(prompts(step), step, SETTINGS, epoch=step // 2, following=prompts(step + 1))
+
+
+def prompts(step: int):
+    return PROMPTS[step % 2 :: 2]
+
+
+def answers(rollout: Rollout) -> list[tuple[str, list[int]]]:
+    return [(sample.completion.request.id, sample.completion.token_ids.tolist()) for sample in rollout.samples]
+
+
+SCHEDULERS = [FIFOScheduler, SortedScheduler, PackedScheduler, HistoPipeScheduler, PacedScheduler, Restless]
+
+
+@pytest.mark.parametrize("lockstep", [False, True], ids=["free", "lockstep"])
+@pytest.mark.parametrize("run_ahead", ["off", "draft"])
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_every_rank_gets_the_samples_that_one_process_draws(scheduler, run_ahead, lockstep):
+    alone = Ranked(size=1).run(4)[0]
+    ranked = Ranked(scheduler, pass_s=0.0002, run_ahead=run_ahead, lockstep=lockstep).run(4)
+    for rank in range(3):
+        for one, other in zip(alone, ranked[rank], strict=True):
+            assert answers(one) == answers(other)
+            assert [sample.reward for sample in one.samples] == [sample.reward for sample in other.samples]
+            assert one.metrics["reward"] == other.metrics["reward"]
+            assert other.metrics["off_policy/staleness/max"] == 0
+
+
+@pytest.mark.parametrize("lockstep", [False, True], ids=["free", "lockstep"])
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_kept_tokens_are_those_of_the_policy_that_drew_them_at_most_one_update_ago(scheduler, lockstep):
+    steps = Ranked(scheduler, pass_s=0.0004, run_ahead="keep", lockstep=lockstep).run(6)[0]
+    stale = 0
+    for step, rollout in enumerate(steps):
+        assert len(rollout.samples) == len({s.completion.request.id for s in rollout.samples}) == 4 * 3
+        for sample in rollout.samples:
+            versions = sample.completion.generated.policy_versions
+            assert set(versions.tolist()) <= {step - 1, step}
+            assert (np.diff(versions) >= 0).all()
+            assert sample.completion.token_ids.tolist() == expected(sample.completion)
+            assert sample.completion.logprobs.tolist() == [-float(token) for token in sample.completion.token_ids]
+            assert sample.completion.num_passes == len(sample)
+            stale += int((versions < step).sum())
+    assert stale > 0, "nobody ran ahead"
+
+
+def test_moved_requests_go_on_where_they_were_and_are_counted():
+    steps = Ranked(Restless, pass_s=0.02).run(2)[0]
+    assert any(rollout.metrics["sched/migration_rate"] > 0 for rollout in steps)
+    for rollout in steps:
+        for sample in rollout.samples:
+            assert sample.completion.num_passes == len(sample)
+            assert sample.completion.token_ids.tolist() == expected(sample.completion)
+
+
+def test_in_lockstep_nothing_follows_the_clock():
+    def passes(pass_s: float) -> list[list[float]]:
+        ranked = Ranked(Restless, pass_s=pass_s, run_ahead="keep", lockstep=True).run(4)
+        versions = [s.completion.generated.policy_versions.tolist() for r in ranked[0] for s in r.samples]
+        return [[rollout.metrics["passes"] for rollout in ranked[0]], versions]
+
+    assert passes(0.0) == passes(0.002)
+
+
+@pytest.mark.parametrize("size", [3, 2, 1], ids=["as many ranks", "fewer ranks", "one rank"])
+def test_what_was_drawn_ahead_survives_a_checkpoint(size):
+    before = Ranked(pass_s=0.0004, run_ahead="keep")
+    before.run(3)
+    state = before.states[0]
+    assert state["ahead"]["drawn"], "nobody ran ahead"
+    after = Ranked(size=size, run_ahead="keep").run(2, states=[state], first=3)[0]
+    drawn = state["ahead"]["drawn"]
+    for sample in after[0].samples:
+        completion = sample.completion
+        assert completion.token_ids.tolist() == expected(completion)
+        if completion.request.id in drawn:
+            kept = drawn[completion.request.id]["token_ids"].tolist()
+            assert completion.token_ids.tolist()[: len(kept)] == kept
+            assert completion.generated.policy_versions.tolist()[: len(kept)] == [2] * len(kept)
+
+
+def test_a_validation_in_between_leaves_what_was_drawn_ahead_alone():
+    def work(ranks: Threads) -> list[Rollout]:
+        loop = Ranked(pass_s=0.0004, run_ahead="keep").loop(ranks)
+        found = []
+        for step in range(4):
+            found.append(run_step(loop, step))
+            loop.sync_weights([], step + 1)
+            loop.run(PROMPTS, "evaluation", SETTINGS, split="validation")
+        return found
+
+    for step, rollout in enumerate(run_ranks(3, work)[0]):
+        assert len(rollout.samples) == 12
+        for sample in rollout.samples:
+            assert sample.completion.token_ids.tolist() == expected(sample.completion)
+            assert set(sample.completion.generated.policy_versions.tolist()) <= {step - 1, step}
+
+
+def test_more_ranks_than_samples():
+    def work(ranks: Threads) -> Rollout:
+        loop = Ranked(run_ahead="draft").loop(ranks)
+        return loop.run(PROMPTS[:1], 0, RolloutSettings(group_size=2), following=PROMPTS[1:2])
+
+    for rollout in run_ranks(4, work):
+        assert [sample.completion.request.id for sample in rollout.samples] == ["0/0/0", "0/0/1"]
+
+
+def test_ranks_with_other_prompts_are_refused_before_anything_is_drawn():
+    backends = []
+
+    def work(ranks: Threads) -> None:
+        loop = Ranked().loop(ranks)
+        backends.append(loop.backend)
+        loop.run(PROMPTS[ranks.rank :: 2], 0, SETTINGS)
+
+    with pytest.raises(ConfigError, match="rank 1 has other prompts than rank 0"):
+        run_ranks(2, work)
+    assert backends[0].num_passes == 0 or backends[1].num_passes == 0
+
+
+class Dropping(FIFOScheduler):
+    def plan(self, requests, num_workers, step):
+        return super().plan(requests[:-1], num_workers, step)
+
+
+def test_a_plan_that_drops_a_request_names_scheduler_and_request():
+    with pytest.raises(ValueError, match="Dropping.plan drops the request '0/6/2'"):
+        Ranked(Dropping).run(1)
+
+
+class Doubling(TokenBackend):
+    """Hands over each answer that it has twice."""
+
+    def collect(self, timeout_s=None, *, max_passes=None):
+        found = super().collect(timeout_s, max_passes=max_passes)
+        return [*found, *found]
+
+
+def test_an_answer_that_comes_twice_is_an_error():
+    def work(ranks: Threads) -> None:
+        loop = Ranked().loop(ranks)
+        loop.backend = Doubling(length)
+        loop.run(PROMPTS, 0, SETTINGS)
+
+    with pytest.raises(BackendError, match="Doubling gave the answer"):
+        run_ranks(2, work)
+
+
+def test_ranks_that_wait_do_not_spin():
+    def work(ranks: Threads) -> float:
+        loop = Ranked(pass_s=0.02 * (ranks.rank == 0)).loop(ranks)
+        started = time.thread_time()
+        loop.run(PROMPTS, 0, SETTINGS)
+        return time.thread_time() - started
+
+    _, waiting = run_ranks(2, work)
+    assert waiting < 0.25, "seconds of CPU time while the other rank worked for about a second"
