@@ -110,13 +110,6 @@ class Lifeline:
             os.write(2, line.encode(errors="replace"))
         os._exit(1)
 
-    def _forget(self) -> None:
-        """In a forked child: the connections are the parent's, and must break when the parent ends."""
-        self._closed = Event()
-        self._closed.set()
-        for link in self._links:
-            link.socket.close()
-
 
 class _Link:
     """A connection to `rank`. After a hello, each end says at most one thing: why a rank ends, or goodbye, which is ""."""
@@ -209,8 +202,9 @@ _lifelines: WeakSet[Lifeline] = WeakSet()
 
 
 def _forget_in_child() -> None:
-    for lifeline in list(_lifelines):
-        lifeline._forget()
+    """The connections are the parent's, and must break when the parent ends."""
+    for link in [link for lifeline in _lifelines for link in lifeline._links]:
+        link.socket.close()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

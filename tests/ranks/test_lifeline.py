@@ -90,7 +90,7 @@ class Team:
         os.kill(self.processes[rank].pid, number)
 
     def exit_code(self, rank: int) -> int | None:
-        self.processes[rank].join(SOON_S)
+        self.processes[rank].join(10.0)
         return self.processes[rank].exitcode
 
     def reports(self, rank: int, failure: str) -> bool:
