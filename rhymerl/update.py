@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -14,8 +15,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from rhymerl.algos.base import Algorithm, Batch
+from rhymerl.dealing import deal
 from rhymerl.errors import ConfigError, RunError, require_at_least
 from rhymerl.logprobs import policy_output, token_batch
+from rhymerl.ranks.base import Alone, Ranks
 from rhymerl.types import Sample
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -94,8 +97,8 @@ class UpdateSettings:
         return LambdaLR(optimizer, factor)
 
 
-def step_batch(samples: Sequence[Sample], algorithm: Algorithm, device: torch.device | str) -> Batch:
-    """All samples of a step with their advantages, [B, T]."""
+def step_batch(samples: Sequence[Sample], algorithm: Algorithm) -> Batch:
+    """All samples of a step with their advantages, [B, T], in the host's memory."""
     width = max(map(len, samples))
     shape = (len(samples), width)
     mask, logprobs = np.zeros(shape, np.bool_), np.zeros(shape)
@@ -110,23 +113,22 @@ def step_batch(samples: Sequence[Sample], algorithm: Algorithm, device: torch.de
         mask=torch.from_numpy(mask),
         behaviour_logprobs=torch.from_numpy(logprobs),
     )
-    advantages = algorithm.advantages(batch)
-    return _on_device(batch, advantages, device)
+    return replace(batch, rewards=batch.rewards.float(), advantages=algorithm.advantages(batch))
 
 
-def _on_device(batch: Batch, advantages: Tensor, device: torch.device | str) -> Batch:
-    return Batch(
-        rewards=batch.rewards.to(device, torch.float32),
-        groups=batch.groups.to(device),
-        mask=batch.mask.to(device),
-        behaviour_logprobs=batch.behaviour_logprobs.to(device),
-        advantages=advantages.to(device),
-    )
+def _on_device(batch: Batch, device: torch.device | str) -> Batch:
+    tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return replace(batch, **{name: tensor.to(device) for name, tensor in tensors.items() if tensor is not None})
+
+
+def total_tokens(sample: Sample) -> int:
+    """Prompt and response."""
+    return len(sample.prompt.token_ids) + len(sample)
 
 
 def micro_batches(samples: Sequence[Sample], chosen: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
     """Split `chosen` into lists of like length whose padded size stays within `max_tokens` (one sample always fits)."""
-    width = {i: len(samples[i].prompt.token_ids) + len(samples[i]) for i in chosen}
+    width = {i: total_tokens(samples[i]) for i in chosen}
     current: list[int] = []
     for i in sorted(chosen, key=lambda i: (-width[i], i)):
         if current and (len(current) + 1) * width[current[0]] > max_tokens:
@@ -138,9 +140,10 @@ def micro_batches(samples: Sequence[Sample], chosen: Sequence[int], max_tokens: 
 
 
 class Updater:
-    """Runs the optimizer steps of one rollout step.
+    """Runs the optimizer steps of one rollout step, on every rank the same ones.
 
-    `backward` and `autocast` are the trainer's own, so that its precision and its strategy hold.
+    `backward`, `autocast` and `no_sync` are the trainer's own, so that its precision and its strategy hold; within
+    `no_sync` a backward adds to this rank's gradients only.
     """
 
     def __init__(
@@ -153,7 +156,9 @@ class Updater:
         seed: int,
         backward: Callable[[Tensor], None],
         autocast: Callable[[], AbstractContextManager[Any]],
+        no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
         reference: PreTrainedModel | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.model = model
         self.algorithm = algorithm
@@ -162,27 +167,52 @@ class Updater:
         self.seed = seed
         self.backward = backward
         self.autocast = autocast
+        self.no_sync = no_sync
         self.reference = reference
+        self.ranks = ranks or Alone()
 
     def run(self, samples: Sequence[Sample], step: int, *, optimizer: Any, schedule: LambdaLR) -> Mapping[str, float]:
-        """All mini-batches of the step, in an order that follows from (seed, step); returns metrics."""
-        batch = step_batch(samples, self.algorithm, self.model.device)
+        """All mini-batches of the step, in an order that follows from (seed, step); returns metrics.
+
+        A meeting: every rank gives all samples of the step in the same order, and gets the same metrics.
+        """
+        batch = step_batch(samples, self.algorithm)
         order = np.random.default_rng([self.seed, step]).permutation(len(samples))
-        torch.manual_seed(int(np.random.default_rng([self.seed, step, 1]).integers(2**62)))  # dropout, if any
+        dropout = int(np.random.default_rng([self.seed, step, 1]).integers(2**62))
+        torch.manual_seed(dropout + self.ranks.rank)
         parts = np.array_split(order, min(self.settings.mini_batches, len(samples)))
-        collected = [self._mini_batch(samples, batch, part.tolist(), optimizer, schedule) for part in parts]
-        return {name: _combine(name, [m[name] for m in collected if name in m], mean=True) for name in collected[0]}
+        mine = [self._mini_batch(samples, batch, part.tolist(), optimizer, schedule) for part in parts]
+        over_ranks = [_merged(each, mean=False) for each in zip(*self.ranks.gather(mine), strict=True)]
+        return _merged(over_ranks, mean=True)
 
     def _mini_batch(
         self, samples: Sequence[Sample], batch: Batch, chosen: list[int], optimizer: Any, schedule: LambdaLR
     ) -> dict[str, float]:
+        """This rank's part of the metrics."""
         num_tokens = max(1, int(batch.mask[chosen].sum()))
+        dealt = deal([total_tokens(samples[i]) for i in chosen], self.ranks.size)
+        mine = [chosen[i] for i in dealt[self.ranks.rank]]
         optimizer.zero_grad()
+        metrics = self._backward(samples, batch, mine, num_tokens)
+        self.ranks.sum_gradients([p for p in self.model.parameters() if p.requires_grad])
+        of_all = self._step(optimizer, schedule)
+        return {**metrics, **of_all} if self.ranks.rank == 0 else metrics
+
+    def _backward(
+        self, samples: Sequence[Sample], batch: Batch, chosen: list[int], num_tokens: int
+    ) -> dict[str, float]:
+        """Gradients of the samples of this rank; their metrics, none where there are no samples."""
         collected: list[Mapping[str, Tensor]] = []
-        for part in micro_batches(samples, chosen, self.settings.micro_batch_tokens):
-            loss, metrics = self._loss([samples[i] for i in part], batch, part, num_tokens)
-            self.backward(loss)
-            collected.append(metrics)
+        with self.no_sync():
+            for part in micro_batches(samples, chosen, self.settings.micro_batch_tokens):
+                self.ranks.check()
+                loss, metrics = self._loss([samples[i] for i in part], batch, part, num_tokens)
+                self.backward(loss)
+                collected.append(metrics)
+        return _merged([{name: float(m[name]) for name in m} for m in collected], mean=False)
+
+    def _step(self, optimizer: Any, schedule: LambdaLR) -> dict[str, float]:
+        """Move the weights by the gradient, which is the same on every rank."""
         grad_norm = self._clip()
         if not math.isfinite(grad_norm):
             raise RunError(
@@ -192,18 +222,17 @@ class Updater:
         learning_rate = float(schedule.get_last_lr()[0])
         optimizer.step()
         schedule.step()
-        names = dict.fromkeys(name for metrics in collected for name in metrics)
-        result = {name: _combine(name, [float(m[name]) for m in collected if name in m], mean=False) for name in names}
-        return {**result, "grad_norm": grad_norm, "learning_rate": learning_rate}
+        return {"grad_norm": grad_norm, "learning_rate": learning_rate}
 
     def _loss(
         self, samples: Sequence[Sample], batch: Batch, part: list[int], num_tokens: int
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        tokens = token_batch(samples, self.model.device)
+        device = self.model.device
+        tokens = token_batch(samples, device)
+        mine = _on_device(batch.select(torch.tensor(part), tokens.response.shape[1]), device)
         chunk = self.settings.chunk_tokens
         with self.autocast():
             output = policy_output(self.model, tokens, temperature=self.temperature, chunk_tokens=chunk)
-        mine = batch.select(torch.tensor(part, device=batch.rewards.device), tokens.response.shape[1])
         mine = mine.cast(output.logprobs.dtype)
         if self.reference is not None:
             with torch.no_grad(), self.autocast():
@@ -215,6 +244,12 @@ class Updater:
         """Clip the gradient's norm in place; returns the norm before."""
         limit = self.settings.max_grad_norm or math.inf
         return float(nn.utils.clip_grad_norm_(self.model.parameters(), limit))
+
+
+def _merged(parts: Sequence[Mapping[str, float]], *, mean: bool) -> dict[str, float]:
+    """One metric for each name that any part has, from the parts that have it."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: _combine(name, [part[name] for part in parts if name in part], mean=mean) for name in names}
 
 
 def _combine(name: str, values: Sequence[float], *, mean: bool) -> float:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from torch import nn
 from rhymerl.algos import GRPO
 from rhymerl.errors import ConfigError
 from rhymerl.logprobs import policy_output, token_batch
+from rhymerl.ranks import Ranks
 from rhymerl.testing import tiny_policy
 from rhymerl.types import Completion, Generated, RolloutRequest, Sample
 from rhymerl.update import Updater, UpdateSettings, step_batch
@@ -40,22 +43,44 @@ def scored(count: int) -> list[Sample]:
     return result
 
 
-def run_update(samples: list[Sample], *, kl_coef: float = 0.0, **settings: float) -> tuple[nn.Module, dict[str, float]]:
-    """One rollout step's update of a fresh copy of the same model."""
-    model = tiny_policy().model
+@functools.cache
+def first_model(attention_dropout: float = 0.0) -> nn.Module:
+    """What every run starts from a copy of."""
+    return tiny_policy(attention_dropout=attention_dropout).model.train()
+
+
+def run_update(
+    samples: list[Sample],
+    *,
+    algorithm: type[GRPO] = GRPO,
+    steps: int = 1,
+    kl_coef: float = 0.0,
+    normalize_std: bool = True,
+    dropout: float = 0.0,
+    no_sync: Callable[[], AbstractContextManager[None]] = nullcontext,
+    backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
+    ranks: Ranks | None = None,
+    **settings: float,
+) -> tuple[nn.Module, dict[str, float]]:
+    """The same samples as `steps` rollout steps in a row, from the same model; with the last step's metrics."""
+    model = copy.deepcopy(first_model(dropout))
     update = UpdateSettings(**{"learning_rate": 1e-3, **settings})
     optimizer = update.optimizer(list(model.parameters()))
+    schedule = update.schedule(optimizer, 10)
     updater = Updater(
         model,
-        GRPO(clip_low=5, clip_high=50, kl_coef=kl_coef),
+        algorithm(clip_low=5, clip_high=50, kl_coef=kl_coef, normalize_std=normalize_std),
         update,
         temperature=0.9,
         seed=1,
-        backward=torch.Tensor.backward,
+        backward=backward,
         autocast=nullcontext,
-        reference=copy.deepcopy(model) if kl_coef else None,
+        no_sync=no_sync,
+        reference=first_model(dropout) if kl_coef else None,
+        ranks=ranks,
     )
-    return model, dict(updater.run(samples, 0, optimizer=optimizer, schedule=update.schedule(optimizer, 10)))
+    metrics = [dict(updater.run(samples, step, optimizer=optimizer, schedule=schedule)) for step in range(steps)]
+    return model, metrics[-1]
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.3])
@@ -76,7 +101,7 @@ def test_micro_batches_change_neither_weights_nor_metrics(micro_batch_tokens, kl
 def test_the_update_moves_the_policy_towards_what_was_rewarded():
     samples = scored(16)
     before, after = tiny_policy().model, run_update(samples, learning_rate=1e-4)[0]
-    batch = step_batch(samples, GRPO(), "cpu")
+    batch = step_batch(samples, GRPO())
     with torch.no_grad():
         old, new = (policy_output(m, token_batch(samples, "cpu"), temperature=0.9).logprobs for m in (before, after))
     assert ((new - old) * batch.advantages * batch.mask).sum() > 0

@@ -1,0 +1,226 @@
+"""The update over several ranks: the steps, weights and metrics of one rank, however the samples are dealt."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rhymerl.algos import GRPO
+from rhymerl.errors import RunError
+from rhymerl.ranks import Alone, Ranks
+from rhymerl.ranks.group import Group
+from rhymerl.types import Sample
+from tests.test_update import first_model, run_update, scored
+
+T = TypeVar("T")
+
+
+class Threads(Alone):
+    """Ranks that are threads of this process and meet at a barrier."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier, table: list) -> None:
+        self.rank, self.size = rank, len(table)
+        self.barrier, self.table = barrier, table
+
+    def gather(self, value):
+        self.table[self.rank] = value
+        self.barrier.wait(60)
+        values = list(self.table)
+        self.barrier.wait(60)
+        return values
+
+    def broadcast(self, value):
+        return self.gather(value)[0]
+
+    def sum_gradients(self, parameters):
+        parts = self.gather([None if p.grad is None else p.grad.clone() for p in parameters])
+        for parameter, *gradients in zip(parameters, *parts, strict=True):
+            held = [gradient for gradient in gradients if gradient is not None]
+            parameter.grad = sum(held) if held else None
+
+
+def on_threads(num_ranks: int, work: Callable[[Ranks], T]) -> list[T]:
+    """What each rank returns."""
+    first_model()  # made here, because transformers builds models one at a time
+    barrier, table = threading.Barrier(num_ranks), [None] * num_ranks
+    with ThreadPoolExecutor(num_ranks) as pool:
+        return list(pool.map(lambda rank: work(Threads(rank, barrier, table)), range(num_ranks)))
+
+
+def ragged(count: int) -> list[Sample]:
+    """Of each group of four, the first is not trained on at all and the others in part."""
+    source = np.random.default_rng(5)
+    return [
+        replace(sample, loss_mask=(source.random(len(sample)) < 0.8) & (i % 4 > 0))
+        for i, sample in enumerate(scored(count))
+    ]
+
+
+def assert_same_update(model: nn.Module, metrics: dict[str, float], expected: tuple[nn.Module, dict[str, float]]):
+    for left, right in zip(model.parameters(), expected[0].parameters(), strict=True):
+        torch.testing.assert_close(left, right, atol=1e-10, rtol=0)
+        torch.testing.assert_close(left.grad, right.grad, atol=1e-10, rtol=0)
+    assert metrics == pytest.approx(expected[1], rel=1e-9, abs=1e-12)
+
+
+def assert_bitwise_equal(models: list[nn.Module]):
+    for first, *others in zip(*(model.parameters() for model in models), strict=True):
+        assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("mini_batches", [1, 3])
+@pytest.mark.parametrize("micro_batch_tokens", [1, 60, 10**6])
+def test_ranks_take_the_steps_of_one(num_ranks, mini_batches, micro_batch_tokens):
+    samples = ragged(16)
+    expected = run_update(samples, steps=2, mini_batches=mini_batches)
+
+    def work(ranks: Ranks) -> tuple[nn.Module, dict[str, float]]:
+        return run_update(
+            samples, steps=2, mini_batches=mini_batches, micro_batch_tokens=micro_batch_tokens, ranks=ranks
+        )
+
+    models, metrics = zip(*on_threads(num_ranks, work), strict=True)
+    assert_same_update(models[0], metrics[0], expected)
+    assert_bitwise_equal(models)
+    assert all(each == metrics[0] for each in metrics)
+
+
+@pytest.mark.parametrize("settings", [{"kl_coef": 0.3}, {"normalize_std": False}, {"max_grad_norm": 1e-3}], ids=str)
+def test_whatever_the_loss(settings):
+    samples = ragged(12)
+    expected = run_update(samples, **settings)
+    for model, metrics in on_threads(2, lambda ranks: run_update(samples, ranks=ranks, **settings)):
+        assert_same_update(model, metrics, expected)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_every_sample_is_trained_on_once(num_ranks):
+    samples = [replace(sample, reward=float(i)) for i, sample in enumerate(scored(16))]
+    seen: list[list[float]] = []
+
+    class Recording(GRPO):
+        def loss(self, batch, output, num_tokens):
+            seen.append(batch.rewards.tolist())
+            return super().loss(batch, output, num_tokens)
+
+    on_threads(
+        num_ranks,
+        lambda ranks: run_update(samples, ranks=ranks, algorithm=Recording, mini_batches=3, micro_batch_tokens=60),
+    )
+    assert sorted(itertools.chain(*seen)) == [sample.reward for sample in samples]
+
+
+def test_a_rank_without_samples_takes_part():
+    samples = ragged(8)  # mini-batches of two for five ranks
+    expected = run_update(samples, mini_batches=4)
+    models, metrics = zip(*on_threads(5, lambda ranks: run_update(samples, mini_batches=4, ranks=ranks)), strict=True)
+    assert_bitwise_equal(models)
+    for model, each in zip(models, metrics, strict=True):
+        assert_same_update(model, each, expected)
+    assert "sampling/importance_sampling_ratio/min" in metrics[-1]
+
+
+def test_a_metric_that_only_some_mini_batches_have_is_kept():
+    samples = [replace(sample, loss_mask=np.full(len(sample), i == 5)) for i, sample in enumerate(scored(8))]
+    ratios = "sampling/importance_sampling_ratio/max"
+    alone = run_update(samples, mini_batches=8)[1]
+    assert alone[ratios] > 0
+    assert all(m == alone for m in on_threads(3, lambda ranks: run_update(samples, mini_batches=8, ranks=ranks)[1]))
+
+
+class Recorded(Alone):
+    """Writes down what is done on the one rank there is."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def gather(self, value):
+        self.done.append("gather")
+        return [value]
+
+    def sum_gradients(self, parameters):
+        self.done.append("sum")
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.done.append("backward")
+        loss.backward()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.done.append("(")
+        yield
+        self.done.append(")")
+
+
+def test_one_sum_a_mini_batch_after_all_backwards_and_one_gather_a_step():
+    ranks = Recorded()
+    run_update(
+        scored(6), ranks=ranks, mini_batches=2, micro_batch_tokens=1, backward=ranks.backward, no_sync=ranks.no_sync
+    )
+    mini_batch = ["(", "backward", "backward", "backward", ")", "sum"]
+    assert ranks.done == [*mini_batch, *mini_batch, "gather"]
+
+
+def test_a_gradient_that_one_rank_breaks_stops_all_of_them():
+    samples = scored(8)
+    samples[3].completion.generated.logprobs[:] = np.nan
+
+    def work(ranks: Ranks) -> bool:
+        with pytest.raises(RunError, match="the gradient is not finite"):
+            run_update(samples, ranks=ranks, micro_batch_tokens=1)
+        return True
+
+    assert on_threads(3, work) == [True] * 3
+
+
+def train_in_process(rank: int, num_ranks: int, folder: str) -> None:
+    """Three updates, the last two of which are the same with dropout; saves what came of them."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=num_ranks)
+    samples, ranks = ragged(16), Group()
+    outcomes = []
+    for dropout in (0.0, 0.3, 0.3):
+        model, metrics = run_update(
+            samples, steps=3, mini_batches=2, micro_batch_tokens=100, dropout=dropout, ranks=ranks
+        )
+        outcomes.append({"weights": model.state_dict(), "metrics": metrics, "seed": torch.initial_seed()})
+    torch.save(outcomes, Path(folder) / f"{rank}.pt")
+    ranks.close()
+    dist.destroy_process_group()
+
+
+def test_two_processes_are_as_good_as_one(tmp_path):
+    samples = ragged(16)
+    expected, metrics = run_update(samples, steps=3, mini_batches=2)
+    seed = torch.initial_seed()
+    torch.multiprocessing.spawn(train_in_process, (2, str(tmp_path)), nprocs=2)
+    (plain, *noisy), others = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+
+    for name, weight in expected.state_dict().items():
+        torch.testing.assert_close(plain["weights"][name], weight, atol=1e-10, rtol=0)
+    assert plain["metrics"] == pytest.approx(metrics, rel=1e-9, abs=1e-12)
+    for mine, other in zip([plain, *noisy], others, strict=True):
+        assert same_weights(mine, other)
+        assert mine["metrics"] == other["metrics"]
+
+    # Dropout: rank 0 draws what one rank would, the other something else, and both the same again.
+    assert plain["seed"] == seed != others[0]["seed"]
+    assert same_weights(*noisy)
+    assert not same_weights(plain, noisy[0])
+
+
+def same_weights(left: dict, right: dict) -> bool:
+    return all(torch.equal(weight, right["weights"][name]) for name, weight in left["weights"].items())
