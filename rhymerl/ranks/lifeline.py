@@ -179,8 +179,9 @@ def _welcome(listener: socket.socket, expected: dict[str, int]) -> list[_Link]:
                     key.data.rank = expected.pop(hello, 0)
     missing = f"rank {min(expected.values())} has not connected within {_OPEN_TIMEOUT_S:g} s" if expected else ""
     for guest in guests:
-        if missing or not guest.rank:
+        if missing:
             guest.send(missing)
+        if missing or not guest.rank:
             guest.socket.close()
     if missing:
         raise RunError(missing)

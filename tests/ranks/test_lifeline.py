@@ -178,7 +178,9 @@ def test_strangers_change_nothing(starting: Team) -> None:
     for stranger, words in zip(strangers, says, strict=True):
         stranger.sendall(words)
     socket.create_connection(("127.0.0.1", port)).close()
+    since = time.monotonic()
     starting.pass_on((port, token))
+    assert time.monotonic() < since + 2 * SOON_S
     for stranger in strangers:
         stranger.close()
     with pytest.raises(ConnectionRefusedError):
@@ -228,12 +230,17 @@ def test_rank_that_does_not_arrive_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         opened[0].check(wait_s=SOON_S)
 
 
-def test_failure_that_comes_with_the_hello_is_seen() -> None:
-    def exchange(value: object) -> object:
+def test_failure_that_comes_with_the_hello_is_seen_and_a_stranger_is_dropped() -> None:
+    strangers: list[socket.socket] = []
+
+    def exchange(value: Any) -> object:
+        strangers.append(socket.create_connection(("127.0.0.1", value[0])))
         Lifeline(1, 2, exchange=lambda _: value, host="127.0.0.1").fail("too early")
         return value
 
     lifeline = Lifeline(0, 2, exchange=exchange, host="")
+    with strangers[0] as stranger:
+        assert stranger.recv(1) == b""
     with closing(lifeline), pytest.raises(RunError, match="^rank 1 failed: too early$"):
         lifeline.check(wait_s=SOON_S)
 
