@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from rhymerl.ranks.base import Decide, Line, News, Parcel
@@ -13,7 +13,8 @@ from rhymerl.ranks.base import Decide, Line, News, Parcel
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-_WAIT = timedelta(milliseconds=50)
+_WAIT_S = 0.05
+_POLL_S = 0.005
 
 
 class Box:
@@ -38,13 +39,10 @@ class Box:
         return values
 
     def wait(self) -> None:
-        """Until there is something new, or a moment has passed."""
-        from torch.distributed import DistStoreError
-
-        try:
-            self._store.wait([self._next], _WAIT)
-        except DistStoreError:
-            return
+        """Until there is something new, or a moment has passed. A store's own wait warns of every moment that has."""
+        until = time.monotonic() + _WAIT_S
+        while not self._store.check([self._next]) and time.monotonic() < until:
+            time.sleep(_POLL_S)
 
     def clear(self) -> None:
         """Free what this reader has read; of all its readers one does."""

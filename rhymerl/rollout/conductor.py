@@ -12,6 +12,9 @@ from rhymerl.schedulers.base import Progress, Scheduler, check_moves
 from rhymerl.types import RolloutRequest
 
 
+_NEARLY = 0.1  # of a worker's requests
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """What a rank says, of requests by their place in the step's list."""
@@ -33,7 +36,7 @@ class Conductor:
     """Asks the scheduler on behalf of all ranks.
 
     `step` None is no training step, in which nothing moves. Else `rebalance` comes whenever `clock` (without one: the number of
-    calls) has gone on by `every`, if the scheduler has it at all, and right before the plan of `following`, the next step's requests, which is made when the first worker has nothing left to do.
+    calls) has gone on by `every`, if the scheduler has it at all, and right before the plan of `following`, the next step's requests, which is made when a worker has nearly nothing left to do.
     """
 
     def __init__(
@@ -72,12 +75,15 @@ class Conductor:
         if not any(self._left):
             self._is_done = True
             return Orders(moves={}, is_done=True)
-        if self._following is not None and not all(self._left):
+        if self._following is not None and any(map(self._is_nearly_done, range(len(self._left)))):
             return self._plan_following(self._following)
         if self._listens and self._clock() - self._asked_at >= self._every:
             moves = self._rebalance()
             return Orders(moves=moves) if moves else None
         return None
+
+    def _is_nearly_done(self, worker: int) -> bool:
+        return len(self._left[worker]) <= _NEARLY * self._planned[worker]
 
     def _hear(self, report: Report) -> None:
         for place, tokens in report.tokens.items():

@@ -39,15 +39,13 @@ def length(request) -> int:
 class Restless(FIFOScheduler):
     """Moves about half of what is unfinished to anywhere, each time that it is asked."""
 
-    def __init__(self) -> None:
-        self.random = random.Random(0)
-
     def rebalance(self, progress: Progress) -> list[Move]:
+        draw = random.Random(f"{progress.step}/{progress.num_tokens.sum()}")
         workers = range(len(progress.planned))
         return [
-            Move(request_id=request.id, worker=self.random.choice(workers))
+            Move(request_id=request.id, worker=draw.choice(workers))
             for request in progress.requests
-            if self.random.random() < 0.5
+            if draw.random() < 0.5
         ]
 
 
