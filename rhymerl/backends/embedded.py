@@ -133,6 +133,8 @@ class EmbeddedBackend(RolloutBackend):
             "spec/draft_hit_rate": new.hits / max(new.asks, 1),
             "spec/accepted_own_frac": new.accepted_own / max(new.accepted_nodes, 1),
             "spec/accepted_sibling_frac": new.accepted_sibling / max(new.accepted_nodes, 1),
+            "spec/accepted_run_ahead_frac": new.accepted_run_ahead / max(new.accepted_nodes, 1),
+            "spec/run_ahead_accept_rate": new.accepted_run_ahead / max(new.drafted_run_ahead, 1),
             "spec/accepted_history_frac": new.accepted_history / max(new.accepted_nodes, 1),
             "history/hit_epoch_age": new.accepted_age_epochs / max(new.accepted_history, 1),
             "spec/draft_time_frac": new.draft_s / max(new.busy_s, 1e-9),

@@ -11,10 +11,17 @@ if TYPE_CHECKING:
     from rhymerl.drafters.history_tree import HistoryTreeDrafter
     from rhymerl.drafters.ngram import NGramDrafter
     from rhymerl.drafters.none import NoDrafter
+    from rhymerl.drafters.run_ahead import RunAheadDrafter
 
-__all__ = ["Drafter", "HistoryTreeDrafter", "NGramDrafter", "NoDrafter"]
+__all__ = ["Drafter", "HistoryTreeDrafter", "NGramDrafter", "NoDrafter", "RunAheadDrafter"]
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of ours
     __getattr__, __dir__ = lazy_names(
-        __name__, {"HistoryTreeDrafter": "history_tree", "NGramDrafter": "ngram", "NoDrafter": "none"}
+        __name__,
+        {
+            "HistoryTreeDrafter": "history_tree",
+            "NGramDrafter": "ngram",
+            "NoDrafter": "none",
+            "RunAheadDrafter": "run_ahead",
+        },
     )

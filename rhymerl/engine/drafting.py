@@ -12,6 +12,7 @@ import numpy.typing as npt
 from rhymerl.budgets.base import Budget, PassOutcome
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
+from rhymerl.drafters.run_ahead import listens
 from rhymerl.engine.layout import PassLayout
 from rhymerl.engine.ragged import IndexArray
 from rhymerl.engine.rows import Rows
@@ -40,7 +41,7 @@ class Drafting:
         self._totals = totals
         self._vocabulary = vocabulary
         self._checks = checks
-        self._hears_tokens = type(drafter).accept is not Drafter.accept
+        self._hears_tokens = listens(drafter, "accept")
         self._hears_outcomes = type(budget).learn is not Budget.learn
 
     def start(self, request: RolloutRequest) -> None:
@@ -124,6 +125,7 @@ class Drafting:
         totals.accepted_to_depth = totals.accepted_to_depth + (steps.num_accepted[:, None] >= levels).sum(0)
         totals.drafted_nodes += len(nodes)
         totals.accepted_nodes += int(steps.num_accepted.sum())
+        totals.drafted_run_ahead += int((layout.drafts.sources == DraftSource.RUN_AHEAD).sum())
         self._count_sources(layout.drafts.sources[steps.accepted])
 
     def _count_sources(self, sources: npt.NDArray[np.int8]) -> None:
@@ -131,6 +133,7 @@ class Drafting:
         totals, ages = self._totals, sources[sources >= DraftSource.HISTORY] - np.int8(DraftSource.HISTORY)
         totals.accepted_own += int((sources == DraftSource.OWN).sum())
         totals.accepted_sibling += int((sources == DraftSource.SIBLING).sum())
+        totals.accepted_run_ahead += int((sources == DraftSource.RUN_AHEAD).sum())
         totals.accepted_history += len(ages)
         totals.accepted_age_epochs += int(ages.sum(dtype=np.int64))
 

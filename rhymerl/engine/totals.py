@@ -30,8 +30,10 @@ class EngineTotals:
     bad_drafts: int = 0
     accepted_own: int = 0  # accepted nodes by DraftSource
     accepted_sibling: int = 0
+    accepted_run_ahead: int = 0
     accepted_history: int = 0
     accepted_age_epochs: int = 0  # sum over accepted_history
+    drafted_run_ahead: int = 0  # of drafted_nodes
     busy_s: float = 0.0
     tail_s: float = 0.0  # of busy_s, with less than a quarter of the slots running
     draft_s: float = 0.0

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rhymerl.compiled import compiled
+from rhymerl.drafters.batches import tidied
 from rhymerl.engine.ragged import IndexArray
 from rhymerl.types import DraftBatch, RolloutRequest
 
@@ -27,37 +28,6 @@ def no_drafts(num_requests: int) -> DraftBatch:
         scores=np.empty(0),
         match_length=np.zeros(num_requests, np.int32),
         sources=np.empty(0, np.int8),
-    )
-
-
-def tidied(drafts: DraftBatch, num_requests: int) -> DraftBatch:
-    """A copy with arrays of the documented types, whatever sequences it came with.
-
-    Raises ValueError when the arrays do not fit together, so that nobody's draft can be told.
-    """
-    fields = {name: np.asarray(getattr(drafts, name)) for name in ("token_ids", "parents", "scores", "sources")}
-    starts, lengths = np.asarray(drafts.starts), {name: values.shape for name, values in fields.items()}
-    total = fields["token_ids"].shape
-    if starts.shape != (num_requests + 1,) or starts[0] != 0 or (np.diff(starts) < 0).any() or total != (starts[-1],):
-        raise ValueError(f"starts must rise from 0 to {total} in {num_requests} steps, one a request")
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"arrays of different lengths: {lengths}")
-    if np.shape(drafts.match_length) != (num_requests,):
-        raise ValueError(
-            f"match_length {np.shape(drafts.match_length)} must be as long as there are requests ({num_requests})"
-        )
-    for name in ("token_ids", "parents"):
-        if total != (0,) and fields[name].dtype.kind not in "iu":
-            raise ValueError(f"{name} ({fields[name].dtype}) must be integers")
-    # Copies: the drafter may use its arrays again, and compiled code wants them writeable.
-    return DraftBatch(
-        token_ids=np.array(fields["token_ids"], np.int32),
-        parents=np.array(fields["parents"], np.int32),
-        starts=np.array(starts, np.int64),
-        scores=np.array(fields["scores"], np.float64),
-        match_length=np.array(drafts.match_length, np.int32),
-        sources=np.array(fields["sources"], np.int8),
-        problems=drafts.problems,
     )
 
 

@@ -53,11 +53,11 @@ def test_match_lengths_are_told_apart():
             [Draft(token_ids=[5], parents=[-1], scores=[0.5], match_length=length) for length in lengths]
         )
 
-    rates = {0: 0.1, 2: 0.3, 5: 0.6, 32: 0.95}
+    rates = {0: 0.1, 2: 0.3, 5: 0.6, 32: 0.95, 33: 0.5}
     for _ in range(2000 // 8):
         drafts = drafts_of(list(rates) * 2)
-        accepted = rng.random(8) < np.tile(list(rates.values()), 2)
-        acceptance.learn(drafts, np.ones(8, np.bool_), accepted)
+        accepted = rng.random(10) < np.tile(list(rates.values()), 2)
+        acceptance.learn(drafts, np.ones(10, np.bool_), accepted)
     assert acceptance.probabilities(drafts_of(list(rates))) == pytest.approx(list(rates.values()), abs=0.05)
 
 

@@ -14,6 +14,7 @@ from rhymerl.backends.sglang.counters import Counters
 from rhymerl.backends.sglang.news import NewsReader
 from rhymerl.backends.sglang.wire import from_custom_params, news_of, noise_of, without_logprobs
 from rhymerl.drafters.base import Drafter
+from rhymerl.drafters.run_ahead import listens
 from rhymerl.engine.tree import depths, no_drafts, sound
 from rhymerl.types import Completion, DraftBatch, FinishReason, RolloutRequest, SamplingParams
 
@@ -133,7 +134,7 @@ class EngineDrafting:
         self._news = news
         self._counters = counters
         self._rows: dict[str, _Row] = {}
-        self._hears_tokens = type(drafter).accept is not Drafter.accept
+        self._hears_tokens = listens(drafter, "accept")
 
     def propose(self, requests: Sequence[EngineRequest], ahead: Sequence[Sequence[int]]) -> TreeArrays:
         """The trees of the batch; `ahead` are tokens of each request that are drawn but not yet in its `output_ids`."""

@@ -22,6 +22,7 @@ from rhymerl.backends.sglang.proof import prove
 from rhymerl.backends.sglang.server import Server, require_sglang
 from rhymerl.backends.sglang.settings import COUNTERS, NEWS, EngineSettings
 from rhymerl.drafters.base import Drafter
+from rhymerl.drafters.run_ahead import listens
 from rhymerl.engine.support import refuse_impossible
 from rhymerl.errors import BackendError, ConfigError
 from rhymerl.folders import open_folder
@@ -319,7 +320,7 @@ class Session:
 
     def learn(self, samples: Sequence[Sample]) -> None:
         """Tell the drafter, if it wants to know."""
-        if self._news is not None and self.settings.n > 1 and type(self.drafter).learn is not Drafter.learn:
+        if self._news is not None and self.settings.n > 1 and listens(self.drafter, "learn"):
             self._tell(News(samples=samples))
 
     def _tell(self, news: News) -> None:

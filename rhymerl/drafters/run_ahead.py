@@ -1,0 +1,127 @@
+"""Drafts from what the policy before drew for the same request with the same noise; behind that, another drafter's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from rhymerl.drafters.base import Drafter
+from rhymerl.drafters.batches import merged, placed
+from rhymerl.history.index import REACH
+from rhymerl.types import Completion, Draft, DraftBatch, DraftSource, RolloutRequest, Sample
+
+if TYPE_CHECKING:
+    from rhymerl.history.records import HistoryDelta
+    from rhymerl.types import IndexArray, IntArray
+
+T = TypeVar("T")
+
+# Of tokens that are right when all before them were. It is not learned here: budgets calibrate scores, and what they have learned is
+# in checkpoints, so that a resumed run verifies the very nodes that the whole run did.
+_RATE = 0.95
+
+
+class RunAheadDrafter(Drafter):
+    """A request that has tokens `ahead` gets those that follow its response, as one path, as long as all of the response agrees.
+
+    Both were drawn with the same noise, so a token is wrong only where the update has moved that very draw. After the first that
+    was, or behind the last, the request is `inner`'s for good, as are all requests without such tokens.
+    """
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner = inner
+        self._ahead: dict[str, _Ahead] = {}  # by id of a request whose response agrees so far
+
+    # -- drafts --------------------------------------------------------------------------------------------------
+
+    def propose(self, request: RolloutRequest, context: IntArray, budget: int) -> Draft:
+        return self.propose_batch([request], [context], [budget]).draft(0)
+
+    def propose_batch(
+        self, requests: Sequence[RolloutRequest], contexts: Sequence[IntArray], budgets: Sequence[int]
+    ) -> DraftBatch:
+        agrees = np.array([self._agrees(*each) for each in zip(requests, contexts, strict=True)], np.bool_)
+        places, others = np.flatnonzero(agrees), np.flatnonzero(~agrees)
+        if len(places) == 0:
+            return self.inner.propose_batch(requests, contexts, budgets)
+        ahead = [self._ahead[request.id] for request in _at(places, requests)]
+        drafts = _packed(ahead, _at(places, budgets)).spread(places, len(requests))
+        if len(others) == 0:
+            return drafts
+        theirs = self.inner.propose_batch(_at(others, requests), _at(others, contexts), _at(others, budgets))
+        return merged(drafts, placed(theirs, others, len(requests)))
+
+    def _agrees(self, request: RolloutRequest, context: IntArray) -> bool:
+        """Whether the whole response agrees, and there is more to come."""
+        ahead = self._ahead.get(request.id)
+        if ahead is not None and not ahead.follow(context[len(request.prompt.token_ids) :]):
+            del self._ahead[request.id]
+            return False
+        return ahead is not None
+
+    # -- what is known -------------------------------------------------------------------------------------------
+
+    def start(self, request: RolloutRequest) -> None:
+        if request.ahead is not None:
+            self._ahead[request.id] = _Ahead(request.ahead)
+        self.inner.start(request)
+
+    def accept(self, request: RolloutRequest, token_ids: IntArray, num_accepted: int) -> None:
+        self.inner.accept(request, token_ids, num_accepted)
+
+    def finish(self, completion: Completion) -> None:
+        self._ahead.pop(completion.request.id, None)
+        self.inner.finish(completion)
+
+    def learn(self, samples: Sequence[Sample]) -> None:
+        self.inner.learn(samples)
+
+    def follow(self, delta: HistoryDelta) -> None:
+        self.inner.follow(delta)
+
+    def close(self) -> None:
+        self._ahead.clear()
+        self.inner.close()
+
+
+def listens(drafter: Drafter, hook: str) -> bool:
+    """Whether the drafter does anything at that hook, which one that wraps another only passes on."""
+    while isinstance(drafter, RunAheadDrafter):
+        drafter = drafter.inner
+    return getattr(type(drafter), hook) is not getattr(Drafter, hook)
+
+
+@dataclass(slots=True)
+class _Ahead:
+    """The tokens drawn ahead, and how many of them the response has, in the same places."""
+
+    token_ids: IntArray
+    agreed: int = 0
+
+    def follow(self, response: IntArray) -> bool:
+        """Look at what is new in the response. False when that disagrees, or has reached the end."""
+        start, self.agreed = self.agreed, len(response)
+        new = self.token_ids[start : self.agreed]
+        return self.agreed < len(self.token_ids) and np.array_equal(new, response[start:])
+
+
+def _at(places: IndexArray, values: Sequence[T]) -> list[T]:
+    return [values[place] for place in places.tolist()]
+
+
+def _packed(ahead: Sequence[_Ahead], budgets: Sequence[int]) -> DraftBatch:
+    """The tokens that come next, a path each."""
+    paths = [each.token_ids[each.agreed : each.agreed + budget] for each, budget in zip(ahead, budgets, strict=True)]
+    starts = np.cumsum([0, *map(len, paths)], dtype=np.int64)
+    parents = np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts)) - 1
+    return DraftBatch(
+        token_ids=np.concatenate(paths).astype(np.int32),
+        parents=parents.astype(np.int32),
+        starts=starts,
+        scores=_RATE ** (parents + 2.0),
+        match_length=np.array([REACH + 1 + each.agreed for each in ahead], np.int32),  # longer than any index finds
+        sources=np.full(len(parents), DraftSource.RUN_AHEAD, np.int8),
+    )
