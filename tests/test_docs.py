@@ -18,6 +18,7 @@ from rhymerl.cli import main
 from rhymerl.config import compose, resolved
 from rhymerl.evaluation import EvaluationSettings
 from rhymerl.policy import Policy
+from rhymerl.schedulers import SortedScheduler
 from rhymerl.tasks import RunningSum
 from rhymerl.testing import tiny_policy
 from tests.documents import PAGES, ROOT, blocks, code_spans, prose, reader_in, table_after, write_files
@@ -257,6 +258,7 @@ def test_logged_and_documented_metrics_are_the_same() -> None:
         GRPO(kl_coef=0.1),
         rollout=RolloutSettings(group_size=2, max_tokens=8, stop_token_ids=(3, 5, 7, 9, 11, 13)),
         evaluation=EvaluationSettings(samples=2),
+        scheduler=SortedScheduler(),
         rewards=Reward(lambda completion: float(len(completion)), name="length", where="main"),
     )
     data = PromptDataModule(task=RunningSum(difficulty=2, train_size=8, validation_size=4), prompts_per_step=4)
