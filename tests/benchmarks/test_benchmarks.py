@@ -106,3 +106,11 @@ def test_trl_echo_runs_our_side_alone(run: Run) -> None:
     (row,) = result["rows"]
     assert row["side"] == "rhymerl"
     assert 0 < row["rollout_s"]["median"] < row["step_s"]["median"]
+
+
+def test_ranks_has_a_row_for_each_way(run: Run) -> None:
+    words = ("--ranks", "1", "--prompts", "2", "--prompts-per-step", "1", "--group-size", "2", "--epochs", "2")
+    rows = run("ranks", *words, "--repeats", "1", "--rows", "fifo, off, none", "histopipe, keep, history")["rows"]
+    assert [row["row"] for row in rows] == ["fifo, off, none", "histopipe, keep, history"]
+    assert rows[0]["times as fast"]["median"] == 1
+    assert all(0 <= row["bubble_frac"]["median"] < 1 for row in rows)
