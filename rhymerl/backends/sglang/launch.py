@@ -11,6 +11,7 @@ from rhymerl.backends.sglang.plugin import VARIABLE
 from rhymerl.backends.sglang.session import ALGORITHM
 from rhymerl.backends.sglang.settings import EngineSettings
 from rhymerl.config import instantiate
+from rhymerl.drafters import RunAheadDrafter
 from rhymerl.errors import ConfigError
 from rhymerl.folders import open_folder
 
@@ -27,7 +28,8 @@ def launch_line(config: DictConfig) -> dict[str, Any]:
     if not isinstance(backend, SGLangBackend):
         raise ConfigError(f"backend={type(backend).__name__}: expected backend=sglang")
     drafter = instantiate(config.drafter, key="drafter")
-    settings = EngineSettings.of(drafter, open_folder(config.out, setting="out").resolve()).open()
+    # A trainer that runs ahead may come: without tokens drawn ahead it is the drafter alone.
+    settings = EngineSettings.of(RunAheadDrafter(drafter), open_folder(config.out, setting="out").resolve()).open()
     words = arguments.words(
         model_path=str(config.model.path),
         dtype=backend.dtype or "auto",

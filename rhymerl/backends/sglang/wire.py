@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ KEY = "rhymerl"  # in custom_params
 
 def to_custom_params(request: RolloutRequest, *, news: int) -> dict[str, Any]:
     """The request but for its tokens and sampling parameters; `news` is what the drafter has to have read before."""
+    ahead = {} if request.ahead is None else {"ahead": _packed(request.ahead)}
     return {
         KEY: {
             "id": request.id,
@@ -28,6 +30,7 @@ def to_custom_params(request: RolloutRequest, *, news: int) -> dict[str, Any]:
             "prompt_key": request.prompt.key,
             "offset": len(request.generated) if request.generated is not None else 0,
             "news": news,
+            **ahead,
         }
     }
 
@@ -51,7 +54,17 @@ def from_custom_params(
         sampling=sampling,
         split=own["split"],
         generated=without_logprobs(answer) if len(answer) else None,
+        ahead=_unpacked(own["ahead"]) if "ahead" in own else None,
     )
+
+
+def _packed(token_ids: IntArray) -> str:
+    """As text: between SGLang's processes a mapping in custom_params holds no lists."""
+    return base64.b64encode(np.asarray(token_ids, "<i4").tobytes()).decode()
+
+
+def _unpacked(text: str) -> IntArray:
+    return np.frombuffer(base64.b64decode(text), "<i4").astype(np.int32)
 
 
 def _of_others(rid: str, tokens: IntArray) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from rhymerl.backends.sglang.counters import Counters
 from rhymerl.backends.sglang.plugin import VARIABLE
 from rhymerl.backends.sglang.settings import EngineSettings
 from rhymerl.config import describe
-from rhymerl.drafters import HistoryTreeDrafter
+from rhymerl.drafters import HistoryTreeDrafter, RunAheadDrafter
 from rhymerl.errors import BackendError
 
 
@@ -24,9 +24,10 @@ def test_what_is_written_is_read(tmp_path, monkeypatch):
     assert "" not in written.paths
 
 
-def test_the_drafter_is_built_again_as_it_was(tmp_path):
+@pytest.mark.parametrize("wraps", [lambda drafter: drafter, RunAheadDrafter], ids=["bare", "wrapped"])
+def test_the_drafter_is_built_again_as_it_was(wraps, tmp_path):
     Counters(tmp_path / "counters", new=True)
-    drafter = HistoryTreeDrafter(window=3)
+    drafter = wraps(HistoryTreeDrafter(window=3))
     drafting = EngineSettings.of(drafter, tmp_path).drafting(4, 19)
     assert describe(drafting.drafter) == describe(drafter)
     assert drafting.n == 4

@@ -13,7 +13,7 @@ import pytest
 
 from rhymerl.backends.sglang.backend import SGLangBackend
 from rhymerl.backends.sglang.plugin import VARIABLE
-from rhymerl.drafters import Drafter, HistoryTreeDrafter, NoDrafter
+from rhymerl.drafters import Drafter, HistoryTreeDrafter, NoDrafter, RunAheadDrafter
 from rhymerl.errors import BackendError, ConfigError
 from rhymerl.history import HistoryStore
 from rhymerl.testing import make_requests
@@ -87,9 +87,10 @@ def test_news_are_written_for_drafters_that_want_them(installed, flat_policy):
             "000000002.news",
         ]
         assert backend.session._flights.news == 2
-    with started(flat_policy, Reward()) as backend:
-        backend.learn([])
-        assert backend.session._flights.news == 1
+    for drafter, news in ((Reward(), 1), (RunAheadDrafter(Reward()), 1), (RunAheadDrafter(HistoryTreeDrafter()), 0)):
+        with started(flat_policy, drafter) as backend:
+            backend.learn([])
+            assert backend.session._flights.news == news
 
 
 @pytest.mark.parametrize("what", ["collect", "withdraw", "sync"])

@@ -24,11 +24,12 @@ def travelled(request: RolloutRequest, *, news: int = 0):
 @given(
     prompt=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=6),
     answer=st.lists(st.integers(0, 2**31 - 1), max_size=6),
+    ahead=st.one_of(st.none(), st.lists(st.integers(0, 2**31 - 1), max_size=6)),
     seed=st.one_of(st.integers(0, 2**64 - 1), st.integers(2**63 - 1, 2**63 + 1)),
     sample=st.integers(0, 99),
     split=st.sampled_from(["train", "validation"]),
 )
-def test_a_request_arrives_as_it_left(prompt, answer, seed, sample, split):
+def test_a_request_arrives_as_it_left(prompt, answer, ahead, seed, sample, split):
     count = len(answer)
     generated = Generated(
         token_ids=np.array(answer, np.int32), logprobs=np.zeros(count), policy_versions=np.zeros(count, np.int32)
@@ -41,6 +42,7 @@ def test_a_request_arrives_as_it_left(prompt, answer, seed, sample, split):
         sampling=SAMPLING,
         split=split,
         generated=generated,
+        ahead=None if ahead is None else np.array(ahead, np.int32),
     )
     params = travelled(sent, news=4)
     back = from_custom_params(params, "rid", [*prompt, *answer], SAMPLING)
@@ -51,6 +53,9 @@ def test_a_request_arrives_as_it_left(prompt, answer, seed, sample, split):
     assert (back.generated.token_ids.tolist() if back.generated else []) == answer
     assert (back.generated is None) == (count == 0)
     assert back.prompt.token_ids.dtype == np.int32
+    assert (back.ahead if back.ahead is None else back.ahead.tolist()) == ahead
+    assert back.ahead is None or back.ahead.dtype == np.int32
+    assert ("ahead" in params["rhymerl"]) == (ahead is not None)
     assert noise_of(params, "rid") == (seed, count)
     assert news_of(params) == 4
 
