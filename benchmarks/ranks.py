@@ -111,7 +111,12 @@ def train(name: str, arguments: argparse.Namespace) -> Steps:
         prompts_per_step=arguments.prompts_per_step,
         seed=arguments.seed,
     )
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     trainer = L.Trainer(
         max_epochs=arguments.epochs,
         accelerator="cpu",
@@ -137,7 +142,9 @@ def table(found: Mapping[str, Sequence[Steps]], arguments: argparse.Namespace) -
         row["bubble_frac"] = record.spread(bubbles(steps, first) for steps in repeats)
         times = [step_s(steps, first) for steps in repeats]
         row["times as fast"] = record.spread(one / other for one, other in zip(base, times, strict=True))
-        row |= {metric: round(mean(repeats[0], metric, first), 4) for metric in SHOWN if metric in repeats[0].metrics[0]}
+        row |= {
+            metric: round(mean(repeats[0], metric, first), 4) for metric in SHOWN if metric in repeats[0].metrics[0]
+        }
         rows.append(row)
     return rows
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any, cast
 
 import lightning as L
 import torch
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
@@ -24,6 +26,7 @@ from rhymerl.config import describe, instantiate, plain
 from rhymerl.data import PromptBatch, PromptDataModule
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.history_tree import HistoryTreeDrafter
+from rhymerl.drafters.run_ahead import RunAheadDrafter
 from rhymerl.errors import ConfigError
 from rhymerl.evaluation import EvaluationSettings, evaluation_metrics
 from rhymerl.history import HistoryStore
@@ -182,7 +185,7 @@ class RhymeModule(L.LightningModule):
         if self._reference is not None:
             nn.Module.to(self._reference, device=self.device, dtype=self.model.dtype)
         self._ranks = self._ranks or (Group() if self.trainer.world_size > 1 else Alone())
-        self.backend.start(self.policy, self._run_ahead_drafter, budget=self.budget, autocast=autocast)
+        self.backend.start(self.policy, self._rollout_drafter, budget=self.budget, autocast=autocast)
         self._scorer = RewardScorer(self._rewards, num_workers=self.reward_workers)
         self._loop = RolloutLoop(
             self.backend,
@@ -207,7 +210,7 @@ class RhymeModule(L.LightningModule):
             seed=self.seed,
             backward=self.manual_backward,
             autocast=autocast,
-            no_sync=getattr(self.trainer.strategy.model, "no_sync", nullcontext),
+            no_sync=self._no_sync,
             ranks=self._ranks,
             reference=self._reference,
         )
@@ -309,9 +312,15 @@ class RhymeModule(L.LightningModule):
         self._log({**result.metrics, **metrics, **timing, "num_tokens": float(self.num_tokens)})
         return None
 
-    @property
-    def _run_ahead_drafter(self) -> Drafter:
-        return self.drafter
+    def _no_sync(self) -> AbstractContextManager[None]:
+        """Keeps DDP from summing the gradients of each backward; the update does so itself."""
+        wrapped = self.trainer.strategy.model
+        return wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) else nullcontext()
+
+    @cached_property
+    def _rollout_drafter(self) -> Drafter:
+        """One object for the life of the module, by which an engine knows whether it is its own."""
+        return RunAheadDrafter(self.drafter) if self.run_ahead == "draft" else self.drafter
 
     @property
     def _is_last_step(self) -> bool:

@@ -84,7 +84,7 @@ class RolloutBackend(ABC):
     def metrics(self) -> Mapping[str, float]:
         """What happened since the last call, by metric name; then reset.
 
-        An int is a count, which is summed over ranks; a float is a rate, of which they log the mean, by tokens.
+        An int is a count, which is summed over ranks; a float is a rate, of which they log the mean, by time.
         """
         return {}
 

@@ -11,7 +11,6 @@ from rhymerl.rollout.plans import SharedPlan, make_plan
 from rhymerl.schedulers.base import Progress, Scheduler, check_moves
 from rhymerl.types import RolloutRequest
 
-
 _NEARLY = 0.1  # of a worker's requests
 
 
@@ -83,7 +82,7 @@ class Conductor:
         return None
 
     def _is_nearly_done(self, worker: int) -> bool:
-        return len(self._left[worker]) <= _NEARLY * self._planned[worker]
+        return len(self._left[worker]) <= _NEARLY * int(self._planned[worker])
 
     def _hear(self, report: Report) -> None:
         for place, tokens in report.tokens.items():

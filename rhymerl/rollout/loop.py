@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Decode = Callable[["IntArray"], str]
 
-_SLICE_S = 0.05  # between two exchanges with the other ranks
+_SLICE_S = 0.02  # between two exchanges with the other ranks
 _REBALANCE_S = 0.5
 _PASSES = 16  # the same in lockstep, where time is counted in exchanges
 _REBALANCE_EXCHANGES = 4
@@ -139,7 +139,7 @@ class RolloutLoop:
         metrics = {
             **rollout_metrics(samples),
             **staleness_metrics(samples, self.policy_version),
-            **over_ranks([share.metrics for share in shares], [share.num_tokens for share in shares]),
+            **over_ranks([share.metrics for share in shares], [share.busy_s for share in shares]),
             **_time_metrics(shares),
             "timing_s/reward": scored_s,  # what was not hidden behind the rollout
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -12,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 
 from rhymerl import PromptDataModule, RhymeModule
 from rhymerl.algos import GRPO
@@ -21,6 +23,7 @@ from rhymerl.policy import PolicySource
 from rhymerl.rewards import Reward, exact_match
 from rhymerl.rollout import RolloutSettings
 from rhymerl.tasks import RunningSum
+from rhymerl.trainer import check_trainer
 from rhymerl.update import UpdateSettings
 from tests.conftest import children
 from tests.integration.conftest import assert_same
@@ -294,14 +297,19 @@ def test_flags_that_cannot_be_honoured(call, flags, message, model_dir, prompts)
         getattr(L.Trainer(devices=1, max_steps=1, **QUIET, **flags), call)(module, datamodule)
 
 
-@pytest.mark.parametrize("call", ["fit", "validate", "test"])
-def test_several_devices_are_refused(call, model_dir, prompts, monkeypatch):
-    """As the process of rank 0 that another program has started, so that Lightning starts none."""
-    for name, value in {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    module, datamodule = parts(str(model_dir), prompts)
-    with pytest.raises(ConfigError, match="^trainer.devices=2 .*one device without a distributed strategy"):
-        getattr(L.Trainer(accelerator="cpu", devices=2, max_steps=1, **QUIET), call)(module, datamodule)
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (DDPStrategy(start_method="fork"), "with start_method='fork': the history would be lost with the processes"),
+        (DDPStrategy(ddp_comm_hook=print), ": a communication hook or model averaging would never be asked"),
+        (FSDPStrategy(), ": the engine reads whole weights"),
+    ],
+    ids=["fork", "hook", "fsdp"],
+)
+def test_strategies_that_cannot_be_honoured(strategy, message):
+    """Lightning itself makes no Trainer with the last one where there is no GPU."""
+    with pytest.raises(ConfigError, match=f"^trainer.strategy={type(strategy).__name__} ?{message}"):
+        check_trainer(SimpleNamespace(strategy=strategy))
 
 
 def test_no_test_loop(model_dir, prompts):

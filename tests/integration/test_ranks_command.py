@@ -96,7 +96,10 @@ def test_ctrl_c_on_one_rank_stops_both_after_the_step(settings, tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["run_ahead=keep", "max_staleness=0"], "max_staleness=0: run_ahead=keep trains on tokens of the policy before"),
+        (
+            ["run_ahead=keep", "max_staleness=0"],
+            "max_staleness=0: run_ahead=keep trains on tokens of the policy before",
+        ),
         (["run_ahead=always"], "run_ahead='always': expected one of off, draft, keep"),
         (["max_staleness=3"], "max_staleness=3: expected 0 or 1"),
         (["trainer.strategy=fsdp"], "FSDP"),
