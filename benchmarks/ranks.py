@@ -70,9 +70,9 @@ class Steps(L.Callback):
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     parser = record.options(__doc__, repeats=3)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--prompts", type=int, default=24)
-    parser.add_argument("--prompts-per-step", type=int, default=6)
-    parser.add_argument("--group-size", type=int, default=16)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--prompts-per-step", type=int, default=4)
+    parser.add_argument("--group-size", type=int, default=32)
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--max-running", type=int, default=64)
     parser.add_argument("--learning-rate", type=float, default=3e-4)
