@@ -1,6 +1,6 @@
 """What an algorithm is: advantages from a step's samples, and a loss that sums correctly over any split of them.
 
-B = samples, T = response tokens (padded to the longest).
+B = samples, T = response tokens (padded to the longest). Log-probs are in nats.
 """
 
 from __future__ import annotations
@@ -8,10 +8,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
+
+Need = Literal["proximal", "reference", "values"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,64 +23,111 @@ class Batch:
     rewards: Tensor  # [B]
     groups: Tensor  # [B] int64, equal for the samples of one prompt
     mask: Tensor  # [B, T] bool, tokens that are trained
-    behaviour_logprobs: Tensor  # [B, T] of the policy that drew the tokens
+    behaviour_logprobs: Tensor  # [B, T] of the policies that drew the tokens
+    limits: Tensor  # [B] int64, the most tokens that each answer could have had
+    is_truncated: Tensor  # [B] bool, cut off at its limit
+    proximal_logprobs: Tensor | None = None  # [B, T] before the first update; None: as behaviour
+    reference_logprobs: Tensor | None = None  # [B, T] of the policy that the run started from
+    values: Tensor | None = None  # [B, T] the critic's, in front of each token, before the first update
     advantages: Tensor | None = None  # [B, T]
-    reference_logprobs: Tensor | None = None  # [B, T]
+    returns: Tensor | None = None  # [B, T] what the critic learns
 
     def __len__(self) -> int:
         return len(self.rewards)
 
+    @property
+    def old_logprobs(self) -> Tensor:
+        """Of the policy that the step begins with, [B, T]."""
+        return self.behaviour_logprobs if self.proximal_logprobs is None else self.proximal_logprobs
+
+    @property
+    def lengths(self) -> Tensor:
+        """Trained tokens of each sample, [B]."""
+        return self.mask.sum(-1)
+
     def select(self, index: Tensor, width: int) -> Self:
         """The samples at `index`, cut to their first `width` tokens."""
-        chosen = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None:
-                value = value[index]
-                chosen[field.name] = value[:, :width] if value.ndim == 2 else value
-        return replace(self, **chosen)
+        return self._each(lambda value: value[index][:, :width] if value.ndim == 2 else value[index])
 
     def cast(self, dtype: torch.dtype) -> Self:
-        """Advantages and behaviour log-probs in the dtype of the loss."""
-        advantages = None if self.advantages is None else self.advantages.to(dtype)
-        return replace(self, advantages=advantages, behaviour_logprobs=self.behaviour_logprobs.to(dtype))
+        """What is of a token, in the dtype of the loss."""
+        return self._each(lambda value: value.to(dtype) if value.ndim == 2 and value.is_floating_point() else value)
 
-    def with_reference(self, logprobs: Tensor) -> Self:
-        """The same with `reference_logprobs` [B, T]."""
-        return replace(self, reference_logprobs=logprobs)
+    def to(self, device: torch.device | str) -> Self:
+        """The same on a device."""
+        return self._each(lambda value: value.to(device))
+
+    def _each(self, change: Any) -> Self:
+        held = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: change(value) for name, value in held.items() if value is not None})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """Of the whole mini-batch over all ranks: the denominators of sums, so that the parts of any split add up to one loss."""
+
+    num_tokens: int  # trained tokens, at least 1
+    num_samples: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyOutput:
-    """What the current policy says of a batch's tokens."""
+    """What the current policy, and the critic, say of a batch's tokens."""
 
     logprobs: Tensor  # [B, T] log_softmax(logits / temperature), with gradient
-    entropy: Tensor  # [B, T]
+    entropy: Tensor  # [B, T] with gradient only for an algorithm that trains it
+    values: Tensor | None = None  # [B, T] of the critic, with gradient
 
 
 class Algorithm(ABC):
-    """Stateless; its constructor's arguments are its settings.
+    """Its constructor's arguments are its settings.
 
-    Metrics are summed over micro-batches, so each is a sum over tokens divided by `num_tokens`; names ending in
-    `/min` and `/max` are combined by minimum and maximum instead.
+    Metrics are summed over micro-batches and ranks, so each is a sum over tokens or samples divided by one of the `Totals`; names
+    ending in `/min` and `/max` are combined by minimum and maximum instead.
     """
 
     @abstractmethod
     def advantages(self, batch: Batch) -> Tensor:
-        """[B, T] from the whole step's rewards."""
+        """[B, T] from the whole step's rewards and what it `needs`; on the CPU in float64, once a step on every rank."""
 
     @abstractmethod
-    def loss(self, batch: Batch, output: PolicyOutput, num_tokens: int) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The part of the loss that these samples add, and metrics.
-
-        `num_tokens` counts the trained tokens of the whole mini-batch over all ranks, so that the parts of any split sum
-        to the same loss.
-        """
+    def loss(self, batch: Batch, output: PolicyOutput, totals: Totals) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The part of the mini-batch's loss that these samples add, and metrics."""
 
     @property
-    def needs_reference(self) -> bool:
-        """Whether the loss reads `reference_logprobs`."""
+    def needs(self) -> frozenset[Need]:
+        """What `advantages` or `loss` reads of the batch that takes forward passes over all samples before the first update.
+
+        `reference` makes the run keep a frozen copy of the policy, `values` a critic.
+        """
+        return frozenset()
+
+    @property
+    def trains_entropy(self) -> bool:
+        """Whether the loss has a gradient through `output.entropy`, which costs memory."""
+        return False
+
+    def prepare(self, batch: Batch) -> Batch:
+        """The batch with `advantages`, and with `returns` for a critic; on the CPU, once a step on every rank.
+
+        Tokens taken out of its `mask` leave the loss and the `Totals`.
+        """
+        return replace(batch, advantages=self.advantages(batch))
+
+    def metrics(self, batch: Batch) -> dict[str, float]:
+        """Of a whole step, once a step on every rank, after `prepare`. Settings that adapt move here."""
+        return {}
+
+    def stops(self, metrics: Mapping[str, float]) -> bool:
+        """Whether the step's further mini-batches are left out, by the metrics of the one before, of all ranks."""
         return False
 
     def check(self, *, group_size: int) -> None:
         """Raise ConfigError when the algorithm cannot work with groups of this size."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs, as plain containers."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` returned."""

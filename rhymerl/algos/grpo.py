@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rhymerl.algos.base import Algorithm, Batch, PolicyOutput
+from rhymerl.algos.base import Algorithm, Batch, Need, PolicyOutput, Totals
 from rhymerl.algos.functional import clipped_surrogate, group_advantages, k3_divergence, masked_sum
 from rhymerl.errors import ConfigError
 
@@ -36,8 +36,8 @@ class GRPO(Algorithm):
         self.kl_coef = kl_coef
 
     @property
-    def needs_reference(self) -> bool:
-        return self.kl_coef > 0
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"reference"} if self.kl_coef > 0 else ())
 
     def check(self, *, group_size: int) -> None:
         if group_size < 2:
@@ -49,24 +49,24 @@ class GRPO(Algorithm):
         values = group_advantages(batch.rewards, batch.groups, normalize_std=self.normalize_std)
         return values[:, None].expand_as(batch.mask)
 
-    def loss(self, batch: Batch, output: PolicyOutput, num_tokens: int) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def loss(self, batch: Batch, output: PolicyOutput, totals: Totals) -> tuple[Tensor, Mapping[str, Tensor]]:
         assert batch.advantages is not None, "advantages are computed before the loss"
         difference = (output.logprobs - batch.behaviour_logprobs).masked_fill(~batch.mask, 0)
         ratio = difference.exp()
         loss = clipped_surrogate(ratio, batch.advantages, clip_low=self.clip_low, clip_high=self.clip_high)
-        metrics = ratio_metrics(ratio, difference, batch, num_tokens, clip_low=self.clip_low, clip_high=self.clip_high)
+        metrics = ratio_metrics(ratio, difference, batch, totals, clip_low=self.clip_low, clip_high=self.clip_high)
         if batch.reference_logprobs is not None:
             divergence = k3_divergence(output.logprobs, batch.reference_logprobs)
             loss = loss + self.kl_coef * divergence
-            metrics["kl"] = masked_sum(divergence.detach(), batch.mask) / num_tokens
-        metrics["entropy"] = masked_sum(output.entropy.detach(), batch.mask) / num_tokens
-        total = masked_sum(loss, batch.mask) / num_tokens
+            metrics["kl"] = masked_sum(divergence.detach(), batch.mask) / totals.num_tokens
+        metrics["entropy"] = masked_sum(output.entropy.detach(), batch.mask) / totals.num_tokens
+        total = masked_sum(loss, batch.mask) / totals.num_tokens
         return total, {**metrics, "loss": total.detach()}
 
 
 @torch.no_grad()
 def ratio_metrics(
-    ratio: Tensor, difference: Tensor, batch: Batch, num_tokens: int, *, clip_low: float, clip_high: float
+    ratio: Tensor, difference: Tensor, batch: Batch, totals: Totals, *, clip_low: float, clip_high: float
 ) -> dict[str, Tensor]:
     """How far the policy is from the one that drew the tokens; ratio and log-ratio `difference` are [B, T]."""
     assert batch.advantages is not None
@@ -74,11 +74,11 @@ def ratio_metrics(
     high = (ratio > 1 + clip_high) & (batch.advantages > 0) & batch.mask
     inside, gap = ratio[batch.mask], difference[batch.mask].abs()
     metrics = {
-        "clip_ratio/low_mean": low.sum() / num_tokens,
-        "clip_ratio/high_mean": high.sum() / num_tokens,
-        "clip_ratio/region_mean": (low | high).sum() / num_tokens,
-        "sampling/importance_sampling_ratio/mean": inside.sum() / num_tokens,
-        "sampling/sampling_logp_difference/mean": gap.sum() / num_tokens,
+        "clip_ratio/low_mean": low.sum() / totals.num_tokens,
+        "clip_ratio/high_mean": high.sum() / totals.num_tokens,
+        "clip_ratio/region_mean": (low | high).sum() / totals.num_tokens,
+        "sampling/importance_sampling_ratio/mean": inside.sum() / totals.num_tokens,
+        "sampling/sampling_logp_difference/mean": gap.sum() / totals.num_tokens,
     }
     if len(inside):
         metrics["sampling/importance_sampling_ratio/min"] = inside.min()

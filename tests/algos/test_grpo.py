@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rhymerl.algos import GRPO, Batch, PolicyOutput
+from rhymerl.algos import GRPO, Batch, PolicyOutput, Totals
 from rhymerl.algos.functional import clipped_surrogate, group_advantages, k3_divergence
 from rhymerl.errors import ConfigError
 
@@ -56,6 +56,8 @@ def make_batch(num_samples: int = 6, width: int = 5, seed: int = 0) -> tuple[Bat
         groups=torch.arange(num_samples) // 2,
         mask=torch.arange(width) < lengths[:, None],
         behaviour_logprobs=behaviour,
+        limits=torch.full((num_samples,), width),
+        is_truncated=torch.zeros(num_samples, dtype=torch.bool),
         reference_logprobs=behaviour - 0.1,
     )
     return batch, moved
@@ -66,7 +68,8 @@ def with_advantages(batch: Batch, algorithm: GRPO) -> Batch:
 
 
 def loss_of(algorithm: GRPO, batch: Batch, logprobs: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    return algorithm.loss(batch, PolicyOutput(logprobs=logprobs, entropy=torch.zeros_like(logprobs)), num_tokens)[0]
+    totals = Totals(num_tokens=num_tokens, num_samples=6)
+    return algorithm.loss(batch, PolicyOutput(logprobs=logprobs, entropy=torch.zeros_like(logprobs)), totals)[0]
 
 
 @pytest.mark.parametrize("split", [1, 2, 3, 5])
@@ -120,10 +123,12 @@ def test_metrics_by_hand():
     mask = torch.tensor([[True, True, False]])
     batch = Batch(
         rewards=tensor(1.0), groups=torch.tensor([0]), mask=mask, behaviour_logprobs=torch.zeros(1, 3).double(),
-        advantages=torch.ones(1, 3).double(),
+        limits=torch.tensor([3]), is_truncated=torch.tensor([False]), advantages=torch.ones(1, 3).double(),
     )  # fmt: skip
     logprobs = tensor(math.log(1.5), math.log(0.9), 7.0)[None]
-    _, metrics = GRPO().loss(batch, PolicyOutput(logprobs=logprobs, entropy=tensor(0.4, 0.2, 9)[None]), 2)
+    _, metrics = GRPO().loss(
+        batch, PolicyOutput(logprobs=logprobs, entropy=tensor(0.4, 0.2, 9)[None]), Totals(num_tokens=2, num_samples=1)
+    )
     expected = {
         "clip_ratio/high_mean": 0.5,
         "clip_ratio/low_mean": 0.0,
