@@ -68,6 +68,13 @@ class PromptLoader:
         """The prompts of a later step, without moving; it may lie in the next pass."""
         return self.batch(self.cursor + steps_ahead)
 
+    def replacements(self) -> Iterator[Prompt]:
+        """Prompts that are not in the current step, in an order of the step's own; the cursor stays."""
+        here = {prompt.id for prompt in self.batch(self.cursor).prompts}
+        for index in _permutation(f"{self.seed}/replacements/{self.cursor}", len(self.prompts)):
+            if self.prompts[index].id not in here:
+                yield self.prompts[index]
+
     def advance(self) -> None:
         """Count the current step as consumed. Called on every rank at the end of `training_step`."""
         self.cursor += 1
@@ -91,10 +98,7 @@ class PromptLoader:
     def _make_order(self, epoch: int) -> npt.NDArray[np.intp]:
         if not self.shuffle:
             return np.arange(len(self.prompts))
-        digest = hashlib.blake2b(f"{self.seed}/{epoch}".encode(), digest_size=16).digest()
-        # Sort raw draws: unlike `permutation`, they are promised to stay the same in later numpy versions.
-        draws = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(len(self.prompts))
-        return np.argsort(draws, kind="stable")
+        return _permutation(f"{self.seed}/{epoch}", len(self.prompts))
 
     @cached_property
     def _fingerprint(self) -> str:
@@ -111,6 +115,13 @@ class PromptLoader:
             "shuffle": self.shuffle,
             "seed": self.seed,
         }
+
+
+def _permutation(name: str, count: int) -> npt.NDArray[np.intp]:
+    digest = hashlib.blake2b(name.encode(), digest_size=16).digest()
+    # Sort raw draws: unlike `permutation`, they are promised to stay the same in later numpy versions.
+    draws = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(count)
+    return np.argsort(draws, kind="stable")
 
 
 _SETTING = "data.{name}={{now!r}}: the checkpoint was written with {{saved!r}}; a resumed run keeps its data order"

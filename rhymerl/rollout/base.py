@@ -6,12 +6,16 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rhymerl.errors import ConfigError
+from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.types import Prompt, RolloutRequest, Sample, SamplingParams, Split
 
 
 class RolloutSettings:
-    """How answers are asked for. Raises ConfigError naming the setting that is out of range."""
+    """How answers are asked for. Raises ConfigError naming the setting that is out of range.
+
+    `dynamic_sampling` is in how many rounds groups whose rewards are all equal, which teach nothing, may be replaced by those of other
+    prompts (DAPO, arXiv 2503.14476, section 3.2); what is left after the last round stays.
+    """
 
     def __init__(
         self,
@@ -23,9 +27,9 @@ class RolloutSettings:
         top_p: float = 1.0,
         min_p: float = 0.0,
         stop_token_ids: Sequence[int] = (),
+        dynamic_sampling: int = 0,
     ) -> None:
-        if group_size < 1:
-            raise ConfigError(f"rollout.group_size={group_size}: expected at least 1")
+        require_at_least("rollout", {"group_size": (group_size, 1), "dynamic_sampling": (dynamic_sampling, 0)})
         self.group_size = group_size
         self.max_tokens = max_tokens
         self.temperature = temperature
@@ -33,6 +37,7 @@ class RolloutSettings:
         self.top_p = top_p
         self.min_p = min_p
         self.stop_token_ids = tuple(stop_token_ids)
+        self.dynamic_sampling = dynamic_sampling
         self.sampling(())  # checks the ranges
 
     def sampling(self, stop_token_ids: Sequence[int]) -> SamplingParams:
@@ -64,6 +69,7 @@ def requests_of(
     seed: int,
     stop_token_ids: Sequence[int],
     split: Split = "train",
+    round_number: int = 0,
 ) -> list[RolloutRequest]:
     """`group_size` requests a prompt, in canonical order; `seed` is the run's, `stop_token_ids` are the policy's."""
     sampling = settings.sampling(stop_token_ids)
@@ -72,7 +78,7 @@ def requests_of(
             id=f"{step}/{prompt.id}/{sample}",
             prompt=prompt,
             sample=sample,
-            seed=request_seed(seed, step, prompt, sample),
+            seed=request_seed(seed, step, prompt, sample, round_number),
             sampling=sampling,
             split=split,
         )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,6 +19,7 @@ from rhymerl.rewards import RewardScorer
 from rhymerl.rollout.ahead import Ahead, Drawn, united
 from rhymerl.rollout.base import Rollout, RolloutSettings, requests_of
 from rhymerl.rollout.conductor import Conductor
+from rhymerl.rollout.groups import groups_that_teach_nothing, replaced
 from rhymerl.rollout.metrics import over_ranks, rollout_metrics, staleness_metrics
 from rhymerl.rollout.part import Pace, Part
 from rhymerl.rollout.plans import SharedPlan, make_plan, take_up
@@ -118,35 +120,58 @@ class RolloutLoop:
         epoch: int = 0,
         split: Split = "train",
         following: Sequence[Prompt] | None = None,
+        replacements: Iterator[Prompt] | None = None,
     ) -> Rollout:
         """`group_size` scored answers a prompt. `step` keys the noise, `epoch` and `split` say where in the history they go.
 
         Drafter and scheduler learn from the split `train` only; the history of the other serves its own drafts. `following` are
-        the next step's prompts, for workers that run ahead; without them none does. Called on all ranks, with the same arguments.
+        the next step's prompts, for workers that run ahead; without them none does. `replacements` are other prompts, for groups that
+        teach nothing (`settings.dynamic_sampling`). Called on all ranks, with the same arguments.
         """
-        started = time.perf_counter()
         requests = self._requests(prompts, step, settings, split)
-        work = self._open(requests, step, self._following(following, step, settings), split)
-        answers = self._answer(work)
+        rounds = [self._round(requests, step, split, self._following(following, step, settings))]
+        samples = rounds[0].samples
+        for number in range(1, settings.dynamic_sampling + 1 if replacements is not None else 1):
+            dull = groups_that_teach_nothing(samples)
+            fresh = list(itertools.islice(replacements or (), len(dull)))
+            if not fresh:
+                break
+            rounds.append(self._round(self._requests(fresh, step, settings, split, number), step, split, None))
+            samples = replaced(samples, dull, rounds[-1].samples)
         if split == "train":
-            self.ahead = work.part.pause()
             self.backend.rest()
+        metrics = {
+            **rollout_metrics(samples),
+            **_metrics(rounds),
+            **staleness_metrics(samples, self.policy_version),
+            **self._learn(rounds, epoch, split),
+        }
+        return Rollout(samples=samples, metrics=metrics)
+
+    def _round(
+        self,
+        requests: list[RolloutRequest],
+        step: int | str,
+        split: Split,
+        following: list[RolloutRequest] | None,
+    ) -> _Round:
+        """All answers to these requests, on every rank."""
+        started = time.perf_counter()
+        work = self._open(requests, step, following, split)
+        answers = self._answer(work)
+        if following is not None or work.takes_ahead:
+            self.ahead = work.part.pause()
         rollout_s = time.perf_counter() - started
         shares = self.ranks.gather(self._share(work, answers, rollout_s))
         work.line.close()
         samples = self._samples(requests, [each for share in shares for each in share.answered])
+        age = self.policy_version - min(
+            int(s.completion.generated.policy_versions.min(initial=self.policy_version)) for s in samples
+        )
+        if age > (self.run_ahead == "keep"):
+            raise RunError(f"step {step}: a token was drawn {age} updates ago")
         scored_s = time.perf_counter() - started - rollout_s
-        metrics = {
-            **rollout_metrics(samples),
-            **staleness_metrics(samples, self.policy_version),
-            **over_ranks([share.metrics for share in shares], [share.busy_s for share in shares]),
-            **_time_metrics(shares),
-            "timing_s/reward": scored_s,  # what was not hidden behind the rollout
-        }
-        if metrics["off_policy/staleness/max"] > (self.run_ahead == "keep"):
-            raise RunError(f"step {step}: a token was drawn {metrics['off_policy/staleness/max']:.0f} updates ago")
-        metrics |= self._learn(samples, epoch, split, num_moves=work.conductor.num_moves)
-        return Rollout(samples=samples, metrics=metrics)
+        return _Round(samples=samples, shares=shares, num_moves=work.conductor.num_moves, scored_s=scored_s)
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """The policy of the steps to come."""
@@ -156,9 +181,22 @@ class RolloutLoop:
     # -- the beginning of a step ---------------------------------------------------------------------------------
 
     def _requests(
-        self, prompts: Sequence[Prompt], step: int | str, settings: RolloutSettings, split: Split = "train"
+        self,
+        prompts: Sequence[Prompt],
+        step: int | str,
+        settings: RolloutSettings,
+        split: Split = "train",
+        round_number: int = 0,
     ) -> list[RolloutRequest]:
-        return requests_of(prompts, step, settings, seed=self.seed, stop_token_ids=self.stop_token_ids, split=split)
+        return requests_of(
+            prompts,
+            step,
+            settings,
+            seed=self.seed,
+            stop_token_ids=self.stop_token_ids,
+            split=split,
+            round_number=round_number,
+        )
 
     def _following(
         self, prompts: Sequence[Prompt] | None, step: int | str, settings: RolloutSettings
@@ -187,6 +225,7 @@ class RolloutLoop:
             step=step,
             requests=requests,
             following=following,
+            takes_ahead=ahead is not None,
             part=Part(self.backend, queue, places=places, drawn=drawn, pace=self._pace),
             conductor=Conductor(
                 self.scheduler,
@@ -260,9 +299,10 @@ class RolloutLoop:
 
     # -- its end -------------------------------------------------------------------------------------------------
 
-    def _learn(self, samples: Sequence[Sample], epoch: int, split: Split, *, num_moves: int) -> dict[str, float]:
-        """Drafter, scheduler and history; returns what they and the conductor have to say."""
-        metrics = {"sched/migration_rate": num_moves / len(samples)}
+    def _learn(self, rounds: Sequence[_Round], epoch: int, split: Split) -> dict[str, float]:
+        """Drafter, scheduler and history, from replaced groups too; returns what they and the conductor have to say."""
+        samples = [sample for each in rounds for sample in each.samples]
+        metrics = {"sched/migration_rate": sum(each.num_moves for each in rounds) / len(samples)}
         if split == "train":
             self.backend.learn(samples)
             if self.ranks.rank == 0:
@@ -290,14 +330,34 @@ def _with_draft(request: RolloutRequest, drawn: Drawn | None) -> RolloutRequest:
     return replace(request, ahead=drawn.generated.token_ids) if drawn is not None else request
 
 
-def _time_metrics(shares: Sequence[_Share]) -> dict[str, float]:
-    rollout_s = max(share.rollout_s for share in shares)
-    busy_s = sum(share.busy_s for share in shares)
+def _metrics(rounds: Sequence[_Round]) -> dict[str, float]:
+    """Of all rounds together."""
+    shares = [share for each in rounds for share in each.shares]
+    rollout_s = sum(each.rollout_s for each in rounds)
+    busy_s, num_ranks = sum(share.busy_s for share in shares), len(rounds[0].shares)
+    first, *others = (len({sample.prompt.id for sample in each.samples}) for each in rounds)
     return {
+        **over_ranks([share.metrics for share in shares], [share.busy_s for share in shares]),
         "timing_s/rollout": rollout_s,
+        "timing_s/reward": sum(each.scored_s for each in rounds),  # what was not hidden behind the rollout
         "rollout/tokens_per_s": sum(share.num_tokens for share in shares) / max(rollout_s, 1e-9),
-        "rollout/bubble_frac": max(0.0, 1 - busy_s / max(len(shares) * rollout_s, 1e-9)),
+        "rollout/bubble_frac": max(0.0, 1 - busy_s / max(num_ranks * rollout_s, 1e-9)),
+        "rollout/replaced_groups": sum(others) / first,
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Round:
+    """What came of some requests."""
+
+    samples: list[Sample]
+    shares: Sequence[_Share]
+    num_moves: int
+    scored_s: float
+
+    @property
+    def rollout_s(self) -> float:
+        return max(share.rollout_s for share in self.shares)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,6 +367,7 @@ class _Work:
     step: int | str
     requests: list[RolloutRequest]
     following: list[RolloutRequest] | None
+    takes_ahead: bool  # what was drawn ahead of it
     part: Part
     conductor: Conductor
     line: Line

@@ -128,3 +128,15 @@ def test_going_on_with_other_data_is_refused(changed: PromptLoader, message: str
     with pytest.raises(ConfigError, match=message):
         changed.load_state_dict(state)
     assert changed.cursor == 0
+
+
+def test_replacements_are_other_prompts_in_an_order_of_the_step() -> None:
+    prompts = make_prompts(8)
+    loader = PromptLoader(prompts, prompts_per_step=3, seed=4)
+    here = {prompt.id for prompt in loader.batch(0).prompts}
+    first = [prompt.id for prompt in loader.replacements()]
+    assert first == [prompt.id for prompt in loader.replacements()]
+    assert set(first) == {prompt.id for prompt in prompts} - here
+    assert loader.cursor == 0
+    loader.advance()
+    assert [prompt.id for prompt in loader.replacements()] != first

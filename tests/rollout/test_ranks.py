@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from rhymerl.errors import BackendError, ConfigError
+from rhymerl.ranks import Alone
 from rhymerl.rewards import Reward, RewardScorer
 from rhymerl.rollout import Rollout, RolloutLoop, RolloutSettings
 from rhymerl.schedulers import (
@@ -239,3 +240,48 @@ def test_ranks_that_wait_do_not_spin():
 
     _, waiting = run_ranks(2, work)
     assert waiting < 0.25, "seconds of CPU time while the other rank worked for about a second"
+
+
+def test_groups_that_teach_nothing_are_replaced_and_ranks_agree():
+    """Odd prompts teach nothing: their rewards are all 1."""
+
+    def reward(completion: str, *, number: int) -> float:
+        return 1.0 if number % 2 else float(sum(map(int, completion.split())))
+
+    prompts = [make_prompt([3, number], id=str(number), number=number) for number in range(12)]
+    settings = RolloutSettings(group_size=3, max_tokens=200, dynamic_sampling=2)
+
+    def work(ranks: Threads) -> tuple[Rollout, int, float]:
+        loop = Ranked(run_ahead="keep", pass_s=0.0002).loop(ranks)
+        loop.scorer = RewardScorer([Reward(reward, name="reward", where="main")])
+        stream = iter(prompts[4:12])
+        rollout = loop.run(prompts[:4], 0, settings, following=prompts[:4], replacements=stream)
+        ahead = loop.ahead
+        assert ahead is None or ahead.step == 1
+        return rollout, loop.history.num_answers, len(list(stream))
+
+    found = run_ranks(3, work)
+    for rollout, num_answers, left in found:
+        # 1 and 3 are replaced by 4; of 5, which teaches nothing, the place is 6's in the second round.
+        groups = list(dict.fromkeys(sample.prompt.id for sample in rollout.samples))
+        assert groups == ["0", "4", "2", "6"]
+        assert len(rollout.samples) == 12
+        assert rollout.metrics["rollout/replaced_groups"] == 3 / 4
+        assert num_answers == 3 * 7
+        assert left == 5
+        assert answers(rollout) == answers(found[0][0])
+
+
+def test_replacements_end_with_the_bound_and_with_the_prompts():
+    settings = RolloutSettings(group_size=2, dynamic_sampling=3)
+    equal = [Reward(lambda completion: 1.0, name="equal", where="main")]
+
+    def groups(num_others: int) -> list[str]:
+        loop = Ranked(size=1).loop(Threads(0, None, [None], None))
+        loop.ranks = Alone()
+        loop.scorer = RewardScorer(equal)
+        rollout = loop.run(PROMPTS[:2], 0, settings, replacements=iter(PROMPTS[2 : 2 + num_others]))
+        assert {sample.prompt.id for sample in rollout.samples} == {"0", "1"}
+        return [sample.completion.request.id for sample in rollout.samples]
+
+    assert groups(0) == groups(1) == groups(6) == ["0/0/0", "0/0/1", "0/1/0", "0/1/1"]
