@@ -2,5 +2,7 @@
 
 from rhymerl.algos.base import Algorithm, Batch, PolicyOutput, Totals
 from rhymerl.algos.grpo import GRPO
+from rhymerl.algos.policy_gradient import PolicyGradient
+from rhymerl.algos.ppo import PPO
 
-__all__ = ["GRPO", "Algorithm", "Batch", "PolicyOutput", "Totals"]
+__all__ = ["GRPO", "PPO", "Algorithm", "Batch", "PolicyGradient", "PolicyOutput", "Totals"]

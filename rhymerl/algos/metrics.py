@@ -1,0 +1,54 @@
+"""What a loss tells of its tokens: sums over a micro-batch's tokens, over the totals of the mini-batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rhymerl.algos.base import Batch, Totals
+from rhymerl.algos.functional import divergence
+
+
+@torch.no_grad()
+def clipping(
+    ratio: Tensor, batch: Batch, totals: Totals, *, low: float, high: float, dual: float | None
+) -> dict[str, Tensor]:
+    """Shares of tokens whose ratio [B, T] was clipped."""
+    assert batch.advantages is not None
+    below = (ratio < 1 - low) & (batch.advantages < 0) & batch.mask
+    above = (ratio > 1 + high) & (batch.advantages > 0) & batch.mask
+    either = below | above
+    if dual is not None:
+        either = either | ((ratio > dual) & (batch.advantages < 0) & batch.mask)
+    shares = {"low": below, "high": above, "region": either}
+    return {f"clip_ratio/{name}_mean": share.sum() / totals.num_tokens for name, share in shares.items()}
+
+
+@torch.no_grad()
+def off_policy(log_ratio: Tensor, is_bound: Tensor, batch: Batch, totals: Totals) -> dict[str, Tensor]:
+    """How far the policy is from the one before the step, and where the correction's bounds were met."""
+    moved = divergence(torch.zeros_like(log_ratio), log_ratio, estimator="k3")
+    return {
+        "off_policy/kl": moved.sum() / totals.num_tokens,
+        "sampling/bounded_frac": (is_bound & batch.mask).sum() / totals.num_tokens,
+    }
+
+
+@torch.no_grad()
+def sampling(logprobs: Tensor, batch: Batch, totals: Totals) -> dict[str, Tensor]:
+    """How far the trainer's policy is from the one that drew the tokens.
+
+    The policy before the step's first update; where the batch has none of its own, the current one.
+    """
+    ours = logprobs if batch.proximal_logprobs is None else batch.proximal_logprobs
+    difference = (ours - batch.behaviour_logprobs)[batch.mask]
+    ratio, gap = difference.exp(), difference.abs()
+    found = {
+        "sampling/importance_sampling_ratio/mean": ratio.sum() / totals.num_tokens,
+        "sampling/sampling_logp_difference/mean": gap.sum() / totals.num_tokens,
+    }
+    if len(ratio):
+        found["sampling/importance_sampling_ratio/min"] = ratio.min()
+        found["sampling/importance_sampling_ratio/max"] = ratio.max()
+        found["sampling/sampling_logp_difference/max"] = gap.max()
+    return found

@@ -1,0 +1,218 @@
+"""What the algorithms share: ratio and surrogate, correction of the behaviour policy, reference, entropy, means."""
+
+# Annotations are objects here, not strings: constructors in other modules inherit them, and they are the config's schema.
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rhymerl.algos import metrics
+from rhymerl.algos.base import Algorithm, Batch, Need, PolicyOutput, Totals
+from rhymerl.algos.functional import (
+    bounded_weight,
+    cispo_surrogate,
+    clipped_surrogate,
+    divergence,
+    importance_weight,
+    masked_sum,
+    overlong_penalty,
+    policy_ratio,
+    weighted_divergence,
+    whitened,
+)
+from rhymerl.algos.functional.divergences import Estimator
+from rhymerl.algos.functional.ratios import Level
+from rhymerl.algos.settings import require, require_choices
+
+
+@dataclass(kw_only=True, eq=False)
+class PolicyGradient(Algorithm):
+    """The sum of the tokens' losses; a subclass says what their advantages are. docs/algorithms.md has the formulas.
+
+    `correction_floor` and `correction_cap` None leave a side open.
+    """
+
+    loss_mean: Literal["token", "sequence", "constant"] = "token"  # over tokens, or each answer's mean, or sum / limit
+    ratio_level: Level = "token"
+    surrogate: Literal["clip", "cispo"] = "clip"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None  # the most that the ratio counts where the advantage is negative
+    entropy_coef: float = 0.0
+    kl_coef: float = 0.0  # of the divergence from the policy that the run started from
+    kl_in: Literal["loss", "reward"] = "loss"
+    kl_estimator: Estimator = "k3"
+    kl_unbiased: bool = True  # in the loss: weighted with the ratio, so that its expected gradient is the divergence's
+    kl_target: float | None = None  # nats an answer; in the reward: the coefficient adapts to it
+    correction: Literal["none", "truncated", "masked"] = "truncated"  # of the policies that drew the tokens
+    correction_level: Level = "token"
+    correction_floor: float | None = None
+    correction_cap: float | None = 2.0
+    mask_truncated: bool = False  # tokens of answers that were cut off leave the loss
+    overlong_fraction: float = 0.0  # the last part of the limit over which the reward falls
+    overlong_weight: float = 1.0  # by how much
+    whiten: bool = False  # advantages have mean 0 and variance 1 over the step's tokens
+    max_kl: float | None = None  # from the policy before the step: beyond it the step's other mini-batches are left out
+    _kl_coef: float = field(init=False, repr=False)  # as adapted
+
+    def __post_init__(self) -> None:
+        require_choices(self)
+        for name in ("clip_low", "clip_high", "entropy_coef", "kl_coef", "overlong_weight"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
+        require(0 <= self.overlong_fraction <= 1, "overlong_fraction", self.overlong_fraction, "0 to 1")
+        require(self.max_kl is None or self.max_kl > 0, "max_kl", self.max_kl, "more than 0")
+        self._check_dual_clip()
+        self._check_target()
+        self._check_bounds()
+        self._kl_coef = float(self.kl_coef)
+
+    def _check_dual_clip(self) -> None:
+        if self.dual_clip is not None:
+            require(self.dual_clip > 1, "dual_clip", self.dual_clip, "more than 1")
+            require(self.surrogate == "clip", "dual_clip", self.dual_clip, f"null with surrogate={self.surrogate}")
+
+    def _check_target(self) -> None:
+        if self.kl_target is not None:
+            require(self.kl_target > 0, "kl_target", self.kl_target, "more than 0")
+            require(self._is_in_reward, "kl_target", self.kl_target, "null, unless kl_in=reward and kl_coef is above 0")
+
+    def _check_bounds(self) -> None:
+        for name in ("correction_floor", "correction_cap"):
+            value = getattr(self, name)
+            require(value is None or value >= 0, name, value, "at least 0, or null")
+        if self.correction_floor is not None and self.correction_cap is not None:
+            below = f"less than correction_cap={self.correction_cap}"
+            require(self.correction_floor < self.correction_cap, "correction_floor", self.correction_floor, below)
+
+    # -- what it needs, once a step ------------------------------------------------------------------------------
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        wanted: dict[Need, bool] = {"reference": self.kl_coef > 0, "proximal": self.correction != "none"}
+        return frozenset(need for need, is_wanted in wanted.items() if is_wanted)
+
+    @property
+    def trains_entropy(self) -> bool:
+        return self.entropy_coef > 0
+
+    def scores(self, batch: Batch) -> Tensor:
+        """Rewards, less for answers that come near their limit; [B]."""
+        if not self.overlong_fraction:
+            return batch.rewards
+        penalties = overlong_penalty(batch.lengths, batch.limits, fraction=self.overlong_fraction)
+        return batch.rewards + self.overlong_weight * penalties
+
+    def kl_penalties(self, batch: Batch) -> Tensor:
+        """What the divergence takes off the reward of each token, [B, T]."""
+        if not self._is_in_reward:
+            return torch.zeros_like(batch.old_logprobs)
+        return self._kl_coef * self._divergence(batch.old_logprobs, batch)
+
+    @property
+    def _is_in_reward(self) -> bool:
+        return self.kl_in == "reward" and self.kl_coef > 0
+
+    def prepare(self, batch: Batch) -> Batch:
+        batch = self.with_returns(super().prepare(batch))
+        if self.mask_truncated:
+            batch = replace(batch, mask=batch.mask & ~batch.is_truncated[:, None])
+        assert batch.advantages is not None
+        return replace(batch, advantages=whitened(batch.advantages, batch.mask)) if self.whiten else batch
+
+    def with_returns(self, batch: Batch) -> Batch:
+        """The batch with `returns` if there is a critic, before its advantages are whitened."""
+        return batch
+
+    def metrics(self, batch: Batch) -> dict[str, float]:
+        if not self._is_in_reward:
+            return {}
+        total = float(self._divergence(batch.old_logprobs, batch).sum())
+        found = {"kl": total / max(1, int(batch.mask.sum())), "kl_coef": self._kl_coef}
+        self._adapt(total / len(batch))
+        return found
+
+    def _adapt(self, kl: float) -> None:
+        """Move the coefficient by at most 2 %, `kl` in nats an answer: arXiv 1909.08593, section 2.2."""
+        if self.kl_target is not None:
+            error = min(0.2, max(-0.2, kl / self.kl_target - 1))
+            self._kl_coef *= 1 + 0.1 * error
+
+    def stops(self, metrics: Mapping[str, float]) -> bool:
+        return self.max_kl is not None and metrics.get("off_policy/kl", 0.0) > self.max_kl
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kl_coef": self._kl_coef}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._kl_coef = float(state["kl_coef"])
+
+    # -- the loss ------------------------------------------------------------------------------------------------
+
+    def loss(self, batch: Batch, output: PolicyOutput, totals: Totals) -> tuple[Tensor, Mapping[str, Tensor]]:
+        assert batch.advantages is not None, "advantages are computed before the loss"
+        log_ratio = _difference(output.logprobs, batch.old_logprobs, batch.mask)
+        ratio = policy_ratio(log_ratio, batch.mask, level=self.ratio_level)
+        weight, is_bound = self._correction(batch)
+        tokens = self._surrogate(ratio, batch.advantages, output.logprobs)
+        found = {
+            **metrics.clipping(ratio, batch, totals, low=self.clip_low, high=self.clip_high, dual=self.dual_clip),
+            **metrics.off_policy(log_ratio, is_bound, batch, totals),
+            **metrics.sampling(output.logprobs, batch, totals),
+            "entropy": masked_sum(output.entropy.detach(), batch.mask) / totals.num_tokens,
+        }
+        if self.kl_in == "loss" and self.kl_coef > 0:
+            estimate = self._divergence(output.logprobs, batch)
+            found["kl"] = estimate.detach().sum() / totals.num_tokens
+            if self.kl_unbiased:
+                estimate = weighted_divergence(estimate, log_ratio.exp(), estimator=self.kl_estimator)
+            tokens = tokens + self.kl_coef * estimate
+        total = masked_sum(tokens * weight * self._shares(batch, totals), batch.mask)
+        if self.trains_entropy:
+            total = total - self.entropy_coef * masked_sum(output.entropy, batch.mask) / totals.num_tokens
+        return total, {**found, "loss": total.detach()}
+
+    def _surrogate(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> Tensor:
+        if self.surrogate == "cispo":
+            return cispo_surrogate(ratio, advantages, logprobs, clip_low=self.clip_low, clip_high=self.clip_high)
+        return clipped_surrogate(
+            ratio, advantages, clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip
+        )
+
+    def _divergence(self, logprobs: Tensor, batch: Batch) -> Tensor:
+        """From the reference, [B, T] and 0 outside the mask."""
+        assert batch.reference_logprobs is not None, "the reference is asked for in `needs`"
+        log_ratio = _difference(logprobs, batch.reference_logprobs, batch.mask)
+        return divergence(log_ratio, torch.zeros_like(log_ratio), estimator=self.kl_estimator)
+
+    def _correction(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """What the tokens' losses are weighted with, and where a bound was met; [B, T] or [B, 1].
+
+        Proximal over behaviour policy, beside a ratio of the current over the proximal one: the decoupled objective, arXiv
+        2110.00641, equation 5; AReaL, arXiv 2505.24298, section 5.2.
+        """
+        log_weight = _difference(batch.old_logprobs, batch.behaviour_logprobs, batch.mask)
+        weight = importance_weight(log_weight, level=self.correction_level)
+        if self.correction == "none":
+            return torch.ones_like(weight), torch.zeros_like(weight, dtype=torch.bool)
+        return bounded_weight(
+            weight, masked=self.correction == "masked", floor=self.correction_floor, cap=self.correction_cap
+        )
+
+    def _shares(self, batch: Batch, totals: Totals) -> Tensor | float:
+        """The share of each token in the mean, [B, 1] or one number.
+
+        Over all tokens as in DAPO, arXiv 2503.14476, equation 8; over each answer's tokens and then over answers as in GRPO,
+        arXiv 2402.03300, equation 3; over the tokens that each answer could have had as in Dr.GRPO, arXiv 2503.20783.
+        """
+        if self.loss_mean == "token":
+            return 1 / totals.num_tokens
+        tokens = batch.lengths.clamp(min=1) if self.loss_mean == "sequence" else batch.limits
+        return 1 / (tokens[:, None].to(batch.behaviour_logprobs.dtype) * totals.num_samples)
+
+
+def _difference(left: Tensor, right: Tensor, mask: Tensor) -> Tensor:
+    """[B, T], 0 outside the mask whatever stands there."""
+    return (left - right).masked_fill(~mask, 0)

@@ -1,0 +1,73 @@
+"""PPO: a critic tells what each token was worth (arXiv 1707.06347; for language models arXiv 1909.08593)."""
+
+# Annotations are objects here, not strings: see policy_gradient.py.
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import Tensor
+
+from rhymerl.algos.base import Batch, Need, PolicyOutput, Totals
+from rhymerl.algos.functional import (
+    at_last_token,
+    clipped_value_loss,
+    explained_variance,
+    generalized_advantages,
+    masked_sum,
+)
+from rhymerl.algos.functional.divergences import Estimator
+from rhymerl.algos.policy_gradient import PolicyGradient
+from rhymerl.algos.settings import require
+
+
+@dataclass(kw_only=True, eq=False)
+class PPO(PolicyGradient):
+    """Advantages by GAE from the rewards of tokens: the answer's at its last one, less the divergence at each."""
+
+    kl_in: Literal["loss", "reward"] = "reward"
+    kl_estimator: Estimator = "k1"
+    whiten: bool = True
+    gamma: float = 1.0
+    gae_lambda: float = 0.95
+    value_coef: float = 0.5
+    value_clip: float | None = 0.2  # the most that a value moves in a step, as far as its loss says
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("gamma", "gae_lambda"):
+            require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "0 to 1")
+        require(self.value_coef >= 0, "value_coef", self.value_coef, "at least 0")
+        require(self.value_clip is None or self.value_clip > 0, "value_clip", self.value_clip, "more than 0, or null")
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return super().needs | {"values"}
+
+    def advantages(self, batch: Batch) -> Tensor:
+        assert batch.values is not None, "values are computed before the advantages"
+        rewards = at_last_token(self.scores(batch), batch.mask) - self.kl_penalties(batch)
+        return generalized_advantages(rewards, batch.values, batch.mask, gamma=self.gamma, gae_lambda=self.gae_lambda)
+
+    def with_returns(self, batch: Batch) -> Batch:
+        assert batch.advantages is not None and batch.values is not None
+        return replace(batch, returns=(batch.advantages + batch.values).masked_fill(~batch.mask, 0))
+
+    def metrics(self, batch: Batch) -> dict[str, float]:
+        assert batch.values is not None and batch.returns is not None
+        explained = explained_variance(batch.values, batch.returns, batch.mask)
+        found = {} if explained is None else {"critic/vf_explained_var": explained}
+        return {**super().metrics(batch), **found}
+
+    def loss(self, batch: Batch, output: PolicyOutput, totals: Totals) -> tuple[Tensor, Mapping[str, Tensor]]:
+        policy_loss, found = super().loss(batch, output, totals)
+        value_loss, of_values = self._value_loss(batch, output, totals)
+        total = policy_loss + self.value_coef * value_loss
+        return total, {**found, **of_values, "loss": total.detach()}
+
+    def _value_loss(self, batch: Batch, output: PolicyOutput, totals: Totals) -> tuple[Tensor, Mapping[str, Tensor]]:
+        assert output.values is not None and batch.values is not None and batch.returns is not None
+        tokens, is_clipped = clipped_value_loss(output.values, batch.returns, batch.values, clip=self.value_clip)
+        loss = masked_sum(tokens, batch.mask) / totals.num_tokens
+        clipped = (is_clipped & batch.mask).sum() / totals.num_tokens
+        return loss, {"critic/vf_loss": loss.detach(), "critic/vf_clipfrac": clipped}
