@@ -26,6 +26,7 @@ _AS_IT_IS = {  # with another value our trees would be verified as something els
     "pp_size": "pipeline stages would draft each for itself",
     "pipeline_parallel_size": "pipeline stages would draft each for itself",
 }
+_OF_ONE = ("base_gpu_id", "dist_init_addr", "nccl_port")  # engines of one node cannot have them in common
 _LOSSY = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
 
 
@@ -43,6 +44,15 @@ def check(arguments: Mapping[str, Any]) -> None:
             raise ConfigError(f"backend.arguments.{name}={value!r}: cannot be set, because {_AS_IT_IS[plain]}")
         if plain in _LOSSY and value not in (None, 1.0):
             raise ConfigError(f"backend.arguments.{name}={value!r}: expected 1.0; below it drafts change what is drawn")
+
+
+def check_for_ranks(arguments: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an argument that only one engine can have, where every rank starts one."""
+    for name, value in arguments.items():
+        if name.replace("-", "_") in _OF_ONE:
+            raise ConfigError(
+                f"backend.arguments.{name}={value!r}: cannot be the same for all ranks, of which each has its own engine"
+            )
 
 
 def words(

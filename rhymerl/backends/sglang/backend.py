@@ -7,9 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 from rhymerl.backends.base import RolloutBackend
-from rhymerl.backends.sglang.arguments import check
+from rhymerl.backends.sglang.arguments import check, check_for_ranks
 from rhymerl.backends.sglang.client import Client
 from rhymerl.backends.sglang.nodes import best_n
+from rhymerl.backends.sglang.place import Place
 from rhymerl.backends.sglang.session import Session, SessionSettings
 from rhymerl.budgets.base import Budget
 from rhymerl.budgets.costs import CostCurve
@@ -110,6 +111,9 @@ class SGLangBackend(RolloutBackend):
         if self._session is not None and self._session.serves(policy, drafter):
             return
         self.close()
+        place = Place.of_this_process()
+        if place.num_ranks > 1:
+            self._refuse_what_ranks_would_share(place)
         settings = SessionSettings(
             n=self.num_tokens(drafter, budget),
             max_running=self.max_running,
@@ -122,8 +126,21 @@ class SGLangBackend(RolloutBackend):
             release_memory=self.release_memory,
             folder=self.folder,
             start_timeout_s=self.start_timeout_s,
+            place=place,
         )
         self._session = Session(settings, policy, drafter, client=self._client)
+
+    def _refuse_what_ranks_would_share(self, place: Place) -> None:
+        if self.url is not None:
+            raise ConfigError(
+                f"backend.url={self.url!r}: expected null with {place.num_ranks} ranks, of which each has its own engine and weights to load"
+            )
+        if self.tensor_parallel > 1 and place.num_here > 1:
+            raise ConfigError(
+                f"backend.tensor_parallel={self.tensor_parallel}: expected 1 with {place.num_here} ranks on a node, of which each has "
+                "an engine on its own GPU"
+            )
+        check_for_ranks(self.arguments)
 
     def num_tokens(self, drafter: Drafter, budget: Budget | None = None) -> int:
         """Tokens a request and pass, for the engine's life: its last one and the draft's nodes."""

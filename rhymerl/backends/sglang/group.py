@@ -12,11 +12,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_helper, _world
-from torch.distributed.rendezvous import rendezvous
 
 from rhymerl.backends.sglang.client import Client
-from rhymerl.backends.sglang.server import free_port
 from rhymerl.backends.sglang.weights import buckets, update_session
 from rhymerl.errors import BackendError
 
@@ -27,25 +26,27 @@ _JOIN_S = 120.0
 class WeightGroup:
     """The trainer is rank 0; the `ranks` of the engine behind `client` are the others. Joined when it is made, until `close`.
 
-    NCCL for an engine on GPUs, gloo for one on a CPU. Raises BackendError when the engine refuses.
+    Every rank of the trainer makes one with its own engine; the trainer's own groups have nothing to do with it. NCCL for an engine on GPUs, gloo for one on a CPU. Raises BackendError when the engine refuses.
     """
 
     def __init__(self, client: Client, *, ranks: int, device: torch.device) -> None:
         self.client = client
         self.device = device
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="rhymerl-weights")
-        address, port = _own_address(client.host), free_port()
+        address, timeout = _own_address(client.host), timedelta(seconds=_JOIN_S)
+        # Not by torch's rendezvous: under torchrun that looks for a store of the launcher's at whatever address it is given.
+        store = TCPStore(address, 0, 1 + ranks, is_master=True, timeout=timeout, wait_for_workers=False)
         backend = "nccl" if device.type == "cuda" else "gloo"
         content = {
             "master_address": address,
-            "master_port": port,
+            "master_port": store.port,
             "rank_offset": 1,
             "world_size": 1 + ranks,
             "group_name": _NAME,
             "backend": backend,
         }
         self._group = self._meanwhile(
-            "/init_weights_update_group", content, lambda: _joined(backend, address, port, 1 + ranks)
+            "/init_weights_update_group", content, lambda: _joined(backend, store, 1 + ranks, timeout)
         )
 
     def send(self, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, *, version: int) -> None:
@@ -85,16 +86,14 @@ class WeightGroup:
         self._threads.shutdown(wait=False, cancel_futures=True)
         with suppress(BackendError):
             self.client.post("/destroy_weights_update_group", {"group_name": _NAME})
-        dist.destroy_process_group(self._group)
+        if self._group in _world.pg_map:  # it goes with the default group, where that has been destroyed before
+            dist.destroy_process_group(self._group)
 
 
-def _joined(backend: str, address: str, port: int, size: int) -> Any:
+def _joined(backend: str, store: TCPStore, size: int, timeout: timedelta) -> Any:
     """A group besides the default one, made as SGLang makes its side of it."""
-    timeout = timedelta(seconds=_JOIN_S)
-    store, rank, size = next(rendezvous(f"tcp://{address}:{port}", 0, size, timeout=timeout))
-    store.set_timeout(timeout)
     group, _ = _new_process_group_helper(
-        size, rank, [], dist.Backend(backend), PrefixStore(_NAME, store), group_name=cast(Any, _NAME), timeout=timeout
+        size, 0, [], dist.Backend(backend), PrefixStore(_NAME, store), group_name=cast(Any, _NAME), timeout=timeout
     )
     _world.pg_group_ranks[group] = {each: each for each in range(size)}
     return group

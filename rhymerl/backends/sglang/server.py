@@ -18,6 +18,12 @@ from rhymerl.errors import BackendError, ConfigError
 _TAIL_LINES = 30
 _POLL_S = 0.25
 _GRACE_S = 5.0
+# What a launcher says of one rank of the trainer: an engine would take itself for that rank.
+_OF_A_RANK = {
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "NODE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS"),
+}
 
 
 def require_sglang() -> None:
@@ -31,16 +37,18 @@ class Server:
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self.log = log
-        self.port = free_port()
+        self._held = [held_port(), held_port()]  # until it listens there: other engines start at the same time
+        self.port, group_port = (int(held.getsockname()[1]) for held in self._held)
         self.client = Client("127.0.0.1", self.port)
-        words = [sys.executable, "-m", "rhymerl.backends.sglang.serve", "--host", "127.0.0.1", "--port", str(self.port)]
+        words = [sys.executable, "-m", "rhymerl.backends.sglang.serve", "--host", "127.0.0.1"]
+        words += ["--port", str(self.port), "--nccl-port", str(group_port)]
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 [*words, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **environment},
+                env={**_without_rank(os.environ), **environment},
                 start_new_session=True,
             )
 
@@ -54,6 +62,11 @@ class Server:
                     f"backend.start_timeout_s={timeout_s:g}: the SGLang engine did not get ready; {self.last_words()}"
                 )
             time.sleep(_POLL_S)
+        self._let_ports_go()
+
+    def _let_ports_go(self) -> None:
+        for held in self._held:
+            held.close()
 
     @property
     def is_alive(self) -> bool:
@@ -80,6 +93,7 @@ class Server:
 
     def close(self) -> None:
         """End all of its processes; may be called twice."""
+        self._let_ports_go()
         for sign, grace_s in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, _GRACE_S)):
             try:
                 os.killpg(self._process.pid, sign)
@@ -101,8 +115,17 @@ class Server:
             time.sleep(0.05)
 
 
-def free_port() -> int:
-    """One that nobody listens at now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def held_port() -> socket.socket:
+    """A socket whose port nobody is given by chance while it is open, and where a server may listen that asks for that port."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
+
+
+def _without_rank(variables: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: value
+        for name, value in variables.items()
+        if name not in _OF_A_RANK and not name.startswith("TORCHELASTIC_")
+    }

@@ -17,6 +17,7 @@ from rhymerl.backends.sglang.counters import Counters
 from rhymerl.backends.sglang.flights import Flight, Flights
 from rhymerl.backends.sglang.group import WeightGroup
 from rhymerl.backends.sglang.news import News, NewsWriter
+from rhymerl.backends.sglang.place import Place
 from rhymerl.backends.sglang.plugin import VARIABLE
 from rhymerl.backends.sglang.proof import prove
 from rhymerl.backends.sglang.server import Server, require_sglang
@@ -57,6 +58,7 @@ class SessionSettings:
     release_memory: bool
     folder: str | None  # where the session makes its own
     start_timeout_s: float
+    place: Place
 
 
 class Session:
@@ -66,8 +68,8 @@ class Session:
         self.settings = settings
         self.policy = policy
         self.drafter = drafter
-        self.folder = Path(tempfile.mkdtemp(prefix="rhymerl-sglang-", dir=_opened(settings.folder)))
-        in_memory = weights.shared_folder(self.folder, policy.model)
+        self.folder = Path(tempfile.mkdtemp(prefix="rhymerl-sglang-", dir=_opened(settings)))
+        in_memory = weights.shared_folder(self.folder, policy.model, copies=settings.place.num_here)
         self.weights_folder = self.folder / "weights" if settings.folder is not None else in_memory
         self.version = _NO_WEIGHTS  # of the weights in the engine
         self._server: Server | None = None
@@ -350,5 +352,9 @@ class Session:
         }
 
 
-def _opened(folder: str | None) -> Path | None:
-    return None if folder is None else open_folder(folder, setting="backend.folder").resolve()
+def _opened(settings: SessionSettings) -> Path | None:
+    """Where the session's own folder is made: in `settings.folder`, of which every rank has a part."""
+    if settings.folder is None:
+        return None
+    part = f"rank{settings.place.rank}" if settings.place.num_ranks > 1 else ""
+    return open_folder(Path(settings.folder, part), setting="backend.folder").resolve()

@@ -121,9 +121,9 @@ def positions(model: PreTrainedModel) -> int:
     return context if rope.get("rope_type", "default") in _BY_LENGTH else context + _SPARE
 
 
-def shared_folder(folder: Path, model: PreTrainedModel) -> Path:
-    """Where weights are written: in shared memory where it has the room, else below `folder`."""
-    needed = _ROOM * sum(parameter.nbytes for parameter in model.parameters())
+def shared_folder(folder: Path, model: PreTrainedModel, *, copies: int = 1) -> Path:
+    """Where weights are written: in shared memory where it has the room for as many copies, else below `folder`."""
+    needed = copies * _ROOM * sum(parameter.nbytes for parameter in model.parameters())
     if _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > needed:
         return _SHARED_MEMORY / folder.name
     return folder / "weights"

@@ -9,14 +9,18 @@ from rhymerl.testing import tiny_policy
 from tests.backends.sglang.fake_engine import FakeEngine
 
 
-@pytest.fixture(scope="session")
-def flat_policy():
+def make_flat_policy():
     """All of its distributions are uniform."""
     policy = tiny_policy(dtype="float32", hidden_size=8, num_layers=1)
     with torch.no_grad():
         for parameter in policy.model.parameters():
             parameter.zero_()
     return policy
+
+
+@pytest.fixture(scope="session")
+def flat_policy():
+    return make_flat_policy()
 
 
 @pytest.fixture

@@ -1,0 +1,78 @@
+"""The fake engine in a process of its own, with SGLang's side of a group for weights."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_helper, _world
+from torch.distributed.rendezvous import rendezvous
+
+from rhymerl.backends.sglang.client import Client
+from tests.backends.sglang.fake_engine import FakeEngine
+
+_TIMEOUT = timedelta(seconds=20)
+
+
+class WeightsEngine(FakeEngine):
+    """Says at /sums what each tensor adds up to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups: dict[str, Any] = {}
+        self.sums: dict[str, float] = {}
+
+    def on_init_weights_update_group(self, content: dict[str, Any]) -> tuple[int, Any]:
+        """As `init_custom_process_group` of SGLang does it."""
+        name, rank, size = content["group_name"], content["rank_offset"], content["world_size"]
+        address = f"tcp://{content['master_address']}:{content['master_port']}"
+        store, rank, size = next(rendezvous(address, rank, size, timeout=_TIMEOUT))
+        store = PrefixStore(name, store)
+        backend = dist.Backend(content["backend"])
+        group, _ = _new_process_group_helper(size, rank, [], backend, store, group_name=name, timeout=_TIMEOUT)
+        _world.pg_group_ranks[group] = {each: each for each in range(size)}
+        self.groups[name] = group
+        return 200, {"success": True, "message": ""}
+
+    def on_update_weights_from_distributed(self, content: dict[str, Any]) -> tuple[int, Any]:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        for name, dtype, shape in zip(content["names"], content["dtypes"], content["shapes"], strict=True):
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+            self.groups[content["group_name"]].broadcast([tensor], options).wait()
+            self.sums[name] = float(tensor.double().sum())
+        self.version = content["weight_version"]
+        return 200, {"success": True, "message": ""}
+
+    def on_destroy_weights_update_group(self, content: dict[str, Any]) -> tuple[int, Any]:
+        dist.destroy_process_group(self.groups.pop(content["group_name"]))
+        return 200, {"success": True, "message": ""}
+
+    def on_sums(self, content: dict[str, Any]) -> tuple[int, Any]:
+        return 200, self.sums
+
+
+def _serve(pipe: Connection[Any, Any]) -> None:
+    with WeightsEngine() as engine, suppress(EOFError):
+        pipe.send(engine.url)
+        pipe.recv()
+
+
+@contextmanager
+def weights_engine() -> Iterator[Client]:
+    """The way to one that runs."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs,))
+    process.start()
+    try:
+        yield Client.at(ours.recv())
+    finally:
+        ours.send("end")
+        process.join()
