@@ -14,6 +14,7 @@ from lightning import Trainer
 from lightning.pytorch.loggers import Logger
 
 from rhymerl import GRPO, PromptDataModule, Reward, RhymeModule, RolloutSettings
+from rhymerl.algos import PPO, Algorithm
 from rhymerl.cli import main
 from rhymerl.config import compose, resolved
 from rhymerl.evaluation import EvaluationSettings
@@ -117,23 +118,25 @@ def test_the_same_from_python(folder: Path) -> None:
     exec(compile(block.text.replace("path/to/model", str(model)), str(block), "exec"), names)
     described = names["module"].hparams
     assert described["drafter"] == {"_target_": "my_drafter.RepeatPrompt"}
-    assert described["algo"]["_target_"] == "my_algo.LeaveOneOut"
+    assert described["algo"]["_target_"] == "my_algo.MedianBaseline"
 
 
-def test_leave_one_out_by_hand(folder: Path) -> None:
+def test_median_baseline_by_hand(folder: Path) -> None:
     import torch
-    from my_algo import LeaveOneOut
+    from my_algo import MedianBaseline
 
     from rhymerl.algos import Batch
 
     batch = Batch(
-        rewards=torch.tensor([1.0, 0.0, 0.5, 2.0, 4.0]),
-        groups=torch.tensor([0, 0, 0, 1, 1]),
-        mask=torch.ones(5, 1, dtype=torch.bool),
-        behaviour_logprobs=torch.zeros(5, 1),
+        rewards=torch.tensor([1.0, 0.0, 0.5, 2.0, 4.0, 9.0]),
+        groups=torch.tensor([0, 0, 0, 1, 1, 1]),
+        mask=torch.ones(6, 1, dtype=torch.bool),
+        behaviour_logprobs=torch.zeros(6, 1),
+        limits=torch.ones(6, dtype=torch.int64),
+        is_truncated=torch.zeros(6, dtype=torch.bool),
     )
-    # Of the others: (0 + 0.5) / 2, (1 + 0.5) / 2, (1 + 0) / 2; 4; 2.
-    assert LeaveOneOut().advantages(batch)[:, 0].tolist() == [0.75, -0.75, 0.0, -2.0, 2.0]
+    # The medians are 0.5 and 4.
+    assert MedianBaseline().advantages(batch)[:, 0].tolist() == [0.5, -0.5, 0.0, -2.0, 0.0, 5.0]
 
 
 # -- names -----------------------------------------------------------------------------------------------------------
@@ -248,14 +251,13 @@ class Names(Logger):
         """Not looked at."""
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_logged_and_documented_metrics_are_the_same() -> None:
+def names_logged_with(algorithm: Algorithm) -> set[str]:
+    """In two steps and an evaluation."""
     logger = Names()
     policy: Policy = tiny_policy(dtype="float32")
     module = RhymeModule(
         policy,
-        GRPO(kl_coef=0.1),
+        algorithm,
         rollout=RolloutSettings(group_size=2, max_tokens=8, stop_token_ids=(3, 5, 7, 9, 11, 13)),
         evaluation=EvaluationSettings(samples=2),
         scheduler=SortedScheduler(),
@@ -274,10 +276,20 @@ def test_logged_and_documented_metrics_are_the_same() -> None:
         num_sanity_val_steps=0,
     )
     trainer.fit(module, data)
+    return logger.names - {"epoch"}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_logged_and_documented_metrics_are_the_same() -> None:
     page = (DOCS / "metrics.md").read_text()
     rows = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
     assert len(rows) == len(set(rows))
     documented = {name.replace("{name}", "length").replace("{task}", "validation").replace("{k}", "2") for name in rows}
-    logged = logger.names - {"epoch"}
+    logged = names_logged_with(PPO(kl_coef=0.1))
     assert logged - documented == set(), "docs/metrics.md lacks these"
     assert documented - logged == set(), "docs/metrics.md has these, which nothing logs"
+    of_grpo = names_logged_with(GRPO(kl_coef=0.1))
+    assert "kl" in of_grpo
+    assert of_grpo < logged
+    assert all(name.startswith(("critic/", "timing_s/")) or name == "kl_coef" for name in logged - of_grpo)
