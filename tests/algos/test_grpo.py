@@ -21,7 +21,7 @@ close = torch.testing.assert_close
         ({"baseline": "leave_one_out", "scale": "none"}, lambda mine, other: mine - other),
         ({"baseline": "none", "scale": "none"}, lambda mine, other: mine),
     ],
-    ids=str,
+    ids=["group", "scaled", "leave_one_out", "none"],
 )
 def test_advantages_of_pairs_by_hand(settings, expected):
     batch, _ = make_batch()
