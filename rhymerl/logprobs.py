@@ -6,7 +6,7 @@ the head runs on chunks of response tokens, and the backward pass computes each 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +32,11 @@ class TokenBatch:
     targets: Tensor  # [N] the response tokens
     response: Tensor  # [B, T] bool, where the N response tokens stand
 
+    def spread(self, values: Tensor) -> Tensor:
+        """What is of each response token, [N], at its place in [B, T]; zeros in the padding."""
+        blank = torch.zeros(self.response.shape, dtype=values.dtype, device=values.device)
+        return blank.masked_scatter(self.response, values)
+
 
 def token_batch(samples: Sequence[Sample], device: torch.device | str) -> TokenBatch:
     """Lay samples out for one forward pass."""
@@ -54,58 +59,84 @@ def token_batch(samples: Sequence[Sample], device: torch.device | str) -> TokenB
     )
 
 
-def policy_output(
-    model: PreTrainedModel, batch: TokenBatch, *, temperature: float, chunk_tokens: int | None = None
-) -> PolicyOutput:
-    """Log-probs of the response tokens and the entropy at each, [B, T] with zeros in the padding.
+def hidden_states(body: nn.Module, batch: TokenBatch) -> Tensor:
+    """Of a model without its head, in front of each response token, [N, H]."""
+    hidden: Tensor = body(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+    return hidden.flatten(0, 1)[batch.places]
 
-    Untruncated log_softmax(logits / temperature), in float32 or better; temperature 0 uses 1.
+
+def policy_output(
+    model: PreTrainedModel,
+    batch: TokenBatch,
+    *,
+    temperature: float,
+    chunk_tokens: int | None = None,
+    critic: Callable[[TokenBatch, Tensor], Tensor] | None = None,
+    trains_policy: bool = True,
+    trains_entropy: bool = False,
+) -> PolicyOutput:
+    """Log-probs of the response tokens and the entropy at each, [B, T] with zeros in the padding; values with a `critic`.
+
+    Untruncated log_softmax(logits / temperature), in float32 or better; temperature 0 uses 1. The critic gets the batch and
+    the policy's hidden states, [N, H], and returns [N]. Without `trains_policy` only values have a gradient, which ends
+    at these states.
     """
-    body = model.get_decoder()
-    hidden = body(input_ids=batch.input_ids, use_cache=False).last_hidden_state
-    head = model.get_output_embeddings()
-    assert head is not None
-    logprobs, entropy = head_logprobs(
-        hidden.flatten(0, 1)[batch.places],
-        head,
-        batch.targets,
-        temperature=temperature or 1.0,
-        chunk_tokens=chunk_tokens or max(1, _LOGIT_BYTES // (4 * int(head.weight.shape[0]))),
-    )
-    blank = torch.zeros(batch.response.shape, dtype=logprobs.dtype, device=logprobs.device)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and trains_policy):
+        hidden = hidden_states(model.get_decoder(), batch)
+        head = model.get_output_embeddings()
+        assert head is not None
+        logprobs, entropy = head_logprobs(
+            hidden,
+            head,
+            batch.targets,
+            temperature=temperature or 1.0,
+            chunk_tokens=chunk_tokens or max(1, _LOGIT_BYTES // (4 * int(head.weight.shape[0]))),
+            trains_entropy=trains_entropy,
+        )
     return PolicyOutput(
-        logprobs=blank.masked_scatter(batch.response, logprobs),
-        entropy=blank.masked_scatter(batch.response, entropy),
+        logprobs=batch.spread(logprobs),
+        entropy=batch.spread(entropy),
+        values=None if critic is None else batch.spread(critic(batch, hidden)),
     )
 
 
 def head_logprobs(
-    hidden: Tensor, head: nn.Module, targets: Tensor, *, temperature: float, chunk_tokens: int
+    hidden: Tensor,
+    head: nn.Module,
+    targets: Tensor,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    trains_entropy: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy at it, [N] and [N], from hidden states [N, H]."""
     chunks = list(zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True))
     # One chunk is small enough to keep; more are recomputed in the backward pass.
     again = len(chunks) > 1 and torch.is_grad_enabled()
     parts = [
-        checkpoint(_chunk_logprobs, each, head, target, temperature, use_reentrant=False)
+        checkpoint(_chunk_logprobs, each, head, target, temperature, trains_entropy, use_reentrant=False)
         if again
-        else _chunk_logprobs(each, head, target, temperature)
+        else _chunk_logprobs(each, head, target, temperature, trains_entropy)
         for each, target in chunks
     ]
     logprobs, entropy = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropy)
 
 
-def _chunk_logprobs(hidden: Tensor, head: nn.Module, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _chunk_logprobs(
+    hidden: Tensor, head: nn.Module, targets: Tensor, temperature: float, trains_entropy: bool
+) -> tuple[Tensor, Tensor]:
     logits = head(hidden)
     logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
     everything = logits.log_softmax(-1)
     chosen = everything.gather(-1, targets[:, None])[:, 0]
-    with torch.no_grad():
-        # What exp makes of less is too small for a float32's exponent: ten times as slow, and it adds nothing.
+    # What exp makes of less is too small for a float32's exponent: ten times as slow, and it adds nothing.
+    if trains_entropy:
         held = everything.clamp(min=-80)
-        entropy = -held.exp().mul_(held).sum(-1)
-    return chosen, entropy
+        return chosen, -(held.exp() * held).sum(-1)
+    with torch.no_grad():
+        held = everything.clamp(min=-80)
+        return chosen, -held.exp().mul_(held).sum(-1)
 
 
 def prove_head(model: PreTrainedModel) -> None:

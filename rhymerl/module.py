@@ -22,7 +22,9 @@ from rhymerl.algos.grpo import GRPO
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.budgets import Budget, GoodputBudget
+from rhymerl.checks import check_answers_fit, checked_rewards, longest_tokens
 from rhymerl.config import describe, instantiate, plain
+from rhymerl.critic import Critic, CriticSettings
 from rhymerl.data import PromptBatch, PromptDataModule
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.history_tree import HistoryTreeDrafter
@@ -35,7 +37,7 @@ from rhymerl.logprobs import prove_head
 from rhymerl.policy import Policy, PolicySource
 from rhymerl.ranks import Alone, Ranks
 from rhymerl.ranks.group import Group
-from rhymerl.rewards import Reward, RewardScorer, build_rewards, check_columns, plain_rewards
+from rhymerl.rewards import Reward, RewardScorer, plain_rewards
 from rhymerl.rollout import Rollout, RolloutLoop, RolloutSettings
 from rhymerl.run_ahead import RunAhead, check_run_ahead
 from rhymerl.schedulers.base import Scheduler
@@ -62,6 +64,7 @@ class RhymeModule(L.LightningModule):
         model: PolicySource | Policy | str | Node,
         algo: Algorithm | Node | None = None,
         *,
+        critic: CriticSettings | Node | None = None,
         rollout: RolloutSettings | Node | None = None,
         update: UpdateSettings | Node | None = None,
         evaluation: EvaluationSettings | Node | None = None,
@@ -79,9 +82,10 @@ class RhymeModule(L.LightningModule):
         super().__init__()
         check_run_ahead(run_ahead, max_staleness)
         self.automatic_optimization = False
-        refuse_lost(model=model, algo=algo, rollout=rollout, update=update, evaluation=evaluation)
+        refuse_lost(model=model, algo=algo, critic=critic, rollout=rollout, update=update, evaluation=evaluation)
         refuse_lost(drafter=drafter, budget=budget, history=history, scheduler=scheduler, backend=backend)
         self.algo: Algorithm = instantiate(algo) or GRPO()
+        self.critic_settings: CriticSettings = instantiate(critic) or CriticSettings()
         self.rollout: RolloutSettings = instantiate(rollout) or RolloutSettings()
         self.update: UpdateSettings = instantiate(update) or UpdateSettings()
         self.evaluation: EvaluationSettings = instantiate(evaluation) or EvaluationSettings()
@@ -118,8 +122,12 @@ class RhymeModule(L.LightningModule):
         self._scorer: RewardScorer | None = None
         self._rewards: list[Reward] = []
         # Now, because later a checkpoint may have been loaded: the reference is the policy that the module was given.
-        reference = copy.deepcopy(self.model).requires_grad_(False).eval() if self.algo.needs_reference else None
+        needed = "reference" in self.algo.needs
+        reference = copy.deepcopy(self.model).requires_grad_(False).eval() if needed else None
         object.__setattr__(self, "_reference", reference)
+        self.critic: Critic | None = None
+        if "values" in self.algo.needs:
+            self.critic = self.critic_settings.build(self.policy, seed=seed)
         self._evaluated: list[Sample] = []
         self.save_hyperparameters(self._settings(source))
 
@@ -131,6 +139,7 @@ class RhymeModule(L.LightningModule):
         return {
             "model": held(source, _describe_source),
             **{name: held(getattr(self, name), describe) for name in parts},
+            "critic": held(self.critic_settings, describe),
             "rewards": held(self.rewards, plain_rewards),
             **numbers,
         }
@@ -151,25 +160,14 @@ class RhymeModule(L.LightningModule):
 
     def check(self, datamodule: PromptDataModule) -> None:
         """Raise ConfigError for all that can be known to be wrong before any compute; the data has been prepared."""
-        for name, value in (("rollout", self.rollout.max_tokens), ("evaluation", self.evaluation.max_tokens or 1)):
-            if value >= self.policy.context_tokens:
-                raise ConfigError(
-                    f"{name}.max_tokens={value}: the model's context is {self.policy.context_tokens} tokens, "
-                    "and the prompt needs some of them"
-                )
-        self.backend.check(self._longest_tokens(datamodule))
-        self._rewards = self._checked_rewards(datamodule)
+        check_answers_fit(self.policy, rollout=self.rollout, evaluation=self.evaluation)
+        longest = longest_tokens(datamodule, rollout=self.rollout, evaluation=self.evaluation)
+        self.backend.check(longest)
+        if self.critic is not None:
+            self.critic.check(longest)
+        self._rewards = checked_rewards(self.rewards, datamodule)
+        self.update.check(self.model)
         prove_head(self.model)
-
-    def _longest_tokens(self, datamodule: PromptDataModule) -> int:
-        """The most tokens that a prompt and its answer may have together."""
-        longest = 0
-        evaluation = self.evaluation.rollout(self.rollout)
-        for loader, settings in ((datamodule.train_loader, self.rollout), (datamodule.validation_loader, evaluation)):
-            if loader is not None:
-                prompt = max(len(prompt.token_ids) for prompt in loader.prompts)
-                longest = max(longest, prompt + settings.max_tokens)
-        return longest
 
     def on_fit_start(self) -> None:
         self._bring_up()
@@ -213,6 +211,7 @@ class RhymeModule(L.LightningModule):
             no_sync=self._no_sync,
             ranks=self._ranks,
             reference=self._reference,
+            critic=self.critic,
         )
 
     def _take_up_state(self, loop: RolloutLoop, ranks: Ranks) -> None:
@@ -252,16 +251,6 @@ class RhymeModule(L.LightningModule):
             self._shares_engine = False
             self.teardown("end")
 
-    def _checked_rewards(self, datamodule: PromptDataModule) -> list[Reward]:
-        refuse_lost(rewards=self.rewards)
-        task_reward = datamodule.task.reward if datamodule.task is not None else None
-        rewards = build_rewards(self.rewards if self.rewards is not None else task_reward)
-        if not rewards:
-            raise ConfigError("rewards=null: name at least one reward function (or a task, which brings its own)")
-        for reward in rewards:
-            check_columns(reward, datamodule.columns)
-        return rewards
-
     def _datamodule(self) -> PromptDataModule:
         datamodule = getattr(self.trainer, "datamodule", None)
         if not isinstance(datamodule, PromptDataModule):
@@ -275,8 +264,8 @@ class RhymeModule(L.LightningModule):
         return str(self.policy.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def configure_optimizers(self) -> Any:
-        optimizer = self.update.optimizer([p for p in self.model.parameters() if p.requires_grad])
-        self._num_optimizer_steps = num_optimizer_steps(self.trainer, self.update.mini_batches)
+        optimizer = self.update.optimizer(list(self.model.parameters()), critic=self.critic)
+        self._num_optimizer_steps = num_optimizer_steps(self.trainer, self.update.optimizer_steps)
         schedule = self.update.schedule(optimizer, self._num_optimizer_steps)
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
@@ -292,8 +281,10 @@ class RhymeModule(L.LightningModule):
         assert loader is not None
         epoch = self.first_epochs["train"] + loader.epoch
         following = None if self._is_last_step else loader.peek().prompts
-        result = self._loop.run(batch.prompts, step, self.rollout, epoch=epoch, following=following)
-        rolled_out = time.perf_counter()
+        instead = loader.replacements()
+        result = self._loop.run(
+            batch.prompts, step, self.rollout, epoch=epoch, following=following, replacements=instead
+        )
         schedule = cast(LambdaLR, self.lr_schedulers())
         metrics = self._updater.run(result.samples, step, optimizer=self.optimizers(), schedule=schedule)
         done = time.perf_counter()
@@ -303,7 +294,6 @@ class RhymeModule(L.LightningModule):
         self.num_tokens += num_tokens
         self.last_rollout = result
         timing = {
-            "timing_s/update": done - rolled_out,
             "timing_s/step": done - started,
             "perf/time_per_step": done - started,
             "perf/tokens_per_s": num_tokens / (done - started),
@@ -324,7 +314,7 @@ class RhymeModule(L.LightningModule):
 
     @property
     def _is_last_step(self) -> bool:
-        return self.trainer.global_step + self.update.mini_batches >= self._num_optimizer_steps
+        return self.trainer.global_step + self.update.optimizer_steps >= self._num_optimizer_steps
 
     def _log(self, metrics: Mapping[str, float]) -> None:
         """To the loggers every `log_every_n_steps`, and to whoever monitors `trainer.callback_metrics`.
@@ -369,6 +359,7 @@ class RhymeModule(L.LightningModule):
             "num_tokens": self.num_tokens,
             "num_evaluations": self.num_evaluations,
             "first_epochs": dict(self.first_epochs),
+            "algo": self.algo.state_dict(),
             "history": self.history.state_dict(),
             "budgets": ranks.gather(self.budget.state_dict()),
             "loop": self._loop.state_dict() if self._loop is not None else None,
@@ -382,6 +373,7 @@ class RhymeModule(L.LightningModule):
         self.num_tokens = state["num_tokens"]
         self.num_evaluations = state["num_evaluations"]
         self.first_epochs = dict(state["first_epochs"])
+        self.algo.load_state_dict(state["algo"])
         self.history.load_state_dict(state["history"])
         self._resumed = {name: state[name] for name in ("budgets", "loop")}
         self.scheduler.load_state_dict(state["scheduler"])

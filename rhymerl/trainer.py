@@ -12,13 +12,13 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from rhymerl.errors import ConfigError
 
 
-def num_optimizer_steps(trainer: L.Trainer, mini_batches: int) -> float:
-    """Optimizer steps of the whole run, infinite if it has no end; max_steps counts these, max_epochs rollout steps."""
+def num_optimizer_steps(trainer: L.Trainer, each: int) -> float:
+    """Optimizer steps of the whole run, infinite if it has no end; max_steps counts these, max_epochs rollout steps of `each`."""
     by_steps = float(trainer.max_steps) if trainer.max_steps >= 0 else float("inf")
     if trainer.max_epochs is None or trainer.max_epochs < 0:
         return by_steps
     trainer.fit_loop.setup_data()
-    return min(by_steps, float(trainer.num_training_batches) * trainer.max_epochs * mini_batches)
+    return min(by_steps, float(trainer.num_training_batches) * trainer.max_epochs * each)
 
 
 def check_trainer(trainer: Any) -> None:

@@ -13,24 +13,33 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rhymerl.errors import ConfigError
 from rhymerl.logprobs import head_logprobs, policy_output, prove_head, token_batch
 from rhymerl.testing import make_requests, tiny_policy
-from rhymerl.types import Completion, Generated, Sample
-from rhymerl.update import micro_batches
+from rhymerl.types import Completion, Generated, RolloutRequest, Sample
+from rhymerl.update import micro_batches, total_tokens
 
 
 def make_samples(count: int, *, max_tokens: int = 12, vocabulary: int = 19) -> list[Sample]:
     """Random answers to random prompts."""
     source = np.random.default_rng(1)
-    samples = []
-    for request in make_requests(count):
-        tokens = source.integers(2, vocabulary, source.integers(1, max_tokens, endpoint=True)).astype(np.int32)
-        generated = Generated(
-            token_ids=tokens, logprobs=np.zeros(len(tokens)), policy_versions=np.zeros(len(tokens), np.int32)
+    return [
+        answered(
+            request,
+            source.integers(2, vocabulary, source.integers(1, max_tokens, endpoint=True)).astype(np.int32),
         )
-        completion = Completion(request=request, generated=generated, finish_reason="stop")
-        samples.append(
-            Sample(completion=completion, text="", reward=0.0, rewards={}, loss_mask=np.ones(len(tokens), np.bool_))
-        )
-    return samples
+        for request in make_requests(count)
+    ]
+
+
+def answered(request: RolloutRequest, tokens: np.ndarray) -> Sample:
+    generated = Generated(
+        token_ids=tokens, logprobs=np.zeros(len(tokens)), policy_versions=np.zeros(len(tokens), np.int32)
+    )
+    completion = Completion(request=request, generated=generated, finish_reason="stop")
+    return Sample(completion=completion, text="", reward=0.0, rewards={}, loss_mask=np.ones(len(tokens), np.bool_))
+
+
+def answer(length: int) -> Sample:
+    """So many tokens to a short prompt."""
+    return answered(make_requests(1, prompt_tokens=(4, 4))[0], np.full(length, 2, np.int32))
 
 
 def gradients(model, samples, parts, *, chunk_tokens):
@@ -65,6 +74,16 @@ def test_micro_batches_keep_their_budget():
     for part in micro_batches(samples, range(20), 90):
         width = max(len(samples[i].prompt.token_ids) + len(samples[i]) for i in part)
         assert len(part) == 1 or len(part) * width <= 90
+
+
+def test_micro_batches_hold_samples_of_like_length():
+    """Log-normal lengths: under a budget that all of them fit into, padding used to be most of the work."""
+    lengths = np.exp(np.random.default_rng(0).normal(4.6, 1.0, 128)).astype(int).clip(2, 1000)
+    samples = [answer(length) for length in lengths]
+    widths = [[total_tokens(samples[i]) for i in part] for part in micro_batches(samples, range(128), 10**6)]
+    assert sorted(sum(widths, [])) == sorted(map(total_tokens, samples))
+    assert sum(len(part) * max(part) for part in widths) < 1.25 * sum(map(sum, widths))
+    assert all(len(part) * part[0] < 512 or part[0] <= 1.5 * part[-1] or len(part) == 1 for part in widths)
 
 
 class Largest(TorchDispatchMode):

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rhymerl.algos import GRPO
+from rhymerl.algos.base import Algorithm, Batch, PolicyOutput, Totals
+from rhymerl.critic import CriticSettings
 from rhymerl.errors import ConfigError
 from rhymerl.logprobs import policy_output, token_batch
+from rhymerl.policy import Policy
 from rhymerl.ranks import Ranks
 from rhymerl.testing import tiny_policy
 from rhymerl.types import Completion, Generated, RolloutRequest, Sample
@@ -43,44 +47,93 @@ def scored(count: int) -> list[Sample]:
     return result
 
 
+class ActorCritic(Algorithm):
+    """Reads all that there is: every pass, values with a gradient, an entropy that is trained, what a step adapts."""
+
+    needs = frozenset({"proximal", "reference", "values"})
+    trains_entropy = True
+
+    def __init__(self, *, value_coef: float = 0.5) -> None:
+        self.value_coef = value_coef
+        self.num_steps = 0
+        self.prepared: list[Batch] = []
+
+    def advantages(self, batch: Batch) -> Tensor:
+        return (batch.rewards[:, None] - batch.values).masked_fill(~batch.mask, 0)
+
+    def prepare(self, batch: Batch) -> Batch:
+        self.prepared.append(replace(super().prepare(batch), returns=batch.rewards[:, None].expand_as(batch.values)))
+        return self.prepared[-1]
+
+    def loss(self, batch: Batch, output: PolicyOutput, totals: Totals) -> tuple[Tensor, Mapping[str, Tensor]]:
+        ratio = (output.logprobs - batch.proximal_logprobs).exp()
+        pull = (output.logprobs - batch.reference_logprobs) ** 2
+        wrong = (output.values - batch.returns) ** 2
+        each = -ratio * batch.advantages + 0.1 * pull - 0.1 * output.entropy + self.value_coef * wrong
+        # Of the first token and of each sample, so that both totals are needed.
+        loss = (
+            each.masked_fill(~batch.mask, 0).sum() / totals.num_tokens + output.values[:, 0].sum() / totals.num_samples
+        )
+        kept = {"ratio": ratio, "wrong": wrong, "values": output.values}
+        return loss, {name: (it.detach() * batch.mask).sum() / totals.num_tokens for name, it in kept.items()}
+
+    def metrics(self, batch: Batch) -> dict[str, float]:
+        self.num_steps += 1
+        return {"num_steps": float(self.num_steps)}
+
+
+def forgiving_grpo(**settings: float) -> GRPO:
+    """Whose ratios are hardly ever clipped."""
+    return GRPO(clip_low=5, clip_high=50, **settings)
+
+
 @functools.cache
-def first_model(attention_dropout: float = 0.0) -> nn.Module:
+def first_policy(attention_dropout: float = 0.0) -> Policy:
     """What every run starts from a copy of."""
-    return tiny_policy(attention_dropout=attention_dropout).model.train()
+    policy = tiny_policy(attention_dropout=attention_dropout)
+    policy.model.train()
+    return policy
 
 
 def run_update(
     samples: list[Sample],
     *,
-    algorithm: type[GRPO] = GRPO,
+    algorithm: Callable[[], Algorithm] = forgiving_grpo,
+    critic: CriticSettings | None = None,
     steps: int = 1,
-    kl_coef: float = 0.0,
-    normalize_std: bool = True,
     dropout: float = 0.0,
     no_sync: Callable[[], AbstractContextManager[None]] = nullcontext,
     backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
     ranks: Ranks | None = None,
     **settings: float,
-) -> tuple[nn.Module, dict[str, float]]:
-    """The same samples as `steps` rollout steps in a row, from the same model; with the last step's metrics."""
-    model = copy.deepcopy(first_model(dropout))
+) -> tuple[nn.ModuleDict, dict[str, float]]:
+    """The same samples as `steps` rollout steps in a row, from the same model; with the last step's metrics but for times.
+
+    Returns what was trained: `model` and, if there is one, `critic`.
+    """
+    made = algorithm()
+    model = copy.deepcopy(first_policy(dropout).model)
     update = UpdateSettings(**{"learning_rate": 1e-3, **settings})
-    optimizer = update.optimizer(list(model.parameters()))
+    trained = nn.ModuleDict({"model": model})
+    if critic is not None:
+        trained["critic"] = critic.build(first_policy(dropout), seed=2)
+    optimizer = update.optimizer(list(model.parameters()), critic=trained["critic"] if critic is not None else None)
     schedule = update.schedule(optimizer, 10)
     updater = Updater(
         model,
-        algorithm(clip_low=5, clip_high=50, kl_coef=kl_coef, normalize_std=normalize_std),
+        made,
         update,
         temperature=0.9,
         seed=1,
         backward=backward,
         autocast=nullcontext,
         no_sync=no_sync,
-        reference=first_model(dropout) if kl_coef else None,
+        reference=first_policy(dropout).model if "reference" in made.needs else None,
+        critic=trained["critic"] if critic is not None else None,
         ranks=ranks,
     )
     metrics = [dict(updater.run(samples, step, optimizer=optimizer, schedule=schedule)) for step in range(steps)]
-    return model, metrics[-1]
+    return trained, {name: value for name, value in metrics[-1].items() if not name.startswith("timing_s/")}
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.3])
@@ -88,20 +141,137 @@ def run_update(
 def test_micro_batches_change_neither_weights_nor_metrics(micro_batch_tokens, kl_coef):
     samples = scored(16)
     # Two mini-batches, so that the second starts from weights that the first has moved.
-    whole, expected = run_update(samples, kl_coef=kl_coef, mini_batches=2, micro_batch_tokens=10**6)
+    algorithm = functools.partial(forgiving_grpo, kl_coef=kl_coef)
+    whole, expected = run_update(samples, algorithm=algorithm, mini_batches=2, micro_batch_tokens=10**6)
     split, metrics = run_update(
-        samples, kl_coef=kl_coef, mini_batches=2, micro_batch_tokens=micro_batch_tokens, chunk_tokens=3
+        samples, algorithm=algorithm, mini_batches=2, micro_batch_tokens=micro_batch_tokens, chunk_tokens=3
     )
     for left, right in zip(split.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(left, right, atol=1e-10, rtol=0)
-    assert metrics == pytest.approx(expected, rel=1e-9)
+    assert metrics == pytest.approx(expected, rel=1e-6)
     assert ("kl" in metrics) == (kl_coef > 0)
+
+
+def test_epochs_are_other_mini_batches_of_the_same_samples():
+    samples = [replace(sample, reward=float(i)) for i, sample in enumerate(scored(16))]
+    seen: list[float] = []
+
+    class Recording(GRPO):
+        def loss(self, batch, output, totals):
+            assert totals.num_samples == 8
+            seen.extend(batch.rewards.tolist())
+            return super().loss(batch, output, totals)
+
+    run_update(samples, algorithm=Recording, epochs=3, mini_batches=2)
+    epochs = [seen[start : start + 16] for start in range(0, len(seen), 16)]
+    assert [sorted(epoch) for epoch in epochs] == [[sample.reward for sample in samples]] * 3
+    assert len({frozenset(epoch[:8]) for epoch in epochs}) == 3
+
+
+@pytest.mark.parametrize(("after", "taken"), [(1, 1), (3, 3), (9, 6)])
+def test_an_algorithm_may_stop_the_step_early(after, taken):
+    class Stopping(GRPO):
+        def stops(self, metrics):
+            asked.append(dict(metrics))
+            return len(asked) == after
+
+    asked: list[dict[str, float]] = []
+    _, metrics = run_update(scored(16), algorithm=Stopping, epochs=3, mini_batches=2)
+    assert len(asked) == taken
+    assert metrics["loss"] == pytest.approx(np.mean([each["loss"] for each in asked]))
+
+
+def test_what_an_algorithm_needs_is_there_before_the_first_mini_batch():
+    samples, made = scored(12), ActorCritic()
+    _, metrics = run_update(samples, algorithm=lambda: made, critic=CriticSettings(head_std=0.3), steps=2)
+    model = first_policy().model
+    critic = CriticSettings(head_std=0.3).build(first_policy(), seed=2)
+    with torch.no_grad():
+        output = policy_output(model, token_batch(samples, "cpu"), temperature=0.9, critic=critic)
+    first, second = made.prepared
+    for found, expected in (
+        (first.proximal_logprobs, output.logprobs),
+        (first.reference_logprobs, output.logprobs),
+        (second.reference_logprobs, output.logprobs),
+        (first.values, output.values),
+    ):
+        torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
+        assert found.dtype == torch.float64
+    assert not torch.allclose(second.proximal_logprobs, output.logprobs)
+    assert not torch.allclose(second.values, output.values)
+    assert metrics["ratio"] == pytest.approx(1)  # one mini-batch
+    assert metrics["num_steps"] == 2
+
+
+def test_the_batch_knows_limits_and_which_answers_were_cut_off():
+    samples = scored(4)
+    cut = replace(samples[2].completion, finish_reason="length")
+    batch = step_batch([*samples[:2], replace(samples[2], completion=cut), samples[3]])
+    assert batch.is_truncated.tolist() == [False, False, True, False]
+    assert batch.limits.tolist() == [sample.completion.request.sampling.max_tokens for sample in samples]
+
+
+def test_each_pass_is_timed_where_it_occurs():
+    def names(algorithm: Algorithm, **parts: object) -> set[str]:
+        model = copy.deepcopy(first_policy().model)
+        update = UpdateSettings()
+        optimizer = update.optimizer(list(model.parameters()))
+        updater = Updater(
+            model,
+            algorithm,
+            update,
+            temperature=1.0,
+            seed=0,
+            backward=Tensor.backward,
+            autocast=nullcontext,
+            **parts,
+        )
+        metrics = updater.run(scored(4), 0, optimizer=optimizer, schedule=update.schedule(optimizer, 1))
+        return {name.removeprefix("timing_s/") for name in metrics if name.startswith("timing_s/")}
+
+    assert names(GRPO(correction="none")) == {"advantage", "update"}
+    uncorrected = GRPO(correction="none", kl_coef=0.1)
+    assert names(uncorrected, reference=first_policy().model) == {"advantage", "update", "ref"}
+    critic = CriticSettings(shared=True).build(first_policy(), seed=0)
+    everything = names(ActorCritic(), reference=first_policy().model, critic=critic)
+    assert everything == {"advantage", "update", "ref", "old_log_prob", "values"}
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_activation_checkpointing_changes_nothing_but_memory(shared):
+    samples, outcomes, kept = scored(12), [], [0, 0]
+    for on in (0, 1):
+
+        def keep(tensor: Tensor, on: int = on) -> Tensor:
+            kept[on] += tensor.nbytes
+            return tensor
+
+        critic = CriticSettings(shared=shared, head_std=0.3)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):  # not of what is computed again
+            outcomes.append(
+                run_update(samples, algorithm=ActorCritic, critic=critic, activation_checkpointing=bool(on))
+            )
+    (plain, expected), (trained, metrics) = outcomes
+    for left, right in zip(trained.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(left, right, atol=1e-10, rtol=0)
+    assert metrics == pytest.approx(expected, rel=1e-6)
+    assert kept[1] < kept[0] / 3
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in trained.modules())
+
+
+def test_activation_checkpointing_is_refused_for_a_model_that_has_none(monkeypatch):
+    model = copy.deepcopy(first_policy().model)
+    update = UpdateSettings(activation_checkpointing=True)
+    update.check(model)
+    monkeypatch.setattr(type(model), "supports_gradient_checkpointing", False)
+    with pytest.raises(ConfigError, match="update.activation_checkpointing=true: Qwen2ForCausalLM does not support it"):
+        update.check(model)
 
 
 def test_the_update_moves_the_policy_towards_what_was_rewarded():
     samples = scored(16)
-    before, after = tiny_policy().model, run_update(samples, learning_rate=1e-4)[0]
-    batch = step_batch(samples, GRPO())
+    before, after = tiny_policy().model, run_update(samples, learning_rate=1e-4)[0]["model"]
+    batch = GRPO().prepare(step_batch(samples))
     with torch.no_grad():
         old, new = (policy_output(m, token_batch(samples, "cpu"), temperature=0.9).logprobs for m in (before, after))
     assert ((new - old) * batch.advantages * batch.mask).sum() > 0
@@ -150,6 +320,7 @@ def test_biases_and_norms_do_not_decay():
     ("settings", "message"),
     [
         ({"mini_batches": 0}, "update.mini_batches=0: expected at least 1"),
+        ({"epochs": 0}, "update.epochs=0: expected at least 1"),
         ({"learning_rate": -1.0}, "update.learning_rate=-1.0"),
         ({"lr_schedule": "cubic"}, "update.lr_schedule='cubic': expected constant, linear or cosine"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -17,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rhymerl.algos import GRPO
+from rhymerl.algos import GRPO, Algorithm
+from rhymerl.critic import CriticSettings
 from rhymerl.errors import RunError
 from rhymerl.ranks import Alone, Ranks
 from rhymerl.ranks.group import Group
 from rhymerl.types import Sample
-from tests.test_update import first_model, run_update, scored
+from tests.test_update import ActorCritic, first_policy, forgiving_grpo, run_update, scored
 
 T = TypeVar("T")
 
@@ -53,7 +55,7 @@ class Threads(Alone):
 
 def on_threads(num_ranks: int, work: Callable[[Ranks], T]) -> list[T]:
     """What each rank returns."""
-    first_model()  # made here, because transformers builds models one at a time
+    first_policy()  # made here, because transformers builds models one at a time
     barrier, table = threading.Barrier(num_ranks), [None] * num_ranks
     with ThreadPoolExecutor(num_ranks) as pool:
         return list(pool.map(lambda rank: work(Threads(rank, barrier, table)), range(num_ranks)))
@@ -71,8 +73,9 @@ def ragged(count: int) -> list[Sample]:
 def assert_same_update(model: nn.Module, metrics: dict[str, float], expected: tuple[nn.Module, dict[str, float]]):
     for left, right in zip(model.parameters(), expected[0].parameters(), strict=True):
         torch.testing.assert_close(left, right, atol=1e-10, rtol=0)
-        torch.testing.assert_close(left.grad, right.grad, atol=1e-10, rtol=0)
-    assert metrics == pytest.approx(expected[1], rel=1e-9, abs=1e-12)
+        if left.grad is not None or right.grad is not None:  # none while the critic warms up
+            torch.testing.assert_close(left.grad, right.grad, atol=1e-10, rtol=0)
+    assert metrics == pytest.approx(expected[1], rel=1e-6, abs=1e-7)
 
 
 def assert_bitwise_equal(models: list[nn.Module]):
@@ -98,7 +101,15 @@ def test_ranks_take_the_steps_of_one(num_ranks, mini_batches, micro_batch_tokens
     assert all(each == metrics[0] for each in metrics)
 
 
-@pytest.mark.parametrize("settings", [{"kl_coef": 0.3}, {"normalize_std": False}, {"max_grad_norm": 1e-3}], ids=str)
+LOSSES = {
+    "kl": {"algorithm": functools.partial(forgiving_grpo, kl_coef=0.3)},
+    "no_scale": {"algorithm": functools.partial(forgiving_grpo, scale="none")},
+    "clipped": {"max_grad_norm": 1e-3},
+    "epochs": {"epochs": 2, "mini_batches": 2},
+}
+
+
+@pytest.mark.parametrize("settings", LOSSES.values(), ids=list(LOSSES))
 def test_whatever_the_loss(settings):
     samples = ragged(12)
     expected = run_update(samples, **settings)
@@ -112,9 +123,9 @@ def test_every_sample_is_trained_on_once(num_ranks):
     seen: list[list[float]] = []
 
     class Recording(GRPO):
-        def loss(self, batch, output, num_tokens):
+        def loss(self, batch, output, totals):
             seen.append(batch.rewards.tolist())
-            return super().loss(batch, output, num_tokens)
+            return super().loss(batch, output, totals)
 
     on_threads(
         num_ranks,
@@ -165,13 +176,88 @@ class Recorded(Alone):
         self.done.append(")")
 
 
-def test_one_sum_a_mini_batch_after_all_backwards_and_one_gather_a_step():
-    ranks = Recorded()
-    run_update(
-        scored(6), ranks=ranks, mini_batches=2, micro_batch_tokens=1, backward=ranks.backward, no_sync=ranks.no_sync
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("warmup_steps", [0, 1, 2])
+@pytest.mark.parametrize("shared", [True, False])
+def test_with_a_critic(shared, warmup_steps, num_ranks):
+    """Two steps of three mini-batches; the policy takes part in both, in the second alone, or in none."""
+    samples = ragged(8)
+    critic = CriticSettings(shared=shared, head_std=0.3, learning_rate=1e-2, warmup_steps=warmup_steps)
+    settings = {"algorithm": ActorCritic, "critic": critic, "steps": 2, "mini_batches": 3, "epochs": 2}
+    expected = run_update(samples, **settings)
+
+    def work(ranks: Ranks) -> tuple[nn.Module, dict[str, float]]:
+        return run_update(samples, micro_batch_tokens=40, chunk_tokens=7, ranks=ranks, **settings)
+
+    models, metrics = zip(*on_threads(num_ranks, work), strict=True)
+    assert_same_update(models[0], metrics[0], expected)
+    assert_bitwise_equal(models)
+    assert all(each == metrics[0] for each in metrics)
+    moved = not same_weights(
+        {"weights": models[0]["model"].state_dict()}, {"weights": first_policy().model.state_dict()}
     )
+    assert moved == (warmup_steps < 2)
+    assert ("grad_norm" in metrics[0]) == (warmup_steps < 2)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("warmup_steps", [0, 1])
+def test_a_rank_without_samples_takes_part_in_a_critic_too(shared, warmup_steps):
+    samples = ragged(8)  # mini-batches of two for three ranks
+    critic = CriticSettings(shared=shared, head_std=0.3, warmup_steps=warmup_steps)
+    settings = {"algorithm": ActorCritic, "critic": critic, "mini_batches": 4}
+    expected = run_update(samples, **settings)
+    for model, metrics in on_threads(3, lambda ranks: run_update(samples, ranks=ranks, **settings)):
+        assert_same_update(model, metrics, expected)
+
+
+def test_ranks_stop_together():
+    class Stopping(GRPO):
+        def stops(self, metrics):
+            return metrics["clip_ratio/region_mean"] > 0.1
+
+    settings = {"algorithm": lambda: Stopping(clip_low=1e-6, clip_high=1e-6), "epochs": 4, "mini_batches": 2}
+    samples = ragged(8)
+    expected = run_update(samples, **settings)
+    everything = run_update(samples, **{**settings, "algorithm": lambda: GRPO(clip_low=1e-6, clip_high=1e-6)})
+    assert expected[1]["loss"] != everything[1]["loss"]
+    for model, metrics in on_threads(3, lambda ranks: run_update(samples, ranks=ranks, **settings)):
+        assert_same_update(model, metrics, expected)
+
+
+def test_one_sum_a_mini_batch_after_all_backwards_and_one_gather_a_step():
+    class Steadfast(ActorCritic):
+        needs = frozenset()
+
+        def advantages(self, batch):
+            return batch.rewards[:, None].expand_as(batch.mask)
+
+        def prepare(self, batch):
+            return Algorithm.prepare(self, batch)
+
+        def loss(self, batch, output, totals):
+            return (output.logprobs * batch.advantages).sum(), {}
+
+    class Wavering(Steadfast):
+        def stops(self, metrics):
+            return False
+
     mini_batch = ["(", "backward", "backward", "backward", ")", "sum"]
-    assert ranks.done == [*mini_batch, *mini_batch, "gather"]
+    for algorithm, expected in (
+        (Steadfast, [*mini_batch, *mini_batch, "gather"]),
+        (Wavering, [*mini_batch, "gather", *mini_batch, "gather"]),  # asks after each
+    ):
+        ranks = Recorded()
+        run_update(
+            scored(6),
+            algorithm=algorithm,
+            ranks=ranks,
+            mini_batches=2,
+            micro_batch_tokens=1,
+            backward=ranks.backward,
+            no_sync=ranks.no_sync,
+        )
+        assert ranks.done == expected
 
 
 def test_a_gradient_that_one_rank_breaks_stops_all_of_them():
@@ -211,7 +297,7 @@ def test_two_processes_are_as_good_as_one(tmp_path):
 
     for name, weight in expected.state_dict().items():
         torch.testing.assert_close(plain["weights"][name], weight, atol=1e-10, rtol=0)
-    assert plain["metrics"] == pytest.approx(metrics, rel=1e-9, abs=1e-12)
+    assert plain["metrics"] == pytest.approx(metrics, rel=1e-6, abs=1e-7)
     for mine, other in zip([plain, *noisy], others, strict=True):
         assert same_weights(mine, other)
         assert mine["metrics"] == other["metrics"]

@@ -1,0 +1,46 @@
+"""What a module asks of its data before any compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rhymerl.data import PromptDataModule
+from rhymerl.errors import ConfigError
+from rhymerl.evaluation import EvaluationSettings
+from rhymerl.hyperparameters import refuse_lost
+from rhymerl.policy import Policy
+from rhymerl.rewards import Reward, build_rewards, check_columns
+from rhymerl.rollout import RolloutSettings
+
+
+def check_answers_fit(policy: Policy, *, rollout: RolloutSettings, evaluation: EvaluationSettings) -> None:
+    """Raise ConfigError when an answer alone may fill the model's context."""
+    for name, value in (("rollout", rollout.max_tokens), ("evaluation", evaluation.max_tokens or 1)):
+        if value >= policy.context_tokens:
+            raise ConfigError(
+                f"{name}.max_tokens={value}: the model's context is {policy.context_tokens} tokens, "
+                "and the prompt needs some of them"
+            )
+
+
+def longest_tokens(datamodule: PromptDataModule, *, rollout: RolloutSettings, evaluation: EvaluationSettings) -> int:
+    """The most tokens that a prompt and its answer may have together."""
+    parts = ((datamodule.train_loader, rollout), (datamodule.validation_loader, evaluation.rollout(rollout)))
+    longest = [
+        max(len(prompt.token_ids) for prompt in loader.prompts) + settings.max_tokens
+        for loader, settings in parts
+        if loader is not None
+    ]
+    return max(longest, default=0)
+
+
+def checked_rewards(rewards: Any, datamodule: PromptDataModule) -> list[Reward]:
+    """The reward functions, the task's where `rewards` is None. Raises ConfigError for none, or for columns that are not there."""
+    refuse_lost(rewards=rewards)
+    task_reward = datamodule.task.reward if datamodule.task is not None else None
+    built = build_rewards(rewards if rewards is not None else task_reward)
+    if not built:
+        raise ConfigError("rewards=null: name at least one reward function (or a task, which brings its own)")
+    for reward in built:
+        check_columns(reward, datamodule.columns)
+    return built

@@ -1,0 +1,54 @@
+"""Forward passes without gradient over all samples of a step, shared among the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rhymerl.dealing import deal
+from rhymerl.logprobs import TokenBatch, token_batch
+from rhymerl.ranks.base import Ranks
+from rhymerl.types import Sample
+from rhymerl.update.batches import micro_batches, total_tokens
+
+Work = Callable[[TokenBatch], Tensor]  # -> [B, T]
+
+
+def over_samples(
+    samples: Sequence[Sample], work: Work, *, ranks: Ranks, device: torch.device | str, max_tokens: int
+) -> Tensor:
+    """What `work` says of every response token, [B, T] in float64 with zeros in the padding, in the host's memory.
+
+    A meeting: each rank does the work for its share of the samples, and gets the whole.
+    """
+    dealt = deal([total_tokens(sample) for sample in samples], ranks.size)
+    gathered = ranks.gather(_lines(samples, dealt[ranks.rank], work, ranks=ranks, device=device, max_tokens=max_tokens))
+    whole = np.zeros((len(samples), max(map(len, samples))))
+    for mine, flat in zip(dealt, gathered, strict=True):
+        ends = np.cumsum([len(samples[i]) for i in mine], dtype=np.int64)
+        for i, line in zip(mine, np.split(flat, ends[:-1]), strict=bool(mine)):
+            whole[i, : len(line)] = line
+    return torch.from_numpy(whole)
+
+
+def _lines(
+    samples: Sequence[Sample],
+    mine: Sequence[int],
+    work: Work,
+    *,
+    ranks: Ranks,
+    device: torch.device | str,
+    max_tokens: int,
+) -> npt.NDArray[np.floating]:
+    """For the samples at `mine`, in that order and one after the other, without padding."""
+    lines: dict[int, npt.NDArray[np.floating]] = {}
+    with torch.no_grad():
+        for part in micro_batches(samples, mine, max_tokens):
+            ranks.check()
+            found = work(token_batch([samples[i] for i in part], device)).cpu().numpy()
+            lines.update({i: line[: len(samples[i])] for i, line in zip(part, found, strict=True)})
+    return np.concatenate([lines[i] for i in mine]) if mine else np.empty(0)
