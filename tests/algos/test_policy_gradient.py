@@ -226,22 +226,30 @@ def test_metrics_by_hand():
     assert {name: float(value) for name, value in metrics.items()} == pytest.approx(expected)
 
 
-def test_metrics_of_a_correction_by_hand():
-    # The trainer gave the first token 3 times the probability, which counts 2 times; since then nothing has moved.
-    logprobs = rows([math.log(3), 0.0, 0.0])
-    batch = one_answer(logprobs, proximal_logprobs=logprobs)
-    loss, metrics = GRPO(dual_clip=2.0).loss(batch, output_of(logprobs), Totals(num_tokens=2, num_samples=1))
-    assert float(loss) == pytest.approx(-(2 + 1) / 2)
-    assert metrics["sampling/bounded_frac"] == 0.5
-    assert metrics["sampling/importance_sampling_ratio/max"] == pytest.approx(3)
-    assert metrics["off_policy/kl"] == metrics["clip_ratio/region_mean"] == 0
+@pytest.mark.parametrize(("level", "bounded"), [("token", 0.5), ("sequence", 1.0)])
+def test_metrics_of_a_correction_by_hand(level, bounded):
+    # The trainer gave the first token 3 times the probability, which counts 2 times; the update has moved on to 1.1.
+    proximal = rows([math.log(3), 0.0, 0.0])
+    logprobs = proximal + math.log(1.1)
+    batch = one_answer(logprobs, proximal_logprobs=proximal)
+    algorithm = GRPO(correction_level=level)
+    loss, metrics = algorithm.loss(batch, output_of(logprobs), Totals(num_tokens=2, num_samples=1))
+    assert float(loss) == pytest.approx(-1.1 * (2 + (1 if level == "token" else 2)) / 2)
+    assert metrics["sampling/bounded_frac"] == bounded
+    assert float(metrics["sampling/importance_sampling_ratio/max"]) == pytest.approx(3)
+    assert float(metrics["off_policy/kl"]) == pytest.approx(1.1 - 1 - math.log(1.1))
 
 
-def test_what_dual_clip_cuts_is_in_the_region():
-    logprobs = rows([math.log(3), 0.0, 0.0])
-    batch = one_answer(logprobs, advantages=-torch.ones_like(logprobs))
-    _, metrics = GRPO(dual_clip=2.0).loss(batch, output_of(logprobs), Totals(num_tokens=2, num_samples=1))
-    assert [float(metrics[f"clip_ratio/{name}_mean"]) for name in ("low", "high", "region")] == [0, 0, 0.5]
+def test_shares_of_clipped_tokens_by_hand():
+    """Only those that lose their gradient: with dual clip also high ratios of bad tokens."""
+    logprobs = rows([math.log(0.5), math.log(0.5), math.log(3), math.log(3)])
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    batch = replace(one_answer(logprobs, advantages=rows([1, -1, 1, -1])), mask=mask)
+    for dual_clip, region in ((None, 0.5), (2.0, 0.75)):
+        algorithm = GRPO(dual_clip=dual_clip)
+        _, metrics = algorithm.loss(batch, output_of(logprobs), Totals(num_tokens=4, num_samples=1))
+        shares = [float(metrics[f"clip_ratio/{name}_mean"]) for name in ("low", "high", "region")]
+        assert shares == [0.25, 0.25, region]
 
 
 # -- a step ----------------------------------------------------------------------------------------------------------
@@ -268,7 +276,9 @@ def test_a_step_of_truncated_answers_alone_teaches_nothing():
     batch = replace(batch, is_truncated=torch.ones(6, dtype=torch.bool))
     for settings in ({}, {"loss_mean": "sequence"}, {"whiten": True}):
         ready = GRPO(mask_truncated=True, **settings).prepare(batch)
-        assert loss_of(GRPO(**settings), ready, logprobs) == 0
+        loss = loss_of(GRPO(**settings), ready, logprobs.requires_grad_())
+        assert loss == 0
+        assert torch.autograd.grad(loss, logprobs)[0].abs().max() == 0
 
 
 def test_overlong_answers_are_worth_less():
@@ -327,7 +337,7 @@ def test_the_coefficient_adapts_by_hand():
         assert algorithm.state_dict() == pytest.approx({"kl_coef": 0.5 * factor})
     resumed = replace(algorithm)
     resumed.load_state_dict(algorithm.state_dict())
-    close(resumed.kl_penalties(batch), algorithm.kl_penalties(batch))
+    close(resumed.kl_penalties(batch), 0.98 * GRPO(kl_coef=0.5, kl_in="reward", kl_estimator="k2").kl_penalties(batch))
     assert resumed.kl_coef == 0.5  # the setting
 
 
