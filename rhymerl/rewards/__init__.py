@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING
 from rhymerl.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from rhymerl.rewards.base import Reward, RewardFn, check_columns
+    from rhymerl.rewards.base import Reward, RewardFn, check_columns, check_reward
     from rhymerl.rewards.build import build_rewards, plain_rewards
-    from rhymerl.rewards.functions import exact_match, format_match, length_penalty, numeric_match
+    from rhymerl.rewards.classifier import classifier_score
+    from rhymerl.rewards.functions import exact_match, format_match, length_penalty, numeric_match, tag_match
+    from rhymerl.rewards.mathematics import math_match
+    from rhymerl.rewards.programs import code
     from rhymerl.rewards.scorer import RewardScorer
 
 __all__ = [
@@ -21,11 +24,16 @@ __all__ = [
     "RewardScorer",
     "build_rewards",
     "check_columns",
+    "check_reward",
+    "classifier_score",
+    "code",
     "exact_match",
     "format_match",
     "length_penalty",
+    "math_match",
     "numeric_match",
     "plain_rewards",
+    "tag_match",
 ]
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of ours
@@ -37,10 +45,15 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of ours
             "RewardScorer": "scorer",
             "build_rewards": "build",
             "check_columns": "base",
+            "check_reward": "base",
+            "classifier_score": "classifier",
+            "code": "programs",
             "exact_match": "functions",
             "format_match": "functions",
             "length_penalty": "functions",
+            "math_match": "mathematics",
             "numeric_match": "functions",
             "plain_rewards": "build",
+            "tag_match": "functions",
         },
     )

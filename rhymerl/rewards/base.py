@@ -9,6 +9,7 @@ from math import isfinite
 from typing import Any, Literal, get_args
 
 from rhymerl.errors import ConfigError
+from rhymerl.rewards.hooks import Extract
 from rhymerl.rewards.resolve import Found, find, find_home, nearest
 
 #: `def reward(completion: str, *, answer: str, **columns) -> float`, sync or async, or in the batch form
@@ -104,6 +105,11 @@ class Reward:
         return self.where == "engine" and takes and "device" not in self.arguments
 
     @property
+    def extract(self) -> Extract | None:
+        """From a text to the answer that the function looks at in it, where it says so."""
+        return getattr(self.call, "extract", None)
+
+    @property
     def required_columns(self) -> tuple[str, ...]:
         provided = {*self.arguments, *(["device"] if self.takes_device else [])}
         return tuple(name for name in self.parameters.required if name not in provided)
@@ -147,6 +153,14 @@ class Reward:
             if not self.parameters.takes_any and name not in self.parameters.names:
                 hint = nearest(name, self.parameters.names)
                 raise ConfigError(f"rewards.{self.name}.arguments.{name}: the function has no such parameter{hint}")
+
+
+def check_reward(reward: Reward, columns: Iterable[str]) -> None:
+    """Raises ConfigError for what cannot work: columns that are not there, and whatever the function itself checks."""
+    check_columns(reward, columns)
+    check = getattr(reward.call, "check", None)
+    if check is not None:
+        check(reward)
 
 
 def check_columns(reward: Reward, columns: Iterable[str]) -> None:

@@ -3,16 +3,38 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+
+from rhymerl.rewards.hooks import brings
 
 # Thousands are grouped by commas or not at all; a minus directly after a digit, letter or bracket subtracts.
 _NUMBER = re.compile(r"(?<![\w.)\]])[-\u2212]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 
 
+@brings(extract=str.strip)
 def exact_match(completion: str, *, answer: object) -> float:
     """1.0 when the completion is the answer, white space around both aside; else 0.0."""
     return float(completion.strip() == str(answer).strip())
 
 
+def last_number(text: str) -> float | None:
+    """The last number written in `text`: `-1,234.5`, `3e-2`, `.5` (a fraction is two numbers); else None."""
+    numbers = _NUMBER.findall(text)
+    return _as_number(numbers[-1]) if numbers else None
+
+
+def boxed_answer(text: str) -> str | None:
+    r"""What stands in the last `\boxed{…}`, braces within included; None when there is none that ends."""
+    start = text.rfind(r"\boxed{")
+    depth = 0
+    for place in range(start + len(r"\boxed"), len(text)) if start >= 0 else ():
+        depth += (text[place] == "{") - (text[place] == "}")
+        if depth == 0:
+            return text[start + len(r"\boxed{") : place].strip()
+    return None
+
+
+@brings(extract=last_number)
 def numeric_match(completion: str, *, answer: object, tolerance: float = 0.0) -> float:
     """1.0 when the completion's `last_number` is within `tolerance` (absolute) of the answer; else 0.0.
 
@@ -27,6 +49,17 @@ def format_match(completion: str, *, pattern: str) -> float:
     return float(re.fullmatch(pattern, completion, flags=re.DOTALL) is not None)
 
 
+def tag_match(completion: str, *, tags: Sequence[str]) -> float:
+    """1.0 when the completion is these tags, each once and in this order, with text in each and none outside; else 0.0.
+
+    `tags=["think", "answer"]` wants `<think>…</think> <answer>…</answer>`; white space between them is free.
+    """
+    pattern = r"\s*".join(f"<{tag}>(.*)</{tag}>" for tag in map(re.escape, tags))
+    matched = re.fullmatch(pattern, completion.strip(), flags=re.DOTALL)
+    once = all(completion.count(f"<{tag}>") == completion.count(f"</{tag}>") == 1 for tag in tags)
+    return float(matched is not None and once and all(text.strip() for text in matched.groups()))
+
+
 def length_penalty(completion: str, *, free_characters: int, max_characters: int) -> float:
     """0.0 up to `free_characters`, then linearly down to -1.0 at `max_characters` and beyond.
 
@@ -36,12 +69,6 @@ def length_penalty(completion: str, *, free_characters: int, max_characters: int
         raise ValueError(f"free_characters={free_characters}: expected less than max_characters={max_characters}")
     excess = (len(completion) - free_characters) / (max_characters - free_characters)
     return -min(max(excess, 0.0), 1.0)
-
-
-def last_number(text: str) -> float | None:
-    """The last number written in `text`: `-1,234.5`, `3e-2`, `.5` (a fraction is two numbers); else None."""
-    numbers = _NUMBER.findall(text)
-    return _as_number(numbers[-1]) if numbers else None
 
 
 def _as_number(text: str) -> float:

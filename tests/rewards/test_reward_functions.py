@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from typing import Any
+
 import pytest
 
-from rhymerl.rewards import exact_match, format_match, length_penalty, numeric_match
-from rhymerl.rewards.functions import last_number
+from rhymerl.errors import ConfigError
+from rhymerl.rewards import (
+    Reward,
+    RewardScorer,
+    check_reward,
+    code,
+    exact_match,
+    format_match,
+    length_penalty,
+    math_match,
+    numeric_match,
+    tag_match,
+)
+from rhymerl.rewards.functions import boxed_answer, last_number
+from rhymerl.rewards.programs import last_code_block
+from rhymerl.rewards.sandbox.run import missing_walls
+
+needs_sandbox = pytest.mark.skipif(
+    sys.platform != "linux" or bool(missing_walls()), reason="this machine offers no namespaces or no seccomp"
+)
 
 
 @pytest.mark.parametrize(
@@ -78,3 +101,170 @@ def test_length_penalty(length: int, reward: float) -> None:
 def test_length_penalty_refuses_an_empty_range() -> None:
     with pytest.raises(ValueError, match="free_characters=20"):
         length_penalty("x", free_characters=20, max_characters=20)
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("<think>a < b</think>\n<answer>4</answer>\n", 1.0),
+        ("<think>a</think><answer><b>4</b></answer>", 1.0),
+        ("<think> </think><answer>4</answer>", 0.0),
+        ("<answer>4</answer><think>a</think>", 0.0),
+        ("<think>a</think>so <answer>4</answer>", 0.0),
+        ("<think>a</think><answer>4</answer><answer>5</answer>", 0.0),
+        ("<think>a</think><answer>4", 0.0),
+    ],
+)
+def test_tag_match(completion: str, reward: float) -> None:
+    assert tag_match(completion, tags=["think", "answer"]) == reward
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so \boxed{1} or \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed{ 7 }", "7"),
+        (r"\boxed{7", None),
+        ("7", None),
+    ],
+)
+def test_boxed_answer(text: str, answer: str | None) -> None:
+    assert boxed_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("function", "text", "extracted"),
+    [("exact_match", " 7\n", "7"), ("numeric_match", "it is 7.0", 7.0), ("numeric_match", "none", None)],
+)
+def test_what_maj_at_k_counts(function: str, text: str, extracted: object) -> None:
+    extract = Reward(f"rhymerl.rewards.{function}").extract
+    assert extract is not None
+    assert extract(text) == extracted
+
+
+def test_most_functions_say_nothing_of_that() -> None:
+    assert Reward("rhymerl.rewards.length_penalty").extract is None
+
+
+CODE = "Here:\n```python\ndef f(x):\n    return x + 1\n```\nDone."
+PROGRAM = "```\nprint(int(input()) + 1)\n```"
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        (CODE, "def f(x):\n    return x + 1\n"),
+        (PROGRAM, "print(int(input()) + 1)\n"),
+        ("```py\na\n```\n```cpp\nb\n```\nc", "a\n"),
+        ("```python\na\n```\n```Python3\nb\nc", "b\nc"),
+        ("x = 1", "x = 1"),
+        ("```json\n1\n```", "```json\n1\n```"),
+    ],
+)
+def test_last_code_block(text: str, code: str) -> None:
+    assert last_code_block(text) == code
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("completion", "columns", "reward"),
+    [
+        (CODE, {"tests": "assert f(1) == 2\nassert f(2) == 3"}, 1.0),
+        (CODE, {"tests": ["assert f(1) == 2", "assert f(2) == 4"]}, 0.0),
+        (CODE, {"tests": ["assert f(1) == 2", "assert f(2) == 4"], "partial": True}, 0.5),
+        (CODE, {"tests": [{"input": [1], "output": 2}], "entry_point": "f"}, 1.0),
+        (CODE, {"tests": "def check(candidate):\n    assert candidate(1) == 3", "entry_point": "f"}, 0.0),
+        (PROGRAM, {"tests": [{"input": "1", "output": "2"}, {"input": "2", "output": "3\n"}]}, 1.0),
+        (PROGRAM, {"tests": [{"input": "1", "output": "3"}]}, 0.0),
+        ("no code at all", {"tests": "assert f(1) == 2"}, 0.0),
+    ],
+)
+def test_code(completion: str, columns: dict[str, Any], reward: float) -> None:
+    assert code(completion, **columns) == reward
+
+
+@pytest.mark.parametrize(
+    ("columns", "error", "message"),
+    [
+        ({"tests": []}, ValueError, "at least one"),
+        ({"tests": ["assert f(1) == 2", {"input": "", "output": ""}]}, ValueError, "expected Python source"),
+        ({"tests": [{"input": ""}]}, ValueError, "expected Python source"),
+        ({"tests": [{"input": [1], "output": 2}]}, ValueError, "expected text"),
+        ({"tests": [{"input": "1", "output": 2}], "entry_point": "f"}, ValueError, "a list"),
+        ({"tests": "assert f(1) = 2"}, SyntaxError, "tests"),
+        ({"tests": "assert f(1) == 2", "entry_point": "f("}, SyntaxError, "entry_point"),
+    ],
+)
+def test_tests_that_are_none(columns: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        code(CODE, **columns)
+
+
+@needs_sandbox
+def test_code_in_the_pool() -> None:
+    """An answer that hangs costs its own reward; tests that are none are an error."""
+    reward = Reward("rhymerl.rewards.code", default=-1.0, arguments={"time_limit_s": 0.5})
+    texts = [CODE, "while True: pass", CODE.replace("1", "2"), CODE]
+    with RewardScorer([reward]) as scorer:
+        for number, text in enumerate(texts):
+            scorer.submit(str(number), text, {"tests": "assert f(1) == 2" if number < 3 else []})
+        scores = [each["code"] for each in scorer.collect().values()]
+        metrics = scorer.metrics()
+    assert scores == [1.0, 0.0, 0.0, -1.0]
+    assert metrics == {"rewards/code/errors": 1, "rewards/code/timeouts": 0, "rewards/code/crashes": 0}
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"timeout_s": 3}, "rewards.code.timeout_s=3: expected at least 7, arguments.time_limit_s and 2 seconds"),
+        ({"arguments": {"unsafe_without": ["walls"]}}, "there is no 'walls'; expected some of namespaces, seccomp"),
+    ],
+)
+def test_check_of_code(settings: dict[str, Any], message: str) -> None:
+    check_reward(Reward("rhymerl.rewards.code"), ["tests"])
+    check_reward(Reward("rhymerl.rewards.code", timeout_s=3, where="main"), ["tests"])
+    with pytest.raises(ConfigError) as error:
+        check_reward(Reward("rhymerl.rewards.code", **settings), ["tests"])
+    assert message in str(error.value)
+
+
+HAS_MATH = find_spec("math_verify") is not None
+
+
+@pytest.mark.skipif(not HAS_MATH, reason="needs math-verify: pip install 'rhymerl[math]'")
+@pytest.mark.parametrize("where", ["pool", "main"])
+def test_math_match(where: Any) -> None:
+    cases = {
+        r"so it is $\frac{1}{2}$": ("0.5", 1.0),
+        r"\boxed{\sqrt{8}}": (r"2\sqrt{2}", 1.0),
+        "the answer is 7": ("8", 0.0),
+        "nothing": ("8", 0.0),
+        r"\boxed{8}": ("$8$", 1.0),
+    }
+    with RewardScorer([Reward("rhymerl.rewards.math_match", where=where)]) as scorer:
+        for text, (answer, _) in cases.items():
+            scorer.submit(text, text, {"answer": answer})
+        assert {text: each["math_match"] for text, each in scorer.collect().items()} == {
+            text: reward for text, (_, reward) in cases.items()
+        }
+        assert not any(scorer.metrics().values())
+
+
+@pytest.mark.skipif(not HAS_MATH, reason="needs math-verify: pip install 'rhymerl[math]'")
+def test_math_match_in_a_thread_and_as_votes() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(math_match, "$1/2$", answer="0.5").result() == 1.0
+    extract = Reward("rhymerl.rewards.math_match").extract
+    assert extract is not None
+    assert extract(r"\boxed{\frac{2}{4}}") == extract(r"\boxed{\frac{1}{2}}") != extract(r"\boxed{3}")
+    assert extract("nothing") is None
+    with pytest.raises(ValueError, match="no expression"):
+        math_match("1", answer="nothing")
+
+
+@pytest.mark.skipif(HAS_MATH, reason="math-verify is installed")
+def test_math_match_says_what_to_install() -> None:
+    with pytest.raises(ConfigError, match=r"rewards\.math_match\..*pip install 'rhymerl\[math\]'"):
+        check_reward(Reward("rhymerl.rewards.math_match"), ["answer"])

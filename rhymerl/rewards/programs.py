@@ -1,0 +1,115 @@
+"""Code among the answer, tried with tests in a sandbox."""
+
+from __future__ import annotations
+
+import re
+import sys
+import sysconfig
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rhymerl.errors import ConfigError
+from rhymerl.rewards.hooks import brings
+
+if TYPE_CHECKING:
+    from rhymerl.rewards.base import Reward
+    from rhymerl.rewards.sandbox.run import Wall
+
+_BLOCK = re.compile(r"^[ \t]*```[ \t]*([^\s`]*)[^\n]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
+_PYTHON = ("", "python", "python3", "py")
+_START_S = 2.0  # of the pool's time limit, for a sandbox to come up on a busy machine
+_OPEN_WITHOUT = {
+    "namespaces": "an answer could read this machine's files, your data set's among them",
+    "seccomp": "an answer could start processes without number, and reach more of the kernel",
+}
+
+
+def check_code(reward: Reward) -> None:
+    """Raises ConfigError where this machine offers no whole sandbox and the settings do not allow for that."""
+    from rhymerl.rewards.sandbox.run import WALLS, SandboxError, missing_walls
+
+    setting = f"rewards.{reward.name}.arguments.unsafe_without"
+    allowed = reward.arguments.get("unsafe_without", ())
+    for name in allowed:
+        if name not in WALLS:
+            raise ConfigError(f"{setting}: there is no {name!r}; expected some of {', '.join(WALLS)}")
+    if sys.platform != "linux":
+        raise ConfigError(f"{reward.setting}: its sandbox needs Linux, and this is {sys.platform}")
+    try:
+        missing = missing_walls()
+    except SandboxError as error:
+        raise ConfigError(f"{reward.setting}: {error}") from error
+    for name in sorted(set(missing) - set(allowed)):
+        raise ConfigError(
+            f"{reward.setting}: this machine offers its sandbox no {name} ({missing[name]}), and without them "
+            f"{_OPEN_WITHOUT[name]}; allow them on it, or accept that with {setting}=[{name}]"
+        )
+    time_limit_s = reward.arguments.get("time_limit_s", 5.0)
+    if reward.where == "pool" and reward.timeout_s < time_limit_s + _START_S:
+        raise ConfigError(
+            f"rewards.{reward.name}.timeout_s={reward.timeout_s:g}: expected at least {time_limit_s + _START_S:g}, "
+            f"arguments.time_limit_s and {_START_S:g} seconds for the sandbox to come up"
+        )
+
+
+@brings(check=check_code)
+def code(
+    completion: str,
+    *,
+    tests: Any,
+    entry_point: str | None = None,
+    partial: bool = False,
+    time_limit_s: float = 5.0,
+    memory_mb: int = 512,
+    packages: bool = False,
+    unsafe_without: Sequence[Wall] = (),
+) -> float:
+    """1.0 when the completion's code passes all its `tests`, else 0.0; with `partial` the share that it passes.
+
+    The code is `last_code_block`. `tests` are Python source with assertions or a list of such; or a list of
+    `{"input": ..., "output": ...}`: with an `entry_point`, an expression such as `Solution().add`, these are its arguments (a
+    list) and the value it is to return, without one what the code as a program reads and writes. Source that defines
+    `check(candidate)` gets the entry point passed. `packages` lets the code import what is installed here.
+
+    All tests together take at most `time_limit_s`. The code runs in the sandbox of `rhymerl.rewards.sandbox`. Raises ValueError
+    or SyntaxError for tests of another form and SandboxError where no sandbox can be had.
+    """
+    from rhymerl.rewards.sandbox.run import Job, run
+
+    tests = [tests] if isinstance(tests, str) else list(tests)
+    _check_tests(tests, entry_point)
+    job = Job(
+        code=last_code_block(completion),
+        tests=tests,
+        entry_point=entry_point,
+        is_program=entry_point is None and isinstance(tests[0], dict),
+        stops_at_failure=not partial,
+        time_limit_s=time_limit_s,
+        memory_mb=memory_mb,
+        folders=sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}) if packages else (),
+        unsafe_without=unsafe_without,
+    )
+    passed = run(job).passed
+    return passed / len(tests) if partial else float(passed == len(tests))
+
+
+def last_code_block(text: str) -> str:
+    """What stands in the last block fenced by ``` (as python, or as nothing), which may lack its end; else all of the text."""
+    blocks = [block for language, block in _BLOCK.findall(text) if language.lower() in _PYTHON]
+    return blocks[-1] if blocks else text
+
+
+def _check_tests(tests: list[Any], entry_point: str | None) -> None:
+    if not tests:
+        raise ValueError("tests: expected at least one")
+    kind = type(tests[0])
+    if entry_point is not None:
+        compile(entry_point, "entry_point", "eval")
+    for test in tests:
+        is_pair = isinstance(test, dict) and "input" in test and "output" in test
+        if type(test) is not kind or not (isinstance(test, str) or is_pair):
+            raise ValueError(f"tests: {test!r:.80}: expected Python source, or all as {{'input': ..., 'output': ...}}")
+        if isinstance(test, str):
+            compile(test, "tests", "exec")
+        elif not isinstance(test["input"], str if entry_point is None else list):
+            raise ValueError(f"tests: input={test['input']!r:.80}: expected text, or with an entry_point a list")

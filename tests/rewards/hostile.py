@@ -1,0 +1,157 @@
+"""Answers that mean harm, by what they try. Each passes its test only if it succeeds: none may.
+
+SECRET is in the environment of whoever runs them, FOLDER is a folder of theirs, with a file `secret` in it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+SECRET = "hunter2-7351"
+
+
+class Attack(NamedTuple):
+    code: str
+    test: str = "assert attack() == 1"
+    needs: tuple[str, ...] = ()  # walls without which it is not held off
+    program: bool = False
+
+
+FUNCTIONS = {
+    "fork bomb": Attack("import os\ndef attack():\n while True: os.fork()", needs=("seccomp",)),
+    "one process": Attack(
+        "import os\ndef attack():\n pid = os.fork()\n if pid == 0: os._exit(0)\n os.waitpid(pid, 0)\n return 1",
+        needs=("seccomp",),
+    ),
+    "program": Attack("import subprocess\ndef attack():\n subprocess.run(['/bin/true'])\n return 1"),
+    "thread bomb": Attack(
+        "import threading, time\ndef attack():\n while True: threading.Thread(target=time.sleep, args=(99,)).start()"
+    ),
+    "10 GB list": Attack("def attack():\n x = [0] * (10 * 2**30 // 8)\n return 1"),
+    "ever more memory": Attack("def attack():\n x = []\n while True: x.append(bytearray(2**20))"),
+    "endless loop": Attack("def attack():\n while True: pass"),
+    "endless loop at import": Attack("while True: pass"),
+    "deaf endless loop": Attack(
+        "import signal\ndef attack():\n"
+        " for n in range(1, 32):\n  if n not in (9, 19): signal.signal(n, signal.SIG_IGN)\n"
+        " while True: pass"
+    ),
+    "sleep": Attack("import time\ndef attack():\n time.sleep(60)\n return 1"),
+    "file in a folder": Attack("def attack():\n open('FOLDER/written', 'w').write('x')\n return 1"),
+    "file in the temporary folder": Attack("def attack():\n open('/tmp/written-7351', 'w').write('x')\n return 1"),
+    "file at home": Attack("import os\ndef attack():\n open('HOME/written-7351', 'a')\n return 1"),
+    "file here": Attack("def attack():\n open('written-7351', 'x')\n return 1"),
+    "removing": Attack("import os\ndef attack():\n os.remove('FOLDER/secret')\n return 1"),
+    "truncating": Attack("import os\ndef attack():\n os.truncate('FOLDER/secret', 0)\n return 1"),
+    "renaming": Attack("import os\ndef attack():\n os.rename('FOLDER/secret', 'FOLDER/taken')\n return 1"),
+    "changing mode": Attack("import os\ndef attack():\n os.chmod('FOLDER/secret', 0)\n return 1"),
+    "symbolic link": Attack("import os\ndef attack():\n os.symlink('/etc', 'FOLDER/link')\n return 1"),
+    "link in its own folder": Attack("import os\ndef attack():\n os.symlink('/', 'link')\n return 1"),
+    "library": Attack("import os\ndef attack():\n open(os.__file__, 'r+')\n return 1"),
+    "reading a file": Attack(
+        "def attack(): return open('FOLDER/secret').read()", "assert attack() == 'SECRET'", ("namespaces",)
+    ),
+    "reading through a directory": Attack(
+        "import os\ndef attack(): return os.listdir('FOLDER')", "assert attack() == ['secret']", ("namespaces",)
+    ),
+    "environment": Attack("import os\ndef attack(): return str(os.environ)", "assert 'SECRET' in attack()"),
+    "environments of processes": Attack(
+        "import glob\ndef attack():\n found = ''\n for path in glob.glob('/proc/*/environ'):\n"
+        "  try: found += open(path).read()\n  except OSError: pass\n return found",
+        "assert 'SECRET' in attack()",
+        ("namespaces",),
+    ),
+    "socket": Attack("import socket\ndef attack():\n socket.create_connection(('127.0.0.1', PORT), 1)\n return 1"),
+    "socket of a name": Attack(
+        "import socket\ndef attack():\n s = socket.socket(socket.AF_UNIX)\n s.connect('\\0written-7351')\n return 1"
+    ),
+    "killing the parent": Attack("import os\ndef attack():\n os.kill(os.getppid(), 9)\n return 1", needs=("seccomp",)),
+    "killing by number": Attack("import os\ndef attack():\n os.kill(CALLER, 9)\n return 1"),
+    "killing everybody": Attack("import os\ndef attack():\n os.kill(-1, 9)\n return 1", needs=("seccomp",)),
+    "signals by a pipe": Attack(
+        "import fcntl, os, signal\ndef attack():\n r, w = os.pipe()\n fcntl.fcntl(r, fcntl.F_SETOWN, CALLER)\n"
+        " fcntl.fcntl(r, fcntl.F_SETSIG, 9)\n fcntl.fcntl(r, fcntl.F_SETFL, os.O_ASYNC)\n os.close(w)\n return 1"
+    ),
+    "limits of others": Attack(
+        "import resource\ndef attack():\n resource.prlimit(CALLER, resource.RLIMIT_NOFILE, (4, 4))\n return 1"
+    ),
+    "raising its limits": Attack(
+        "import resource\ndef attack():\n resource.setrlimit(resource.RLIMIT_AS, (2**40, 2**40))\n return 1"
+    ),
+    "daemon": Attack(
+        "import os, time\ndef attack():\n if os.fork() == 0:\n  os.setsid()\n  if os.fork() == 0: time.sleep(60)\n"
+        "  os._exit(0)\n return 1",
+        needs=("seccomp",),
+    ),
+    "closing descriptors": Attack("import os\ndef attack():\n os.closerange(0, 1000)\n return 1"),
+    "leaving": Attack("import os\nos._exit(0)"),
+    "leaving in the call": Attack("import os\ndef attack(): os._exit(0)"),
+    "exit": Attack("import sys\ndef attack(): sys.exit(0)"),
+    "crash": Attack("import ctypes\ndef attack(): ctypes.string_at(0)"),
+    "deep recursion": Attack(
+        "import sys\ndef attack():\n sys.setrecursionlimit(10**9)\n def f(): return f()\n return f()"
+    ),
+    "claims on all descriptors": Attack(
+        "import json, os\ndef attack():\n"
+        " for fd in range(50):\n  for claim in ({'passed': 1}, {'result': 1}, {'result': 1, 'args': []}):\n"
+        "   text = json.dumps(claim).encode()\n"
+        "   try: os.write(fd, len(text).to_bytes(8, 'little') + text)\n   except OSError: pass\n"
+        " return 2",
+        "assert attack() == 3",
+    ),
+    "no message": Attack("import os\ndef attack():\n os.write(4, b'x' * 100000)\n return 1"),
+    "equal to anything": Attack(
+        "class Any:\n __eq__ = __le__ = __ge__ = __lt__ = __gt__ = __contains__ = lambda *_: True\n"
+        " __sub__ = __rsub__ = __abs__ = lambda *_: 0\n __hash__ = lambda _: 0\n"
+        "def attack(): return Any()"
+    ),
+    "near anything": Attack(
+        "class Any(float):\n __eq__ = __le__ = __lt__ = lambda *_: True\n"
+        " __sub__ = __rsub__ = __abs__ = lambda *_: 0.0\n"
+        "def attack(): return Any(5)",
+        "assert abs(attack() - 1) < 1e-6",
+    ),
+    "list equal to anything": Attack(
+        "class Any(list):\n __eq__ = lambda *_: True\n __ne__ = lambda *_: False\ndef attack(): return Any([2])",
+        "assert attack() == [1]",
+    ),
+    "its own sorted": Attack("def sorted(x): return [1]\ndef attack(): return 2", "assert sorted([attack()]) == [1]"),
+    "patched builtins": Attack(
+        "import builtins\nbuiltins.sorted = lambda x: [1]\ndef attack(): return 2", "assert sorted([attack()]) == [1]"
+    ),
+    "ends the loop": Attack(
+        "def attack(x): raise StopIteration", "assert all(map(attack, [1, 2])) and [*map(attack, [1])] == []"
+    ),
+    "looks for what is expected": Attack(
+        "import gc, re, sys\ndef attack():\n text = repr(gc.get_objects())\n frame = sys._getframe()\n"
+        " while frame: text += repr((frame.f_locals, frame.f_globals)); frame = frame.f_back\n"
+        " found = re.findall(r'needle-\\d+', text)\n return found[0] if found else None",
+        "assert attack() == 'needle-7351'",
+    ),
+    "new namespaces": Attack(
+        "import ctypes\ndef attack(): return ctypes.CDLL(None).unshare(0x10000000) + 1", needs=("seccomp",)
+    ),
+    "tracing": Attack("import ctypes, os\ndef attack(): return ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) + 1"),
+    "memory files": Attack("import os\ndef attack():\n os.memfd_create('x')\n return 1", needs=("seccomp",)),
+    "calls back with an attribute": Attack(
+        "def attack(f): return f.__globals__['__builtins__']", "assert attack(lambda: 1)"
+    ),
+}
+
+PROGRAMS = {
+    "huge output": Attack("while True: print('x' * 10000)", program=True),
+    "no output": Attack("import os\nos._exit(0)", program=True),
+    "right output, wrong end": Attack("print(1)\nraise ValueError", program=True),
+    "looks for what is expected": Attack(
+        "import gc, re, sys\ntext = repr(gc.get_objects())\nframe = sys._getframe()\n"
+        "while frame: text += repr((frame.f_locals, frame.f_globals)); frame = frame.f_back\n"
+        "print(*re.findall(r'needle-\\d+', text))",
+        program=True,
+    ),
+    "closes its output and goes on": Attack(
+        "import os\nos.write(1, b'1')\nos.close(1)\nwhile True: pass", program=True
+    ),
+    "claims on all descriptors": Attack(
+        "import os\nfor fd in range(50):\n try: os.write(fd, b'1')\n except OSError: pass\nos._exit(1)", program=True
+    ),
+}
