@@ -238,6 +238,8 @@ def test_metrics_of_a_correction_by_hand(level, bounded):
     assert metrics["sampling/bounded_frac"] == bounded
     assert float(metrics["sampling/importance_sampling_ratio/max"]) == pytest.approx(3)
     assert float(metrics["off_policy/kl"]) == pytest.approx(1.1 - 1 - math.log(1.1))
+    free = GRPO(correction="none").loss(batch, output_of(logprobs), Totals(num_tokens=2, num_samples=1))[1]
+    assert free["sampling/bounded_frac"] == 0
 
 
 def test_shares_of_clipped_tokens_by_hand():
