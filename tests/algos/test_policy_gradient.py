@@ -276,7 +276,7 @@ def test_truncated_answers_leave_the_loss_but_not_the_group():
 def test_a_step_of_truncated_answers_alone_teaches_nothing():
     batch, logprobs = make_batch()
     batch = replace(batch, is_truncated=torch.ones(6, dtype=torch.bool))
-    for settings in ({}, {"loss_mean": "sequence"}, {"whiten": True}):
+    for settings in ({}, {"loss_mean": "sequence", "surrogate": "cispo"}, {"whiten": True}):
         ready = GRPO(mask_truncated=True, **settings).prepare(batch)
         loss = loss_of(GRPO(**settings), ready, logprobs.requires_grad_())
         assert loss == 0
