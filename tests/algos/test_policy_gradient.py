@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from rhymerl.algos import GRPO, PPO, Batch, PolicyGradient, PolicyOutput, Totals
-from rhymerl.config import describe, instantiate
-from rhymerl.errors import ConfigError
 from tests.algos.batches import loss_of, make_batch, output_of, rows, tensor, totals_of, with_advantages
 from tests.algos.twin import plain_loss
 
@@ -371,45 +369,3 @@ def test_an_entropy_bonus_is_trained():
     entropy = torch.rand_like(logprobs).requires_grad_()
     GRPO(entropy_coef=0.1).loss(batch, output_of(logprobs, entropy), totals_of(batch))[0].backward()
     close(entropy.grad, -0.1 * batch.mask.double() / batch.mask.sum())
-
-
-# -- settings --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"clip_low": -0.1}, "at least 0"),
-        ({"kl_coef": -1.0}, "at least 0"),
-        ({"entropy_coef": -1.0}, "at least 0"),
-        ({"loss_mean": "mean"}, "one of token, sequence, constant"),
-        ({"ratio_level": "answer"}, "one of token, sequence"),
-        ({"correction": "clipped"}, "one of none, truncated, masked"),
-        ({"dual_clip": 1.0}, "more than 1"),
-        ({"dual_clip": 3.0, "surrogate": "cispo"}, "null with surrogate=cispo"),
-        ({"kl_target": 6.0}, "null, unless kl_in=reward and kl_coef is above 0"),
-        ({"kl_target": 0.0, "kl_in": "reward", "kl_coef": 0.1}, "more than 0"),
-        ({"correction_cap": -1.0}, "at least 0, or null"),
-        ({"correction_floor": 3.0}, "less than correction_cap=2.0"),
-        ({"overlong_fraction": 1.5}, "0 to 1"),
-        ({"max_kl": 0.0}, "more than 0"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("family", [GRPO, PPO])
-def test_bad_settings_are_named(family, settings, expected):
-    with pytest.raises(ConfigError) as raised:
-        family(**settings)
-    name, value = next(iter(settings.items()))
-    assert str(raised.value) == f"algo.{name}={value!r}: expected {expected}"
-
-
-@pytest.mark.parametrize("algorithm", [GRPO(clip_high=0.3), PPO(kl_coef=0.1, kl_target=6.0)])
-def test_a_config_says_how_it_was_made(algorithm):
-    assert describe(instantiate(describe(algorithm))) == describe(algorithm)
-    assert not any(name.startswith("_kl") for name in describe(algorithm))
-
-
-def test_a_wrong_type_in_a_config_is_named():
-    with pytest.raises(ConfigError, match=r"algo.loss_mean='mean': expected one of token, sequence, constant"):
-        instantiate({"_target_": "rhymerl.algos.ppo.PPO", "loss_mean": "mean"}, key="algo")
