@@ -19,6 +19,7 @@ from rhymerl.types import Completion, Draft, Generated, Prompt, RolloutRequest, 
 if TYPE_CHECKING:
     from rhymerl.algos.base import Algorithm
     from rhymerl.algos.grpo import GRPO
+    from rhymerl.algos.ppo import PPO
     from rhymerl.backends.base import RolloutBackend
     from rhymerl.backends.embedded import EmbeddedBackend
     from rhymerl.backends.sglang.backend import SGLangBackend
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GRPO",
+    "PPO",
     "Algorithm",
     "BackendError",
     "Completion",
@@ -75,6 +77,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of ours
             "EmbeddedBackend": "backends.embedded",
             "GRPO": "algos.grpo",
             "NoDrafter": "drafters.none",
+            "PPO": "algos.ppo",
             "PolicySource": "policy",
             "PromptDataModule": "data",
             "Reward": "rewards",
