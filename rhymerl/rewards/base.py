@@ -156,11 +156,11 @@ class Reward:
 
 
 def check_reward(reward: Reward, columns: Iterable[str]) -> None:
-    """Raises ConfigError for what cannot work: columns that are not there, and whatever the function itself checks."""
-    check_columns(reward, columns)
+    """Raises ConfigError for what cannot work: whatever the function itself checks, and columns that are not there."""
     check = getattr(reward.call, "check", None)
     if check is not None:
         check(reward)
+    check_columns(reward, columns)
 
 
 def check_columns(reward: Reward, columns: Iterable[str]) -> None:

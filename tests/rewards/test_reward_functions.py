@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rhymerl.config import compose, resolved
 from rhymerl.errors import ConfigError
 from rhymerl.rewards import (
     Reward,
     RewardScorer,
+    build_rewards,
     check_reward,
     code,
     exact_match,
@@ -26,6 +30,7 @@ from rhymerl.rewards.functions import boxed_answer, last_number
 from rhymerl.rewards.programs import last_code_block
 from rhymerl.rewards.sandbox.run import missing_walls
 
+ROOT = Path(__file__).parents[2]
 needs_sandbox = pytest.mark.skipif(
     sys.platform != "linux" or bool(missing_walls()), reason="this machine offers no namespaces or no seccomp"
 )
@@ -261,10 +266,29 @@ def test_math_match_in_a_thread_and_as_votes() -> None:
     assert extract(r"\boxed{\frac{2}{4}}") == extract(r"\boxed{\frac{1}{2}}") != extract(r"\boxed{3}")
     assert extract("nothing") is None
     with pytest.raises(ValueError, match="no expression"):
-        math_match("1", answer="nothing")
+        math_match("1", answer=" ")
 
 
 @pytest.mark.skipif(HAS_MATH, reason="math-verify is installed")
 def test_math_match_says_what_to_install() -> None:
     with pytest.raises(ConfigError, match=r"rewards\.math_match\..*pip install 'rhymerl\[math\]'"):
         check_reward(Reward("rhymerl.rewards.math_match"), ["answer"])
+
+
+@needs_sandbox
+def test_the_example_of_programs() -> None:
+    """The rows of examples/programs.jsonl under the rewards of configs/grpo_code.yaml."""
+    (reward,) = build_rewards(resolved(compose("grpo_code"))["rewards"])
+    rows = [json.loads(line) for line in (ROOT / "examples" / "programs.jsonl").read_text().splitlines()]
+    right = ["def add(a, b): return a + b", "def is_even(n): return n % 2 == 0", "print(int(input()) ** 2)"]
+    wrong = ["def add(a, b): return a", "def is_even(n): return True", "print(16)"]
+    with RewardScorer([reward]) as scorer:
+        for number, (row, good, bad) in enumerate(zip(rows, right, wrong, strict=True)):
+            columns = {name: value for name, value in row.items() if name != "prompt"}
+            check_reward(reward, columns)
+            scorer.submit(f"{number}/right", f"```python\n{good}\n```", columns)
+            scorer.submit(f"{number}/wrong", f"```python\n{bad}\n```", columns)
+        scores = scorer.collect()
+    assert {key: each["code"] for key, each in scores.items()} == {
+        f"{number}/{kind}": float(kind == "right") for number in range(3) for kind in ("right", "wrong")
+    }
