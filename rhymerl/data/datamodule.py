@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol, cast
@@ -17,6 +18,7 @@ from rhymerl.errors import ConfigError
 from rhymerl.policy import Policy
 from rhymerl.tasks.base import Task
 
+_ONLY_SET = "validation"
 _VALIDATION_STEP = 1024  # prompts at a time: the more, the fuller the engine
 
 
@@ -26,8 +28,7 @@ class _Rollout(Protocol):
 
 
 class _Evaluation(Protocol):
-    @property
-    def max_tokens(self) -> int | None: ...
+    def max_tokens_of(self, name: str) -> int | None: ...
 
 
 class _Module(Protocol):
@@ -57,8 +58,9 @@ class PromptDataModule(L.LightningDataModule):
     """Prompts for training and validation, from files, data sets or a task.
 
     `train` and `validation` are what `rhymerl.data.read_rows` takes; with a `task`, whatever of the two is
-    not given comes from the task. Everything is read, encoded and checked in `setup`, before any compute, on
-    every rank alike. Validation uses the first `validation_prompts` rows (default: all), in their order.
+    not given comes from the task. Several validation sets are a mapping by name; None in it is the task's rows. Everything is
+    read, encoded and checked in `setup`, before any compute, on every rank alike. Validation uses the first `validation_prompts`
+    rows of a set (default: all), in their order.
 
     The place in the training data is part of the checkpoint (see PromptLoader): the module that trains calls
     `trainer.datamodule.train_loader.advance()` at the end of each `training_step`. Every `Trainer.fit` starts
@@ -68,7 +70,7 @@ class PromptDataModule(L.LightningDataModule):
     def __init__(
         self,
         train: DataSource | None = None,
-        validation: DataSource | None = None,
+        validation: DataSource | Mapping[str, DataSource | None] | None = None,
         *,
         task: Task | None = None,
         prompts_per_step: int = 32,
@@ -91,12 +93,15 @@ class PromptDataModule(L.LightningDataModule):
         self.chat_template_kwargs = chat_template_kwargs
         self.max_prompt_tokens = max_prompt_tokens
         self.train_loader: PromptLoader | None = None
-        self.validation_loader: PromptLoader | None = None
+        self.validation_loaders: dict[
+            str, PromptLoader
+        ] = {}  # by the name of the set; what Lightning numbers in this order
         self._prepared_for: _Module | None = None
         for name in ("prompts_per_step", "validation_prompts", "max_prompt_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"data.{name}={value}: expected at least 1")
+        _check_names(validation)
 
     def setup(self, stage: str) -> None:
         """Read, encode and check the data; called by the Trainer on every rank, `stage` is fit or validate.
@@ -105,11 +110,11 @@ class PromptDataModule(L.LightningDataModule):
         """
         assert self.trainer is not None, "setup() is called by the Trainer; without one, call prepare()"
         module, with_train = cast(_Module, self.trainer.lightning_module), stage == "fit"
-        loader = self.train_loader if with_train else self.validation_loader
-        if self._prepared_for is not module or loader is None:
+        is_there = self.train_loader is not None if with_train else bool(self.validation_loaders)
+        if self._prepared_for is not module or not is_there:
             self._prepare_for(module, with_train=with_train)
-        elif with_train:
-            loader.cursor = 0
+        elif self.train_loader is not None and with_train:
+            self.train_loader.cursor = 0
 
     def prepare_for(self, module: _Module, *, with_train: bool = True) -> None:
         """The work of `setup` ahead of it, once for all that a Trainer does with this module afterwards.
@@ -132,8 +137,7 @@ class PromptDataModule(L.LightningDataModule):
             max_tokens=module.rollout.max_tokens,
             max_prompt_tokens=self.max_prompt_tokens,
         )
-        longest = module.evaluation.max_tokens
-        in_validation = replace(limits, max_tokens=longest, setting="evaluation.max_tokens") if longest else limits
+        in_validation = {name: _limits_of(name, limits, module.evaluation) for name in self.validation_names}
         self.prepare(encoder, limits, with_train=with_train, in_validation=in_validation)
 
     def prepare(
@@ -142,33 +146,30 @@ class PromptDataModule(L.LightningDataModule):
         limits: LengthLimits,
         *,
         with_train: bool = True,
-        in_validation: LengthLimits | None = None,
+        in_validation: Mapping[str, LengthLimits] | None = None,
     ) -> None:
-        """Read, encode and check; `in_validation` are the limits there when they are others."""
+        """Read, encode and check; `in_validation` are the limits there, by the set's name, when they are others."""
         if with_train:
             prompts = encode_rows(self._rows("data.train", self.train), encoder, limits)
             self.train_loader = PromptLoader(
                 prompts, prompts_per_step=self.prompts_per_step, shuffle=self.shuffle, seed=self.seed
             )
-        self.validation_loader = None
-        if self.has_validation or not with_train:
-            rows = self._rows("data.validation", self.validation, only_first=self.validation_prompts)
-            if self.validation_prompts is not None and len(rows) < self.validation_prompts:
-                raise ConfigError(
-                    f"data.validation_prompts={self.validation_prompts}: expected at most {len(rows)}, "
-                    "the number of validation rows"
-                )
-            prompts = encode_rows(rows, encoder, in_validation or limits)
-            self.validation_loader = PromptLoader(prompts, prompts_per_step=_VALIDATION_STEP, shuffle=False)
+        self.validation_loaders = {}
+        for name in self.validation_names if self.has_validation or not with_train else ():
+            prompts = encode_rows(self._validation_rows(name), encoder, (in_validation or {}).get(name, limits))
+            self.validation_loaders[name] = PromptLoader(prompts, prompts_per_step=_VALIDATION_STEP, shuffle=False)
 
     def train_dataloader(self) -> PromptLoader:
         if self.train_loader is None:
             raise RuntimeError("train_dataloader() before setup('fit')")
         return self.train_loader
 
-    def val_dataloader(self) -> PromptLoader | CombinedLoader:
+    def val_dataloader(self) -> PromptLoader | list[PromptLoader] | CombinedLoader:
         """With no loaders, for which Lightning skips validation, when a fit has no validation data."""
-        return self.validation_loader if self.validation_loader is not None else _NoLoaders([], "sequential")
+        loaders = list(self.validation_loaders.values())
+        if not loaders:
+            return _NoLoaders([], "sequential")
+        return loaders[0] if len(loaders) == 1 else loaders
 
     def state_dict(self) -> dict[str, Any]:
         """The training loader's, since Lightning itself restores only a loader that stopped within an epoch."""
@@ -184,11 +185,37 @@ class PromptDataModule(L.LightningDataModule):
         return self.validation is not None or self.task is not None
 
     @property
+    def validation_names(self) -> list[str]:
+        """Of the validation sets, in their order; one that was given without a name is `validation`."""
+        return list(self.validation) if isinstance(self.validation, Mapping) else [_ONLY_SET]
+
+    @property
+    def validation_loader(self) -> PromptLoader | None:
+        """That of the first set."""
+        return next(iter(self.validation_loaders.values()), None)
+
+    @property
+    def num_validation_prompts(self) -> int:
+        """Of all sets; known after `setup`."""
+        return sum(len(loader.prompts) for loader in self.validation_loaders.values())
+
+    @property
     def columns(self) -> list[str]:
         """The columns that every prompt brings along for the reward, sorted; known after `setup`."""
-        loaders = (self.train_loader, self.validation_loader)
+        loaders = (self.train_loader, *self.validation_loaders.values())
         columns = [set(prompt.columns) for loader in loaders if loader for prompt in loader.prompts]
         return sorted(set.intersection(*columns)) if columns else []
+
+    def _validation_rows(self, name: str) -> list[PlacedRow]:
+        if not isinstance(self.validation, Mapping):
+            rows = self._rows("data.validation", self.validation, only_first=self.validation_prompts)
+            if self.validation_prompts is not None and len(rows) < self.validation_prompts:
+                raise ConfigError(
+                    f"data.validation_prompts={self.validation_prompts}: expected at most {len(rows)}, "
+                    "the number of validation rows"
+                )
+            return rows
+        return self._rows(f"data.validation.{name}", self.validation[name], only_first=self.validation_prompts)
 
     def _rows(self, setting: Setting, source: DataSource | None, *, only_first: int | None = None) -> list[PlacedRow]:
         if source is not None:
@@ -199,3 +226,19 @@ class PromptDataModule(L.LightningDataModule):
             )
         rows = self.task.rows("train" if setting == "data.train" else "validation")
         return read_rows(rows, setting, only_first=only_first)
+
+
+def _limits_of(name: str, limits: LengthLimits, evaluation: _Evaluation) -> LengthLimits:
+    longest = evaluation.max_tokens_of(name)
+    setting = "evaluation.max_tokens" if name == _ONLY_SET else f"evaluation.sets.{name}.max_tokens"
+    return replace(limits, max_tokens=longest, setting=setting) if longest else limits
+
+
+def _check_names(validation: object) -> None:
+    """They are parts of metrics' names."""
+    if isinstance(validation, Mapping):
+        if not validation:
+            raise ConfigError("data.validation={}: expected at least one data set, or null")
+        for name in validation:
+            if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
+                raise ConfigError(f"data.validation: {name!r}: expected a name of letters, digits and . _ -")

@@ -8,14 +8,14 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rhymerl.data.base import PlacedRow
 from rhymerl.errors import ConfigError, DataError
 from rhymerl.tasks.base import Row
 
 DataSource = str | Path | Sequence[Row]
-Setting = Literal["data.train", "data.validation", "data.prompts"]
+Setting = str  # data.train, data.validation, data.validation.NAME or data.prompts
 
 _LOOKS_LIKE_A_FILE = re.compile(r"^[./~]|/.*/|\.(jsonl?|ndjson|gz|parquet|csv|tsv|txt)$")
 
@@ -25,7 +25,7 @@ def read_rows(source: DataSource, setting: Setting, *, only_first: int | None = 
 
     `source` is a path to a file (`.parquet`, else JSON lines, plain or `.gz`), a directory or hub name that
     `datasets` reads, or the rows themselves. A hub name may name a config and a split, as in
-    `openai/gsm8k:main:test`; without one the split is `validation` for `data.validation`, else `train`.
+    `openai/gsm8k:main:test`; without one the split is `validation` for `data.validation` and its sets, else `train`.
     Raises DataError for what cannot be read, is empty or is not a table of rows, and ConfigError when it
     needs a package that is not installed.
     """
@@ -113,7 +113,7 @@ def _load_data_set(source: str, setting: Setting) -> Iterable[Any]:
         raise DataError(f"{place}: neither a file nor a data set that `datasets` can load: {reason}") from error
     if not isinstance(data_set, Mapping):
         return data_set  # type: ignore[no-any-return]
-    wanted = split or ("validation" if setting == "data.validation" else "train")
+    wanted = split or ("validation" if setting.startswith("data.validation") else "train")
     if wanted not in data_set:
         raise DataError(
             f"{place}: the data set has no split {wanted!r}; it has {', '.join(map(repr, data_set))} "

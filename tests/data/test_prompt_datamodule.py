@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,10 @@ class Rollout:
 
 @dataclass
 class Evaluation:
-    max_tokens: int | None = None
+    longest: dict[str, int] = field(default_factory=dict)
+
+    def max_tokens_of(self, name: str) -> int | None:
+        return self.longest.get(name)
 
 
 class Crash(Exception):
@@ -57,6 +60,7 @@ class Consumer(L.LightningModule):
         self.consumed: list[list[str]] = []
         self.ahead: list[list[str]] = []
         self.validated: list[str] = []
+        self.validated_sets: list[int] = []
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
         loader = self.trainer.train_dataloader
@@ -72,8 +76,9 @@ class Consumer(L.LightningModule):
         self.ahead.append([prompt.id for prompt in loader.peek()])
         loader.advance()
 
-    def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
+    def validation_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.validated += [prompt.id for prompt in batch]
+        self.validated_sets += [dataloader_idx] * len(batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -186,6 +191,47 @@ def test_every_validation_sees_all_its_rows_in_order(policy: Policy, tmp_path: P
     module.validated = []
     trainer.validate(module, datamodule=data(validation_prompts=2), verbose=False)
     assert module.validated == ["0", "1"]
+
+
+def test_several_validation_sets_by_name(policy: Policy, tmp_path: Path) -> None:
+    """Each whole and in order; one of a name alone has the task's rows."""
+    task = RunningSum(train_size=6, validation_size=2)
+    sets = {"small": ROWS[:2], "all": ROWS, "task": None}
+    module = Consumer(policy)
+    datamodule = data(validation=sets, task=task, validation_prompts=4)
+    make_trainer(tmp_path).validate(module, datamodule=datamodule, verbose=False)
+    assert datamodule.validation_names == ["small", "all", "task"]
+    assert module.validated[:6] == ["0", "1", "0", "1", "2", "3"]
+    assert module.validated_sets == [0, 0, 1, 1, 1, 1, 2, 2]
+    assert datamodule.num_validation_prompts == 8
+    assert [prompt.text for prompt in datamodule.validation_loaders["task"].prompts] == [
+        row["prompt"] for row in task.rows("validation")
+    ]
+    assert data().validation_names == ["validation"]
+
+
+@pytest.mark.parametrize(
+    ("sets", "error", "message"),
+    [
+        ({}, ConfigError, "data.validation={}: expected at least one data set, or null"),
+        ({"a/b": ROWS}, ConfigError, "data.validation: 'a/b': expected a name of letters, digits"),
+        ({"a": None}, ConfigError, "data.validation.a=None: expected a .jsonl"),
+        ({"a": ROWS, "b": "none.jsonl"}, DataError, "data.validation.b='none.jsonl': no such file"),
+        ({"a": [{"text": "1"}]}, DataError, "data.validation.a, row 1: data.prompt_column"),
+    ],
+)
+def test_bad_validation_sets(policy: Policy, sets: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as raised:
+        prepare(data(validation=sets), policy)
+    assert message in str(raised.value)
+
+
+def test_each_validation_set_has_its_own_limit(policy: Policy) -> None:
+    module = Consumer(policy)
+    module.evaluation.longest = {"long": 44}
+    data(validation={"short": ROWS, "b": ROWS}).prepare_for(module)
+    with pytest.raises(DataError, match=r"^data\.validation\.long, row 1: .*set evaluation\.sets\.long\.max_tokens"):
+        data(validation={"short": ROWS, "long": ROWS}).prepare_for(module)
 
 
 def test_runs_without_validation_data(policy: Policy, tmp_path: Path) -> None:
