@@ -1,7 +1,7 @@
 """Log-probs and entropy of given tokens under the current policy, without ever holding [batch, time, vocabulary].
 
 The body of the model runs on a right-padded batch (causal attention never looks at what follows, so no mask is needed);
-the head runs on chunks of response tokens, and the backward pass computes each chunk again.
+the head runs on chunks of response tokens (see head.py).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from rhymerl.algos.base import PolicyOutput
 from rhymerl.errors import ConfigError
+from rhymerl.head import chosen_logprobs, head_logprobs
 from rhymerl.policy import evaluating
 from rhymerl.types import Sample
 
@@ -83,60 +83,40 @@ def policy_output(
     """
     with torch.set_grad_enabled(torch.is_grad_enabled() and trains_policy):
         hidden = hidden_states(model.get_decoder(), batch)
-        head = model.get_output_embeddings()
-        assert head is not None
+        head = _head(model)
+        size = chunk_tokens or _chunk_tokens(head)
         logprobs, entropy = head_logprobs(
-            hidden,
-            head,
-            batch.targets,
-            temperature=temperature or 1.0,
-            chunk_tokens=chunk_tokens or max(1, _LOGIT_BYTES // (4 * int(head.weight.shape[0]))),
-            trains_entropy=trains_entropy,
+            hidden, head, batch.targets, temperature=temperature or 1.0, chunk_tokens=size
         )
     return PolicyOutput(
         logprobs=batch.spread(logprobs),
-        entropy=batch.spread(entropy),
+        entropy=batch.spread(entropy if trains_entropy else entropy.detach()),
         values=None if critic is None else batch.spread(critic(batch, hidden)),
     )
 
 
-def head_logprobs(
-    hidden: Tensor,
-    head: nn.Module,
-    targets: Tensor,
-    *,
-    temperature: float,
-    chunk_tokens: int,
-    trains_entropy: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and entropy at it, [N] and [N], from hidden states [N, H]."""
-    chunks = list(zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True))
-    # One chunk is small enough to keep; more are recomputed in the backward pass.
-    again = len(chunks) > 1 and torch.is_grad_enabled()
-    parts = [
-        checkpoint(_chunk_logprobs, each, head, target, temperature, trains_entropy, use_reentrant=False)
-        if again
-        else _chunk_logprobs(each, head, target, temperature, trains_entropy)
-        for each, target in chunks
-    ]
-    logprobs, entropy = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropy)
-
-
-def _chunk_logprobs(
-    hidden: Tensor, head: nn.Module, targets: Tensor, temperature: float, trains_entropy: bool
-) -> tuple[Tensor, Tensor]:
-    logits = head(hidden)
-    logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
-    everything = logits.log_softmax(-1)
-    chosen = everything.gather(-1, targets[:, None])[:, 0]
-    # What exp makes of less is too small for a float32's exponent: ten times as slow, and it adds nothing.
-    if trains_entropy:
-        held = everything.clamp(min=-80)
-        return chosen, -(held.exp() * held).sum(-1)
+def token_logprobs(
+    model: PreTrainedModel, batch: TokenBatch, *, temperature: float, chunk_tokens: int | None = None
+) -> Tensor:
+    """The log-probs of `policy_output`, [B, T], alone and without gradient."""
     with torch.no_grad():
-        held = everything.clamp(min=-80)
-        return chosen, -held.exp().mul_(held).sum(-1)
+        hidden, head = hidden_states(model.get_decoder(), batch), _head(model)
+        size = chunk_tokens or _chunk_tokens(head)
+        return batch.spread(
+            chosen_logprobs(hidden, head, batch.targets, temperature=temperature or 1.0, chunk_tokens=size)
+        )
+
+
+def _head(model: PreTrainedModel) -> nn.Module:
+    head: nn.Module | None = model.get_output_embeddings()
+    assert head is not None, "prove_head has found one"
+    return head
+
+
+def _chunk_tokens(head: nn.Module) -> int:
+    weight = head.weight
+    assert isinstance(weight, Tensor)
+    return max(1, _LOGIT_BYTES // (4 * len(weight)))
 
 
 def prove_head(model: PreTrainedModel) -> None:

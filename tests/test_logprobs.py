@@ -11,7 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rhymerl.errors import ConfigError
-from rhymerl.logprobs import head_logprobs, policy_output, prove_head, token_batch
+from rhymerl.head import head_logprobs
+from rhymerl.logprobs import policy_output, prove_head, token_batch
 from rhymerl.testing import make_requests, tiny_policy
 from rhymerl.types import Completion, Generated, RolloutRequest, Sample
 from rhymerl.update import micro_batches, total_tokens

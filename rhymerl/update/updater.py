@@ -19,7 +19,7 @@ from rhymerl.algos.base import Algorithm, Batch, Need, Totals
 from rhymerl.critic import Critic
 from rhymerl.dealing import deal
 from rhymerl.errors import RunError
-from rhymerl.logprobs import TokenBatch, hidden_states, policy_output, token_batch
+from rhymerl.logprobs import TokenBatch, hidden_states, policy_output, token_batch, token_logprobs
 from rhymerl.policy import evaluating
 from rhymerl.ranks.base import Alone, Ranks
 from rhymerl.types import Sample
@@ -131,7 +131,7 @@ class Updater:
     def _logprobs(self, model: PreTrainedModel, tokens: TokenBatch) -> Tensor:
         chunk = self.settings.chunk_tokens
         with self.autocast():
-            return policy_output(model, tokens, temperature=self.temperature, chunk_tokens=chunk).logprobs
+            return token_logprobs(model, tokens, temperature=self.temperature, chunk_tokens=chunk)
 
     def _values(self, tokens: TokenBatch) -> Tensor:
         assert self.critic is not None, "an algorithm that needs values gets a critic"
