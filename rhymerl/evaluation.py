@@ -98,7 +98,7 @@ class EvaluationSettings:
             for name, samples in answered.items()
         ]
         means = {name: float(np.mean([each[name] for each in found])) for name in _OVERALL}
-        return {**{name: value for each in found for name, value in each.items()}, **means}
+        return means | {name: value for each in found for name, value in each.items() if name not in means}
 
     def _of(self, name: str) -> dict[str, Any]:
         return {key: getattr(self, key) for key in _OF_A_SET} | (self.sets or {}).get(name, {})

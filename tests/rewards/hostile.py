@@ -1,6 +1,7 @@
 """Answers that mean harm, by what they try. Each passes its test only if it succeeds: none may.
 
-SECRET is in the environment of whoever runs them, FOLDER is a folder of theirs, with a file `secret` in it.
+Words in capitals are filled in: SECRET is in the environment of whoever runs them, FOLDER is a folder of theirs with a file
+`secret`, TEMPORARY and HOME are those of the machine, CALLER is a process and PORT one that listens.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ FUNCTIONS = {
     ),
     "sleep": Attack("import time\ndef attack():\n time.sleep(60)\n return 1"),
     "file in a folder": Attack("def attack():\n open('FOLDER/written', 'w').write('x')\n return 1"),
-    "file in the temporary folder": Attack("def attack():\n open('/tmp/written-7351', 'w').write('x')\n return 1"),
+    "file in the temporary folder": Attack("def attack():\n open('TEMPORARY/written-7351', 'w').write('x')\n return 1"),
     "file at home": Attack("import os\ndef attack():\n open('HOME/written-7351', 'a')\n return 1"),
     "file here": Attack("def attack():\n open('written-7351', 'x')\n return 1"),
     "removing": Attack("import os\ndef attack():\n os.remove('FOLDER/secret')\n return 1"),

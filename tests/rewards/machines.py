@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -77,6 +78,7 @@ KINDS = {
 def attempt(attack: Attack, folder: str, port: str) -> Report:
     names = {
         "FOLDER": folder,
+        "TEMPORARY": tempfile.gettempdir(),
         "HOME": os.path.expanduser("~"),
         "SECRET": SECRET,
         "CALLER": str(os.getpid()),

@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -121,7 +122,9 @@ def test_half_of_the_tests_and_the_first_failure() -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class Attacked:
+    """A machine after all attacks, each with whatever it lacks accepted by name."""
+
     missing: dict[str, str]
     refusal: str
     found: dict[str, list[Any]]
@@ -129,20 +132,36 @@ class Machine:
     files: dict[str, str]
 
 
-@pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Machine]:
-    """By kind, after all attacks; each kind is attacked once."""
-    machines: dict[str, Machine] = {}
+@pytest.mark.parametrize(
+    ("kind", "missing"),
+    [
+        ("whole", []),
+        ("without_namespaces", ["namespaces"]),
+        pytest.param("ordinary_user", [], marks=pytest.mark.slow),
+        pytest.param("without_seccomp", ["seccomp"], marks=pytest.mark.slow),
+    ],
+)
+def test_attacks_gain_nothing_and_leave_nothing(kind: str, missing: list[str], tmp_path: Path) -> None:
+    """In one test, so that each kind of machine is attacked once."""
+    after = attacked(kind, tmp_path)
+    assert list(after.missing) == missing
+    held_off = [name for name, attack in {**FUNCTIONS, **PROGRAMS}.items() if not {*attack.needs} & {*missing}]
+    assert len(after.found) >= len(held_off)
+    assert {name: words for name, (passed, words) in after.found.items() if passed or not words} == {}
+    assert after.processes_left == 0
+    assert after.files == {"secret": SECRET}
+    places = [Path(tempfile.gettempdir()), Path.home(), Path()]
+    assert [place for place in places if (place / "written-7351").exists()] == []
+    assert after.refusal.startswith(
+        "rewards.code.function='rhymerl.rewards.code': this machine offers" if missing else ""
+    )
+    assert after.refusal.endswith(
+        f"rewards.code.arguments.unsafe_without={missing}".replace("'", "") if missing else ""
+    )
+    assert bool(after.refusal) == bool(missing)
 
-    def get(kind: str) -> Machine:
-        if kind not in machines:
-            machines[kind] = attacked(kind, tmp_path_factory.mktemp(kind))
-        return machines[kind]
 
-    return get
-
-
-def attacked(kind: str, folder: Path) -> Machine:
+def attacked(kind: str, folder: Path) -> Attacked:
     for each in (folder, *folder.parents[:2]):
         each.chmod(0o777)  # nothing but the sandbox shall keep an answer from it
     (folder / "secret").write_text(SECRET)
@@ -162,7 +181,7 @@ def attacked(kind: str, folder: Path) -> Machine:
         server.setblocking(False)
         with pytest.raises(BlockingIOError):
             server.accept()
-    return Machine(
+    return Attacked(
         **json.loads(out),
         processes_left=settled(lambda: sum(session == process.pid for session in sessions())),
         files={path.name: path.read_text() for path in folder.iterdir()},
@@ -206,45 +225,6 @@ def settled(count: Callable[[], int]) -> int:
     while (left := count()) and time.monotonic() < give_up:
         time.sleep(0.02)
     return left
-
-
-KINDS = ["whole", "ordinary_user", "without_namespaces", "without_seccomp"]
-
-
-@pytest.mark.parametrize("attack", [*FUNCTIONS, *(f"program: {name}" for name in PROGRAMS)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_attacks_gain_nothing(machine: Callable[[str], Machine], kind: str, attack: str) -> None:
-    found = machine(kind).found
-    if attack not in found:
-        pytest.skip("not held off on such a machine, which is said before a run")
-    assert found[attack][0] == 0
-    assert found[attack][1] != ""
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_attacks_leave_nothing(machine: Callable[[str], Machine], kind: str) -> None:
-    after = machine(kind)
-    assert after.processes_left == 0
-    assert after.files == {"secret": SECRET}
-    written = [Path("/tmp/written-7351"), Path.home() / "written-7351", Path("written-7351")]
-    assert [path for path in written if path.exists()] == []
-
-
-@pytest.mark.parametrize(
-    ("kind", "missing"),
-    [("whole", None), ("without_namespaces", "namespaces"), ("without_seccomp", "seccomp")],
-)
-def test_a_machine_that_offers_less_is_refused(
-    machine: Callable[[str], Machine], kind: str, missing: str | None
-) -> None:
-    """All attacks were tried with the missing wall accepted by name."""
-    after = machine(kind)
-    assert list(after.missing) == ([missing] if missing else [])
-    if missing is None:
-        assert after.refusal == ""
-    else:
-        assert after.refusal.startswith("rewards.code.function='rhymerl.rewards.code': this machine offers")
-        assert after.refusal.endswith(f"rewards.code.arguments.unsafe_without=[{missing}]")
 
 
 def test_what_is_expected_is_nowhere_in_the_memory_of_the_answer() -> None:
