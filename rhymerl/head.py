@@ -104,6 +104,7 @@ class _Linear(torch.autograd.Function):
                 _add_product(to_weight, gradient.T, hidden[part].to(ctx.dtype))
             if to_bias is not None:
                 to_bias += gradient.sum(0)
+            del gradient  # before the next one is made
         return to_hidden, to_weight, to_bias, None, None, None, None
 
 
