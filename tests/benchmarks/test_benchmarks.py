@@ -108,6 +108,25 @@ def test_trl_echo_runs_our_side_alone(run: Run) -> None:
     assert 0 < row["rollout_s"]["median"] < row["step_s"]["median"]
 
 
+def test_update_speed_runs_our_side_alone(run: Run) -> None:
+    words = ("--samples", "4", "--longest", "12", "--vocabulary", "40", "--hidden", "16", "--layers", "1")
+    result = run("update_speed", *words, "--repeats", "1")
+    assert result["speedup"] is None
+    (row,) = result["rows"]
+    assert row["side"] == "rhymerl"
+    assert row["step_s"]["median"] > 0
+    assert row["padding"] >= 1
+
+
+def test_update_memory_has_a_row_a_vocabulary_and_a_length_and_draws(run: Run, tmp_path: Path) -> None:
+    words = ("--vocabularies", "50", "5000", "--lengths", "8", "16", "--tokens", "32", "--out", str(tmp_path))
+    result = run("update_memory", *words, "--hardware", "here")
+    cases = [(row["vocabulary"], row["length"]) for row in result["rows"]]
+    assert cases == [(50, 8), (5000, 8), (5000, 8), (5000, 16)]
+    assert result["rows"][0]["above_smallest_mb"] == 0 < result["rows"][1]["peak_mb"]
+    assert len(list(tmp_path.glob("update_memory_here_*.png"))) == 1
+
+
 def test_ranks_has_a_row_for_each_way(run: Run) -> None:
     words = ("--ranks", "1", "--prompts", "2", "--prompts-per-step", "1", "--group-size", "2", "--epochs", "2")
     rows = run("ranks", *words, "--repeats", "1", "--rows", "fifo, off, none", "histopipe, keep, history")["rows"]
