@@ -9,13 +9,15 @@ from rhymerl.errors import ConfigError
 from rhymerl.evaluation import EvaluationSettings
 from rhymerl.hyperparameters import refuse_lost
 from rhymerl.policy import Policy
-from rhymerl.rewards import Reward, build_rewards, check_columns
+from rhymerl.rewards import Reward, build_rewards, check_reward
 from rhymerl.rollout import RolloutSettings
 
 
 def check_answers_fit(policy: Policy, *, rollout: RolloutSettings, evaluation: EvaluationSettings) -> None:
     """Raise ConfigError when an answer alone may fill the model's context."""
-    for name, value in (("rollout", rollout.max_tokens), ("evaluation", evaluation.max_tokens or 1)):
+    of_sets = {f"evaluation.sets.{name}": evaluation.max_tokens_of(name) or 1 for name in evaluation.sets or {}}
+    limits = {"rollout": rollout.max_tokens, "evaluation": evaluation.max_tokens or 1, **of_sets}
+    for name, value in limits.items():
         if value >= policy.context_tokens:
             raise ConfigError(
                 f"{name}.max_tokens={value}: the model's context is {policy.context_tokens} tokens, "
@@ -25,11 +27,10 @@ def check_answers_fit(policy: Policy, *, rollout: RolloutSettings, evaluation: E
 
 def longest_tokens(datamodule: PromptDataModule, *, rollout: RolloutSettings, evaluation: EvaluationSettings) -> int:
     """The most tokens that a prompt and its answer may have together."""
-    parts = ((datamodule.train_loader, rollout), (datamodule.validation_loader, evaluation.rollout(rollout)))
+    parts = [(loader, evaluation.rollout(rollout, name)) for name, loader in datamodule.validation_loaders.items()]
+    parts += [(datamodule.train_loader, rollout)] if datamodule.train_loader is not None else []
     longest = [
-        max(len(prompt.token_ids) for prompt in loader.prompts) + settings.max_tokens
-        for loader, settings in parts
-        if loader is not None
+        max(len(prompt.token_ids) for prompt in loader.prompts) + settings.max_tokens for loader, settings in parts
     ]
     return max(longest, default=0)
 
@@ -42,5 +43,5 @@ def checked_rewards(rewards: Any, datamodule: PromptDataModule) -> list[Reward]:
     if not built:
         raise ConfigError("rewards=null: name at least one reward function (or a task, which brings its own)")
     for reward in built:
-        check_columns(reward, datamodule.columns)
+        check_reward(reward, datamodule.columns)
     return built

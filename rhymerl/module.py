@@ -30,7 +30,7 @@ from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.history_tree import HistoryTreeDrafter
 from rhymerl.drafters.run_ahead import RunAheadDrafter
 from rhymerl.errors import ConfigError
-from rhymerl.evaluation import EvaluationSettings, evaluation_metrics
+from rhymerl.evaluation import EvaluationSettings, step_name
 from rhymerl.history import HistoryStore
 from rhymerl.hyperparameters import held, refuse_lost
 from rhymerl.logprobs import prove_head
@@ -128,7 +128,7 @@ class RhymeModule(L.LightningModule):
         self.critic: Critic | None = None
         if "values" in self.algo.needs:
             self.critic = self.critic_settings.build(self.policy, seed=seed)
-        self._evaluated: list[Sample] = []
+        self._evaluated: dict[str, list[Sample]] = {}  # by data set
         self.save_hyperparameters(self._settings(source))
 
     def _settings(self, source: Any) -> dict[str, Any]:
@@ -166,6 +166,7 @@ class RhymeModule(L.LightningModule):
         if self.critic is not None:
             self.critic.check(longest)
         self._rewards = checked_rewards(self.rewards, datamodule)
+        self.evaluation.check(datamodule.validation_names, self._rewards)
         self.update.check(self.model)
         prove_head(self.model)
 
@@ -209,6 +210,7 @@ class RhymeModule(L.LightningModule):
             backward=self.manual_backward,
             autocast=autocast,
             no_sync=self._no_sync,
+            draws_exactly=self.backend.draws_exactly,
             ranks=self._ranks,
             reference=self._reference,
             critic=self.critic,
@@ -331,23 +333,25 @@ class RhymeModule(L.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         assert self._loop is not None
-        self._evaluated = []
+        self._evaluated = {}
         self._loop.sync_weights(self.model.named_parameters(), policy_version=self.num_rollouts)
 
-    def validation_step(self, batch: PromptBatch, batch_idx: int) -> STEP_OUTPUT:
+    def validation_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> STEP_OUTPUT:
         """Answers with the same noise every time, so that two evaluations differ by the policy alone."""
         assert self._loop is not None
-        settings = self.evaluation.rollout(self.rollout)
+        name = self._datamodule().validation_names[dataloader_idx]
+        settings = self.evaluation.rollout(self.rollout, name)
         epoch = self.first_epochs["validation"] + self.num_evaluations
-        result = self._loop.run(batch.prompts, "evaluation", settings, epoch=epoch, split="validation")
-        self._evaluated += result.samples
+        result = self._loop.run(batch.prompts, step_name(name), settings, epoch=epoch, split="validation")
+        self._evaluated.setdefault(name, []).extend(result.samples)
         return None
 
     def on_validation_epoch_end(self) -> None:
         if self._evaluated:
-            self.log_dict(evaluation_metrics(self._evaluated), batch_size=1, sync_dist=True)  # the same on all ranks
+            metrics = self.evaluation.metrics(self._evaluated, self._rewards)
+            self.log_dict(metrics, batch_size=1, sync_dist=True)  # the same on all ranks
             self.num_evaluations += 1
-        self._evaluated = []
+        self._evaluated = {}
 
     # -- state -----------------------------------------------------------------------------------------------------
 

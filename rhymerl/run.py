@@ -252,8 +252,7 @@ def _note(words: str) -> None:
 
 
 def _evaluate(trainer: L.Trainer, module: RhymeModule, datamodule: PromptDataModule) -> float:
-    assert datamodule.validation_loader is not None
-    _note(f"Evaluating on {len(datamodule.validation_loader.prompts):,} held-out prompts")
+    _note(f"Evaluating on {datamodule.num_validation_prompts:,} held-out prompts")
     metrics = trainer.validate(module, datamodule, verbose=False)[0]
     return float(metrics["eval/reward"])
 

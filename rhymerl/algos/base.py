@@ -118,6 +118,11 @@ class Algorithm(ABC):
         """Of a whole step, once a step on every rank, after `prepare`. Settings that adapt move here."""
         return {}
 
+    @property
+    def may_stop(self) -> bool:
+        """Whether `stops` is to be asked, for which the ranks meet after each mini-batch."""
+        return type(self).stops is not Algorithm.stops
+
     def stops(self, metrics: Mapping[str, float]) -> bool:
         """Whether the step's further mini-batches are left out, by the metrics of the one before, of all ranks."""
         return False

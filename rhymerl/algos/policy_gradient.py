@@ -140,6 +140,10 @@ class PolicyGradient(Algorithm):
             error = min(0.2, max(-0.2, kl / self.kl_target - 1))
             self._kl_coef *= 1 + 0.1 * error
 
+    @property
+    def may_stop(self) -> bool:
+        return self.max_kl is not None or type(self).stops is not PolicyGradient.stops
+
     def stops(self, metrics: Mapping[str, float]) -> bool:
         return self.max_kl is not None and metrics.get("off_policy/kl", 0.0) > self.max_kl
 

@@ -25,6 +25,9 @@ class RolloutBackend(ABC):
     The constructor takes settings only; `start` hands over what the run has.
     """
 
+    draws_exactly = (
+        False  # whether its log-probs are the update's own but for rounding: the same weights, the same precision
+    )
     counts_passes = False  # whether `collect` takes `max_passes`, so that ranks in lockstep repeat bit for bit
 
     def check(self, longest_tokens: int) -> None:

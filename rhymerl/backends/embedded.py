@@ -33,6 +33,7 @@ class EmbeddedBackend(RolloutBackend):
     `max_pass_tokens` the tokens of one forward pass. With `check_drafts` a malformed draft is an error, not only counted.
     """
 
+    draws_exactly = True
     counts_passes = True
 
     def __init__(

@@ -10,7 +10,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 
-from rhymerl.cli.base import Command
+from rhymerl.cli.base import Command, is_first_rank
 from rhymerl.cli.benches import Bench
 from rhymerl.cli.interrupt import Interrupt
 from rhymerl.cli.models import Export, SGLangArgs, Warmstart
@@ -48,7 +48,10 @@ def main(argv: Sequence[str] | None = None, *, commands: Sequence[Command] = COM
             parser.error(f"{word!r}: expected an option of rhymerl {arguments.name}, or an override key=value")
     with Interrupt() as interrupt, quiet():
         code = _run(arguments, overrides, interrupt)
-    return INTERRUPTED if interrupt.requested else code
+    if interrupt.requested:
+        # To Lightning's launcher any other code is a failure, for which it kills rank 0, which still writes its files.
+        return OK if code == OK and not is_first_rank() else INTERRUPTED
+    return code
 
 
 def make_parser(commands: Sequence[Command] = COMMANDS) -> ArgumentParser:

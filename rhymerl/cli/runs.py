@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rhymerl.cli.base import ConfiguredCommand, Result
+from rhymerl.cli.base import ConfiguredCommand, Result, is_first_rank
 from rhymerl.cli.interrupt import Interrupt
 from rhymerl.errors import UsageError
 
@@ -23,7 +23,7 @@ class Fit(ConfiguredCommand):
         from rhymerl.run import fit
 
         _check_is_run(config, "fit")
-        return _of_first_rank(fit(config, callbacks=[StopOnRequest(interrupt)]))
+        return _said_once(fit(config, callbacks=[StopOnRequest(interrupt)]))
 
 
 class Evaluate(ConfiguredCommand):
@@ -35,14 +35,11 @@ class Evaluate(ConfiguredCommand):
         from rhymerl.run import evaluate
 
         _check_is_run(config, "evaluate")
-        return _of_first_rank(evaluate(config))
+        return _said_once(evaluate(config))
 
 
-def _of_first_rank(result: Mapping[str, Any]) -> Result | None:
-    """One process of several says what came out."""
-    from lightning.pytorch.utilities import rank_zero_only
-
-    return result if getattr(rank_zero_only, "rank", 0) == 0 else None
+def _said_once(result: Mapping[str, Any]) -> Result | None:
+    return result if is_first_rank() else None
 
 
 def _check_is_run(config: DictConfig, command: str) -> None:

@@ -190,11 +190,6 @@ class PromptDataModule(L.LightningDataModule):
         return list(self.validation) if isinstance(self.validation, Mapping) else [_ONLY_SET]
 
     @property
-    def validation_loader(self) -> PromptLoader | None:
-        """That of the first set."""
-        return next(iter(self.validation_loaders.values()), None)
-
-    @property
     def num_validation_prompts(self) -> int:
         """Of all sets; known after `setup`."""
         return sum(len(loader.prompts) for loader in self.validation_loaders.values())

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import pickle
+import signal
+import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
@@ -30,6 +35,7 @@ class Group(Ranks):
     """All processes of the default group, which has been initialised.
 
     What is gathered and broadcast goes over a gloo group of its own; gradients go over the default group, on their device.
+    While they work, and until `close`, SIGTERM ends all ranks.
     """
 
     def __init__(self) -> None:
@@ -42,12 +48,19 @@ class Group(Ranks):
         # Private, but the default group's store has no other name.
         self._store = PrefixStore(f"rhymerl/{self.broadcast(uuid.uuid4().hex)}", _get_default_store())
         self._num_lines = 0
+        self._before: Any = None  # what SIGTERM did
 
     def gather(self, value: T) -> list[T]:
-        found: list[T | None] = [None] * self.size
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         with self._meeting():
-            dist.all_gather_object(found, value, group=self._meetings)
-        return found  # type: ignore[return-value]
+            dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._meetings)
+            found = [
+                mine if rank == self.rank else torch.empty(int(n), dtype=torch.uint8) for rank, n in enumerate(sizes)
+            ]
+            for rank, content in enumerate(found):  # not all at once, which would pad each to the longest
+                dist.broadcast(content, src=rank, group=self._meetings)
+        return [value if rank == self.rank else pickle.loads(bytes(found[rank].numpy())) for rank in range(self.size)]
 
     def broadcast(self, value: T) -> T:
         values = [value if self.rank == 0 else None]
@@ -60,6 +73,7 @@ class Group(Ranks):
             sum_gradients(parameters)
 
     def line(self, *, lockstep: bool) -> Line:
+        self._own_sigterm()
         self._num_lines += 1
         if lockstep:
             return Lockstep(self)
@@ -74,7 +88,21 @@ class Group(Ranks):
         if self._lifeline is not None:
             self._lifeline.fail(reason)
 
+    def _own_sigterm(self) -> None:
+        """Not before the work begins: Lightning takes the signal when a stage does."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGTERM) != self._on_sigterm:
+            self._before = signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        """One rank that is told to end ends all; Lightning's own way waits for a meeting, which the others never come to."""
+        self.fail("it was told to end (SIGTERM)")
+        raise SystemExit(128 + number)
+
     def close(self) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+        self._before = None
         if self._lifeline is not None:
             self._lifeline.close()
         self._lifeline = None

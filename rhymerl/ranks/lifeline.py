@@ -20,6 +20,7 @@ from weakref import WeakSet
 from rhymerl.errors import RunError
 
 _OPEN_TIMEOUT_S = 60.0
+_SILENCE_S = 1.0  # in which the main thread may give the failure as its own error; launchers kill what is left after some seconds
 _END = b"\0"
 _MESSAGE_BYTES = 4000  # fits into any send buffer: sending never waits
 
@@ -86,8 +87,12 @@ class Lifeline:
             link.send(failure)
         self._failure = failure
         self._failed.set()
+        if self._closed.wait(min(_SILENCE_S, self._grace_s)):
+            return
+        _say(f"error: {failure}")
         if not self._closed.wait(self._grace_s):
-            self._end_process(failure)
+            _say(f"error: rank {self.rank} hung for {self._grace_s:g} s after that and ends too")
+            os._exit(1)
 
     def _first_failure(self) -> str | None:
         """Wait until a link has something else than a goodbye to say; None when all have said goodbye."""
@@ -103,12 +108,11 @@ class Lifeline:
                         selector.unregister(key.fileobj)
         return None
 
-    def _end_process(self, failure: str) -> None:
-        """Write past sys.stderr, whose lock the main thread may hold."""
-        line = f"error: {failure} (rank {self.rank} hung for {self._grace_s:g} s after that and ends too)\n"
-        with suppress(OSError):
-            os.write(2, line.encode(errors="replace"))
-        os._exit(1)
+
+def _say(line: str) -> None:
+    """Past sys.stderr, whose lock the main thread may hold."""
+    with suppress(OSError):
+        os.write(2, f"{line}\n".encode(errors="replace"))
 
 
 class _Link:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -60,9 +61,10 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ahead:
-    """What a rank has of `step`, by request id, and the plan that it was drawn by."""
+    """What a rank has of `step`, by request id, and the plan that it was drawn by; `asked` is the fingerprint of the requests."""
 
     step: int
+    asked: str
     plan: SharedPlan
     drawn: Mapping[str, Drawn]
 
@@ -70,6 +72,7 @@ class Ahead:
         """Numbers, strings and tensors."""
         return {
             "step": self.step,
+            "asked": self.asked,
             "queues": [list(queue) for queue in self.plan.queues],
             "digest": self.plan.digest,
             "drawn": {name: _packed(drawn) for name, drawn in self.drawn.items()},
@@ -78,9 +81,20 @@ class Ahead:
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> Ahead:
         plan = SharedPlan(queues=state["queues"], digest=state["digest"])
-        return cls(
-            step=state["step"], plan=plan, drawn={name: _unpacked(each) for name, each in state["drawn"].items()}
-        )
+        drawn = {name: _unpacked(each) for name, each in state["drawn"].items()}
+        return cls(step=state["step"], asked=state["asked"], plan=plan, drawn=drawn)
+
+
+def fingerprint(requests: Sequence[RolloutRequest]) -> str:
+    """32 hex digits that say what is asked for: which requests, of which noise, sampled how."""
+    digest = hashlib.blake2b(digest_size=16)
+    sampling: object = None
+    for request in requests:
+        if request.sampling is not sampling:
+            sampling = request.sampling
+            digest.update(repr(sampling).encode())
+        digest.update(f"{request.id}\0{request.seed}\0".encode())
+    return digest.hexdigest()
 
 
 def united(each: Sequence[Ahead | None]) -> Ahead | None:

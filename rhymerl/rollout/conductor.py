@@ -57,7 +57,7 @@ class Conductor:
         self._num_calls = 0
         self._clock = clock or (lambda: self._num_calls)
         self._every = every
-        self._listens = step is not None and type(scheduler).rebalance is not Scheduler.rebalance
+        self._listens = step is not None and scheduler.listens
         self._planned = np.array([len(queue) for queue in plan.queues], np.int64)
         self._left = [dict.fromkeys(queue, 0) for queue in plan.queues]  # by worker: place -> tokens drawn
         self._worker = {place: worker for worker, queue in enumerate(plan.queues) for place in queue}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -14,15 +14,17 @@ from rhymerl.backends.base import RolloutBackend
 from rhymerl.errors import BackendError, ConfigError, RunError
 from rhymerl.history import HistoryStore
 from rhymerl.history.answers import answers_of
-from rhymerl.ranks import Alone, Line, Ranks
+from rhymerl.ranks import Alone, Ranks
 from rhymerl.rewards import RewardScorer
-from rhymerl.rollout.ahead import Ahead, Drawn, united
+from rhymerl.rollout.ahead import Ahead, Drawn, fingerprint, united
 from rhymerl.rollout.base import Rollout, RolloutSettings, requests_of
 from rhymerl.rollout.conductor import Conductor
 from rhymerl.rollout.groups import groups_that_teach_nothing, replaced
-from rhymerl.rollout.metrics import over_ranks, rollout_metrics, staleness_metrics
+from rhymerl.rollout.metrics import rollout_metrics, staleness_metrics
 from rhymerl.rollout.part import Pace, Part
 from rhymerl.rollout.plans import SharedPlan, make_plan, take_up
+from rhymerl.rollout.rounds import Answered, Round, Share, metrics_of
+from rhymerl.rollout.work import Work
 from rhymerl.run_ahead import RunAhead, check_run_ahead
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.types import Completion, Prompt, RolloutRequest, Sample, Split
@@ -38,30 +40,6 @@ _SLICE_S = 0.02  # between two exchanges with the other ranks
 _REBALANCE_S = 0.5
 _PASSES = 16  # the same in lockstep, where time is counted in exchanges
 _REBALANCE_EXCHANGES = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
-    """An answer and its rewards, as it travels to the other ranks; `place` is that of its request in the step's list."""
-
-    place: int
-    drawn: Drawn
-    text: str
-    rewards: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Share:
-    """What a rank has done of a step."""
-
-    answered: Sequence[Answered]
-    metrics: Mapping[str, float]
-    busy_s: float
-    rollout_s: float
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(each.drawn.generated) for each in self.answered)
 
 
 class RolloutLoop:
@@ -101,8 +79,8 @@ class RolloutLoop:
         self.history = history if history is not None else HistoryStore()
         self.ahead: Ahead | None = None  # drawn for the next step to come
         self.policy_version = 0
-        moves = type(scheduler).rebalance is not Scheduler.rebalance
-        self._lockstep = lockstep and self.ranks.size > 1 and (moves or run_ahead != "off")
+        follows_clock = scheduler.moves_requests or run_ahead != "off"
+        self._lockstep = lockstep and self.ranks.size > 1 and follows_clock
         if self._lockstep and not backend.counts_passes:
             raise ConfigError(
                 f"deterministic=true with {self.ranks.size} ranks and run_ahead={run_ahead}, "
@@ -142,7 +120,7 @@ class RolloutLoop:
             self.backend.rest()
         metrics = {
             **rollout_metrics(samples),
-            **_metrics(rounds),
+            **metrics_of(rounds),
             **staleness_metrics(samples, self.policy_version),
             **self._learn(rounds, epoch, split),
         }
@@ -154,13 +132,13 @@ class RolloutLoop:
         step: int | str,
         split: Split,
         following: list[RolloutRequest] | None,
-    ) -> _Round:
+    ) -> Round:
         """All answers to these requests, on every rank."""
         started = time.perf_counter()
         work = self._open(requests, step, following, split)
         answers = self._answer(work)
         if following is not None or work.takes_ahead:
-            self.ahead = work.part.pause()
+            self.ahead = work.ahead()
         rollout_s = time.perf_counter() - started
         shares = self.ranks.gather(self._share(work, answers, rollout_s))
         work.line.close()
@@ -171,7 +149,7 @@ class RolloutLoop:
         if age > (self.run_ahead == "keep"):
             raise RunError(f"step {step}: a token was drawn {age} updates ago")
         scored_s = time.perf_counter() - started - rollout_s
-        return _Round(samples=samples, shares=shares, num_moves=work.conductor.num_moves, scored_s=scored_s)
+        return Round(samples=samples, shares=shares, num_moves=work.conductor.num_moves, scored_s=scored_s)
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """The policy of the steps to come."""
@@ -211,8 +189,10 @@ class RolloutLoop:
         step: int | str,
         following: list[RolloutRequest] | None,
         split: Split,
-    ) -> _Work:
+    ) -> Work:
         ahead = self.ahead if split == "train" and self.ahead is not None and self.ahead.step == step else None
+        if ahead is not None and ahead.asked != fingerprint(requests):
+            ahead = None  # of before a resume with other settings
         drawn = ahead.drawn if ahead is not None else {}
         plan = ahead.plan if ahead is not None and len(ahead.plan.queues) == self.ranks.size else None
         plan = plan or self._plan(requests, step)
@@ -221,11 +201,11 @@ class RolloutLoop:
             queue = [_with_draft(request, drawn.get(request.id)) for request in queue]
         places = {request.id: place for place, request in enumerate(requests)}
         drawn = drawn if self.run_ahead == "keep" else {}
-        return _Work(
+        return Work(
             step=step,
             requests=requests,
             following=following,
-            takes_ahead=ahead is not None,
+            takes_ahead=split == "train" and self.ahead is not None and self.ahead.step == step,
             part=Part(self.backend, queue, places=places, drawn=drawn, pace=self._pace),
             conductor=Conductor(
                 self.scheduler,
@@ -246,13 +226,14 @@ class RolloutLoop:
 
     @property
     def _pace(self) -> Pace:
-        if self.ranks.size == 1:
-            return Pace()
-        return Pace(max_passes=_PASSES) if self._lockstep else Pace(timeout_s=_SLICE_S, report_every_s=_REBALANCE_S)
+        if self._lockstep:
+            return Pace(max_passes=_PASSES, report_every_s=0.0 if self.scheduler.listens else None)
+        every_s = _REBALANCE_S if self.scheduler.listens else None
+        return Pace(timeout_s=_SLICE_S if self.ranks.size > 1 else None, report_every_s=every_s)
 
     # -- its answers ---------------------------------------------------------------------------------------------
 
-    def _answer(self, work: _Work) -> dict[str, tuple[Completion, str]]:
+    def _answer(self, work: Work) -> dict[str, tuple[Completion, str]]:
         """Until all ranks are done: this one's completions and their texts by request id; each is scored the moment it is done."""
         answers: dict[str, tuple[Completion, str]] = {}
         is_done = False
@@ -268,10 +249,10 @@ class RolloutLoop:
         self.scorer.submit(request.id, text, request.prompt.columns)
         return text
 
-    def _share(self, work: _Work, answers: Mapping[str, tuple[Completion, str]], rollout_s: float) -> _Share:
+    def _share(self, work: Work, answers: Mapping[str, tuple[Completion, str]], rollout_s: float) -> Share:
         order = [(place, request.id) for place, request in enumerate(work.requests) if request.id in answers]
         scores = self.scorer.collect(device=self.device, order=[name for _, name in order])
-        return _Share(
+        return Share(
             answered=[
                 Answered(place=place, drawn=Drawn.of(answers[name][0]), text=answers[name][1], rewards=scores[name])
                 for place, name in order
@@ -299,7 +280,7 @@ class RolloutLoop:
 
     # -- its end -------------------------------------------------------------------------------------------------
 
-    def _learn(self, rounds: Sequence[_Round], epoch: int, split: Split) -> dict[str, float]:
+    def _learn(self, rounds: Sequence[Round], epoch: int, split: Split) -> dict[str, float]:
         """Drafter, scheduler and history, from replaced groups too; returns what they and the conductor have to say."""
         samples = [sample for each in rounds for sample in each.samples]
         metrics = {"sched/migration_rate": sum(each.num_moves for each in rounds) / len(samples)}
@@ -328,58 +309,3 @@ class RolloutLoop:
 
 def _with_draft(request: RolloutRequest, drawn: Drawn | None) -> RolloutRequest:
     return replace(request, ahead=drawn.generated.token_ids) if drawn is not None else request
-
-
-def _metrics(rounds: Sequence[_Round]) -> dict[str, float]:
-    """Of all rounds together."""
-    shares = [share for each in rounds for share in each.shares]
-    rollout_s = sum(each.rollout_s for each in rounds)
-    busy_s, num_ranks = sum(share.busy_s for share in shares), len(rounds[0].shares)
-    first, *others = (len({sample.prompt.id for sample in each.samples}) for each in rounds)
-    return {
-        **over_ranks([share.metrics for share in shares], [share.busy_s for share in shares]),
-        "timing_s/rollout": rollout_s,
-        "timing_s/reward": sum(each.scored_s for each in rounds),  # what was not hidden behind the rollout
-        "rollout/tokens_per_s": sum(share.num_tokens for share in shares) / max(rollout_s, 1e-9),
-        "rollout/bubble_frac": max(0.0, 1 - busy_s / max(num_ranks * rollout_s, 1e-9)),
-        "rollout/replaced_groups": sum(others) / first,
-    }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Round:
-    """What came of some requests."""
-
-    samples: list[Sample]
-    shares: Sequence[_Share]
-    num_moves: int
-    scored_s: float
-
-    @property
-    def rollout_s(self) -> float:
-        return max(share.rollout_s for share in self.shares)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Work:
-    """A step under way."""
-
-    step: int | str
-    requests: list[RolloutRequest]
-    following: list[RolloutRequest] | None
-    takes_ahead: bool  # what was drawn ahead of it
-    part: Part
-    conductor: Conductor
-    line: Line
-
-    def exchange(self, *, rank: int) -> bool:
-        """With the other ranks; returns whether all are done."""
-        part = self.part
-        news = self.line.exchange(part.report(), part.parcels(), self.conductor.decide, waits=not part.is_busy)
-        part.receive(news.parcels)
-        for orders in news.orders:
-            part.give_away(orders.moves)
-            if orders.plan is not None and self.following is not None:
-                queue = take_up(orders.plan, self.following, rank=rank)[rank]
-                part.run_ahead(int(self.step) + 1, orders.plan, queue)
-        return any(orders.is_done for orders in news.orders)

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.errors import BackendError
 from rhymerl.ranks import Parcel
-from rhymerl.rollout.ahead import Ahead, Drawn
+from rhymerl.rollout.ahead import Drawn
 from rhymerl.rollout.conductor import Report
-from rhymerl.rollout.plans import SharedPlan
 from rhymerl.types import Completion, RolloutRequest
 
 
@@ -21,7 +20,7 @@ class Pace:
 
     timeout_s: float | None = None
     max_passes: int | None = None
-    report_every_s: float = 0.0  # how often the other ranks hear how far the answers are
+    report_every_s: float | None = None  # how often rank 0 hears how far the answers are, if it is to know at all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +56,6 @@ class Part:
         self._following: list[RolloutRequest] | None = None  # the queue of the following step, until it is begun
         self._ahead_of: dict[str, RolloutRequest] = {}  # of the following step, in the backend
         self._ahead: dict[str, Drawn] = {}  # of the following step, ended
-        self._ahead_plan: tuple[int, SharedPlan] | None = None
         self._enter(queue)
 
     # -- decoding ------------------------------------------------------------------------------------------------
@@ -70,7 +68,8 @@ class Part:
     def decode(self) -> list[Completion]:
         """For a while; returns answers of the step that have ended."""
         if self._following and not self._unfinished:
-            self._begin(self._following)
+            following, self._following = self._following, None
+            self._begin(following)
         if self._unfinished or self._ahead_of:
             self._collect()
         ended, self._ended = self._ended, []
@@ -82,7 +81,8 @@ class Part:
         seconds = time.perf_counter() - started
         self.busy_s += seconds
         waited = self._pace.timeout_s is not None and seconds >= self._pace.timeout_s
-        if not found and not waited and self._pace.max_passes is None:
+        worked = self._pace.max_passes is not None and bool(self._backend.progress())
+        if not found and not waited and not worked:
             lost = len(self._unfinished) + len(self._ahead_of)
             raise BackendError(f"{type(self._backend).__name__} lost {lost} requests")
         for completion in found:
@@ -117,8 +117,8 @@ class Part:
 
     def report(self) -> Report | None:
         """What is new for rank 0, None when nothing is."""
-        now = time.monotonic()
-        tells_tokens = bool(self._unfinished) and now - self._reported_at >= self._pace.report_every_s
+        now, every_s = time.monotonic(), self._pace.report_every_s
+        tells_tokens = every_s is not None and bool(self._unfinished) and now - self._reported_at >= every_s
         if not self._finished and not tells_tokens:
             return None
         tokens: dict[int, int] = {}
@@ -148,38 +148,30 @@ class Part:
         """Go on with requests of other ranks, in front of what is drawn ahead."""
         if not moved:
             return
-        waits, self._ahead_of = self._ahead_of, {}
+        waits = dict(self._ahead_of)
         for completion in self._backend.withdraw(list(waits)) if waits else []:
-            name = completion.request.id
-            self._drawn[name] = Drawn.of(
-                self._drawn.pop(name).before(completion) if name in self._drawn else completion
-            )
+            self._take(completion)
         self._drawn |= {each.request.id: each.drawn for each in moved}
         self._enter([each.request for each in moved])
-        self._begin(list(waits.values()))
+        goes_on = [name for name in waits if not self._ahead[name].has_ended]
+        self._drawn |= {name: self._ahead.pop(name) for name in goes_on}
+        self._begin([waits[name] for name in goes_on])
 
     # -- the following step ----------------------------------------------------------------------------------------
 
-    def run_ahead(self, step: int, plan: SharedPlan, queue: Sequence[RolloutRequest]) -> None:
+    def run_ahead(self, queue: Sequence[RolloutRequest]) -> None:
         """From when nothing of this step is left here, decode the queue of the following one."""
-        self._ahead_plan = step, plan
         self._following = list(queue)
 
     def _begin(self, requests: Sequence[RolloutRequest]) -> None:
-        self._following = None
         self._ahead_of |= {request.id: request for request in requests}
         self._backend.submit([_going_on(request, self._drawn.get(request.id)) for request in requests])
 
-    def pause(self) -> Ahead | None:
+    def pause(self) -> dict[str, Drawn]:
         """All ranks are done with the step: what has been drawn for the following one; the backend is empty then."""
         for completion in self._backend.withdraw() if self._ahead_of else []:
             self._take(completion)
-        if self._ahead_plan is None:
-            return None
-        step, plan = self._ahead_plan
-        return Ahead(
-            step=step, plan=plan, drawn={name: drawn for name, drawn in self._ahead.items() if _has_any(drawn)}
-        )
+        return {name: drawn for name, drawn in self._ahead.items() if _has_any(drawn)}
 
 
 def _going_on(request: RolloutRequest, drawn: Drawn | None) -> RolloutRequest:

@@ -54,6 +54,16 @@ class Scheduler(ABC):
         """
         return []
 
+    @property
+    def moves_requests(self) -> bool:
+        """Whether `rebalance` may move anything; ranks of a run that repeats bit for bit then keep step."""
+        return self.listens
+
+    @property
+    def listens(self) -> bool:
+        """Whether `rebalance` is there to be asked."""
+        return type(self).rebalance is not Scheduler.rebalance
+
     def learn(self, samples: Sequence[Sample]) -> None:
         """The finished answers of a training step, of all workers, in canonical (prompt, sample) order."""
 

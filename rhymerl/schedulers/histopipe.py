@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -92,6 +92,18 @@ class HistoPipeScheduler(PredictingScheduler):
         if not self.migrate or longest is None or len(longest) != len(progress.planned):
             return []
         return outliers_to_running(progress, np.array(longest), alpha=self.alpha, beta=self._beta)
+
+    def state_dict(self) -> dict[str, Any]:
+        """With what `rebalance` needs of steps that are planned already."""
+        return {**super().state_dict(), "longest": dict(self._longest), "beta": self._beta}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._longest, self._beta = dict(state["longest"]), state["beta"]
+
+    @property
+    def moves_requests(self) -> bool:
+        return self.migrate
 
     def _groups(self, pieces: Sequence[Piece], num_workers: int) -> list[Sequence[Piece]]:
         count = num_workers if self.tier == 1 else max(round(self.groups_per_worker * num_workers), 1)

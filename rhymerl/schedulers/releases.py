@@ -27,6 +27,10 @@ class ReleaseAwareScheduler(PredictingScheduler):
         self._progress = progress
         return []
 
+    @property
+    def moves_requests(self) -> bool:
+        return False
+
     def unfinished(self, step: int) -> Progress | None:
         """Of the step before `step`; None when it is over, or was never begun."""
         return self._progress if self._progress is not None and self._progress.step == step - 1 else None

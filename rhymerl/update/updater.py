@@ -51,7 +51,7 @@ class Updater:
     """Runs the optimizer steps of one rollout step, on every rank the same ones.
 
     `backward`, `autocast` and `no_sync` are the trainer's own, so that its precision and its strategy hold; within
-    `no_sync` a backward adds to this rank's gradients only. `reference` and `critic` are there when the algorithm needs them.
+    `no_sync` a backward adds to this rank's gradients only. `draws_exactly` is the backend's. `reference` and `critic` are there when the algorithm needs them.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class Updater:
         backward: Callable[[Tensor], None],
         autocast: Callable[[], AbstractContextManager[Any]],
         no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        draws_exactly: bool = False,
         reference: PreTrainedModel | None = None,
         critic: Critic | None = None,
         ranks: Ranks | None = None,
@@ -77,6 +78,7 @@ class Updater:
         self.backward = backward
         self.autocast = autocast
         self.no_sync = no_sync
+        self.draws_exactly = draws_exactly
         self.reference = reference
         self.critic = critic
         self.ranks = ranks or Alone()
@@ -87,7 +89,7 @@ class Updater:
         A meeting: every rank gives all samples of the step in the same order, and gets the same metrics but for times.
         """
         times: dict[str, float] = {}
-        batch = self._prepared(samples, times)
+        batch = self._prepared(samples, step, times)
         warms_up = self.critic is not None and step < self.critic.settings.warmup_steps
         work = _Work(samples=samples, batch=batch, optimizer=optimizer, schedule=schedule, trains_policy=not warms_up)
         with _timed(times, "update"):
@@ -96,15 +98,21 @@ class Updater:
 
     # -- before the first mini-batch -----------------------------------------------------------------------------
 
-    def _prepared(self, samples: Sequence[Sample], times: dict[str, float]) -> Batch:
+    def _prepared(self, samples: Sequence[Sample], step: int, times: dict[str, float]) -> Batch:
         """The step's batch with all that the algorithm needs, and its advantages."""
         batch = step_batch(samples)
+        needs = self.algorithm.needs - ({"proximal"} if self._is_drawn_by(step, samples) else set())
         for need, (field, name) in _PASSES.items():
-            if need in self.algorithm.needs:
+            if need in needs:
                 with _timed(times, name):
                     batch = replace(batch, **{field: self._pass(need, samples)})
         with _timed(times, "advantage"):
             return self.algorithm.prepare(batch)
+
+    def _is_drawn_by(self, version: int, samples: Sequence[Sample]) -> bool:
+        """Whether this policy drew all tokens, so that the log-probs of a pass over them are known but for rounding."""
+        versions = (sample.completion.generated.policy_versions for sample in samples)
+        return self.draws_exactly and all((each == version).all() for each in versions)
 
     def _pass(self, need: Need, samples: Sequence[Sample]) -> Tensor:
         """[B, T]."""
@@ -145,12 +153,11 @@ class Updater:
         """All epochs of mini-batches; returns their metrics, of all ranks."""
         dropout = int(np.random.default_rng([self.seed, step, _DROPOUT]).integers(2**62))
         torch.manual_seed(dropout + self.ranks.rank)
-        may_stop = type(self.algorithm).stops is not Algorithm.stops
         mine: list[dict[str, float]] = []
         found: list[dict[str, float]] = []
         for part in self._parts(len(work.samples), step):
             mine.append(self._mini_batch(work, part))
-            if may_stop:
+            if self.algorithm.may_stop:
                 found += self._over_ranks(mine[-1:])
                 if self.algorithm.stops(found[-1]):
                     break

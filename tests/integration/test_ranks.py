@@ -142,6 +142,8 @@ class Die(L.Callback):
             return
         if self.how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "told to end":
+            os.kill(os.getpid(), signal.SIGTERM)
         if self.how == "raises":
             raise ValueError("this rank has had enough")
         signal.setitimer(signal.ITIMER_REAL, 0.05)  # SIGALRM, which kills, in the middle of what follows
@@ -153,7 +155,7 @@ def train_until_death(rank: int, how: str, run_ahead: str) -> None:
 
 
 @pytest.mark.parametrize("run_ahead", ["off", "keep"])
-@pytest.mark.parametrize("how", ["killed", "raises", "killed soon"])
+@pytest.mark.parametrize("how", ["killed", "raises", "killed soon", "told to end"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_when_a_rank_ends_the_other_ends_with_its_error(rank, how, run_ahead, tmp_path):
     processes = start_ranks(2, train_until_death, rank, how, run_ahead, output=tmp_path / "output")
@@ -169,6 +171,7 @@ def test_when_a_rank_ends_the_other_ends_with_its_error(rank, how, run_ahead, tm
     words = said(tmp_path / "output", 1 - rank)
     assert f"rank {rank} " in words
     assert ("this rank has had enough" in words) == (how == "raises")
+    assert ("it was told to end (SIGTERM)" in words) == (how == "told to end")
 
 
 def split_by_rank() -> None:

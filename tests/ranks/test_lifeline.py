@@ -149,7 +149,7 @@ def test_rank_that_hangs_after_a_failure_is_ended(hanging: int, capfd: pytest.Ca
         team.signal(1, signal.SIGKILL)
         assert team.reports(2 - hanging, "rank 1 has ended (killed?)")
         assert team.exit_code(hanging) == 1
-    hung = f"error: rank 1 has ended (killed?) (rank {hanging} hung for 1 s after that and ends too)\n"
+    hung = f"error: rank 1 has ended (killed?)\nerror: rank {hanging} hung for 1 s after that and ends too\n"
     assert capfd.readouterr().err == hung
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -45,7 +45,13 @@ class Threads(Ranks):
         self._num_lines += 1
         if lockstep:
             return Lockstep(self)
-        return Mail(self._store, f"line/{self._num_lines}", rank=self.rank, size=self.size, meeting=nullcontext)
+        return Mail(self._store, f"line/{self._num_lines}", rank=self.rank, size=self.size, meeting=self._meeting)
+
+    @contextmanager
+    def _meeting(self) -> Iterator[None]:
+        if self._barrier.broken:
+            raise threading.BrokenBarrierError
+        yield
 
     def fail(self, reason: str) -> None:
         self._barrier.abort()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from rhymerl.errors import BackendError, ConfigError
+from rhymerl.errors import BackendError, ConfigError, RunError
 from rhymerl.ranks import Alone
 from rhymerl.rewards import Reward, RewardScorer
 from rhymerl.rollout import Rollout, RolloutLoop, RolloutSettings
@@ -48,6 +48,13 @@ class Restless(FIFOScheduler):
             for request in progress.requests
             if draw.random() < 0.5
         ]
+
+
+class RestlessHistoPipe(HistoPipeScheduler):
+    """Moves as restlessly, once it knows how long answers are, and as long as it knows what it has planned."""
+
+    def rebalance(self, progress: Progress) -> list[Move]:
+        return Restless().rebalance(progress) if progress.step in self._longest else []
 
 
 class Ranked:
@@ -285,3 +292,56 @@ def test_replacements_end_with_the_bound_and_with_the_prompts():
         return [sample.completion.request.id for sample in rollout.samples]
 
     assert groups(0) == groups(1) == groups(6) == ["0/0/0", "0/0/1", "0/1/0", "0/1/1"]
+
+
+class Nowhere(FIFOScheduler):
+    def rebalance(self, progress: Progress) -> list[Move]:
+        return [Move(request_id=progress.requests[0].id, worker=99)]
+
+
+def test_a_move_to_nowhere_names_scheduler_and_request():
+    with pytest.raises(ValueError, match="Nowhere.rebalance moves the request '0/.*' to worker 99: expected 0 to 1"):
+        Ranked(Nowhere, size=2, pass_s=0.03).run(1)
+
+
+def test_tokens_of_a_policy_that_is_too_old_end_the_run():
+    before = Ranked(pass_s=0.0004, run_ahead="keep")
+    before.run(3)
+    state = before.states[0]
+    for drawn in state["ahead"]["drawn"].values():
+        drawn["policy_versions"] -= 1
+    with pytest.raises(RunError, match="step 3: a token was drawn 2 updates ago"):
+        Ranked(run_ahead="keep").run(1, states=[state], first=3)
+
+
+@pytest.mark.parametrize("run_ahead", ["off", "draft", "keep"])
+def test_what_was_drawn_under_other_settings_is_drawn_anew(run_ahead):
+    before = Ranked(pass_s=0.0004, run_ahead="keep")
+    before.run(3)
+
+    def work(ranks: Threads) -> Rollout:
+        loop = Ranked(run_ahead=run_ahead).loop(ranks)
+        loop.load_state_dict(before.states[0])
+        loop.sync_weights([], 3)
+        return loop.run(prompts(3), 3, RolloutSettings(group_size=2, max_tokens=200))
+
+    for sample in run_ranks(3, work)[0].samples:
+        assert set(sample.completion.generated.policy_versions.tolist()) == {3}
+
+
+class Losing(TokenBackend):
+    """Forgets the first request."""
+
+    def submit(self, requests):
+        super().submit(requests[1:])
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_a_lost_request_is_an_error(lockstep):
+    def work(ranks: Threads) -> None:
+        loop = Ranked(Restless, lockstep=lockstep).loop(ranks)
+        loop.backend = Losing(length)
+        loop.run(PROMPTS, 0, SETTINGS)
+
+    with pytest.raises(BackendError, match=r"Losing lost \d requests"):
+        run_ranks(2, work)

@@ -134,6 +134,9 @@ def test_histopipe_migrates_by_what_it_planned():
     (move,) = scheduler.rebalance(progress)
     assert (move.request_id, move.worker) == ("0/9", 1)
     assert HistoPipeScheduler(tier=1).rebalance(progress) == []  # it has planned nothing
+    resumed = HistoPipeScheduler(tier=1)
+    resumed.load_state_dict(scheduler.state_dict())  # where run-ahead had the step planned before the checkpoint
+    assert resumed.rebalance(progress) == [move]
     scheduler.migrate = False
     assert scheduler.rebalance(progress) == []
 
