@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,41 +22,16 @@ from rhymerl.errors import RunError
 from rhymerl.ranks import Alone, Ranks
 from rhymerl.ranks.group import Group
 from rhymerl.types import Sample
+from tests.ranks.threads import run_ranks
 from tests.test_update import ActorCritic, first_policy, forgiving_grpo, run_update, scored
 
 T = TypeVar("T")
 
 
-class Threads(Alone):
-    """Ranks that are threads of this process and meet at a barrier."""
-
-    def __init__(self, rank: int, barrier: threading.Barrier, table: list) -> None:
-        self.rank, self.size = rank, len(table)
-        self.barrier, self.table = barrier, table
-
-    def gather(self, value):
-        self.table[self.rank] = value
-        self.barrier.wait(60)
-        values = list(self.table)
-        self.barrier.wait(60)
-        return values
-
-    def broadcast(self, value):
-        return self.gather(value)[0]
-
-    def sum_gradients(self, parameters):
-        parts = self.gather([None if p.grad is None else p.grad.clone() for p in parameters])
-        for parameter, *gradients in zip(parameters, *parts, strict=True):
-            held = [gradient for gradient in gradients if gradient is not None]
-            parameter.grad = sum(held) if held else None
-
-
 def on_threads(num_ranks: int, work: Callable[[Ranks], T]) -> list[T]:
     """What each rank returns."""
     first_policy()  # made here, because transformers builds models one at a time
-    barrier, table = threading.Barrier(num_ranks), [None] * num_ranks
-    with ThreadPoolExecutor(num_ranks) as pool:
-        return list(pool.map(lambda rank: work(Threads(rank, barrier, table)), range(num_ranks)))
+    return run_ranks(num_ranks, work)
 
 
 def ragged(count: int) -> list[Sample]:
