@@ -101,8 +101,6 @@ def place(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> P
         ("trainer.overfit_batches=1", "trainer.overfit_batches=1"),
         ("trainer.precision=16-mixed", "trainer.precision='16-mixed'"),
         ("trainer.precision=float7", "float7"),
-        ("trainer.devices=2 trainer.accelerator=cpu", "trainer.devices=2"),
-        ("trainer.strategy=ddp", "DDPStrategy"),
         ("trainer.strategy=fsdp", "fsdp"),
         ("trainer.val_check_interval=2", "evaluation.every_n_steps"),
         ("trainer.default_root_dir=x", "run_dir"),
