@@ -51,7 +51,8 @@ class Updater:
     """Runs the optimizer steps of one rollout step, on every rank the same ones.
 
     `backward`, `autocast` and `no_sync` are the trainer's own, so that its precision and its strategy hold; within
-    `no_sync` a backward adds to this rank's gradients only. `draws_exactly` is the backend's. `reference` and `critic` are there when the algorithm needs them.
+    `no_sync` a backward adds to this rank's gradients only. `draws_exactly` is the backend's. `reference` and `critic` are
+    there when the algorithm needs them.
     """
 
     def __init__(
