@@ -43,7 +43,7 @@ check: $(stamp)
 	$(python) -m ruff format --check
 	$(python) -m ruff check
 	$(python) -m mypy --strict rhymerl
-	.venv/bin/lint-imports
+	.venv/bin/lint-imports --no-cache
 
 format: $(stamp)
 	$(python) -m ruff check --fix

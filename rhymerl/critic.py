@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.logprobs import TokenBatch, hidden_states
-from rhymerl.policy import DTYPES, Policy, PolicySource
+from rhymerl.policy import DTYPES, Policy, PolicySource, context_tokens
 
 
 class CriticSettings:
@@ -87,9 +87,9 @@ class Critic(nn.Module):
 
     def check(self, longest_tokens: int) -> None:
         """Raise ConfigError when a prompt with its answer is longer than the backbone's context."""
-        context = (
-            int(getattr(self.body.config, "max_position_embeddings", 0) or 2**31) if self.body is not None else 2**31
-        )
+        if self.body is None:
+            return
+        context = context_tokens(self.body.config)
         if longest_tokens > context:
             raise ConfigError(
                 f"critic.path={self.settings.path!r}: its context is {context} tokens, a prompt and its answer may have "

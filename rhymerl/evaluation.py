@@ -13,10 +13,11 @@ from rhymerl.rewards.calls import Attempt
 from rhymerl.rewards.hooks import Extract
 from rhymerl.rewards.resolve import find, nearest
 from rhymerl.rollout import RolloutSettings
+from rhymerl.rollout.groups import by_prompt
 from rhymerl.types import Sample
 
 _OF_A_SET = ("samples", "temperature", "max_tokens")
-_ONLY_SET = "validation"  # the name of a data set that has no name of its own
+ONLY_SET = "validation"  # the name of a data set that has no name of its own
 _RIGHT = 1.0  # the reward from which on an answer counts as right
 
 
@@ -59,7 +60,7 @@ class EvaluationSettings:
                     )
             _check(f"evaluation.sets.{name}", self._of(name))
 
-    def rollout(self, training: RolloutSettings, name: str = _ONLY_SET) -> RolloutSettings:
+    def rollout(self, training: RolloutSettings, name: str = ONLY_SET) -> RolloutSettings:
         """The settings of a rollout on the data set `name`."""
         asked = self._of(name)
         return RolloutSettings(
@@ -106,7 +107,7 @@ class EvaluationSettings:
 
 def step_name(name: str) -> str:
     """What keys the noise of an evaluation on the data set `name`: the same every time."""
-    return "evaluation" if name == _ONLY_SET else f"evaluation/{name}"
+    return "evaluation" if name == ONLY_SET else f"evaluation/{name}"
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -135,12 +136,10 @@ _OVERALL = ("eval/reward", "eval/mean_length", "eval/clipped_ratio")
 
 
 def evaluation_metrics(
-    samples: Sequence[Sample], task: str = _ONLY_SET, *, right_by: str | None = None, extract: Extract | None = None
+    samples: Sequence[Sample], task: str = ONLY_SET, *, right_by: str | None = None, extract: Extract | None = None
 ) -> dict[str, float]:
     """The metrics of one data set: docs/metrics.md has them all. pass@k is for k = 1, 2, 4 … and all answers of a prompt."""
-    groups: dict[str, list[Sample]] = {}
-    for sample in samples:
-        groups.setdefault(sample.prompt.id, []).append(sample)
+    groups = by_prompt(samples)
     most = min(map(len, groups.values()))
     right = [[_reward(sample, right_by) >= _RIGHT for sample in group] for group in groups.values()]
     reward = float(np.mean([sample.reward for sample in samples]))

@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -39,7 +40,7 @@ class Policy:
     @property
     def context_tokens(self) -> int:
         """The longest sequence (prompt and response) that the model's positions allow."""
-        return int(getattr(self.model.config, "max_position_embeddings", 0) or 2**31)
+        return context_tokens(self.model.config)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -65,6 +66,11 @@ class Policy:
             self.tokenizer.save_pretrained(folder)
             paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
             return {str(path.relative_to(folder)): b64encode(path.read_bytes()).decode() for path in paths}
+
+
+def context_tokens(config: PretrainedConfig) -> int:
+    """The longest sequence that the positions of a model with this config allow."""
+    return int(getattr(config, "max_position_embeddings", 0) or 2**31)
 
 
 def restore(files: Mapping[str, str], weights: Mapping[str, torch.Tensor], directory: str | Path) -> None:

@@ -25,6 +25,7 @@ from rhymerl.compiled import compiled
 from rhymerl.config import instantiate
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
+from rhymerl.drafters.run_ahead import listens
 from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.history import Answer, HistoryStore
 from rhymerl.history.answers import group_advantages
@@ -107,7 +108,7 @@ class Replay:
         self.costs = costs
         self.max_running = max_running
         self.from_epoch = from_epoch
-        self._hears_tokens = type(drafter).accept is not Drafter.accept
+        self._hears_tokens = listens(drafter, "accept")
 
     def run(self, records: Sequence[TraceRecord]) -> dict[int, ReplayTotals]:
         """Totals by epoch, from `from_epoch` on."""

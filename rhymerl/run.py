@@ -29,6 +29,7 @@ from rhymerl.errors import ConfigError
 from rhymerl.folders import open_folder, refuse_second_run
 from rhymerl.module import RhymeModule
 from rhymerl.policy import restore
+from rhymerl.ranks.first import is_first_rank
 from rhymerl.speedup import measure_speedup
 from rhymerl.trainer import check_precision, check_trainer
 
@@ -51,7 +52,7 @@ def fit(config: DictConfig, *, callbacks: Sequence[L.Callback] = ()) -> Result:
     run_dir = Path(config.run_dir)
     ckpt_path = checkpoint_path(config.ckpt_path, run_dir)
     continues = ckpt_path is not None and run_dir.resolve() in ckpt_path.resolve().parents
-    if getattr(rank_zero_only, "rank", 0) == 0:  # nobody else writes, and a default run_dir has the time in its name
+    if is_first_rank():  # nobody else writes, and a default run_dir has the time in its name
         open_folder(run_dir)
         if not continues:
             refuse_second_run(run_dir)

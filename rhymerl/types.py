@@ -201,7 +201,10 @@ class DraftBatch:
             return self
         counts, match_length = np.zeros(num_requests, np.int64), np.zeros(num_requests, np.int32)
         counts[places], match_length[places] = self.counts, self.match_length
-        return replace(self, starts=np.concatenate([[0], np.cumsum(counts)]), match_length=match_length)
+        problems = {int(places[r]): problem for r, problem in self.problems.items()}
+        return replace(
+            self, starts=np.concatenate([[0], np.cumsum(counts)]), match_length=match_length, problems=problems
+        )
 
     def keep(self, mask: BoolArray) -> DraftBatch:
         """The nodes of an ancestor-closed `mask` [N], with parents renumbered."""

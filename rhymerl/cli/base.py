@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
@@ -15,12 +14,6 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 Result = Mapping[str, Any]
-
-
-def is_first_rank() -> bool:
-    """Whether this process is the one of several that speaks; looked up without importing Lightning."""
-    known = sys.modules.get("lightning.fabric.utilities.rank_zero")
-    return known is None or getattr(known.rank_zero_only, "rank", 0) == 0
 
 
 class Command(ABC):

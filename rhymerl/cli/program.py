@@ -10,7 +10,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 
-from rhymerl.cli.base import Command, is_first_rank
+from rhymerl.cli.base import Command
 from rhymerl.cli.benches import Bench
 from rhymerl.cli.interrupt import Interrupt
 from rhymerl.cli.models import Export, SGLangArgs, Warmstart
@@ -19,6 +19,7 @@ from rhymerl.cli.replays import Replay, Simulate
 from rhymerl.cli.rollouts import Rollout
 from rhymerl.cli.runs import Evaluate, Fit
 from rhymerl.errors import RhymeError, UsageError
+from rhymerl.ranks.first import is_first_rank
 
 COMMANDS: tuple[Command, ...] = (
     Fit(),

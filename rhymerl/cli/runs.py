@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rhymerl.cli.base import ConfiguredCommand, Result, is_first_rank
+from rhymerl.cli.base import ConfiguredCommand, Result
 from rhymerl.cli.interrupt import Interrupt
 from rhymerl.errors import UsageError
+from rhymerl.ranks.first import is_first_rank
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

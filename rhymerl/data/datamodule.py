@@ -15,10 +15,10 @@ from rhymerl.data.encoding import LengthLimits, PromptEncoder, encode_rows
 from rhymerl.data.loader import PromptLoader
 from rhymerl.data.sources import DataSource, Setting, read_rows
 from rhymerl.errors import ConfigError
+from rhymerl.evaluation import ONLY_SET
 from rhymerl.policy import Policy
 from rhymerl.tasks.base import Task
 
-_ONLY_SET = "validation"
 _VALIDATION_STEP = 1024  # prompts at a time: the more, the fuller the engine
 
 
@@ -187,7 +187,7 @@ class PromptDataModule(L.LightningDataModule):
     @property
     def validation_names(self) -> list[str]:
         """Of the validation sets, in their order; one that was given without a name is `validation`."""
-        return list(self.validation) if isinstance(self.validation, Mapping) else [_ONLY_SET]
+        return list(self.validation) if isinstance(self.validation, Mapping) else [ONLY_SET]
 
     @property
     def num_validation_prompts(self) -> int:
@@ -225,7 +225,7 @@ class PromptDataModule(L.LightningDataModule):
 
 def _limits_of(name: str, limits: LengthLimits, evaluation: _Evaluation) -> LengthLimits:
     longest = evaluation.max_tokens_of(name)
-    setting = "evaluation.max_tokens" if name == _ONLY_SET else f"evaluation.sets.{name}.max_tokens"
+    setting = "evaluation.max_tokens" if name == ONLY_SET else f"evaluation.sets.{name}.max_tokens"
     return replace(limits, max_tokens=longest, setting=setting) if longest else limits
 
 

@@ -53,12 +53,10 @@ def placed(drafts: DraftBatch, places: IndexArray, num_requests: int) -> DraftBa
     """
     try:
         drafts = tidied(drafts, len(places))
-        problems = drafts.problems
     except ValueError as error:
-        problems = dict.fromkeys(range(len(places)), str(error))
-        drafts = DraftBatch.pack([_NOTHING] * len(places))
-    problems = {int(places[r]): problem for r, problem in problems.items()}
-    return replace(drafts.spread(places, num_requests), problems=problems)
+        nothing = DraftBatch.pack([_NOTHING] * len(places))
+        drafts = replace(nothing, problems=dict.fromkeys(range(len(places)), str(error)))
+    return drafts.spread(places, num_requests)
 
 
 def merged(one: DraftBatch, other: DraftBatch) -> DraftBatch:

@@ -65,7 +65,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Add up each parameter's gradient over the ranks, in place; a missing one counts as zeros."""
+        """Add up each parameter's gradient over the ranks, in place; a missing one counts as zeros, unless no rank has it."""
 
     @abstractmethod
     def line(self, *, lockstep: bool) -> Line:

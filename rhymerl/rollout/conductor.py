@@ -35,7 +35,8 @@ class Conductor:
     """Asks the scheduler on behalf of all ranks.
 
     `step` None is no training step, in which nothing moves. Else `rebalance` comes whenever `clock` (without one: the number of
-    calls) has gone on by `every`, if the scheduler has it at all, and right before the plan of `following`, the next step's requests, which is made when a worker has nearly nothing left to do.
+    calls) has gone on by `every`, if the scheduler has it at all, and right before the plan of `following`, the next step's requests,
+    which is made when a worker has nearly nothing left to do.
     """
 
     def __init__(

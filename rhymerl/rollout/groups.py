@@ -1,4 +1,4 @@
-"""Groups of a step that teach nothing, and others in their place."""
+"""The groups of a step's samples; those that teach nothing, and others in their place."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ from collections.abc import Sequence
 from rhymerl.types import Sample
 
 
-def groups_that_teach_nothing(samples: Sequence[Sample]) -> list[str]:
-    """The prompt ids of groups whose rewards are all equal, in the order of the samples."""
-    rewards: dict[str, set[float]] = {}
-    for sample in samples:
-        rewards.setdefault(sample.prompt.id, set()).add(sample.reward)
-    return [prompt_id for prompt_id, found in rewards.items() if len(found) == 1]
-
-
-def replaced(samples: Sequence[Sample], dull: Sequence[str], fresh: Sequence[Sample]) -> list[Sample]:
-    """Fresh groups that teach something in the places of the first of the `dull` ones."""
-    groups = _by_prompt(fresh)
-    for prompt_id in groups_that_teach_nothing(fresh):
-        del groups[prompt_id]
-    instead = dict(zip(dull, groups.values(), strict=False))
-    return [sample for prompt_id, group in _by_prompt(samples).items() for sample in instead.get(prompt_id, group)]
-
-
-def _by_prompt(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
+def by_prompt(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
+    """By prompt id, in the order in which prompts first occur."""
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.prompt.id, []).append(sample)
     return groups
+
+
+def groups_that_teach_nothing(samples: Sequence[Sample]) -> list[str]:
+    """The prompt ids of groups whose rewards are all equal, in the order of the samples."""
+    groups = by_prompt(samples).items()
+    return [prompt_id for prompt_id, group in groups if len({sample.reward for sample in group}) == 1]
+
+
+def replaced(samples: Sequence[Sample], dull: Sequence[str], fresh: Sequence[Sample]) -> list[Sample]:
+    """Fresh groups that teach something in the places of the first of the `dull` ones."""
+    groups = by_prompt(fresh)
+    for prompt_id in groups_that_teach_nothing(fresh):
+        del groups[prompt_id]
+    instead = dict(zip(dull, groups.values(), strict=False))
+    return [sample for prompt_id, group in by_prompt(samples).items() for sample in instead.get(prompt_id, group)]

@@ -190,9 +190,9 @@ class RolloutLoop:
         following: list[RolloutRequest] | None,
         split: Split,
     ) -> Work:
-        ahead = self.ahead if split == "train" and self.ahead is not None and self.ahead.step == step else None
-        if ahead is not None and ahead.asked != fingerprint(requests):
-            ahead = None  # of before a resume with other settings
+        taken = self.ahead if split == "train" and self.ahead is not None and self.ahead.step == step else None
+        # It may be of before a resume with other settings.
+        ahead = taken if taken is not None and taken.asked == fingerprint(requests) else None
         drawn = ahead.drawn if ahead is not None else {}
         plan = ahead.plan if ahead is not None and len(ahead.plan.queues) == self.ranks.size else None
         plan = plan or self._plan(requests, step)
@@ -205,7 +205,7 @@ class RolloutLoop:
             step=step,
             requests=requests,
             following=following,
-            takes_ahead=split == "train" and self.ahead is not None and self.ahead.step == step,
+            takes_ahead=taken is not None,
             part=Part(self.backend, queue, places=places, drawn=drawn, pace=self._pace),
             conductor=Conductor(
                 self.scheduler,

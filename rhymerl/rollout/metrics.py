@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from rhymerl.rollout.groups import by_prompt
 from rhymerl.types import Sample
 
 
@@ -14,10 +15,8 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     rewards = np.array([sample.reward for sample in samples])
     lengths = np.array([len(sample) for sample in samples])
     ended = np.array([sample.completion.finish_reason == "stop" for sample in samples])
-    groups: dict[str, list[float]] = {}
-    for sample in samples:
-        groups.setdefault(sample.prompt.id, []).append(sample.reward)
-    spread = np.array([np.std(group) for group in groups.values()])
+    groups = by_prompt(samples).values()
+    spread = np.array([np.std([sample.reward for sample in group]) for group in groups])
     metrics = {
         "reward": rewards.mean(),
         "reward_std": spread.mean(),

@@ -80,18 +80,24 @@ class Part:
         found = self._backend.collect(self._pace.timeout_s, max_passes=self._pace.max_passes)
         seconds = time.perf_counter() - started
         self.busy_s += seconds
-        waited = self._pace.timeout_s is not None and seconds >= self._pace.timeout_s
-        worked = self._pace.max_passes is not None and bool(self._backend.progress())
-        if not found and not waited and not worked:
+        if not found and not self._may_find_nothing(seconds):
             lost = len(self._unfinished) + len(self._ahead_of)
             raise BackendError(f"{type(self._backend).__name__} lost {lost} requests")
         for completion in found:
             self._take(completion)
 
+    def _may_find_nothing(self, seconds: float) -> bool:
+        """Whether the time was over, or the passes were done with work left."""
+        waited = self._pace.timeout_s is not None and seconds >= self._pace.timeout_s
+        return waited or (self._pace.max_passes is not None and bool(self._backend.progress()))
+
+    def _whole(self, completion: Completion) -> Completion:
+        """With what it had cost before it came here, or was taken back."""
+        before = self._drawn.pop(completion.request.id, None)
+        return before.before(completion) if before is not None else completion
+
     def _take(self, completion: Completion) -> None:
-        name = completion.request.id
-        if name in self._drawn:
-            completion = self._drawn.pop(name).before(completion)
+        name, completion = completion.request.id, self._whole(completion)
         if name in self._unfinished:
             del self._unfinished[name]
             self._ended.append(completion)
@@ -110,8 +116,11 @@ class Part:
             if drawn is not None and drawn.has_ended:
                 self._drawn.pop(request.id)
                 self._take(drawn.completion(request))
-        left = [request for request in requests if request.id in self._unfinished]
-        self._backend.submit([_going_on(request, self._drawn.get(request.id)) for request in left])
+        self._submit([request for request in requests if request.id in self._unfinished])
+
+    def _submit(self, requests: Sequence[RolloutRequest]) -> None:
+        """Each goes on from what it has."""
+        self._backend.submit([_going_on(request, self._drawn.get(request.id)) for request in requests])
 
     # -- with the other ranks --------------------------------------------------------------------------------------
 
@@ -135,8 +144,7 @@ class Part:
         names = [name for name in self._unfinished if self._places[name] in moves]
         for completion in self._backend.withdraw(names) if names else []:
             name = completion.request.id
-            drawn = self._drawn.pop(name).before(completion) if name in self._drawn else completion
-            moved = Moved(request=self._unfinished.pop(name), drawn=Drawn.of(drawn))
+            moved = Moved(request=self._unfinished.pop(name), drawn=Drawn.of(self._whole(completion)))
             self._parcels.append(Parcel(to=moves[self._places[name]], value=moved))
 
     def parcels(self) -> list[Parcel]:
@@ -165,7 +173,7 @@ class Part:
 
     def _begin(self, requests: Sequence[RolloutRequest]) -> None:
         self._ahead_of |= {request.id: request for request in requests}
-        self._backend.submit([_going_on(request, self._drawn.get(request.id)) for request in requests])
+        self._submit(requests)
 
     def pause(self) -> dict[str, Drawn]:
         """All ranks are done with the step: what has been drawn for the following one; the backend is empty then."""

@@ -53,7 +53,7 @@ class Simulation:
         self.train_time = train_time
         self.rebalance_every = rebalance_every
         self.decoding = decoding or Decoding()
-        self._rebalances = type(scheduler).rebalance is not Scheduler.rebalance
+        self._rebalances = scheduler.listens
         self._learns = type(scheduler).learn is not Scheduler.learn
 
     def run(self, works: Sequence[StepWork]) -> Timeline:

@@ -235,9 +235,7 @@ class Updater:
                     f"the gradient is not finite ({norm}): the weights are left as they were; go on from the last "
                     f"checkpoint with a smaller {'critic' if name else 'update'}.learning_rate"
                 )
-        rates = [
-            float(rate) for rate in work.schedule.get_last_lr()
-        ]  # the policy's groups come first, the critic's last
+        rates = list(map(float, work.schedule.get_last_lr()))  # the policy's groups come first, the critic's last
         metrics = {f"{name}grad_norm": norm for name, norm in norms.items()}
         work.optimizer.step()
         work.schedule.step()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import subprocess
@@ -14,7 +13,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, Literal, get_args
 
-from rhymerl.rewards.sandbox.wire import write_message
+from rhymerl.rewards.sandbox.wire import whole_messages, write_message
 
 Wall = Literal["namespaces", "seccomp"]
 WALLS: tuple[Wall, ...] = get_args(Wall)
@@ -23,7 +22,6 @@ _PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from sandbox.warden imp
 # Nothing of the parent's: tokens and passwords are there. Sets of strings have one order; threads share one heap.
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 _START_LIMIT_S = 10.0
-_LENGTH_BYTES = 8
 _CHUNK_BYTES = 2**16
 
 
@@ -97,21 +95,9 @@ def _report(process: subprocess.Popen[bytes], job: Job) -> Report:
     while select.select([process.stdout], [], [], max(0.0, give_up - monotonic()))[0]:
         part = os.read(process.stdout.fileno(), _CHUNK_BYTES)
         if not part:
-            return _summary(_messages(data), job)
+            return _summary(whole_messages(data), job)
         data += part
     raise SandboxError("a sandbox did not end in time")
-
-
-def _messages(data: bytes) -> list[dict[str, Any]]:
-    """All whole ones; the last may have been cut off."""
-    messages = []
-    while len(data) >= _LENGTH_BYTES:
-        end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
-        if len(data) < end:
-            break
-        messages.append(json.loads(data[_LENGTH_BYTES:end]))
-        data = data[end:]
-    return messages
 
 
 def _summary(messages: Sequence[Mapping[str, Any]], job: Job) -> Report:

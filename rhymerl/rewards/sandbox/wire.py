@@ -39,6 +39,18 @@ def read_message(fd: int, *, max_bytes: int) -> Any:
         raise BrokenMessageError(f"not JSON: {error}") from error
 
 
+def whole_messages(data: bytes) -> list[Any]:
+    """Those in `data`, from one who is believed; the last may have been cut off."""
+    messages = []
+    while len(data) >= _LENGTH_BYTES:
+        end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
+        if len(data) < end:
+            break
+        messages.append(json.loads(data[_LENGTH_BYTES:end]))
+        data = data[end:]
+    return messages
+
+
 def _read(fd: int, length: int) -> bytes:
     parts = []
     while length:
