@@ -105,6 +105,7 @@ def run_update(
     no_sync: Callable[[], AbstractContextManager[None]] = nullcontext,
     backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
     ranks: Ranks | None = None,
+    draws_exactly: bool = False,
     **settings: float,
 ) -> tuple[nn.ModuleDict, dict[str, float]]:
     """The same samples as `steps` rollout steps in a row, from the same model; with the last step's metrics but for times.
@@ -128,6 +129,7 @@ def run_update(
         backward=backward,
         autocast=nullcontext,
         no_sync=no_sync,
+        draws_exactly=draws_exactly,
         reference=first_policy(dropout).model if "reference" in made.needs else None,
         critic=trained["critic"] if critic is not None else None,
         ranks=ranks,
@@ -201,6 +203,26 @@ def test_what_an_algorithm_needs_is_there_before_the_first_mini_batch():
     assert not torch.allclose(second.values, output.values)
     assert metrics["ratio"] == pytest.approx(1)  # one mini-batch
     assert metrics["num_steps"] == 2
+
+
+def test_only_answers_with_tokens_of_another_policy_are_passed_over_for_the_proximal_one():
+    samples, made = scored(12), ActorCritic()
+    stale = [0, max(range(12), key=lambda i: len(samples[i]))]
+    samples = [drawn_by(sample, 1, last=0 if i in stale else 1) for i, sample in enumerate(samples)]
+    run_update(samples, algorithm=lambda: made, critic=CriticSettings(), steps=2, draws_exactly=True)
+    first, second = made.prepared
+    assert not (first.proximal_logprobs == first.behaviour_logprobs)[first.mask].any()
+    is_known = second.proximal_logprobs == second.behaviour_logprobs
+    for i, (known, mask) in enumerate(zip(is_known, second.mask, strict=True)):
+        assert known[mask].all() if i not in stale else not known[mask].any()
+
+
+def drawn_by(sample: Sample, version: int, *, last: int) -> Sample:
+    """With policy versions, that of its last token apart."""
+    versions = np.full(len(sample), version, np.int32)
+    versions[-1] = last
+    generated = replace(sample.completion.generated, policy_versions=versions)
+    return replace(sample, completion=replace(sample.completion, generated=generated))
 
 
 def test_the_batch_knows_limits_and_which_answers_were_cut_off():

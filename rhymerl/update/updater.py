@@ -102,18 +102,23 @@ class Updater:
     def _prepared(self, samples: Sequence[Sample], step: int, times: dict[str, float]) -> Batch:
         """The step's batch with all that the algorithm needs, and its advantages."""
         batch = step_batch(samples)
-        needs = self.algorithm.needs - ({"proximal"} if self._is_drawn_by(step, samples) else set())
         for need, (field, name) in _PASSES.items():
-            if need in needs:
+            asked = self._asked(need, samples, step)
+            if asked:
                 with _timed(times, name):
-                    batch = replace(batch, **{field: self._pass(need, samples)})
+                    whole = batch.behaviour_logprobs.clone()  # where nothing is asked, because it is known
+                    found = self._pass(need, [samples[i] for i in asked])
+                    whole[asked, : found.shape[1]] = found
+                    batch = replace(batch, **{field: whole})
         with _timed(times, "advantage"):
             return self.algorithm.prepare(batch)
 
-    def _is_drawn_by(self, version: int, samples: Sequence[Sample]) -> bool:
-        """Whether this policy drew all tokens, so that the log-probs of a pass over them are known but for rounding."""
-        versions = (sample.completion.generated.policy_versions for sample in samples)
-        return self.draws_exactly and all((each == version).all() for each in versions)
+    def _asked(self, need: Need, samples: Sequence[Sample], version: int) -> list[int]:
+        """The samples that a pass has to go over: of its own draws, a policy's log-probs are known but for rounding."""
+        if need not in self.algorithm.needs:
+            return []
+        is_known = need == "proximal" and self.draws_exactly
+        return [i for i, sample in enumerate(samples) if not (is_known and _is_drawn_by(version, sample))]
 
     def _pass(self, need: Need, samples: Sequence[Sample]) -> Tensor:
         """[B, T]."""
@@ -244,6 +249,10 @@ class Updater:
     def _clip(self, parameters: Iterable[nn.Parameter]) -> float:
         """Clip the gradient's norm in place; returns the norm before."""
         return float(nn.utils.clip_grad_norm_(parameters, self.settings.max_grad_norm or math.inf))
+
+
+def _is_drawn_by(version: int, sample: Sample) -> bool:
+    return bool((sample.completion.generated.policy_versions == version).all())
 
 
 @contextmanager
