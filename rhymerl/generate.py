@@ -136,7 +136,7 @@ def _answers(
     loop: RolloutLoop, policy: Policy, prompts: Sequence[Prompt], number: int, settings: RolloutSettings
 ) -> Iterator[Rollout]:
     for first in range(0, len(prompts), _PROMPTS_AT_A_TIME):
-        loop.sync_weights(policy.model.named_parameters(), 0)
+        loop.sync_weights(policy.named_weights(), 0)
         yield loop.run(prompts[first : first + _PROMPTS_AT_A_TIME], number, settings, epoch=number)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,7 +33,7 @@ from rhymerl.evaluation import EvaluationSettings, step_name
 from rhymerl.history import HistoryStore
 from rhymerl.hyperparameters import held, refuse_lost
 from rhymerl.logprobs import prove_head
-from rhymerl.policy import Policy, PolicySource
+from rhymerl.policy import Policy, PolicySource, frozen
 from rhymerl.ranks import Alone, Ranks
 from rhymerl.ranks.group import Group
 from rhymerl.rewards import Reward, RewardScorer, plain_rewards
@@ -122,9 +121,7 @@ class RhymeModule(L.LightningModule):
         self._scorer: RewardScorer | None = None
         self._rewards: list[Reward] = []
         # Now, because later a checkpoint may have been loaded: the reference is the policy that the module was given.
-        needed = "reference" in self.algo.needs
-        reference = copy.deepcopy(self.model).requires_grad_(False).eval() if needed else None
-        object.__setattr__(self, "_reference", reference)
+        object.__setattr__(self, "_reference", frozen(self.model) if "reference" in self.algo.needs else None)
         self.critic: Critic | None = None
         if "values" in self.algo.needs:
             self.critic = self.critic_settings.build(self.policy, seed=seed)
@@ -181,7 +178,7 @@ class RhymeModule(L.LightningModule):
         if self._loop is not None:
             return
         autocast = self.trainer.precision_plugin.forward_context
-        if self._reference is not None:
+        if self._reference is not None and self._reference is not self.model:
             nn.Module.to(self._reference, device=self.device, dtype=self.model.dtype)
         self._ranks = self._ranks or (Group() if self.trainer.world_size > 1 else Alone())
         self.backend.start(self.policy, self._rollout_drafter, budget=self.budget, autocast=autocast)
@@ -278,7 +275,7 @@ class RhymeModule(L.LightningModule):
         assert self._loop is not None and self._updater is not None
         started = time.perf_counter()
         step = self.num_rollouts
-        self._loop.sync_weights(self.model.named_parameters(), policy_version=step)
+        self._loop.sync_weights(self.policy.named_weights(), policy_version=step)
         loader = self._datamodule().train_loader
         assert loader is not None
         epoch = self.first_epochs["train"] + loader.epoch
@@ -334,7 +331,7 @@ class RhymeModule(L.LightningModule):
     def on_validation_epoch_start(self) -> None:
         assert self._loop is not None
         self._evaluated = {}
-        self._loop.sync_weights(self.model.named_parameters(), policy_version=self.num_rollouts)
+        self._loop.sync_weights(self.policy.named_weights(), policy_version=self.num_rollouts)
 
     def validation_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> STEP_OUTPUT:
         """Answers with the same noise every time, so that two evaluations differ by the policy alone."""

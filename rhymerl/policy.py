@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -25,6 +26,7 @@ from transformers import (
 )
 
 from rhymerl.errors import ConfigError
+from rhymerl.lora import LoRA, is_adapted, merged, put_back, save_config
 
 PAD, END = "<pad>", "<end>"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -52,9 +54,14 @@ class Policy:
             found.update(source if isinstance(source, list | tuple) else [source] if source is not None else [])
         return tuple(sorted(found))
 
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The parameters of a plain model that computes the same: those of adapters are added into what they adapt."""
+        with torch.no_grad():
+            yield from merged(self.model, self.model.named_parameters())
+
     def save(self, directory: str | Path) -> None:
         """Write a directory that plain `transformers` loads."""
-        self.model.save_pretrained(directory)
+        _save(self.model, directory)
         self.tokenizer.save_pretrained(directory)
 
     def files(self) -> dict[str, str]:
@@ -63,6 +70,7 @@ class Policy:
             self.model.config.save_pretrained(folder)
             if self.model.generation_config is not None:
                 self.model.generation_config.save_pretrained(folder)
+            save_config(self.model, Path(folder))
             self.tokenizer.save_pretrained(folder)
             paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
             return {str(path.relative_to(folder)): b64encode(path.read_bytes()).decode() for path in paths}
@@ -83,10 +91,21 @@ def restore(files: Mapping[str, str], weights: Mapping[str, torch.Tensor], direc
     config = AutoConfig.from_pretrained(directory)
     dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    put_back(model, directory)
     model.load_state_dict(dict(weights))
     if (directory / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(directory)
-    model.save_pretrained(directory)
+    _save(model, directory)
+
+
+def _save(model: PreTrainedModel, directory: str | Path) -> None:
+    with torch.no_grad():
+        model.save_pretrained(directory, state_dict=dict(merged(model, model.state_dict().items())))
+
+
+def frozen(model: PreTrainedModel) -> PreTrainedModel:
+    """What stays as the model is now: a copy; of an adapted one itself, `without_adapters`."""
+    return model if is_adapted(model) else copy.deepcopy(model).requires_grad_(False).eval()
 
 
 @contextmanager
@@ -105,7 +124,8 @@ class PolicySource:
     """Where the policy comes from: a directory or hub name (`path`), or a small config to build (`init`).
 
     `init` holds the fields of a transformers config with its `model_type`; the tokenizer is then one
-    token a character of `characters`. Raises ConfigError when neither or both are given.
+    token a character of `characters`. With an `adapter` that alone is trained. Raises ConfigError when neither or both of `path`
+    and `init` are given.
     """
 
     def __init__(
@@ -116,6 +136,7 @@ class PolicySource:
         characters: str = "0123456789+=;#? \n",
         seed: int = 0,
         dtype: Literal["float32", "bfloat16", "float64"] = "float32",
+        adapter: LoRA | None = None,
     ) -> None:
         if (path is None) == (init is None):
             raise ConfigError(
@@ -129,10 +150,14 @@ class PolicySource:
         self.characters = characters
         self.seed = seed
         self.dtype = dtype
+        self.adapter = adapter
 
     def load(self) -> Policy:
-        """Read or build the policy. Raises ConfigError when `path` is not a model."""
-        return self._read(str(self.path)) if self.init is None else self._build(self.init)
+        """Read or build the policy. Raises ConfigError when `path` is not a model, or the adapter does not fit it."""
+        policy = self._read(str(self.path)) if self.init is None else self._build(self.init)
+        if self.adapter is not None:
+            self.adapter.put_on(policy.model, seed=self.seed)
+        return policy
 
     def _read(self, path: str) -> Policy:
         folder = Path(path).expanduser()

@@ -31,7 +31,7 @@ from rhymerl.module import RhymeModule
 from rhymerl.policy import restore
 from rhymerl.ranks.first import is_first_rank
 from rhymerl.speedup import measure_speedup
-from rhymerl.trainer import check_precision, check_trainer
+from rhymerl.trainer import check_precision, check_trainer, cluster_environments
 
 Result = dict[str, float | int | None]
 _NEVER = 2**31  # steps
@@ -98,7 +98,9 @@ def evaluate(config: DictConfig) -> dict[str, float]:
     """The validation metrics of the policy as it is, or as a checkpoint (`ckpt_path`) left it."""
     ckpt_path = checkpoint_path(config.ckpt_path, Path(config.run_dir))
     checkpoint = read_checkpoint(ckpt_path) if ckpt_path is not None else None
-    settings = {**resolved(config)["trainer"], "logger": False, "enable_checkpointing": False, **_QUIET}
+    asked = resolved(config)["trainer"]
+    plugins = asked.get("plugins") or cluster_environments()
+    settings = {**asked, "plugins": plugins, "logger": False, "enable_checkpointing": False, **_QUIET}
     trainer: L.Trainer = instantiate(settings, key="trainer")
     check_trainer(trainer)
     if trainer.limit_val_batches == 0:
@@ -107,8 +109,9 @@ def evaluate(config: DictConfig) -> dict[str, float]:
     datamodule.prepare_for(module, with_train=False)
     module.check(datamodule)
     if checkpoint is not None:
-        _check_weights(checkpoint, module, ckpt_path)
-        module.load_state_dict(checkpoint["state_dict"])
+        weights = _of_policy(checkpoint["state_dict"])
+        _check_weights(weights, module.model.state_dict(), ckpt_path)
+        module.model.load_state_dict(weights)
     metrics = trainer.validate(module, datamodule, verbose=False)[0]
     _show(metrics)
     return dict(metrics)
@@ -121,9 +124,8 @@ def export(run: str | Path, out: str | Path) -> Path:
     if not path.is_file():
         raise ConfigError(f"RUN={str(run)!r}: neither a checkpoint nor a run directory with checkpoints/last.ckpt")
     checkpoint = read_checkpoint(path, setting="RUN")
-    weights = {k.removeprefix("model."): v for k, v in checkpoint["state_dict"].items() if k.startswith("model.")}
     folder = open_folder(out, setting="OUT")
-    restore(checkpoint["rhymerl"]["policy_files"], weights, folder)
+    restore(checkpoint["rhymerl"]["policy_files"], _of_policy(checkpoint["state_dict"]), folder)
     return folder
 
 
@@ -151,7 +153,7 @@ def build_trainer(
             SampleTable(run_dir / "samples.jsonl"),
             Checkpoints(run_dir / "checkpoints", every_n_steps=every_n_steps, keep=keep),
         ],
-        "plugins": [*(asked.get("plugins") or []), AtomicCheckpointIO()],
+        "plugins": [*(asked.get("plugins") or cluster_environments()), AtomicCheckpointIO()],
         "logger": logger,
         "default_root_dir": str(run_dir),
         "deterministic": config.trainer.deterministic or config.deterministic,
@@ -191,17 +193,21 @@ def check_same_run(
     checkpoint: Mapping[str, Any], module: RhymeModule, datamodule: PromptDataModule, path: Path | None
 ) -> None:
     """Raise ConfigError when a run cannot go on from the checkpoint: other weights, other data."""
-    _check_weights(checkpoint, module, path)
+    _check_weights(checkpoint["state_dict"], module.state_dict(), path)
     datamodule.load_state_dict(checkpoint[type(datamodule).__qualname__])
 
 
-def _check_weights(checkpoint: Mapping[str, Any], module: RhymeModule, path: Path | None) -> None:
-    saved = {name: tuple(weight.shape) for name, weight in checkpoint["state_dict"].items()}
-    mine = {name: tuple(weight.shape) for name, weight in module.state_dict().items()}
+def _of_policy(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those of a module without what has learned beside the policy."""
+    return {name.removeprefix("model."): each for name, each in weights.items() if name.startswith("model.")}
+
+
+def _check_weights(there: Mapping[str, torch.Tensor], here: Mapping[str, torch.Tensor], path: Path | None) -> None:
+    saved, mine = ({name: tuple(each.shape) for name, each in weights.items()} for weights in (there, here))
     for name in [*mine, *saved]:
         if saved.get(name) != mine.get(name):
             raise ConfigError(
-                f"ckpt_path={str(path)!r}: of another model than model.path or model.init ({name}: "
+                f"ckpt_path={str(path)!r}: of another model than model.path or model.init, or with another adapter ({name}: "
                 f"{saved.get(name, 'nothing')} there, {mine.get(name, 'nothing')} here)"
             )
 

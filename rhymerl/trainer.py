@@ -7,6 +7,9 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from rhymerl.errors import ConfigError
@@ -24,6 +27,7 @@ def num_optimizer_steps(trainer: L.Trainer, each: int) -> float:
 def check_trainer(trainer: Any) -> None:
     """Raise ConfigError for a Trainer flag that cannot be honoured, with the reason."""
     _check_strategy(trainer)
+    _check_requeueing(trainer)
     check_precision(trainer.precision)
     if trainer.gradient_clip_val:
         raise ConfigError(
@@ -61,6 +65,21 @@ def _check_strategy(trainer: Any) -> None:
             f"{name}: a communication hook or model averaging would never be asked, because gradients are summed once a "
             "mini-batch over global token counts; leave ddp_comm_hook and model_averaging_period out"
         )
+
+
+def _check_requeueing(trainer: Any) -> None:
+    environment = trainer._accelerator_connector.cluster_environment
+    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+        raise ConfigError(
+            "trainer.plugins: under SLURM Lightning answers the signal before a requeue with a checkpoint in the middle of a step, from "
+            "which no run could go on exactly; pass SLURMEnvironment(auto_requeue=False), and let the job go on from its last checkpoint"
+        )
+
+
+def cluster_environments() -> list[ClusterEnvironment]:
+    """What a Trainer has to be given in this process, as a plugin: SLURM, where it is there, without requeueing."""
+    is_slurm = SLURMEnvironment.detect() and not TorchElasticEnvironment.detect()
+    return [SLURMEnvironment(auto_requeue=False)] if is_slurm else []
 
 
 def check_precision(precision: object) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 if TYPE_CHECKING:
     import numpy as np
@@ -303,3 +303,19 @@ class Sample:
 
     def __len__(self) -> int:
         return len(self.completion.token_ids)
+
+
+class Ratio(float):
+    """A metric that is `part` / `whole`, 0 without a whole; of several ranks together it is that of the sums."""
+
+    __slots__ = ("part", "whole")
+    part: float
+    whole: float
+
+    def __new__(cls, part: float, whole: float) -> Self:
+        ratio = super().__new__(cls, part / whole if whole else 0.0)
+        ratio.part, ratio.whole = part, whole
+        return ratio
+
+    def __getnewargs__(self) -> tuple[float, float]:  # type: ignore[override]
+        return self.part, self.whole

@@ -217,6 +217,38 @@ def test_only_answers_with_tokens_of_another_policy_are_passed_over_for_the_prox
         assert known[mask].all() if i not in stale else not known[mask].any()
 
 
+@pytest.mark.parametrize("micro_batch_tokens", [60, 10_000])
+def test_the_only_update_of_a_step_finds_the_proximal_logprobs_by_itself(micro_batch_tokens):
+    class WithAPass(GRPO):
+        prepares_by_proximal = True
+
+    samples = scored(12)
+    switches = {"correction_cap": 1.5, "correction_floor": 0.5, "clip_low": 0.01, "clip_high": 0.01}
+    settings = {"steps": 2, "micro_batch_tokens": micro_batch_tokens}
+    with_pass, expected = run_update(samples, algorithm=lambda: WithAPass(**switches), **settings)
+    without, found = run_update(samples, algorithm=lambda: GRPO(**switches), **settings)
+    assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    for one, other in zip(with_pass.parameters(), without.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
+
+
+def test_with_several_updates_or_a_divergence_in_the_reward_there_is_a_pass():
+    def timed(algorithm: Algorithm, **settings: int) -> bool:
+        model = copy.deepcopy(first_policy().model)
+        update = UpdateSettings(**settings)
+        optimizer = update.optimizer(list(model.parameters()))
+        parts = {"temperature": 1.0, "seed": 0, "backward": Tensor.backward, "autocast": nullcontext}
+        updater = Updater(model, algorithm, update, reference=first_policy().model, **parts)
+        metrics = updater.run(scored(4), 0, optimizer=optimizer, schedule=update.schedule(optimizer, 1))
+        return "timing_s/old_log_prob" in metrics
+
+    assert not timed(GRPO())
+    assert timed(GRPO(), epochs=2)
+    assert timed(GRPO(), mini_batches=2)
+    assert timed(GRPO(kl_coef=0.1, kl_in="reward"))
+    assert not timed(GRPO(kl_coef=0.1))
+
+
 def drawn_by(sample: Sample, version: int, *, last: int) -> Sample:
     """With policy versions, that of its last token apart."""
     versions = np.full(len(sample), version, np.int32)

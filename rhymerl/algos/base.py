@@ -103,6 +103,14 @@ class Algorithm(ABC):
         return frozenset()
 
     @property
+    def prepares_by_proximal(self) -> bool:
+        """Whether `prepare` or `metrics` reads `proximal_logprobs`.
+
+        Where only the loss does, and a step has only one update, that update's own pass says what they are.
+        """
+        return True
+
+    @property
     def trains_entropy(self) -> bool:
         """Whether the loss has a gradient through `output.entropy`, which costs memory."""
         return False

@@ -95,6 +95,10 @@ class PolicyGradient(Algorithm):
         return frozenset(need for need, is_wanted in wanted.items() if is_wanted)
 
     @property
+    def prepares_by_proximal(self) -> bool:
+        return self._is_in_reward
+
+    @property
     def trains_entropy(self) -> bool:
         return self.entropy_coef > 0
 

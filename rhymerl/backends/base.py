@@ -87,7 +87,7 @@ class RolloutBackend(ABC):
     def metrics(self) -> Mapping[str, float]:
         """What happened since the last call, by metric name; then reset.
 
-        An int is a count, which is summed over ranks; a float is a rate, of which they log the mean, by time.
+        Over ranks an int is a count, which is summed, a `Ratio` that of the sums; of other floats they log the mean, by time.
         """
         return {}
 

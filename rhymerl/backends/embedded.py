@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
@@ -18,7 +16,7 @@ from rhymerl.engine.support import prove, refuse_unsupported
 from rhymerl.engine.totals import EngineTotals
 from rhymerl.errors import BackendError, ConfigError, require_at_least
 from rhymerl.history import NO_VERSION, HistoryStore
-from rhymerl.types import Completion, RolloutRequest, Sample
+from rhymerl.types import Completion, Ratio, RolloutRequest, Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -123,22 +121,22 @@ class EmbeddedBackend(RolloutBackend):
     def metrics(self) -> Mapping[str, float]:
         totals = dataclasses.replace(self.engine.totals)
         new, self._reported = totals.minus(self._reported), totals
-        by_depth = new.accepted_to_depth / np.maximum(new.drafts_to_depth, 1)
+        by_depth = zip(new.accepted_to_depth.tolist(), new.drafts_to_depth.tolist(), strict=True)
         return {
             "rollout/passes": new.passes,
             "rollout/preemptions": new.preemptions,
-            "rollout/tail_frac": new.tail_s / max(new.busy_s, 1e-9),
-            "rollout/spec_accept_length": new.emitted_tokens / max(new.request_passes, 1),
-            "rollout/spec_accept_rate": new.accepted_nodes / max(new.drafted_nodes, 1),
-            **{f"spec/accept_rate_pos_{depth}": float(rate) for depth, rate in enumerate(by_depth, start=1)},
-            "spec/draft_hit_rate": new.hits / max(new.asks, 1),
-            "spec/accepted_own_frac": new.accepted_own / max(new.accepted_nodes, 1),
-            "spec/accepted_sibling_frac": new.accepted_sibling / max(new.accepted_nodes, 1),
-            "spec/accepted_run_ahead_frac": new.accepted_run_ahead / max(new.accepted_nodes, 1),
-            "spec/run_ahead_accept_rate": new.accepted_run_ahead / max(new.drafted_run_ahead, 1),
-            "spec/accepted_history_frac": new.accepted_history / max(new.accepted_nodes, 1),
-            "history/hit_epoch_age": new.accepted_age_epochs / max(new.accepted_history, 1),
-            "spec/draft_time_frac": new.draft_s / max(new.busy_s, 1e-9),
+            "rollout/tail_frac": Ratio(new.tail_s, new.busy_s),
+            "rollout/spec_accept_length": Ratio(new.emitted_tokens, new.request_passes),
+            "rollout/spec_accept_rate": Ratio(new.accepted_nodes, new.drafted_nodes),
+            **{f"spec/accept_rate_pos_{depth}": Ratio(*counts) for depth, counts in enumerate(by_depth, start=1)},
+            "spec/draft_hit_rate": Ratio(new.hits, new.asks),
+            "spec/accepted_own_frac": Ratio(new.accepted_own, new.accepted_nodes),
+            "spec/accepted_sibling_frac": Ratio(new.accepted_sibling, new.accepted_nodes),
+            "spec/accepted_run_ahead_frac": Ratio(new.accepted_run_ahead, new.accepted_nodes),
+            "spec/run_ahead_accept_rate": Ratio(new.accepted_run_ahead, new.drafted_run_ahead),
+            "spec/accepted_history_frac": Ratio(new.accepted_history, new.accepted_nodes),
+            "history/hit_epoch_age": Ratio(new.accepted_age_epochs, new.accepted_history),
+            "spec/draft_time_frac": Ratio(new.draft_s, new.busy_s),
             "spec/bad_drafts": new.bad_drafts,
             **self.engine.drafting.budget.metrics(),
         }

@@ -13,7 +13,7 @@ from rhymerl.budgets.acceptance import Acceptance
 from rhymerl.budgets.base import Budget, PassOutcome
 from rhymerl.budgets.costs import CostCurve, LearnedCost, PassCost
 from rhymerl.errors import require_at_least
-from rhymerl.types import DraftBatch, RolloutRequest
+from rhymerl.types import DraftBatch, Ratio, RolloutRequest
 
 if TYPE_CHECKING:
     from rhymerl.types import BoolArray, IntArray
@@ -151,9 +151,9 @@ class GoodputBudget(Budget):
         report, self._report = self._report, _Report()
         plain, one_more = self._cost.seconds(1, np.array([0, 1]), 0)
         return {
-            "budget/nodes_per_pass": report.nodes / max(report.passes, 1),
-            "budget/paused_frac": report.paused / max(report.passes, 1),
-            "budget/expected_speedup": report.gain / report.asks if report.asks else 1.0,
+            "budget/nodes_per_pass": Ratio(report.nodes, report.passes),
+            "budget/paused_frac": Ratio(report.paused, report.passes),
+            "budget/expected_speedup": Ratio(report.gain, report.asks) if report.asks else 1.0,
             "budget/node_cost_frac": float((one_more - plain) / plain),
         }
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rhymerl.rollout.groups import by_prompt
-from rhymerl.types import Sample
+from rhymerl.types import Ratio, Sample
 
 
 def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
@@ -44,13 +44,16 @@ def staleness_metrics(samples: Sequence[Sample], step: int) -> dict[str, float]:
 
 
 def over_ranks(each: Sequence[Mapping[str, float]], weights: Sequence[float]) -> dict[str, float]:
-    """One set of metrics from those of each rank: ints are counts and are summed, floats are rates and their mean is weighted."""
+    """One set of metrics from those of each rank: of ints the sum, of ratios that of their sums, of other floats the weighted mean."""
     names = dict.fromkeys(name for metrics in each for name in metrics)
     return {name: _over_ranks(name, each, weights) for name in names}
 
 
 def _over_ranks(name: str, each: Sequence[Mapping[str, float]], weights: Sequence[float]) -> float:
     found = [(metrics[name], weight) for metrics, weight in zip(each, weights, strict=True) if name in metrics]
+    ratios = [value for value, _ in found if isinstance(value, Ratio)]
+    if ratios:
+        return float(Ratio(sum(ratio.part for ratio in ratios), sum(ratio.whole for ratio in ratios)))
     if all(isinstance(value, int) for value, _ in found):
         return float(sum(value for value, _ in found))
     total = sum(weight for _, weight in found)

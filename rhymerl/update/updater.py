@@ -20,6 +20,7 @@ from rhymerl.critic import Critic
 from rhymerl.dealing import deal
 from rhymerl.errors import RunError
 from rhymerl.logprobs import TokenBatch, hidden_states, policy_output, token_batch, token_logprobs
+from rhymerl.lora import without_adapters
 from rhymerl.policy import evaluating
 from rhymerl.ranks.base import Alone, Ranks
 from rhymerl.types import Sample
@@ -52,7 +53,7 @@ class Updater:
 
     `backward`, `autocast` and `no_sync` are the trainer's own, so that its precision and its strategy hold; within
     `no_sync` a backward adds to this rank's gradients only. `draws_exactly` is the backend's. `reference` and `critic` are
-    there when the algorithm needs them.
+    there when the algorithm needs them; the reference may be the model itself if that has adapters.
     """
 
     def __init__(
@@ -115,10 +116,16 @@ class Updater:
 
     def _asked(self, need: Need, samples: Sequence[Sample], version: int) -> list[int]:
         """The samples that a pass has to go over: of its own draws, a policy's log-probs are known but for rounding."""
-        if need not in self.algorithm.needs:
+        if need not in self.algorithm.needs or (need == "proximal" and self._learns_proximal):
             return []
         is_known = need == "proximal" and self.draws_exactly
         return [i for i, sample in enumerate(samples) if not (is_known and _is_drawn_by(version, sample))]
+
+    @property
+    def _learns_proximal(self) -> bool:
+        """Whether the only update of a step finds the proximal log-probs in its own pass."""
+        wanted = "proximal" in self.algorithm.needs and not self.algorithm.prepares_by_proximal
+        return wanted and self.settings.optimizer_steps == 1
 
     def _pass(self, need: Need, samples: Sequence[Sample]) -> Tensor:
         """[B, T]."""
@@ -140,7 +147,8 @@ class Updater:
 
     def _of_reference(self, tokens: TokenBatch) -> Tensor:
         assert self.reference is not None, "an algorithm that needs a reference gets one"
-        return self._logprobs(self.reference, tokens)
+        with without_adapters(self.reference):
+            return self._logprobs(self.reference, tokens)
 
     def _logprobs(self, model: PreTrainedModel, tokens: TokenBatch) -> Tensor:
         chunk = self.settings.chunk_tokens
@@ -222,6 +230,8 @@ class Updater:
                 trains_policy=work.trains_policy,
                 trains_entropy=self.algorithm.trains_entropy,
             )
+        if self._learns_proximal:
+            mine = replace(mine, proximal_logprobs=output.logprobs.detach())
         return self.algorithm.loss(mine.cast(output.logprobs.dtype), output, totals)
 
     def _checkpointing(self) -> AbstractContextManager[None]:

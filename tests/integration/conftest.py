@@ -78,9 +78,8 @@ def settings(model_dir: Path) -> list[str]:
     ]
 
 
-def checkpoint(run_dir: Path) -> dict[str, Any]:
-    """The last one."""
-    return torch.load(run_dir / "checkpoints" / "last.ckpt", weights_only=True)
+def checkpoint(run_dir: Path, name: str = "last") -> dict[str, Any]:
+    return torch.load(run_dir / "checkpoints" / f"{name}.ckpt", weights_only=True)
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

@@ -9,7 +9,13 @@ import pytest
 
 from tests.integration.conftest import checkpoint
 
-SWITCHES = ["algo=ppo", "rollout.dynamic_sampling=2", "update.epochs=2", "update.activation_checkpointing=true"]
+SWITCHES = [
+    "algo=ppo",
+    "rollout.dynamic_sampling=2",
+    "update.epochs=2",
+    "update.activation_checkpointing=true",
+    "adapter=lora",
+]
 
 
 @pytest.mark.parametrize("words", SWITCHES)

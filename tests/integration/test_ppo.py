@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -86,6 +87,16 @@ def test_the_critic_stays_behind_when_the_policy_is_exported(trained, tmp_path, 
     saved = checkpoint(trained)["state_dict"]
     assert {f"model.{name}" for name in policy} == {name for name in saved if not name.startswith("critic.")}
     assert all(torch.equal(weight, saved[f"model.{name}"]) for name, weight in policy.items())
+
+
+def test_the_policy_is_evaluated_without_its_critic(trained, settings, rhymerl: Run):
+    results = []
+    start = f"ckpt_path={trained / 'checkpoints' / 'last.ckpt'}"
+    for algo in ("ppo", "grpo"):
+        done = rhymerl("evaluate", *settings[1:], f"algo={algo}", start, "--json")
+        assert done.code == 0, done.err
+        results.append(json.loads(done.out))
+    assert results[0] == results[1]
 
 
 def test_another_kind_of_critic_is_refused_before_anything_is_computed(trained, settings, tmp_path, rhymerl: Run):

@@ -29,7 +29,7 @@ from rhymerl.errors import BackendError, ConfigError
 from rhymerl.folders import open_folder
 from rhymerl.history import NO_VERSION, HistoryStore
 from rhymerl.policy import DTYPES
-from rhymerl.types import Completion, RolloutRequest, Sample
+from rhymerl.types import Completion, Ratio, RolloutRequest, Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -140,7 +140,7 @@ class Session:
         version, self.version = self.version, _NO_WEIGHTS
         self._is_resting = False
         if version != _NO_WEIGHTS:
-            self._load(self.policy.model.named_parameters(), version)
+            self._load(self.policy.named_weights(), version)
         if self._history is not None:
             self.follow(self._history)
         for flight in old.flying.values():
@@ -336,8 +336,8 @@ class Session:
         """What came back since the last call, and what the drafter counted."""
         totals = self._flights.totals()
         result = {
-            "rollout/spec_accept_length": totals["emitted"] / max(totals["passes"], 1),
-            "rollout/spec_accept_rate": totals["accepted"] / max(totals["drafted"], 1),
+            "rollout/spec_accept_length": Ratio(totals["emitted"], totals["passes"]),
+            "rollout/spec_accept_rate": Ratio(totals["accepted"], totals["drafted"]),
         }
         if self._counters is None or self.settings.n == 1:
             return result
@@ -346,9 +346,9 @@ class Session:
         return {
             **result,
             "rollout/passes": int(new["passes"]),
-            "spec/draft_hit_rate": new["hits"] / max(new["asks"], 1),
+            "spec/draft_hit_rate": Ratio(new["hits"], new["asks"]),
             "spec/bad_drafts": int(new["bad_drafts"]),
-            "spec/draft_time_frac": new["draft_s"] / max(seconds, 1e-9),
+            "spec/draft_time_frac": Ratio(new["draft_s"], seconds),
         }
 
 

@@ -1,0 +1,29 @@
+"""Metrics of several ranks together."""
+
+from __future__ import annotations
+
+import pickle
+
+from rhymerl.rollout.metrics import over_ranks
+from rhymerl.types import Ratio
+
+
+def test_a_ratio_is_a_number_that_knows_its_parts():
+    ratio = Ratio(3, 4)
+    assert ratio == 0.75
+    assert Ratio(3, 0) == 0.0
+    again = pickle.loads(pickle.dumps(ratio))
+    assert (again, again.part, again.whole) == (0.75, 3, 4)
+
+
+def test_each_kind_of_metric_over_ranks():
+    one = {"count": 2, "rate": Ratio(1, 10), "mean": 1.0, "only one": Ratio(1, 2)}
+    other = {"count": 3, "rate": Ratio(80, 80), "mean": 4.0}
+    idle = {"count": 0, "rate": Ratio(0, 0), "mean": 0.0}
+    found = over_ranks([one, other, idle], [1.0, 2.0, 0.0])
+    assert found == {"count": 5.0, "rate": 81 / 90, "mean": 3.0, "only one": 0.5}
+    assert {type(value) for value in found.values()} == {float}
+
+
+def test_a_mean_without_weights_is_the_first_value():
+    assert over_ranks([{"mean": 2.0}, {"mean": 4.0}], [0.0, 0.0]) == {"mean": 2.0}
