@@ -100,7 +100,7 @@ class Group(Ranks):
         raise SystemExit(128 + number)
 
     def close(self) -> None:
-        if self._before is not None:
+        if signal.getsignal(signal.SIGTERM) == self._on_sigterm:  # else Lightning has given the signal back already
             signal.signal(signal.SIGTERM, self._before)
         self._before = None
         if self._lifeline is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -13,6 +14,7 @@ import lightning as L
 import pytest
 import torch
 
+from rhymerl import RhymeModule
 from rhymerl.rollout import RolloutSettings
 from rhymerl.schedulers import (
     FIFOScheduler,
@@ -53,6 +55,9 @@ def train_all(folder: str) -> None:
     rank = os.environ["LOCAL_RANK"]
     for name, mode in product(SCHEDULERS, MODES):
         torch.save(TWO.train(scheduler=SCHEDULERS[name](), run_ahead=mode), f"{folder}/{name}.{mode}.{rank}")
+    gc.collect()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "a fit that is over has kept the signal"
+    assert not any(type(each) is RhymeModule for each in gc.get_objects()), "and with it its module"
     weights = Weights()
     kept = TWO.train(scheduler=Restless(), run_ahead="keep", callbacks=[weights])
     torch.save((kept, weights.before), f"{folder}/kept.{rank}")
