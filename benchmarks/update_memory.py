@@ -114,6 +114,7 @@ def draw(rows: Sequence[record.Row], path: Path, *, vocabularies: int) -> None:
     left.legend(frameon=False)
     right.plot([r["length"] for r in by_length], [r["peak_mb"] for r in by_length], "o-")
     right.set(xlabel="response tokens", xscale="log")
+    left.locator_params(axis="x", nbins=4)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()

@@ -133,3 +133,10 @@ def test_ranks_has_a_row_for_each_way(run: Run) -> None:
     assert [row["row"] for row in rows] == ["fifo, off, none", "histopipe, keep, history"]
     assert rows[0]["times as fast"]["median"] == 1
     assert all(0 <= row["bubble_frac"]["median"] < 1 for row in rows)
+
+
+def test_sharing_has_a_row_a_length(run: Run) -> None:
+    rows = run("sharing", "--answers", "4", "--lengths", "8", "2000", "--repeats", "1")["rows"]
+    assert [(row["length"], row["tokens"]) for row in rows] == [(8, 32), (2000, 8000)]
+    assert rows[0]["share_us"]["median"] > rows[1]["share_us"]["median"] > 0
+    assert 16 < rows[1]["bytes"] < 32

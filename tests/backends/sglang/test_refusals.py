@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from rhymerl.backends.sglang import weights
 from rhymerl.backends.sglang.backend import SGLangBackend
 from rhymerl.backends.sglang.client import Client
 from rhymerl.drafters import NoDrafter
@@ -28,7 +29,8 @@ FAILED = {"success": False, "message": "no room"}
         ("/end_weight_update", {"weights": "tensor"}),
     ],
 )
-def test_weights_that_are_refused(engine, flat_policy, path, settings, status):
+def test_weights_that_are_refused(engine, flat_policy, path, settings, status, monkeypatch):
+    monkeypatch.setattr(weights, "_SETTLE_S", 0.2)  # for which a refused flush is tried again
     engine.answers |= {each: (200, {"success": True}) for each in ("/begin_weight_update", "/end_weight_update")}
     with connected(engine, flat_policy, **settings) as backend:
         engine.answers[path] = status, FAILED
