@@ -10,7 +10,6 @@ from these answers. The update needs them anyway, because its samples are dealt 
 from __future__ import annotations
 
 import argparse
-import os
 import pickle
 import socket
 from collections.abc import Sequence
@@ -37,26 +36,31 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     start = record.environment()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        port = free.getsockname()[1]
     context = torch.multiprocessing.get_context("spawn")
     results: Any = context.SimpleQueue()
-    torch.multiprocessing.spawn(measure, (arguments, results), nprocs=arguments.ranks)
+    torch.multiprocessing.spawn(measure, (arguments, port, results), nprocs=arguments.ranks)
     rows = [results.get() for _ in arguments.lengths]
     return record.finish("sharing", __doc__, arguments, rows=rows, start=start)
 
 
-def measure(rank: int, arguments: argparse.Namespace, results: Any) -> None:
+def measure(rank: int, arguments: argparse.Namespace, port: int, results: Any) -> None:
     record.set_threads(arguments.threads or 1)
-    dist.init_process_group("gloo", rank=rank, world_size=arguments.ranks)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=arguments.ranks)
     ranks = Group()
     for length in arguments.lengths:
         share = make_share(arguments.answers // arguments.ranks, length, seed=rank)
         num_tokens = share.num_tokens * arguments.ranks
         times = [
-            record.seconds(lambda share=share: ranks.gather(share)) for _ in range(arguments.repeats + 1)  # type: ignore[misc]
+            record.seconds(lambda share=share: ranks.gather(share))
+            for _ in range(arguments.repeats + 1)  # type: ignore[misc]
         ][1:]
         if rank == 0:
-            row = {"length": length, "tokens": num_tokens, "share_us": record.spread(t / num_tokens * 1e6 for t in times)}
+            row = {
+                "length": length,
+                "tokens": num_tokens,
+                "share_us": record.spread(t / num_tokens * 1e6 for t in times),
+            }
             results.put({**row, "bytes": round(len(pickle.dumps(share)) / share.num_tokens, 1)})
     ranks.close()
     dist.destroy_process_group()

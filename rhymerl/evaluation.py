@@ -18,7 +18,7 @@ from rhymerl.types import Sample
 
 _OF_A_SET = ("samples", "temperature", "max_tokens")
 ONLY_SET = "validation"  # the name of a data set that has no name of its own
-_RIGHT = 1.0  # the reward from which on an answer counts as right
+_RIGHT = 1 - 1e-9  # the reward from which on an answer counts as right; a weighted sum of rewards may be rounded
 
 
 class EvaluationSettings:

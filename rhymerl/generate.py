@@ -83,6 +83,10 @@ def generate(config: DictConfig) -> dict[str, Any]:
     out = checked_out(config.out, overwrite=config.overwrite)
     data = instantiate(config.data, key="data")
     settings: RolloutSettings = instantiate(config.rollout, key="rollout")
+    if settings.dynamic_sampling:
+        raise ConfigError(
+            f"rollout.dynamic_sampling={settings.dynamic_sampling}: nothing is trained here, so no group has to teach; expected 0"
+        )
     policy = _policy(config)
     prompts = data.read(policy, max_tokens=settings.max_tokens)
     whole, passes = Totals(), []

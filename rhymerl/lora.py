@@ -64,13 +64,21 @@ class LoRA:
         """The targets, as peft wants them."""
         if self.targets is None:
             return "all-linear"
-        layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        given = f"adapter.targets={list(self.targets)}"
+        head = model.get_output_embeddings()
+        is_tied = model.config.get_text_config().tie_word_embeddings
+        layers = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) and not (is_tied and module is head)
+        }
+        known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+        if not self.targets:
+            raise ConfigError(f"{given}: expected some of {known}, or null for all")
         for target in self.targets:
             if not any(f".{name}".endswith(f".{target}") for name in layers):
-                known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
                 raise ConfigError(
-                    f"adapter.targets={list(self.targets)}: {type(model).__name__} has no linear layer {target!r}; "
-                    f"expected some of {known}"
+                    f"{given}: {type(model).__name__} has no linear layer {target!r} of its own; expected some of {known}"
                 )
         return list(self.targets)
 
@@ -125,15 +133,21 @@ def put_back(model: PreTrainedModel, folder: Path) -> None:
         (folder / _CONFIG).unlink()
 
 
+def in_full(model: nn.Module) -> None:
+    """Adapters are in float32 or better, whatever the rest is in: small steps would be lost to rounding."""
+    for layer in _adapted(model).values():
+        of_adapters = set(_own_names("", layer))
+        for own_name, parameter in layer.named_parameters():
+            if f".{own_name}" in of_adapters and parameter.dtype.itemsize < 4:
+                parameter.data = parameter.data.float()
+
+
 def _inject(config: Any, model: PreTrainedModel) -> None:
-    """Adapters are in float32 or better."""
     from peft import inject_adapter_in_model
 
     inject_adapter_in_model(config, model)
     config.target_modules = sorted(config.target_modules)  # a set, which would be saved in any order
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.dtype.itemsize < 4:
-            parameter.data = parameter.data.float()
+    in_full(model)
 
 
 def _adapted(model: nn.Module) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from rhymerl.evaluation import EvaluationSettings, step_name
 from rhymerl.history import HistoryStore
 from rhymerl.hyperparameters import held, refuse_lost
 from rhymerl.logprobs import prove_head
+from rhymerl.lora import in_full
 from rhymerl.policy import Policy, PolicySource, frozen
 from rhymerl.ranks import Alone, Ranks
 from rhymerl.ranks.group import Group
@@ -178,6 +179,7 @@ class RhymeModule(L.LightningModule):
         if self._loop is not None:
             return
         autocast = self.trainer.precision_plugin.forward_context
+        in_full(self.model)  # Lightning has made a bfloat16 module of it under bf16-true
         if self._reference is not None and self._reference is not self.model:
             nn.Module.to(self._reference, device=self.device, dtype=self.model.dtype)
         self._ranks = self._ranks or (Group() if self.trainer.world_size > 1 else Alone())

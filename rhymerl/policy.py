@@ -108,6 +108,13 @@ def frozen(model: PreTrainedModel) -> PreTrainedModel:
     return model if is_adapted(model) else copy.deepcopy(model).requires_grad_(False).eval()
 
 
+def is_random(model: PreTrainedModel) -> bool:
+    """Whether its passes in training mode differ from those in evaluation mode: it has a dropout."""
+    settings = model.config.get_text_config().to_dict().items()
+    in_config = any("drop" in name and isinstance(value, float) and value > 0 for name, value in settings)
+    return in_config or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode within, as without dropout; afterwards each module is in its own mode again, a frozen one too."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,13 @@ def sample(request: Any, reward: float, text: str, length: int, is_cut: bool) ->
 
 def after_hash(text: str) -> str | None:
     return text.partition("#")[2] or None
+
+
+def test_a_sum_that_is_rounded_is_right_all_the_same() -> None:
+    whole = sum([0.7, 0.2, 0.1][::-1]), sum([0.1, 0.2, 0.7]), 0.7 + 0.2 + 0.1
+    assert min(whole) < 1
+    found = evaluation_metrics([replace(each, reward=min(whole)) for each in samples()], "mine")
+    assert found["eval/mine/pass@1"] == 1
 
 
 def test_metrics_by_hand() -> None:

@@ -9,8 +9,10 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+from lightning import Trainer
 from transformers import AutoModelForCausalLM
 
+from rhymerl import PromptDataModule, Reward, RhymeModule, RolloutSettings
 from rhymerl.algos import GRPO
 from rhymerl.critic import CriticSettings
 from rhymerl.drafters import NoDrafter
@@ -18,11 +20,19 @@ from rhymerl.errors import ConfigError
 from rhymerl.logprobs import token_batch, token_logprobs
 from rhymerl.lora import LoRA, is_adapted, merged, without_adapters
 from rhymerl.policy import PolicySource, frozen, restore
+from rhymerl.tasks import RunningSum
 from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
 from rhymerl.update import Updater, UpdateSettings
 from tests.engine.test_lossless import answers
 from tests.test_update import scored
 
+QUIET = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "limit_val_batches": 0,
+}
 TOKENS = torch.arange(12)[None] % 7 + 2
 
 
@@ -189,15 +199,44 @@ def test_from_a_source(tmp_path):
         ({"rank": 0}, r"adapter.rank=0: expected at least 1"),
         ({"alpha": 0.0}, r"adapter.alpha=0.0: expected more than 0"),
         ({"dropout": 1.0}, r"adapter.dropout=1.0: expected at least 0 and less than 1"),
+        ({"targets": []}, r"adapter.targets=\[\]: expected some of .*, or null for all"),
         (
             {"targets": ["q_proj", "query"]},
-            r"adapter.targets=\['q_proj', 'query'\]: .* no linear layer 'query'; expected some of .*q_proj",
+            r"adapter.targets=\['q_proj', 'query'\]: .* no linear layer 'query' of its own; expected some of .*q_proj",
         ),
     ],
 )
 def test_bad_settings(settings, message):
     with pytest.raises(ConfigError, match=message):
         LoRA(**settings).put_on(tiny_policy().model, seed=0)
+
+
+def test_a_head_that_is_the_embedding_too_is_no_target():
+    with pytest.raises(ConfigError, match="no linear layer 'lm_head' of its own"):
+        LoRA(targets=["lm_head"]).put_on(tiny_policy(tied=True).model, seed=0)
+    policy = tiny_policy()
+    LoRA(2, targets=["lm_head"]).put_on(policy.model, seed=0)
+    assert {name.split(".lora_")[0] for name in trained(policy.model)} == {"lm_head"}
+
+
+def test_adapters_stay_in_float32_under_bf16_true():
+    module = RhymeModule(
+        adapted("bfloat16"),
+        rollout=RolloutSettings(group_size=2, max_tokens=4),
+        rewards=Reward(len_of, where="main"),
+    )
+    data = PromptDataModule(task=RunningSum(difficulty=2, train_size=2, validation_size=1), prompts_per_step=1)
+    trainer = Trainer(precision="bf16-true", max_steps=1, accelerator="cpu", **QUIET)
+    trainer.fit(module, data)
+    model = module.policy.model
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
+    moments = [state["exp_avg"].dtype for state in trainer.optimizers[0].state.values()]
+    assert set(moments) == {torch.float32}
+
+
+def len_of(completion: str) -> float:
+    return float(len(completion))
 
 
 def test_without_peft_it_says_what_to_install(monkeypatch):

@@ -232,6 +232,50 @@ def test_the_only_update_of_a_step_finds_the_proximal_logprobs_by_itself(micro_b
         torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
 
 
+def test_what_the_policy_has_drawn_itself_is_known_also_to_the_only_update():
+    class Looking(GRPO):
+        def loss(self, batch, output, totals):
+            looked.append((batch, output.logprobs.detach()))
+            return super().loss(batch, output, totals)
+
+    samples = scored(12)
+    stale = [0, max(range(12), key=lambda i: len(samples[i]))]
+    samples = [drawn_by(sample, 0, last=-1 if i in stale else 0) for i, sample in enumerate(samples)]
+    looked: list[tuple[Batch, Tensor]] = []
+    run_update(samples, algorithm=Looking, draws_exactly=True, micro_batch_tokens=60)
+    own = [(b.proximal_logprobs[i], o[i], b.behaviour_logprobs[i], b.mask[i]) for b, o in looked for i in range(len(b))]
+    is_own = [torch.equal(proximal[mask], ours[mask]) for proximal, ours, _, mask in own]
+    is_known = [torch.equal(proximal[mask], drawn[mask]) for proximal, _, drawn, mask in own]
+    assert (sum(is_own), sum(is_known)) == (2, 10)
+    looked.clear()
+    run_update([drawn_by(sample, 0, last=0) for sample in samples], algorithm=Looking, draws_exactly=True)
+    assert all(batch.proximal_logprobs is None for batch, _ in looked)
+
+
+def test_with_dropout_the_proximal_logprobs_are_of_a_pass_without():
+    samples, looked = scored(8), []
+
+    class Looking(GRPO):
+        def loss(self, batch, output, totals):
+            looked.append(torch.equal(batch.proximal_logprobs[batch.mask], output.logprobs.detach()[batch.mask]))
+            return super().loss(batch, output, totals)
+
+    run_update(samples, algorithm=Looking, dropout=0.0)
+    run_update(samples, algorithm=Looking, dropout=0.3)
+    assert looked == [True, False]
+
+
+def test_the_coefficient_stays_while_only_the_critic_learns():
+    adapted = []
+
+    class Adapting(ActorCritic):
+        def adapt(self, batch: Batch) -> None:
+            adapted.append(len(batch))
+
+    run_update(scored(4), algorithm=Adapting, critic=CriticSettings(warmup_steps=2), steps=3)
+    assert adapted == [4]
+
+
 def test_with_several_updates_or_a_divergence_in_the_reward_there_is_a_pass():
     def timed(algorithm: Algorithm, **settings: int) -> bool:
         model = copy.deepcopy(first_policy().model)

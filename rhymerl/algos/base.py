@@ -123,8 +123,11 @@ class Algorithm(ABC):
         return replace(batch, advantages=self.advantages(batch))
 
     def metrics(self, batch: Batch) -> dict[str, float]:
-        """Of a whole step, once a step on every rank, after `prepare`. Settings that adapt move here."""
+        """Of a whole step, once a step on every rank, after its updates; `batch` is as `prepare` returned it."""
         return {}
+
+    def adapt(self, batch: Batch) -> None:
+        """Settings that adapt move here: after `metrics` of a step in which the policy was trained, on every rank."""
 
     @property
     def may_stop(self) -> bool:

@@ -10,6 +10,7 @@ from rhymerl.algos.base import Batch
 from rhymerl.algos.functional import group_advantages, sums_from_here
 from rhymerl.algos.functional.advantages import Baseline, Scale
 from rhymerl.algos.policy_gradient import PolicyGradient
+from rhymerl.algos.settings import require
 from rhymerl.errors import ConfigError
 
 
@@ -23,6 +24,12 @@ class GRPO(PolicyGradient):
 
     baseline: Baseline = "group"
     scale: Scale = "group"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_by_token = self.baseline == "none" and self._is_in_reward
+        with_these = "none with baseline=none and kl_in=reward, where whiten=true scales rewards and divergence alike"
+        require(not is_by_token or self.scale == "none", "scale", self.scale, with_these)
 
     def check(self, *, group_size: int) -> None:
         if group_size < 2 and (self.baseline != "none" or self.scale == "group"):

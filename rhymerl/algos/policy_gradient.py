@@ -27,6 +27,8 @@ from rhymerl.algos.functional.divergences import Estimator
 from rhymerl.algos.functional.ratios import Level
 from rhymerl.algos.settings import require, require_choices
 
+_BEFORE_THE_LOSS = ("advantages", "prepare", "metrics", "adapt", "scores", "kl_penalties", "with_returns")
+
 
 @dataclass(kw_only=True, eq=False)
 class PolicyGradient(Algorithm):
@@ -96,7 +98,8 @@ class PolicyGradient(Algorithm):
 
     @property
     def prepares_by_proximal(self) -> bool:
-        return self._is_in_reward
+        are_ours = all(getattr(type(self), name).__module__.startswith(f"{__package__}.") for name in _BEFORE_THE_LOSS)
+        return self._is_in_reward or not are_ours
 
     @property
     def trains_entropy(self) -> bool:
@@ -133,16 +136,17 @@ class PolicyGradient(Algorithm):
     def metrics(self, batch: Batch) -> dict[str, float]:
         if not self._is_in_reward:
             return {}
-        total = float(self._divergence(batch.old_logprobs, batch).sum())
-        found = {"kl": total / max(1, int(batch.mask.sum())), "kl_coef": self._kl_coef}
-        self._adapt(total / len(batch))
-        return found
+        return {"kl": self._total_kl(batch) / max(1, int(batch.mask.sum())), "kl_coef": self._kl_coef}
 
-    def _adapt(self, kl: float) -> None:
-        """Move the coefficient by at most 2 %, `kl` in nats an answer: arXiv 1909.08593, section 2.2."""
+    def adapt(self, batch: Batch) -> None:
+        """Move the coefficient by at most 2 %, by the divergence in nats an answer: arXiv 1909.08593, section 2.2."""
         if self.kl_target is not None:
-            error = min(0.2, max(-0.2, kl / self.kl_target - 1))
+            num_answers = max(1, int(batch.mask.any(-1).sum()))
+            error = min(0.2, max(-0.2, self._total_kl(batch) / num_answers / self.kl_target - 1))
             self._kl_coef *= 1 + 0.1 * error
+
+    def _total_kl(self, batch: Batch) -> float:
+        return float(self._divergence(batch.old_logprobs, batch).sum())
 
     @property
     def may_stop(self) -> bool:
@@ -155,7 +159,8 @@ class PolicyGradient(Algorithm):
         return {"kl_coef": self._kl_coef}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._kl_coef = float(state["kl_coef"])
+        if self.kl_target is not None:  # else the setting is what holds, also when a resumed run has another
+            self._kl_coef = float(state["kl_coef"])
 
     # -- the loss ------------------------------------------------------------------------------------------------
 
@@ -171,13 +176,14 @@ class PolicyGradient(Algorithm):
             **metrics.sampling(output.logprobs, batch, totals),
             "entropy": masked_sum(output.entropy.detach(), batch.mask) / totals.num_tokens,
         }
+        tokens = tokens * weight
         if self.kl_in == "loss" and self.kl_coef > 0:
             estimate = self._divergence(output.logprobs, batch)
             found["kl"] = estimate.detach().sum() / totals.num_tokens
             if self.kl_unbiased:
-                estimate = weighted_divergence(estimate, log_ratio.exp(), estimator=self.kl_estimator)
+                estimate = weight * weighted_divergence(estimate, log_ratio.exp(), estimator=self.kl_estimator)
             tokens = tokens + self.kl_coef * estimate
-        total = masked_sum(tokens * weight * self._shares(batch, totals), batch.mask)
+        total = masked_sum(tokens * self._shares(batch, totals), batch.mask)
         if self.trains_entropy:
             total = total - self.entropy_coef * masked_sum(output.entropy, batch.mask) / totals.num_tokens
         return total, {**found, "loss": total.detach()}

@@ -30,6 +30,11 @@ class RolloutSettings:
         dynamic_sampling: int = 0,
     ) -> None:
         require_at_least("rollout", {"group_size": (group_size, 1), "dynamic_sampling": (dynamic_sampling, 0)})
+        if dynamic_sampling and group_size == 1:
+            raise ConfigError(
+                f"rollout.dynamic_sampling={dynamic_sampling}: the rewards of a group of one are always equal, so each would be replaced; "
+                "expected 0, or a rollout.group_size of at least 2"
+            )
         self.group_size = group_size
         self.max_tokens = max_tokens
         self.temperature = temperature

@@ -290,7 +290,9 @@ class RolloutLoop:
                 self.scheduler.learn(samples)
                 metrics |= self.scheduler.metrics()
         for prompt, answers in answers_of(samples, epoch):
-            self.history.add(prompt, answers, split)
+            # A prompt may have been in another step of the epoch, in the place of another.
+            known = sum(answer.epoch == epoch for answer in self.history.answers(prompt, split))
+            self.history.add(prompt, [replace(each, sample=each.sample + known) for each in answers], split)
         self.backend.follow(self.history)
         sizes = {"history/tokens": float(self.history.num_tokens), "history/bytes": float(self.history.bytes)}
         return {**self.ranks.broadcast(metrics), **sizes}

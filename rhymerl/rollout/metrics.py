@@ -16,7 +16,7 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     lengths = np.array([len(sample) for sample in samples])
     ended = np.array([sample.completion.finish_reason == "stop" for sample in samples])
     groups = by_prompt(samples).values()
-    spread = np.array([np.std([sample.reward for sample in group]) for group in groups])
+    spread = np.array([_deviation([sample.reward for sample in group]) for group in groups])
     metrics = {
         "reward": rewards.mean(),
         "reward_std": spread.mean(),
@@ -35,6 +35,11 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         metrics[f"rewards/{name}/mean"] = values.mean()
         metrics[f"rewards/{name}/std"] = values.std()
     return {name: float(value) for name, value in metrics.items()}
+
+
+def _deviation(rewards: Sequence[float]) -> float:
+    """0 for equal rewards, where rounding may leave something of it."""
+    return float(np.std(rewards)) if len(set(rewards)) > 1 else 0.0
 
 
 def staleness_metrics(samples: Sequence[Sample], step: int) -> dict[str, float]:

@@ -21,7 +21,7 @@ from rhymerl.dealing import deal
 from rhymerl.errors import RunError
 from rhymerl.logprobs import TokenBatch, hidden_states, policy_output, token_batch, token_logprobs
 from rhymerl.lora import without_adapters
-from rhymerl.policy import evaluating
+from rhymerl.policy import evaluating, is_random
 from rhymerl.ranks.base import Alone, Ranks
 from rhymerl.types import Sample
 from rhymerl.update.batches import micro_batches, step_batch, total_tokens
@@ -46,6 +46,7 @@ class _Work:
     optimizer: Any
     schedule: LambdaLR
     trains_policy: bool  # not while the critic warms up
+    learns_proximal: Tensor | None  # [B] bool, whose proximal log-probs are those of the update's own pass
 
 
 class Updater:
@@ -84,6 +85,7 @@ class Updater:
         self.reference = reference
         self.critic = critic
         self.ranks = ranks or Alone()
+        self._is_random = is_random(model)
 
     def run(self, samples: Sequence[Sample], step: int, *, optimizer: Any, schedule: LambdaLR) -> Mapping[str, float]:
         """All mini-batches of the step, in an order that follows from (seed, step); returns metrics.
@@ -93,10 +95,20 @@ class Updater:
         times: dict[str, float] = {}
         batch = self._prepared(samples, step, times)
         warms_up = self.critic is not None and step < self.critic.settings.warmup_steps
-        work = _Work(samples=samples, batch=batch, optimizer=optimizer, schedule=schedule, trains_policy=not warms_up)
+        work = _Work(
+            samples=samples,
+            batch=batch,
+            optimizer=optimizer,
+            schedule=schedule,
+            trains_policy=not warms_up,
+            learns_proximal=self._to_learn(samples, step),
+        )
         with _timed(times, "update"):
             metrics = self._train(work, step)
-        return {**metrics, **self.algorithm.metrics(batch), **times}
+        found = self.algorithm.metrics(batch)
+        if work.trains_policy:
+            self.algorithm.adapt(batch)
+        return {**metrics, **found, **times}
 
     # -- before the first mini-batch -----------------------------------------------------------------------------
 
@@ -115,17 +127,26 @@ class Updater:
             return self.algorithm.prepare(batch)
 
     def _asked(self, need: Need, samples: Sequence[Sample], version: int) -> list[int]:
-        """The samples that a pass has to go over: of its own draws, a policy's log-probs are known but for rounding."""
-        if need not in self.algorithm.needs or (need == "proximal" and self._learns_proximal):
+        """The samples that a pass has to go over."""
+        if need not in self.algorithm.needs:
             return []
-        is_known = need == "proximal" and self.draws_exactly
-        return [i for i, sample in enumerate(samples) if not (is_known and _is_drawn_by(version, sample))]
+        if need == "proximal":
+            return [] if self._learns_proximal else self._drawn_otherwise(samples, version)
+        return list(range(len(samples)))
+
+    def _drawn_otherwise(self, samples: Sequence[Sample], version: int) -> list[int]:
+        """The samples whose behaviour log-probs are not those of the policy as it is, but for rounding."""
+        return [i for i, sample in enumerate(samples) if not (self.draws_exactly and _is_drawn_by(version, sample))]
 
     @property
     def _learns_proximal(self) -> bool:
         """Whether the only update of a step finds the proximal log-probs in its own pass."""
-        wanted = "proximal" in self.algorithm.needs and not self.algorithm.prepares_by_proximal
-        return wanted and self.settings.optimizer_steps == 1
+        is_wanted = "proximal" in self.algorithm.needs and not self.algorithm.prepares_by_proximal
+        return is_wanted and self.settings.optimizer_steps == 1 and not self._is_random
+
+    def _to_learn(self, samples: Sequence[Sample], version: int) -> Tensor | None:
+        asked = self._drawn_otherwise(samples, version) if self._learns_proximal else []
+        return torch.zeros(len(samples), dtype=torch.bool).index_fill(0, torch.tensor(asked), True) if asked else None
 
     def _pass(self, need: Need, samples: Sequence[Sample]) -> Tensor:
         """[B, T]."""
@@ -230,9 +251,12 @@ class Updater:
                 trains_policy=work.trains_policy,
                 trains_entropy=self.algorithm.trains_entropy,
             )
-        if self._learns_proximal:
-            mine = replace(mine, proximal_logprobs=output.logprobs.detach())
-        return self.algorithm.loss(mine.cast(output.logprobs.dtype), output, totals)
+        mine = mine.cast(output.logprobs.dtype)
+        if work.learns_proximal is not None:
+            is_asked = work.learns_proximal[part][:, None].to(self.model.device)
+            known = torch.where(is_asked, output.logprobs.detach(), mine.behaviour_logprobs)
+            mine = replace(mine, proximal_logprobs=known)
+        return self.algorithm.loss(mine, output, totals)
 
     def _checkpointing(self) -> AbstractContextManager[None]:
         """Within, the layers of the models keep their inputs only. Not outside, where an engine runs the same layers."""

@@ -154,7 +154,7 @@ def test_loss_and_gradient(seed, ours, theirs):
     assert_same({**ours, "correction": "none"}, theirs, *make_batch(seed))
 
 
-@pytest.mark.parametrize("name", ["dapo", "grpo", "dr_grpo", "gspo", "cispo"])
+@pytest.mark.parametrize("name", ["dapo", "grpo", "dr_grpo", "gspo", "cispo", "kl_biased"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("kind", ["truncated", "masked"])
 @pytest.mark.parametrize("floor", [None, 0.8])

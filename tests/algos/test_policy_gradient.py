@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rhymerl.algos import GRPO, PPO, Batch, PolicyGradient, PolicyOutput, Totals
+from rhymerl.errors import ConfigError
 from tests.algos.batches import loss_of, make_batch, output_of, rows, tensor, totals_of, with_advantages
 from tests.algos.twin import plain_loss
 
@@ -329,16 +330,49 @@ def test_the_coefficient_adapts_by_hand():
     kl = float(((batch.proximal_logprobs - batch.reference_logprobs) ** 2 / 2 * batch.mask).sum() / 6)
     algorithm = GRPO(kl_coef=0.5, kl_in="reward", kl_estimator="k2", kl_target=kl / 1.1)
     # 10 % too much: 0.5 * (1 + 0.1 * 0.1). More than 20 % too much or too little count as 20 %.
-    assert algorithm.metrics(batch)["kl_coef"] == 0.5
+    assert algorithm.metrics(batch)["kl_coef"] == algorithm.metrics(batch)["kl_coef"] == 0.5
+    algorithm.adapt(batch)
     assert algorithm.metrics(batch)["kl_coef"] == pytest.approx(0.505)
     for target, factor in ((kl / 9, 1.02), (kl * 9, 0.98)):
         algorithm = replace(algorithm, kl_target=target)
-        algorithm.metrics(batch)
+        algorithm.adapt(batch)
         assert algorithm.state_dict() == pytest.approx({"kl_coef": 0.5 * factor})
     resumed = replace(algorithm)
     resumed.load_state_dict(algorithm.state_dict())
     close(resumed.kl_penalties(batch), 0.98 * GRPO(kl_coef=0.5, kl_in="reward", kl_estimator="k2").kl_penalties(batch))
     assert resumed.kl_coef == 0.5  # the setting
+    fixed = GRPO(kl_coef=0.25, kl_in="reward", kl_estimator="k2")
+    fixed.load_state_dict(algorithm.state_dict())
+    assert fixed.state_dict() == {"kl_coef": 0.25}
+
+
+def test_the_divergence_of_an_answer_is_over_the_answers_that_count():
+    batch, _ = make_batch()
+    target = {"kl_coef": 0.5, "kl_in": "reward", "kl_estimator": "k2"}
+    kept = batch.mask.clone()
+    kept[1:] = False
+    kl = float(((batch.proximal_logprobs - batch.reference_logprobs) ** 2 / 2 * kept).sum())
+    algorithm = GRPO(**target, kl_target=kl / 1.1)
+    algorithm.adapt(replace(batch, mask=kept))
+    assert algorithm.state_dict() == pytest.approx({"kl_coef": 0.505})
+
+
+def test_a_subclass_that_reads_the_batch_before_the_loss_gets_the_proximal_logprobs():
+    class Reads(GRPO):
+        def advantages(self, batch):
+            return super().advantages(batch) * (batch.old_logprobs > -1)
+
+    class Loses(GRPO):
+        def loss(self, batch, output, totals):
+            return super().loss(batch, output, totals)
+
+    assert [kind().prepares_by_proximal for kind in (GRPO, PPO, Reads, Loses)] == [False, False, True, False]
+    assert GRPO(kl_coef=0.1, kl_in="reward").prepares_by_proximal
+
+
+def test_a_divergence_that_is_of_tokens_is_not_left_out_of_a_scale():
+    with pytest.raises(ConfigError, match="^algo.scale='batch': expected none with baseline=none and kl_in=reward"):
+        GRPO(baseline="none", scale="batch", kl_coef=0.1, kl_in="reward")
 
 
 def test_a_step_stops_beyond_the_divergence():

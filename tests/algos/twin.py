@@ -25,9 +25,10 @@ def plain_loss(settings: Any, batch: Batch, logprobs: list[list[float]], entropy
             advantage = float(batch.advantages[i, t])
             weight = math.exp(old[t] - drawn[t]) if settings.correction_level == "token" else drift
             kl = settings.kl_coef * plain_divergence(settings, now[t], float(batch.reference_logprobs[i, t]))
+            bounded = plain_weight(settings, weight)
             if settings.kl_unbiased:
-                kl *= math.exp(now[t] - old[t])
-            losses.append(plain_weight(settings, weight) * (plain_surrogate(settings, ratio, advantage, now[t]) + kl))
+                kl *= bounded * math.exp(now[t] - old[t])
+            losses.append(bounded * plain_surrogate(settings, ratio, advantage, now[t]) + kl)
         if settings.loss_mean == "token":
             total += sum(losses) / num_tokens
         else:

@@ -30,12 +30,27 @@ def test_three_steps(words, settings, tmp_path, rhymerl):
     assert checkpoint(tmp_path / "run")["rhymerl"]["num_rollouts"] == 3
 
 
+@pytest.mark.parametrize("name", ["ppo_quickstart", "dapo_quickstart", "quickstart_lora"])
+def test_packaged_configs_train_three_steps(name, settings, tmp_path, rhymerl):
+    words = [word for word in settings if not word.startswith(("--config", "update.mini_batches"))]
+    steps = 6 if name == "ppo_quickstart" else 3
+    done = rhymerl(*words, f"--config={name}", f"trainer.max_steps={steps}", f"run_dir={tmp_path / 'run'}")
+    assert done.code == 0, done.err
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 3
+
+
 def test_programs_are_run_and_learned_from(model_dir, tmp_path, rhymerl):
     """A random answer of digits and signs is a program more often than not; one that ends in the middle of a sum is none."""
     data = tmp_path / "programs.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{i}+{i}=?\n", "tests": "assert True"}) + "\n" for i in range(4)))
     words = ["rollout.group_size=6", "rollout.max_tokens=3", "data.prompts_per_step=2", "trainer.max_steps=3"]
-    words += ["update.learning_rate=1e-2", "drafter=none", "trainer.accelerator=cpu", "module.reward_workers=2", "record_rollouts=true"]
+    words += [
+        "update.learning_rate=1e-2",
+        "drafter=none",
+        "trainer.accelerator=cpu",
+        "module.reward_workers=2",
+        "record_rollouts=true",
+    ]
     words += ["rewards.code.arguments.unsafe_without=[namespaces,seccomp]", f"run_dir={tmp_path / 'run'}"]
     done = rhymerl("fit", "--config=grpo_code", f"model.path={model_dir}", f"data.train={data}", *words)
     assert done.code == 0, done.err

@@ -48,6 +48,21 @@ def test_samples_come_in_canonical_order_with_their_rewards():
         assert len(sample.loss_mask) == len(sample)
 
 
+def test_all_answers_of_an_epoch_enter_history_also_of_a_prompt_that_was_in_the_place_of_another():
+    mine = loop(rewards=[LENGTH])
+    settings = RolloutSettings(group_size=2)
+    for step in (0, 1):
+        mine.run(PROMPTS[:2], step, settings, epoch=0)
+    mine.run(PROMPTS[:2], 2, settings, epoch=1)
+    answers = mine.history.answers(PROMPTS[0])
+    assert [(answer.epoch, answer.sample) for answer in answers] == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
+
+
+def test_a_group_of_one_cannot_be_replaced():
+    with pytest.raises(ConfigError, match="^rollout.dynamic_sampling=2: the rewards of a group of one"):
+        RolloutSettings(group_size=1, dynamic_sampling=2)
+
+
 def test_metrics_by_hand():
     result = loop(rewards=[LENGTH]).run(PROMPTS[:2], 0, RolloutSettings(group_size=3))
     expected = {

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
-from rhymerl.rollout.metrics import over_ranks
+from rhymerl.rollout.metrics import over_ranks, rollout_metrics
 from rhymerl.types import Ratio
+from tests.test_update import scored
 
 
 def test_a_ratio_is_a_number_that_knows_its_parts():
@@ -27,3 +29,10 @@ def test_each_kind_of_metric_over_ranks():
 
 def test_a_mean_without_weights_is_the_first_value():
     assert over_ranks([{"mean": 2.0}, {"mean": 4.0}], [0.0, 0.0]) == {"mean": 2.0}
+
+
+def test_equal_rewards_have_no_deviation_whatever_rounding_leaves():
+    samples = [replace(sample, reward=0.1) for sample in scored(12)]
+    metrics = rollout_metrics(samples)
+    assert metrics["reward_std"] == 0
+    assert metrics["frac_reward_zero_std"] == 1
