@@ -16,7 +16,22 @@ class Attack(NamedTuple):
     test: str = "assert attack() == 1"
     needs: tuple[str, ...] = ()  # walls without which it is not held off
     program: bool = False
+    entry_point: str | None = None
 
+
+NEAR_THREE = "assert abs(attack() - 3.0) < 1e-3"
+FORGER = """
+import json, os
+def frame(text):
+    return len(text).to_bytes(8, 'little') + text
+def say(message):
+    os.write(4, frame(json.dumps(message).encode()))
+def forge(names, *replies):
+    say({'result': names})
+    while os.read(3, 2**16):
+        for reply in replies: say(reply)
+def attack(): return 5.0
+"""
 
 FUNCTIONS = {
     "fork bomb": Attack("import os\ndef attack():\n while True: os.fork()", needs=("seccomp",)),
@@ -136,6 +151,98 @@ FUNCTIONS = {
     "memory files": Attack("import os\ndef attack():\n os.memfd_create('x')\n return 1", needs=("seccomp",)),
     "calls back with an attribute": Attack(
         "def attack(f): return f.__globals__['__builtins__']", "assert attack(lambda: 1)"
+    ),
+}
+
+# Those that tell the examiner something else than what the program's functions return.
+FORGERIES = {
+    "a name that was not asked for": Attack(
+        "import sys\nsys._getframe(1).f_locals['wanted'].append('abs')\n"
+        "def abs(x): return 0.0\ndef attack(): return 5.0",
+        NEAR_THREE,
+    ),
+    "builtins that were not asked for": Attack(
+        "import sys\nsys._getframe(1).f_locals['wanted'].append('__builtins__')\n"
+        "__builtins__['sorted'] = lambda x: [1]\ndef attack(): return 2",
+        "assert sorted([attack()]) == [1]",
+    ),
+    "builtins that were asked for": Attack(
+        "__builtins__['sorted'] = lambda x: [1]\ndef attack(): return 2",
+        "assert sorted([attack()]) == [1], __builtins__",
+    ),
+    "forged names": Attack(
+        f"{FORGER}forge({{'dict': [['abs', {{'mine': 7}}], ['attack', {{'mine': 8}}]]}}, {{'result': 0.0}})", NEAR_THREE
+    ),
+    "forged names in pairs": Attack(
+        f"{FORGER}forge([['abs', {{'mine': 7}}], ['attack', {{'mine': 8}}]], {{'result': 0.0}})", NEAR_THREE
+    ),
+    "forged names of an object": Attack(
+        "import sys\nremote = sys.modules['sandbox.remote']\nwhole = remote.encode\n"
+        "def attack(): return 5.0\n"
+        "class Names:\n keys = lambda self: ['abs', 'attack']\n"
+        " __getitem__ = lambda self, name: attack if name == 'attack' else lambda x: 0.0\n"
+        "def encode(value, refer):\n"
+        " if not isinstance(value, dict): return whole(value, refer)\n"
+        " remote.encode = whole\n return refer(Names())\n"
+        "remote.encode = encode",
+        NEAR_THREE,
+    ),
+    "no names": Attack(f"{FORGER}forge(None, {{'result': 3.0}})", NEAR_THREE),
+    "a list of names": Attack(f"{FORGER}forge(['abs', 'attack'], {{'result': 3.0}})", NEAR_THREE),
+    "claims instead of results": Attack(f"{FORGER}forge({{'dict': [['attack', {{'mine': 1}}]]}}, {{'passed': 1}})"),
+    "results of every shape": Attack(
+        f"{FORGER}attacks = [1.5, {{'result': {{}}}}, {{'error': 1}}, {{'error': [[]], 'args': 1}}, [], None]\n"
+        "forge({'dict': [['attack', {'mine': 1}]]}, *attacks)",
+    ),
+    "results in advance": Attack(
+        f"{FORGER}for _ in range(1000): say({{'result': {{'dict': [['attack', {{'mine': 1}}]]}}}})"
+    ),
+    "an object that nobody gave": Attack(
+        f"{FORGER}forge({{'dict': [['attack', {{'yours': 0}}]]}}, {{'result': {{'yours': 0}}}})"
+    ),
+    "calls what nobody gave": Attack(
+        f"{FORGER}say({{'call': 0, 'operation': '__call__', 'args': [], 'named': {{}}}})\nforge(None, {{'result': 1}})"
+    ),
+    "endless calls": Attack(
+        f"{FORGER}while True: say({{'call': 0, 'operation': '__getattr__', 'args': ['x'], 'named': {{}}}})"
+    ),
+    "a reply without an end": Attack(f"{FORGER}os.write(4, (2**26).to_bytes(8, 'little'))\nforge(None)"),
+    "a reply too long": Attack(f"{FORGER}os.write(4, (2**63).to_bytes(8, 'little'))\nforge(None)"),
+    "a deep reply": Attack(f"{FORGER}text = b'[' * 2**20\nos.write(4, frame(text))\nforge(None)"),
+    "a number too large": Attack(f"{FORGER}forge({{'Fraction': '1e9999999999'}}, {{'result': 1}})"),
+    "an error that ends a process": Attack(
+        f"{FORGER}forge({{'dict': [['attack', {{'mine': 1}}]]}}, {{'error': ['SystemExit', 'BaseException']}})"
+    ),
+    "an error that ends a loop": Attack(
+        f"{FORGER}forge({{'dict': [['attack', {{'mine': 1}}]]}}, {{'error': ['StopIteration'], 'args': []}})",
+        "assert [*map(attack, [1])] == []",
+    ),
+    "an error that ends an asynchronous loop": Attack(
+        "def attack(x): raise StopAsyncIteration",
+        "import asyncio\nclass Each:\n def __aiter__(self): return self\n async def __anext__(self): return attack(1)\n"
+        "async def test():\n async for each in Each(): assert each == 1\nasyncio.run(test())",
+    ),
+    "claims in what the tests print": Attack(
+        f"{FORGER}def attack(): return (frame(b'{{\"passed\": 1}}') + b'\\x7f' * 8).decode() + 'x' * 2**16",
+        "print(attack())\nassert attack() == 1",
+    ),
+    "garbage in what the tests print": Attack(
+        "def attack(): return '\\0' * 2**16", "print(attack())\nassert attack() == 1"
+    ),
+    "its own exit": Attack(
+        "def exit(*_): pass\nquit = exit\ndef attack(): return 2", "if attack() != 1:\n exit(1)\n quit(1)"
+    ),
+    "a builtin with the name of a method": Attack(
+        "def sum(x): return 5\nclass Attack:\n def sum(self, x): return 5",
+        "def check(candidate): assert candidate([1, 2]) == sum([1, 2])",
+        entry_point="Attack().sum",
+    ),
+    "nothing, where the tests have a solution": Attack(
+        "", "def attack(): return 1\ndef check(candidate): assert candidate() == attack()", entry_point="attack"
+    ),
+    "failing words that fail": Attack(
+        "class Words:\n def __str__(self): raise SystemExit\ndef attack(): return Words()",
+        "assert attack() == 1, attack()",
     ),
 }
 

@@ -20,7 +20,7 @@ from rhymerl.rewards import Reward
 from rhymerl.rewards.programs import check_code
 from rhymerl.rewards.sandbox import libc, seccomp
 from rhymerl.rewards.sandbox.run import WALLS, Job, Report, missing_walls, run
-from tests.rewards.hostile import FUNCTIONS, PROGRAMS, SECRET, Attack
+from tests.rewards.hostile import FORGERIES, FUNCTIONS, PROGRAMS, SECRET, Attack
 
 NOBODY = 65534
 NEW_USER = 0x1000_0000
@@ -93,6 +93,7 @@ def attempt(attack: Attack, folder: str, port: str) -> Report:
             code=code,
             tests=[{"input": "1", "output": expected}] if attack.program else [test],
             is_program=attack.program,
+            entry_point=attack.entry_point,
             time_limit_s=TIME_LIMIT_S,
             unsafe_without=WALLS,
         )
@@ -111,9 +112,10 @@ def refusal() -> str:
 def main(kind: str, folder: str, port: str) -> None:
     KINDS[kind]()
     missing = dict(missing_walls())
+    programs = {f"program: {name}": attack for name, attack in PROGRAMS.items()}
     attacks = {
         name: attack
-        for name, attack in {**FUNCTIONS, **{f"program: {name}": attack for name, attack in PROGRAMS.items()}}.items()
+        for name, attack in {**FUNCTIONS, **FORGERIES, **programs}.items()
         if not {*attack.needs} & {*missing}
     }
     with ThreadPoolExecutor(4) as pool:

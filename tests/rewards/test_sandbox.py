@@ -23,7 +23,7 @@ from rhymerl.rewards import Reward, RewardScorer
 from rhymerl.rewards.sandbox.remote import CALLS, EVERYTHING, Peer, Remote
 from rhymerl.rewards.sandbox.run import Job, missing_walls, run
 from rhymerl.rewards.sandbox.wire import BrokenMessageError, decode, encode
-from tests.rewards.hostile import FUNCTIONS, PROGRAMS, SECRET
+from tests.rewards.hostile import FORGERIES, FUNCTIONS, PROGRAMS, SECRET
 from tests.rewards.machines import NOBODY
 
 pytestmark = pytest.mark.skipif(
@@ -65,6 +65,8 @@ def passed(code: str, *tests: Any, **settings: Any) -> int:
         ("import json, re, itertools, heapq, decimal, datetime, random, sqlite3\ndef f(): return re.sub('a', 'b', 'a')", "assert f() == 'b'"),
         ("def f(): return 1\nif __name__ == '__main__': f(input())", "import math\nassert math.isclose(f(), 1)"),
         ("import os\ndef f(): return dict(os.environ).get('HOME')", "assert f() is None"),
+        ("def f(): return 'x' * 2**16", "print(f())\nassert f()[0] == 'x'"),
+        ("def f(): return 1", "if f() != 1: exit(1)\nassert f.__name__ == 'f'"),
     ],
 )  # fmt: skip
 def test_functions(code: str, test: str) -> None:
@@ -110,12 +112,35 @@ def test_installed_packages_only_when_asked_for() -> None:
     assert passed(code, "assert f() == [0, 1, 2]", folders=[folder], memory_mb=2048) == 1
 
 
+def test_an_array_library_takes_values_from_an_object_and_not_its_word() -> None:
+    """numpy would otherwise read the memory of the tests where an object says, and take what it says for a result."""
+    test = "import numpy\nassert abs(numpy.subtract(f(), [1.0])) < 1e-6"
+    lies = """
+class Array:
+    __array_priority__ = 1e9
+    __array_interface__ = {"shape": (1,), "typestr": "<f8", "data": b"12345678", "version": 3}
+    __array_wrap__ = lambda *_: 0.0
+def f(): return Array()
+"""
+    has = {"folders": [str(Path(__import__("numpy").__file__).parents[1])], "memory_mb": 2048}
+    assert passed(lies, test, **has) == 0
+    assert passed("class Array(list): pass\ndef f(): return Array([1.0])", test, **has) == 1
+    assert (
+        passed(
+            "class Array:\n __len__ = lambda _: 1\n __getitem__ = lambda _, place: [1.0][place]\nf = Array", test, **has
+        )
+        == 1
+    )
+
+
 def test_half_of_the_tests_and_the_first_failure() -> None:
     job = Job(code="def f(x): return x", tests=["assert f(1) == 1", "assert f(1) == 2, 'no'", "assert f(3) == 3"])
     assert (run(job).passed, run(job).failure) == (1, "AssertionError: no")
     assert passed(job.code, *job.tests) == 2
     hangs = ["assert f(1) == 1", "while True: f(1)", "assert f(1) == 1"]
     assert passed(job.code, *hangs, time_limit_s=0.5) == 1
+    wordless = "class Words:\n def __str__(self): raise ValueError\nf = Words"
+    assert passed(wordless, "assert not f(), f()", "assert f()") == 1
 
 
 # -- what it may not -----------------------------------------------------------------------------------------------------
@@ -145,8 +170,8 @@ def test_attacks_gain_nothing_and_leave_nothing(kind: str, missing: list[str], t
     """In one test, so that each kind of machine is attacked once."""
     after = attacked(kind, tmp_path)
     assert list(after.missing) == missing
-    held_off = [name for name, attack in {**FUNCTIONS, **PROGRAMS}.items() if not {*attack.needs} & {*missing}]
-    assert len(after.found) >= len(held_off)
+    attacks = [*FUNCTIONS.values(), *FORGERIES.values(), *PROGRAMS.values()]
+    assert len(after.found) == sum(not {*attack.needs} & {*missing} for attack in attacks)
     assert {name: words for name, (passed, words) in after.found.items() if passed or not words} == {}
     assert after.processes_left == 0
     assert after.files == {"secret": SECRET}
@@ -312,6 +337,8 @@ def test_the_other_end_may_do_what_it_was_allowed() -> None:
     function = Remote(Peer(read, write, operations=EVERYTHING), 0)
     assert function() == [1, 2]
     with pytest.raises(TypeError, match="__getattr__ is not allowed"):
+        _ = function.attribute
+    with pytest.raises(AttributeError, match="__globals__ of another process's object is not to be had"):
         _ = function.__globals__
     with pytest.raises(Exception, match="there is no object 1"):
         Remote(Peer(read, write, operations=EVERYTHING), 1)()

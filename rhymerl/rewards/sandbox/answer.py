@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _REQUESTS, _REPLIES = 3, 4
 _MAX_MESSAGE_BYTES = 2**26
 _CHUNK_BYTES = 2**16
-_EXITS = {"exit": sys.exit, "quit": sys.exit}  # of the `site` module, which is not loaded
+EXITS = {"exit": sys.exit, "quit": sys.exit}  # builtins of the `site` module, which is not loaded
 
 
 def start(job: dict[str, Any], *, null_fd: int, filtered: bool) -> tuple[int, int]:
@@ -40,7 +40,7 @@ def start(job: dict[str, Any], *, null_fd: int, filtered: bool) -> tuple[int, in
 
 def _offer_functions(code: str) -> None:
     """Run the code when asked to, and let what it defines be called. Object 0 is a function: names to what they stand for."""
-    names: dict[str, Any] = {"__name__": "answer", **_EXITS}
+    names: dict[str, Any] = {"__name__": "answer", **EXITS}
 
     def load(wanted: list[str]) -> dict[str, Any]:
         exec(compile(code, "answer.py", "exec"), names)
@@ -96,4 +96,4 @@ def _read_all(fd: int, *, max_bytes: int) -> str | None:
 def _be_program(code: str) -> None:
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - the code may close descriptor 0 itself
     with open(1, "w", encoding="utf-8") as sys.stdout:
-        exec(compile(code, "answer.py", "exec"), {"__name__": "__main__", **_EXITS})
+        exec(compile(code, "answer.py", "exec"), {"__name__": "__main__", **EXITS})

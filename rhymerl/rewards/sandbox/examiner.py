@@ -8,7 +8,7 @@ from functools import partial
 from . import answer, seccomp
 from .children import limit
 from .remote import CALLS, Caught, Peer, Remote
-from .wire import read_message, write_message
+from .wire import BrokenMessageError, read_message, write_message
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _MAX_TESTS_BYTES = 2**30
 _MAX_MESSAGE_BYTES = 2**26
 _MAX_WORDS = 300  # characters
+_OWN = {*vars(builtins), *answer.EXITS, "__builtins__"}  # names that the tests have from Python
 
 
 def examine(job: dict[str, Any], *, job_fd: int, report_fd: int, null_fd: int, filtered: bool) -> None:
@@ -39,10 +40,17 @@ def examine(job: dict[str, Any], *, job_fd: int, report_fd: int, null_fd: int, f
         if caught.error is None:
             write_message(report_fd, {"passed": 1})
             continue
-        words = f"{type(caught.error).__name__}: {caught.error}".rstrip(": ")
-        write_message(report_fd, {"failure": words[:_MAX_WORDS]})
+        write_message(report_fd, {"failure": _words(caught.error)[:_MAX_WORDS]})
         if job["stops_at_failure"]:
             return
+
+
+def _words(error: BaseException) -> str:
+    """The answer has a say in them, where the tests' own message has an object of the answer in it."""
+    name = type(error).__name__
+    with Caught():
+        return f"{name}: {error}".rstrip(": ")
+    return name
 
 
 def _try_program(test: dict[str, Any], replies: int, requests: int) -> None:
@@ -59,22 +67,30 @@ def _lines(text: str) -> list[str]:
 
 
 def _function_trials(tests: list[Any], entry_point: str | None, load: Any) -> Iterator[Callable[[], None]]:
-    """The answer's code runs once, within the first trial."""
+    """The answer's code runs within the first trial, and where it raised, within the next again."""
     compiled = [compile(test if isinstance(test, str) else "", "tests.py", "exec") for test in tests]
     # A builtin is taken from the answer only as the entry point: else its own `sorted` could make right of wrong.
-    wanted = {name for source in compiled for name in _names(source)} - set(vars(builtins))
-    wanted |= _names(compile(entry_point, "entry_point", "eval")) if entry_point else set()
-    names: dict[str, Any] = {}
+    used = {name for source in compiled for name in _names(source)} - (_OWN - {entry_point})
+    wanted = used | (_names(compile(entry_point, "entry_point", "eval")) if entry_point else set())
+    offered: dict[str, Any] = {}
 
     def trial(test: Any, source: CodeType) -> None:
-        if not names:
-            names.update(load(sorted(wanted)), __name__="tests")
+        if not offered:
+            offered.update(_asked_for(load(sorted(wanted)), wanted), __name__="answer")
         if isinstance(test, str):
-            _run_tests(source, dict(names), entry_point)
+            names = {name: offered[name] for name in used if name in offered}
+            _run_tests(source, {**answer.EXITS, **names, "__name__": "tests"}, entry_point, offered)
         else:
-            _compare(test, names, str(entry_point))
+            _compare(test, eval(str(entry_point), offered))
 
     return (partial(trial, test, source) for test, source in zip(tests, compiled, strict=True))
+
+
+def _asked_for(offered: Any, wanted: set[str]) -> dict[str, Any]:
+    """Nothing else of what the answer's process says that it has: it would stand in the place of the tests' own names."""
+    if not isinstance(offered, dict):
+        raise BrokenMessageError("not names and what they stand for")
+    return {name: offered[name] for name in wanted - {"__builtins__"} if name in offered}
 
 
 def _names(code: CodeType) -> set[str]:
@@ -83,16 +99,15 @@ def _names(code: CodeType) -> set[str]:
     return {*code.co_names}.union(*map(_names, inner))
 
 
-def _run_tests(code: CodeType, names: dict[str, Any], entry_point: str | None) -> None:
-    """As in HumanEval, tests may define `check(candidate)`, which then gets the entry point."""
+def _run_tests(code: CodeType, names: dict[str, Any], entry_point: str | None, offered: dict[str, Any]) -> None:
+    """As in HumanEval, tests may define `check(candidate)`, which then gets the entry point: the answer's, not one of the tests."""
     exec(code, names)
     if entry_point and "check" in code.co_names and callable(names.get("check")):
-        names["check"](eval(entry_point, names))
+        names["check"](eval(entry_point, offered))
 
 
-def _compare(test: dict[str, Any], names: dict[str, Any], entry_point: str) -> None:
-    returned = eval(entry_point, names)(*test["input"])
-    assert _as_lists(returned) == test["output"], "another value"
+def _compare(test: dict[str, Any], function: Callable[..., Any]) -> None:
+    assert _as_lists(function(*test["input"])) == test["output"], "another value"
 
 
 def _as_lists(value: Any) -> Any:

@@ -37,6 +37,12 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "__repr__": repr,
     "__eq__": operator.eq,  # of two such objects
 }
+_OF_PYTHON = (
+    "__name__",
+    "__qualname__",
+    "__annotations__",
+    "__wrapped__",
+)  # of its own attributes, those to be had from afar
 EVERYTHING = frozenset(_OPERATIONS)
 CALLS = frozenset({"__call__"})
 
@@ -172,6 +178,12 @@ class Remote:
     def __hash__(self) -> int:
         return hash((Remote, _handle_of(self)))
 
+    def __getattr__(self, name: str) -> Any:
+        """Libraries believe an object's `__array_interface__` and its like, addresses in this process's memory included."""
+        if name.startswith("__") and name.endswith("__") and name not in _OF_PYTHON:
+            raise AttributeError(f"{name} of another process's object is not to be had")
+        return _forward("__getattr__")(self, name)
+
 
 def _handle_of(remote: Any) -> int:
     handle: int = object.__getattribute__(remote, "_handle")
@@ -186,18 +198,18 @@ def _forward(operation: str) -> Callable[..., Any]:
     return method
 
 
-for _name in EVERYTHING - {"__eq__"}:
+for _name in EVERYTHING - {*vars(Remote)}:
     setattr(Remote, _name, _forward(_name))
 
 
 def _error(message: dict[str, Any], operation: str) -> Exception:
-    """The nearest of Python's own exceptions. StopIteration only where it belongs: elsewhere it would end a loop of the tests'."""
+    """The nearest of Python's own exceptions. Those that end loops only where they belong, lest they end one of the tests'."""
     kinds, args = message["error"], message.get("args")
     texts = [str(arg) for arg in args] if isinstance(args, list) else []
     for name in kinds if isinstance(kinds, list) else ():
         kind = getattr(builtins, name, None) if isinstance(name, str) else None
         if isinstance(kind, type) and issubclass(kind, Exception):
-            if kind is StopIteration and operation != "__next__":
+            if kind is StopAsyncIteration or (kind is StopIteration and operation != "__next__"):
                 break
             with Caught() as caught:
                 return kind(*texts)
