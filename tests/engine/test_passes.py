@@ -82,7 +82,7 @@ def test_counts_are_whole_and_rates_are_not(policy):
             backend.collect()
             metrics = backend.metrics()
             assert {name for name, value in metrics.items() if type(value) is int} == counts
-            assert all(type(value) is float for name, value in metrics.items() if name not in counts)
+            assert all(isinstance(value, float) for name, value in metrics.items() if name not in counts)
 
 
 def test_a_scripted_pass_is_a_batch():

@@ -60,7 +60,9 @@ def test_the_launcher_starts_the_ranks_and_one_of_them_speaks(settings, tmp_path
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("run_ahead", ["off", "draft", "keep"])
+@pytest.mark.parametrize(
+    "run_ahead", [*(pytest.param(mode, marks=pytest.mark.slow) for mode in ("off", "draft")), "keep"]
+)
 def test_a_killed_run_resumes_to_the_very_same_weights(run_ahead, settings, tmp_path):
     slow = ["rollout.max_tokens=64", "backend.max_running=2"]  # many passes, so that ranks meet often
     scheduler = "{_target_: tests.rollout.test_ranks.RestlessHistoPipe}"

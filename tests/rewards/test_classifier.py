@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForSequenceClassification
+from transformers import (
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForSequenceClassification,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+    T5Config,
+    T5ForSequenceClassification,
+)
 
 from rhymerl.errors import ConfigError
 from rhymerl.policy import character_tokenizer
@@ -75,6 +83,39 @@ def test_long_answers_are_cut(tmp_path: Path) -> None:
     path = write(tmp_path)
     assert classifier_score(["1" * 50], path=path) == classifier_score(["1" * 16], path=path)
     assert classifier_score(["1234"], path=path, max_tokens=2) == classifier_score(["12"], path=path)
+    assert classifier_score(["1" * 50], path=path, max_tokens=20) == classifier_score(["1" * 16], path=path)
+
+
+def write_another(folder: Path, model: PreTrainedModel, *, max_tokens: int | None = None) -> str:
+    tokenizer = character_tokenizer("0123456789")
+    tokenizer.model_max_length = max_tokens or tokenizer.model_max_length
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_the_tokenizer_knows_how_much_a_model_can_read(tmp_path: Path) -> None:
+    """Some positions of RoBERTa are nobody's, so it has more of them than it reads."""
+    sizes = {"vocab_size": 12, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    config = RobertaConfig(**sizes, num_hidden_layers=1, max_position_embeddings=17, pad_token_id=0, num_labels=1)
+    path = write_another(tmp_path, RobertaForSequenceClassification(config), max_tokens=16)
+    assert classifier_score(["1" * 50], path=path) == classifier_score(["1" * 16], path=path)
+
+
+def test_a_model_without_a_limit_reads_all(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 12, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_heads": 2, "num_layers": 1}
+    model = T5ForSequenceClassification(T5Config(**sizes, num_labels=1, pad_token_id=0, eos_token_id=1))
+    path = write_another(tmp_path, model)
+    text = "1" * 600
+    assert classifier_score([f"{text}\x00"], path=path) != classifier_score([text], path=path)
+
+
+def test_the_path_may_be_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "judge")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given = {"where": "engine", "batch": True, "arguments": {"path": "~/judge"}}
+    check_reward(Reward("rhymerl.rewards.classifier_score", **given), [])
+    assert classifier_score(["1"], path="~/judge") == classifier_score(["1"], path=path)
 
 
 def test_as_a_reward_of_a_run(tmp_path: Path) -> None:
@@ -98,6 +139,7 @@ def test_as_a_reward_of_a_run(tmp_path: Path) -> None:
         ({"arguments": {"path": "nowhere"}}, "rewards.judge.arguments.path='nowhere': no directory of a model"),
         ({"where": "pool"}, "rewards.judge.where='pool': a classifier needs where='engine'"),
         ({"batch": False}, "rewards.judge.batch=False: a classifier needs batch=True"),
+        ({"arguments": {"path": 7}}, "rewards.judge.arguments.path=7: expected the directory of a sequence classifier"),
     ],
 )
 def test_what_is_refused_before_a_run(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
@@ -107,8 +149,45 @@ def test_what_is_refused_before_a_run(tmp_path: Path, settings: dict[str, Any], 
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("labels", "arguments", "message"),
+    [
+        (("bad", "good"), {"label": "good"}, ""),
+        (("bad", "good"), {}, "label is missing: expected one of bad, good, the classifier's"),
+        (("bad", "good"), {"label": "fine"}, "label='fine': expected one of bad, good, the classifier's"),
+        (("bad", "good"), {"label": ["good"]}, "label=['good']: expected one of bad, good, the classifier's"),
+        (("LABEL_0", "LABEL_1"), {"label": "LABEL_1"}, ""),  # the names that transformers leaves out of a config.json
+        (("LABEL_0", "LABEL_1"), {}, "label is missing: expected one of LABEL_0, LABEL_1, the classifier's"),
+        (("score",), {}, ""),
+        (("score",), {"label": "good"}, "label='good': expected none, as the classifier has one output"),
+        (("score",), {"max_tokens": 8}, ""),
+        (("score",), {"max_tokens": 0}, "max_tokens=0: expected a number of tokens, at least 1"),
+        (("score",), {"max_tokens": "8"}, "max_tokens='8': expected a number of tokens, at least 1"),
+    ],
+)
+def test_which_arguments_are_refused(
+    tmp_path: Path, labels: tuple[str, ...], arguments: dict[str, Any], message: str
+) -> None:
+    given = {"path": write(tmp_path, labels=labels), **arguments}
+    reward = Reward("rhymerl.rewards.classifier_score", name="judge", where="engine", batch=True, arguments=given)
+    if not message:
+        check_reward(reward, [])
+        assert len(classifier_score(["1"], **given)) == 1
+        return
+    with pytest.raises(ConfigError) as error:
+        check_reward(reward, [])
+    assert str(error.value) == f"rewards.judge.arguments.{message}"
+
+
 def test_another_kind_of_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
     reward = Reward("rhymerl.rewards.classifier_score", where="engine", batch=True, arguments={"path": str(tmp_path)})
     with pytest.raises(ConfigError, match="a directory of Qwen2ForCausalLM; expected one of a sequence classifier"):
+        check_reward(reward, [])
+
+
+def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    reward = Reward("rhymerl.rewards.classifier_score", where="engine", batch=True, arguments={"path": str(tmp_path)})
+    with pytest.raises(ConfigError, match=r"arguments\.path=.*: its config\.json is no JSON object; expected"):
         check_reward(reward, [])

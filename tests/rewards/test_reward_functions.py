@@ -125,6 +125,48 @@ def test_tag_match(completion: str, reward: float) -> None:
 
 
 @pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        ("format_match", {"pattern": "(a"}, "pattern='(a': expected a regular expression: missing ), unterminated subpattern"),
+        ("format_match", {"pattern": "a{99999999999}"}, "pattern='a{99999999999}': expected a regular expression: the rep"),
+        ("format_match", {"pattern": 7}, "pattern=7: expected a regular expression"),
+        ("format_match", {"pattern": r"<a>.*</a>"}, ""),
+        ("tag_match", {"tags": "think"}, "tags='think': expected a list of different tags, such as [think, answer]"),
+        ("tag_match", {"tags": []}, "tags=[]: expected a list of different tags"),
+        ("tag_match", {"tags": ["a", "a"]}, "tags=['a', 'a']: expected a list of different tags"),
+        ("tag_match", {"tags": ["a", ""]}, "tags=['a', '']: expected a list of different tags"),
+        ("tag_match", {"tags": ["a", 1]}, "tags=['a', 1]: expected a list of different tags"),
+        ("tag_match", {"tags": None}, "tags=None: expected a list of different tags"),
+        ("tag_match", {"tags": ("a", "b")}, ""),
+        ("length_penalty", {"free_characters": 20, "max_characters": 20}, "free_characters=20: expected less than max_characters=20"),
+        ("length_penalty", {"free_characters": -1, "max_characters": 20}, "free_characters=-1: expected a number, at least 0"),
+        ("length_penalty", {"free_characters": "9", "max_characters": 20}, "free_characters='9': expected a number, at least 0"),
+        ("length_penalty", {"free_characters": 9, "max_characters": True}, "max_characters=True: expected a number, at least 0"),
+        ("length_penalty", {"free_characters": 9, "max_characters": 20}, ""),
+        ("numeric_match", {"tolerance": "0.1"}, "tolerance='0.1': expected a number, at least 0"),
+        ("numeric_match", {"tolerance": -0.1}, "tolerance=-0.1: expected a number, at least 0"),
+        ("numeric_match", {"tolerance": 0}, ""),
+    ],
+)  # fmt: skip
+def test_arguments_are_checked_before_a_run(function: str, arguments: dict[str, Any], message: str) -> None:
+    reward = Reward(f"rhymerl.rewards.{function}", name="form", arguments=arguments)
+    if not message:
+        check_reward(reward, ["answer"])
+        return
+    with pytest.raises(ConfigError) as error:
+        check_reward(reward, ["answer"])
+    assert str(error.value).startswith(f"rewards.form.arguments.{message}")
+
+
+def test_columns_may_be_what_arguments_are() -> None:
+    """Each row then has its own, which nobody has seen yet."""
+    check_reward(Reward("rhymerl.rewards.format_match"), ["pattern"])
+    check_reward(Reward("rhymerl.rewards.length_penalty", arguments={"free_characters": 9}), ["max_characters"])
+    with pytest.raises(ConfigError, match="needs a column 'tags'"):
+        check_reward(Reward("rhymerl.rewards.tag_match"), [])
+
+
+@pytest.mark.parametrize(
     ("text", "answer"),
     [
         (r"so \boxed{1} or \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
@@ -225,6 +267,17 @@ def test_code_in_the_pool() -> None:
     [
         ({"timeout_s": 3}, "rewards.code.timeout_s=3: expected at least 7, arguments.time_limit_s and 2 seconds"),
         ({"arguments": {"unsafe_without": ["walls"]}}, "there is no 'walls'; expected some of namespaces, seccomp"),
+        ({"arguments": {"time_limit_s": "5"}}, "time_limit_s='5': expected a number of seconds above 0"),
+        ({"arguments": {"time_limit_s": 0}}, "time_limit_s=0: expected a number of seconds above 0"),
+        ({"arguments": {"memory_mb": "512"}}, "memory_mb='512': expected a whole number, at least 64"),
+        ({"arguments": {"memory_mb": 512.5}}, "memory_mb=512.5: expected a whole number, at least 64"),
+        ({"arguments": {"memory_mb": 63}}, "memory_mb=63: expected a whole number, at least 64"),
+        ({"arguments": {"partial": "yes"}}, "partial='yes': expected true or false"),
+        ({"arguments": {"packages": 1}}, "packages=1: expected true or false"),
+        ({"arguments": {"unsafe_without": "seccomp"}}, "unsafe_without='seccomp': expected a list of walls"),
+        ({"arguments": {"unsafe_without": True}}, "unsafe_without=True: expected a list of walls"),
+        ({"arguments": {"entry_point": "f("}}, "entry_point='f(': expected an expression of Python"),
+        ({"arguments": {"entry_point": 7}}, "entry_point=7: expected an expression of Python"),
     ],
 )
 def test_check_of_code(settings: dict[str, Any], message: str) -> None:
@@ -233,6 +286,15 @@ def test_check_of_code(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         check_reward(Reward("rhymerl.rewards.code", **settings), ["tests"])
     assert message in str(error.value)
+
+
+@needs_sandbox
+def test_the_least_memory_is_enough_to_start() -> None:
+    arguments = {"memory_mb": 64, "time_limit_s": 5.0, "partial": True, "unsafe_without": [], "entry_point": "f"}
+    check_reward(Reward("rhymerl.rewards.code", arguments=arguments), ["tests"])
+    for text in (CODE, f"import asyncio, collections, datetime, decimal, json, random, re, sqlite3\n{CODE[16:-10]}"):
+        assert code(text, tests=[{"input": [1], "output": 2}], entry_point="f", memory_mb=64) == 1.0
+    assert code(PROGRAM, tests=[{"input": "1", "output": "2"}], memory_mb=64) == 1.0
 
 
 HAS_MATH = find_spec("math_verify") is not None

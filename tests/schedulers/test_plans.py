@@ -104,6 +104,8 @@ def test_a_large_plan_takes_less_than_300_ms(make):
         started = time.process_time()
         scheduler.plan(requests, 1024, 1)
         best_s = min(best_s, time.process_time() - started)
+        if best_s < 0.3:
+            break
     assert best_s < 0.3
 
 
