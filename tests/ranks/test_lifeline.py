@@ -41,7 +41,7 @@ def obey(rank: int, pipe: Connection[Any, Any]) -> None:
         "close": lifeline.close,
         "fail": lambda: lifeline.fail("ValueError: too bad"),
         "fork": lambda: pipe.send(fork()),
-        "hang": lambda: ctypes.CDLL(None).sleep(60),
+        "hang": lambda: (pipe.send("hangs"), ctypes.CDLL(None).sleep(60)),
         "leave": lambda: None,
         "wait": lambda: lifeline.check(wait_s=10.0),
     }
@@ -146,6 +146,7 @@ def test_rank_that_hangs_after_a_failure_is_ended(hanging: int, capfd: pytest.Ca
     with closing(Team()) as team:  # not by the fixture: capfd captures what is started in the test itself
         team.open()
         team.order(hanging, "hang")
+        assert team.pipes[hanging].recv() == "hangs"  # else it might see the failure before it gets the order
         team.signal(1, signal.SIGKILL)
         assert team.reports(2 - hanging, "rank 1 has ended (killed?)")
         assert team.exit_code(hanging) == 1
