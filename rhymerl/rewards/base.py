@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from math import isfinite
 from typing import Any, Literal, get_args
 
 from rhymerl.errors import ConfigError
+from rhymerl.rewards.arguments import is_number
 from rhymerl.rewards.hooks import Extract
 from rhymerl.rewards.resolve import Found, find, find_home, nearest
 
@@ -129,11 +129,11 @@ class Reward:
                 isinstance(self.function, str) or callable(self.function),
                 "a dotted name or a function",
             ),
-            "weight": (_is_number(self.weight), "a finite number"),
+            "weight": (is_number(self.weight), "a finite number"),
             "where": (self.where in get_args(Where), f"one of {', '.join(get_args(Where))}"),
             "batch": (isinstance(self.batch, bool), "true or false"),
-            "default": (_is_number(self.default), "a finite number"),
-            "timeout_s": (_is_number(self.timeout_s) and self.timeout_s > 0, "a number of seconds above 0"),
+            "default": (is_number(self.default), "a finite number"),
+            "timeout_s": (is_number(self.timeout_s) and self.timeout_s > 0, "a number of seconds above 0"),
         }
         for key, (holds, words) in allowed.items():
             if not holds:
@@ -176,10 +176,6 @@ def check_columns(reward: Reward, columns: Iterable[str]) -> None:
 
 def _is_name(value: object) -> bool:
     return isinstance(value, str) and bool(value.strip())
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
 def _own_name(function: object) -> str:

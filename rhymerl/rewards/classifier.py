@@ -9,26 +9,71 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rhymerl.errors import ConfigError
+from rhymerl.rewards.arguments import check_argument, is_integer
 from rhymerl.rewards.hooks import brings
 
 if TYPE_CHECKING:
     from rhymerl.rewards.base import Reward
 
+_NO_LIMIT = 2**31  # a tokenizer that knows none says 1e30, some models -1
+
 
 def check_classifier(reward: Reward) -> None:
-    """Raises ConfigError for what would load no model, or one for every call."""
+    """Raises ConfigError for what would load no model, or one for every call, or fail at every answer."""
     setting = f"rewards.{reward.name}"
-    path = reward.arguments.get("path")
-    if path is None:
-        raise ConfigError(f"{setting}.arguments.path is missing: expected the directory of a sequence classifier")
-    config = Path(path).expanduser() / "config.json"
-    kinds = json.loads(config.read_text()).get("architectures") or [] if config.is_file() else []
+    expected = "the directory of a sequence classifier"
+    if reward.arguments.get("path") is None:
+        raise ConfigError(f"{setting}.arguments.path is missing: expected {expected}")
+    check_argument(reward, "path", lambda value: isinstance(value, str | Path), expected)
+    config = _config(reward)
+    kinds = config.get("architectures") or []
     if not any("SequenceClassification" in kind for kind in kinds):
         found = f"a directory of {', '.join(kinds)}" if kinds else "no directory of a model"
-        raise ConfigError(f"{setting}.arguments.path={str(path)!r}: {found}; expected one of a sequence classifier")
-    for name, value, expected in (("where", reward.where, "engine"), ("batch", reward.batch, True)):
-        if value != expected:
-            raise ConfigError(f"{setting}.{name}={value!r}: a classifier needs {name}={expected!r}")
+        path = str(reward.arguments["path"])
+        raise ConfigError(f"{setting}.arguments.path={path!r}: {found}; expected one of a sequence classifier")
+    for name, value, needed in (("where", reward.where, "engine"), ("batch", reward.batch, True)):
+        if value != needed:
+            raise ConfigError(f"{setting}.{name}={value!r}: a classifier needs {name}={needed!r}")
+    check_argument(reward, "max_tokens", _is_limit, "a number of tokens, at least 1")
+    _check_label(reward, _labels(config))
+
+
+def _folder(path: str | Path) -> Path:
+    return Path(path).expanduser()
+
+
+def _config(reward: Reward) -> dict[str, Any]:
+    path = reward.arguments["path"]
+    file = _folder(path) / "config.json"
+    if not file.is_file():
+        return {}
+    try:
+        return dict(json.loads(file.read_text()))
+    except (TypeError, ValueError) as error:
+        words = "its config.json is no JSON object; expected the directory of a sequence classifier"
+        raise ConfigError(f"rewards.{reward.name}.arguments.path={str(path)!r}: {words}") from error
+
+
+def _labels(config: dict[str, Any]) -> list[Any]:
+    """As transformers reads them: it leaves out of the file the names that it gives by itself."""
+    labels = config.get("id2label") or {}
+    number = config.get("num_labels") or len(labels) or 2
+    return list(labels.values()) if len(labels) == number else [f"LABEL_{place}" for place in range(number)]
+
+
+def _check_label(reward: Reward, labels: list[Any]) -> None:
+    label = reward.arguments.get("label")
+    if label in labels or (label is None and len(labels) == 1):
+        return
+    words = f"expected one of {', '.join(map(str, labels))}, the classifier's"
+    if len(labels) == 1:
+        words = "expected none, as the classifier has one output"
+    found = "label is missing" if label is None else f"label={label!r}"
+    raise ConfigError(f"rewards.{reward.name}.arguments.{found}: {words}")
+
+
+def _is_limit(value: object) -> bool:
+    return value is None or (is_integer(value) and value > 0)
 
 
 @brings(check=check_classifier)
@@ -50,8 +95,8 @@ def classifier_score(
     import torch
 
     tokenizer, model = _load(path, str(device))
-    longest = getattr(model.config, "max_position_embeddings", tokenizer.model_max_length)
-    settings = {"padding": True, "truncation": True, "max_length": max_tokens or longest, "return_tensors": "pt"}
+    longest = _longest(model.config, tokenizer, max_tokens)
+    settings = {"padding": True, "truncation": longest is not None, "max_length": longest, "return_tensors": "pt"}
     inputs = _encode(tokenizer, completions, question, settings)
     with torch.inference_mode():
         logits = model(**inputs.to(model.device)).logits.float()
@@ -62,13 +107,20 @@ def classifier_score(
 def _load(path: str, device: str) -> tuple[Any, Any]:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForSequenceClassification.from_pretrained(path).to(device).eval()
+    folder = str(_folder(path))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder).to(device).eval()
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     return tokenizer, model
+
+
+def _longest(config: Any, tokenizer: Any, max_tokens: int | None) -> int | None:
+    """In tokens; None where nothing limits them. RoBERTa and its like have more positions than they read: their tokenizers know."""
+    limits = (getattr(config, "max_position_embeddings", None), tokenizer.model_max_length, max_tokens)
+    return min((limit for limit in limits if limit is not None and 0 < limit < _NO_LIMIT), default=None)
 
 
 def _encode(
@@ -92,6 +144,6 @@ def _scores(logits: Any, labels: dict[int, str], label: str | None) -> list[floa
         return found
     places = {name: place for place, name in labels.items()}
     if label not in places:
-        raise ValueError(f"label={label!r}: expected one of {', '.join(places)}, the classifier's")
+        raise ValueError(f"label={label!r}: expected one of {', '.join(map(str, places))}, the classifier's")
     shares: list[float] = logits.softmax(-1)[:, places[label]].tolist()
     return shares

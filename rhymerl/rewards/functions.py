@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from rhymerl.rewards.arguments import argument_error, check_argument, is_number
 from rhymerl.rewards.hooks import brings
+
+if TYPE_CHECKING:
+    from rhymerl.rewards.base import Reward
 
 # Thousands are grouped by commas or not at all; a minus directly after a digit, letter or bracket subtracts.
 _NUMBER = re.compile(r"(?<![\w.)\]])[-\u2212]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
@@ -34,7 +39,12 @@ def boxed_answer(text: str) -> str | None:
     return None
 
 
-@brings(extract=last_number)
+def check_tolerance(reward: Reward) -> None:
+    """Raises ConfigError for one that nothing can be within."""
+    _check_not_negative(reward, "tolerance")
+
+
+@brings(check=check_tolerance, extract=last_number)
 def numeric_match(completion: str, *, answer: object, tolerance: float = 0.0) -> float:
     """1.0 when the completion's `last_number` is within `tolerance` (absolute) of the answer; else 0.0.
 
@@ -44,11 +54,28 @@ def numeric_match(completion: str, *, answer: object, tolerance: float = 0.0) ->
     return float(number is not None and abs(number - _as_number(str(answer))) <= tolerance)
 
 
+def check_pattern(reward: Reward) -> None:
+    """Raises ConfigError for what is no regular expression."""
+    expected = "a regular expression"
+    check_argument(reward, "pattern", lambda value: isinstance(value, str), expected)
+    try:
+        re.compile(reward.arguments.get("pattern", ""), flags=re.DOTALL)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise argument_error(reward, "pattern", f"{expected}: {error}") from error
+
+
+@brings(check=check_pattern)
 def format_match(completion: str, *, pattern: str) -> float:
     """1.0 when the regular expression `pattern` matches it all (`.` is any character); else 0.0."""
     return float(re.fullmatch(pattern, completion, flags=re.DOTALL) is not None)
 
 
+def check_tags(reward: Reward) -> None:
+    """Raises ConfigError for those that no text can have; a text's letters would be tags, too."""
+    check_argument(reward, "tags", _are_tags, "a list of different tags, such as [think, answer]")
+
+
+@brings(check=check_tags)
 def tag_match(completion: str, *, tags: Sequence[str]) -> float:
     """1.0 when the completion is these tags, each once and in this order, with text in each and none outside; else 0.0.
 
@@ -60,6 +87,16 @@ def tag_match(completion: str, *, tags: Sequence[str]) -> float:
     return float(matched is not None and once and all(text.strip() for text in matched.groups()))
 
 
+def check_lengths(reward: Reward) -> None:
+    """Raises ConfigError for an empty range."""
+    for name in ("free_characters", "max_characters"):
+        _check_not_negative(reward, name)
+    given = reward.arguments
+    if {"free_characters", "max_characters"} <= {*given} and given["free_characters"] >= given["max_characters"]:
+        raise argument_error(reward, "free_characters", f"less than max_characters={given['max_characters']}")
+
+
+@brings(check=check_lengths)
 def length_penalty(completion: str, *, free_characters: int, max_characters: int) -> float:
     """0.0 up to `free_characters`, then linearly down to -1.0 at `max_characters` and beyond.
 
@@ -73,3 +110,13 @@ def length_penalty(completion: str, *, free_characters: int, max_characters: int
 
 def _as_number(text: str) -> float:
     return float(text.replace(",", "").replace("\u2212", "-"))
+
+
+def _check_not_negative(reward: Reward, name: str) -> None:
+    check_argument(reward, name, lambda value: is_number(value) and value >= 0, "a number, at least 0")
+
+
+def _are_tags(value: object) -> bool:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return False
+    return len(value) > 0 and all(isinstance(tag, str) and tag for tag in value) and len({*value}) == len(value)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rhymerl.errors import ConfigError
+from rhymerl.rewards.arguments import check_argument, is_integer, is_number
 from rhymerl.rewards.hooks import brings
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*([^\s`]*)[^\n]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
 _PYTHON = ("", "python", "python3", "py")
 _START_S = 2.0  # of the pool's time limit, for a sandbox to come up on a busy machine
+_MIN_MEMORY_MB = 64  # Python itself starts in 16, and imports most of its library in this
 _OPEN_WITHOUT = {
     "namespaces": "an answer could read this machine's files, your data set's among them",
     "seccomp": "an answer could start processes without number, and reach more of the kernel",
@@ -25,9 +27,10 @@ _OPEN_WITHOUT = {
 
 
 def check_code(reward: Reward) -> None:
-    """Raises ConfigError where this machine offers no whole sandbox and the settings do not allow for that."""
+    """Raises ConfigError for settings under which no answer could pass, and for walls that this machine lacks and they do not allow to."""
     from rhymerl.rewards.sandbox.run import WALLS, SandboxError, missing_walls
 
+    _check_arguments(reward, walls=WALLS)
     setting = f"rewards.{reward.name}.arguments.unsafe_without"
     allowed = reward.arguments.get("unsafe_without", ())
     for name in allowed:
@@ -50,6 +53,30 @@ def check_code(reward: Reward) -> None:
             f"rewards.{reward.name}.timeout_s={reward.timeout_s:g}: expected at least {time_limit_s + _START_S:g}, "
             f"arguments.time_limit_s and {_START_S:g} seconds for the sandbox to come up"
         )
+
+
+def _check_arguments(reward: Reward, *, walls: Sequence[str]) -> None:
+    check_argument(reward, "time_limit_s", lambda value: is_number(value) and value > 0, "a number of seconds above 0")
+    enough = f"a whole number, at least {_MIN_MEMORY_MB}, of which Python itself needs some"
+    check_argument(reward, "memory_mb", lambda value: is_integer(value) and value >= _MIN_MEMORY_MB, enough)
+    for name in ("partial", "packages"):
+        check_argument(reward, name, lambda value: isinstance(value, bool), "true or false")
+    check_argument(reward, "unsafe_without", _is_collection, f"a list of walls, of {', '.join(walls)}")
+    check_argument(reward, "entry_point", _is_expression, "an expression of Python, such as add or Solution().add")
+
+
+def _is_collection(value: object) -> bool:
+    return isinstance(value, Collection) and not isinstance(value, str)
+
+
+def _is_expression(value: object) -> bool:
+    if not isinstance(value, str):
+        return value is None
+    try:
+        compile(value, "entry_point", "eval")
+    except (SyntaxError, ValueError):
+        return False
+    return True
 
 
 @brings(check=check_code)

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    BloomConfig,
+    BloomForSequenceClassification,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForSequenceClassification,
     RobertaConfig,
     RobertaForSequenceClassification,
-    T5Config,
-    T5ForSequenceClassification,
 )
 
 from rhymerl.errors import ConfigError
@@ -25,7 +25,7 @@ from rhymerl.rewards.classifier import _load, classifier_score
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}"
 
 
-def write(folder: Path, *, labels: tuple[str, ...] = ("score",), template: str | None = None) -> str:
+def write(folder: Path, *, labels: tuple[Any, ...] = ("score",), template: str | None = None) -> str:
     torch.manual_seed(0)
     tokenizer = character_tokenizer("0123456789+=ua")
     tokenizer.chat_template = template
@@ -103,11 +103,10 @@ def test_the_tokenizer_knows_how_much_a_model_can_read(tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_limit_reads_all(tmp_path: Path) -> None:
-    sizes = {"vocab_size": 12, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_heads": 2, "num_layers": 1}
-    model = T5ForSequenceClassification(T5Config(**sizes, num_labels=1, pad_token_id=0, eos_token_id=1))
-    path = write_another(tmp_path, model)
+    config = BloomConfig(vocab_size=12, hidden_size=16, n_layer=1, n_head=2, pad_token_id=0, num_labels=1)
+    path = write_another(tmp_path, BloomForSequenceClassification(config))
     text = "1" * 600
-    assert classifier_score([f"{text}\x00"], path=path) != classifier_score([text], path=path)
+    assert classifier_score([f"{text}2"], path=path) != classifier_score([text], path=path)
 
 
 def test_the_path_may_be_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +157,10 @@ def test_what_is_refused_before_a_run(tmp_path: Path, settings: dict[str, Any], 
         (("bad", "good"), {"label": ["good"]}, "label=['good']: expected one of bad, good, the classifier's"),
         (("LABEL_0", "LABEL_1"), {"label": "LABEL_1"}, ""),  # the names that transformers leaves out of a config.json
         (("LABEL_0", "LABEL_1"), {}, "label is missing: expected one of LABEL_0, LABEL_1, the classifier's"),
+        ((0, 1), {"label": 1}, ""),
+        ((0, 1), {"label": "1"}, "label='1': expected one of 0, 1, the classifier's"),
         (("score",), {}, ""),
+        (("score",), {"label": "score"}, ""),
         (("score",), {"label": "good"}, "label='good': expected none, as the classifier has one output"),
         (("score",), {"max_tokens": 8}, ""),
         (("score",), {"max_tokens": 0}, "max_tokens=0: expected a number of tokens, at least 1"),
@@ -166,7 +168,7 @@ def test_what_is_refused_before_a_run(tmp_path: Path, settings: dict[str, Any], 
     ],
 )
 def test_which_arguments_are_refused(
-    tmp_path: Path, labels: tuple[str, ...], arguments: dict[str, Any], message: str
+    tmp_path: Path, labels: tuple[Any, ...], arguments: dict[str, Any], message: str
 ) -> None:
     given = {"path": write(tmp_path, labels=labels), **arguments}
     reward = Reward("rhymerl.rewards.classifier_score", name="judge", where="engine", batch=True, arguments=given)

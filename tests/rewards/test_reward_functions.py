@@ -292,7 +292,10 @@ def test_check_of_code(settings: dict[str, Any], message: str) -> None:
 def test_the_least_memory_is_enough_to_start() -> None:
     arguments = {"memory_mb": 64, "time_limit_s": 5.0, "partial": True, "unsafe_without": [], "entry_point": "f"}
     check_reward(Reward("rhymerl.rewards.code", arguments=arguments), ["tests"])
-    for text in (CODE, f"import asyncio, collections, datetime, decimal, json, random, re, sqlite3\n{CODE[16:-10]}"):
+    for text in (
+        CODE,
+        f"import asyncio, collections, datetime, decimal, json, random, re, sqlite3\n{last_code_block(CODE)}",
+    ):
         assert code(text, tests=[{"input": [1], "output": 2}], entry_point="f", memory_mb=64) == 1.0
     assert code(PROGRAM, tests=[{"input": "1", "output": "2"}], memory_mb=64) == 1.0
 
