@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from rhymerl.errors import ConfigError, require_at_least
 
+_NAME = "default"  # peft's own name for an only adapter
 _CONFIG = "adapter_config.json"  # what peft writes
 _BASE = ".base_layer."  # in the names of an adapted layer's own parameters
 
@@ -45,13 +46,9 @@ class LoRA:
 
         Raises ConfigError when a target is no layer of the model, or peft is not installed.
         """
-        try:
-            from peft import LoraConfig
-        except ImportError as error:
-            raise ConfigError("adapter: this needs peft: pip install 'rhymerl[lora]'") from error
-        config = LoraConfig(
+        config = _peft().LoraConfig(
             r=self.rank,
-            lora_alpha=self.alpha,  # type: ignore[arg-type]
+            lora_alpha=self.alpha,
             lora_dropout=self.dropout,
             target_modules=self._found_in(model),
             task_type="CAUSAL_LM",
@@ -60,11 +57,8 @@ class LoRA:
             torch.manual_seed(seed)
             _inject(config, model)
 
-    def _found_in(self, model: PreTrainedModel) -> list[str] | str:
-        """The targets, as peft wants them."""
-        if self.targets is None:
-            return "all-linear"
-        given = f"adapter.targets={list(self.targets)}"
+    def _found_in(self, model: PreTrainedModel) -> list[str]:
+        """Names of layers. Not peft's own "all-linear", which means parameters too that are no layers."""
         head = model.get_output_embeddings()
         is_tied = model.config.get_text_config().tie_word_embeddings
         layers = {
@@ -72,6 +66,9 @@ class LoRA:
             for name, module in model.named_modules()
             if isinstance(module, nn.Linear) and not (is_tied and module is head)
         }
+        if self.targets is None:
+            return [name for name, module in layers.items() if module is not head]
+        given = f"adapter.targets={list(self.targets)}"
         known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
         if not self.targets:
             raise ConfigError(f"{given}: expected some of {known}, or null for all")
@@ -84,8 +81,28 @@ class LoRA:
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether the model has adapters, ours or others that peft has put there."""
+    """Whether the model has adapters, whoever has put them there."""
     return bool(_adapted(model))
+
+
+def is_changed(model: nn.Module) -> bool:
+    """Whether its adapters, if it has any, do anything yet."""
+    return any(bool(p.any()) for name, p in model.named_parameters() if ".lora_B." in name)
+
+
+def check_adapters(model: nn.Module) -> None:
+    """Raise ConfigError for adapters of another kind than ours, whose weights could be neither handed over nor exported."""
+    if not is_adapted(model):
+        return
+    from peft.tuners.lora import Linear
+
+    layers = _adapted(model).values()
+    are_ours = all(isinstance(each, Linear) and list(each.scaling) == [_NAME] for each in layers)
+    has_variants = any(getattr(each, "lora_variant", None) for each in layers)
+    if not are_ours or has_variants or getattr(model, "_hf_peft_config_loaded", False):
+        raise ConfigError(
+            "model: it has adapters that are not rhymerl's own; give it without them, and set adapter, or merge them into it first"
+        )
 
 
 @contextmanager
@@ -112,8 +129,9 @@ def merged(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[
         layer_name, _, kind = name.rpartition(_BASE)
         if layer_name:
             layer = layers[layer_name]
-            changes = [layer.get_delta_weight(each) for each in layer.active_adapters if kind == "weight"]
-            yield f"{layer_name}.{kind}", sum(changes, tensor).to(tensor.dtype)
+            with torch.no_grad():
+                whole = tensor + layer.get_delta_weight(_NAME) if kind == "weight" else tensor
+            yield f"{layer_name}.{kind}", whole.detach().to(tensor.dtype)
         elif name not in of_adapters:
             yield name, tensor
 
@@ -127,27 +145,35 @@ def save_config(model: nn.Module, folder: Path) -> None:
 def put_back(model: PreTrainedModel, folder: Path) -> None:
     """Adapt the model as the file says that `save_config` wrote, if there is one; and remove that."""
     if (folder / _CONFIG).exists():
-        from peft import LoraConfig
-
+        LoraConfig = _peft().LoraConfig  # noqa: N806 - a class
         _inject(LoraConfig.from_pretrained(str(folder)), model)
         (folder / _CONFIG).unlink()
 
 
-def in_full(model: nn.Module) -> None:
-    """Adapters are in float32 or better, whatever the rest is in: small steps would be lost to rounding."""
-    for layer in _adapted(model).values():
-        of_adapters = set(_own_names("", layer))
-        for own_name, parameter in layer.named_parameters():
-            if f".{own_name}" in of_adapters and parameter.dtype.itemsize < 4:
-                parameter.data = parameter.data.float()
+@contextmanager
+def kept_in_full(model: nn.Module) -> Iterator[None]:
+    """What casts the model within leaves its adapters in float32 or better: small steps would be lost to rounding."""
+    parts = [getattr(layer, part) for layer in _adapted(model).values() for part in layer.adapter_layer_names]
+    before = [(parameter, parameter.data) for part in parts for parameter in part.parameters()]
+    yield
+    for parameter, data in before:
+        if parameter.dtype.itemsize < 4:
+            parameter.data = data.to(parameter.device, torch.promote_types(data.dtype, torch.float32))
 
 
 def _inject(config: Any, model: PreTrainedModel) -> None:
-    from peft import inject_adapter_in_model
-
-    inject_adapter_in_model(config, model)
+    _peft().inject_adapter_in_model(config, model, adapter_name=_NAME)
     config.target_modules = sorted(config.target_modules)  # a set, which would be saved in any order
-    in_full(model)
+    with kept_in_full(model):
+        pass
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError("adapter: this needs peft: pip install 'rhymerl[lora]'") from error
+    return peft
 
 
 def _adapted(model: nn.Module) -> dict[str, Any]:

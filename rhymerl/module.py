@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, cast
@@ -11,7 +11,7 @@ from typing import Any, cast
 import lightning as L
 import torch
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
@@ -33,7 +33,7 @@ from rhymerl.evaluation import EvaluationSettings, step_name
 from rhymerl.history import HistoryStore
 from rhymerl.hyperparameters import held, refuse_lost
 from rhymerl.logprobs import prove_head
-from rhymerl.lora import in_full
+from rhymerl.lora import check_adapters, kept_in_full
 from rhymerl.policy import Policy, PolicySource, frozen
 from rhymerl.ranks import Alone, Ranks
 from rhymerl.ranks.group import Group
@@ -107,6 +107,7 @@ class RhymeModule(L.LightningModule):
             )
         source = PolicySource(model) if isinstance(model, str) else instantiate(model)
         self.policy: Policy = source.load() if isinstance(source, PolicySource) else source
+        check_adapters(self.policy.model)
         self.model: PreTrainedModel = self.policy.model.train()
         self.num_rollouts = 0  # rollout steps whose update is in the weights
         self.num_tokens = 0  # response tokens trained on
@@ -121,7 +122,7 @@ class RhymeModule(L.LightningModule):
         self._updater: Updater | None = None
         self._scorer: RewardScorer | None = None
         self._rewards: list[Reward] = []
-        # Now, because later a checkpoint may have been loaded: the reference is the policy that the module was given.
+        # Now: later a checkpoint may have been loaded, and the reference is the policy that the module was given.
         object.__setattr__(self, "_reference", frozen(self.model) if "reference" in self.algo.needs else None)
         self.critic: Critic | None = None
         if "values" in self.algo.needs:
@@ -132,8 +133,9 @@ class RhymeModule(L.LightningModule):
     def _settings(self, source: Any) -> dict[str, Any]:
         """Constructor arguments as plain containers, for the checkpoint, with a mark for each that it cannot hold."""
         parts = ("algo", "rollout", "update", "evaluation", "drafter", "budget", "history", "scheduler", "backend")
-        plain_ones = ("run_ahead", "max_staleness", "reward_workers", "seed")
-        numbers = {name: plain(getattr(self, name)) for name in plain_ones}
+        numbers = {
+            name: plain(getattr(self, name)) for name in ("run_ahead", "max_staleness", "reward_workers", "seed")
+        }
         return {
             "model": held(source, _describe_source),
             **{name: held(getattr(self, name), describe) for name in parts},
@@ -141,6 +143,12 @@ class RhymeModule(L.LightningModule):
             "rewards": held(self.rewards, plain_rewards),
             **numbers,
         }
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RhymeModule:
+        """Lightning casts the whole module under bf16-true, after it has restored a checkpoint."""
+        with kept_in_full(self):
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     # -- set-up ------------------------------------------------------------------------------------------------
 
@@ -179,7 +187,6 @@ class RhymeModule(L.LightningModule):
         if self._loop is not None:
             return
         autocast = self.trainer.precision_plugin.forward_context
-        in_full(self.model)  # Lightning has made a bfloat16 module of it under bf16-true
         if self._reference is not None and self._reference is not self.model:
             nn.Module.to(self._reference, device=self.device, dtype=self.model.dtype)
         self._ranks = self._ranks or (Group() if self.trainer.world_size > 1 else Alone())

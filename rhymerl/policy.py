@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from rhymerl.errors import ConfigError
-from rhymerl.lora import LoRA, is_adapted, merged, put_back, save_config
+from rhymerl.lora import LoRA, is_adapted, is_changed, merged, put_back, save_config
 
 PAD, END = "<pad>", "<end>"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -56,8 +56,7 @@ class Policy:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The parameters of a plain model that computes the same: those of adapters are added into what they adapt."""
-        with torch.no_grad():
-            yield from merged(self.model, self.model.named_parameters())
+        return merged(self.model, self.model.named_parameters())
 
     def save(self, directory: str | Path) -> None:
         """Write a directory that plain `transformers` loads."""
@@ -99,13 +98,13 @@ def restore(files: Mapping[str, str], weights: Mapping[str, torch.Tensor], direc
 
 
 def _save(model: PreTrainedModel, directory: str | Path) -> None:
-    with torch.no_grad():
-        model.save_pretrained(directory, state_dict=dict(merged(model, model.state_dict().items())))
+    model.save_pretrained(directory, state_dict=dict(merged(model, model.state_dict().items())))
 
 
 def frozen(model: PreTrainedModel) -> PreTrainedModel:
-    """What stays as the model is now: a copy; of an adapted one itself, `without_adapters`."""
-    return model if is_adapted(model) else copy.deepcopy(model).requires_grad_(False).eval()
+    """What stays as the model is now: a copy; with adapters that do nothing yet itself, `without_adapters`."""
+    is_itself = is_adapted(model) and not is_changed(model)
+    return model if is_itself else copy.deepcopy(model).requires_grad_(False).eval()
 
 
 def is_random(model: PreTrainedModel) -> bool:

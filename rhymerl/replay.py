@@ -275,9 +275,9 @@ def _learn(history: HistoryStore, records: Sequence[TraceRecord]) -> None:
                 finish_reason=record.finish_reason,
                 policy_version=record.epoch,
                 epoch=record.epoch,
-                sample=record.sample,
+                sample=number,
             )
-            for record, advantage in zip(group, advantages, strict=True)
+            for number, (record, advantage) in enumerate(zip(group, advantages, strict=True))
         ]
         history.add(_prompt(group[0]), answers)
 

@@ -31,7 +31,7 @@ from rhymerl.module import RhymeModule
 from rhymerl.policy import restore
 from rhymerl.ranks.first import is_first_rank
 from rhymerl.speedup import measure_speedup
-from rhymerl.trainer import check_precision, check_trainer, cluster_environments
+from rhymerl.trainer import check_precision, check_trainer, with_environment
 
 Result = dict[str, float | int | None]
 _NEVER = 2**31  # steps
@@ -99,7 +99,7 @@ def evaluate(config: DictConfig) -> dict[str, float]:
     ckpt_path = checkpoint_path(config.ckpt_path, Path(config.run_dir))
     checkpoint = read_checkpoint(ckpt_path) if ckpt_path is not None else None
     asked = resolved(config)["trainer"]
-    plugins = asked.get("plugins") or cluster_environments()
+    plugins = with_environment(asked.get("plugins"))
     settings = {**asked, "plugins": plugins, "logger": False, "enable_checkpointing": False, **_QUIET}
     trainer: L.Trainer = instantiate(settings, key="trainer")
     check_trainer(trainer)
@@ -153,7 +153,7 @@ def build_trainer(
             SampleTable(run_dir / "samples.jsonl"),
             Checkpoints(run_dir / "checkpoints", every_n_steps=every_n_steps, keep=keep),
         ],
-        "plugins": [*(asked.get("plugins") or cluster_environments()), AtomicCheckpointIO()],
+        "plugins": [*with_environment(asked.get("plugins")), AtomicCheckpointIO()],
         "logger": logger,
         "default_root_dir": str(run_dir),
         "deterministic": config.trainer.deterministic or config.deterministic,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -76,10 +76,12 @@ def _check_requeueing(trainer: Any) -> None:
         )
 
 
-def cluster_environments() -> list[ClusterEnvironment]:
-    """What a Trainer has to be given in this process, as a plugin: SLURM, where it is there, without requeueing."""
+def with_environment(plugins: Sequence[Any] | None) -> list[Any]:
+    """A Trainer's plugins, and SLURM, where it is there, without requeueing; one that is among them stays."""
+    asked = list(plugins or [])
+    is_given = any("Environment" in str(each.get("_target_") if isinstance(each, Mapping) else each) for each in asked)
     is_slurm = SLURMEnvironment.detect() and not TorchElasticEnvironment.detect()
-    return [SLURMEnvironment(auto_requeue=False)] if is_slurm else []
+    return [*asked, SLURMEnvironment(auto_requeue=False)] if is_slurm and not is_given else asked
 
 
 def check_precision(precision: object) -> None:

@@ -19,6 +19,7 @@ from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.folders import open_folder
 from rhymerl.policy import Policy, PolicySource
 from rhymerl.tasks.base import Task
+from rhymerl.trainer import with_environment
 
 IGNORE = -100
 
@@ -158,7 +159,7 @@ def warmstart(
             *([LiveProgress(lines_every=100)] if progress else []),
             _State(state, save_every, settings),
         ],
-        plugins=[AtomicCheckpointIO()],
+        plugins=with_environment([AtomicCheckpointIO()]),
     )
     module.train()
     trainer.fit(module, train_dataloaders=loader, ckpt_path=str(state) if state.exists() else None, weights_only=True)

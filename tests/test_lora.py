@@ -7,13 +7,14 @@ import sys
 from contextlib import nullcontext
 
 import numpy as np
+import peft
 import pytest
 import torch
 from lightning import Trainer
 from transformers import AutoModelForCausalLM
 
 from rhymerl import PromptDataModule, Reward, RhymeModule, RolloutSettings
-from rhymerl.algos import GRPO
+from rhymerl.algos import GRPO, PPO
 from rhymerl.critic import CriticSettings
 from rhymerl.drafters import NoDrafter
 from rhymerl.errors import ConfigError
@@ -40,11 +41,15 @@ def adapted(dtype: str = "float64", seed: int = 1, **settings):
     """A tiny policy with adapters, as they are after some training."""
     policy = tiny_policy(dtype=dtype)
     LoRA(4, **settings).put_on(policy.model, seed=seed)
-    with torch.no_grad():
-        for name, parameter in policy.model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.2, generator=torch.Generator().manual_seed(len(name)))
+    change(policy.model)
     return policy
+
+
+@torch.no_grad()
+def change(model):
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.normal_(std=0.2, generator=torch.Generator().manual_seed(len(name)))
 
 
 @torch.no_grad()
@@ -84,8 +89,17 @@ def test_without_its_adapters_the_model_is_what_it_was():
         assert torch.equal(logits(policy.model), plain)
     assert not torch.allclose(logits(policy.model), plain, atol=1e-3)
     assert trained(policy.model) == names
-    assert frozen(policy.model) is policy.model
-    assert frozen(tiny_policy().model) is not None
+
+
+def test_what_stays_is_the_model_below_only_while_adapters_do_nothing():
+    fresh = tiny_policy()
+    LoRA(4).put_on(fresh.model, seed=0)
+    assert frozen(fresh.model) is fresh.model
+    for policy in (adapted(), tiny_policy()):
+        stays = frozen(policy.model)
+        assert stays is not policy.model
+        assert not trained(stays)
+        torch.testing.assert_close(logits(stays), logits(policy.model), atol=0, rtol=0)
 
 
 def test_named_weights_are_those_of_a_plain_model_that_computes_the_same():
@@ -145,8 +159,11 @@ def test_a_critic_of_its_own_has_adapters_too():
 
 
 def test_a_divergence_is_from_the_model_without_adapters():
-    policy, samples = adapted(), scored(6)
+    policy, samples = tiny_policy(), scored(6)
     model = policy.model
+    LoRA(4).put_on(model, seed=1)
+    reference = frozen(model)
+    change(model)
     found = []
 
     class Looking(GRPO):
@@ -164,7 +181,7 @@ def test_a_divergence_is_from_the_model_without_adapters():
         seed=0,
         backward=torch.Tensor.backward,
         autocast=nullcontext,
-        reference=frozen(model),
+        reference=reference,
     )
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     updater.run(samples, 0, optimizer=optimizer, schedule=settings.schedule(optimizer, 1))
@@ -233,6 +250,46 @@ def test_adapters_stay_in_float32_under_bf16_true():
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
     moments = [state["exp_avg"].dtype for state in trainer.optimizers[0].state.values()]
     assert set(moments) == {torch.float32}
+
+
+@pytest.mark.parametrize("algo", [GRPO, PPO])
+def test_a_cast_of_the_module_changes_no_bit_of_its_adapters(algo):
+    module = RhymeModule(adapted("bfloat16"), algo(), rewards=Reward(len_of, where="main"))
+    before = {name: p.clone() for name, p in module.named_parameters() if "lora_" in name}
+    assert any(name.startswith("critic.") for name in before) == (algo is PPO)
+    module.to(torch.bfloat16)
+    after = dict(module.named_parameters())
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    module.double()
+    assert {after[name].dtype for name in before} == {torch.float64}
+
+
+def test_experts_are_no_layers():
+    init = {"model_type": "qwen3_moe", "hidden_size": 16, "moe_intermediate_size": 8, "intermediate_size": 16}
+    sizes = {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "num_experts": 4,
+    }
+    source = PolicySource(init={**init, **sizes, "num_experts_per_tok": 2}, dtype="float32")
+    plain, policy = source.load(), source.load()
+    LoRA(2).put_on(policy.model, seed=0)
+    change(policy.model)
+    weights = dict(policy.named_weights())
+    assert list(weights) == [name for name, _ in plain.model.named_parameters()]
+    plain.model.load_state_dict(weights, strict=False)
+    torch.testing.assert_close(logits(plain.model), logits(policy.model), atol=1e-5, rtol=0)
+
+
+def test_adapters_of_another_kind_are_refused():
+    for settings, name in (({}, "mine"), ({"use_dora": True}, "default")):
+        policy = tiny_policy()
+        config = peft.LoraConfig(target_modules=["q_proj"], **settings)
+        peft.inject_adapter_in_model(config, policy.model, adapter_name=name)
+        with pytest.raises(ConfigError, match="^model: it has adapters that are not rhymerl's own"):
+            RhymeModule(policy, rewards=Reward(len_of, where="main"))
 
 
 def len_of(completion: str) -> float:

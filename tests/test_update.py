@@ -272,6 +272,11 @@ def test_activation_checkpointing_changes_nothing_but_memory(shared):
     assert not any(getattr(module, "gradient_checkpointing", False) for module in trained.modules())
 
 
+def test_activation_checkpointing_leaves_no_hooks():
+    trained, _ = run_update(scored(4), activation_checkpointing=True, mini_batches=2, steps=2)
+    assert not any(module._forward_hooks for module in trained["model"].modules())
+
+
 def test_activation_checkpointing_is_refused_for_a_model_that_has_none(monkeypatch):
     model = copy.deepcopy(first_policy().model)
     update = UpdateSettings(activation_checkpointing=True)

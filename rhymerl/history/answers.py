@@ -14,14 +14,21 @@ if TYPE_CHECKING:
     from rhymerl.types import FloatArray
 
 
+_ROUNDING = 1e-9  # of a weighted sum of rewards
+
+
+def are_alike(rewards: Sequence[float]) -> bool:
+    """Whether the answers of a group are equally good, up to rounding."""
+    return max(rewards) - min(rewards) <= _ROUNDING
+
+
 def group_advantages(rewards: Sequence[float]) -> FloatArray:
     """How much better than its group each answer was, [G], in standard deviations; all 0 where all are alike.
 
     The history's own measure, whatever the algorithm's: it only tilts which earlier answer a draft follows.
     """
     values = np.asarray(rewards, np.float64)
-    spread = values.std()
-    return (values - values.mean()) / spread if spread > 0 else np.zeros(len(values))
+    return np.zeros(len(values)) if are_alike(rewards) else (values - values.mean()) / values.std()
 
 
 def answers_of(samples: Sequence[Sample], epoch: int) -> Iterator[tuple[Prompt, list[Answer]]]:

@@ -101,7 +101,8 @@ class Group(Ranks):
 
     def close(self) -> None:
         if signal.getsignal(signal.SIGTERM) == self._on_sigterm:  # else Lightning has given the signal back already
-            signal.signal(signal.SIGTERM, self._before)
+            # None: what was there before was not Python's.
+            signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)
         self._before = None
         if self._lifeline is not None:
             self._lifeline.close()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import isfinite
+from math import isnan
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from rhymerl.errors import ConfigError
@@ -24,10 +25,10 @@ def argument_error(reward: Reward, name: str, expected: str) -> ConfigError:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """A finite one, and not a truth value."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    """Not NaN, and not a truth value."""
+    return not isinstance(value, bool) and isinstance(value, Real) and not isnan(value)
 
 
 def is_integer(value: object) -> TypeGuard[int]:
     """Not a truth value."""
-    return isinstance(value, int) and not isinstance(value, bool)
+    return not isinstance(value, bool) and isinstance(value, Integral)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rhymerl.history.answers import are_alike
 from rhymerl.types import Sample
 
 
@@ -18,7 +19,7 @@ def by_prompt(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
 def groups_that_teach_nothing(samples: Sequence[Sample]) -> list[str]:
     """The prompt ids of groups whose rewards are all equal, in the order of the samples."""
     groups = by_prompt(samples).items()
-    return [prompt_id for prompt_id, group in groups if len({sample.reward for sample in group}) == 1]
+    return [prompt_id for prompt_id, group in groups if are_alike([sample.reward for sample in group])]
 
 
 def replaced(samples: Sequence[Sample], dull: Sequence[str], fresh: Sequence[Sample]) -> list[Sample]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from rhymerl.history.answers import are_alike
 from rhymerl.rollout.groups import by_prompt
 from rhymerl.types import Ratio, Sample
 
@@ -39,7 +40,7 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 def _deviation(rewards: Sequence[float]) -> float:
     """0 for equal rewards, where rounding may leave something of it."""
-    return float(np.std(rewards)) if len(set(rewards)) > 1 else 0.0
+    return 0.0 if are_alike(rewards) else float(np.std(rewards))
 
 
 def staleness_metrics(samples: Sequence[Sample], step: int) -> dict[str, float]:

@@ -168,7 +168,7 @@ class Updater:
 
     def _of_reference(self, tokens: TokenBatch) -> Tensor:
         assert self.reference is not None, "an algorithm that needs a reference gets one"
-        with without_adapters(self.reference):
+        with without_adapters(self.model) if self.reference is self.model else nullcontext():
             return self._logprobs(self.reference, tokens)
 
     def _logprobs(self, model: PreTrainedModel, tokens: TokenBatch) -> Tensor:
@@ -299,6 +299,7 @@ def checkpointing(models: Sequence[PreTrainedModel]) -> Iterator[None]:
     finally:
         for model in models:
             _either(model, "activation_checkpointing_disable", "gradient_checkpointing_disable")()
+            model.disable_input_require_grads()  # which transformers adds each time, and leaves there
 
 
 def _either(model: PreTrainedModel, name: str, former: str) -> Callable[..., None]:

@@ -23,7 +23,7 @@ from rhymerl.policy import PolicySource
 from rhymerl.rewards import Reward, exact_match
 from rhymerl.rollout import RolloutSettings
 from rhymerl.tasks import RunningSum
-from rhymerl.trainer import check_trainer, cluster_environments
+from rhymerl.trainer import check_trainer, with_environment
 from rhymerl.update import UpdateSettings
 from tests.conftest import children
 from tests.integration.conftest import assert_same
@@ -313,15 +313,18 @@ def test_strategies_that_cannot_be_honoured(strategy, message):
 
 
 def test_slurm_does_not_save_in_the_middle_of_a_step(model_dir, prompts, monkeypatch):
-    assert cluster_environments() == []
+    assert with_environment(None) == []
     for name, value in {"NTASKS": 1, "JOB_NAME": "job", "JOB_ID": 7, "NODEID": 0, "PROCID": 0, "LOCALID": 0}.items():
         monkeypatch.setenv(f"SLURM_{name}", str(value))
     module, datamodule = parts(str(model_dir), prompts)
     with pytest.raises(ConfigError, match=r"^trainer.plugins: .* pass SLURMEnvironment\(auto_requeue=False\)"):
         L.Trainer(devices=1, max_steps=1, **QUIET).fit(module, datamodule)
-    trainer = L.Trainer(devices=1, max_steps=1, plugins=cluster_environments(), **QUIET)
+    trainer = L.Trainer(devices=1, max_steps=1, plugins=with_environment(None), **QUIET)
     trainer.fit(module, datamodule)
     assert trainer.global_step == 1
+    other = {"_target_": "lightning.fabric.plugins.environments.LightningEnvironment"}
+    assert with_environment([other]) == [other]
+    assert len(with_environment([{"_target_": "some.Precision"}])) == 2
 
 
 def test_no_test_loop(model_dir, prompts):

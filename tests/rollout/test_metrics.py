@@ -5,6 +5,8 @@ from __future__ import annotations
 import pickle
 from dataclasses import replace
 
+from rhymerl.history.answers import group_advantages
+from rhymerl.rollout.groups import groups_that_teach_nothing
 from rhymerl.rollout.metrics import over_ranks, rollout_metrics
 from rhymerl.types import Ratio
 from tests.test_update import scored
@@ -32,7 +34,11 @@ def test_a_mean_without_weights_is_the_first_value():
 
 
 def test_equal_rewards_have_no_deviation_whatever_rounding_leaves():
-    samples = [replace(sample, reward=0.1) for sample in scored(12)]
-    metrics = rollout_metrics(samples)
+    samples = [sample for i, sample in enumerate(scored(12)) if i % 4]  # groups of three
+    for rewards in ([0.1, 0.1, 0.1], [0.1 + 0.2, 0.3, 0.3]):
+        same = [replace(sample, reward=rewards[i % 3]) for i, sample in enumerate(samples)]
+        assert len(groups_that_teach_nothing(same)) == 3
+        assert group_advantages(rewards).tolist() == [0, 0, 0]
+    metrics = rollout_metrics(same)
     assert metrics["reward_std"] == 0
     assert metrics["frac_reward_zero_std"] == 1
