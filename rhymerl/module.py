@@ -133,9 +133,8 @@ class RhymeModule(L.LightningModule):
     def _settings(self, source: Any) -> dict[str, Any]:
         """Constructor arguments as plain containers, for the checkpoint, with a mark for each that it cannot hold."""
         parts = ("algo", "rollout", "update", "evaluation", "drafter", "budget", "history", "scheduler", "backend")
-        numbers = {
-            name: plain(getattr(self, name)) for name in ("run_ahead", "max_staleness", "reward_workers", "seed")
-        }
+        plain_ones = ("run_ahead", "max_staleness", "reward_workers", "seed")
+        numbers = {name: plain(getattr(self, name)) for name in plain_ones}
         return {
             "model": held(source, _describe_source),
             **{name: held(getattr(self, name), describe) for name in parts},
@@ -289,9 +288,8 @@ class RhymeModule(L.LightningModule):
         assert loader is not None
         epoch = self.first_epochs["train"] + loader.epoch
         following = None if self._is_last_step else loader.peek().prompts
-        instead = loader.replacements()
         result = self._loop.run(
-            batch.prompts, step, self.rollout, epoch=epoch, following=following, replacements=instead
+            batch.prompts, step, self.rollout, epoch=epoch, following=following, replacements=loader.replacements()
         )
         schedule = cast(LambdaLR, self.lr_schedulers())
         metrics = self._updater.run(result.samples, step, optimizer=self.optimizers(), schedule=schedule)
