@@ -13,6 +13,7 @@ import argparse
 import pickle
 import socket
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -51,10 +52,7 @@ def measure(rank: int, arguments: argparse.Namespace, port: int, results: Any) -
     for length in arguments.lengths:
         share = make_share(arguments.answers // arguments.ranks, length, seed=rank)
         num_tokens = share.num_tokens * arguments.ranks
-        times = [
-            record.seconds(lambda share=share: ranks.gather(share))
-            for _ in range(arguments.repeats + 1)  # type: ignore[misc]
-        ][1:]
+        times = [record.seconds(partial(ranks.gather, share)) for _ in range(arguments.repeats + 1)][1:]
         if rank == 0:
             row = {
                 "length": length,

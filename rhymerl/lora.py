@@ -153,19 +153,22 @@ def put_back(model: PreTrainedModel, folder: Path) -> None:
 @contextmanager
 def kept_in_full(model: nn.Module) -> Iterator[None]:
     """What casts the model within leaves its adapters in float32 or better: small steps would be lost to rounding."""
-    parts = [getattr(layer, part) for layer in _adapted(model).values() for part in layer.adapter_layer_names]
-    before = [(parameter, parameter.data) for part in parts for parameter in part.parameters()]
+    before = [(parameter, _in_full(parameter.data)) for parameter in _own_parameters(model)]
     yield
     for parameter, data in before:
         if parameter.dtype.itemsize < 4:
-            parameter.data = data.to(parameter.device, torch.promote_types(data.dtype, torch.float32))
+            parameter.data = data.to(parameter.device)
 
 
 def _inject(config: Any, model: PreTrainedModel) -> None:
     _peft().inject_adapter_in_model(config, model, adapter_name=_NAME)
     config.target_modules = sorted(config.target_modules)  # a set, which would be saved in any order
-    with kept_in_full(model):
-        pass
+    for parameter in _own_parameters(model):
+        parameter.data = _in_full(parameter.data)
+
+
+def _in_full(data: Tensor) -> Tensor:
+    return data.to(torch.promote_types(data.dtype, torch.float32))
 
 
 def _peft() -> Any:
@@ -182,6 +185,12 @@ def _adapted(model: nn.Module) -> dict[str, Any]:
     if peft is None:
         return {}
     return {name: module for name, module in model.named_modules() if isinstance(module, peft.BaseTunerLayer)}
+
+
+def _own_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Of its adapters."""
+    parts = [getattr(layer, part) for layer in _adapted(model).values() for part in layer.adapter_layer_names]
+    return [parameter for part in parts for parameter in part.parameters()]
 
 
 def _own_names(layer_name: str, layer: Any) -> Iterator[str]:

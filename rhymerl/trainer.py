@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
+from rhymerl.config.components import is_component
+from rhymerl.config.targets import import_target
 from rhymerl.errors import ConfigError
 
 
@@ -79,9 +82,15 @@ def _check_requeueing(trainer: Any) -> None:
 def with_environment(plugins: Sequence[Any] | None) -> list[Any]:
     """A Trainer's plugins, and SLURM, where it is there, without requeueing; one that is among them stays."""
     asked = list(plugins or [])
-    is_given = any("Environment" in str(each.get("_target_") if isinstance(each, Mapping) else each) for each in asked)
     is_slurm = SLURMEnvironment.detect() and not TorchElasticEnvironment.detect()
-    return [*asked, SLURMEnvironment(auto_requeue=False)] if is_slurm and not is_given else asked
+    is_wanted = is_slurm and not any(map(_is_environment, asked))
+    return [*asked, SLURMEnvironment(auto_requeue=False)] if is_wanted else asked
+
+
+def _is_environment(plugin: Any) -> bool:
+    """As an object, or as its node."""
+    kind = import_target(plugin["_target_"], setting="trainer.plugins") if is_component(plugin) else type(plugin)
+    return isinstance(kind, type) and issubclass(kind, ClusterEnvironment)
 
 
 def check_precision(precision: object) -> None:

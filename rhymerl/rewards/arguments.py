@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import isnan
+from math import isfinite
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -25,8 +25,8 @@ def argument_error(reward: Reward, name: str, expected: str) -> ConfigError:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Not NaN, and not a truth value."""
-    return not isinstance(value, bool) and isinstance(value, Real) and not isnan(value)
+    """A finite one, and not a truth value."""
+    return not isinstance(value, bool) and isinstance(value, Real) and isfinite(value)
 
 
 def is_integer(value: object) -> TypeGuard[int]:

@@ -108,6 +108,8 @@ def test_functions_of_the_main_script_must_run_in_main(monkeypatch: pytest.Monke
     [
         ({"weight": "1"}, "rewards.length.weight='1': expected a finite number"),
         ({"weight": float("nan")}, "rewards.length.weight=nan: expected a finite number"),
+        ({"weight": float("inf")}, "rewards.length.weight=inf: expected a finite number"),
+        ({"default": float("-inf")}, "rewards.length.default=-inf: expected a finite number"),
         ({"where": "gpu"}, "rewards.length.where='gpu': expected one of pool, main, engine"),
         ({"batch": 1}, "rewards.length.batch=1: expected true or false"),
         ({"default": None}, "rewards.length.default=None: expected a finite number"),
