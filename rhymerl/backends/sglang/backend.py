@@ -29,14 +29,16 @@ _USUAL_NODES = 7  # without a cost curve
 
 
 class SGLangBackend(RolloutBackend):
-    """Answers come from an SGLang server that is started with the run and ends with it, or that runs at `url` already.
+    """Answers come from an SGLang server that is started with the run and ends with it, or from those that run at `url` already.
 
     `nodes` draft nodes of every request are verified in every pass, a number that holds for the engine's life; null chooses it: with
     `costs` (a file of `rhymerl bench costs`), for `max_running` requests whose drafted tokens are accepted with probability
     `expected_accept_rate`, else 7. `arguments` go to the server as they are, `environment` to its process. `weights` names the
     way of new weights: `tensor` (the same device), `disk` (a file in `folder`, by default in shared memory where there is room),
     `distributed` (a process group with the engine's ranks), `auto`. An engine that dies is an error, unless it may be started
-    again `restarts` times. `release_memory` frees its memory while training.
+    again `restarts` times, and so is one that has been silent for `silence_timeout_s` and fails a health check. `release_memory` frees
+    its memory while training. `url` is one or several, of servers or of routers, whose servers are then asked themselves; ranks
+    share them out.
     """
 
     def __init__(
@@ -51,11 +53,12 @@ class SGLangBackend(RolloutBackend):
         arguments: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
         weights: Literal["auto", "tensor", "disk", "distributed"] = "auto",
-        url: str | None = None,
+        url: str | Sequence[str] | None = None,
         restarts: int = 0,
         release_memory: bool = False,
         folder: str | None = None,
         start_timeout_s: float = 600.0,
+        silence_timeout_s: float = 300.0,
     ) -> None:
         at_least = {
             "nodes": (0 if nodes is None else nodes, 0),
@@ -63,6 +66,7 @@ class SGLangBackend(RolloutBackend):
             "tensor_parallel": (tensor_parallel, 1),
             "restarts": (restarts, 0),
             "start_timeout_s": (start_timeout_s, 1),
+            "silence_timeout_s": (silence_timeout_s, 1),
         }
         require_at_least("backend", at_least)
         if not 0 <= expected_accept_rate < 1:
@@ -81,10 +85,11 @@ class SGLangBackend(RolloutBackend):
         self.release_memory = release_memory
         self.folder = folder
         self.start_timeout_s = start_timeout_s
+        self.silence_timeout_s = silence_timeout_s
         check(self.arguments)
         if url is not None:
             self._refuse_what_starts_a_server()
-        self._client: Client | None = Client.at(url) if url is not None else None
+        self._addresses = _addresses(url)
         self._cost = CostCurve.read(costs, setting="backend.costs") if costs is not None else None
         self._session: Session | None = None
 
@@ -126,16 +131,13 @@ class SGLangBackend(RolloutBackend):
             release_memory=self.release_memory,
             folder=self.folder,
             start_timeout_s=self.start_timeout_s,
+            silence_timeout_s=self.silence_timeout_s,
             place=place,
         )
-        self._session = Session(settings, policy, drafter, client=self._client)
+        self._session = Session(settings, policy, drafter, addresses=self._addresses)
 
     def _refuse_what_ranks_would_share(self, place: Place) -> None:
-        if self.url is not None:
-            raise ConfigError(
-                f"backend.url={self.url!r}: expected null with {place.num_ranks} ranks, of which each has its own engine and weights to load"
-            )
-        if self.tensor_parallel > 1 and place.num_here > 1:
+        if self.tensor_parallel > 1 and place.num_here > 1 and not self._addresses:
             raise ConfigError(
                 f"backend.tensor_parallel={self.tensor_parallel}: expected 1 with {place.num_here} ranks on a node, of which each has "
                 "an engine on its own GPU"
@@ -198,3 +200,13 @@ class SGLangBackend(RolloutBackend):
         if self._session is not None:
             self._session.close()
         self._session = None
+
+
+def _addresses(url: str | Sequence[str] | None) -> list[Client]:
+    if url is None:
+        return []
+    if not url:
+        raise ConfigError(
+            f"backend.url={url!r}: expected an address, several, or null for a server that the run starts"
+        )
+    return [Client.at(each) for each in ([url] if isinstance(url, str) else url)]

@@ -10,26 +10,37 @@ from urllib.parse import urlsplit
 
 from rhymerl.errors import BackendError, ConfigError
 
+_KINDS: Mapping[str, type[http.client.HTTPConnection]] = {
+    "http": http.client.HTTPConnection,
+    "https": http.client.HTTPSConnection,
+}
+_LONGEST_S = 600.0  # of what is not an answer to a prompt: to load weights may take minutes
+
 
 class Client:
     """One server or router. Each call has a connection of its own, so calls may come from many threads."""
 
-    def __init__(self, host: str, port: int, *, path: str = "") -> None:
+    def __init__(self, host: str, port: int, *, path: str = "", scheme: str = "http") -> None:
         self.host = host
         self.port = port
         self.path = path.rstrip("/")
+        self.scheme = scheme
 
     @classmethod
     def at(cls, url: str) -> Client:
         """Raises ConfigError for what is no http URL."""
         try:
             parts = urlsplit(url)
-            port = parts.port or 80
+            kind, port = _KINDS.get(parts.scheme), parts.port
         except ValueError:  # a port that is none
-            parts, port = urlsplit(""), 0
-        if parts.scheme != "http" or not parts.hostname:
+            kind, port = None, None
+        if kind is None or not parts.hostname:
             raise ConfigError(f"backend.url={url!r}: expected http://HOST:PORT of a running SGLang server or router")
-        return cls(parts.hostname, port, path=parts.path)
+        return cls(parts.hostname, port or kind.default_port, path=parts.path, scheme=parts.scheme)
+
+    @property
+    def url(self) -> str:
+        return f"{self.scheme}://{self.host}:{self.port}{self.path}"
 
     def is_ready(self) -> bool:
         """Whether it is up and answers."""
@@ -38,30 +49,34 @@ class Client:
         except BackendError:
             return False
 
-    def get(self, path: str) -> Any:
+    def get(self, path: str, *, timeout_s: float = _LONGEST_S) -> Any:
         """What it answers. Raises BackendError when it cannot be reached or refuses."""
-        return self._checked("GET", path, None, None)
+        status, answer = self._call("GET", path, None, timeout_s=timeout_s)
+        _check(path, status, answer)
+        return answer
 
-    def post(self, path: str, content: Mapping[str, Any], *, timeout_s: float | None = None) -> Any:
+    def get_if_known(self, path: str) -> Any:
+        """What it answers, None where it does not know that path. Raises BackendError when it cannot be reached."""
+        status, answer = self._call("GET", path, None, timeout_s=_LONGEST_S)
+        return answer if status == 200 else None
+
+    def post(self, path: str, content: Mapping[str, Any], *, timeout_s: float | None = _LONGEST_S) -> Any:
         """What it answers. Raises BackendError when it cannot be reached, refuses, or says that it did not succeed."""
-        return self._checked("POST", path, content, timeout_s)
+        status, answer = self._call("POST", path, content, timeout_s=timeout_s)
+        _check(path, status, answer)
+        return answer
 
     def post_if_known(self, path: str) -> bool:
         """Whether it knows that path, which older versions may not. Raises BackendError as `post` does."""
-        status, answer = self._call("POST", path, {}, timeout_s=60)
+        status, answer = self._call("POST", path, {}, timeout_s=_LONGEST_S)
         if status != 404:
             _check(path, status, answer)
         return status != 404
 
-    def _checked(self, method: str, path: str, content: Mapping[str, Any] | None, timeout_s: float | None) -> Any:
-        status, answer = self._call(method, path, content, timeout_s=timeout_s)
-        _check(path, status, answer)
-        return answer
-
     def _call(
         self, method: str, path: str, content: Mapping[str, Any] | None, *, timeout_s: float | None
     ) -> tuple[int, Any]:
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
+        connection = _KINDS[self.scheme](self.host, self.port, timeout=timeout_s)
         body = None if content is None else json.dumps(content)
         try:
             connection.request(method, self.path + path, body, {"Content-Type": "application/json"})

@@ -1,4 +1,4 @@
-"""Requests on their way through an engine: sent by threads, back as completions."""
+"""Requests on their way through engines: sent by threads, back as completions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,27 @@ from typing import Any
 import numpy as np
 
 from rhymerl.backends.sglang.client import Client
+from rhymerl.backends.sglang.fleet import Fleet
 from rhymerl.backends.sglang.wire import to_custom_params
 from rhymerl.errors import BackendError
 from rhymerl.types import Completion, FinishReason, Generated, RolloutRequest
+
+
+class Line:
+    """One engine, and what is on its way through it: at most `max_sent` requests are with it at a time, the others wait here."""
+
+    def __init__(self, engine: Client, max_sent: int) -> None:
+        self.engine = engine
+        self.threads = ThreadPoolExecutor(max_sent, thread_name_prefix="rhymerl-sglang")
+        self.num_flying = 0
+        self.prompts: Counter[str] = Counter()  # how many requests of each, by its key
+
+    def count(self, request: RolloutRequest, change: int) -> None:
+        """One more or one less."""
+        self.num_flying += change
+        self.prompts[request.prompt.key] += change
+        if not self.prompts[request.prompt.key]:
+            del self.prompts[request.prompt.key]
 
 
 @dataclass(slots=True)
@@ -23,6 +41,7 @@ class Flight:
     """One request and what its earlier parts came to, before it was taken back and sent anew."""
 
     request: RolloutRequest
+    line: Line
     rid: str  # the engine's name for it: of one length, because an engine aborts whatever begins with a name
     num_passes: int = 0
     num_drafted: int = 0
@@ -36,32 +55,37 @@ class Flight:
 
 
 class Flights:
-    """What is in flight through `client`. `max_sent` requests are with the engine at a time, the others wait here."""
+    """What is in flight through the engines of `fleet`, at most `max_sent` requests with each at a time."""
 
-    def __init__(self, client: Client, *, n: int, max_sent: int) -> None:
-        self.client = client
+    def __init__(self, fleet: Fleet, *, n: int, max_sent: int) -> None:
+        self.lines = [Line(engine, max_sent) for engine in fleet.engines]
         self.policy_version = 0
         self.news = 0  # what the drafter has to have read before it drafts
         self._back: queue.Queue[Flight] = queue.Queue()
         self._totals: Counter[str] = Counter()
         self.flying: dict[str, Flight] = {}  # by the request's id
         self._n = n
-        self._threads = ThreadPoolExecutor(max_sent, thread_name_prefix="rhymerl-sglang")
         self._name = uuid.uuid4().hex[:12]  # other trainers may use the same engine
         self._sent = 0
 
     def send(self, request: RolloutRequest, before: Flight | None = None) -> None:
         """Let it go; `before` is its flight up to here."""
-        rid = f"{self._name}-{self._sent:012d}"
-        flight = replace(before, request=request, rid=rid) if before is not None else Flight(request, rid)
+        rid, line = f"{self._name}-{self._sent:012d}", self._line_for(request)
+        flight = Flight(request, line, rid) if before is None else replace(before, request=request, line=line, rid=rid)
         self._sent += 1
         self.flying[request.id] = flight
-        flight.answer = self._threads.submit(self.client.post, "/generate", self._content(flight))
+        line.count(request, +1)
+        flight.answer = line.threads.submit(line.engine.post, "/generate", self._content(flight), timeout_s=None)
         flight.answer.add_done_callback(lambda _: self._back.put(flight))
+
+    def _line_for(self, request: RolloutRequest) -> Line:
+        """Where its siblings are, who share its prompt's keys and values and are its drafts; else where least is in flight."""
+        with_siblings = (line for line in self.lines if line.prompts[request.prompt.key])
+        return next(with_siblings, None) or min(self.lines, key=lambda line: line.num_flying)
 
     def land(self, flight: Flight, *, is_withdrawn: bool = False) -> Completion:
         """The completion of one that is back. Raises BackendError when the engine failed it or gave it up by itself."""
-        del self.flying[flight.request.id]
+        self._leave(flight)
         if flight.answer.cancelled():
             return _completion(flight, _NOTHING, "withdrawn")
         answer = flight.answer.result()
@@ -72,6 +96,17 @@ class Flights:
         pairs = meta.get("output_token_logprobs") or []
         self._count(flight, meta, len(pairs))
         return self._ended(_completion(flight, self._generated(flight, pairs), _REASONS.get(kind, "withdrawn")))
+
+    def lose(self, flight: Flight) -> Completion:
+        """The completion of one whose engine is gone: what it was sent with, or its answer if that has come."""
+        if flight.answer.done() and not flight.has_failed:
+            return self.land(flight, is_withdrawn=True)
+        self._leave(flight)
+        return _completion(flight, _NOTHING, "withdrawn")
+
+    def _leave(self, flight: Flight) -> None:
+        del self.flying[flight.request.id]
+        flight.line.count(flight.request, -1)
 
     def _ended(self, completion: Completion) -> Completion:
         """Cut where the answer ends: of what one pass draws, engines look at the limit before a stop token.
@@ -123,8 +158,9 @@ class Flights:
         return totals
 
     def close(self) -> None:
-        """Send nothing more. What the engine still has is the caller's to end."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Send nothing more. What the engines still have is the caller's to end."""
+        for line in self.lines:
+            line.threads.shutdown(wait=False, cancel_futures=True)
 
     def _content(self, flight: Flight) -> dict[str, Any]:
         request, sampling = flight.request, flight.request.sampling

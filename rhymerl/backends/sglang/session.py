@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from rhymerl.backends.sglang import arguments, weights
 from rhymerl.backends.sglang.client import Client
 from rhymerl.backends.sglang.counters import Counters
+from rhymerl.backends.sglang.delivery import NO_WEIGHTS, Delivery
+from rhymerl.backends.sglang.fleet import Fleet
 from rhymerl.backends.sglang.flights import Flight, Flights
-from rhymerl.backends.sglang.group import WeightGroup
 from rhymerl.backends.sglang.news import News, NewsWriter
 from rhymerl.backends.sglang.place import Place
 from rhymerl.backends.sglang.plugin import VARIABLE
-from rhymerl.backends.sglang.proof import prove
 from rhymerl.backends.sglang.server import Server, require_sglang
 from rhymerl.backends.sglang.settings import COUNTERS, NEWS, EngineSettings
 from rhymerl.drafters.base import Drafter
@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 ALGORITHM = "RHYMERL"  # as the plugin registers it
 _LOOK_S = 0.2  # how often to see whether the engine is alive while nothing comes back
 _DYING_S = 2.0  # from a broken connection to the end of the process
+_HEALTH_S = 60.0  # for a health check, which is a token; SGLang itself gives up after 20
+_ABORT_S = 30.0
 _SENT = 4  # times max_running requests are with the engine, so that its own queue never runs dry
-_NO_WEIGHTS = -1  # instead of a policy version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,42 +59,60 @@ class SessionSettings:
     release_memory: bool
     folder: str | None  # where the session makes its own
     start_timeout_s: float
+    silence_timeout_s: float
     place: Place
 
 
 class Session:
-    """`client` is the way to a server that runs already; without one a server is started, and ended by `close`."""
+    """`addresses` are those of servers that run already; without them a server is started, and ended by `close`."""
 
-    def __init__(self, settings: SessionSettings, policy: Policy, drafter: Drafter, *, client: Client | None) -> None:
+    def __init__(
+        self, settings: SessionSettings, policy: Policy, drafter: Drafter, *, addresses: Sequence[Client]
+    ) -> None:
         self.settings = settings
         self.policy = policy
         self.drafter = drafter
         self.folder = Path(tempfile.mkdtemp(prefix="rhymerl-sglang-", dir=_opened(settings)))
         in_memory = weights.shared_folder(self.folder, policy.model, copies=settings.place.num_here)
         self.weights_folder = self.folder / "weights" if settings.folder is not None else in_memory
-        self.version = _NO_WEIGHTS  # of the weights in the engine
         self._server: Server | None = None
         self._news: NewsWriter | None = None
         self._counters: Counters | None = None
         self._history: HistoryStore | None = None
         self._followed = NO_VERSION
-        self._group: WeightGroup | None = None
         self._restarts_left = settings.restarts
-        self._is_resting = False
         self._landed: list[Completion] = []  # ended while they were being taken back
-        self._reported_s = time.monotonic()
+        self._reported_s = self._heard_s = time.monotonic()
         try:
             weights.write_config(policy.model, self.weights_folder)
-            self.client = client or self._started()
-            self.client.get("/health")
-            self._flights = Flights(self.client, n=settings.n, max_sent=_SENT * settings.max_running)
+            place = settings.place
+            self.fleet = (
+                Fleet.at(addresses, rank=place.rank, num_ranks=place.num_ranks) if addresses else self._started()
+            )
+            self.fleet.each(lambda _, engine: engine.get("/health", timeout_s=_HEALTH_S))
+            self._delivery, self._flights = self._new_delivery(), self._new_flights()
         except BaseException:
             self._end()
             raise
 
+    def _new_delivery(self) -> Delivery:
+        is_shared = self.policy.model.device.type == "cuda" and self._server is not None
+        way = self.settings.weights if self.settings.weights != "auto" else "tensor" if is_shared else "disk"
+        return Delivery(
+            self.fleet,
+            self.policy,
+            way=way,
+            dtype=self._dtype,
+            tensor_parallel=self.settings.tensor_parallel,
+            folder=self.weights_folder,
+        )
+
+    def _new_flights(self) -> Flights:
+        return Flights(self.fleet, n=self.settings.n, max_sent=_SENT * self.settings.max_running)
+
     # -- the engine's process --------------------------------------------------------------------------------------
 
-    def _started(self) -> Client:
+    def _started(self) -> Fleet:
         require_sglang()
         file = EngineSettings.of(self.drafter, self.folder).open()
         self._counters = Counters(self.folder / COUNTERS)
@@ -114,7 +133,7 @@ class Session:
         self._server = Server(words, environment, self.folder / "engine.log")
         self._server.wait_until_ready(self.settings.start_timeout_s)
         EngineSettings.check_report(self.folder)
-        return self._server.client
+        return Fleet([self._server.client])
 
     @property
     def _dtype(self) -> str:
@@ -127,24 +146,41 @@ class Session:
         more = {"enable_memory_saver": True} if self.settings.release_memory else {}
         return {"device": "cpu"} if device.type == "cpu" else {"base_gpu_id": device.index or 0, **more}
 
-    def _restart(self) -> None:
-        """A new engine with the weights of the old one; what was in flight is sent again from where it was last sent."""
+    def _revive(self, dying_s: float, *, version: int | None = None) -> bool:
+        """Whether the engine was dead and has a successor, with the policy's weights as `version`, by default that of its own.
+
+        Raises BackendError when it is dead and may not be started again.
+        """
+        if not self._may_restart(dying_s):
+            return False
+        self._restart(self.version if version is None else version)
+        return True
+
+    def _may_restart(self, dying_s: float) -> bool:
+        """Whether it is dead, or so within that time, and may be started again. Raises BackendError when it may not."""
+        if self._server is None or not self._server.dies_within(dying_s):
+            return False
+        if self._restarts_left <= 0:
+            self._server.check()
+        return True
+
+    def _restart(self, version: int) -> None:
+        """A new engine with the policy's weights; what was in flight is sent again from where it was last sent."""
         assert self._server is not None
-        self._leave_group()
+        self._delivery.close()
         self._server.close()
         self._restarts_left -= 1
         self._flights.close()
         old = self._flights
-        self.client = self._started()
-        self._flights = Flights(self.client, n=self.settings.n, max_sent=_SENT * self.settings.max_running)
-        version, self.version = self.version, _NO_WEIGHTS
-        self._is_resting = False
-        if version != _NO_WEIGHTS:
+        self.fleet = self._started()
+        self._delivery, self._flights = self._new_delivery(), self._new_flights()
+        if version != NO_WEIGHTS:
             self._load(self.policy.named_weights(), version)
         if self._history is not None:
             self.follow(self._history)
         for flight in old.flying.values():
             self._flights.send(flight.request, flight)
+        self._heard_s = time.monotonic()
 
     def serves(self, policy: Policy, drafter: Drafter) -> bool:
         """Whether it was started for these."""
@@ -153,14 +189,14 @@ class Session:
     def expect_new_weights(self) -> None:
         """Whatever version comes next is loaded, also one that the engine had before. Nothing is left in flight."""
         self.withdraw(None)
-        self.version = _NO_WEIGHTS
+        self._delivery.version = NO_WEIGHTS
 
     def close(self) -> None:
         """End the engine, whatever it is doing, and remove its files. One that was there before is only left."""
         if self._server is None:
             with suppress(BackendError):
                 self.withdraw(None)
-        self._leave_group()
+        self._delivery.close()
         self._flights.close()
         self._end()
         self.drafter.close()
@@ -171,11 +207,16 @@ class Session:
         shutil.rmtree(self.folder, ignore_errors=True)
         shutil.rmtree(self.weights_folder, ignore_errors=True)
 
+    @property
+    def version(self) -> int:
+        """Of the weights in the engines."""
+        return self._delivery.version
+
     # -- requests --------------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         """Let them go. Raises ConfigError, sending none, when one could never be answered: it might end the engine."""
-        if self.version == _NO_WEIGHTS or self._is_resting:
+        if self.version == NO_WEIGHTS or self._delivery.is_resting:
             raise BackendError("the SGLang engine has no weights yet: sync_weights comes before submit")
         vocabulary = self.policy.model.config.get_text_config().vocab_size
         for request in requests:
@@ -184,6 +225,8 @@ class Session:
                 raise ConfigError(
                     f"request {request.id}: the prompt has token ids beyond the vocabulary (0 to {vocabulary - 1})"
                 )
+        if not self._flights.flying:
+            self._heard_s = time.monotonic()
         for request in requests:
             self._flights.send(request)
 
@@ -195,20 +238,31 @@ class Session:
             left = _LOOK_S if deadline is None else min(_LOOK_S, deadline - time.monotonic())
             back = self._flights.wait(max(left, 0.0))
             has_failed = any(flight.has_failed for flight in back)
-            if has_failed or not back:
-                self._revive(_DYING_S if has_failed else 0.0)
+            if (has_failed or not back) and not self._revive(_DYING_S if has_failed else 0.0):
+                self._mind_the_silence()
+            if back:
+                self._heard_s = time.monotonic()
             landed += [self._flights.land(flight) for flight in back if self._flights.has(flight)]
             if deadline is not None and time.monotonic() >= deadline:
                 break
         return landed
 
-    def _revive(self, dying_s: float) -> None:
-        """Nothing while the engine is alive; start it again while that is allowed, else raise BackendError."""
-        if self._server is None or not self._server.dies_within(dying_s):
+    def _mind_the_silence(self) -> None:
+        """After a long one, see whether the engines still compute: one that hangs is ended and started again, or is an error."""
+        limit_s = self.settings.silence_timeout_s
+        if time.monotonic() - self._heard_s < limit_s:
             return
-        if self._restarts_left <= 0:
-            self._server.check()
-        self._restart()
+        try:
+            self.fleet.each(lambda _, engine: engine.get("/health_generate", timeout_s=_HEALTH_S))
+        except BackendError as error:
+            if self._server is None or self._restarts_left <= 0:
+                words = f"; {self._server.last_words()}" if self._server is not None else ""
+                raise BackendError(
+                    f"backend.silence_timeout_s={limit_s:g}: no answer has come for so long, and an SGLang engine fails its health "
+                    f"check ({error}){words}"
+                ) from error
+            self._restart(self.version)
+        self._heard_s = time.monotonic()
 
     def progress(self) -> Mapping[str, int]:
         """Tokens that each request in flight was sent with."""
@@ -218,96 +272,76 @@ class Session:
     def withdraw(self, ids: Iterable[str] | None) -> list[Completion]:
         """Take them back. One that ends meanwhile, or has ended and was not collected, comes back as it ended."""
         wanted = None if ids is None else set(ids)
-        flights = [each for name, each in self._flights.flying.items() if wanted is None or name in wanted]
-        with self._watched():
-            self._give_up(flights)
-            back = [self._flights.land(flight, is_withdrawn=True) for flight in flights]
+        back = [completion for _, completion in self._taken_back(wanted)]
         back += [each for each in self._landed if wanted is None or each.request.id in wanted]
         self._landed = [each for each in self._landed if wanted is not None and each.request.id not in wanted]
         return back
 
+    def _taken_back(self, wanted: set[str] | None) -> list[tuple[Flight, Completion]]:
+        """With a dead engine the tokens that it has drawn for them are lost; others are sent to its successor."""
+        flights = [each for name, each in self._flights.flying.items() if wanted is None or name in wanted]
+        try:
+            self._give_up(flights)
+        except BackendError:
+            if not self._may_restart(_DYING_S):
+                raise
+            lost = [(flight, self._flights.lose(flight)) for flight in flights]
+            self._restart(self.version)
+            return lost
+        return [(flight, self._flights.land(flight, is_withdrawn=True)) for flight in flights]
+
     def _give_up(self, flights: Sequence[Flight]) -> None:
-        """Return when all of them are back."""
+        """Return when all of them are back. Raises BackendError when one has failed, or stays away for too long."""
         for flight in flights:
             flight.answer.cancel()
+        deadline = time.monotonic() + self.settings.silence_timeout_s
         while any(not flight.answer.done() for flight in flights):
             # Again and again: what is on its way to the engine is not known there yet.
             for flight in flights:
                 if not flight.answer.done():
-                    self.client.post("/abort_request", {"rid": flight.rid})
+                    flight.line.engine.post("/abort_request", {"rid": flight.rid}, timeout_s=_ABORT_S)
             self._flights.settle(flights, _LOOK_S)
             if self._server is not None:
                 self._server.check()
-
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """The death of an engine is told as such, and not as a connection that broke."""
-        try:
-            yield
-        except BackendError:
-            if self._server is not None and self._server.dies_within(_DYING_S):
-                self._server.check()
-            raise
+            if time.monotonic() > deadline:
+                raise BackendError(
+                    f"backend.silence_timeout_s={self.settings.silence_timeout_s:g}: the SGLang engine has not given requests back for "
+                    "so long"
+                )
+        for flight in filter(lambda flight: flight.has_failed, flights):
+            flight.answer.result()
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def sync_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Requests in flight are taken back, and sent on with their tokens when the weights are there."""
-        if version == self.version and not self._is_resting:
+        if version == self.version and not self._delivery.is_resting:
             return
-        before = dict(self._flights.flying)
-        withdrawn = self.withdraw(None)
-        with self._watched():
+        withdrawn = self._taken_back(None)
+        try:
             self._load(named, version)
-        for completion in withdrawn:
+        except BackendError:
+            if not self._revive(_DYING_S, version=version):
+                raise
+        for flight, completion in withdrawn:
             if completion.finish_reason == "withdrawn":
-                self._flights.send(completion.resume(), before[completion.request.id])
+                self._flights.send(completion.resume(), flight)
             else:
                 self._landed.append(completion)
 
     def _load(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self._wake()
-        dtype = DTYPES[self._dtype]
-        if self._way == "tensor":
-            ranks = self.settings.tensor_parallel
-            weights.from_tensors(self.client, named, dtype, ranks=ranks, version=version)
-        elif self._way == "distributed":
-            self._joined_group().send(named, dtype, version=version)
-        else:
-            weights.from_disk(self.client, named, dtype, self.weights_folder, version=version)
-        weights.flush(self.client)
-        if self.version == _NO_WEIGHTS:
-            prove(self.client, self.policy, self._dtype)
-        self.version = self._flights.policy_version = version
-
-    def _joined_group(self) -> WeightGroup:
-        if self._group is None:
-            ranks, device = self.settings.tensor_parallel, self.policy.model.device
-            self._group = WeightGroup(self.client, ranks=ranks, device=device)
-        return self._group
-
-    def _leave_group(self) -> None:
-        if self._group is not None:
-            self._group.close()
-        self._group = None
-
-    @property
-    def _way(self) -> str:
-        if self.settings.weights != "auto":
-            return self.settings.weights
-        return "tensor" if self.policy.model.device.type == "cuda" and self._server is not None else "disk"
+        self._delivery.load(named, version)
+        self._flights.policy_version = version
 
     def rest(self) -> None:
-        """Give the engine's memory to the update, if that is wanted and nothing is in flight."""
-        if self.settings.release_memory and not self._flights.flying and not self._is_resting:
-            weights.flush(self.client)  # it gives up memory only when the last pass is over
-            self.client.post("/release_memory_occupation", {})
-            self._is_resting = True
-
-    def _wake(self) -> None:
-        if self._is_resting:
-            self.client.post("/resume_memory_occupation", {})
-            self._is_resting = False
+        """Give the engines' memory to the update, if that is wanted and nothing is in flight."""
+        if not self.settings.release_memory or self._flights.flying:
+            return
+        try:
+            self._delivery.rest()
+        except BackendError:
+            if not self._revive(_DYING_S):
+                raise
 
     # -- history -------------------------------------------------------------------------------------------------------
 

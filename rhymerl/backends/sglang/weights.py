@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rhymerl.backends.sglang.client import Client
+from rhymerl.backends.sglang.fleet import Fleet
 from rhymerl.errors import BackendError
 
 if TYPE_CHECKING:
@@ -32,24 +32,28 @@ _ROOM = 1.2  # times what is written that has to be free in shared memory
 
 
 def from_tensors(
-    client: Client, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, *, ranks: int, version: int
+    fleet: Fleet, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, *, ranks: int, version: int
 ) -> None:
-    """Hand over copies in memory that the engine shares, a bucket at a time; for an engine on the same device."""
-    with update_session(client):
+    """Hand over copies in memory that the engines share, a bucket at a time; for engines on the same device."""
+    with update_session(fleet):
         for bucket in buckets(named, dtype):
-            # What has been shared once stays so, and the policy's own memory is not to. Each word is good for one use.
+            # What has been shared once stays so, and the policy's own memory is not to.
             copies = [(name, tensor.clone()) for name, tensor in bucket]
-            words = [base64.b64encode(_pickled(copies)).decode() for _ in range(ranks)]
-            content = {
-                "serialized_named_tensors": words,
-                "weight_version": str(version),
-                "flush_cache": False,
-            }
-            client.post("/update_weights_from_tensor", content)
+            contents = [_shared(copies, ranks, version) for _ in fleet.engines]
+            fleet.post_each("/update_weights_from_tensor", contents)
+
+
+def _shared(copies: list[tuple[str, Tensor]], ranks: int, version: int) -> dict[str, Any]:
+    """A word for each of an engine's ranks; each is good for one use."""
+    return {
+        "serialized_named_tensors": [base64.b64encode(_pickled(copies)).decode() for _ in range(ranks)],
+        "weight_version": str(version),
+        "flush_cache": False,
+    }
 
 
 def from_disk(
-    client: Client, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, folder: Path, *, version: int
+    fleet: Fleet, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, folder: Path, *, version: int
 ) -> None:
     """Through a checkpoint in `folder`, which has the model's config; the weights are removed afterwards."""
     file = folder / "model.safetensors"
@@ -63,17 +67,17 @@ def from_disk(
             "weight_version": str(version),
             "flush_cache": False,
         }
-        client.post("/update_weights_from_disk", content)
+        fleet.post("/update_weights_from_disk", content)
     finally:
         file.unlink()
 
 
-def flush(client: Client) -> None:
+def flush(fleet: Fleet) -> None:
     """Forget keys and values of older weights. Nothing may be in flight; a last pass may still be under way."""
     deadline = time.monotonic() + _SETTLE_S
     while True:
         try:
-            client.post("/flush_cache", {})
+            fleet.post("/flush_cache", {})
         except BackendError:
             if time.monotonic() > deadline:
                 raise
@@ -149,9 +153,9 @@ def _pickled(bucket: list[tuple[str, Tensor]]) -> bytes:
 
 
 @contextmanager
-def update_session(client: Client) -> Iterator[None]:
+def update_session(fleet: Fleet) -> Iterator[None]:
     """Newer engines want to know where an update begins and ends; older ones do not know the words."""
-    has_sessions = client.post_if_known("/begin_weight_update")
-    yield  # after an error the engine is of no more use
-    if has_sessions:
-        client.post("/end_weight_update", {})
+    have_sessions = fleet.each(lambda _, engine: engine.post_if_known("/begin_weight_update"))
+    yield  # after an error the engines are of no more use
+    if any(have_sessions):
+        fleet.each(lambda i, engine: have_sessions[i] and engine.post("/end_weight_update", {}))

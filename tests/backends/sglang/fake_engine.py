@@ -104,6 +104,9 @@ class FakeEngine:
     def on_health(self, content: dict[str, Any]) -> tuple[int, Any]:
         return 200, ""
 
+    def on_health_generate(self, content: dict[str, Any]) -> tuple[int, Any]:
+        return 200, ""
+
     def on_abort_request(self, content: dict[str, Any]) -> tuple[int, Any]:
         self._aborted |= {rid for rid in self.running | self.waiting if rid.startswith(content["rid"])}
         return 200, ""

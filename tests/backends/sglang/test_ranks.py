@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from rhymerl.backends.sglang.arguments import check_for_ranks
 from rhymerl.backends.sglang.backend import SGLangBackend
+from rhymerl.backends.sglang.fleet import Fleet
 from rhymerl.backends.sglang.group import WeightGroup
 from rhymerl.backends.sglang.place import Place
 from rhymerl.backends.sglang.server import held_port
@@ -111,7 +112,6 @@ def refused(**settings: object) -> str:
 def refuse(rank: int) -> dict:
     here = Place.of_this_process()
     messages = [
-        refused(url="http://localhost:30000"),
         refused(tensor_parallel=2),
         refused(arguments={"base-gpu-id": 3}),
     ]
@@ -128,8 +128,7 @@ def test_what_ranks_would_share_is_refused(ranks):
         found = each["refused"]
         assert found["here"] == [rank, SIZE, SIZE]
         assert found["apart"] == 1
-        url, parallel, argument = found["messages"]
-        assert url.startswith("backend.url='http://localhost:30000': expected null with 2 ranks")
+        parallel, argument = found["messages"]
         assert parallel.startswith("backend.tensor_parallel=2: expected 1 with 2 ranks on a node")
         assert argument.startswith("backend.arguments.base-gpu-id=3: cannot be the same for all ranks")
 
@@ -143,27 +142,27 @@ def test_one_process_is_alone():
 
 
 def hand_over(rank: int) -> dict:
-    """New weights to the rank's own engine, twice, beside the trainer's group; at the end that is destroyed first."""
+    """New weights to the rank's own engines, one and then two, beside the trainer's group; at the end that is destroyed first."""
     named = {"a": torch.arange(6.0).view(2, 3) + 100 * rank, "b": torch.ones(4, dtype=torch.float64)}
-    with weights_engine() as client:
+    with weights_engine() as one, weights_engine() as two:
         sums = []
-        for _ in range(2):
-            group = WeightGroup(client, ranks=1, device=torch.device("cpu"))
+        for engines in ([one], [one, two]):
+            group = WeightGroup(Fleet(engines), ranks=1, device=torch.device("cpu"))
             for version in range(2):
                 group.send([(name, tensor + version) for name, tensor in named.items()], torch.float32, version=version)
-                sums.append(client.get("/sums"))
+                sums.append([engine.get("/sums") for engine in engines])
             group.close()
         total = torch.ones(1)
         dist.all_reduce(total)
-        last = WeightGroup(client, ranks=1, device=torch.device("cpu"))
+        last = WeightGroup(Fleet([one]), ranks=1, device=torch.device("cpu"))
         dist.destroy_process_group()
         last.close()
     return {"sums": sums, "total": total.item()}
 
 
-def test_each_rank_has_a_group_with_its_own_engine(ranks):
+def test_each_rank_has_a_group_with_its_own_engines(ranks):
     for rank, each in enumerate(ranks):
         found = each["weights"]
         right = [{"a": 15.0 + 600 * rank + 6 * version, "b": 4.0 + 4 * version} for version in range(2)]
-        assert found["sums"] == right * 2
+        assert found["sums"] == [[sums] for sums in right] + [[sums] * 2 for sums in right]
         assert found["total"] == SIZE

@@ -26,6 +26,7 @@ from tests.backends.sglang.test_session import all_of, assert_whole, synced
 def installed(monkeypatch):
     """As if SGLang were."""
     monkeypatch.syspath_prepend(str(PATH))
+    monkeypatch.setattr("rhymerl.backends.sglang.session._HEALTH_S", 0.5)
 
 
 @contextlib.contextmanager
@@ -131,6 +132,56 @@ def test_a_killed_engine_is_started_again_when_that_is_asked_for(installed, flat
         backend.submit([make_requests(1, seed=5)[0]])
         with pytest.raises(BackendError, match="has died"):
             backend.collect()
+
+
+@pytest.mark.parametrize("what", ["withdraw", "some", "sync", "rest"])
+def test_an_engine_that_dies_unseen_has_a_successor_too(installed, flat_policy, what):
+    """Found out by what is asked of it next; nothing is lost but what the dead one had drawn."""
+    requests = make_requests(12, max_tokens=20, stop_token_ids=())
+    with started(
+        flat_policy, environment={"FAKE_TOKEN_S": "0.02"}, restarts=1, release_memory=what == "rest"
+    ) as backend:
+        first = process_of(backend)
+        if what != "rest":
+            backend.submit(requests)
+            time.sleep(0.2)
+        os.kill(first, signal.SIGKILL)
+        done = {}
+        match what:
+            case "withdraw" | "some":
+                names = [each.id for each in requests[:5]] if what == "some" else None
+                back = backend.withdraw(names)
+                assert {each.request.id for each in back} == {each.id for each in requests[: 5 if names else 12]}
+                backend.submit([each.resume() for each in back if each.finish_reason == "withdrawn"])
+                done = {each.request.id: each for each in back if each.finish_reason != "withdrawn"}
+            case "sync":
+                synced(backend, flat_policy, 1)
+                assert backend.session.version == backend.session._flights.policy_version == 1
+            case "rest":
+                backend.rest()
+                backend.submit(requests)
+        assert_whole(done | all_of(backend, 12 - len(done)), requests)
+        assert process_of(backend) != first
+        assert {int(each) for done in done.values() for each in done.generated.policy_versions} <= {0}
+
+
+def test_an_engine_that_hangs_is_found_out(installed, flat_policy):
+    """Stopped, it is alive and says nothing."""
+    requests = make_requests(4)
+    for restarts in (0, 1):
+        with started(
+            flat_policy, environment={"FAKE_TOKEN_S": "0.02"}, restarts=restarts, silence_timeout_s=1
+        ) as backend:
+            backend.submit(requests)
+            os.kill(process_of(backend), signal.SIGSTOP)
+            if restarts:
+                assert_whole(all_of(backend, 4), requests)
+                continue
+            with pytest.raises(
+                BackendError,
+                match=r"(?s)silence_timeout_s=1: no answer has come .* fails its health check.*end of its log",
+            ):
+                all_of(backend, 4)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,73 @@
+"""The policy's weights in the engines: which version they have, and the way of the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rhymerl.backends.sglang import weights
+from rhymerl.backends.sglang.fleet import Fleet
+from rhymerl.backends.sglang.group import WeightGroup
+from rhymerl.backends.sglang.proof import prove
+from rhymerl.policy import DTYPES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rhymerl.policy import Policy
+
+NO_WEIGHTS = -1  # instead of a policy version
+
+
+class Delivery:
+    """To engines of `tensor_parallel` ranks each, in `dtype`, by `way`: tensor, disk or distributed; files go to `folder`."""
+
+    def __init__(
+        self, fleet: Fleet, policy: Policy, *, way: str, dtype: str, tensor_parallel: int, folder: Path
+    ) -> None:
+        self.fleet = fleet
+        self.policy = policy
+        self.way = way
+        self.dtype = dtype
+        self.tensor_parallel = tensor_parallel
+        self.folder = folder
+        self.version = NO_WEIGHTS
+        self.is_resting = False  # the engines have given their memory away, and what was in it
+        self._group: WeightGroup | None = None
+
+    def load(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Nothing may be in flight. Raises BackendError when an engine refuses, or does not compute the policy afterwards."""
+        if self.is_resting:
+            self.fleet.post("/resume_memory_occupation", {})
+            self.is_resting = False
+        dtype = DTYPES[self.dtype]
+        if self.way == "tensor":
+            weights.from_tensors(self.fleet, named, dtype, ranks=self.tensor_parallel, version=version)
+        elif self.way == "distributed":
+            self._joined_group().send(named, dtype, version=version)
+        else:
+            weights.from_disk(self.fleet, named, dtype, self.folder, version=version)
+        weights.flush(self.fleet)
+        if self.version == NO_WEIGHTS:
+            for engine in self.fleet.engines:
+                prove(engine, self.policy, self.dtype)
+        self.version = version
+
+    def _joined_group(self) -> WeightGroup:
+        if self._group is None:
+            self._group = WeightGroup(self.fleet, ranks=self.tensor_parallel, device=self.policy.model.device)
+        return self._group
+
+    def rest(self) -> None:
+        """The engines' memory is free until the next `load`. Nothing may be in flight."""
+        if not self.is_resting:
+            weights.flush(self.fleet)  # memory is given up only when the last pass is over
+            self.fleet.post("/release_memory_occupation", {})
+            self.is_resting = True
+
+    def close(self) -> None:
+        """Leave the group, if there is one; engines may have gone."""
+        if self._group is not None:
+            self._group.close()
+        self._group = None

@@ -1,0 +1,127 @@
+"""Several engines that run already, behind addresses of their own or a router: whichever answers, the answer is the same."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections import defaultdict
+
+import pytest
+
+from rhymerl.backends.sglang.backend import SGLangBackend
+from rhymerl.backends.sglang.client import Client
+from rhymerl.backends.sglang.fleet import Fleet
+from rhymerl.errors import BackendError, ConfigError
+from rhymerl.testing import RandomTreeDrafter, make_requests
+from tests.backends.sglang.fake_engine import FakeEngine
+from tests.backends.sglang.test_session import all_of, assert_whole, soon, synced
+
+
+@pytest.fixture
+def engines():
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(FakeEngine()) for _ in range(3)]
+
+
+@contextlib.contextmanager
+def connected(engines, policy, **settings):
+    with SGLangBackend(url=[each.url for each in engines], **{"max_running": 4, **settings}) as backend:
+        backend.start(policy, RandomTreeDrafter())
+        synced(backend, policy, 0)
+        yield backend
+
+
+def asked(engine):
+    """How many requests it has had of each prompt; its proof, right after the first weights, had no name."""
+    found = defaultdict(int)
+    for rid, tokens in engine.inputs.items():
+        if rid != "other":
+            found[tuple(tokens)] += 1
+    return found
+
+
+def test_siblings_go_together_and_prompts_to_whoever_has_least(engines, flat_policy):
+    for engine in engines:
+        engine.holds_at = 0
+    requests = make_requests(6, group_size=4)
+    with connected(engines, flat_policy, max_running=8) as backend:
+        backend.submit(requests)
+        soon(lambda: sum(len(each.running | each.waiting) for each in engines) == 24)
+        groups = [asked(engine) for engine in engines]
+        assert [len(each) for each in groups] == [2, 2, 2]
+        assert all(count == 4 for each in groups for count in each.values())
+        for engine in engines:
+            engine.go.set()
+        assert_whole(all_of(backend, 24), requests)
+
+
+def test_all_of_them_have_the_new_weights_before_requests_go_on(engines, flat_policy):
+    for engine in engines:
+        engine.holds_at = 4
+    requests = make_requests(24, max_tokens=11)
+    with connected(engines, flat_policy) as backend:
+        backend.submit(requests)
+        soon(lambda: all(sum(place == 3 for _, place, _ in each.drawn) == 4 for each in engines))
+        synced(backend, flat_policy, 1)
+        assert [each.version for each in engines] == ["1"] * 3
+        for engine in engines:
+            engine.go.set()
+        done = all_of(backend, 24)
+    assert_whole(done, requests)
+    drawn_by = {(seed, place): int(version) for each in engines for seed, place, version in each.drawn}
+    for request in requests:
+        versions = done[request.id].generated.policy_versions.tolist()
+        assert versions == [drawn_by[request.seed, place] for place in range(len(versions))]
+
+
+def test_whatever_is_done_meanwhile_answers_are_the_same(engines, flat_policy):
+    source = random.Random(0)
+    for engine in engines:
+        engine.token_s = 0.001
+    requests = make_requests(30, group_size=3, max_tokens=25)
+    done, version = {}, 0
+    with connected(engines, flat_policy, max_running=2) as backend:
+        backend.submit(requests)
+        while len(done) < len(requests):
+            time.sleep(source.random() * 0.02)
+            match source.randrange(3):
+                case 0:
+                    version += 1
+                    synced(backend, flat_policy, version)
+                case 1:
+                    back = backend.withdraw({each.id for each in source.sample(requests, 9)})
+                    done.update((each.request.id, each) for each in back if each.finish_reason != "withdrawn")
+                    backend.submit([each.resume() for each in back if each.finish_reason == "withdrawn"])
+                case _:
+                    done.update((each.request.id, each) for each in backend.collect(timeout_s=0.01))
+        lines = backend.session._flights.lines
+        assert [(line.num_flying, dict(line.prompts)) for line in lines] == [(0, {})] * 3
+    assert_whole(done, requests)
+    assert all(asked(engine) for engine in engines)
+
+
+@pytest.mark.parametrize("path", ["/update_weights_from_disk", "/flush_cache"])
+def test_one_that_refuses_is_enough_to_fail(engines, flat_policy, path, monkeypatch):
+    monkeypatch.setattr("rhymerl.backends.sglang.weights._SETTLE_S", 0.2)
+    with connected(engines, flat_policy) as backend:
+        engines[1].answers[path] = 400, {"success": False, "message": "no room"}
+        with pytest.raises(BackendError, match=rf"refused {path} \(HTTP 400\): .*no room"):
+            synced(backend, flat_policy, 1)
+
+
+def test_one_that_computes_something_else_is_found_out(engines, flat_policy):
+    engines[2].meta = {"output_token_logprobs": [[-1.0, 5, None]] * 8}
+    with pytest.raises(BackendError, match="does not compute the policy"), connected(engines, flat_policy):
+        pass
+
+
+def test_ranks_share_them_out(engines):
+    addresses = [Client.at(each.url) for each in engines]
+    parts = [Fleet.at(addresses, rank=rank, num_ranks=2) for rank in range(2)]
+    assert [[engine.url for engine in part.engines] for part in parts] == [
+        [engines[0].url, engines[2].url],
+        [engines[1].url],
+    ]
+    with pytest.raises(ConfigError, match=r"backend\.url=.*expected at least 4 SGLang servers, .*; found 3"):
+        Fleet.at(addresses, rank=0, num_ranks=4)

@@ -1,0 +1,157 @@
+"""The benchmark of drafts inside SGLang: its parts without an engine, and all of it with one."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rhymerl.history import HistoryStore
+from rhymerl.rollout import RolloutSettings
+from rhymerl.testing import ScriptedBackend, make_prompt, make_requests
+from rhymerl.types import RolloutRequest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("sglang_throughput")
+
+
+class Watched(ScriptedBackend):
+    """Echoes prompts, one a pass, the last that came first; `most` were in flight at a time."""
+
+    def __init__(self, tail: Sequence[int] = ()) -> None:
+        super().__init__(lambda request: [*request.prompt.token_ids.tolist(), *tail], batch=1)
+        self.most = 0
+
+    def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        super().submit(requests)
+        self.most = max(self.most, len(self.progress()))
+
+
+def parsed(benchmark: Any, *words: str) -> argparse.Namespace:
+    return benchmark.parse(["--epochs", "1", "--running", "2", "3", "--repeats", "2", *words])
+
+
+def work_of(benchmark: Any, num_prompts: int = 6) -> Any:
+    return benchmark.Work(
+        prompts=[make_prompt([2, 3 + number], id=str(number)) for number in range(num_prompts)],
+        rollout=RolloutSettings(group_size=2, max_tokens=4),
+        stop_token_ids=(1,),
+        seed=0,
+        answers_per_slot=2,
+    )
+
+
+def rounds_of(benchmark: Any, tails: dict[str, Sequence[int]]) -> tuple[Any, argparse.Namespace]:
+    """Of modes whose answers are the prompts with these tails."""
+    arguments, work, history = parsed(benchmark), work_of(benchmark), HistoryStore()
+    sides = [benchmark.Side(mode=mode, backend=Watched(tail)) for mode, tail in tails.items()]
+    found: dict[str, Any] = {mode: {} for mode in tails}
+    benchmark.learn(sides, work, history, arguments)
+    assert history.num_answers == work.answers_an_epoch
+    benchmark.run_rounds(sides, work, history, found, float("inf"), arguments)
+    return found, arguments
+
+
+def test_so_many_requests_are_with_the_server_at_a_time(benchmark: Any) -> None:
+    backend, requests = Watched(), make_requests(9)
+    answers = benchmark.Side(mode="none", backend=backend).answer(requests, running=3)
+    assert [each.request.id for each in answers] == [request.id for request in requests]
+    assert backend.most == 3
+
+
+def test_a_round_has_whole_groups_of_other_prompts_each_time(benchmark: Any) -> None:
+    work = work_of(benchmark)
+    rounds = [work.round(number, 3) for number in range(3)]
+    assert [len(requests) for requests in rounds] == [6, 6, 6]
+    assert rounds == [work.round(number, 3) for number in range(3)]
+    assert len({tuple(request.prompt.id for request in requests) for requests in rounds}) == 3
+    assert len({request.seed for requests in rounds for request in requests}) == 18
+    assert len(work.round(0, 100)) == work.answers_an_epoch == 12
+
+
+def test_rows_are_ratios_to_none_of_the_rounds_that_count(benchmark: Any) -> None:
+    found, arguments = rounds_of(benchmark, {"none": [], "ngram": [7], "history_tree": []})
+    assert set(found["none"]) == {(number, running) for number in range(3) for running in (2, 3)}
+    rows = benchmark.table(found, arguments)
+    assert [(row["running"], row["mode"]) for row in rows] == [(r, mode) for r in (2, 3) for mode in found]
+    assert rows[0]["times as fast"] == {"median": 1, "min": 1, "max": 1}
+    speeds = [[found[mode][number, 2].tokens_per_s for number in (1, 2)] for mode in ("ngram", "none")]
+    ratios = [one / base for one, base in zip(*speeds, strict=True)]
+    assert rows[1]["times as fast"]["max"] == pytest.approx(max(ratios), rel=1e-3)
+    assert [row["answer_tokens"] for row in rows[:3]] == [2, 3, 2]
+    assert [row["equal_answers"] for row in rows[:3]] == [1, "", 1]
+    # Four answers in each of three rounds of two, six in each of three of three; the last round is not over for itself.
+    assert [row["epochs"] for row in rows[3:]] == [0, round(1 + (3 * 4 + 2 * 6) / 12, 1), 1]
+
+
+def test_rounds_that_one_mode_lacks_are_left_out(benchmark: Any) -> None:
+    found, arguments = rounds_of(benchmark, {"none": [], "history_tree": []})
+    for key in [(1, 3), (2, 3)]:
+        del found["history_tree"][key]
+    assert {row["running"] for row in benchmark.table(found, arguments)} == {2}
+
+
+def test_no_round_begins_when_the_time_is_over(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    side, found = benchmark.Side(mode="none", backend=Watched()), {"none": {}}
+    benchmark.run_rounds([side], work_of(benchmark), HistoryStore(), found, 0.0, parsed(benchmark))
+    assert found == {"none": {}}
+    assert "--minutes are over in round 0 with 2 running" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="raise --minutes"):
+        benchmark.check([], "float32")
+
+
+def test_other_answers_are_refused_in_float32_and_told_in_bfloat16(benchmark: Any) -> None:
+    found, arguments = rounds_of(benchmark, {"none": [], "history_tree": [7]})
+    rows = benchmark.table(found, arguments)
+    assert rows[1]["equal_answers"] == 0
+    benchmark.check(rows, "bfloat16")
+    with pytest.raises(SystemExit, match="history_tree with 2 running has 0.0% of none's"):
+        benchmark.check(rows, "float32")
+
+
+def test_answers_of_the_stock_server_are_counted_as_ours(benchmark: Any) -> None:
+    (request,) = make_requests(1, stop_token_ids=(1,))
+    tokens = [5, 6, 7, 1, 9]
+    meta = {"output_token_logprobs": [[-0.5, token, None] for token in tokens], "spec_verify_ct": 2}
+    servers = importlib.import_module("sglang_servers")
+    drafted = servers.completion(request, {"meta_info": meta}, nodes=7)
+    assert (drafted.token_ids.tolist(), drafted.finish_reason) == ([5, 6, 7, 1], "stop")
+    assert (drafted.num_passes, drafted.num_drafted, drafted.num_accepted) == (3, 14, 2)
+    del meta["spec_verify_ct"]
+    plain = servers.completion(request, {"meta_info": meta}, nodes=0)
+    assert (plain.num_passes, plain.num_drafted, plain.num_accepted) == (5, 0, 0)
+
+
+def test_a_random_policy_is_sure_of_few_tokens(benchmark: Any) -> None:
+    work = importlib.import_module("sglang_work")
+    policy, again = (work.peaked_policy("tiny", dtype="float32", seed=3) for _ in range(2))
+    logits = policy.model(torch.arange(2, 90)[None]).logits[0]
+    assert torch.equal(logits, again.model(torch.arange(2, 90)[None]).logits[0])
+    probabilities = logits.softmax(-1)
+    assert 0.6 < float(probabilities.max(-1).values.mean()) < 0.95
+    assert float(probabilities[:, list(policy.stop_token_ids)].max()) < 1e-6
+
+
+@pytest.mark.sglang
+@pytest.mark.timeout(900)
+def test_every_mode_has_a_row(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--in-turns", "--num-prompts", "4", "--group-size", "2", "--max-tokens", "24", "--running", "2"]
+    result = benchmark.main([*words, "--repeats", "1", "--threads", "1"])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
+    rows = {row["mode"]: row for row in result["rows"]}
+    assert list(rows) == ["none", "ngram", "ours_ngram", "history_tree"]
+    assert rows["none"]["accept_length"] == 1 < rows["history_tree"]["accept_length"]
+    assert rows["ours_ngram"]["equal_answers"] == rows["history_tree"]["equal_answers"] == 1
+    assert 0 < rows["history_tree"]["draft_time_frac"]["median"] < 1
+    assert "times mean nothing" in result["note"]
