@@ -133,6 +133,7 @@ def test_answers_of_the_stock_server_are_counted_as_ours(benchmark: Any) -> None
     assert (plain.num_passes, plain.num_drafted, plain.num_accepted) == (5, 0, 0)
 
 
+@torch.no_grad()
 def test_a_random_policy_is_sure_of_few_tokens(benchmark: Any) -> None:
     work = importlib.import_module("sglang_work")
     policy, again = (work.peaked_policy("tiny", dtype="float32", seed=3) for _ in range(2))
