@@ -17,6 +17,10 @@ _KINDS: Mapping[str, type[http.client.HTTPConnection]] = {
 _LONGEST_S = 600.0  # of what is not an answer to a prompt: to load weights may take minutes
 
 
+class RefusedError(BackendError):
+    """An engine answers, but not with what it was asked for."""
+
+
 class Client:
     """One server or router. Each call has a connection of its own, so calls may come from many threads."""
 
@@ -50,7 +54,7 @@ class Client:
             return False
 
     def get(self, path: str, *, timeout_s: float = _LONGEST_S) -> Any:
-        """What it answers. Raises BackendError when it cannot be reached or refuses."""
+        """What it answers. Raises BackendError when it cannot be reached, RefusedError when it refuses."""
         status, answer = self._call("GET", path, None, timeout_s=timeout_s)
         _check(path, status, answer)
         return answer
@@ -61,7 +65,7 @@ class Client:
         return answer if status == 200 else None
 
     def post(self, path: str, content: Mapping[str, Any], *, timeout_s: float | None = _LONGEST_S) -> Any:
-        """What it answers. Raises BackendError when it cannot be reached, refuses, or says that it did not succeed."""
+        """What it answers. Raises BackendError when it cannot be reached, RefusedError when it refuses or says that it did not succeed."""
         status, answer = self._call("POST", path, content, timeout_s=timeout_s)
         _check(path, status, answer)
         return answer
@@ -93,7 +97,7 @@ class Client:
 
 def _check(path: str, status: int, answer: Any) -> None:
     if status != 200 or (isinstance(answer, Mapping) and answer.get("success") is False):
-        raise BackendError(f"the SGLang engine refused {path} (HTTP {status}): {answer}")
+        raise RefusedError(f"the SGLang engine refused {path} (HTTP {status}): {answer}")
 
 
 def _parsed(text: bytes) -> Any:

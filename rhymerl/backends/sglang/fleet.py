@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from rhymerl.backends.sglang.client import Client
-from rhymerl.errors import ConfigError
+from rhymerl.errors import BackendError, ConfigError
 
 T = TypeVar("T")
+_RANK = re.compile(r"@\d+$")  # behind the address, where a router tells an engine's data-parallel ranks apart
 
 
 class Fleet:
@@ -50,5 +52,27 @@ class Fleet:
 
 
 def _behind(address: Client) -> list[Client]:
-    """A router's engines; a server is its own."""
-    return [address]
+    """A router's engines, in the order of their addresses; a server is its own."""
+    listed = _listed(address)
+    if listed is None:
+        return [address]
+    for engine in listed:
+        if engine.get("worker_type", "regular") != "regular":
+            raise ConfigError(
+                f"backend.url={address.url!r}: expected a router of servers that read prompts and answer them; "
+                f"{engine['url']} is for {engine['worker_type']} only"
+            )
+    if not listed:
+        raise BackendError(f"backend.url={address.url!r}: the router there has no SGLang servers yet")
+    return [Client.at(url) for url in sorted({_RANK.sub("", engine["url"]).rstrip("/") for engine in listed})]
+
+
+def _listed(address: Client) -> Sequence[Mapping[str, Any]] | None:
+    """What a router says of its engines; older ones only know their addresses. None where no router is."""
+    answer = address.get_if_known("/workers")
+    if isinstance(answer, Mapping) and isinstance(answer.get("workers"), list):
+        return cast(Sequence[Mapping[str, Any]], answer["workers"])
+    answer = address.get_if_known("/list_workers")
+    if isinstance(answer, Mapping) and isinstance(answer.get("urls"), list):
+        return [{"url": url} for url in answer["urls"]]
+    return None

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rhymerl.backends.sglang.client import RefusedError
 from rhymerl.backends.sglang.fleet import Fleet
-from rhymerl.errors import BackendError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -78,7 +78,7 @@ def flush(fleet: Fleet) -> None:
     while True:
         try:
             fleet.post("/flush_cache", {})
-        except BackendError:
+        except RefusedError:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.05)

@@ -125,3 +125,43 @@ def test_ranks_share_them_out(engines):
     ]
     with pytest.raises(ConfigError, match=r"backend\.url=.*expected at least 4 SGLang servers, .*; found 3"):
         Fleet.at(addresses, rank=0, num_ranks=4)
+
+
+def listed(url, kind="regular"):
+    """An engine as routers from 0.2.2 on tell of it."""
+    return {"id": "532b2fda", "url": url, "worker_type": kind, "is_healthy": True, "connection_mode": "HTTP", "load": 0}
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_router_is_asked_for_its_engines(engines, flat_policy, is_old):
+    """It is not asked for answers: it would drop what it does not know of a request, the seed among it."""
+    router, *behind = engines
+    urls = [each.url for each in behind]
+    if is_old:
+        router.answers["/list_workers"] = 200, {"urls": urls[::-1]}
+    else:
+        router.answers["/workers"] = 200, {"workers": [listed(url) for url in [*urls, f"{urls[0]}/", f"{urls[1]}@1"]]}
+    requests = make_requests(8, group_size=2)
+    with connected([router], flat_policy) as backend:
+        assert [each.url for each in backend.session.fleet.engines] == sorted(urls)
+        backend.submit(requests)
+        assert_whole(all_of(backend, 16), requests)
+    assert set(router.calls) == ({"/workers", "/list_workers"} if is_old else {"/workers"})
+    assert all(asked(engine) for engine in behind)
+
+
+def test_a_router_that_cannot_help_is_refused(engines):
+    router, engine, _ = engines
+    address = Client.at(router.url)
+    router.answers["/workers"] = 200, {"workers": []}
+    with pytest.raises(BackendError, match=r"backend\.url='http://.*': the router there has no SGLang servers yet"):
+        Fleet.at([address])
+    router.answers["/workers"] = 200, {"workers": [listed(engine.url, "prefill")]}
+    with pytest.raises(ConfigError, match=rf"backend\.url='http://.*': expected .*{engine.url} is for prefill only"):
+        Fleet.at([address])
+    router.answers["/workers"] = 200, {"workers": [listed("grpc://127.0.0.1:1")]}
+    with pytest.raises(ConfigError, match=r"'grpc://127\.0\.0\.1:1': expected http://HOST:PORT"):
+        Fleet.at([address])
+    router.vanish()
+    with pytest.raises(BackendError, match="did not answer /workers"):
+        Fleet.at([address])

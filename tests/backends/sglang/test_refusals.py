@@ -105,7 +105,7 @@ def test_an_engine_that_is_not_there(flat_policy):
     with FakeEngine() as engine:
         url = engine.url
     backend = SGLangBackend(url=url)
-    with pytest.raises(BackendError, match="did not answer /health"):
+    with pytest.raises(BackendError, match="did not answer /workers"):
         backend.start(flat_policy, NoDrafter())
 
 
