@@ -156,7 +156,7 @@ def server_settings(arguments: Namespace) -> dict[str, Any]:
     """What all servers have in common, by the names of SGLangBackend's arguments."""
     largest = max(arguments.running)
     if torch.cuda.is_available():
-        own: dict[str, Any] = {"mem_fraction_static": arguments.memory, "cuda_graph_max_bs": largest}
+        own: dict[str, Any] = {"mem_fraction_static": arguments.memory, "cuda_graph_max_bs_decode": largest}
     else:
         own = {**ON_CPU, "max_total_tokens": 1024 * largest}
     given = OmegaConf.to_container(OmegaConf.from_dotlist(arguments.server))

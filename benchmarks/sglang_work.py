@@ -70,8 +70,7 @@ def peaked_policy(size: str, *, dtype: Any, seed: int) -> Policy:
     head, special = policy.model.get_output_embeddings().weight, max(policy.stop_token_ids) + 1
     with torch.no_grad():
         policy.model.get_input_embeddings().weight.normal_(std=1.0, generator=random_source)  # beside what layers add
-        head.zero_()
-        # Before the head a state has entries of size 1.
+        # Before the head a state has entries of size 1; the logits of other tokens stay below 1.
         head[special : special + WORDS].normal_(std=PEAKED / head.shape[1] ** 0.5, generator=random_source)
     return policy
 
