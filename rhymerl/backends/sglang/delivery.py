@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 from rhymerl.backends.sglang import weights
 from rhymerl.backends.sglang.fleet import Fleet
 from rhymerl.backends.sglang.group import WeightGroup
-from rhymerl.backends.sglang.proof import prove
+from rhymerl.backends.sglang.proof import draws_by_seed, prove
 from rhymerl.policy import DTYPES
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from rhymerl.policy import Policy
 
+_log = logging.getLogger(__name__)
 NO_WEIGHTS = -1  # instead of a policy version
 
 
@@ -33,6 +35,7 @@ class Delivery:
         self.tensor_parallel = tensor_parallel
         self.folder = folder
         self.version = NO_WEIGHTS
+        self.draws_by_seed = True  # until an engine has shown otherwise
         self.is_resting = False  # the engines have given their memory away, and what was in it
         self._group: WeightGroup | None = None
 
@@ -50,9 +53,19 @@ class Delivery:
             weights.from_disk(self.fleet, named, dtype, self.folder, version=version)
         weights.flush(self.fleet)
         if self.version == NO_WEIGHTS:
-            for engine in self.fleet.engines:
-                prove(engine, self.policy, self.dtype)
+            self._prove()
         self.version = version
+
+    def _prove(self) -> None:
+        for engine in self.fleet.engines:
+            prove(engine, self.policy, self.dtype)
+            if not draws_by_seed(engine):
+                self.draws_by_seed = False
+                _log.warning(
+                    "the SGLang engine at %s draws tokens by its own rule: they come from the policy's distribution, but do not follow "
+                    "from a request's seed, change with the drafter, and are not those of backend=embedded",
+                    engine.url,
+                )
 
     def _joined_group(self) -> WeightGroup:
         if self._group is None:

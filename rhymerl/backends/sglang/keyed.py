@@ -107,7 +107,7 @@ def _spread(values: Tensor, each: int) -> Tensor:
 
 
 def is_plain(sampling_info: Any) -> bool:
-    """Whether nothing but temperature and truncation shapes the draw; penalties, biases and grammars are SGLang's own business."""
+    """Whether nothing but temperature and truncation shapes the draw; penalties, biases, grammars and watermarks are SGLang's own business."""
     changed = ("acc_additive_penalties", "acc_scaling_penalties", "logit_bias")
     orchestrator = getattr(sampling_info, "penalizer_orchestrator", None)
     return (
@@ -116,5 +116,6 @@ def is_plain(sampling_info: Any) -> bool:
         and not any(sampling_info.grammars or ())
         and not any(getattr(sampling_info, "return_sampling_masks", None) or ())
         and not sampling_info.has_custom_logit_processor
+        and not getattr(sampling_info, "has_watermark_candidates", False)
         and not (orchestrator is not None and orchestrator.is_required)
     )

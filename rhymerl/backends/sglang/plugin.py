@@ -10,21 +10,23 @@ VARIABLE = "RHYMERL_SGLANG"  # the path of the engine's settings (settings.py)
 def register() -> None:
     """Bring in the drafting worker and the keyed draw, where an engine was started for rhymerl; otherwise do nothing.
 
-    What became of it is written for the trainer: SGLang itself only logs that a plugin failed.
+    A version that cannot have our draw keeps its own. What was found is written for the trainer: SGLang itself only logs that a
+    plugin failed.
     """
     if not os.environ.get(VARIABLE):
         return
+    from rhymerl.backends.sglang.probe import Findings
     from rhymerl.backends.sglang.settings import EngineSettings
 
     settings = EngineSettings.of_this_process()
-    try:
-        from rhymerl.backends.sglang import sampler
+    found = Findings.of_this_version()
+    if not found.drawing:
+        from rhymerl.backends.sglang import sampler, verify
 
         sampler.install()
+        verify.install()
+    if not found.drafting:
         from rhymerl.backends.sglang import worker
 
         worker.install()
-    except (ImportError, AttributeError) as error:  # a version that lacks a name or has moved it
-        settings.report(error)
-        raise
-    settings.report(None)
+    settings.report(found)

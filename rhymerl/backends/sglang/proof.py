@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,6 +34,14 @@ def prove(client: Client, policy: Policy, dtype: str) -> None:
             f"the SGLang engine does not compute the policy: log-probs of a short answer differ by {worst:.3g} nats right after "
             f"the weights were handed over ({type(policy.model).__name__} may go by other names or settings there)"
         )
+
+
+def draws_by_seed(client: Client) -> bool:
+    """Whether a request gets the same answer again: so it is where rhymerl's plugin draws, and hardly ever by chance."""
+    params = {"temperature": 2.0, "max_new_tokens": 4 * _ANSWER, "ignore_eos": True}
+    content = {"rid": f"proof-{uuid.uuid4().hex}", "input_ids": [1], "sampling_params": params}
+    first, second = (client.post("/generate", content)["output_ids"] for _ in range(2))
+    return bool(first == second)
 
 
 def _logprobs(policy: Policy, prompt: list[int], answer: list[int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

@@ -28,16 +28,17 @@ class KeyedSampler(Sampler):  # type: ignore[misc]
         top_logprobs_nums: Any,
         token_ids_logprobs: Any,
         positions: torch.Tensor,
+        **more: Any,
     ) -> torch.Tensor:
         """Token ids [requests]; log-probs go into `logits_output`."""
         others = return_logprob and (
             any(top_logprobs_nums or ()) or any(each is not None for each in token_ids_logprobs or ())
         )
-        if others or not keyed.is_plain(sampling_info):
+        if others or more or not keyed.is_plain(sampling_info):
             warn_once()
             theirs = dataclasses.replace(sampling_info, sampling_seed=None)  # some of its ways refuse seeds
             given = (logits_output, theirs, return_logprob, top_logprobs_nums, token_ids_logprobs, positions)
-            return cast(torch.Tensor, super().forward(*given))
+            return cast(torch.Tensor, super().forward(*given, **more))
         logits = logits_output.next_token_logits
         tokens = keyed.draw(logits, sampling_info, positions, each=1)
         if return_logprob:

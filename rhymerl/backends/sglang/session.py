@@ -132,7 +132,8 @@ class Session:
         environment = {VARIABLE: str(file), **self.settings.environment}
         self._server = Server(words, environment, self.folder / "engine.log")
         self._server.wait_until_ready(self.settings.start_timeout_s)
-        EngineSettings.check_report(self.folder)
+        on_cpu = self.policy.model.device.type == "cpu"
+        EngineSettings.read_report(self.folder).check(drafts=self.settings.n > 1, on_cpu=on_cpu)
         return Fleet([self._server.client])
 
     @property
@@ -225,6 +226,8 @@ class Session:
                 raise ConfigError(
                     f"request {request.id}: the prompt has token ids beyond the vocabulary (0 to {vocabulary - 1})"
                 )
+            if request.sampling.min_p and self.settings.n > 1 and not self._delivery.draws_by_seed:
+                raise ConfigError(f"min_p={request.sampling.min_p}: expected 0; this SGLang verifies drafts without it")
         if not self._flights.flying:
             self._heard_s = time.monotonic()
         for request in requests:

@@ -14,6 +14,7 @@ from rhymerl.backends.sglang.counters import Counters
 from rhymerl.backends.sglang.drafting import EngineDrafting
 from rhymerl.backends.sglang.news import NewsReader
 from rhymerl.backends.sglang.plugin import VARIABLE
+from rhymerl.backends.sglang.probe import Findings
 from rhymerl.config import describe, instantiate
 from rhymerl.drafters.base import Drafter
 from rhymerl.errors import BackendError, ConfigError
@@ -66,24 +67,23 @@ class EngineSettings:
                 f"{VARIABLE}={path!r}: expected the file that `rhymerl sglang-args` writes ({error!r})"
             ) from error
 
-    def report(self, error: Exception | None) -> None:
-        """Say whether the plugin is in place, in each process of the engine; one failure is not hidden by the others' success."""
+    def report(self, found: Findings) -> None:
+        """Say that the plugin is in place, and what it has not found; each process of the engine says the same."""
         path = Path(self.folder) / _REPORT
-        if error is not None:
-            path.write_text(f"{type(error).__name__}: {error}")
-        elif not path.exists():
-            path.touch()
+        draft = path.with_suffix(f".{os.getpid()}")
+        draft.write_text(found.to_json())
+        os.replace(draft, path)
 
     @staticmethod
-    def check_report(folder: Path) -> None:
-        """Raise BackendError unless the engine that meets the trainer in `folder` has loaded the plugin."""
-        report = folder / _REPORT
-        if not report.exists():
+    def read_report(folder: Path) -> Findings:
+        """What the engine that meets the trainer in `folder` lacks. Raises BackendError when it has not loaded the plugin."""
+        try:
+            return Findings.from_json((folder / _REPORT).read_text())
+        except FileNotFoundError as error:
             raise BackendError(
-                "SGLang has not loaded rhymerl's plugin: is rhymerl installed in its environment, and SGLANG_PLUGINS unset?"
-            )
-        if words := report.read_text():
-            raise BackendError(f"this version of SGLang lacks what rhymerl's plugin needs ({words})")
+                "SGLang has not loaded rhymerl's plugin: is rhymerl installed in its environment, and SGLANG_PLUGINS unset? "
+                "Its log tells why a plugin has failed"
+            ) from error
 
     def drafting(self, n: int, vocabulary: int) -> EngineDrafting:
         """The drafter, and what stands between it and the engine."""

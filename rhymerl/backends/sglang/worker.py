@@ -1,27 +1,24 @@
-"""SGLang's n-gram worker with a rhymerl drafter in the place of its corpus, and our draw in the place of its verification."""
+"""SGLang's n-gram worker with a rhymerl drafter in the place of its corpus."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from sglang.srt.distributed.parallel_state import get_tp_group
-from sglang.srt.speculative import eagle_utils, ngram_worker
+from sglang.srt.speculative import ngram_worker
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
-from rhymerl.backends.sglang import keyed
 from rhymerl.backends.sglang.arrays import TreeArrays
 from rhymerl.backends.sglang.drafting import EngineDrafting, not_yet_known
-from rhymerl.backends.sglang.sampler import warn_once
+from rhymerl.backends.sglang.masks import full_mask
 from rhymerl.backends.sglang.settings import EngineSettings
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 NAME = "RHYMERL"
+_MAKES_MASKS = hasattr(ngram_worker, "USE_FULL_MASK") and hasattr(ngram_worker, "_is_cpu")
 
 
 class _NoCorpus:
@@ -60,6 +57,14 @@ class HistoryWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
     def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
         """There are no weights besides the target's, which are updated by others; 0.5.17 asks all the same."""
         return True, "the drafter has no weights"
+
+    def _prepare_for_speculative_decoding(self, batch: Any) -> None:
+        """SGLang's own, but for the mask of attention on a GPU: it makes that request by request, of some thousand small kernels."""
+        has_trees = batch.forward_mode.is_decode()
+        super()._prepare_for_speculative_decoding(batch)
+        if has_trees and _MAKES_MASKS and not ngram_worker._is_cpu:
+            trees, num_tokens = batch.spec_info.custom_mask, int(batch.seq_lens_cpu.sum())
+            batch.spec_info.custom_mask = full_mask(trees, batch.seq_lens, self.draft_token_num, num_tokens=num_tokens)
 
     def _prepare_draft_tokens(self, batch: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Token ids [R * n] and masks [R * n * n] of the batch's trees."""
@@ -107,52 +112,10 @@ for _name, _value in vars(SpeculativeAlgorithm).items():
         setattr(HistoryAlgorithm, _name, _like_ngram(_name))
 
 
-def keyed_verify(original: Any) -> Any:
-    """Sample first, then follow the tree: each node's own draw decides, and no draft can bias it."""
-
-    def verify(
-        verify_input: Any, batch: Any, logits_output: Any, grammar_mask: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        if batch.forward_mode.is_idle() or grammar_mask is not None or not keyed.is_plain(batch.sampling_info):
-            if not batch.forward_mode.is_idle():
-                warn_once()
-            with keyed.without_seeds(batch):
-                return original(verify_input, batch, logits_output, grammar_mask, *args, **kwargs)
-        n, num_requests = verify_input.draft_token_num, len(batch.seq_lens)
-        logits = logits_output.next_token_logits
-        drawn = keyed.draw(logits, batch.sampling_info, verify_input.positions, each=n)
-        return _follow(verify_input, drawn.view(num_requests, n))
-
-    return verify
-
-
-def _follow(verify_input: Any, drawn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """SGLang's greedy walk, with the draws [R, n] as what the target predicts: tokens, accepted lengths (with the bonus), indices."""
-    num_requests, n = drawn.shape
-    like = torch.empty(0, dtype=torch.int32, device=drawn.device)
-    predict, lengths = like.new_zeros(num_requests * n), like.new_empty(num_requests)
-    index = like.new_full((num_requests, verify_input.max_tree_depth), -1)
-    predict, index, lengths = eagle_utils.verify_tree_greedy_func(
-        predicts=predict,
-        accept_index=index,
-        accept_token_num=lengths,
-        candidates=verify_input.draft_token.view(num_requests, n),
-        retrieve_index=verify_input.retrieve_index,
-        retrieve_next_token=verify_input.retrieve_next_token,
-        retrieve_next_sibling=verify_input.retrieve_next_sibling,
-        target_predict=drawn,
-        topk=verify_input.tree_topk,
-    )
-    group = get_tp_group()
-    if group.world_size > 1:  # sums over a vocabulary need not be the same on two devices
-        for each in (predict, lengths, index):
-            group.broadcast(each, src=0)
-    return predict, lengths + 1, index
-
-
 def install() -> None:
-    """Register the algorithm and its verification; once a process."""
-    ngram_worker.eagle_sample = keyed_verify(ngram_worker.eagle_sample)
+    """Register the algorithm; once a process."""
+    if _MAKES_MASKS:
+        ngram_worker.USE_FULL_MASK = False  # SGLang then leaves the trees' own masks as they are
     SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=HistoryAlgorithm)(
         lambda server_args: HistoryWorker
     )

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import threading
+import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,7 +20,6 @@ VOCABULARY = 19
 LOGPROB = -math.log(VOCABULARY)
 STOP = 1
 _POLL_S = 0.005
-_OTHERS = "other"  # a request without a name
 
 
 def token(seed: int, position: int) -> int:
@@ -34,6 +34,11 @@ def answer_of(request: Any) -> list[int]:
     while len(tokens) < request.sampling.max_tokens and not (tokens and tokens[-1] in request.sampling.stop_token_ids):
         tokens.append(token(request.seed, len(tokens)))
     return tokens
+
+
+def _is_rollout(params: dict[str, Any]) -> bool:
+    """And no proof, which a trainer asks for after its first weights."""
+    return "custom_params" in params
 
 
 class _Server(ThreadingHTTPServer):
@@ -53,11 +58,12 @@ class FakeEngine:
         self.holds_at: int | None = None
         self.go = threading.Event()
         self.is_late = False
+        self.has_own_draw = False  # whatever the seeds
         self.answers: dict[str, tuple[int, Any]] = {}
         self.meta: dict[str, Any] = {}  # in the place of what it would say of a request
         self.version = "default"
         self.drawn: list[tuple[int, int, str]] = []  # seed, position, version
-        self.inputs: dict[str, list[int]] = {}  # by rid
+        self.inputs: dict[str, list[int]] = {}  # of rollouts, by rid
         self.calls: list[str] = []
         self.running: set[str] = set()
         self.waiting: set[str] = set()
@@ -134,10 +140,11 @@ class FakeEngine:
         return 200, None
 
     def on_generate(self, content: dict[str, Any]) -> tuple[int, Any] | None:
-        rid = content.get("rid", _OTHERS)
+        rid = content.get("rid", "nameless")
         if rid in self.running | self.waiting:
             return 400, {"error": {"message": f"Duplicate request ID detected: {rid}"}}
-        self.inputs[rid] = content["input_ids"]
+        if _is_rollout(content["sampling_params"]):
+            self.inputs[rid] = content["input_ids"]
         self.waiting.add(rid)
         while not self._slots.acquire(timeout=_POLL_S):
             if self._quit.is_set():
@@ -160,17 +167,17 @@ class FakeEngine:
             self._slots.release()
 
     def _run(self, rid: str, params: dict[str, Any]) -> tuple[int, Any] | None:
-        own = (params.get("custom_params") or {}).get("rhymerl") or {"seed": "0", "offset": 0}
-        seed, offset = int(own["seed"]), own["offset"]
+        own = params["custom_params"]["rhymerl"] if _is_rollout(params) else {"seed": "0", "offset": 0}
+        seed, offset = int(own["seed"]) + (time.perf_counter_ns() if self.has_own_draw else 0), own["offset"]
         tokens: list[int] = []
 
         def draw() -> None:
-            if rid != _OTHERS:
+            if _is_rollout(params):
                 self.drawn.append((seed, offset + len(tokens), self.version))
             tokens.append(token(seed, offset + len(tokens)))
 
         while len(tokens) < params["max_new_tokens"]:
-            holds = rid != _OTHERS and self.holds_at == offset + len(tokens) and not self.go.is_set()
+            holds = _is_rollout(params) and self.holds_at == offset + len(tokens) and not self.go.is_set()
             if self._quit.wait(_POLL_S if holds else self.token_s):
                 return None
             if rid in self._aborted:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections import defaultdict
+from collections import Counter
 
 import pytest
 
@@ -33,12 +33,8 @@ def connected(engines, policy, **settings):
 
 
 def asked(engine):
-    """How many requests it has had of each prompt; its proof, right after the first weights, had no name."""
-    found = defaultdict(int)
-    for rid, tokens in engine.inputs.items():
-        if rid != "other":
-            found[tuple(tokens)] += 1
-    return found
+    """How many requests it has had of each prompt."""
+    return Counter(map(tuple, engine.inputs.values()))
 
 
 def test_siblings_go_together_and_prompts_to_whoever_has_least(engines, flat_policy):

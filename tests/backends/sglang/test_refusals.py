@@ -10,8 +10,8 @@ from rhymerl.backends.sglang import weights
 from rhymerl.backends.sglang.backend import SGLangBackend
 from rhymerl.backends.sglang.client import Client
 from rhymerl.drafters import NoDrafter
-from rhymerl.errors import BackendError
-from rhymerl.testing import make_requests
+from rhymerl.errors import BackendError, ConfigError
+from rhymerl.testing import RandomTreeDrafter, make_requests
 from tests.backends.sglang.fake_engine import FakeEngine
 from tests.backends.sglang.test_session import all_of, connected, soon, synced
 
@@ -54,6 +54,28 @@ def test_an_engine_that_computes_something_else_is_found_out(engine, flat_policy
     engine.meta = {"output_token_logprobs": [[-1.0, 5, None]] * 8}
     with pytest.raises(BackendError, match="does not compute the policy"), connected(engine, flat_policy):
         pass
+
+
+@pytest.mark.parametrize(("drafter", "refuses"), [(RandomTreeDrafter(), True), (NoDrafter(), False)])
+def test_an_engine_with_a_draw_of_its_own_is_told(engine, flat_policy, caplog, drafter, refuses):
+    """Its answers do not follow from seeds; its verification of drafts knows nothing of min-p."""
+    engine.has_own_draw = True
+    request = make_requests(1, min_p=0.1)[0]
+    with connected(engine, flat_policy, drafter) as backend:
+        assert "draws tokens by its own rule" in caplog.text
+        if refuses:
+            with pytest.raises(ConfigError, match=r"min_p=0\.1: expected 0; this SGLang verifies drafts without it"):
+                backend.submit([request])
+        else:
+            backend.submit([request])
+            assert len(backend.collect()) == 1
+
+
+def test_an_engine_with_our_draw_is_not_warned_of(engine, flat_policy, caplog):
+    with connected(engine, flat_policy) as backend:
+        backend.submit([make_requests(1, min_p=0.1)[0]])
+        assert len(backend.collect()) == 1
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("status", [200, 400])

@@ -191,7 +191,11 @@ def test_an_engine_that_hangs_is_found_out(installed, flat_policy):
         ("dies", 60, r"has died \(exit code 3\)"),
         ("hangs", 1, r"backend\.start_timeout_s=1: the SGLang engine did not get ready"),
         ("no plugin", 60, "has not loaded rhymerl's plugin"),
-        ("other version", 60, r"lacks what rhymerl's plugin needs \(ModuleNotFoundError: No module named 'sglang\.srt"),
+        (
+            "other version",
+            60,
+            r"lacks what rhymerl's drafters need \(sglang\.srt\.speculative\.ngram_worker\.NgramCorpus, .*drafter=none",
+        ),
     ],
 )
 def test_an_engine_that_cannot_start_leaves_nothing(
@@ -200,8 +204,15 @@ def test_an_engine_that_cannot_start_leaves_nothing(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     backend = SGLangBackend(environment={**ENVIRONMENT, "FAKE_FAULT": fault}, start_timeout_s=timeout_s)
     with pytest.raises(BackendError, match=message):
-        backend.start(flat_policy, NoDrafter())
+        backend.start(flat_policy, HistoryTreeDrafter())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_another_version_answers_without_drafts(installed, flat_policy):
+    requests = make_requests(3)
+    with started(flat_policy, NoDrafter(), environment={"FAKE_FAULT": "other version"}) as backend:
+        backend.submit(requests)
+        assert_whole(all_of(backend, 3), requests)
 
 
 def test_a_drafter_that_cannot_be_built_again_is_refused(installed, flat_policy):

@@ -11,11 +11,9 @@ def load_plugins() -> None:
     if fault == "other version":
         from rhymerl.backends.sglang.plugin import register
 
-        try:
-            register()
-        except ImportError as error:  # as SGLang does
-            print(error, flush=True)
+        register()
         return
+    from rhymerl.backends.sglang.probe import Findings
     from rhymerl.backends.sglang.settings import EngineSettings
 
-    EngineSettings.of_this_process().report(None)
+    EngineSettings.of_this_process().report(Findings())
