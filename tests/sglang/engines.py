@@ -32,11 +32,11 @@ def started(backend: RolloutBackend, policy: Policy, drafter: Drafter | None = N
     backend.start(policy, drafter or NoDrafter())
     backend.sync_weights(policy.model.named_parameters(), 0)
     if isinstance(backend, SGLangBackend):
-        pool = backend.session._flights._threads
-        everybody = threading.Barrier(pool._max_workers + 1)
-        for _ in range(pool._max_workers):
-            pool.submit(everybody.wait)
-        everybody.wait()
+        for line in backend.session._flights.lines:
+            everybody = threading.Barrier(line.threads._max_workers + 1)
+            for _ in range(line.threads._max_workers):
+                line.threads.submit(everybody.wait)
+            everybody.wait()
     return backend
 
 

@@ -113,6 +113,19 @@ def test_three_steps_are_those_of_the_embedded_backend(tmp_path, one_thread, mon
         assert summary["spec_accept_length"] > 1.0
 
 
+def test_adapters_reach_the_engine_in_the_weights(tmp_path, one_thread):
+    model = tmp_path / "model"
+    tiny_policy(dtype="float32", context=128, peaked=2.0).save(model)
+    words = ["adapter=lora", "adapter.rank=4", "update.learning_rate=1e-2"]
+    ours, our_answers, _ = trained(tmp_path, model, "embedded", "backend.max_running=8", *words)
+    theirs, their_answers, _ = trained(tmp_path, model, "sglang", *on_sglang(), *words)
+    pairs = zip(our_answers, their_answers, strict=True)
+    assert np.mean([np.array_equal(one.response_tokens, two.response_tokens) for one, two in pairs]) >= 0.98
+    assert max(float((ours[each] - theirs[each]).abs().max()) for each in ours) < 1e-4
+    start = load_file(model / "model.safetensors")
+    assert any(not torch.equal(start[each], theirs[each]) for each in theirs)
+
+
 def test_rollouts_without_training(tmp_path, one_thread):
     model, prompts = tmp_path / "model", tmp_path / "prompts.jsonl"
     tiny_policy(dtype="float32", context=128, peaked=2.0).save(model)

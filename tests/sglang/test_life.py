@@ -153,6 +153,19 @@ def test_a_dead_engine_has_a_successor_when_asked_for(policy):
     assert equal(done, embedded(policy, requests)) >= 0.96
 
 
+def test_an_engine_that_hangs_has_a_successor_too(policy):
+    """Its computing process is stopped: it is alive, and says nothing."""
+    requests = make_requests(8, group_size=4, max_tokens=200, stop_token_ids=(), prompt_tokens=(4, 8))
+    with sglang(restarts=1, silence_timeout_s=3) as backend:
+        started(backend, policy, HistoryTreeDrafter())
+        os.kill(max(processes_of(backend), key=resident_pages), signal.SIGSTOP)
+        before = time.monotonic()
+        done = answered(backend, requests)
+        print(f"all answered {time.monotonic() - before:.0f} s later")
+        assert backend.session._restarts_left == 0
+    assert equal(done, embedded(policy, requests)) >= 0.96
+
+
 def test_what_cannot_be_answered_is_refused_here(policy):
     with sglang() as backend:
         started(backend, policy, NoDrafter())

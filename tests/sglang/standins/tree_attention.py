@@ -6,13 +6,17 @@ backend keeps the name `torch_native`: SGLang runs its Triton kernels, which a C
 
 from __future__ import annotations
 
+import importlib
+import os
+import pydoc
 from typing import Any
 
 import torch
 
 
 def register() -> None:
-    """Put tree attention in the place of `torch_native`."""
+    """Put tree attention in the place of `torch_native`, and make of SGLang the version that a test asks for."""
+    _disguise()
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     @register_attention_backend("torch_native")
@@ -28,6 +32,15 @@ def register() -> None:
                 return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
 
         return TreeAttention(runner)
+
+
+def _disguise() -> None:
+    """Without the names in RHYMERL_TEST_LACKS; with masks as on a GPU where RHYMERL_TEST_MASKS is set."""
+    for name in filter(None, os.environ.get("RHYMERL_TEST_LACKS", "").split(",")):
+        owner, _, attribute = name.rpartition(".")
+        delattr(pydoc.locate(owner), attribute)
+    if os.environ.get("RHYMERL_TEST_MASKS"):
+        importlib.import_module("sglang.srt.speculative.ngram_worker")._is_cpu = False
 
 
 def verify(backend: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any) -> Any:
