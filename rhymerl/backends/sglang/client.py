@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -29,6 +31,7 @@ class Client:
         self.port = port
         self.path = path.rstrip("/")
         self.scheme = scheme
+        self._open: set[http.client.HTTPConnection] = set()
 
     @classmethod
     def at(cls, url: str) -> Client:
@@ -77,11 +80,19 @@ class Client:
             _check(path, status, answer)
         return status != 404
 
+    def hang_up(self) -> None:
+        """Whoever waits for an answer, in whatever thread, gets a BackendError instead."""
+        for connection in [*self._open]:
+            if connection.sock is not None:
+                with suppress(OSError):  # it is closed already
+                    connection.sock.shutdown(socket.SHUT_RDWR)
+
     def _call(
         self, method: str, path: str, content: Mapping[str, Any] | None, *, timeout_s: float | None
     ) -> tuple[int, Any]:
         connection = _KINDS[self.scheme](self.host, self.port, timeout=timeout_s)
         body = None if content is None else json.dumps(content)
+        self._open.add(connection)
         try:
             connection.request(method, self.path + path, body, {"Content-Type": "application/json"})
             response = connection.getresponse()
@@ -91,6 +102,7 @@ class Client:
                 f"the SGLang engine at {self.host}:{self.port} did not answer {path} ({error!r})"
             ) from error
         finally:
+            self._open.discard(connection)
             connection.close()
         return response.status, _parsed(text)
 

@@ -158,9 +158,10 @@ class Flights:
         return totals
 
     def close(self) -> None:
-        """Send nothing more. What the engines still have is the caller's to end."""
+        """Send nothing more, and wait for nothing more."""
         for line in self.lines:
             line.threads.shutdown(wait=False, cancel_futures=True)
+            line.engine.hang_up()
 
     def _content(self, flight: Flight) -> dict[str, Any]:
         request, sampling = flight.request, flight.request.sampling

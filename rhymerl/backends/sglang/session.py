@@ -40,7 +40,8 @@ ALGORITHM = "RHYMERL"  # as the plugin registers it
 _LOOK_S = 0.2  # how often to see whether the engine is alive while nothing comes back
 _DYING_S = 2.0  # from a broken connection to the end of the process
 _HEALTH_S = 60.0  # for a health check, which is a token; SGLang itself gives up after 20
-_ABORT_S = 30.0
+_ABORT_S = 5.0
+_PARTING_S = 10.0  # for requests that nobody will collect
 _SENT = 4  # times max_running requests are with the engine, so that its own queue never runs dry
 
 
@@ -196,7 +197,7 @@ class Session:
         """End the engine, whatever it is doing, and remove its files. One that was there before is only left."""
         if self._server is None:
             with suppress(BackendError):
-                self.withdraw(None)
+                self._give_up([*self._flights.flying.values()], _PARTING_S)
         self._delivery.close()
         self._flights.close()
         self._end()
@@ -236,8 +237,7 @@ class Session:
     def collect(self, timeout_s: float | None) -> list[Completion]:
         """At least one, unless nothing is in flight or the time is over. Raises BackendError when the engine has died."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        landed, self._landed = self._landed, []
-        while self._flights.flying and not landed:
+        while self._flights.flying and not self._landed:
             left = _LOOK_S if deadline is None else min(_LOOK_S, deadline - time.monotonic())
             back = self._flights.wait(max(left, 0.0))
             has_failed = any(flight.has_failed for flight in back)
@@ -245,27 +245,30 @@ class Session:
                 self._mind_the_silence()
             if back:
                 self._heard_s = time.monotonic()
-            landed += [self._flights.land(flight) for flight in back if self._flights.has(flight)]
+            for flight in filter(self._flights.has, back):
+                self._landed.append(self._flights.land(flight))
             if deadline is not None and time.monotonic() >= deadline:
                 break
+        landed, self._landed = self._landed, []
         return landed
 
     def _mind_the_silence(self) -> None:
-        """After a long one, see whether the engines still compute: one that hangs is ended and started again, or is an error."""
-        limit_s = self.settings.silence_timeout_s
-        if time.monotonic() - self._heard_s < limit_s:
+        """After a long one, see whether the engines still compute: one that hangs has a successor, or is an error."""
+        if time.monotonic() - self._heard_s < self.settings.silence_timeout_s:
             return
         try:
             self.fleet.each(lambda _, engine: engine.get("/health_generate", timeout_s=_HEALTH_S))
         except BackendError as error:
-            if self._server is None or self._restarts_left <= 0:
-                words = f"; {self._server.last_words()}" if self._server is not None else ""
-                raise BackendError(
-                    f"backend.silence_timeout_s={limit_s:g}: no answer has come for so long, and an SGLang engine fails its health "
-                    f"check ({error}){words}"
-                ) from error
+            self._end_hanging(f"no answer has come for so long, and an SGLang engine fails its health check ({error})")
             self._restart(self.version)
         self._heard_s = time.monotonic()
+
+    def _end_hanging(self, what: str) -> None:
+        """Make a dead engine of one that hangs. Raises BackendError, saying `what`, where it may not be started again."""
+        if self._server is None or self._restarts_left <= 0:
+            words = f"; {self._server.last_words()}" if self._server is not None else ""
+            raise BackendError(f"backend.silence_timeout_s={self.settings.silence_timeout_s:g}: {what}{words}")
+        self._server.close()
 
     def progress(self) -> Mapping[str, int]:
         """Tokens that each request in flight was sent with."""
@@ -284,7 +287,7 @@ class Session:
         """With a dead engine the tokens that it has drawn for them are lost; others are sent to its successor."""
         flights = [each for name, each in self._flights.flying.items() if wanted is None or name in wanted]
         try:
-            self._give_up(flights)
+            self._give_up(flights, self.settings.silence_timeout_s)
         except BackendError:
             if not self._may_restart(_DYING_S):
                 raise
@@ -293,24 +296,21 @@ class Session:
             return lost
         return [(flight, self._flights.land(flight, is_withdrawn=True)) for flight in flights]
 
-    def _give_up(self, flights: Sequence[Flight]) -> None:
+    def _give_up(self, flights: Sequence[Flight], patience_s: float) -> None:
         """Return when all of them are back. Raises BackendError when one has failed, or stays away for too long."""
         for flight in flights:
             flight.answer.cancel()
-        deadline = time.monotonic() + self.settings.silence_timeout_s
-        while any(not flight.answer.done() for flight in flights):
+        deadline = time.monotonic() + patience_s
+        while left := [flight for flight in flights if not flight.answer.done()]:
             # Again and again: what is on its way to the engine is not known there yet.
-            for flight in flights:
-                if not flight.answer.done():
+            for flight in left:
+                if time.monotonic() > deadline:
+                    self._end_hanging("the SGLang engine has not given requests back for so long")
+                with suppress(BackendError):  # whether it is gone is seen by its answers
                     flight.line.engine.post("/abort_request", {"rid": flight.rid}, timeout_s=_ABORT_S)
-            self._flights.settle(flights, _LOOK_S)
+            self._flights.settle(left, _LOOK_S)
             if self._server is not None:
                 self._server.check()
-            if time.monotonic() > deadline:
-                raise BackendError(
-                    f"backend.silence_timeout_s={self.settings.silence_timeout_s:g}: the SGLang engine has not given requests back for "
-                    "so long"
-                )
         for flight in filter(lambda flight: flight.has_failed, flights):
             flight.answer.result()
 

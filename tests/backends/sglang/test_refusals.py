@@ -123,6 +123,43 @@ def test_an_engine_that_vanishes(engine, flat_policy, what):
         assert time.monotonic() - started < 5
 
 
+def test_an_engine_that_gives_nothing_back(engine, flat_policy):
+    engine.holds_at, engine.answers["/abort_request"] = 1, (200, "")
+    with connected(engine, flat_policy, silence_timeout_s=1) as backend:
+        backend.submit(make_requests(20))
+        with pytest.raises(
+            BackendError, match=r"backend\.silence_timeout_s=1: the SGLang engine has not given requests back"
+        ):
+            backend.withdraw()
+        engine.go.set()
+
+
+def test_an_engine_that_fails_its_health_check(engine, flat_policy):
+    engine.holds_at = 1
+    with connected(engine, flat_policy, silence_timeout_s=1) as backend:
+        backend.submit(make_requests(4))
+        assert backend.collect(timeout_s=1.5) == []  # it is well, and takes its time
+        engine.answers["/health_generate"] = 503, ""
+        with pytest.raises(
+            BackendError, match=r"backend\.silence_timeout_s=1: no answer .* refused /health_generate \(HTTP 503\)"
+        ):
+            backend.collect(timeout_s=5)
+        engine.go.set()
+
+
+def test_what_was_collected_before_an_error_is_not_lost(engine, flat_policy):
+    good, bad = make_requests(2, seed=4)
+    with connected(engine, flat_policy) as backend:
+        backend.submit([good])
+        soon(lambda: len(engine.inputs) == 1 and not engine.running)
+        engine.answers["/generate"] = 400, FAILED
+        backend.submit([bad])
+        time.sleep(0.2)
+        with pytest.raises(BackendError, match="refused /generate"):
+            backend.collect()
+        assert [each.request.id for each in backend.collect()] == [good.id]
+
+
 def test_an_engine_that_is_not_there(flat_policy):
     with FakeEngine() as engine:
         url = engine.url

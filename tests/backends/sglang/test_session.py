@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 import time
 
 import numpy as np
@@ -217,6 +218,18 @@ def test_an_engine_that_is_left_is_left_without_requests(engine, flat_policy):
         backend.submit(make_requests(20))
         soon(lambda: len(engine.running) == 4)
     assert not engine.running | engine.waiting
+
+
+def test_an_engine_that_gives_nothing_back_is_left_all_the_same(engine, flat_policy, monkeypatch):
+    """Nobody waits for it any more, no thread does."""
+    monkeypatch.setattr("rhymerl.backends.sglang.session._PARTING_S", 0.2)
+    engine.holds_at, engine.answers["/abort_request"] = 2, (200, "")
+    with connected(engine, flat_policy) as backend:
+        backend.submit(make_requests(20))
+        soon(lambda: len(engine.running) == 4)
+        left = time.monotonic()
+    assert time.monotonic() - left < 2
+    soon(lambda: not [each for each in threading.enumerate() if each.name.startswith("rhymerl-sglang")])
 
 
 def test_memory_comes_back_before_it_is_needed(engine, flat_policy):

@@ -27,6 +27,7 @@ def installed(monkeypatch):
     """As if SGLang were."""
     monkeypatch.syspath_prepend(str(PATH))
     monkeypatch.setattr("rhymerl.backends.sglang.session._HEALTH_S", 0.5)
+    monkeypatch.setattr("rhymerl.backends.sglang.session._ABORT_S", 0.2)
     monkeypatch.setattr("rhymerl.backends.sglang.server._GRACE_S", 0.5)
 
 
@@ -133,6 +134,23 @@ def test_a_killed_engine_is_started_again_when_that_is_asked_for(installed, flat
         backend.submit([make_requests(1, seed=5)[0]])
         with pytest.raises(BackendError, match="has died"):
             backend.collect()
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_an_engine_that_hangs_gives_nothing_back(installed, flat_policy, restarts):
+    requests = make_requests(4)
+    with started(flat_policy, environment={"FAKE_TOKEN_S": "0.02"}, restarts=restarts, silence_timeout_s=1) as backend:
+        backend.submit(requests)
+        time.sleep(0.2)
+        os.kill(process_of(backend), signal.SIGSTOP)
+        if not restarts:
+            with pytest.raises(BackendError, match=r"(?s)has not given requests back for so long; the end of its log"):
+                backend.withdraw()
+            return
+        back = backend.withdraw()
+        backend.submit([each.resume() for each in back if each.finish_reason == "withdrawn"])
+        done = {each.request.id: each for each in back if each.finish_reason != "withdrawn"}
+        assert_whole(done | all_of(backend, 4 - len(done)), requests)
 
 
 @pytest.mark.parametrize("what", ["some", "sync", "rest"])
