@@ -62,6 +62,21 @@ def test_a_thousand_sampled_answers(policy, plain, drafting):
     assert metrics["spec/bad_drafts"] == 0
 
 
+def test_the_same_request_of_another_client_again(plain, drafting):
+    """Under the same name; now its first answer is the draft."""
+    sampling = {"temperature": 1.5, "max_new_tokens": 40, "ignore_eos": True}
+    for backend in (plain, drafting):
+        (engine,) = backend.session.fleet.engines
+        assert backend.session._delivery.draws_by_seed
+        answers = [
+            engine.post("/generate", {"rid": "theirs", "input_ids": [3, 4, 5], "sampling_params": sampling})[
+                "output_ids"
+            ]
+            for _ in range(3)
+        ]
+        assert answers[0] == answers[1] == answers[2]
+
+
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_every_way_of_drawing(policy, plain, drafting, sampling):
     requests = make_requests(24, group_size=4, seed=3, **sampling)

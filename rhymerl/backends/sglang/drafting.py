@@ -153,6 +153,9 @@ class EngineDrafting:
 
     def _row(self, engine_request: EngineRequest) -> _Row:
         row = self._rows.get(engine_request.rid)
+        if row is not None and row.engine_request is not engine_request and row.engine_request.finished():
+            self._finish(engine_request.rid)  # somebody gives the name of an ended request to another
+            row = None
         if row is None:
             row = self._rows[engine_request.rid] = _Row.of(engine_request, self.n)
             if self._news is not None:

@@ -14,7 +14,7 @@ from rhymerl.drafters import Drafter
 from rhymerl.history import HistoryStore
 from rhymerl.testing import RandomTreeDrafter, make_requests
 from rhymerl.types import Draft
-from tests.backends.sglang.batches import BEHIND, Recorder, fake, run, step
+from tests.backends.sglang.batches import BEHIND, Recorder, commit, fake, run, step
 
 N = 6
 
@@ -186,6 +186,22 @@ def test_requests_of_others_are_drafted_for_too():
     told = drafter.told["theirs"]
     assert [what[0] for what in told] == ["start", *["accept"] * 5, "finish"]
     assert told[-1] == ("finish", [2] * 5, "length")
+
+
+def test_a_name_may_be_given_again():
+    """By other clients, as soon as the first request of that name has ended: before the batch has been seen without it."""
+    drafter = Recorder()
+    drafting, _ = drafting_of(drafter)
+    request = make_requests(1, max_tokens=5)[0]
+    for answer in ([2] * 9, [4, 3] * 5):
+        batch = [fake(request, answer, rid="theirs", custom_params=None, stop_token_ids=set())]
+        tokens = [[answer[0]]]
+        while batch:
+            batch, _ = commit(batch, tokens)
+            tokens = step(drafting, batch, [()]) if batch else []
+    drafting.flush()
+    finished = [what[1] for what in drafter.told["theirs"] if what[0] == "finish"]
+    assert finished == [[2] * 5, [4, 3, 4, 3, 4]]
 
 
 def test_news_that_a_request_needs_are_heard_before_it_starts(tmp_path):
