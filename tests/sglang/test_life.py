@@ -66,6 +66,20 @@ def test_new_weights_and_an_old_history(policy, weights):
             assert each.token_ids.tolist() == greedy(policy, each.request.prompt, 20)
 
 
+def test_rests_during_updates(policy):
+    """On a CPU no memory is freed by it; all else is as on a GPU."""
+    requests = make_requests(8, group_size=4, seed=3)
+    with sglang(release_memory=True) as backend:
+        started(backend, policy, HistoryTreeDrafter())
+        for version in (1, 2):
+            backend.rest()
+            with pytest.raises(BackendError, match="sync_weights comes before submit"):
+                backend.submit(requests)
+            moved(policy)
+            backend.sync_weights(policy.model.named_parameters(), version)
+            assert equal(answered(backend, requests), embedded(policy, requests)) >= 0.95
+
+
 def test_taken_back_and_sent_on(policy):
     requests = make_requests(8, group_size=4, seed=3, max_tokens=200, stop_token_ids=())
     whole = embedded(policy, requests)

@@ -26,10 +26,14 @@ _OF_A_RANK = {
 }
 
 
-def require_sglang() -> None:
-    """Raise ConfigError when SGLang is not installed."""
+def require_sglang(*, memory_saver: bool) -> None:
+    """Raise ConfigError when SGLang is not installed, or not the package with which it gives memory back."""
     if importlib.util.find_spec("sglang") is None:
         raise ConfigError("backend=sglang: sglang is not installed; pip install 'rhymerl[sglang]'")
+    if memory_saver and importlib.util.find_spec("torch_memory_saver") is None:
+        raise ConfigError(
+            "backend.release_memory=true: expected torch_memory_saver to be installed, which comes with sglang"
+        )
 
 
 class Server:

@@ -81,6 +81,7 @@ class Session:
         self._counters: Counters | None = None
         self._history: HistoryStore | None = None
         self._followed = NO_VERSION
+        self._saves_memory = settings.release_memory and policy.model.device.type != "cpu"
         self._restarts_left = settings.restarts
         self._landed: list[Completion] = []  # ended while they were being taken back
         self._reported_s = self._heard_s = time.monotonic()
@@ -114,7 +115,7 @@ class Session:
     # -- the engine's process --------------------------------------------------------------------------------------
 
     def _started(self) -> Fleet:
-        require_sglang()
+        require_sglang(memory_saver=self._saves_memory)
         file = EngineSettings.of(self.drafter, self.folder).open()
         self._counters = Counters(self.folder / COUNTERS)
         shutil.rmtree(self.folder / NEWS, ignore_errors=True)
@@ -145,8 +146,9 @@ class Session:
 
     def _device(self) -> dict[str, Any]:
         device = self.policy.model.device
-        more = {"enable_memory_saver": True} if self.settings.release_memory else {}
-        return {"device": "cpu"} if device.type == "cpu" else {"base_gpu_id": device.index or 0, **more}
+        if device.type == "cpu":
+            return {"device": "cpu"}
+        return {"base_gpu_id": device.index or 0, "enable_memory_saver": self._saves_memory}
 
     def _revive(self, dying_s: float, *, version: int | None = None) -> bool:
         """Whether the engine was dead and has a successor, with the policy's weights as `version`, by default that of its own.

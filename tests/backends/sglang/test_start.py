@@ -13,6 +13,7 @@ import pytest
 
 from rhymerl.backends.sglang.backend import SGLangBackend
 from rhymerl.backends.sglang.plugin import VARIABLE
+from rhymerl.backends.sglang.server import require_sglang
 from rhymerl.drafters import Drafter, HistoryTreeDrafter, NoDrafter, RunAheadDrafter
 from rhymerl.errors import BackendError, ConfigError
 from rhymerl.history import HistoryStore
@@ -246,3 +247,7 @@ def test_without_sglang_it_is_said_how_to_install_it(flat_policy, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'rhymerl\[sglang\]'"):
         SGLangBackend().start(flat_policy, NoDrafter())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "sglang" or None)
+    require_sglang(memory_saver=False)
+    with pytest.raises(ConfigError, match=r"backend\.release_memory=true: expected torch_memory_saver"):
+        require_sglang(memory_saver=True)
