@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -133,14 +133,15 @@ class EngineDrafting:
         self._vocabulary = vocabulary
         self._news = news
         self._counters = counters
-        self._rows: dict[str, _Row] = {}
+        self._rows: dict[int, _Row] = {}  # by the identity of the engine's request: names come again
         self._hears_tokens = listens(drafter, "accept")
 
     def propose(self, requests: Sequence[EngineRequest], ahead: Sequence[Sequence[int]]) -> TreeArrays:
         """The trees of the batch; `ahead` are tokens of each request that are drawn but not yet in its `output_ids`."""
         started = time.perf_counter()
-        self._finish_departed(requests)
-        rows = [self._row(request) for request in requests]
+        here = {id(request) for request in requests}
+        self._finish_departed(here)
+        rows = [self._row(request, here) for request in requests]
         for row, tokens in zip(rows, ahead, strict=True):
             row.follow(tokens)
             self._tell(row)
@@ -151,18 +152,30 @@ class EngineDrafting:
         self._count(passes=1, draft_s=time.perf_counter() - started)
         return arrays
 
-    def _row(self, engine_request: EngineRequest) -> _Row:
-        row = self._rows.get(engine_request.rid)
-        if row is not None and row.engine_request is not engine_request and row.engine_request.finished():
-            self._finish(engine_request.rid)  # somebody gives the name of an ended request to another
-            row = None
+    def _row(self, engine_request: EngineRequest, here: Set[int]) -> _Row:
+        row = self._rows.get(id(engine_request))
         if row is None:
-            row = self._rows[engine_request.rid] = _Row.of(engine_request, self.n)
+            row = _Row.of(engine_request, self.n)
+            row.request = self._named_apart(row.request, here)
+            self._rows[id(engine_request)] = row
             if self._news is not None:
                 self._news.catch_up(news_of(engine_request.sampling_params.custom_params))
             self.drafter.start(row.request)
-        row.engine_request = engine_request
         return row
+
+    def _named_apart(self, request: RolloutRequest, here: Set[int]) -> RolloutRequest:
+        """The request by a name that no other row has, since drafters know requests by their names: two trainers may give the same one.
+
+        A namesake that is not in the batch was put back into the queue. It is finished: it was taken away there before this one was sent,
+        or else starts anew when it is back.
+        """
+        rows = {row.request.id: key for key, row in self._rows.items()}
+        name = request.id
+        while (namesake := rows.get(name)) in here:
+            name += "'"
+        if namesake is not None:
+            self._finish(namesake)
+        return request if name == request.id else replace(request, id=name)
 
     def _tell(self, row: _Row) -> None:
         """`accept` of what the pass before has drawn: all but its last token came from the draft."""
@@ -190,17 +203,16 @@ class EngineDrafting:
 
     def flush(self) -> None:
         """Nothing is in the engine any more: whoever was put back into the queue and taken away there is gone too."""
-        for rid in list(self._rows):
-            self._finish(rid)
+        for key in list(self._rows):
+            self._finish(key)
 
-    def _finish_departed(self, requests: Sequence[EngineRequest]) -> None:
+    def _finish_departed(self, here: Set[int]) -> None:
         """Who has left the batch and has ended is gone for good; others were only put back into the queue."""
-        here = {request.rid for request in requests}
-        for rid in [rid for rid, row in self._rows.items() if rid not in here and row.engine_request.finished()]:
-            self._finish(rid)
+        for key in [key for key, row in self._rows.items() if key not in here and row.engine_request.finished()]:
+            self._finish(key)
 
-    def _finish(self, rid: str) -> None:
-        row = self._rows.pop(rid)
+    def _finish(self, key: int) -> None:
+        row = self._rows.pop(key)
         row.follow(())
         self._tell(row)
         self.drafter.finish(row.completion())

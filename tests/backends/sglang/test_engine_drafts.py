@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 from rhymerl.backends.sglang.counters import Counters
 from rhymerl.backends.sglang.drafting import EngineDrafting
 from rhymerl.backends.sglang.news import News, NewsReader, NewsWriter
-from rhymerl.drafters import Drafter
+from rhymerl.backends.sglang.wire import without_logprobs
+from rhymerl.drafters import Drafter, HistoryTreeDrafter
 from rhymerl.history import HistoryStore
 from rhymerl.testing import RandomTreeDrafter, make_requests
 from rhymerl.types import Draft
@@ -202,6 +204,56 @@ def test_a_name_may_be_given_again():
     drafting.flush()
     finished = [what[1] for what in drafter.told["theirs"] if what[0] == "finish"]
     assert finished == [[2] * 5, [4, 3, 4, 3, 4]]
+
+
+def drafting_from_history():
+    """Its drafter fails where a request ends twice."""
+    drafter = HistoryTreeDrafter(deterministic=True)
+    return drafter, drafting_of(drafter)[0]
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapping"])
+@pytest.mark.parametrize("names", [("a", "b", "c"), ("request", "b", "c"), ("b", "request", "request'")], ids=str)
+def test_a_name_may_be_that_of_several_requests(names, overlap):
+    """Two trainers, or an evaluation beside a training: each names requests by step, prompt and sample. Others give any name."""
+    answers = ([2] * 9, [4, 3] * 5, [3, 4, 2] * 4)
+    batches = []
+    for drafter, drafting in (drafting_from_history(), (recorder := Recorder(), drafting_of(recorder)[0])):
+        requests = [replace(each, id="request") for each in make_requests(3, max_tokens=9, stop_token_ids=())]
+        batch = [fake(*each, rid=rid) for *each, rid in zip(requests, answers, names, strict=True)]
+        for request in batch:
+            if request.rid.startswith("request"):
+                request.sampling_params.custom_params = None
+        run(drafting, batch, overlap=overlap)
+        batches.append(batch)
+        drafter.close()
+    for batch in batches:
+        assert [each.output_ids[:9] for each in batch] == [list(each[:9]) for each in answers]
+    assert len(recorder.told) == 3
+    ends = [told[-1] for told in recorder.told.values()]
+    assert sorted(ends) == sorted(("finish", list(answer[:9]), "length") for answer in answers)
+    assert {sum(what[0] in ("start", "finish") for what in told) for told in recorder.told.values()} == {2}
+
+
+@pytest.mark.parametrize("rid", ["another", "first"])
+def test_who_was_taken_out_of_the_queue_may_be_sent_again(rid):
+    """SGLang says nothing of a request that is aborted while it waits; its tokens stay what its successor goes on from."""
+    request = make_requests(1, max_tokens=20, stop_token_ids=())[0]
+    for drafter, drafting in (drafting_from_history(), (recorder := Recorder(), drafting_of(recorder)[0])):
+        first, beside = fake(request, [2, 3] * 10, rid="first"), one(20)
+        first.commit([2])
+        first.commit(step(drafting, [first, beside], [(), ()])[0])
+        drafting.propose([beside], [()])
+        before = without_logprobs(np.array(first.output_ids, np.int32))
+        again = fake(replace(request, generated=before), [2, 3] * 10, rid=rid)
+        run(drafting, [again])
+        drafting.flush()
+        assert first.output_ids + again.output_ids == [2, 3] * 10
+        drafter.close()
+    kinds = [what[0] for what in recorder.told[request.id] if what[0] != "accept"]
+    assert kinds == ["start", "finish", "start", "finish"]
+    ends = [what for what in recorder.told[request.id] if what[0] == "finish"]
+    assert ends == [("finish", first.output_ids, "withdrawn"), ("finish", [2, 3] * 10, "length")]
 
 
 def test_news_that_a_request_needs_are_heard_before_it_starts(tmp_path):
