@@ -16,6 +16,7 @@ from rhymerl.backends.sglang.wire import from_custom_params, news_of, noise_of, 
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.run_ahead import listens
 from rhymerl.engine.tree import depths, no_drafts, sound
+from rhymerl.history import NO_VERSION, HistoryDelta
 from rhymerl.types import Completion, DraftBatch, FinishReason, RolloutRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 
 _ALL_TOKENS = 2**30  # SGLang's top-k that is off
+_NOTHING_NEW = HistoryDelta(version=NO_VERSION, is_snapshot=False, changes=())
 
 
 class EngineRequest(Protocol):
@@ -202,9 +204,14 @@ class EngineDrafting:
         self._count(bad_drafts=num_requests)
 
     def flush(self) -> None:
-        """Nothing is in the engine any more: whoever was put back into the queue and taken away there is gone too."""
+        """Nothing is in the engine any more: whoever was put back into the queue and taken away there is gone too.
+
+        New weights are coming. Where no trainer tells of its history, a step is over: the drafter hears that nothing is new in it.
+        """
         for key in list(self._rows):
             self._finish(key)
+        if self._news is None or self._news.version == 0:
+            self.drafter.follow(_NOTHING_NEW)
 
     def _finish_departed(self, here: Set[int]) -> None:
         """Who has left the batch and has ended is gone for good; others were only put back into the queue."""

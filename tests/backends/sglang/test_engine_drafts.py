@@ -256,6 +256,27 @@ def test_who_was_taken_out_of_the_queue_may_be_sent_again(rid):
     assert ends == [("finish", first.output_ids, "withdrawn"), ("finish", [2, 3] * 10, "length")]
 
 
+@pytest.mark.parametrize("has_news", [False, True], ids=["by hand", "of a trainer"])
+def test_what_is_indexed_of_answers_ends_with_their_policy(has_news, tmp_path):
+    """Where a trainer tells of its history it says when; a server by hand is told of new weights only."""
+    writer, drafter = NewsWriter(tmp_path / "news"), HistoryTreeDrafter(deterministic=True)
+    drafting, _ = drafting_of(drafter, news=NewsReader(tmp_path / "news", drafter))
+    if has_news:
+        writer.write(News(delta=HistoryStore().snapshot()))
+    sizes = []
+    for epoch in range(20):
+        requests = [replace(each, id=f"{epoch}/{each.id}") for each in make_requests(4, group_size=2, max_tokens=30)]
+        batch = [fake(each, [2 + epoch % 7] * 40) for each in requests]
+        for request in batch:
+            request.sampling_params.custom_params["rhymerl"]["news"] = writer.version
+        run(drafting, batch)
+        assert drafter.live_bytes > 0, "siblings that come later find nothing"
+        drafting.flush()
+        sizes.append(drafter.live_bytes)
+    assert all(sizes) if has_news else sizes == [0] * 20
+    drafter.close()
+
+
 def test_news_that_a_request_needs_are_heard_before_it_starts(tmp_path):
     heard = []
 
