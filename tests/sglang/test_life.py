@@ -115,7 +115,7 @@ def test_an_update_while_requests_are_in_flight(policy):
 
 def processes_of(backend):
     """The process group of its engine."""
-    group = backend.session._server._process.pid
+    group = backend.session._own.server._process.pid
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -151,7 +151,7 @@ def test_a_dead_engine_is_one_clear_error(policy):
         print(f"noticed after {seconds:.1f} s: {str(caught.value).splitlines()[0]}")
         assert seconds < 10
         assert "the end of its log" in str(caught.value)
-        group = backend.session._server._process.pid
+        group = backend.session._own.server._process.pid
     with pytest.raises(ProcessLookupError):
         os.killpg(group, 0)
 
@@ -163,7 +163,7 @@ def test_a_dead_engine_has_a_successor_when_asked_for(policy):
         timer = killed_soon(backend)
         done = answered(backend, requests)
         timer.join()
-        assert backend.session._restarts_left == 0
+        assert backend.session._own.restarts_left == 0
     assert equal(done, embedded(policy, requests)) >= 0.96
 
 
@@ -176,7 +176,7 @@ def test_an_engine_that_hangs_has_a_successor_too(policy):
         before = time.monotonic()
         done = answered(backend, requests)
         print(f"all answered {time.monotonic() - before:.0f} s later")
-        assert backend.session._restarts_left == 0
+        assert backend.session._own.restarts_left == 0
     assert equal(done, embedded(policy, requests)) >= 0.96
 
 

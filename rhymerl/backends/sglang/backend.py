@@ -11,7 +11,8 @@ from rhymerl.backends.sglang.arguments import check, check_for_ranks
 from rhymerl.backends.sglang.client import Client
 from rhymerl.backends.sglang.nodes import best_n
 from rhymerl.backends.sglang.place import Place
-from rhymerl.backends.sglang.session import Session, SessionSettings
+from rhymerl.backends.sglang.session import Session
+from rhymerl.backends.sglang.session_settings import SessionSettings
 from rhymerl.budgets.base import Budget
 from rhymerl.budgets.costs import CostCurve
 from rhymerl.drafters.base import Drafter

@@ -16,7 +16,12 @@ _KINDS: Mapping[str, type[http.client.HTTPConnection]] = {
     "http": http.client.HTTPConnection,
     "https": http.client.HTTPSConnection,
 }
+_CONNECT_S = 30.0
 _LONGEST_S = 600.0  # of what is not an answer to a prompt: to load weights may take minutes
+
+
+class NoAnswerError(BackendError):
+    """An engine cannot be reached, is dead, or says nothing for too long."""
 
 
 class RefusedError(BackendError):
@@ -32,6 +37,7 @@ class Client:
         self.path = path.rstrip("/")
         self.scheme = scheme
         self._open: set[http.client.HTTPConnection] = set()
+        self._is_over = False
 
     @classmethod
     def at(cls, url: str) -> Client:
@@ -45,6 +51,10 @@ class Client:
             raise ConfigError(f"backend.url={url!r}: expected http://HOST:PORT of a running SGLang server or router")
         return cls(parts.hostname, port or kind.default_port, path=parts.path, scheme=parts.scheme)
 
+    def another(self) -> Client:
+        """To the same place; it may `hang_up` by itself."""
+        return Client(self.host, self.port, path=self.path, scheme=self.scheme)
+
     @property
     def url(self) -> str:
         return f"{self.scheme}://{self.host}:{self.port}{self.path}"
@@ -57,31 +67,39 @@ class Client:
             return False
 
     def get(self, path: str, *, timeout_s: float = _LONGEST_S) -> Any:
-        """What it answers. Raises BackendError when it cannot be reached, RefusedError when it refuses."""
+        """What it answers. Raises NoAnswerError when it cannot be reached, RefusedError when it refuses."""
         status, answer = self._call("GET", path, None, timeout_s=timeout_s)
-        _check(path, status, answer)
+        self._check(path, status, answer)
         return answer
 
     def get_if_known(self, path: str) -> Any:
-        """What it answers, None where it does not know that path. Raises BackendError when it cannot be reached."""
+        """What it answers, None where it does not know that path. Raises as `get` does."""
         status, answer = self._call("GET", path, None, timeout_s=_LONGEST_S)
-        return answer if status == 200 else None
-
-    def post(self, path: str, content: Mapping[str, Any], *, timeout_s: float | None = _LONGEST_S) -> Any:
-        """What it answers. Raises BackendError when it cannot be reached, RefusedError when it refuses or says that it did not succeed."""
-        status, answer = self._call("POST", path, content, timeout_s=timeout_s)
-        _check(path, status, answer)
+        if status == 404:
+            return None
+        self._check(path, status, answer)
         return answer
 
-    def post_if_known(self, path: str) -> bool:
-        """Whether it knows that path, which older versions may not. Raises BackendError as `post` does."""
-        status, answer = self._call("POST", path, {}, timeout_s=_LONGEST_S)
+    def post(self, path: str, content: Mapping[str, Any], *, timeout_s: float | None = _LONGEST_S) -> Any:
+        """What it answers. Raises NoAnswerError when it cannot be reached, RefusedError when it refuses or says that it did not succeed."""
+        status, answer = self._call("POST", path, content, timeout_s=timeout_s)
+        self._check(path, status, answer)
+        return answer
+
+    def post_if_known(self, path: str, *, timeout_s: float = _LONGEST_S) -> bool:
+        """Whether it knows that path, which older versions may not. Raises as `post` does."""
+        status, answer = self._call("POST", path, {}, timeout_s=timeout_s)
         if status != 404:
-            _check(path, status, answer)
+            self._check(path, status, answer)
         return status != 404
 
+    def _check(self, path: str, status: int, answer: Any) -> None:
+        if status != 200 or (isinstance(answer, Mapping) and answer.get("success") is False):
+            raise RefusedError(f"the SGLang engine at {self.url} refused {path} (HTTP {status}): {answer}")
+
     def hang_up(self) -> None:
-        """Whoever waits for an answer, in whatever thread, gets a BackendError instead."""
+        """Whoever waits for an answer, in whatever thread, gets a NoAnswerError instead, and so does whoever asks later."""
+        self._is_over = True
         for connection in [*self._open]:
             if connection.sock is not None:
                 with suppress(OSError):  # it is closed already
@@ -90,26 +108,23 @@ class Client:
     def _call(
         self, method: str, path: str, content: Mapping[str, Any] | None, *, timeout_s: float | None
     ) -> tuple[int, Any]:
-        connection = _KINDS[self.scheme](self.host, self.port, timeout=timeout_s)
+        connection = _KINDS[self.scheme](self.host, self.port, timeout=min(timeout_s or _CONNECT_S, _CONNECT_S))
         body = None if content is None else json.dumps(content)
         self._open.add(connection)
         try:
+            connection.connect()
+            connection.sock.settimeout(timeout_s)
+            if self._is_over:
+                raise ConnectionAbortedError("nobody waits for it any more")
             connection.request(method, self.path + path, body, {"Content-Type": "application/json"})
             response = connection.getresponse()
             text = response.read()
         except (OSError, http.client.HTTPException) as error:
-            raise BackendError(
-                f"the SGLang engine at {self.host}:{self.port} did not answer {path} ({error!r})"
-            ) from error
+            raise NoAnswerError(f"the SGLang engine at {self.url} did not answer {path} ({error!r})") from error
         finally:
             self._open.discard(connection)
             connection.close()
         return response.status, _parsed(text)
-
-
-def _check(path: str, status: int, answer: Any) -> None:
-    if status != 200 or (isinstance(answer, Mapping) and answer.get("success") is False):
-        raise RefusedError(f"the SGLang engine refused {path} (HTTP {status}): {answer}")
 
 
 def _parsed(text: bytes) -> Any:

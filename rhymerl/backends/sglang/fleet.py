@@ -11,17 +11,20 @@ from rhymerl.backends.sglang.client import Client
 from rhymerl.errors import BackendError, ConfigError
 
 T = TypeVar("T")
+_HEALTH_S = 60.0
 _RANK = re.compile(r"@\d+$")  # behind the address, where a router tells an engine's data-parallel ranks apart
 
 
 class Fleet:
     """All of them have the same weights, so it does not matter which one answers a request."""
 
-    def __init__(self, engines: Sequence[Client]) -> None:
+    def __init__(self, engines: Sequence[Client], *, timeout_s: float = 600.0) -> None:
+        """`timeout_s` is for whatever is posted to all of them."""
         self.engines = tuple(engines)
+        self.timeout_s = timeout_s
 
     @classmethod
-    def at(cls, addresses: Sequence[Client], *, rank: int = 0, num_ranks: int = 1) -> Fleet:
+    def at(cls, addresses: Sequence[Client], *, rank: int = 0, num_ranks: int = 1, timeout_s: float = 600.0) -> Fleet:
         """The engines at the addresses, a router's in its place; of them every `num_ranks`-th, from `rank` on.
 
         Requests go to a router's engines and not through it: new weights have to reach each of them anyway, and routers drop what they
@@ -33,7 +36,15 @@ class Fleet:
                 f"backend.url={[each.url for each in addresses]}: expected at least {num_ranks} SGLang servers, one for each rank "
                 f"of the trainer; found {len(engines)}"
             )
-        return cls(engines[rank::num_ranks])
+        urls = [engine.url for engine in engines]
+        for twice in {url for url in urls if urls.count(url) > 1}:
+            raise ConfigError(f"backend.url: expected each SGLang server once; {twice} is there more often")
+        fleet = cls(engines[rank::num_ranks], timeout_s=timeout_s)
+        try:
+            fleet.each(lambda _, engine: engine.get("/health", timeout_s=_HEALTH_S))
+        except BackendError as error:
+            raise BackendError(f"backend.url={[each.url for each in addresses]}: {error}") from error
+        return fleet
 
     def each(self, action: Callable[[int, Client], T]) -> list[T]:
         """What `action` makes of each engine and its number, of all at the same time; raises what the first of them raises."""
@@ -43,12 +54,12 @@ class Fleet:
             return list(threads.map(action, range(len(self.engines)), self.engines))
 
     def post(self, path: str, content: Mapping[str, Any]) -> None:
-        """To all of them. Raises BackendError as `Client.post` does."""
+        """To all of them. Raises as `Client.post` does."""
         self.post_each(path, [content] * len(self.engines))
 
     def post_each(self, path: str, contents: Sequence[Mapping[str, Any]]) -> None:
         """To each its own."""
-        self.each(lambda i, engine: engine.post(path, contents[i]))
+        self.each(lambda i, engine: engine.post(path, contents[i], timeout_s=self.timeout_s))
 
 
 def _behind(address: Client) -> list[Client]:

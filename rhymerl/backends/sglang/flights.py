@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import resource
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,15 +16,21 @@ import numpy as np
 from rhymerl.backends.sglang.client import Client
 from rhymerl.backends.sglang.fleet import Fleet
 from rhymerl.backends.sglang.wire import to_custom_params
-from rhymerl.errors import BackendError
+from rhymerl.errors import BackendError, ConfigError
 from rhymerl.types import Completion, FinishReason, Generated, RolloutRequest
+
+_OTHER_FILES = 512  # that a process may have open besides
 
 
 class Line:
-    """One engine, and what is on its way through it: at most `max_sent` requests are with it at a time, the others wait here."""
+    """One engine, and what is on its way through it: at most `max_sent` requests are with it at a time, the others wait here.
 
-    def __init__(self, engine: Client, max_sent: int) -> None:
-        self.engine = engine
+    A pass of it has `num_tokens` tokens of each request, its last one among them.
+    """
+
+    def __init__(self, engine: Client, *, num_tokens: int, max_sent: int) -> None:
+        self.engine = engine.another()  # which is hung up at the end
+        self.num_tokens = num_tokens
         self.threads = ThreadPoolExecutor(max_sent, thread_name_prefix="rhymerl-sglang")
         self.num_flying = 0
         self.prompts: Counter[str] = Counter()  # how many requests of each, by its key
@@ -49,22 +56,28 @@ class Flight:
     answer: Future[Any] = field(default_factory=Future)
 
     @property
-    def has_failed(self) -> bool:
-        """Whether the engine could not be asked, or refused."""
-        return self.answer.done() and not self.answer.cancelled() and self.answer.exception() is not None
+    def failure(self) -> BaseException | None:
+        """Why the engine could not be asked, or what it refused; None while it is in the air, and when it is well."""
+        return self.answer.exception() if self.answer.done() and not self.answer.cancelled() else None
 
 
 class Flights:
-    """What is in flight through the engines of `fleet`, at most `max_sent` requests with each at a time."""
+    """What is in flight through the engines of `fleet`, at most `max_sent` requests with each at a time.
 
-    def __init__(self, fleet: Fleet, *, n: int, max_sent: int) -> None:
-        self.lines = [Line(engine, max_sent) for engine in fleet.engines]
+    Raises ConfigError when so many connections cannot be open.
+    """
+
+    def __init__(self, fleet: Fleet, tokens_a_pass: Sequence[int], *, max_sent: int) -> None:
+        _make_room_for(max_sent * len(fleet.engines))
+        self.lines = [
+            Line(engine, num_tokens=count, max_sent=max_sent)
+            for engine, count in zip(fleet.engines, tokens_a_pass, strict=True)
+        ]
         self.policy_version = 0
         self.news = 0  # what the drafter has to have read before it drafts
         self._back: queue.Queue[Flight] = queue.Queue()
         self._totals: Counter[str] = Counter()
         self.flying: dict[str, Flight] = {}  # by the request's id
-        self._n = n
         self._name = uuid.uuid4().hex[:12]  # other trainers may use the same engine
         self._sent = 0
 
@@ -95,11 +108,32 @@ class Flights:
             raise BackendError(f"the SGLang engine gave up request {flight.request.id}: {meta['finish_reason']}")
         pairs = meta.get("output_token_logprobs") or []
         self._count(flight, meta, len(pairs))
-        return self._ended(_completion(flight, self._generated(flight, pairs), _REASONS.get(kind, "withdrawn")))
+        self._check_version(flight, meta, len(pairs))
+        return self._ended(_completion(flight, self._generated(flight, pairs), _REASONS.get(kind, "withdrawn")), meta)
+
+    def _check_version(self, flight: Flight, meta: Mapping[str, Any], num_tokens: int) -> None:
+        """An engine may have been started anew behind an address, or be given weights by somebody else."""
+        version = meta.get("weight_version")
+        if num_tokens and version not in (None, str(self.policy_version)):
+            raise BackendError(
+                f"the SGLang engine at {flight.line.engine.url} answered request {flight.request.id} with weights of version {version}, "
+                f"expected {self.policy_version}: it was started anew, or somebody else gives it weights"
+            )
+
+    def land_all(self, flights: Sequence[Flight], ashore: list[Completion]) -> None:
+        """Add the completions of those that are still in flight to `ashore`, also of those behind one that raises."""
+        errors = []
+        for flight in filter(self.has, flights):
+            try:
+                ashore.append(self.land(flight))
+            except BackendError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def lose(self, flight: Flight) -> Completion:
         """The completion of one whose engine is gone: what it was sent with, or its answer if that has come."""
-        if flight.answer.done() and not flight.has_failed:
+        if flight.answer.done() and flight.failure is None:
             return self.land(flight, is_withdrawn=True)
         self._leave(flight)
         return _completion(flight, _NOTHING, "withdrawn")
@@ -108,7 +142,7 @@ class Flights:
         del self.flying[flight.request.id]
         flight.line.count(flight.request, -1)
 
-    def _ended(self, completion: Completion) -> Completion:
+    def _ended(self, completion: Completion, meta: Mapping[str, Any]) -> Completion:
         """Cut where the answer ends: of what one pass draws, engines look at the limit before a stop token.
 
         At neither when told to give up. Raises BackendError for one that was cut short of both.
@@ -118,8 +152,9 @@ class Flights:
         end = min([*stops.tolist(), sampling.max_tokens])
         if len(generated) < end and completion.finish_reason != "withdrawn":
             raise BackendError(
-                f"the SGLang engine ended request {completion.request.id} after {len(generated)} of {sampling.max_tokens} tokens: "
-                "its context or its memory for keys and values is too small (backend.arguments.max_total_tokens, mem_fraction_static)"
+                f"the SGLang engine ended request {completion.request.id} after {len(generated)} of {sampling.max_tokens} tokens "
+                f"({meta['finish_reason']}): it has stop tokens of its own, or its context or its memory for keys and values is too small "
+                "(backend.arguments.max_total_tokens, mem_fraction_static)"
             )
         if len(generated) < end:
             return completion
@@ -197,11 +232,12 @@ class Flights:
 
     def _count(self, flight: Flight, meta: Mapping[str, Any], num_tokens: int) -> None:
         verified = int(meta.get("spec_verify_ct") or 0)  # passes after the one that read the prompt
-        passes = 1 + verified if self._n > 1 else num_tokens
+        num_nodes = flight.line.num_tokens - 1
+        passes = 1 + verified if num_nodes else num_tokens
         new = {
             "emitted": num_tokens,
             "passes": min(passes, num_tokens),
-            "drafted": verified * (self._n - 1),
+            "drafted": verified * num_nodes,
             "accepted": max(num_tokens - passes, 0),
         }
         self._totals.update(new)
@@ -212,6 +248,17 @@ class Flights:
 
 _REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
 _NOTHING = Generated(token_ids=np.empty(0, np.int32), logprobs=np.empty(0), policy_versions=np.empty(0, np.int32))
+
+
+def _make_room_for(num_connections: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = num_connections + _OTHER_FILES
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(
+            f"backend.max_running: needs {needed} open files for its connections, and this process may have {hard} (ulimit -Hn)"
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _completion(flight: Flight, new: Generated, reason: FinishReason) -> Completion:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from rhymerl.backends.sglang import arguments
 from rhymerl.backends.sglang.backend import SGLangBackend
+from rhymerl.backends.sglang.own import ALGORITHM
 from rhymerl.backends.sglang.plugin import VARIABLE
-from rhymerl.backends.sglang.session import ALGORITHM
 from rhymerl.backends.sglang.settings import EngineSettings
 from rhymerl.config import instantiate
 from rhymerl.drafters import RunAheadDrafter

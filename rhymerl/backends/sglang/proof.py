@@ -9,8 +9,10 @@ import numpy as np
 import torch
 
 from rhymerl.backends.sglang.client import Client
+from rhymerl.backends.sglang.wire import to_custom_params
 from rhymerl.errors import BackendError
 from rhymerl.policy import evaluating
+from rhymerl.types import Prompt, RolloutRequest, SamplingParams
 
 if TYPE_CHECKING:
     from rhymerl.policy import Policy
@@ -26,7 +28,7 @@ def prove(client: Client, policy: Policy, dtype: str) -> None:
     params = {"temperature": 0.0, "max_new_tokens": _ANSWER, "ignore_eos": True}
     content = {"input_ids": prompt, "sampling_params": params, "return_logprob": True, "logprob_start_len": -1}
     pairs = client.post("/generate", content)["meta_info"]["output_token_logprobs"]
-    theirs = np.array([pair[0] for pair in pairs])
+    theirs = np.array([pair[0] for pair in pairs], np.float64)  # null is NaN
     ours = _logprobs(policy, prompt, [pair[1] for pair in pairs])
     worst = float(np.abs(theirs - ours).max())
     if not worst <= _TOLERANCE[dtype]:
@@ -37,11 +39,24 @@ def prove(client: Client, policy: Policy, dtype: str) -> None:
 
 
 def draws_by_seed(client: Client) -> bool:
-    """Whether a request gets the same answer again: so it is where rhymerl's plugin draws, and hardly ever by chance."""
-    params = {"temperature": 2.0, "max_new_tokens": 4 * _ANSWER, "ignore_eos": True}
-    content = {"rid": f"proof-{uuid.uuid4().hex}", "input_ids": [1], "sampling_params": params}
-    first, second = (client.post("/generate", content)["output_ids"] for _ in range(2))
-    return bool(first == second)
+    """Whether one seed makes one answer and another seed another, as where rhymerl's plugin draws, and else hardly ever."""
+    first, same, other = (_drawn(client, seed) for seed in (1, 1, 2))
+    return first == same != other
+
+
+def _drawn(client: Client, seed: int) -> list[int]:
+    name = f"proof-{uuid.uuid4().hex}"
+    sampling = SamplingParams(max_tokens=4 * _ANSWER, temperature=2.0)
+    prompt = Prompt(id=name, key="proof", token_ids=np.array([1], np.int32), text="")
+    request = RolloutRequest(id=name, prompt=prompt, sample=0, seed=seed, sampling=sampling, split="train")
+    params = {
+        "temperature": sampling.temperature,
+        "max_new_tokens": sampling.max_tokens,
+        "ignore_eos": True,
+        "custom_params": to_custom_params(request, news=0),
+    }
+    answer = client.post("/generate", {"rid": name, "input_ids": [1], "sampling_params": params})
+    return [int(token) for token in answer["output_ids"]]
 
 
 def _logprobs(policy: Policy, prompt: list[int], answer: list[int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

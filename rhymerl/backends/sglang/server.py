@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rhymerl.backends.sglang.client import Client
+from rhymerl.backends.sglang.client import Client, NoAnswerError
 from rhymerl.errors import BackendError, ConfigError
 
 _TAIL_LINES = 30
@@ -84,11 +84,11 @@ class Server:
         return not self.is_alive
 
     def check(self) -> None:
-        """Raise BackendError with the end of its log when it has died."""
+        """Raise NoAnswerError with the end of its log when it has died."""
         if not self.is_alive:
             code = self._process.returncode
             how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            raise BackendError(f"the SGLang engine has died ({how}); {self.last_words()}")
+            raise NoAnswerError(f"the SGLang engine has died ({how}); {self.last_words()}")
 
     def last_words(self) -> str:
         """The end of its log, to follow a semicolon."""

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from rhymerl.backends.sglang.client import RefusedError
 from rhymerl.backends.sglang.fleet import Fleet
+from rhymerl.errors import BackendError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,9 +59,11 @@ def from_disk(
 ) -> None:
     """Through a checkpoint in `folder`, which has the model's config; the weights are removed afterwards."""
     file = folder / "model.safetensors"
-    save_file(
-        {name: _ready(tensor, dtype).cpu().contiguous() for name, tensor in named}, file, metadata={"format": "pt"}
-    )
+    tensors = {name: _ready(tensor, dtype).cpu().contiguous() for name, tensor in named}
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except (OSError, SafetensorError) as error:
+        raise BackendError(f"backend.folder: weights cannot be written to {folder} ({error})") from error
     try:
         content = {
             "model_path": str(folder),
@@ -68,6 +72,8 @@ def from_disk(
             "flush_cache": False,
         }
         fleet.post("/update_weights_from_disk", content)
+    except RefusedError as error:
+        raise RefusedError(f"{error}; does it see {folder}? That is below backend.folder") from error
     finally:
         file.unlink()
 
@@ -155,7 +161,11 @@ def _pickled(bucket: list[tuple[str, Tensor]]) -> bytes:
 @contextmanager
 def update_session(fleet: Fleet) -> Iterator[None]:
     """Newer engines want to know where an update begins and ends; older ones do not know the words."""
-    have_sessions = fleet.each(lambda _, engine: engine.post_if_known("/begin_weight_update"))
+    have_sessions = fleet.each(
+        lambda _, engine: engine.post_if_known("/begin_weight_update", timeout_s=fleet.timeout_s)
+    )
     yield  # after an error the engines are of no more use
     if any(have_sessions):
-        fleet.each(lambda i, engine: have_sessions[i] and engine.post("/end_weight_update", {}))
+        fleet.each(
+            lambda i, engine: have_sessions[i] and engine.post("/end_weight_update", {}, timeout_s=fleet.timeout_s)
+        )

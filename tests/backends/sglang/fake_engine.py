@@ -38,7 +38,7 @@ def answer_of(request: Any) -> list[int]:
 
 def _is_rollout(params: dict[str, Any]) -> bool:
     """And no proof, which a trainer asks for after its first weights."""
-    return "custom_params" in params
+    return "custom_params" in params and not params["custom_params"]["rhymerl"]["id"].startswith("proof-")
 
 
 class _Server(ThreadingHTTPServer):
@@ -167,7 +167,7 @@ class FakeEngine:
             self._slots.release()
 
     def _run(self, rid: str, params: dict[str, Any]) -> tuple[int, Any] | None:
-        own = params["custom_params"]["rhymerl"] if _is_rollout(params) else {"seed": "0", "offset": 0}
+        own = params["custom_params"]["rhymerl"] if "custom_params" in params else {"seed": "0", "offset": 0}
         seed, offset = int(own["seed"]) + (time.perf_counter_ns() if self.has_own_draw else 0), own["offset"]
         tokens: list[int] = []
 

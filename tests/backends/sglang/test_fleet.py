@@ -112,6 +112,14 @@ def test_one_that_computes_something_else_is_found_out(engines, flat_policy):
         pass
 
 
+def test_nobody_is_there_twice(engines):
+    one = engines[0].url
+    with pytest.raises(
+        ConfigError, match=rf"backend\.url: expected each SGLang server once; {one} is there more often"
+    ):
+        Fleet.at([Client.at(one), Client.at(f"{one}/")])
+
+
 def test_ranks_share_them_out(engines):
     addresses = [Client.at(each.url) for each in engines]
     parts = [Fleet.at(addresses, rank=rank, num_ranks=2) for rank in range(2)]

@@ -66,7 +66,7 @@ def answer(rank: int, folder: str) -> dict:
         synced(backend, policy, 0)
         backend.submit(requests)
         assert_whole(all_of(backend, 10), requests)
-        server = backend.session._server
+        server = backend.session._own.server
         variables = Path(f"/proc/{server._process.pid}/environ").read_text().split("\0")
         folders = backend.session.folder, backend.session.weights_folder
         return {

@@ -118,7 +118,7 @@ def test_an_engine_that_vanishes(engine, flat_policy, what):
             "sync": lambda: synced(backend, flat_policy, 1),
         }
         started = time.monotonic()
-        with pytest.raises(BackendError, match=r"the SGLang engine at 127\.0\.0\.1:\d+ did not answer /"):
+        with pytest.raises(BackendError, match=r"the SGLang engine at http://127\.0\.0\.1:\d+ did not answer /"):
             act[what]()
         assert time.monotonic() - started < 5
 
@@ -128,7 +128,7 @@ def test_an_engine_that_gives_nothing_back(engine, flat_policy):
     with connected(engine, flat_policy, silence_timeout_s=1) as backend:
         backend.submit(make_requests(20))
         with pytest.raises(
-            BackendError, match=r"backend\.silence_timeout_s=1: the SGLang engine has not given requests back"
+            BackendError, match=r"backend\.silence_timeout_s=1: an SGLang engine has not given requests back"
         ):
             backend.withdraw()
         engine.go.set()
@@ -158,6 +158,76 @@ def test_what_was_collected_before_an_error_is_not_lost(engine, flat_policy):
         with pytest.raises(BackendError, match="refused /generate"):
             backend.collect()
         assert [each.request.id for each in backend.collect()] == [good.id]
+
+
+def test_answers_behind_one_that_is_refused_are_not_forgotten(engine, flat_policy):
+    """Drained together with it, they land as well."""
+    requests = make_requests(6, seed=4)
+    with connected(engine, flat_policy) as backend:
+        engine.meta = {"finish_reason": {"type": "abort", "message": "out of memory"}}
+        backend.submit(requests[:1])
+        soon(lambda: len(engine.inputs) == 1 and not engine.running)
+        engine.meta = {}
+        backend.submit(requests[1:])
+        soon(lambda: len(engine.inputs) == 6 and not engine.running | engine.waiting)
+        time.sleep(0.2)
+        with pytest.raises(BackendError, match="gave up request 0/0"):
+            backend.collect()
+        assert len(backend.collect()) == 5
+        assert backend.collect() == []
+
+
+def test_weights_of_somebody_else_are_noticed(engine, flat_policy):
+    """As of a server that was started anew behind its address."""
+    with connected(engine, flat_policy) as backend:
+        engine.version = "default"
+        backend.submit(make_requests(1))
+        with pytest.raises(
+            BackendError, match=r"at http://.* with weights of version default, expected 0: it was started anew"
+        ):
+            backend.collect()
+
+
+def test_a_folder_that_the_engine_does_not_see_is_named(engine, flat_policy, tmp_path):
+    engine.answers["/update_weights_from_disk"] = 400, {"success": False, "message": "Name or service not known"}
+    with (
+        pytest.raises(BackendError, match=rf"at http://.* refused .*; does it see {tmp_path}/.*backend\.folder"),
+        connected(engine, flat_policy, folder=str(tmp_path)),
+    ):
+        pass
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(engine, flat_policy, tmp_path):
+    with connected(engine, flat_policy, folder=str(tmp_path)) as backend:
+        (backend.session.weights_folder / "model.safetensors").mkdir()
+        with pytest.raises(BackendError, match=rf"backend\.folder: weights cannot be written to {tmp_path}/"):
+            synced(backend, flat_policy, 1)
+        (backend.session.weights_folder / "model.safetensors").rmdir()
+
+
+def test_too_many_connections_are_refused_by_name(engine, flat_policy, monkeypatch):
+    wanted = []
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (256, 4096))
+    monkeypatch.setattr("resource.setrlimit", lambda kind, limits: wanted.append(limits))
+    with connected(engine, flat_policy, max_running=100):
+        assert wanted == [(912, 4096)]
+    with (
+        pytest.raises(ConfigError, match=r"backend\.max_running: needs 4512 open files .* may have 4096"),
+        connected(engine, flat_policy, max_running=1000),
+    ):
+        pass
+
+
+def test_an_address_that_is_no_server_is_named(engine, flat_policy):
+    engine.answers["/health"] = 404, "Not Found"
+    with (
+        pytest.raises(BackendError, match=r"backend\.url=\['http://.*'\]: .* refused /health"),
+        connected(engine, flat_policy),
+    ):
+        pass
+    engine.answers["/workers"] = 401, ""
+    with pytest.raises(BackendError, match=r"refused /workers \(HTTP 401\)"), connected(engine, flat_policy):
+        pass
 
 
 def test_an_engine_that_is_not_there(flat_policy):

@@ -41,7 +41,7 @@ def started(policy, drafter=None, *, environment=None, **settings):
 
 
 def process_of(backend):
-    return backend.session._server._process.pid
+    return backend.session._own.server._process.pid
 
 
 class Reward(Drafter):
@@ -63,7 +63,7 @@ def test_from_its_start_to_its_end(installed, flat_policy):
         assert {"rollout/passes", "spec/bad_drafts"} == {name for name, value in metrics.items() if type(value) is int}
         assert "spec/draft_hit_rate" in metrics
         leader, folder = process_of(backend), backend.session.folder
-        log = backend.session._server.log.read_text()
+        log = backend.session._own.server.log.read_text()
         settings = json.loads((folder / "engine.json").read_text())
     for words in (
         "--speculative-algorithm RHYMERL --speculative-num-draft-tokens 4",
@@ -137,6 +137,18 @@ def test_a_killed_engine_is_started_again_when_that_is_asked_for(installed, flat
             backend.collect()
 
 
+@pytest.mark.parametrize("what", ["sync", "rest"])
+def test_an_engine_that_hangs_between_steps_has_a_successor(installed, flat_policy, what):
+    with started(flat_policy, restarts=1, silence_timeout_s=1, release_memory=True) as backend:
+        os.kill(process_of(backend), signal.SIGSTOP)
+        if what == "rest":
+            backend.rest()
+        synced(backend, flat_policy, 1)
+        requests = make_requests(4)
+        backend.submit(requests)
+        assert_whole(all_of(backend, 4), requests)
+
+
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_an_engine_that_hangs_gives_nothing_back(installed, flat_policy, restarts):
     requests = make_requests(4)
@@ -179,6 +191,8 @@ def test_an_engine_that_dies_unseen_has_a_successor_too(installed, flat_policy, 
                 assert backend.session.version == backend.session._flights.policy_version == 1
             case "rest":
                 backend.rest()
+                assert backend.session._delivery.is_resting, "the successor keeps its memory"
+                synced(backend, flat_policy, 0)
                 backend.submit(requests)
         assert_whole(done | all_of(backend, 12 - len(done)), requests)
         assert process_of(backend) != first

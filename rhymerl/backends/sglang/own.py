@@ -1,0 +1,103 @@
+"""The engine that a session starts itself: its process, and the files in which its drafter meets the trainer."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rhymerl.backends.sglang import arguments, weights
+from rhymerl.backends.sglang.client import Client, NoAnswerError
+from rhymerl.backends.sglang.counters import Counters
+from rhymerl.backends.sglang.news import NewsWriter
+from rhymerl.backends.sglang.plugin import VARIABLE
+from rhymerl.backends.sglang.server import Server, require_sglang
+from rhymerl.backends.sglang.session_settings import SessionSettings
+from rhymerl.backends.sglang.settings import COUNTERS, NEWS, EngineSettings
+from rhymerl.drafters.base import Drafter
+from rhymerl.errors import BackendError
+
+if TYPE_CHECKING:
+    from rhymerl.policy import Policy
+
+ALGORITHM = "RHYMERL"  # as the plugin registers it
+_DYING_S = 2.0  # from a broken connection to the end of the process
+
+
+class OwnEngine:
+    """Runs when it is made, until `close`; `renew` puts another in its place, `restarts` times at most."""
+
+    server: Server
+    news: NewsWriter
+    counters: Counters
+
+    def __init__(
+        self, settings: SessionSettings, policy: Policy, drafter: Drafter, *, dtype: str, folder: Path, model: Path
+    ) -> None:
+        self.settings = settings
+        self.policy = policy
+        self.drafter = drafter
+        self.dtype = dtype
+        self.folder = folder
+        self.model = model  # a folder with its config
+        self.restarts_left = settings.restarts
+        self._on_cpu = policy.model.device.type == "cpu"
+        self._start()
+
+    def _start(self) -> None:
+        saves_memory = self.settings.release_memory and not self._on_cpu
+        require_sglang(memory_saver=saves_memory)
+        file = EngineSettings.of(self.drafter, self.folder).open()
+        self.counters = Counters(self.folder / COUNTERS)
+        shutil.rmtree(self.folder / NEWS, ignore_errors=True)
+        self.news = NewsWriter(self.folder / NEWS)
+        self.server = Server(
+            self._words(saves_memory), {VARIABLE: str(file), **self.settings.environment}, self.folder / "engine.log"
+        )
+        try:
+            self.server.wait_until_ready(self.settings.start_timeout_s)
+            found = EngineSettings.read_report(self.folder)
+            found.check(drafts=self.settings.n > 1, on_cpu=self._on_cpu)
+        except BaseException:
+            self.server.close()
+            raise
+
+    def _words(self, saves_memory: bool) -> list[str]:
+        device = self.policy.model.device
+        gpu = {"base_gpu_id": device.index or 0, "enable_memory_saver": saves_memory}
+        ours: dict[str, Any] = {"device": "cpu"} if self._on_cpu else gpu
+        return arguments.words(
+            model_path=str(self.model),
+            dtype=self.dtype,
+            n=self.settings.n,
+            max_running=self.settings.max_running,
+            tensor_parallel=self.settings.tensor_parallel,
+            algorithm=ALGORITHM,
+            context_tokens=weights.positions(self.policy.model),
+            more={"load_format": "dummy", "sleep_on_idle": True, **ours, **self.settings.arguments},
+        )
+
+    @property
+    def client(self) -> Client:
+        return self.server.client
+
+    def check(self) -> None:
+        """Raise NoAnswerError with the end of its log when it has died."""
+        self.server.check()
+
+    def renew(self, error: BackendError) -> None:
+        """Start another in the place of one that is dead or, as `error` tells, hangs. Raises that where it may not be, or is neither."""
+        if not self.server.dies_within(_DYING_S):
+            if not isinstance(error, NoAnswerError):
+                raise error
+            if self.restarts_left <= 0:
+                raise NoAnswerError(f"{error}; {self.server.last_words()}") from error
+        elif self.restarts_left <= 0:
+            self.server.check()
+        self.restarts_left -= 1
+        self.server.close()
+        self._start()
+
+    def close(self) -> None:
+        """End all of its processes; may be called twice."""
+        self.server.close()

@@ -1,0 +1,37 @@
+"""What a session is told by the backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rhymerl.backends.sglang.place import Place
+from rhymerl.folders import open_folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionSettings:
+    """See SGLangBackend; `n` tokens a request and pass, its last one among them."""
+
+    n: int
+    max_running: int
+    dtype: str | None
+    tensor_parallel: int
+    arguments: Mapping[str, Any]
+    environment: Mapping[str, str]
+    weights: Literal["auto", "tensor", "disk", "distributed"]
+    restarts: int
+    release_memory: bool
+    folder: str | None  # where the session makes its own
+    start_timeout_s: float
+    silence_timeout_s: float
+    place: Place
+
+    def opened_folder(self) -> Path | None:
+        """Where the session's own folder is made: in `folder`, of which every rank has a part."""
+        if self.folder is None:
+            return None
+        part = f"rank{self.place.rank}" if self.place.num_ranks > 1 else ""
+        return open_folder(Path(self.folder, part), setting="backend.folder").resolve()

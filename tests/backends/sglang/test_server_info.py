@@ -1,0 +1,55 @@
+"""Servers that were started by hand are asked how."""
+
+from __future__ import annotations
+
+import pytest
+
+from rhymerl.drafters import NoDrafter
+from rhymerl.errors import ConfigError
+from rhymerl.testing import RandomTreeDrafter, make_requests
+from tests.backends.sglang.test_session import all_of, connected
+
+OURS = {
+    "speculative_algorithm": "RHYMERL",
+    "speculative_num_draft_tokens": 4,
+    "speculative_accept_threshold_single": 1.0,
+    "speculative_accept_threshold_acc": 1.0,
+    "tp_size": 1,
+    "dp_size": 1,
+    "enable_memory_saver": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("info", "settings", "message"),
+    [
+        (
+            {"speculative_accept_threshold_single": 0.9},
+            {},
+            "speculative_accept_threshold_single=0.9, below 1 its drafts change",
+        ),
+        ({"speculative_accept_threshold_acc": 0.5}, {}, "speculative_accept_threshold_acc=0.5"),
+        ({"speculative_algorithm": "NGRAM"}, {}, "SGLang's own n-gram speculation, .*; see rhymerl sglang-args"),
+        ({"dp_size": 2}, {}, "dp_size=2; start as many servers"),
+        ({"tp_size": 4}, {}, "tp_size=4; expected backend.tensor_parallel=1"),
+        ({}, {"tensor_parallel": 2}, "tp_size=1; expected backend.tensor_parallel=2"),
+        ({}, {"release_memory": True}, "no --enable-memory-saver, so backend.release_memory=true"),
+    ],
+)
+def test_one_that_does_not_fit_is_refused(engine, flat_policy, info, settings, message):
+    engine.answers["/server_info"] = 200, {**OURS, **info}
+    with (
+        pytest.raises(ConfigError, match=rf"backend\.url='{engine.url}': the server there has {message}"),
+        connected(engine, flat_policy, **settings),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("drafter", [NoDrafter(), RandomTreeDrafter()], ids=["none", "some"])
+@pytest.mark.parametrize(("info", "drafted"), [(OURS, 12), ({**OURS, "speculative_algorithm": None}, 0)])
+def test_its_own_drafts_are_what_is_counted(engine, flat_policy, drafter, info, drafted):
+    """Whatever the trainer's drafter and backend.nodes are; the engine says that it verified 4 times."""
+    engine.answers["/server_info"] = 200, info
+    with connected(engine, flat_policy, drafter, nodes=7) as backend:
+        backend.submit(make_requests(3, max_tokens=9, stop_token_ids=()))
+        assert {each.num_drafted for each in all_of(backend, 3).values()} == {drafted}
