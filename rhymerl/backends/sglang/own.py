@@ -81,9 +81,10 @@ class OwnEngine:
     def client(self) -> Client:
         return self.server.client
 
-    def check(self) -> None:
-        """Raise NoAnswerError with the end of its log when it has died."""
-        self.server.check()
+    def check(self, *, is_suspect: bool = False) -> None:
+        """Raise NoAnswerError with the end of its log when it has died; a suspect may be about to."""
+        if self.server.dies_within(_DYING_S if is_suspect else 0.0):
+            self.server.check()
 
     def renew(self, error: BackendError) -> None:
         """Start another in the place of one that is dead or, as `error` tells, hangs. Raises that where it may not be, or is neither."""

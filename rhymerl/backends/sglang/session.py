@@ -198,13 +198,14 @@ class Session:
 
     def _look(self, back: Sequence[Flight]) -> None:
         """Raise NoAnswerError when an engine is dead, or has been silent for long and is not well."""
+        failures = [flight.failure for flight in back if flight.failure is not None]
         if back:
             self._heard_s = time.monotonic()
-        elif self._own is not None:
-            self._own.check()
-        for flight in back:
-            if isinstance(flight.failure, NoAnswerError):
-                raise flight.failure
+        if self._own is not None and (failures or not back):
+            self._own.check(is_suspect=bool(failures))
+        for failure in failures:
+            if isinstance(failure, NoAnswerError):
+                raise failure
         if time.monotonic() - self._heard_s < self.settings.silence_timeout_s:
             return
         try:

@@ -137,6 +137,17 @@ def test_a_killed_engine_is_started_again_when_that_is_asked_for(installed, flat
             backend.collect()
 
 
+def test_an_engine_that_refuses_while_it_dies_has_a_successor(installed, flat_policy, tmp_path):
+    """What it says last is not taken for its answer."""
+    requests = make_requests(4)
+    environment = {"FAKE_FAULT": "refuses and dies", "FAKE_ONCE": str(tmp_path / "happened")}
+    with started(flat_policy, environment=environment, restarts=1) as backend:
+        first = process_of(backend)
+        backend.submit(requests)
+        assert_whole(all_of(backend, 4), requests)
+        assert process_of(backend) != first
+
+
 @pytest.mark.parametrize("what", ["sync", "rest"])
 def test_an_engine_that_hangs_between_steps_has_a_successor(installed, flat_policy, what):
     with started(flat_policy, restarts=1, silence_timeout_s=1, release_memory=True) as backend:
