@@ -178,7 +178,8 @@ class FakeEngine:
 
         while len(tokens) < params["max_new_tokens"]:
             holds = _is_rollout(params) and self.holds_at == offset + len(tokens) and not self.go.is_set()
-            if self._quit.wait(_POLL_S if holds else self.token_s):
+            pause_s = _POLL_S if holds else self.token_s if _is_rollout(params) else 0
+            if self._quit.wait(pause_s):
                 return None
             if rid in self._aborted:
                 for _ in range(3 if self.is_late else 0):
