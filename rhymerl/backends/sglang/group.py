@@ -2,55 +2,80 @@
 
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import partial
+from threading import Thread
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_helper, _world
+from torch.distributed.distributed_c10d import (
+    PrefixStore,
+    _abort_process_group,
+    _new_process_group_helper,
+    _world,
+)
 
+from rhymerl.backends.sglang.client import NoAnswerError
 from rhymerl.backends.sglang.fleet import Fleet
 from rhymerl.backends.sglang.weights import buckets, update_session
 from rhymerl.errors import BackendError
 
 _NAME = "rhymerl_weights"
-_JOIN_S = 120.0
+_JOIN_S = 120.0  # for all to join, and for a bucket
+_SETTLE_S = 1.0  # from the first failure: an engine may have the reason, and another may be on its way to the meeting
 _PARTING_S = 10.0
+_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class WeightGroup:
     """The trainer is rank 0; the others are the engines' ranks, `ranks` of each. Joined when it is made, until `close`.
 
     Every rank of the trainer makes one with its own engines; the trainer's own groups have nothing to do with it. NCCL for
-    engines on GPUs, gloo for those on a CPU. Raises BackendError when an engine refuses.
+    engines on GPUs, gloo for those on a CPU. Raises BackendError when an engine refuses, NoAnswerError when one is dead or says
+    nothing for too long; the group is closed then.
     """
 
     def __init__(self, fleet: Fleet, *, ranks: int, device: torch.device) -> None:
         self.fleet = fleet
         self.device = device
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="rhymerl-weights")
-        address, timeout = _own_address([engine.host for engine in fleet.engines]), timedelta(seconds=_JOIN_S)
-        size = 1 + ranks * len(fleet.engines)
+        self._group: Any = None
+        self._has_failed = False
+        self._timeout = timedelta(seconds=_JOIN_S)
+        address, size = _own_address([engine.host for engine in fleet.engines]), 1 + ranks * len(fleet.engines)
         # Not by torch's rendezvous: under torchrun that looks for a store of the launcher's at whatever address it is given.
-        store = TCPStore(address, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
+        self._meeting: TCPStore | None = TCPStore(
+            address, 0, size, is_master=True, timeout=self._timeout, wait_for_workers=False
+        )
         backend = "nccl" if device.type == "cuda" else "gloo"
         content = {
             "master_address": address,
-            "master_port": store.port,
+            "master_port": self._meeting.port,
             "world_size": size,
             "group_name": _NAME,
             "backend": backend,
         }
         contents = [{**content, "rank_offset": offset} for offset in range(1, size, ranks)]
-        self._group = self._meanwhile(
-            "/init_weights_update_group", contents, lambda: _joined(backend, store, size, timeout)
-        )
+        self._joining: Future[None] = _in_background(partial(self._join, content))
+        self._meanwhile("/init_weights_update_group", contents, self._joining)
+
+    def _join(self, content: Mapping[str, Any]) -> None:
+        """A group besides the default one, made as SGLang makes its side of it."""
+        # A connection as the engines have theirs: whoever waits at it fails as soon as there is no meeting any more.
+        address, port, size = content["master_address"], content["master_port"], content["world_size"]
+        store = PrefixStore(_NAME, TCPStore(address, port, size, timeout=self._timeout, wait_for_workers=False))
+        backend, name = dist.Backend(content["backend"]), cast(Any, _NAME)
+        with _told_of_errors():
+            group, _ = _new_process_group_helper(size, 0, [], backend, store, group_name=name, timeout=self._timeout)
+        _world.pg_group_ranks[group] = {each: each for each in range(size)}
+        self._group = group
 
     def send(self, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, *, version: int) -> None:
         """All of them, a bucket at a time."""
@@ -67,43 +92,86 @@ class WeightGroup:
             "weight_version": str(version),
             "flush_cache": False,
         }
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
         tensors = [tensor.to(self.device).contiguous() for _, tensor in bucket]
+        on_gpu = self.device.type == "cuda"
+        stream = torch.cuda.current_stream(self.device) if on_gpu else None  # the one that has made the tensors
 
         def broadcast() -> None:
-            for tensor in tensors:
-                self._group.broadcast([tensor], options).wait()
+            options = dist.BroadcastOptions()
+            options.rootRank = 0
+            with torch.cuda.stream(stream) if on_gpu else nullcontext():
+                works = [self._group.broadcast([tensor], options) for tensor in tensors]
+                for work in works:
+                    work.wait(self._timeout)  # without one NCCL would only have the stream wait
 
         contents = [content] * len(self.fleet.engines)
-        self._meanwhile("/update_weights_from_distributed", contents, broadcast)
+        self._meanwhile("/update_weights_from_distributed", contents, _in_background(broadcast))
 
-    def _meanwhile(self, path: str, contents: Sequence[Mapping[str, Any]], here: Callable[[], Any]) -> Any:
-        """What `here` returns, while the engines do their part; a refusal comes first."""
-        there = self._threads.submit(self.fleet.post_each, path, contents)
-        result = here()
-        there.result()
-        return result
+    def _meanwhile(self, path: str, contents: Sequence[Mapping[str, Any]], here: Future[None]) -> None:
+        """Until the engines have done their part as well. Whoever fails first is told, an engine before `here`; then all part."""
+        there = [
+            _in_background(partial(engine.post, path, content, timeout_s=self.fleet.timeout_s))
+            for engine, content in zip(self.fleet.engines, contents, strict=True)
+        ]
+        try:
+            first = wait([here, *there], return_when=FIRST_EXCEPTION).done
+            wait([here, *there], _SETTLE_S)
+            for side in filter(Future.done, [*(first - {here}), *there, here]):
+                side.result()
+        except BaseException as error:
+            self._has_failed = True
+            self.close()
+            if isinstance(error, RuntimeError):  # torch's
+                kind = BackendError if all(each.done() for each in there) else NoAnswerError
+                raise kind(f"backend.weights='distributed': {error}") from error
+            raise
 
     def close(self) -> None:
-        """All leave the group; engines may have gone."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """All leave the group; engines may have gone. May be called twice."""
+        if self._meeting is None:
+            return
+        self._meeting = None
+        leaving = _in_background(self._leave)
         content = {"group_name": _NAME}
         with suppress(BackendError):
             self.fleet.each(
                 lambda _, engine: engine.post("/destroy_weights_update_group", content, timeout_s=_PARTING_S)
             )
-        if self._group in _world.pg_map:  # it goes with the default group, where that has been destroyed before
-            dist.destroy_process_group(self._group)
+        wait([leaving], _PARTING_S)
+
+    def _leave(self) -> None:
+        """Beside the engines: a group ends when nothing is under way in it, which may need that they have left."""
+        wait([self._joining])
+        group, self._group = self._group, None
+        if group in _world.pg_map:  # it goes with the default group, where that has been destroyed before
+            (_abort_process_group if self._has_failed else dist.destroy_process_group)(group)
 
 
-def _joined(backend: str, store: TCPStore, size: int, timeout: timedelta) -> Any:
-    """A group besides the default one, made as SGLang makes its side of it."""
-    group, _ = _new_process_group_helper(
-        size, 0, [], dist.Backend(backend), PrefixStore(_NAME, store), group_name=cast(Any, _NAME), timeout=timeout
-    )
-    _world.pg_group_ranks[group] = {each: each for each in range(size)}
-    return group
+def _in_background(action: Callable[[], Any]) -> Future[Any]:
+    """In a thread that the interpreter's end does not wait for."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(action())
+        except BaseException as error:  # noqa: BLE001 - whoever waits gets it
+            future.set_exception(error)
+
+    Thread(target=run, name="rhymerl-weights", daemon=True).start()
+    return future
+
+
+@contextmanager
+def _told_of_errors() -> Iterator[None]:
+    """A group that is made here aborts at an error of NCCL's and leaves it to its caller; others end the process."""
+    before = os.environ.get(_ERRORS)
+    os.environ[_ERRORS] = "2"
+    try:
+        yield
+    finally:
+        os.environ.pop(_ERRORS)
+        if before is not None:
+            os.environ[_ERRORS] = before
 
 
 def _own_address(hosts: Sequence[str]) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -21,12 +23,30 @@ _TIMEOUT = timedelta(seconds=20)
 
 
 class WeightsEngine(FakeEngine):
-    """Says at /sums what each tensor adds up to."""
+    """Says at /sums what each tensor adds up to. /refuse names the one path that it refuses, /strike where it gets a signal."""
 
     def __init__(self) -> None:
         super().__init__()
         self.groups: dict[str, Any] = {}
         self.sums: dict[str, float] = {}
+        self.struck: dict[str, signal.Signals] = {}  # by path
+
+    def answer(self, path: str, content: dict[str, Any]) -> tuple[int, Any] | None:
+        if path in self.struck:
+            os.kill(os.getpid(), self.struck[path])
+        return super().answer(path, content)
+
+    def on_refuse(self, content: dict[str, Any]) -> tuple[int, Any]:
+        refusal = 400, {"success": False, "message": "not with me"}
+        self.answers = {} if content["path"] is None else {content["path"]: refusal}
+        return 200, ""
+
+    def on_strike(self, content: dict[str, Any]) -> tuple[int, Any]:
+        self.struck[content["path"]] = signal.Signals[content["signal"]]
+        return 200, ""
+
+    def on_pid(self, content: dict[str, Any]) -> tuple[int, Any]:
+        return 200, os.getpid()
 
     def on_init_weights_update_group(self, content: dict[str, Any]) -> tuple[int, Any]:
         """As `init_custom_process_group` of SGLang does it."""
@@ -74,5 +94,6 @@ def weights_engine() -> Iterator[Client]:
     try:
         yield Client.at(ours.recv())
     finally:
-        ours.send("end")
+        with suppress(BrokenPipeError):  # it is dead
+            ours.send("end")
         process.join()

@@ -1,0 +1,158 @@
+"""A group for weights whose other side refuses, dies or hangs: the engine's words, soon, and nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from torch.distributed.distributed_c10d import _world
+
+from rhymerl.backends.sglang import group
+from rhymerl.backends.sglang.client import NoAnswerError
+from rhymerl.backends.sglang.fleet import Fleet
+from rhymerl.backends.sglang.group import WeightGroup
+from rhymerl.errors import BackendError
+from tests.backends.sglang.weights_engine import weights_engine
+
+NAMED = [("a", torch.ones(300, 1000)), ("b", torch.arange(5.0))]  # more than a connection buffers
+SOON_S = 6.0  # of which all have one to explain themselves, on a busy machine
+INIT, UPDATE = "/init_weights_update_group", "/update_weights_from_distributed"
+
+
+@pytest.fixture(scope="module")
+def two_engines():
+    with weights_engine() as one, weights_engine() as two:
+        yield one, two
+
+
+@contextlib.contextmanager
+def refused(engine, path):
+    engine.post("/refuse", {"path": path})
+    try:
+        yield
+    finally:
+        engine.post("/refuse", {"path": None})
+
+
+@contextlib.contextmanager
+def soon():
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < SOON_S
+
+
+def joined(*engines):
+    return WeightGroup(Fleet(engines), ranks=1, device=torch.device("cpu"))
+
+
+def assert_nothing_is_left():
+    assert not _world.pg_map
+    assert group._NAME not in _world.pg_names.values()
+    deadline = time.monotonic() + 3
+    while left := [each.name for each in threading.enumerate() if each.name.startswith("rhymerl")]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.01)
+
+
+def assert_works(*engines):
+    with contextlib.closing(joined(*engines)) as weights:
+        weights.send(NAMED, torch.float32, version=7)
+    assert [engine.get("/sums") for engine in engines] == [{"a": 300_000.0, "b": 10.0}] * len(engines)
+    assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_one_that_does_not_join_is_told_at_once(two_engines, others):
+    """Also when another one is waiting for it, and would be for long."""
+    engines = [two_engines[0], *two_engines[1 : 1 + others]]
+    with (
+        refused(engines[0], INIT),
+        soon(),
+        pytest.raises(BackendError, match=rf"refused {INIT} .*not with me"),
+    ):
+        joined(*engines)
+    assert_nothing_is_left()
+    assert_works(*engines)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_one_that_takes_no_weights_is_told_at_once(two_engines, others):
+    engines = [two_engines[0], *two_engines[1 : 1 + others]]
+    weights = joined(*engines)
+    with (
+        refused(engines[0], UPDATE),
+        soon(),
+        pytest.raises(BackendError, match=rf"refused {UPDATE} .*not with me"),
+    ):
+        weights.send(NAMED, torch.float32, version=1)
+    assert_nothing_is_left()
+    weights.close()
+    assert_works(*engines)
+
+
+@pytest.mark.parametrize("path", [INIT, UPDATE])
+def test_one_that_dies_is_told_at_once(path):
+    with weights_engine() as engine:
+        weights = joined(engine) if path == UPDATE else None
+        engine.post("/strike", {"path": path, "signal": "SIGKILL"})
+        with soon(), pytest.raises(NoAnswerError, match=f"did not answer {path}"):
+            (weights or joined(engine)).send(NAMED, torch.float32, version=1)
+    assert_nothing_is_left()
+
+
+@contextlib.contextmanager
+def hanging_engine():
+    """It stops where it is to take weights."""
+    with weights_engine() as engine:
+        pid = engine.get("/pid")
+        engine.post("/strike", {"path": UPDATE, "signal": "SIGSTOP"})
+        try:
+            yield engine
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+
+def test_one_that_hangs_is_told_in_our_words(monkeypatch):
+    monkeypatch.setattr(group, "_JOIN_S", 2.0)
+    monkeypatch.setattr(group, "_PARTING_S", 0.5)
+    with hanging_engine() as engine:
+        weights = joined(engine)
+        with soon(), pytest.raises(NoAnswerError, match=r"^backend\.weights='distributed': .*[Tt]imed out"):
+            weights.send(NAMED, torch.float32, version=1)
+    assert_nothing_is_left()
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, torch
+from rhymerl.backends.sglang import group
+from rhymerl.backends.sglang.client import Client
+from rhymerl.backends.sglang.fleet import Fleet
+
+group._PARTING_S = 0.5
+weights = group.WeightGroup(Fleet([Client.at(sys.argv[1])]), ranks=1, device=torch.device("cpu"))
+threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+try:
+    weights.send([("a", torch.ones(300, 1000))], torch.float32, version=1)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+def test_an_interrupted_trainer_does_not_wait_for_one_that_hangs():
+    with hanging_engine() as engine:
+        command = [sys.executable, "-c", INTERRUPTED, engine.url]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    assert ended.stdout == "interrupted\n"
+
+
+def test_the_trainers_variables_are_as_before(two_engines, monkeypatch):
+    monkeypatch.setenv(group._ERRORS, "1")
+    joined(two_engines[0]).close()
+    assert os.environ[group._ERRORS] == "1"
