@@ -15,6 +15,7 @@ _DRAFTING = {
     f"{_SPECULATIVE}.ngram_worker": (
         "NgramCorpus",
         "NGRAMWorker._prepare_draft_tokens",
+        "NGRAMWorker._prepare_for_speculative_decoding",
         "NGRAMWorker._update_ngram_corpus",
         "NGRAMWorker.clear_cache_pool",
     ),

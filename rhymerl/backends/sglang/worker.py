@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,20 @@ from rhymerl.backends.sglang.masks import full_mask
 from rhymerl.backends.sglang.settings import EngineSettings
 
 NAME = "RHYMERL"
-_MAKES_MASKS = hasattr(ngram_worker, "USE_FULL_MASK") and hasattr(ngram_worker, "_is_cpu")
+_MAKES_MASKS = getattr(ngram_worker, "USE_FULL_MASK", False) and hasattr(ngram_worker, "_is_cpu")
+
+
+@contextmanager
+def _bare_trees() -> Iterator[None]:
+    """Within, SGLang leaves the trees' own masks as they are; elsewhere nobody would complete them."""
+    if not _MAKES_MASKS:
+        yield
+        return
+    ngram_worker.USE_FULL_MASK = False
+    try:
+        yield
+    finally:
+        ngram_worker.USE_FULL_MASK = True
 
 
 class _NoCorpus:
@@ -61,7 +76,8 @@ class HistoryWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
     def _prepare_for_speculative_decoding(self, batch: Any) -> None:
         """SGLang's own, but for the mask of attention on a GPU: it makes that request by request, of some thousand small kernels."""
         has_trees = batch.forward_mode.is_decode()
-        super()._prepare_for_speculative_decoding(batch)
+        with _bare_trees():
+            super()._prepare_for_speculative_decoding(batch)
         if has_trees and _MAKES_MASKS and not ngram_worker._is_cpu:
             trees, num_tokens = batch.spec_info.custom_mask, int(batch.seq_lens_cpu.sum())
             batch.spec_info.custom_mask = full_mask(trees, batch.seq_lens, self.draft_token_num, num_tokens=num_tokens)
@@ -114,8 +130,6 @@ for _name, _value in vars(SpeculativeAlgorithm).items():
 
 def install() -> None:
     """Register the algorithm; once a process."""
-    if _MAKES_MASKS:
-        ngram_worker.USE_FULL_MASK = False  # SGLang then leaves the trees' own masks as they are
     SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=HistoryAlgorithm)(
         lambda server_args: HistoryWorker
     )

@@ -42,6 +42,7 @@ def test_a_name_that_has_moved_is_told(version):
     assert found.drawing == ["sglang.srt.layers.sampler.Sampler._sync_token_ids_across_tp"]
     assert [name.rpartition(".")[2] for name in found.drafting] == [
         "_prepare_draft_tokens",
+        "_prepare_for_speculative_decoding",
         "_update_ngram_corpus",
         "clear_cache_pool",
     ]
