@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+
+from tests.backends.sglang.test_keyed import rollout_request, sampling_info
 
 pytestmark = [
     pytest.mark.sglang,
@@ -16,6 +21,15 @@ pytestmark = [
 ]
 
 N = 3
+BESIDE = """
+import sys
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=2)
+dist.broadcast(torch.tensor([7, 8, 9]), src=0)
+sys.stdin.readline()
+"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,3 +83,36 @@ def test_the_plugin_leaves_masks_alone(ngram_worker, monkeypatch):
     monkeypatch.setattr(SpeculativeAlgorithm, "register", lambda *name, **settings: lambda factory: factory)
     worker.install()
     assert ngram_worker.USE_FULL_MASK
+
+
+@pytest.mark.parametrize("with_logprobs", [False, True])
+def test_ranks_go_on_from_the_same_tokens(tmp_path, with_logprobs):
+    """Whatever another rank has drawn: sums over a vocabulary need not be the same on two devices."""
+    sampler, info, logits = sampler_and_batch()
+    words = [sys.executable, "-c", BESIDE, str(tmp_path / "meeting")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE) as first:
+        try:
+            dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=1, world_size=2)
+            sampler.tp_sync_group = dist.group.WORLD
+            output = SimpleNamespace(next_token_logits=logits.clone(), next_token_logprobs=None)
+            tokens = sampler(output, info, with_logprobs, [0] * 3, [None] * 3, torch.full((3,), 5))
+        finally:
+            first.kill()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+    assert tokens.tolist() == [7, 8, 9]
+    if with_logprobs:
+        logprobs = torch.log_softmax(logits, -1)
+        assert torch.allclose(output.next_token_logprobs, logprobs[range(3), [7, 8, 9]])
+
+
+def sampler_and_batch():
+    """For three requests whose own draws are none of those that the first rank has."""
+    from rhymerl.backends.sglang.sampler import KeyedSampler
+
+    sampler = object.__new__(KeyedSampler)
+    torch.nn.Module.__init__(sampler)
+    info = sampling_info([rollout_request(seed) for seed in range(3)])
+    logits = torch.randn(3, info.vocab_size)
+    logits[:, 20] = 30.0
+    return sampler, info, logits

@@ -8,6 +8,7 @@ import logging
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from sglang.srt.layers.sampler import Sampler, register_sampler_backend
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
@@ -41,11 +42,16 @@ class KeyedSampler(Sampler):  # type: ignore[misc]
             return cast(torch.Tensor, super().forward(*given, **more))
         logits = logits_output.next_token_logits
         tokens = keyed.draw(logits, sampling_info, positions, each=1)
+        self._sync_token_ids_across_tp(tokens, sampling_info)
         if return_logprob:
             logprobs = torch.log_softmax(logits.float() / sampling_info.temperatures, -1)
             logits_output.next_token_logprobs = logprobs.gather(-1, tokens[:, None])[:, 0]
-        self._sync_token_ids_across_tp(tokens, sampling_info)
         return tokens
+
+    def _sync_token_ids_across_tp(self, batch_next_token_ids: torch.Tensor, sampling_info: Any) -> None:
+        """Those of the first rank for all: sums over a vocabulary need not be the same on two devices."""
+        if dist.get_world_size(self.tp_sync_group) > 1:
+            dist.broadcast(batch_next_token_ids, group=self.tp_sync_group, group_src=0)
 
 
 @functools.cache
