@@ -9,50 +9,69 @@ from typing import Any
 from rhymerl.errors import ConfigError
 
 _OURS = {  # set here, by settings of their own
+    "model": "model.path",
     "model_path": "model.path",
-    "host": "backend.url",
-    "port": "backend.url",
     "dtype": "backend.dtype",
     "tp_size": "backend.tensor_parallel",
     "tensor_parallel_size": "backend.tensor_parallel",
-    "tp": "backend.tensor_parallel",
     "max_running_requests": "backend.max_running",
     "speculative_algorithm": "drafter",
     "speculative_num_draft_tokens": "backend.nodes",
 }
-_COPIES = ("dp", "dp_size", "data_parallel_size")  # each would read the one drafter's news
-_AS_IT_IS = {  # with another value our trees would be verified as something else, or not at all
-    "speculative_ngram_max_bfs_breadth": "trees would be verified as chains",
-    "pp_size": "pipeline stages would draft each for itself",
-    "pipeline_parallel_size": "pipeline stages would draft each for itself",
+_ADDRESS = "is chosen here; `rhymerl sglang-args` takes it from backend.url"
+_KEY = "cannot be set, because rhymerl's calls would be refused"
+_STAGES = "cannot be set, because pipeline stages would draft each for itself"
+_REFUSED = {
+    **{name: f"is set by {setting}" for name, setting in _OURS.items()},
+    "host": _ADDRESS,
+    "port": _ADDRESS,
+    "api_key": _KEY,
+    "admin_api_key": _KEY,
+    "config": "cannot be set, because what a file says would not be looked at here",
+    "speculative_ngram_max_bfs_breadth": "cannot be set, because trees would be verified as chains",
+    "pp_size": _STAGES,
+    "pipeline_parallel_size": _STAGES,
 }
-_OF_ONE = ("base_gpu_id", "dist_init_addr", "nccl_port")  # engines of one node cannot have them in common
-_LOSSY = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
+_COPIES = "expected 1; every rank of the trainer has its own engine"  # each would read the one drafter's news
+_LOSSY = "expected 1.0; below it drafts change what is drawn"
+_ONE = {  # with a number other than 1
+    "dp_size": _COPIES,
+    "data_parallel_size": _COPIES,
+    "speculative_accept_threshold_single": _LOSSY,
+    "speculative_accept_threshold_acc": _LOSSY,
+}
+_OF_ONE_ENGINE = dict.fromkeys(
+    ("base_gpu_id", "dist_init_addr", "nccl_init_addr", "nccl_port"),
+    "cannot be the same for all ranks, of which each has its own engine",
+)
 
 
 def check(arguments: Mapping[str, Any]) -> None:
     """Raise ConfigError for an argument that is ours to set, or with which drafts would change what is drawn."""
     for name, value in arguments.items():
-        plain = name.replace("-", "_")
-        if plain in _OURS:
-            raise ConfigError(f"backend.arguments.{name}={value!r}: is set by {_OURS[plain]}")
-        if plain in _COPIES and value not in (None, 1):
-            raise ConfigError(
-                f"backend.arguments.{name}={value!r}: expected 1; every rank of the trainer has its own engine"
-            )
-        if plain in _AS_IT_IS:
-            raise ConfigError(f"backend.arguments.{name}={value!r}: cannot be set, because {_AS_IT_IS[plain]}")
-        if plain in _LOSSY and value not in (None, 1.0):
-            raise ConfigError(f"backend.arguments.{name}={value!r}: expected 1.0; below it drafts change what is drawn")
+        _refuse(name, value, _REFUSED)
+        if value not in (None, 1):
+            _refuse(name, value, _ONE)
 
 
 def check_for_ranks(arguments: Mapping[str, Any]) -> None:
     """Raise ConfigError for an argument that only one engine can have, where every rank starts one."""
     for name, value in arguments.items():
-        if name.replace("-", "_") in _OF_ONE:
-            raise ConfigError(
-                f"backend.arguments.{name}={value!r}: cannot be the same for all ranks, of which each has its own engine"
-            )
+        _refuse(name, value, _OF_ONE_ENGINE)
+
+
+def _refuse(name: str, value: Any, reasons: Mapping[str, str]) -> None:
+    """Raise ConfigError for one of those names; also for the beginning of one, which SGLang takes for the whole."""
+    plain = name.replace("-", "_")
+    for whole, reason in reasons.items():
+        if whole.startswith(plain):
+            read_as = "" if whole == plain else f", which SGLang may read as {whole}"
+            raise ConfigError(f"backend.arguments.{name}={value!r}{read_as}: {reason}")
+
+
+def engine_dtype(wanted: str | None, policy: str) -> str:
+    """What an engine computes in: what is `wanted`, else the policy's own, as far as SGLang has it."""
+    return wanted or ("float32" if policy == "float64" else policy)
 
 
 def words(

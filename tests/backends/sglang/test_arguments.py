@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rhymerl.backends.sglang.arguments import check, words
+from rhymerl.backends.sglang.arguments import check, check_for_ranks, engine_dtype, words
 from rhymerl.backends.sglang.backend import SGLangBackend
 from rhymerl.errors import ConfigError
 
@@ -57,12 +57,29 @@ def test_they_come_in_the_place_of_ours():
     [
         ("model_path", "x", r"backend\.arguments\.model_path='x': is set by model\.path"),
         ("tp-size", 2, r"backend\.arguments\.tp-size=2: is set by backend\.tensor_parallel"),
-        ("tp", 2, r"is set by backend\.tensor_parallel"),
+        ("tp", 2, r"read as tp_size: is set by backend\.tensor_parallel"),
         ("speculative_algorithm", "NGRAM", r"is set by drafter"),
         ("speculative_num_draft_tokens", 4, r"is set by backend\.nodes"),
         ("dp_size", 2, r"dp_size=2: expected 1; every rank of the trainer has its own engine"),
         ("speculative_accept_threshold_single", 0.9, r"threshold_single=0\.9: expected 1\.0; below it drafts change"),
         ("speculative-accept-threshold-acc", "0.9", r"threshold-acc='0\.9': expected 1\.0"),
+        ("host", "0.0.0.0", r"arguments\.host='0\.0\.0\.0': .*`rhymerl sglang-args` takes it from backend\.url"),
+        ("model", "x", r"arguments\.model='x': is set by model\.path"),
+        ("api_key", "secret", r"arguments\.api_key='secret': cannot be set, because rhymerl's calls would be refused"),
+        ("admin-api-key", "secret", r"cannot be set, because rhymerl's calls would be refused"),
+        ("config", "more.yaml", r"arguments\.config='more\.yaml': cannot be set, because what a file says"),
+        ("mod", "x", r"arguments\.mod='x', which SGLang may read as model: is set by model\.path"),
+        (
+            "max_running",
+            8,
+            r"max_running=8, which SGLang may read as max_running_requests: is set by backend\.max_running",
+        ),
+        ("speculative_num_draft", 4, r"read as speculative_num_draft_tokens: is set by backend\.nodes"),
+        ("speculative-algo", "NGRAM", r"read as speculative_algorithm: is set by drafter"),
+        ("speculative_accept_threshold_s", 0.9, r"read as speculative_accept_threshold_single: expected 1\.0"),
+        ("speculative_ngram_max_bfs", 1, r"trees would be verified as chains"),
+        ("dp", 2, r"read as dp_size: expected 1; every rank"),
+        ("pp", 2, r"read as pp_size: cannot be set"),
     ],
 )
 def test_what_is_ours_to_set_or_would_change_the_tokens_is_refused(name, value, message):
@@ -73,7 +90,24 @@ def test_what_is_ours_to_set_or_would_change_the_tokens_is_refused(name, value, 
 
 
 def test_what_is_lossless_is_not_refused():
-    check({"speculative_accept_threshold_single": 1.0, "speculative_accept_threshold_acc": None, "dp_size": 1})
+    check({"speculative_accept_threshold_single": 1.0, "speculative_accept_threshold_acc": None, "dp_size": 1, "dp": 1})
+
+
+@pytest.mark.parametrize(
+    "name", ["model_impl", "tp_size_of_mine", "speculative_num_steps", "served_model_name", "enable-dp-attention"]
+)
+def test_others_that_begin_alike_are_not_refused(name):
+    check({name: "x"})
+
+
+@pytest.mark.parametrize(
+    ("name", "read_as"),
+    [("base-gpu-id", None), ("base_gpu", "base_gpu_id"), ("nccl_init_addr", None), ("dist_init", "dist_init_addr")],
+)
+def test_what_only_one_engine_can_have_is_refused_for_ranks(name, read_as):
+    as_what = f", which SGLang may read as {read_as}" if read_as else ""
+    with pytest.raises(ConfigError, match=rf"^backend\.arguments\.{name}=3{as_what}: cannot be the same for all ranks"):
+        check_for_ranks({name: 3})
 
 
 @pytest.mark.parametrize(
@@ -98,3 +132,16 @@ def test_what_is_lossless_is_not_refused():
 def test_settings_out_of_range_are_refused_by_name(settings, message):
     with pytest.raises(ConfigError, match=message):
         SGLangBackend(**settings)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "policy", "expected"),
+    [
+        (None, "float32", "float32"),
+        (None, "bfloat16", "bfloat16"),
+        (None, "float64", "float32"),
+        ("bfloat16", "float32", "bfloat16"),
+    ],
+)
+def test_an_engine_computes_in_what_is_asked_else_as_the_policy_does(wanted, policy, expected):
+    assert engine_dtype(wanted, policy) == expected
