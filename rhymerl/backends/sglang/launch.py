@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
 from rhymerl.backends.sglang import arguments
 from rhymerl.backends.sglang.backend import SGLangBackend
+from rhymerl.backends.sglang.client import Client
 from rhymerl.backends.sglang.own import ALGORITHM
 from rhymerl.backends.sglang.plugin import VARIABLE
 from rhymerl.backends.sglang.settings import EngineSettings
-from rhymerl.config import instantiate
+from rhymerl.config import instantiate, resolved
 from rhymerl.drafters import RunAheadDrafter
 from rhymerl.errors import ConfigError
 from rhymerl.folders import open_folder
@@ -24,23 +27,51 @@ def launch_line(config: DictConfig) -> dict[str, Any]:
 
     The history that such a server drafts from is that of the answers it gives itself: running siblings, and the request's own text.
     """
-    backend = instantiate(config.backend, key="backend")
+    section = resolved(config)["backend"]
+    url = section.pop("url", None)  # a trainer's: there the server runs already, and no argument is left to choose
+    backend = instantiate(section, key="backend")
     if not isinstance(backend, SGLangBackend):
         raise ConfigError(f"backend={type(backend).__name__}: expected backend=sglang")
-    drafter = instantiate(config.drafter, key="drafter")
+    drafter, source = instantiate(config.drafter, key="drafter"), instantiate(config.model, key="model")
+    if source.path is None:
+        raise ConfigError("model.path=None: expected a directory or hub name, which a server reads its model from")
     # A trainer that runs ahead may come: without tokens drawn ahead it is the drafter alone.
     settings = EngineSettings.of(RunAheadDrafter(drafter), open_folder(config.out, setting="out").resolve()).open()
     words = arguments.words(
-        model_path=str(config.model.path),
-        dtype=backend.dtype or "auto",
+        model_path=source.path,
+        dtype=arguments.engine_dtype(backend.dtype, source.dtype),
         n=backend.num_tokens(drafter),
         max_running=backend.max_running,
         tensor_parallel=backend.tensor_parallel,
         algorithm=ALGORITHM,
         context_tokens=None,
-        more=backend.arguments,
+        more={**_address(url), "enable_memory_saver": backend.release_memory, **backend.arguments},
     )
     return {"environment": {VARIABLE: str(settings), **backend.environment}, "arguments": words}
+
+
+def _address(url: str | Sequence[str] | None) -> dict[str, Any]:
+    """Where the server has to listen for trainers that look for it at `url`; without one SGLang listens on its own machine only."""
+    if url is None:
+        return {}
+    urls = [url] if isinstance(url, str) else url
+    if len(urls) != 1:
+        raise ConfigError(f"backend.url={url!r}: expected one address; the command line is that of one server")
+    client = Client.at(urls[0])
+    if client.scheme != "http" or client.path:
+        raise ConfigError(
+            f"backend.url={urls[0]!r}: expected http://HOST:PORT of the server to start, and nothing more"
+        )
+    return {"host": _listens_at(client.host), "port": client.port}
+
+
+def _listens_at(host: str) -> str:
+    """All addresses of the machine, which may know itself by other names, or its loopback."""
+    try:
+        address = ip_address(host)
+    except ValueError:  # a name
+        return host if host == "localhost" else "0.0.0.0"
+    return host if address.is_loopback else "::" if address.version == 6 else "0.0.0.0"
 
 
 def shell_line(launch: dict[str, Any]) -> str:
