@@ -56,8 +56,21 @@ class CostTable(PassCost):
         tokens = (self.rows[:, None] * (1 + self.nodes)).ravel()
         bins = np.round(2 * np.log2(tokens))
         middle = [(tokens[bins == b].mean(), np.median(self.table.ravel()[bins == b])) for b in np.unique(bins)]
-        costs = np.maximum.accumulate([cost for _, cost in middle])
-        return [[round(float(t), 1), float(f"{c:.4g}")] for (t, _), c in zip(middle, costs, strict=True)]
+        return _rising([each for each, _ in middle], [cost for _, cost in middle])
+
+    def points_at(self, rows: int) -> list[list[float]]:
+        """[tokens, seconds] of passes over just so many requests, which are among `self.rows`, by their nodes.
+
+        Fewer tokens than these requests have are of passes over fewer requests, without nodes.
+        """
+        here = int(np.flatnonzero(self.rows == rows)[0])
+        fewer, own = self.rows[:here], rows * (1 + self.nodes)
+        return _rising([*fewer, *own], [*self.table[:here, 0], *self.table[here]])
+
+
+def _rising(tokens: Sequence[float], seconds: Sequence[float]) -> list[list[float]]:
+    pairs = zip(tokens, np.maximum.accumulate(seconds), strict=True)
+    return [[round(float(count), 1), float(f"{cost:.4g}")] for count, cost in pairs]
 
 
 def measure_costs(

@@ -14,10 +14,9 @@ from rich.table import Table
 
 from rhymerl.bench.base import Ratio, environment
 from rhymerl.bench.costs import ROWS, CostTable, measure_costs
+from rhymerl.bench.policy import PolicyBench
 from rhymerl.budgets import Budget, FixedBudget
 from rhymerl.config import instantiate, resolved
-from rhymerl.data.base import PlacedRow
-from rhymerl.data.encoding import LengthLimits, PromptEncoder, encode_rows
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.ngram import NGramDrafter
 from rhymerl.drafters.none import NoDrafter
@@ -25,12 +24,10 @@ from rhymerl.engine.engine import Engine
 from rhymerl.errors import require_at_least
 from rhymerl.history import HistoryStore
 from rhymerl.history.answers import answers_of
-from rhymerl.policy import Policy
 from rhymerl.replay import Replay, ReplayTotals
-from rhymerl.rollout import RolloutSettings, requests_of
 from rhymerl.testing import OracleDrafter
 from rhymerl.traces import TraceRecord, record_of
-from rhymerl.types import Completion, Prompt, RolloutRequest, Sample
+from rhymerl.types import Completion, RolloutRequest, Sample
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -71,23 +68,13 @@ class Contender:
         self.equal += sum(np.array_equal(a.token_ids, b.token_ids) for a, b in zip(answers, plain, strict=True))
 
 
-class RolloutBench:
+class RolloutBench(PolicyBench):
     """`pairs` rounds at each concurrency; in a round all contenders answer the same requests with the same noise."""
 
     def __init__(self, config: DictConfig) -> None:
         require_at_least("", {"pairs": (config.pairs, 1), "epochs": (config.epochs, 0)})
-        self.config = config
-        self.policy: Policy = instantiate(config.model, key="model").load()
-        self.policy.model.eval()
-        self.rollout: RolloutSettings = instantiate(config.rollout, key="rollout")
-        self.prompts = self._prompts()
+        super().__init__(config)
         self.history: HistoryStore = instantiate(config.history, key="history")
-
-    def _prompts(self) -> list[Prompt]:
-        task = instantiate(self.config.task, key="task")
-        encoder = PromptEncoder(self.policy.tokenizer)
-        limits = LengthLimits(context_tokens=self.policy.context_tokens, max_tokens=self.rollout.max_tokens)
-        return encode_rows([PlacedRow(place="task", row=row) for row in task.rows("train")], encoder, limits)
 
     def run(self) -> dict[str, Any]:
         """Rows by concurrency and drafter, and the cost of a pass."""
@@ -97,22 +84,13 @@ class RolloutBench:
         rows = [row for concurrency in self.config.concurrency for row in self._compare(concurrency, costs)]
         return {"rows": rows, "costs": costs.points(), "environment": environment(), "config": resolved(self.config)}
 
-    def costs(self) -> dict[str, Any]:
-        """The cost of a pass alone, as `budget.costs` reads it from a file."""
-        table = self._costs()
-        return {"costs": table.points(), "environment": environment()}
-
     def _costs(self) -> CostTable:
         rows = [each for each in ROWS if each <= max(self.config.concurrency)]
-        return measure_costs(self.policy.model, self._requests("costs"), rows=rows)
-
-    def _requests(self, step: str) -> list[RolloutRequest]:
-        stop_token_ids = self.policy.stop_token_ids
-        return requests_of(self.prompts, step, self.rollout, seed=self.config.seed, stop_token_ids=stop_token_ids)
+        return measure_costs(self.policy.model, self.requests("costs"), rows=rows)
 
     def _learn(self, epoch: int) -> None:
         """One epoch of history."""
-        requests = self._requests(f"history {epoch}")
+        requests = self.requests(f"history {epoch}")
         plain = self._contender(NONE, NoDrafter(), max(self.config.concurrency), epochs=0)
         for prompt, group in answers_of([_unscored(each) for each in _in_order(plain.run(requests), requests)], epoch):
             self.history.add(prompt, group)
@@ -149,7 +127,7 @@ class RolloutBench:
         yield from _rows(contenders, concurrency, predicted)
 
     def _round(self, contenders: Sequence[Contender], concurrency: int, pair: int) -> list[Completion]:
-        requests = self._requests(f"bench {pair}")[: self.config.requests_per_slot * concurrency + 16]
+        requests = self.requests(f"bench {pair}")[: self.config.requests_per_slot * concurrency + 16]
         plain: list[Completion] = []
         for each in _rotated(contenders, pair):
             if isinstance(each.drafter, OracleDrafter):

@@ -39,11 +39,12 @@ class Bench(ConfiguredCommand):
             result = drafter.DrafterBench(config).run()
             drafter.report(result)
             return result
+        if self._what == "costs":
+            from rhymerl.bench.passes import CostsBench
+
+            return CostsBench(config).run()
         from rhymerl.bench import rollout
 
-        bench = rollout.RolloutBench(config)
-        if self._what == "costs":
-            return bench.costs()
-        result = bench.run()
+        result = rollout.RolloutBench(config).run()
         rollout.report(result)
         return result

@@ -8,7 +8,9 @@ import pytest
 
 from rhymerl.cli import main
 
-SMALL = ["task.train_size=1", "rollout.group_size=2", "rollout.max_tokens=4", "epochs=1", "pairs=1", "concurrency=[1]"]
+TINY = ["task.train_size=1", "rollout.group_size=2", "concurrency=[1]"]
+SMALL = [*TINY, "rollout.max_tokens=4", "epochs=1", "pairs=1"]
+PASSES = [*TINY, "rollout.max_tokens=24", "measure.passes=4", "measure.rounds=1"]
 
 
 def test_drafter(capsys):
@@ -33,10 +35,18 @@ def test_rollout(capsys):
 def test_costs_are_what_a_budget_reads(capsys, tmp_path):
     from rhymerl.budgets import GoodputBudget
 
-    assert main(["bench", "costs", *SMALL, "--json"]) == 0
+    assert main(["bench", "costs", *PASSES, "--json"]) == 0
     path = tmp_path / "costs.json"
     path.write_text(capsys.readouterr().out)
     assert GoodputBudget(costs=str(path)).max_nodes == 32
+    result = json.loads(path.read_text())
+    assert result["engine"] == "embedded"
+    assert result["costs"][-1][0] == 33
+
+
+def test_costs_of_some_nodes(capsys):
+    assert main(["bench", "costs", *PASSES, "measure.nodes=[0,3]", "--json"]) == 0
+    assert [tokens for tokens, _ in json.loads(capsys.readouterr().out)["costs"]] == [1, 4]
 
 
 @pytest.mark.parametrize(
@@ -44,6 +54,10 @@ def test_costs_are_what_a_budget_reads(capsys, tmp_path):
     [
         (["rollout", "pairs=0"], "pairs=0: expected at least 1"),
         (["drafter", "tokens=3"], "tokens=3: expected more than 200"),
+        (["costs", *PASSES, "measure.passes=0"], "measure.passes=0: expected at least 1"),
+        (["costs", *PASSES, "measure.nodes=[3,-1]"], "measure.nodes=-1: expected at least 0"),
+        (["costs", *PASSES, "backend=sglang", "backend.url=http://x:1"], "backend.url='http://x:1': expected null"),
+        (["costs", *PASSES, "backend=sglang", "measure.passes=500"], "measure.passes=500: prompts and twice as many"),
     ],
 )
 def test_bad_input(words, message, capsys):

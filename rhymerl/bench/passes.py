@@ -1,0 +1,80 @@
+"""What a pass costs in the engine that a config names, as a file for `budget.costs` or `backend.costs`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rhymerl.backends.base import RolloutBackend
+from rhymerl.backends.embedded import EmbeddedBackend
+from rhymerl.backends.sglang.backend import SGLangBackend
+from rhymerl.bench import costs, sglang
+from rhymerl.bench.base import environment
+from rhymerl.bench.policy import PolicyBench
+from rhymerl.config import instantiate, resolved
+from rhymerl.errors import ConfigError, require_at_least
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class MeasureSettings:
+    """How passes are timed: with `nodes` draft nodes of each request, `passes` of them, `rounds` times; the least time counts.
+
+    Null leaves it to the engine: the embedded one takes 0, 1, 2, 4, 8, 16 and 32 nodes and 12 passes; SGLang 0, 1, 3, 7 and 15 nodes,
+    each in an engine of its own, and 64 passes.
+    """
+
+    def __init__(self, *, nodes: Sequence[int] | None = None, passes: int | None = None, rounds: int = 3) -> None:
+        self.nodes = nodes
+        self.passes = passes
+        self.rounds = rounds
+        least = {"passes": (1 if passes is None else passes, 1), "rounds": (rounds, 1)}
+        require_at_least("measure", {**least, "nodes": (min(nodes, default=-1) if nodes is not None else 0, 0)})
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What is not null."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+class CostsBench(PolicyBench):
+    """Passes of `backend` over the numbers of running requests up to those in `concurrency`."""
+
+    def run(self) -> dict[str, Any]:
+        """What the file holds; `costs` is what is read of it."""
+        backend: RolloutBackend = instantiate(self.config.backend, key="backend")
+        settings: MeasureSettings = instantiate(self.config.measure, key="measure")
+        if isinstance(backend, SGLangBackend):
+            result = self._of_sglang(backend, settings)
+        elif isinstance(backend, EmbeddedBackend):
+            result = self._of_embedded(settings)
+        else:
+            raise ConfigError(f"backend={type(backend).__name__}: expected embedded or sglang")
+        return {**result, "environment": environment(), "config": resolved(self.config)}
+
+    def _of_embedded(self, settings: MeasureSettings) -> Mapping[str, Any]:
+        rows = [each for each in costs.ROWS if each <= max(self.config.concurrency)]
+        table = costs.measure_costs(self.policy.model, self.requests("costs"), rows=rows, **settings.given)
+        return {"engine": "embedded", "costs": table.points()}
+
+    def _of_sglang(self, backend: SGLangBackend, settings: MeasureSettings) -> Mapping[str, Any]:
+        if backend.url is not None:
+            raise ConfigError(f"backend.url={backend.url!r}: expected null; engines are started to be measured")
+        model: nn.Module = self.policy.model
+        model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        fewer = [each for each in self.config.concurrency if each < backend.max_running]
+        bench = sglang.SGLangCosts(
+            lambda nodes: instantiate({**self.config.backend, "nodes": nodes}, key="backend"),
+            self.policy,
+            self.requests("costs"),
+            rows=[*fewer, backend.max_running],
+            **settings.given,
+        )
+        result = sglang.result_of(bench.run(), backend.expected_accept_rate)
+        sglang.report(result, backend.expected_accept_rate)
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        return {**result, "sglang": version("sglang"), "gpu": gpu}

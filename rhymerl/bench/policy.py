@@ -1,0 +1,37 @@
+"""A policy and what it is asked: what benches have in common that run one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rhymerl.config import instantiate
+from rhymerl.data.base import PlacedRow
+from rhymerl.data.encoding import LengthLimits, PromptEncoder, encode_rows
+from rhymerl.policy import Policy
+from rhymerl.rollout import RolloutSettings, requests_of
+from rhymerl.types import Prompt, RolloutRequest
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+class PolicyBench:
+    """The policy of a config, and requests for answers to the prompts of its task."""
+
+    def __init__(self, config: DictConfig) -> None:
+        self.config = config
+        self.policy: Policy = instantiate(config.model, key="model").load()
+        self.policy.model.eval()
+        self.rollout: RolloutSettings = instantiate(config.rollout, key="rollout")
+        self.prompts = self._prompts()
+
+    def _prompts(self) -> list[Prompt]:
+        task = instantiate(self.config.task, key="task")
+        encoder = PromptEncoder(self.policy.tokenizer)
+        limits = LengthLimits(context_tokens=self.policy.context_tokens, max_tokens=self.rollout.max_tokens)
+        return encode_rows([PlacedRow(place="task", row=row) for row in task.rows("train")], encoder, limits)
+
+    def requests(self, step: str) -> list[RolloutRequest]:
+        """For all prompts, with noise of that step."""
+        stop_token_ids = self.policy.stop_token_ids
+        return requests_of(self.prompts, step, self.rollout, seed=self.config.seed, stop_token_ids=stop_token_ids)
