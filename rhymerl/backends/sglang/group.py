@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager, nullcontext, suppress
@@ -28,7 +29,6 @@ from rhymerl.backends.sglang.fleet import Fleet
 from rhymerl.backends.sglang.weights import buckets, update_session
 from rhymerl.errors import BackendError
 
-_NAME = "rhymerl_weights"
 _JOIN_S = 120.0  # for all to join, and for a bucket
 _SETTLE_S = 1.0  # from the first failure: an engine may have the reason, and another may be on its way to the meeting
 _PARTING_S = 10.0
@@ -49,6 +49,9 @@ class WeightGroup:
         self._group: Any = None
         self._has_failed = False
         self._timeout = timedelta(seconds=_JOIN_S)
+        self._name = (
+            f"rhymerl_weights_{uuid.uuid4().hex}"  # engines may still be in the group of a trainer that was killed
+        )
         address, size = _own_address([engine.host for engine in fleet.engines]), 1 + ranks * len(fleet.engines)
         # Not by torch's rendezvous: under torchrun that looks for a store of the launcher's at whatever address it is given.
         self._meeting: TCPStore | None = TCPStore(
@@ -59,7 +62,7 @@ class WeightGroup:
             "master_address": address,
             "master_port": self._meeting.port,
             "world_size": size,
-            "group_name": _NAME,
+            "group_name": self._name,
             "backend": backend,
         }
         contents = [{**content, "rank_offset": offset} for offset in range(1, size, ranks)]
@@ -70,8 +73,8 @@ class WeightGroup:
         """A group besides the default one, made as SGLang makes its side of it."""
         # A connection as the engines have theirs: whoever waits at it fails as soon as there is no meeting any more.
         address, port, size = content["master_address"], content["master_port"], content["world_size"]
-        store = PrefixStore(_NAME, TCPStore(address, port, size, timeout=self._timeout, wait_for_workers=False))
-        backend, name = dist.Backend(content["backend"]), cast(Any, _NAME)
+        store = PrefixStore(self._name, TCPStore(address, port, size, timeout=self._timeout, wait_for_workers=False))
+        backend, name = dist.Backend(content["backend"]), cast(Any, self._name)
         with _told_of_errors():
             group, _ = _new_process_group_helper(size, 0, [], backend, store, group_name=name, timeout=self._timeout)
         _world.pg_group_ranks[group] = {each: each for each in range(size)}
@@ -88,7 +91,7 @@ class WeightGroup:
             "names": [name for name, _ in bucket],
             "dtypes": [str(dtype).removeprefix("torch.")] * len(bucket),
             "shapes": [list(tensor.shape) for _, tensor in bucket],
-            "group_name": _NAME,
+            "group_name": self._name,
             "weight_version": str(version),
             "flush_cache": False,
         }
@@ -132,7 +135,7 @@ class WeightGroup:
             return
         self._meeting = None
         leaving = _in_background(self._leave)
-        content = {"group_name": _NAME}
+        content = {"group_name": self._name}
         with suppress(BackendError):
             self.fleet.each(
                 lambda _, engine: engine.post("/destroy_weights_update_group", content, timeout_s=_PARTING_S)

@@ -54,7 +54,7 @@ def joined(*engines):
 
 def assert_nothing_is_left():
     assert not _world.pg_map
-    assert group._NAME not in _world.pg_names.values()
+    assert not _world.pg_names
     deadline = time.monotonic() + 3
     while left := [each.name for each in threading.enumerate() if each.name.startswith("rhymerl")]:
         assert time.monotonic() < deadline, left
@@ -150,6 +150,22 @@ def test_an_interrupted_trainer_does_not_wait_for_one_that_hangs():
         command = [sys.executable, "-c", INTERRUPTED, engine.url]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     assert ended.stdout == "interrupted\n"
+
+
+KILLED = """
+import os, sys, torch
+from rhymerl.backends.sglang.client import Client
+from rhymerl.backends.sglang.fleet import Fleet
+from rhymerl.backends.sglang.group import WeightGroup
+
+WeightGroup(Fleet([Client.at(sys.argv[1])]), ranks=1, device=torch.device("cpu"))
+os._exit(0)
+"""
+
+
+def test_the_group_of_a_trainer_that_was_killed_is_not_in_the_way_of_the_next(two_engines):
+    subprocess.run([sys.executable, "-c", KILLED, two_engines[0].url], timeout=30, check=True)
+    assert_works(two_engines[0])
 
 
 def test_the_trainers_variables_are_as_before(two_engines, monkeypatch):
