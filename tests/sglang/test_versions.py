@@ -7,7 +7,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from scipy.stats import chi2_contingency
 
 from rhymerl.drafters import HistoryTreeDrafter, NoDrafter
 from rhymerl.errors import BackendError
@@ -36,6 +35,8 @@ def test_masks_as_on_a_gpu():
 
 def test_without_our_draw_it_is_sglangs_own(caplog):
     """Chi-square of homogeneity against the embedded engine, over answers of two tokens."""
+    from scipy.stats import chi2_contingency
+
     policy = tiny_policy(dtype="float32", context=512)
     (request,) = make_requests(1, seed=11, max_tokens=2, temperature=1.5, stop_token_ids=())
     requests = [dataclasses.replace(request, id=f"r{i}", sample=i, seed=i) for i in range(1024)]

@@ -55,12 +55,12 @@ def test_a_killed_trainer_leaves_no_files(tmp_path, where):
 @pytest.mark.parametrize(
     ("settings", "weights", "removed"),
     [
-        ("/tmp/rhymerl-sglang-a/engine.json", "/dev/shm/rhymerl-sglang-a", ["/tmp/rhymerl-sglang-a", "/dev/shm/rhymerl-sglang-a"]),
+        ("/temporary/rhymerl-sglang-a/engine.json", "/shared/rhymerl-sglang-a", ["/temporary/rhymerl-sglang-a", "/shared/rhymerl-sglang-a"]),
         ("/mine/rhymerl-sglang-a/engine.json", "/mine/rhymerl-sglang-a/weights", ["/mine/rhymerl-sglang-a"]),
-        ("/tmp/rhymerl-sglang-a/engine.json", "/models/mine", ["/tmp/rhymerl-sglang-a"]),
-        ("/tmp/rhymerl-sglang-a/engine.json", "/dev/shm/rhymerl-sglang-b", ["/tmp/rhymerl-sglang-a"]),
-        ("/served/engine.json", "/dev/shm/rhymerl-sglang-a", []),
-        ("/served/engine.json", "/dev/shm/served", []),
+        ("/temporary/rhymerl-sglang-a/engine.json", "/models/mine", ["/temporary/rhymerl-sglang-a"]),
+        ("/temporary/rhymerl-sglang-a/engine.json", "/shared/rhymerl-sglang-b", ["/temporary/rhymerl-sglang-a"]),
+        ("/served/engine.json", "/shared/rhymerl-sglang-a", []),
+        ("/served/engine.json", "/shared/served", []),
         ("engine.json", "", []),
         ("", "", []),
     ],
