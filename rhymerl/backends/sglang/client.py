@@ -57,7 +57,8 @@ class Client:
 
     @property
     def url(self) -> str:
-        return f"{self.scheme}://{self.host}:{self.port}{self.path}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{self.port}{self.path}"
 
     def is_ready(self) -> bool:
         """Whether it is up and answers."""

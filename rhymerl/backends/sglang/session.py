@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rhymerl.backends.sglang import weights
+from rhymerl.backends.sglang.arguments import engine_dtype
 from rhymerl.backends.sglang.client import Client, NoAnswerError
 from rhymerl.backends.sglang.delivery import NO_WEIGHTS, Delivery
 from rhymerl.backends.sglang.fleet import Fleet
@@ -101,9 +102,8 @@ class Session:
 
     @property
     def _dtype(self) -> str:
-        """The engine's: it has no float64."""
         own = next(name for name, dtype in DTYPES.items() if dtype == self.policy.model.dtype)
-        return self.settings.dtype or ("float32" if own == "float64" else own)
+        return engine_dtype(self.settings.dtype, own)
 
     def _recover(self, error: BackendError, *, version: int | None = None, without: Sequence[Flight] = ()) -> None:
         """A new engine with the policy's weights as `version`, by default the old one's, in the place of one that is dead or hangs.

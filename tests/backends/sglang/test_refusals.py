@@ -251,6 +251,12 @@ def test_a_router_may_stand_below_a_path(engine, flat_policy):
         client.post("/z", {})
 
 
+@pytest.mark.parametrize("url", ["http://[::1]:30000", "https://host:443/router", "http://host:80"])
+def test_an_address_is_told_as_it_is_written(url):
+    assert Client.at(url).url == url
+    assert Client.at(url).another().url == url
+
+
 def test_an_engine_that_is_starting_is_not_ready(engine):
     engine.answers["/health"] = 503, ""
     assert not Client.at(engine.url).is_ready()
