@@ -43,10 +43,8 @@ SIZES: Mapping[str, Mapping[str, int]] = {  # of Qwen2.5; the last is for tests
         "intermediate_size": 64,
     },
 }
-WORDS, PEAKED = (
-    1000,
-    16.0,
-)  # tokens that a random policy uses, and the standard deviation of their logits: 0.4 nats a token
+WORDS = 1000  # tokens that a random policy uses
+PEAKED = 16.0  # the standard deviation of their logits: 0.4 nats a token
 PROMPT_TOKENS = 32  # of a random policy's prompts
 
 

@@ -41,9 +41,7 @@ class Delivery:
 
     def load(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Nothing may be in flight. Raises BackendError when an engine refuses, or does not compute the policy afterwards."""
-        if self.is_resting:
-            self.fleet.post("/resume_memory_occupation", {})
-            self.is_resting = False
+        self.wake()
         dtype = DTYPES[self.dtype]
         if self.way == "tensor":
             weights.from_tensors(self.fleet, named, dtype, ranks=self.tensor_parallel, version=version)
@@ -68,7 +66,7 @@ class Delivery:
                 )
 
     def _joined_group(self) -> WeightGroup:
-        if self._group is None:
+        if self._group is None or self._group.is_closed:
             self._group = WeightGroup(self.fleet, ranks=self.tensor_parallel, device=self.policy.model.device)
         return self._group
 
@@ -78,6 +76,12 @@ class Delivery:
             weights.flush(self.fleet)  # memory is given up only when the last pass is over
             self.fleet.post("/release_memory_occupation", {})
             self.is_resting = True
+
+    def wake(self) -> None:
+        """The engines have their memory again, and nothing in it."""
+        if self.is_resting:
+            self.fleet.post("/resume_memory_occupation", {})
+            self.is_resting = False
 
     def close(self) -> None:
         """Leave the group, if there is one; engines may have gone."""

@@ -128,6 +128,11 @@ class WeightGroup:
                 raise kind(f"backend.weights='distributed': {error}") from error
             raise
 
+    @property
+    def is_closed(self) -> bool:
+        """Also after a failure."""
+        return self._meeting is None
+
     def close(self) -> None:
         """All leave the group; engines may have gone. May be called twice."""
         if self._meeting is None:
@@ -179,10 +184,11 @@ def _told_of_errors() -> Iterator[None]:
 def _own_address(hosts: Sequence[str]) -> str:
     """Of this machine, as all `hosts` see it: not that of its loopback where one of them is another machine."""
     addresses = [_seen_from(host) for host in hosts]
-    return next((address for address in addresses if not address.startswith("127.")), addresses[0])
+    return next((address for address in addresses if not address.startswith(("127.", "::1"))), addresses[0])
 
 
 def _seen_from(host: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing
+    family, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
         return str(probe.getsockname()[0])

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rhymerl.backends.sglang import arguments
 from rhymerl.backends.sglang.backend import SGLangBackend
 from rhymerl.backends.sglang.client import Client
-from rhymerl.backends.sglang.own import ALGORITHM
-from rhymerl.backends.sglang.plugin import VARIABLE
+from rhymerl.backends.sglang.plugin import ALGORITHM, VARIABLE
 from rhymerl.backends.sglang.settings import EngineSettings
 from rhymerl.config import instantiate, resolved
 from rhymerl.drafters import RunAheadDrafter

@@ -10,7 +10,7 @@ from rhymerl.backends.sglang import arguments, weights
 from rhymerl.backends.sglang.client import Client, NoAnswerError
 from rhymerl.backends.sglang.counters import Counters
 from rhymerl.backends.sglang.news import NewsWriter
-from rhymerl.backends.sglang.plugin import VARIABLE
+from rhymerl.backends.sglang.plugin import ALGORITHM, VARIABLE
 from rhymerl.backends.sglang.server import Server, require_sglang
 from rhymerl.backends.sglang.session_settings import SessionSettings
 from rhymerl.backends.sglang.settings import COUNTERS, NEWS, EngineSettings
@@ -20,7 +20,6 @@ from rhymerl.errors import BackendError
 if TYPE_CHECKING:
     from rhymerl.policy import Policy
 
-ALGORITHM = "RHYMERL"  # as the plugin registers it
 _DYING_S = 2.0  # from a broken connection to the end of the process
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 
 VARIABLE = "RHYMERL_SGLANG"  # the path of the engine's settings (settings.py)
+ALGORITHM = "RHYMERL"  # as SGLang knows the drafting worker
+FOLDERS = "rhymerl-sglang-"  # how the names of a session's own folders begin
 
 
 def register() -> None:

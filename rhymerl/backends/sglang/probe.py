@@ -35,6 +35,7 @@ _DRAWING = {
     ),
     f"{_SPECULATIVE}.ngram_worker": ("eagle_sample",),
     f"{_SPECULATIVE}.eagle_utils": ("verify_tree_greedy_func",),
+    "sglang.srt.distributed.parallel_state": ("get_tp_group",),
 }
 
 
@@ -64,7 +65,7 @@ class Findings:
 
     @classmethod
     def from_json(cls, text: str) -> Findings:
-        """Raises ValueError for what `to_json` has not written."""
+        """What `to_json` has written."""
         return cls(**json.loads(text))
 
 

@@ -16,9 +16,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from rhymerl.backends.sglang.plugin import VARIABLE
-
-_OWN = "rhymerl-sglang-"  # as the names of a session's folders begin
+from rhymerl.backends.sglang.plugin import FOLDERS, VARIABLE
 
 
 def main() -> None:
@@ -38,7 +36,7 @@ def left_behind(arguments: Sequence[str], settings: str) -> list[str]:
     The weights' folder is in the session's own or has its name, or else is somebody's.
     """
     own = Path(settings).parent
-    if not own.name.startswith(_OWN):
+    if not own.name.startswith(FOLDERS):
         return []
     weights = [folder for word, folder in pairwise(arguments) if word == "--model-path"]
     return [str(own), *(folder for folder in weights if Path(folder).name == own.name)]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rhymerl.backends.sglang.client import Client
+from rhymerl.backends.sglang.plugin import ALGORITHM
 from rhymerl.backends.sglang.session_settings import SessionSettings
 from rhymerl.errors import ConfigError
 
@@ -25,21 +26,19 @@ def tokens_a_pass(engine: Client, settings: SessionSettings) -> int:
     return int(info.get("speculative_num_draft_tokens") or 1) if info.get("speculative_algorithm") else 1
 
 
-def _faults(info: Mapping[str, Any], settings: SessionSettings) -> list[str]:
+def _faults(info: Mapping[str, Any], settings: SessionSettings) -> Iterator[str]:
     drafts = info.get("speculative_algorithm")
-    faults = [
-        f"{name}={info[name]}, below 1 its drafts change what is drawn"
-        for name in _LOSSY
-        if drafts and info.get(name) not in (None, 1.0)
-    ]
-    if drafts == "NGRAM":
-        faults.append(
-            "SGLang's own n-gram speculation, whose filled-up trees bias what is drawn; see rhymerl sglang-args"
-        )
+    if drafts not in (
+        None,
+        ALGORITHM,
+    ):  # SGLang's n-grams bias what is drawn; draft models would be given the policy's weights
+        yield f"speculative_algorithm={drafts}; expected none, or {ALGORITHM} as rhymerl sglang-args starts it"
+    for name in _LOSSY:
+        if drafts and info.get(name) not in (None, 1.0):
+            yield f"{name}={info[name]}, below 1 its drafts change what is drawn"
     if info.get("dp_size", 1) != 1:
-        faults.append(f"dp_size={info['dp_size']}; start as many servers instead")
+        yield f"dp_size={info['dp_size']}; start as many servers instead"
     if info.get("tp_size", settings.tensor_parallel) != settings.tensor_parallel:
-        faults.append(f"tp_size={info['tp_size']}; expected backend.tensor_parallel={settings.tensor_parallel}")
+        yield f"tp_size={info['tp_size']}; expected backend.tensor_parallel={settings.tensor_parallel}"
     if settings.release_memory and not info.get("enable_memory_saver", True):
-        faults.append("no --enable-memory-saver, so backend.release_memory=true would free nothing")
-    return faults
+        yield "no --enable-memory-saver, so backend.release_memory=true would free nothing"

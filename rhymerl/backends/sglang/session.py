@@ -18,6 +18,7 @@ from rhymerl.backends.sglang.fleet import Fleet
 from rhymerl.backends.sglang.flights import Flight, Flights
 from rhymerl.backends.sglang.news import News
 from rhymerl.backends.sglang.own import OwnEngine
+from rhymerl.backends.sglang.plugin import FOLDERS
 from rhymerl.backends.sglang.server_info import tokens_a_pass
 from rhymerl.backends.sglang.session_settings import SessionSettings
 from rhymerl.drafters.base import Drafter
@@ -49,7 +50,7 @@ class Session:
         self.settings = settings
         self.policy = policy
         self.drafter = drafter
-        self.folder = Path(tempfile.mkdtemp(prefix="rhymerl-sglang-", dir=settings.opened_folder()))
+        self.folder = Path(tempfile.mkdtemp(prefix=FOLDERS, dir=settings.opened_folder()))
         in_memory = weights.shared_folder(self.folder, policy.model, copies=settings.place.num_here)
         self.weights_folder = self.folder / "weights" if settings.folder is not None else in_memory
         self._own: OwnEngine | None = None
@@ -108,8 +109,9 @@ class Session:
     def _recover(self, error: BackendError, *, version: int | None = None, without: Sequence[Flight] = ()) -> None:
         """A new engine with the policy's weights as `version`, by default the old one's, in the place of one that is dead or hangs.
 
-        What was in flight is sent again from where it was last sent, but for the flights `without`. Raises its death, or `error`,
-        where it may not be started again or is none of ours.
+        What was in flight is sent again from where it was last sent, but for the flights `without`; what had come back before has
+        landed. The policy has not changed since the old one's version. Raises its death, or `error`, where it may not be started again
+        or is none of ours; there is no other successor for one that fails before it has its weights.
         """
         if self._own is None:
             raise error
@@ -126,7 +128,7 @@ class Session:
             self.follow(self._history)
         left = {flight.rid for flight in without}
         for flight in [each for each in old.flying.values() if each.rid not in left]:
-            self._flights.send(flight.request, flight)
+            self._go_on(flight, old.lose(flight))
         self._heard_s = time.monotonic()
 
     def serves(self, policy: Policy, drafter: Drafter) -> bool:
@@ -143,6 +145,8 @@ class Session:
         if self._own is None:
             with suppress(BackendError):
                 self._give_up([*self._flights.flying.values()], _PARTING_S)
+            with suppress(BackendError):
+                self._delivery.wake()  # for whoever comes next
         self._delivery.close()
         self._flights.close()
         self._end()
@@ -275,10 +279,14 @@ class Session:
         except BackendError as error:
             self._recover(error, version=version)
         for flight, completion in withdrawn:
-            if completion.finish_reason == "withdrawn":
-                self._flights.send(completion.resume(), flight)
-            else:
-                self._landed.append(completion)
+            self._go_on(flight, completion)
+
+    def _go_on(self, flight: Flight, completion: Completion) -> None:
+        """With the tokens that it has, unless it has ended."""
+        if completion.finish_reason == "withdrawn":
+            self._flights.send(completion.resume(), flight)
+        else:
+            self._landed.append(completion)
 
     def _load(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
         self._delivery.load(named, version)

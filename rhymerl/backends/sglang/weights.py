@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rhymerl.backends.sglang.client import RefusedError
+from rhymerl.backends.sglang.client import Client, RefusedError
 from rhymerl.backends.sglang.fleet import Fleet
 from rhymerl.errors import BackendError
 
@@ -161,11 +161,18 @@ def _pickled(bucket: list[tuple[str, Tensor]]) -> bytes:
 @contextmanager
 def update_session(fleet: Fleet) -> Iterator[None]:
     """Newer engines want to know where an update begins and ends; older ones do not know the words."""
-    have_sessions = fleet.each(
-        lambda _, engine: engine.post_if_known("/begin_weight_update", timeout_s=fleet.timeout_s)
-    )
-    yield  # after an error the engines are of no more use
+    have_sessions = fleet.each(lambda _, engine: _begins(engine, fleet.timeout_s))
+    yield  # what an error leaves open is ended by the next one
     if any(have_sessions):
         fleet.each(
             lambda i, engine: have_sessions[i] and engine.post("/end_weight_update", {}, timeout_s=fleet.timeout_s)
         )
+
+
+def _begins(engine: Client, timeout_s: float) -> bool:
+    """Whether it knows of sessions; one that a trainer has left open, because it failed or was killed, is ended before."""
+    try:
+        return engine.post_if_known("/begin_weight_update", timeout_s=timeout_s)
+    except RefusedError:
+        engine.post("/end_weight_update", {}, timeout_s=timeout_s)
+        return engine.post_if_known("/begin_weight_update", timeout_s=timeout_s)

@@ -17,9 +17,9 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 from rhymerl.backends.sglang.arrays import TreeArrays
 from rhymerl.backends.sglang.drafting import EngineDrafting, not_yet_known
 from rhymerl.backends.sglang.masks import full_mask
+from rhymerl.backends.sglang.plugin import ALGORITHM
 from rhymerl.backends.sglang.settings import EngineSettings
 
-NAME = "RHYMERL"
 _MAKES_MASKS = getattr(ngram_worker, "USE_FULL_MASK", False) and hasattr(ngram_worker, "_is_cpu")
 
 
@@ -130,6 +130,6 @@ for _name, _value in vars(SpeculativeAlgorithm).items():
 
 def install() -> None:
     """Register the algorithm; once a process."""
-    SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=HistoryAlgorithm)(
+    SpeculativeAlgorithm.register(ALGORITHM, supports_overlap=True, spec_class=HistoryAlgorithm)(
         lambda server_args: HistoryWorker
     )

@@ -50,6 +50,20 @@ def test_an_update_has_a_beginning_and_an_end_where_the_engine_knows_of_them(eng
     assert updates[2:] == (["/end_weight_update"] if knows_sessions else [])
 
 
+def test_an_update_that_a_trainer_left_open_is_ended(engine, flat_policy):
+    """As one that was killed does, at a server that goes on."""
+    opened = []
+
+    def begin(content):
+        opened.append("/end_weight_update" in engine.calls)
+        return (200, {"success": True}) if opened[-1] else (400, {"success": False, "message": "already open"})
+
+    engine.on_begin_weight_update, engine.on_end_weight_update = begin, lambda content: (200, {"success": True})
+    with connected(engine, flat_policy, weights="tensor") as backend:
+        assert opened == [False, True]
+        assert backend.session.version == 0
+
+
 def test_an_engine_that_computes_something_else_is_found_out(engine, flat_policy):
     engine.meta = {"output_token_logprobs": [[-1.0, 5, None]] * 8}
     with pytest.raises(BackendError, match="does not compute the policy"), connected(engine, flat_policy):

@@ -246,6 +246,12 @@ def test_memory_comes_back_before_it_is_needed(engine, flat_policy):
         assert len(all_of(backend, 2)) == 2
 
 
+def test_a_server_that_is_left_has_its_memory_again(engine, flat_policy):
+    with connected(engine, flat_policy, release_memory=True) as backend:
+        backend.rest()
+    assert [each for each in engine.calls if "memory" in each][-1] == "/resume_memory_occupation"
+
+
 def test_nothing_is_rested_when_it_is_not_asked_for(engine, flat_policy):
     with connected(engine, flat_policy) as backend:
         backend.rest()
