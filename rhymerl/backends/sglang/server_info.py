@@ -28,10 +28,8 @@ def tokens_a_pass(engine: Client, settings: SessionSettings) -> int:
 
 def _faults(info: Mapping[str, Any], settings: SessionSettings) -> Iterator[str]:
     drafts = info.get("speculative_algorithm")
-    if drafts not in (
-        None,
-        ALGORITHM,
-    ):  # SGLang's n-grams bias what is drawn; draft models would be given the policy's weights
+    # SGLang's n-grams bias what is drawn; draft models would be given the policy's weights.
+    if drafts not in (None, ALGORITHM):
         yield f"speculative_algorithm={drafts}; expected none, or {ALGORITHM} as rhymerl sglang-args starts it"
     for name in _LOSSY:
         if drafts and info.get(name) not in (None, 1.0):
