@@ -32,6 +32,7 @@ from rhymerl.errors import ConfigError
 from rhymerl.evaluation import EvaluationSettings, step_name
 from rhymerl.history import HistoryStore
 from rhymerl.hyperparameters import held, refuse_lost
+from rhymerl.loggers import log_metrics
 from rhymerl.logprobs import prove_head
 from rhymerl.lora import check_adapters, kept_in_full
 from rhymerl.policy import Policy, PolicySource, frozen
@@ -331,7 +332,7 @@ class RhymeModule(L.LightningModule):
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and (self.num_rollouts % every == 0 or self.trainer.should_stop):
             for logger in self.loggers:
-                logger.log_metrics(dict(metrics), step=self.trainer.global_step)
+                log_metrics(logger, metrics, self.trainer.global_step)
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 

@@ -133,6 +133,7 @@ class Replay:
             while waiting and len(running) < self.max_running:
                 running.append(waiting.popleft())
                 self.drafter.start(running[-1].request)
+                self.budget.admit(running[-1].request)
             self._step(running, totals)
             for each in [each for each in running if each.is_done]:
                 running.remove(each)

@@ -42,9 +42,16 @@ class Prompt:
 
     id: str  # stable over runs: the row's own `id` column, else a hash of the row
     key: str  # hash of the exact token ids and of the tokenizer and template that made them: history's key
-    token_ids: IntArray  # [P]
+    token_ids: IntArray  # [P]; integers of any width may be given
     text: str  # what was tokenized
     columns: Mapping[str, Any] = field(default_factory=dict)  # every other column of the row, for the reward
+
+    def __post_init__(self) -> None:
+        import numpy as np
+
+        given = np.asarray(self.token_ids)
+        if given.dtype != np.int32:  # equal prompts have equal bytes: prefixes are shared by these
+            object.__setattr__(self, "token_ids", given.astype(np.int32, casting="same_kind" if len(given) else "unsafe"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

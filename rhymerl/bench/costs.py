@@ -12,7 +12,6 @@ import numpy as np
 from rhymerl.budgets import FixedBudget
 from rhymerl.budgets.costs import PassCost
 from rhymerl.drafters.base import Drafter
-from rhymerl.engine.attention import packed
 from rhymerl.engine.engine import Engine
 from rhymerl.types import Draft, RolloutRequest
 
@@ -46,7 +45,7 @@ class CostTable(PassCost):
         self.nodes = np.array(nodes, np.float64)
         self.table = seconds
 
-    def seconds(self, rows: int, nodes: IndexArray, asked: int) -> FloatArray:
+    def seconds(self, rows: int, nodes: FloatArray | IndexArray, asked: int) -> FloatArray:
         each = np.asarray(nodes, np.float64) / rows
         columns = np.array([np.interp(each, self.nodes, line) for line in self.table])  # [rows, choices]
         return np.array([np.interp(rows, self.rows, column) for column in columns.T.reshape(-1, len(self.rows))])
@@ -98,7 +97,7 @@ def _seconds(model: PreTrainedModel, requests: Sequence[RolloutRequest], rows: i
     sampling = replace(requests[0].sampling, stop_token_ids=())
     engine.submit([replace(requests[i % len(requests)], id=str(i), sampling=sampling) for i in range(rows)])
     seconds: list[float] = []
-    with packed(model):
+    with engine.forward.ready():
         while len(seconds) < passes + 3 and engine.has_work:
             started = time.perf_counter()
             engine.step()

@@ -53,6 +53,11 @@ class Acceptance:
         self._reached[full] /= 2
         self._accepted[full] /= 2
 
+    def fade(self, share: float) -> None:
+        """Let what was counted so far weigh only so much of what it did."""
+        self._reached *= share
+        self._accepted *= share
+
     def state_dict(self) -> dict[str, list[float]]:
         """The counts by bin."""
         return {"reached": self._reached.tolist(), "accepted": self._accepted.tolist()}

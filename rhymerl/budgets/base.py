@@ -45,6 +45,9 @@ class Budget(ABC):
         The engine grants less where slots or tokens run out, and never more than `max_nodes`.
         """
 
+    def admit(self, request: RolloutRequest) -> None:
+        """A request enters the running batch for the first time."""
+
     def trim(self, requests: Sequence[RolloutRequest], drafts: DraftBatch) -> BoolArray:
         """Which nodes are verified, [N]; called after drafting. A node whose parent is dropped is dropped too."""
         return np.ones(len(drafts.token_ids), np.bool_)

@@ -29,11 +29,12 @@ class PassCost(ABC):
     """Seconds of a pass over `rows` requests; where they are given, there is nothing to observe."""
 
     @abstractmethod
-    def seconds(self, rows: int, nodes: IndexArray, asked: int) -> FloatArray:
+    def seconds(self, rows: int, nodes: FloatArray | IndexArray, asked: int) -> FloatArray:
         """With so many draft nodes in all (an array of choices), after the drafter was asked for `asked` requests."""
 
-    def observe(self, rows: int, nodes: int, asked: int, seconds: float) -> None:
-        """A pass has taken so long."""
+    def observe(self, rows: int, nodes: int, asked: int, seconds: float) -> float:
+        """A pass has taken so long; returns what it is held to have taken."""
+        return float(self.seconds(rows, np.array([nodes]), asked)[0])
 
     @property
     def wants_plain(self) -> bool:
@@ -64,7 +65,7 @@ class CostCurve(PassCost):
             raise ConfigError(f"{where}: {error}") from error
         return cls(points, setting=f"{where}: costs")
 
-    def seconds(self, rows: int, nodes: IndexArray, asked: int) -> FloatArray:
+    def seconds(self, rows: int, nodes: FloatArray | IndexArray, asked: int) -> FloatArray:
         tokens = rows + np.asarray(nodes, np.float64)
         slope = (self.costs[-1] - self.costs[-2]) / (self.tokens[-1] - self.tokens[-2])
         beyond = np.maximum(tokens - self.tokens[-1], 0) * slope
@@ -94,11 +95,11 @@ class LearnedCost(PassCost):
         """Drafts are compared with passes without them. Where they always seem to pay there would be none to know those by."""
         return self._since_plain >= self._plain_after
 
-    def seconds(self, rows: int, nodes: IndexArray, asked: int) -> FloatArray:
+    def seconds(self, rows: int, nodes: FloatArray | IndexArray, asked: int) -> FloatArray:
         constant, per_row, per_node, per_asked = self._weights
         return np.asarray(constant + per_row * rows + per_asked * asked + per_node * np.asarray(nodes, np.float64))
 
-    def observe(self, rows: int, nodes: int, asked: int, seconds: float) -> None:
+    def observe(self, rows: int, nodes: int, asked: int, seconds: float) -> float:
         features, seconds = np.array([1.0, rows, nodes, asked]), max(seconds, _LEAST_S)
         self.num_passes += 1
         self._since_plain += 1
@@ -106,7 +107,7 @@ class LearnedCost(PassCost):
             self._since_plain, self._plain_after = 0, min(2 * self._plain_after, _PLAIN_AFTER[1])
         if self.num_passes <= _SOLVE_EVERY:
             self._begin(features, seconds)
-            return
+            return seconds
         expected = float(features @ self._weights)
         if seconds > _LARGEST_SURPRISE * expected:
             self._products, self._sums = _DOUBT * self._products, _DOUBT * self._sums
@@ -115,6 +116,7 @@ class LearnedCost(PassCost):
             self._add(features, seconds, expected)
         if self.num_passes % _SOLVE_EVERY == 0:
             self._solve()
+        return min(seconds, _LARGEST_SURPRISE * expected)
 
     def _begin(self, features: FloatArray, seconds: float) -> None:
         """The guess in the unit of the first passes; with the last of these, what they say."""

@@ -5,32 +5,37 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from rhymerl.budgets.acceptance import Acceptance
+from rhymerl.budgets.allowance import Allowance
 from rhymerl.budgets.base import Budget, PassOutcome
 from rhymerl.budgets.costs import CostCurve, LearnedCost, PassCost
+from rhymerl.budgets.outlook import Outlook
 from rhymerl.errors import require_at_least
 from rhymerl.types import DraftBatch, Ratio, RolloutRequest
 
 if TYPE_CHECKING:
-    from rhymerl.types import BoolArray, IntArray
+    from rhymerl.types import BoolArray, FloatArray, IntArray
 
 # Without measuring: a pass costs 1 + tokens / 64.
 _ASSUMED = ((0, 1.0), (64, 2.0))
-_PATIENCE = 4  # passes in a row without a gain after which the drafter is left alone ...
-_PAUSE = 4, 64  # ... for so many passes at first, and at most; each failure doubles it
-_FIRST_REACH = (
-    4.0  # nodes of a request, at first and after a pause: a try is cheap, and what pays grows within a few passes
-)
-_MORE, _LATELY = 1.5, 0.8
-_PLAIN_EVERY = 16  # how many passes without drafts are taken for one: their cost is soon known, and learning takes time
 _GAIN = 1.1  # the best of many estimates is too good: 5 % expected was a loss when measured
+_PATIENCE = 4  # passes in a row without that gain after which drafting stops
+_OTHER_BATCH = 1.3  # a batch that has shrunk or grown by this factor may be one in which other things pay
+_PROBED = 8  # requests that a probe asks for
+_PROBE_NODES = 4  # of each; also the first reach
+_MORE, _LATELY = 1.5, 0.8
+_PLAIN_EVERY = 16  # how many plain passes are taken for one: their cost is soon known, and learning takes time
 _REMEMBER = 0.99  # of what drafts promised and kept, a pass with drafts
+_REMEMBER_PROBE = 0.8  # a probe: what it is for is that things may have changed
 _BENEFIT = 20.0  # tokens of doubt in favour of the drafts
-_OTHER_BATCH = 1.3  # a batch that has shrunk by this factor is worth another look
+
+# plain: the drafter is left alone. trial: so too, to see what that costs while drafts pay. probe: it is asked for some requests,
+# to see whether drafts would pay. draft: for all.
+Kind = Literal["plain", "trial", "probe", "draft"]
 
 
 class GoodputBudget(Budget):
@@ -39,7 +44,8 @@ class GoodputBudget(Budget):
     P(v) is calibrated online (budgets/acceptance.py) and falls along a path, so the best set is a prefix of all nodes sorted
     by P. The cost is learned from the passes, or given as `costs`: points [tokens, seconds], or a file with them. With
     `deterministic` it is never measured; without `costs` it is then assumed to be 1 + tokens / 64.
-    At most `nodes` a request. When nothing has paid for some passes the drafter itself is paused.
+    At most `nodes` a request. While drafts do not pay, a few requests are probed now and then, as often as the allowance
+    permits (budgets/allowance.py), so that drafting never costs more than some percent of the time without it.
     """
 
     def __init__(
@@ -55,97 +61,162 @@ class GoodputBudget(Budget):
         self.deterministic = deterministic
         self._cost = _cost(costs, deterministic=deterministic)
         self._acceptance = Acceptance()
-        self._pause = _Pause()
+        self._allowance = Allowance()
+        self._outlook = Outlook()
+        self._course = _Course(reach=float(min(_PROBE_NODES, nodes)))
         self._promised = self._kept = 0.0  # tokens expected of verified nodes, and accepted ones, of late
-        self._expected = 0.0  # of the pass under way
-        self._asked = 0  # requests of the pass under way that the drafter was asked for
-        self._is_trial = False  # the pass under way is without drafts, to see what it costs
-        self._was_paused = False
-        # How many nodes of a request are worth asking for: those that are then cut away cost time too.
-        self._reach = min(_FIRST_REACH, float(nodes))
+        self._kind: Kind = "draft"  # of the pass under way
+        self._rows = 0  # of the pass under way
+        self._asked = 0  # of these, those that the drafter was asked for
+        self._expected = 0.0  # tokens, of its verified nodes
         self._report = _Report()
 
     @property
     def max_nodes(self) -> int:
         return self.nodes
 
-    def limits(self, requests: Sequence[RolloutRequest]) -> IntArray:
-        self._asked, self._is_trial = 0, False
-        self._report.passes += 1
-        if self._pause.holds(len(requests)):
-            self._report.paused += 1
-            self._was_paused = True
-            return np.zeros(len(requests), np.int32)
-        if self._was_paused:
-            self._look_again()
-        self._is_trial = self._cost.wants_plain
-        if self._is_trial:
-            return np.zeros(len(requests), np.int32)
-        return np.full(len(requests), min(round(self._reach), self.nodes), np.int32)
+    def admit(self, request: RolloutRequest) -> None:
+        if request.ahead is not None:
+            self._allowance.grant_probe()
 
-    def _look_again(self) -> None:
-        """After a pause history may have come: the drafter shows all it has, and broken promises count half."""
-        self._was_paused = False
-        self._reach = float(self.nodes)
-        self._promised, self._kept = self._promised / 2, self._kept / 2
+    # -- before a pass -------------------------------------------------------------------------------------------
+
+    def limits(self, requests: Sequence[RolloutRequest]) -> IntArray:
+        self._rows, self._asked = len(requests), 0
+        self._allowance.earn()
+        self._course.passes += 1
+        self._report.passes += 1
+        self._look(self._rows)
+        self._kind = self._next_kind()
+        limits = np.zeros(self._rows, np.int32)
+        if self._kind == "draft":
+            limits[:] = min(round(self._course.reach), self.nodes)
+        elif self._kind == "probe":
+            limits[self._probed(requests)] = min(_PROBE_NODES, self.nodes)
+        else:
+            self._report.paused += self._kind == "plain"
+        return limits
+
+    def _look(self, rows: int) -> None:
+        """What did not pay in a large batch may pay in a small one, and the other way round."""
+        course = self._course
+        if course.rows / _OTHER_BATCH <= rows <= course.rows * _OTHER_BATCH:
+            return
+        is_new, course.rows = course.rows == 0, rows
+        if not is_new:
+            course.drafts = self._outlook.gain(rows, self._cost) > _GAIN and not self._allowance.is_spent
+            course.misses = 0
+
+    def _next_kind(self) -> Kind:
+        if self._course.drafts:
+            return "trial" if self._cost.wants_plain else "draft"
+        return "probe" if self._allowance.affords_probe else "plain"
+
+    def _probed(self, requests: Sequence[RolloutRequest]) -> list[int]:
+        """Neighbours, which often have their prompt in common, others each time; those with tokens drawn ahead before all."""
+        rows, course = len(requests), self._course
+        ahead = [place for place, request in enumerate(requests) if request.ahead is not None]
+        course.probes += 1
+        neighbours = [(course.probes * _PROBED + i) % rows for i in range(_PROBED)]
+        return list(dict.fromkeys([*ahead[:_PROBED], *neighbours]))[:_PROBED]
 
     def trim(self, requests: Sequence[RolloutRequest], drafts: DraftBatch) -> BoolArray:
-        rows = self._asked = len(requests)
-        probability = self._honesty * self._acceptance.probabilities(drafts)
+        asked = self._asked = len(requests)
+        probability = self._calibration * self._acceptance.probabilities(drafts)
         best_first = np.argsort(-probability, kind="stable")  # parents stay in front of their children
-        tokens = rows + np.concatenate([[0.0], np.cumsum(probability[best_first])])
-        goodput = tokens / self._cost.seconds(rows, np.arange(len(tokens)), rows)
-        size = int(goodput.argmax())
-        plain = rows / float(self._cost.seconds(rows, np.zeros(1, np.int64), 0)[0])
-        gain = float(goodput[size]) / plain
-        self._pause.learn(gain, rows)
-        self._report.gain += gain
-        self._report.asks += 1
+        expected = np.concatenate([[0.0], np.cumsum(probability[best_first])])
+        self._outlook.learn(expected, asked)
+        size = self._best_size(expected, asked)
+        if self._kind == "probe":
+            size = max(size, min(asked, len(probability)))  # only what is verified teaches anything
         mask = np.zeros(len(probability), np.bool_)
         mask[best_first[:size]] = True
-        self._expected = float(probability[mask].sum()) / self._honesty
+        self._expected = float(probability[mask].sum()) / self._calibration
         self._learn_reach(drafts, mask)
         return mask
 
+    def _best_size(self, expected: FloatArray, asked: int) -> int:
+        """How many of the best nodes make the most tokens a second; `expected` [nodes + 1] are the tokens that so many add.
+
+        After a probe as if all requests had been asked for, and the others had drafts like these.
+        """
+        rows = self._rows if self._kind == "probe" else asked
+        nodes = np.arange(len(expected), dtype=np.float64) * (rows / asked)
+        goodput = (rows + expected * (rows / asked)) / self._cost.seconds(rows, nodes, rows)
+        size = int(goodput.argmax())
+        self._decide(float(goodput[size]) / rows * self._plain_seconds(rows))
+        return size
+
+    def _decide(self, gain: float) -> None:
+        """A pass with drafts is expected to make `gain` times the tokens a second of one without."""
+        course = self._course
+        self._report.gain += gain
+        self._report.asks += 1
+        course.misses = 0 if gain > _GAIN else course.misses + 1
+        if gain > _GAIN and not self._allowance.is_spent:
+            course.drafts = True
+        elif course.misses >= _PATIENCE:
+            course.drafts = False
+
     def _learn_reach(self, drafts: DraftBatch, mask: BoolArray) -> None:
         """Ask for a little more than the largest of the drafts that were worth it lately."""
-        largest = int(np.bincount(drafts.requests[mask], minlength=1).max())
+        course, largest = self._course, int(np.bincount(drafts.requests[mask], minlength=1).max())
         wanted = min(_MORE * largest + 2.0, float(self.nodes))
-        self._reach = max(wanted, _LATELY * self._reach + (1 - _LATELY) * wanted)
+        course.reach = max(wanted, _LATELY * course.reach + (1 - _LATELY) * wanted)
+
+    # -- after a pass --------------------------------------------------------------------------------------------
 
     def learn(self, outcome: PassOutcome) -> None:
-        nodes = len(outcome.drafts.token_ids)
-        if self._asked == 0 and not self._is_trial and self._report.passes % _PLAIN_EVERY:
+        if self._kind == "plain" and self._course.passes % _PLAIN_EVERY:
             return
-        self._acceptance.learn(outcome.drafts, outcome.reached, outcome.accepted)
-        if nodes:
-            self._promised = _REMEMBER * self._promised + self._expected
-            self._kept = _REMEMBER * self._kept + float(outcome.num_accepted.sum())
-        if outcome.is_decoding:
-            self._cost.observe(len(outcome.requests), nodes, self._asked, outcome.seconds)
+        nodes, rows = len(outcome.drafts.token_ids), len(outcome.requests)
         self._report.nodes += nodes
+        if nodes:
+            self._learn_acceptance(outcome)
+        worth = None
+        if outcome.is_decoding:
+            seconds = self._cost.observe(rows, nodes, self._asked, outcome.seconds)
+            worth = 1 + float(outcome.num_accepted.sum()) / rows - seconds / self._plain_seconds(rows)
+        if self._asked:
+            self._allowance.settle(worth, is_probe=self._kind == "probe")
+            self._course.drafts &= not self._allowance.is_spent
+
+    def _learn_acceptance(self, outcome: PassOutcome) -> None:
+        remember = _REMEMBER
+        if self._kind == "probe":
+            remember = _REMEMBER_PROBE
+            self._acceptance.fade(remember)
+        self._acceptance.learn(outcome.drafts, outcome.reached, outcome.accepted)
+        self._promised = remember * self._promised + self._expected
+        self._kept = remember * self._kept + float(outcome.num_accepted.sum())
 
     @property
-    def _honesty(self) -> float:
+    def _calibration(self) -> float:
         """Accepted over expected of what was verified lately, at most 1: the nodes chosen are those whose estimate is too good."""
         return min((self._kept + _BENEFIT) / (self._promised + _BENEFIT), 1.0)
+
+    def _plain_seconds(self, rows: int) -> float:
+        return float(self._cost.seconds(rows, np.zeros(1), 0)[0])
+
+    # -- state and metrics ---------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """All but the cost of passes, which belongs to the machine."""
         return {
             "acceptance": self._acceptance.state_dict(),
-            "pause": asdict(self._pause),
-            "reach": self._reach,
+            "allowance": asdict(self._allowance),
+            "outlook": self._outlook.state_dict(),
+            "course": asdict(self._course),
             "promised": self._promised,
             "kept": self._kept,
-            "was_paused": self._was_paused,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._acceptance.load_state_dict(state["acceptance"])
-        self._pause = _Pause(**state["pause"])
-        self._reach = state["reach"]
-        self._promised, self._kept, self._was_paused = state["promised"], state["kept"], state["was_paused"]
+        self._allowance = Allowance(**state["allowance"])
+        self._outlook.load_state_dict(state["outlook"])
+        self._course = _Course(**state["course"])
+        self._promised, self._kept = state["promised"], state["kept"]
 
     def metrics(self) -> Mapping[str, float]:
         report, self._report = self._report, _Report()
@@ -159,31 +230,15 @@ class GoodputBudget(Budget):
 
 
 @dataclass(slots=True)
-class _Pause:
-    """Whether the drafter is left alone: after misses in a row, for twice as long each time, until the batch has shrunk."""
+class _Course:
+    """What is done next, and why."""
 
-    misses: int = 0
-    length: int = _PAUSE[0]
-    left: int = 0
-    rows: int = 0  # of the batch in which drafting did not pay
-
-    def holds(self, rows: int) -> bool:
-        """Called once a pass."""
-        if rows * _OTHER_BATCH < self.rows:
-            self.left, self.rows, self.length = 0, 0, _PAUSE[0]
-        self.left = max(self.left - 1, 0)
-        return self.left > 0
-
-    def learn(self, gain: float, rows: int) -> None:
-        """A pass with drafts was expected to be `gain` times as fast as one without."""
-        if gain > _GAIN:
-            self.misses, self.length = 0, _PAUSE[0]
-            return
-        self.misses += 1
-        if self.misses >= _PATIENCE or self.length > _PAUSE[0]:
-            self.left, self.rows = self.length + 1, rows
-            self.length = min(2 * self.length, _PAUSE[1])
-            self.misses = 0
+    reach: float  # how many nodes of a request are worth asking for: those that are then cut away cost time too
+    drafts: bool = False  # the drafter is asked for all requests, because that pays
+    misses: int = 0  # passes in a row in which it did not seem to
+    rows: int = 0  # of the batch for which that was decided
+    passes: int = 0
+    probes: int = 0
 
 
 @dataclass(slots=True)

@@ -84,36 +84,29 @@ class HistoryTreeDrafter(Drafter):
         self.deterministic = deterministic
         self._history = SealedHistory(window=max(window, 1), recency=recency, advantage_tilt=advantage_tilt)
         self._groups: dict[GroupKey, LiveGroup] = {}
-        self._key_of: dict[str, GroupKey] = {}  # by id of a running request
+        self._key_of: dict[str, GroupKey] = {}  # by id of a running request that has asked
+        self._num_asked = self._num_passes = 0  # of requests, since the history was followed
         self._idle: OrderedDict[GroupKey, None] = OrderedDict()  # longest idle first
 
     # -- what is known -------------------------------------------------------------------------------------------
 
     def follow(self, delta: HistoryDelta) -> None:
         if self.window > 0:
-            self._history.follow(delta)
+            # While nobody wants drafts, indexes would be built for nothing, on cores that others need.
+            self._history.follow(delta, builds=2 * self._num_asked >= self._num_passes)
+        self._num_asked = self._num_passes = 0
         for key in list(self._idle):  # their answers are history now
             self._forget(key)
 
-    def start(self, request: RolloutRequest) -> None:
-        prompt = request.prompt.token_ids
-        key = _key(request) if self.siblings else (*_key(request), request.id)
+    def finish(self, completion: Completion) -> None:
+        self._num_passes += completion.num_passes
+        request = completion.request
+        key = self._key_of.pop(request.id, None) or self._group_key(request)
         group = self._groups.get(key)
         if group is None:
-            group = self._groups[key] = LiveGroup(prompt)
-        if not np.array_equal(group.prompt, prompt):  # two prompts under one key do not meet
-            key = (*key, request.id)
-            group = self._groups[key] = LiveGroup(prompt)
-        self._key_of[request.id] = key
-        self._idle.pop(key, None)
-        group.start(request)
-        if self.deterministic:
-            self._history.settle(_key(request))
-
-    def finish(self, completion: Completion) -> None:
-        key = self._key_of.pop(completion.request.id)
-        self._groups[key].finish(completion)
-        if not self._groups[key].running:
+            return
+        group.finish(completion)
+        if not group.running:
             self._idle[key] = None
         if len(self._idle) > _IDLE_GROUPS:
             self._forget(next(iter(self._idle)))
@@ -144,19 +137,36 @@ class HistoryTreeDrafter(Drafter):
     def propose_batch(
         self, requests: Sequence[RolloutRequest], contexts: Sequence[IntArray], budgets: Sequence[int]
     ) -> DraftBatch:
+        self._num_asked += len(requests)
         limits = np.asarray(budgets, np.int32)
         trees = TreeBuffers(len(requests), int(limits.max(initial=0)))
         members: dict[GroupKey, list[int]] = {}
         for line, request in enumerate(requests):
-            members.setdefault(self._key_of[request.id], []).append(line)
+            key = self._key_of.get(request.id) or self._enter(request)
+            members.setdefault(key, []).append(line)
         for key, lines in members.items():
             group, request = self._groups[key], requests[lines[0]]
             rows = group.extend([requests[line].id for line in lines], [contexts[line] for line in lines])
-            if not self.deterministic:
-                self._history.settle(_key(request), wait=False)
+            self._history.settle(_key(request), wait=self.deterministic)
             sealed = self._history.get(_key(request), request.prompt.token_ids)
             self._grow(group, rows, sealed or _NO_HISTORY, np.array(lines), limits, trees)
         return trees.packed()
+
+    def _enter(self, request: RolloutRequest) -> GroupKey:
+        """A request asks for the first time: find it a group."""
+        key, prompt = self._group_key(request), request.prompt.token_ids
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = LiveGroup(prompt)
+        if group.prompt is not prompt and not np.array_equal(group.prompt, prompt):
+            key = (*key, request.id)  # two prompts under one key do not meet
+            self._groups[key] = LiveGroup(prompt)
+        self._key_of[request.id] = key
+        self._idle.pop(key, None)
+        return key
+
+    def _group_key(self, request: RolloutRequest) -> GroupKey:
+        return _key(request) if self.siblings else (*_key(request), request.id)
 
     def _grow(
         self,

@@ -34,18 +34,16 @@ class NGramDrafter(Drafter):
         self.max_match = max_match
         self._contexts: dict[str, LiveGroup] = {}  # by request id
 
-    def start(self, request: RolloutRequest) -> None:
-        group = self._contexts[request.id] = LiveGroup(request.prompt.token_ids)
-        group.start(request)
-
     def finish(self, completion: Completion) -> None:
-        del self._contexts[completion.request.id]
+        self._contexts.pop(completion.request.id, None)
 
     def close(self) -> None:
         self._contexts.clear()
 
     def propose(self, request: RolloutRequest, context: IntArray, budget: int) -> Draft:
-        group = self._contexts[request.id]
+        group = self._contexts.get(request.id)
+        if group is None:
+            group = self._contexts[request.id] = LiveGroup(request.prompt.token_ids)
         rows = group.extend([request.id], [context])
         index, ends = group.index, group.index.ends[rows]
         found = index.matches(index.text, ends, most=_MOST, shortest=self.min_match, longest=self.max_match)

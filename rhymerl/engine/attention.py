@@ -46,7 +46,42 @@ class AttentionPlan:
     narrow: NarrowLayout | None = None
     _additive: list[Tensor] | None = None
 
-    def additive_masks(self, query: Tensor, groups: int) -> list[Tensor]:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """query [N, heads, dim]; keys and values: a whole layer of the store, [slots, kv_heads, dim]. -> [N, heads, dim].
+
+        Grouped-query heads ride along as extra query rows of their KV head, so keys are never repeated.
+        """
+        kv_heads = keys.shape[1]
+        groups = query.shape[1] // kv_heads
+        output = values.new_empty(*query.shape[:2], values.shape[2])
+        if self.narrow is not None:
+            n = self.narrow
+            arrays = (n.table, n.row, n.seen, n.parent, n.slot)
+            attend(query.contiguous().numpy(), keys.numpy(), values.numpy(), *arrays, scale, output.numpy())
+        for bucket, mask in zip(self.buckets, self._additive_masks(query, groups), strict=True):
+            out = self._attend_bucket(bucket, mask, query, keys, values, scale)
+            if bucket.queries is None:
+                return out
+            assert bucket.valid is not None
+            out = out.view(*bucket.shape[:2], *out.shape[1:])
+            output[bucket.queries[bucket.valid]] = out[bucket.valid].to(output.dtype)
+        return output
+
+    @staticmethod
+    def _attend_bucket(
+        bucket: Bucket, mask: Tensor, query: Tensor, keys: Tensor, values: Tensor, scale: float
+    ) -> Tensor:
+        """[rows * Q, heads, dim]."""
+        (rows, width, seen), kv_heads = bucket.shape, keys.shape[1]
+        chosen = query if bucket.queries is None else query[bucket.queries.flatten()]
+        q = chosen.reshape(rows, width, kv_heads, -1, query.shape[2]).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        k = keys.index_select(0, bucket.kv_slots).view(rows, seen, kv_heads, -1).transpose(1, 2)
+        v = values.index_select(0, bucket.kv_slots).view(rows, seen, kv_heads, -1).transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), attn_mask=mask, scale=scale)
+        out = out.view(rows, kv_heads, -1, width, out.shape[3]).permute(0, 3, 1, 2, 4)
+        return out.reshape(rows * width, query.shape[1], -1)
+
+    def _additive_masks(self, query: Tensor, groups: int) -> list[Tensor]:
         """[rows, 1, groups * Q, S] with 0 where visible and -inf elsewhere."""
         if self._additive is None:
             self._additive = [self._additive_mask(bucket, query, groups) for bucket in self.buckets]
@@ -72,42 +107,12 @@ def packed_attention(
     rhymerl_plan: AttentionPlan,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, heads, N, dim]; key and value: the whole layer of the store, [slots, kv_heads, dim]. -> [1, N, heads, dim].
-
-    Grouped-query heads ride along as extra query rows of their KV head, so keys are never repeated.
-    """
+    """`AttentionPlan.attend` as transformers calls it: query [1, heads, N, dim] -> [1, N, heads, dim]."""
     for name in _REFUSED:
         if kwargs.get(name) is not None:
             raise TypeError(f"this model's attention uses {name}, which a token tree would silently break")
-    num_heads, num_tokens = query.shape[1], query.shape[2]
-    kv_heads = key.shape[1]
-    groups = num_heads // kv_heads
-    packed = query[0].transpose(0, 1)  # [N, heads, dim]
-    output = value.new_empty(num_tokens, num_heads, value.shape[2])
-    if rhymerl_plan.narrow is not None:
-        _attend_narrow(rhymerl_plan.narrow, query[0], key, value, scaling or query.shape[3] ** -0.5, output)
-    masks = rhymerl_plan.additive_masks(query, groups)
-    for bucket, mask in zip(rhymerl_plan.buckets, masks, strict=True):
-        rows, width, keys = bucket.shape
-        chosen = packed if bucket.queries is None else packed[bucket.queries.flatten()]
-        q = chosen.reshape(rows, width, kv_heads, groups, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        k = key.index_select(0, bucket.kv_slots).view(rows, keys, kv_heads, -1).transpose(1, 2)
-        v = value.index_select(0, bucket.kv_slots).view(rows, keys, kv_heads, -1).transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), attn_mask=mask, scale=scaling)
-        out = out.view(rows, kv_heads, groups, width, -1).permute(0, 3, 1, 2, 4).reshape(rows, width, num_heads, -1)
-        if bucket.queries is None:
-            return out.transpose(0, 1), None
-        assert bucket.valid is not None
-        output[bucket.queries[bucket.valid]] = out[bucket.valid].to(output.dtype)
+    output = rhymerl_plan.attend(query[0].transpose(0, 1), key, value, scaling or query.shape[3] ** -0.5)
     return output[None], None
-
-
-def _attend_narrow(
-    narrow: NarrowLayout, query: Tensor, key: Tensor, value: Tensor, scale: float, output: Tensor
-) -> None:
-    n = narrow
-    arrays = (n.table, n.row, n.seen, n.parent, n.slot, n.is_node, n.place)
-    attend(query.contiguous().numpy(), key.numpy(), value.numpy(), *arrays, scale, output.numpy())
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -41,12 +41,14 @@ class Drafting:
         self._totals = totals
         self._vocabulary = vocabulary
         self._checks = checks
+        self._requests: list[RolloutRequest] = []  # of the rows that emit in the pass under way
         self._hears_tokens = listens(drafter, "accept")
         self._hears_outcomes = type(budget).learn is not Budget.learn
 
     def start(self, request: RolloutRequest) -> None:
         """A request enters for the first time."""
         self.drafter.start(request)
+        self.budget.admit(request)
 
     def finish(self, completion: Completion) -> None:
         """A request that was started leaves for good."""
@@ -57,35 +59,36 @@ class Drafting:
 
     def ask(self, row: IndexArray, *, spare: int) -> DraftBatch:
         """What is verified below the roots of the rows `row` [E]: at most `spare` nodes in all."""
-        if self.max_nodes == 0 or spare <= 0 or len(row) == 0:
+        if self.max_nodes == 0 or len(row) == 0:
             return no_drafts(len(row))
         started = time.perf_counter()
-        limits = self._limits(row, spare)
+        self._requests = [request for each in row.tolist() if (request := self._rows.request[each]) is not None]
+        limits = self._limits(row, max(spare, 0))
         askers = np.flatnonzero(limits)
-        drafts = self._asked(row[askers], limits[askers]).spread(askers, len(row)) if len(askers) else None
+        drafts = self._asked(row, askers, limits[askers]).spread(askers, len(row)) if len(askers) else None
         self._totals.draft_s += time.perf_counter() - started
         return drafts or no_drafts(len(row))
 
     def _limits(self, row: IndexArray, spare: int) -> IntArray:
         """How many nodes each row may have, [E]."""
-        rows = self._rows
-        wanted = np.minimum(self.budget.limits(self._requests(row)), self.max_nodes)
-        if not wanted.any():
-            return wanted
-        limits = np.minimum(wanted, rows.context - rows.length[row]).clip(min=0).astype(np.int32)
+        rows, limits = self._rows, self.budget.limits(self._requests)
+        if not limits.any():
+            return limits
+        limits = np.minimum(limits, min(self.max_nodes, spare))
+        limits = np.minimum(limits, rows.context - rows.length[row]).clip(min=0).astype(np.int32)
         limits[_deepest(rows, row) <= 0] = 0
         if limits.sum() > spare:
             limits = np.minimum(limits, spare // int((limits > 0).sum()))
         return limits
 
-    def _asked(self, row: IndexArray, limits: IntArray) -> DraftBatch:
+    def _asked(self, row: IndexArray, askers: IndexArray, limits: IntArray) -> DraftBatch:
         """The drafts of the asking rows, checked, and cut to what can be emitted and what the budget takes."""
-        requests = self._requests(row)
-        drafts = self.drafter.propose_batch(requests, self._rows.contexts_of(row), limits.tolist())
+        requests = [self._requests[asker] for asker in askers.tolist()]
+        drafts = self.drafter.propose_batch(requests, self._rows.contexts_of(row[askers]), limits.tolist())
         drafts = sound(drafts, requests, limits=limits, vocabulary=self._vocabulary, complain=self._complain)
-        self._totals.asks += len(row)
+        self._totals.asks += len(askers)
         self._totals.hits += int((drafts.counts > 0).sum())
-        drafts = drafts.keep(depths(drafts) <= _deepest(self._rows, row)[drafts.requests])
+        drafts = drafts.keep(depths(drafts) <= _deepest(self._rows, row[askers])[drafts.requests])
         return drafts.keep(drafts.closed(self.budget.trim(requests, drafts)))
 
     def _complain(self, proposed: str, num_requests: int) -> None:
@@ -93,28 +96,23 @@ class Drafting:
             raise ValueError(f"{type(self.drafter).__name__} proposed {proposed}")
         self._totals.bad_drafts += num_requests
 
-    def _requests(self, row: IndexArray) -> list[RolloutRequest]:
-        found = self._rows.request
-        return [request for each in row.tolist() if (request := found[each]) is not None]
-
     # -- after the pass --------------------------------------------------------------------------------------
 
     def tell(self, layout: PassLayout, steps: Walk, *, seconds: float) -> None:
         """Count what was accepted, and let drafter and budget know; before finished rows leave."""
-        if self.max_nodes == 0:
+        if self.max_nodes == 0 or len(layout.emits) == 0:
             return
-        requests = self._requests(layout.row[layout.emits])
         if len(layout.node_place):
             self._count(layout, steps)
         if self._hears_tokens:
             ends = np.cumsum(steps.num_emitted)
-            pieces = zip(
-                requests, (ends - steps.num_emitted).tolist(), ends.tolist(), steps.num_accepted.tolist(), strict=True
-            )
-            for request, start, end, num_accepted in pieces:
-                self.drafter.accept(request, steps.token[start:end], num_accepted)
-        if self._hears_outcomes and requests:
-            self.budget.learn(_outcome(requests, layout, steps, seconds))
+            starts, ends = (ends - steps.num_emitted).tolist(), ends.tolist()
+            for request, start, end, accepted in zip(
+                self._requests, starts, ends, steps.num_accepted.tolist(), strict=True
+            ):
+                self.drafter.accept(request, steps.token[start:end], accepted)
+        if self._hears_outcomes:
+            self.budget.learn(_outcome(self._requests, layout, steps, seconds))
 
     def _count(self, layout: PassLayout, steps: Walk) -> None:
         totals, levels = self._totals, np.arange(1, NUM_DEPTHS + 1)
@@ -153,7 +151,7 @@ def _outcome(requests: Sequence[RolloutRequest], layout: PassLayout, steps: Walk
         reached=reached,
         accepted=steps.accepted,
         num_accepted=steps.num_accepted,
-        num_tokens=layout.fed.total,
+        num_tokens=layout.num_tokens,
         num_rows=len(layout.row),
         seconds=seconds,
         is_decoding=layout.is_decoding,

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -16,15 +15,14 @@ from rhymerl.budgets.base import Budget
 from rhymerl.budgets.fixed import FixedBudget
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
-from rhymerl.engine.attention import AttentionPlan, Bucket, packed
 from rhymerl.engine.drafting import Drafting
+from rhymerl.engine.forward import Forward
 from rhymerl.engine.kv_store import KVStore
-from rhymerl.engine.layout import BucketLayout, PassLayout, lay_out
+from rhymerl.engine.layout import PassLayout, lay_out
 from rhymerl.engine.ragged import IndexArray
 from rhymerl.engine.rows import Counts, Prefix, Rows
 from rhymerl.engine.sampler import Sampler
 from rhymerl.engine.support import refuse_impossible
-from rhymerl.engine.threads import threads_for
 from rhymerl.engine.totals import EngineTotals
 from rhymerl.engine.tree import no_drafts
 from rhymerl.engine.verify import Walk, walk
@@ -58,13 +56,13 @@ class Engine:
         self.model = model
         self.max_running = max_running
         self.max_pass_tokens = max_pass_tokens
-        self.autocast = autocast
         self.policy_version = 0
         self.totals = EngineTotals()
         config = model.config.get_text_config()
         positions = int(getattr(config, "max_position_embeddings", 0) or kv_tokens)
         # Running rows and as many prefixes can never hold more than this.
         self.kv = KVStore(config.num_hidden_layers, min(kv_tokens, 2 * max_running * positions))
+        self.forward = Forward(model, self.kv, autocast=autocast)
         self.rows = Rows(2 * max_running + 16, min(positions, self.kv.num_slots), self.kv.pool)
         self.drafting = Drafting(
             drafter or NoDrafter(),
@@ -74,7 +72,6 @@ class Engine:
             vocabulary=config.vocab_size,
             checks=check_drafts,
         )
-        self._operations = 2.0 * model.num_parameters(exclude_embeddings=True)  # of one token
         self._waiting: deque[tuple[RolloutRequest, Counts]] = deque()
         self._running: list[int] = []  # rows, oldest first
         self._prefixes: dict[bytes, Prefix] = {}  # least recently used first
@@ -90,8 +87,8 @@ class Engine:
         row = self.rows.enter_prefix(np.zeros(1, np.int32)).row
         nobody = np.empty(0, np.int64)
         layout = lay_out(self.rows, np.array([row]), np.array([1]), nobody, no_drafts(0))
-        with packed(self.model):
-            self._forward(layout)
+        with self.forward.ready():
+            self.forward.logits(layout)
         self.rows.cached[row] = 1
         self.rows.leave(row)
 
@@ -116,7 +113,7 @@ class Engine:
         """
         finished: list[Completion] = []
         passes = 0
-        with packed(self.model):
+        with self.forward.ready():
             while self.has_work and (deadline is None or time.monotonic() < deadline):
                 if passes == max_passes or (max_passes is None and finished and passes % _HAND_OVER == 0):
                     break
@@ -125,11 +122,11 @@ class Engine:
         return finished
 
     def step(self) -> list[Completion]:
-        """One pass over the running batch; call within `packed(model)`."""
+        """One pass over the running batch; call within `forward.ready()`."""
         started = time.perf_counter()
         self._admit()
         layout = self._lay_out()
-        steps = self._commit(layout, self._forward(layout))
+        steps = self._commit(layout, self.forward.logits(layout))
         self.drafting.tell(layout, steps, seconds=time.perf_counter() - started)
         finished = self._finish(layout, steps)
         self._account(layout, steps, time.perf_counter() - started)
@@ -259,24 +256,6 @@ class Engine:
         self._leave(row)
         self._waiting.appendleft((request, counts))
 
-    def _forward(self, layout: PassLayout) -> Tensor:
-        """Logits [M, vocabulary] at every root and draft node, in float32 or better."""
-        device = self.model.device
-        self.kv.write_slots = torch.from_numpy(layout.slots).to(device)
-        buckets = [_bucket(bucket, layout.fed.total, device) for bucket in layout.buckets]
-        plan = AttentionPlan(buckets, layout.narrow)
-        with self.autocast(), threads_for(self._operations * layout.fed.total):
-            output = self.model(
-                input_ids=torch.from_numpy(layout.token_ids).to(device, torch.int64)[None],
-                position_ids=torch.from_numpy(layout.positions).to(device)[None],
-                past_key_values=self.kv,
-                use_cache=True,
-                logits_to_keep=torch.from_numpy(layout.logit_places).to(device),
-                rhymerl_plan=plan,
-            )
-        logits: Tensor = output.logits[0]
-        return logits if logits.dtype == torch.float64 else logits.float()
-
     def _commit(self, layout: PassLayout, logits: Tensor) -> Walk:
         """Draw, write tokens and log-probs, keep the accepted keys and values."""
         rows, row = self.rows, layout.row[layout.emits]
@@ -338,7 +317,7 @@ class Engine:
     def _account(self, layout: PassLayout, steps: Walk, seconds: float) -> None:
         totals = self.totals
         totals.passes += 1
-        totals.fed_tokens += layout.fed.total
+        totals.fed_tokens += layout.num_tokens
         totals.emitted_tokens += len(steps.token)
         totals.request_passes += len(layout.emits)
         totals.busy_s += seconds
@@ -352,16 +331,6 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise AssertionError unless every KV slot is free or owned by exactly one live row."""
         self.rows.check_integrity([*self._running, *(prefix.row for prefix in self._prefixes.values())])
-
-
-def _bucket(layout: BucketLayout, num_tokens: int, device: torch.device) -> Bucket:
-    plain = layout.queries.shape == (num_tokens, 1)
-    return Bucket(
-        kv_slots=torch.from_numpy(layout.kv_slots.reshape(-1)).to(device),
-        mask=torch.from_numpy(layout.mask).to(device),
-        queries=None if plain else torch.from_numpy(layout.queries).to(device),
-        valid=None if plain else torch.from_numpy(layout.valid).to(device),
-    )
 
 
 def _without_row(request: RolloutRequest, counts: Counts) -> Completion:

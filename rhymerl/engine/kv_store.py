@@ -69,9 +69,13 @@ class LayerStore(CacheLayerMixin):
         """Write [1, kv_heads, tokens, head_dim] to the pass's slots; return the whole layer for the attention to read."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.keys.index_copy_(0, self._store.write_slots, key_states[0].transpose(0, 1))
-        self.values.index_copy_(0, self._store.write_slots, value_states[0].transpose(0, 1))
+        self.write(key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
         return self.keys, self.values
+
+    def write(self, keys: Tensor, values: Tensor) -> None:
+        """Put [tokens, kv_heads, head_dim] into the pass's slots."""
+        self.keys.index_copy_(0, self._store.write_slots, keys)
+        self.values.index_copy_(0, self._store.write_slots, values)
 
     def get_seq_length(self) -> int:
         return 0
@@ -95,6 +99,19 @@ class KVStore(Cache):
         self.write_slots: Tensor = torch.empty(0, dtype=torch.int64)
         self.stores = [LayerStore(self) for _ in range(num_layers)]
         super().__init__(layers=list(self.stores))
+
+    def smaller(self, num_slots: int) -> KVStore:
+        """An empty store for the same layers, allocated if this one is."""
+        store = KVStore(len(self.stores), num_slots)
+        for mine, other in zip(store.stores, self.stores, strict=True):
+            mine.keys, mine.values = (each.new_zeros(num_slots, *each.shape[1:]) for each in (other.keys, other.values))
+            mine.is_initialized = other.is_initialized
+        return store
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether a pass has shown the layers' shapes."""
+        return bool(self.stores[0].is_initialized)
 
     @property
     def is_readable_in_place(self) -> bool:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rhymerl.engine.narrow import NarrowLayout, is_narrow
-from rhymerl.engine.ragged import IndexArray, Ragged, ragged
+from rhymerl.compiled import compiled
+from rhymerl.engine.narrow import CHAIN, ROOT, NarrowLayout, is_narrow
+from rhymerl.engine.ragged import IndexArray
 from rhymerl.engine.rows import Rows
-from rhymerl.engine.tree import depths, show_ancestors
+from rhymerl.engine.tree import show_ancestors
 from rhymerl.types import DraftBatch
 
 if TYPE_CHECKING:
@@ -37,20 +38,23 @@ class PassLayout:
 
     row: IndexArray  # [F]
     chain: IndexArray  # [F] committed tokens fed
+    emits: IndexArray  # [E] which of the F rows end in a root
     drafts: DraftBatch  # of the emitting rows, R = E
-    fed: Ragged  # chain + draft nodes of every feeding row
-    token_ids: IntArray  # [N]
+    token_ids: IndexArray  # [N]
     positions: IndexArray  # [N]
     slots: IndexArray  # [N] where keys and values go
     node_place: IndexArray  # [K] of each node in the packed pass
     node_depth: IndexArray  # [K] from 1
-    emits: IndexArray  # [E] which of the F rows end in a root
     logit_places: IndexArray  # [M] tokens whose logits are needed: every root, then its draft nodes
     logit_start: IndexArray  # [E] where each emitting row's logits begin
     logit_row: IndexArray  # [M] which of the E
     logit_level: IndexArray  # [M] 0 = root, else the node's depth
     buckets: list[BucketLayout]
-    narrow: NarrowLayout | None  # rows that the compiled attention takes
+    narrow: NarrowLayout | None  # tokens that the compiled attention takes
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
 
     @property
     def is_decoding(self) -> bool:
@@ -66,97 +70,132 @@ def lay_out(
     `drafts` hang below the roots of the rows `emits`. Prefix rows come before the rows that read them. With `compiled` narrow
     rows are laid out for engine/narrow.py, and only the wide ones go into buckets.
     """
-    num_nodes = np.zeros(len(row), np.int64)
-    num_nodes[emits] = drafts.counts
-    fed = ragged(chain + num_nodes)
-    node_place = np.flatnonzero(fed.offset >= chain[fed.row])
-    node_depth = depths(drafts) if len(node_place) else node_place
-    place = rows.cached[row][fed.row] + fed.offset
-    slots = _take_slots(rows, row, fed, place)
-    token_ids = rows.tokens[row[fed.row], place]
-    token_ids[node_place] = drafts.token_ids
-    positions = place.copy()
-    positions[node_place] = (rows.cached[row] + chain - 1)[fed.row[node_place]] + node_depth
-
-    logits = ragged(1 + drafts.counts)
-    level = np.zeros(logits.total, np.int64)
-    level[logits.offset > 0] = node_depth
-    width = chain + num_nodes
+    width = chain.copy()
+    width[emits] += drafts.counts
     narrow = is_narrow(width, rows.cached[row] + width) if compiled else np.zeros(len(row), np.bool_)
-    packed = _PackedRows(row=row, chain=chain, width=width, fed=fed, drafts=drafts, node_place=node_place)
+    slots = rows.pool.take(int(width.sum()))
+    token_ids, positions, parent, seen, reader = np.empty((5, len(slots)), np.int64)
+    node_place, node_depth = np.empty((2, len(drafts.parents)), np.int64)
+    logit_places, logit_row, logit_level = np.empty((3, len(emits) + len(drafts.parents)), np.int64)
+    _fill(
+        *(rows.tokens, rows.slots, rows.cached, rows.shared, rows.prefix_row),
+        *(row, chain, emits, narrow, slots),
+        *(drafts.token_ids, drafts.parents, drafts.starts),
+        *(token_ids, positions, parent, seen, reader),
+        *(node_place, node_depth),
+        *(logit_places, logit_row, logit_level),
+    )
     return PassLayout(
         row=row,
         chain=chain,
+        emits=emits,
         drafts=drafts,
-        fed=fed,
         token_ids=token_ids,
         positions=positions,
         slots=slots,
         node_place=node_place,
         node_depth=node_depth,
-        emits=emits,
-        logit_places=(fed.start + chain - 1)[emits][logits.row] + logits.offset,
-        logit_start=logits.start,
-        logit_row=logits.row,
-        logit_level=level,
-        buckets=_buckets(rows, packed, np.flatnonzero(~narrow)),
-        narrow=_narrow(rows, packed, slots, np.flatnonzero(narrow)) if narrow.any() else None,
+        logit_places=logit_places,
+        logit_start=drafts.starts[:-1] + np.arange(len(emits)),
+        logit_row=logit_row,
+        logit_level=logit_level,
+        buckets=[] if narrow.all() else _buckets(rows, row, chain, width, emits, drafts, ~narrow),
+        narrow=NarrowLayout(table=rows.slots, row=reader, seen=seen, parent=parent, slot=slots)
+        if narrow.any()
+        else None,
     )
 
 
-def _take_slots(rows: Rows, row: IndexArray, fed: Ragged, place: IndexArray) -> IndexArray:
-    """Slots for all fed tokens, [N]; rows that have just entered learn the slots of their prefix."""
-    slots = rows.pool.take(fed.total)
-    rows.slots[row[fed.row], place] = slots
-    for each in row[rows.is_request[row] & (rows.shared[row] > 0) & (rows.cached[row] == rows.shared[row])]:
-        rows.read_prefix(int(each))
-    return slots
+@compiled
+def _fill(
+    tokens: IntArray,
+    row_slots: IndexArray,
+    cached: IndexArray,
+    shared: IndexArray,
+    prefix_row: IndexArray,
+    row: IndexArray,
+    chain: IndexArray,
+    emits: IndexArray,
+    narrow: BoolArray,
+    slots: IndexArray,
+    node_tokens: IntArray,
+    node_parents: IntArray,
+    node_starts: IndexArray,
+    token_ids: IndexArray,
+    positions: IndexArray,
+    parent: IndexArray,
+    seen: IndexArray,
+    reader: IndexArray,
+    node_place: IndexArray,
+    node_depth: IndexArray,
+    logit_places: IndexArray,
+    logit_row: IndexArray,
+    logit_level: IndexArray,
+) -> None:
+    """Write what stands in `PassLayout` and `NarrowLayout` about each token, node and logit; rows learn their new slots."""
+    n, m, e = 0, 0, 0
+    for f in range(len(row)):
+        r = row[f]
+        base = cached[r]
+        if prefix_row[r] >= 0 and base == shared[r]:  # it has just entered
+            for j in range(base):
+                row_slots[r, j] = row_slots[prefix_row[r], j]
+        first = n
+        for j in range(base, base + chain[f]):
+            row_slots[r, j] = slots[n]
+            token_ids[n], positions[n], seen[n] = tokens[r, j], j, j + 1
+            n += 1
+        if e < len(emits) and emits[e] == f:
+            logit_places[m], logit_row[m], logit_level[m] = n - 1, e, 0
+            m += 1
+            root, tree = base + chain[f], n
+            for k in range(node_starts[e], node_starts[e + 1]):
+                above = node_parents[k]
+                depth = 1 if above < 0 else node_depth[node_starts[e] + above] + 1
+                row_slots[r, root + n - tree] = slots[n]
+                token_ids[n], positions[n], seen[n] = node_tokens[k], root - 1 + depth, root
+                parent[n] = ROOT if above < 0 else tree + above
+                node_place[k], node_depth[k] = n, depth
+                logit_places[m], logit_row[m], logit_level[m] = n, e, depth
+                n, m = n + 1, m + 1
+            e += 1
+        for each in range(first, first + chain[f]):
+            parent[each] = CHAIN
+        for each in range(first, n):
+            reader[each] = r if narrow[f] else -1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _PackedRows:
-    """What the attention layouts of a pass are made from; fields as in PassLayout."""
-
-    row: IndexArray
-    chain: IndexArray
-    width: IndexArray  # [F] chain + nodes
-    fed: Ragged
-    drafts: DraftBatch
-    node_place: IndexArray
-
-
-def _narrow(rows: Rows, packed: _PackedRows, slots: IndexArray, members: IndexArray) -> NarrowLayout:
-    fed, node_place = packed.fed, packed.node_place
-    first = (fed.start + packed.chain)[fed.row[node_place]]  # of the tree that each node is in
-    parent = np.full(fed.total, -1, np.int64)
-    parent[node_place] = np.where(packed.drafts.parents < 0, -1, first + packed.drafts.parents)
-    is_node = np.zeros(fed.total, np.bool_)
-    is_node[node_place] = True
-    line = np.full(len(packed.row), -1, np.int64)
-    line[members] = np.arange(len(members))
-    place = np.flatnonzero(line[fed.row] >= 0)
-    owner = fed.row[place]
-    seen = rows.cached[packed.row][owner] + np.minimum(fed.offset[place] + 1, packed.chain[owner])
-    return NarrowLayout(
-        table=rows.slots[packed.row[members], : seen.max()],
-        row=line[owner],
-        seen=seen,
-        parent=parent,
-        slot=slots,
-        is_node=is_node,
-        place=place,
-    )
-
-
-def _buckets(rows: Rows, packed: _PackedRows, members: IndexArray) -> list[BucketLayout]:
+def _buckets(
+    rows: Rows,
+    row: IndexArray,
+    chain: IndexArray,
+    width: IndexArray,
+    emits: IndexArray,
+    drafts: DraftBatch,
+    wide: BoolArray,
+) -> list[BucketLayout]:
     """Rows whose widths share a power of two go together, so padding at most doubles a row."""
-    if not len(members):
-        return []
-    size_class = np.ceil(np.log2(packed.width[members])).astype(np.int64)
+    members = np.flatnonzero(wide)
+    size_class = np.ceil(np.log2(width[members])).astype(np.int64)
+    packed = _Packed(
+        row=row, chain=chain, width=width, start=np.cumsum(width) - width, owner=emits[drafts.requests], drafts=drafts
+    )
     return [_bucket(rows, packed, members[size_class == each]) for each in np.unique(size_class)]
 
 
-def _bucket(rows: Rows, packed: _PackedRows, members: IndexArray) -> BucketLayout:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Packed:
+    """What buckets are made from; F and K as in PassLayout."""
+
+    row: IndexArray  # [F]
+    chain: IndexArray  # [F]
+    width: IndexArray  # [F] chain and nodes
+    start: IndexArray  # [F] where the row's tokens begin
+    owner: IndexArray  # [K] which of the F
+    drafts: DraftBatch
+
+
+def _bucket(rows: Rows, packed: _Packed, members: IndexArray) -> BucketLayout:
     row, num_queries = packed.row[members], packed.width[members]
     cached = rows.cached[row]
     seen = cached + num_queries
@@ -164,17 +203,21 @@ def _bucket(rows: Rows, packed: _PackedRows, members: IndexArray) -> BucketLayou
     valid = query < num_queries[:, None]
     # Causal within the chain; a padding query sees what the row's last real one sees.
     mask = key <= (cached[:, None] + np.minimum(query, num_queries[:, None] - 1))[:, :, None]
-    if len(packed.node_place):
-        line = np.full(len(packed.row), -1, np.int64)
-        line[members] = np.arange(len(members))
-        owner = packed.fed.row[packed.node_place]
-        root = (rows.cached[packed.row] + packed.chain)[owner]
-        show_ancestors(
-            mask, line[owner], packed.fed.offset[packed.node_place], root, packed.drafts.parents, packed.drafts.starts
-        )
+    if len(packed.owner):
+        _show_trees(mask, rows, packed, members)
     return BucketLayout(
         kv_slots=np.where(key < seen[:, None], rows.slots[row, : len(key)], 0),
         mask=mask,
-        queries=packed.fed.start[members][:, None] + np.where(valid, query, 0),
+        queries=packed.start[members][:, None] + np.where(valid, query, 0),
         valid=valid,
     )
+
+
+def _show_trees(mask: BoolArray, rows: Rows, packed: _Packed, members: IndexArray) -> None:
+    """A node sees no other node than its ancestors."""
+    owner, drafts = packed.owner, packed.drafts
+    line = np.full(len(packed.row), -1, np.int64)
+    line[members] = np.arange(len(members))
+    root = (rows.cached[packed.row] + packed.chain)[owner]
+    query = packed.chain[owner] + np.arange(len(owner)) - drafts.starts[drafts.requests]
+    show_ancestors(mask, line[owner], query, root, drafts.parents, drafts.starts)

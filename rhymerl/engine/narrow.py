@@ -23,6 +23,10 @@ FloatingArray = npt.NDArray[np.floating]
 SlotArray = npt.NDArray[np.uint64]  # unsigned: no check for indices that count from the end
 
 
+# Parents of tokens that have none in the pass.
+ROOT, CHAIN = -1, -2
+
+
 def is_narrow(width: IndexArray, num_keys: IndexArray) -> npt.NDArray[np.bool_]:
     """Which rows, of so many query tokens and keys, the loop should take."""
     narrow: npt.NDArray[np.bool_] = (width == 1) | (width * num_keys <= _MOST_PAIRS)
@@ -31,15 +35,13 @@ def is_narrow(width: IndexArray, num_keys: IndexArray) -> npt.NDArray[np.bool_]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NarrowLayout:
-    """N' tokens of narrow rows; `parent` and `place` count tokens of the packed pass."""
+    """What the N tokens of a pass see: the leading slots of their row, and below its root their ancestors in the draft tree."""
 
-    table: IndexArray  # [rows, most leading slots]
-    row: IndexArray  # [N'] which line of the table
-    seen: IndexArray  # [N'] leading slots of that line
-    parent: IndexArray  # [N] packed place of a draft node's parent node, -1 for all other tokens
-    slot: IndexArray  # [N] of every packed token
-    is_node: npt.NDArray[np.bool_]  # [N]
-    place: IndexArray  # [N']
+    table: IndexArray  # [R, C] slots of every row, as in `Rows`
+    row: IndexArray  # [N] line of the table; below 0 for tokens that are left to others
+    seen: IndexArray  # [N] leading slots of that line
+    parent: IndexArray  # [N] place of a draft node's parent in the pass, ROOT for the uppermost, CHAIN for no node
+    slot: IndexArray  # [N]
 
 
 @compiled
@@ -132,26 +134,27 @@ def attend(
     seen: IndexArray,
     parent: IndexArray,
     slot: IndexArray,
-    is_node: npt.NDArray[np.bool_],
-    place: IndexArray,
     scale: float,
     out: FloatingArray,
 ) -> None:
-    """out[place] = softmax(scale * query @ keys) @ values; query [heads, N, dim], keys/values [slots, kv_heads, dim], out [N, heads, dim]."""
-    num_heads, num_tokens, dim = query.shape
+    """out = softmax(scale * query @ keys) @ values; query and out [N, heads, dim], keys and values [slots, kv_heads, dim]."""
+    num_tokens, num_heads, dim = query.shape
     groups = num_heads // keys.shape[1]
-    longest = table.shape[1] + num_tokens
+    longest = num_tokens
+    for n in range(num_tokens):
+        longest = max(longest, seen[n] + num_tokens)
     visible, weights = np.empty(longest, np.uint64), np.empty(longest, query.dtype)
     exponent = np.empty(longest, np.int32)
     power = exponent.view(np.float32)
     # Whole arrays and local buffers, no slices: a slice costs more than what is done with it.
     q, total = np.empty(dim, query.dtype), np.empty(dim, query.dtype)
-    for i in range(len(place)):
-        n = place[i]
-        count = seen[i]
+    for n in range(num_tokens):
+        if row[n] < 0:
+            continue
+        count = seen[n]
         for j in range(count):
-            visible[j] = table[row[i], j]
-        node = n if is_node[n] else -1
+            visible[j] = table[row[n], j]
+        node = -1 if parent[n] == CHAIN else n
         while node >= 0:
             visible[count] = slot[node]
             count += 1
@@ -159,7 +162,7 @@ def attend(
         for head in range(num_heads):
             kv = head // groups
             for d in range(dim):
-                q[d] = query[head, n, d] * scale
+                q[d] = query[n, head, d] * scale
                 total[d] = 0
             _score(q, keys, kv, visible, count, weights)
             norm = _exp_single(weights, count, exponent, power) if query.itemsize == 4 else _exp(weights, count)

@@ -13,24 +13,53 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rhymerl.compiled import compiled
+
 _MASK32 = 0xFFFFFFFF
 KeyArray = npt.NDArray[np.uint32]
 
 
 def noise_keys(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> KeyArray:
     """Three 32-bit keys a draw, [n, 3], from seeds and response positions [n] (SplitMix64's finaliser)."""
-    state = _splitmix64(noise_counters(seeds) + positions.astype(np.uint64))
-    more = _splitmix64(state)
-    keys = np.empty((len(state), 3), dtype=np.uint32)
-    keys[:, 0] = state & np.uint64(_MASK32)
-    keys[:, 1] = state >> np.uint64(32)
-    keys[:, 2] = more & np.uint64(_MASK32)
-    return keys
+    return keys_at(noise_counters(seeds), positions)
 
 
 def noise_counters(seeds: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """What a draw's response position is added to before it is hashed, [n]: an engine need keep only this of a request."""
-    return _splitmix64(seeds)
+    counters = np.empty(len(seeds), np.uint64)
+    _hash(seeds, counters)
+    return counters
+
+
+def keys_at(counters: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> KeyArray:
+    """The keys of `noise_keys`, [n, 3], of requests with these counters at these positions, each [n]."""
+    keys = np.empty((len(counters), 3), np.uint32)
+    _fill_keys(counters, positions, keys)
+    return keys
+
+
+@compiled
+def _splitmix64(value: np.uint64) -> np.uint64:
+    value = np.uint64(value + np.uint64(0x9E3779B97F4A7C15))
+    value = np.uint64((value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9))
+    value = np.uint64((value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB))
+    return np.uint64(value ^ (value >> np.uint64(31)))
+
+
+@compiled
+def _hash(values: npt.NDArray[np.uint64], out: npt.NDArray[np.uint64]) -> None:
+    for i in range(len(values)):
+        out[i] = _splitmix64(values[i])
+
+
+@compiled
+def _fill_keys(counters: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64], keys: KeyArray) -> None:
+    low = np.uint64(0xFFFFFFFF)
+    for i in range(len(counters)):
+        state = _splitmix64(np.uint64(counters[i] + np.uint64(positions[i])))
+        keys[i, 0] = np.uint32(state & low)
+        keys[i, 1] = np.uint32(state >> np.uint64(32))
+        keys[i, 2] = np.uint32(_splitmix64(state) & low)
 
 
 def noise_keys_on_device(counters: Tensor) -> Tensor:
@@ -46,13 +75,6 @@ def _splitmix64_tensor(value: Tensor) -> Tensor:
     value = (value ^ ((value >> 30) & (2**34 - 1))) * -0x40A7B892E31B1A47
     value = (value ^ ((value >> 27) & (2**37 - 1))) * -0x6B2FB644ECCEEE15
     return value ^ ((value >> 31) & (2**33 - 1))
-
-
-def _splitmix64(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    value = value + np.uint64(0x9E3779B97F4A7C15)
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))
 
 
 def _mix32(value: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rhymerl.engine.kv_store import SlotPool
+from rhymerl.engine.noise import noise_counters
 from rhymerl.engine.ragged import IndexArray
 from rhymerl.types import Completion, FinishReason, Generated, RolloutRequest
 
@@ -60,16 +61,20 @@ class Rows:
     shared: IndexArray = field(init=False)  # [R]
     prompt_length: IndexArray = field(init=False)  # [R]
     limit: IndexArray = field(init=False)  # [R] prompt + max_tokens
-    seed: npt.NDArray[np.uint64] = field(init=False)  # [R]
+    counter: npt.NDArray[np.uint64] = field(init=False)  # [R] of the request's noise (engine/noise.py)
     temperature: npt.NDArray[np.float64] = field(init=False)  # [R]
+    draw_scale: npt.NDArray[np.float64] = field(init=False)  # [R] 1 / temperature, 0 = greedy
+    logprob_scale: npt.NDArray[np.float64] = field(init=False)  # [R] 1 / temperature, 1 where that is 0
     top_k: IndexArray = field(init=False)  # [R]
     top_p: npt.NDArray[np.float64] = field(init=False)  # [R]
     min_p: npt.NDArray[np.float64] = field(init=False)  # [R]
+    truncates: BoolArray = field(init=False)  # [R] top-k, top-p or min-p is on
     stop_ids: npt.NDArray[np.int32] = field(init=False)  # [R, most stop ids], filled up with NOBODY
     is_request: BoolArray = field(init=False)  # [R] False for prefixes and free rows
     passes: IndexArray = field(init=False)  # [R] as in Counts
     drafted: IndexArray = field(init=False)  # [R]
     accepted: IndexArray = field(init=False)  # [R]
+    prefix_row: IndexArray = field(init=False)  # [R] the prefix's row, or NOBODY
     request: list[RolloutRequest | None] = field(init=False)
     prefix: list[Prefix | None] = field(init=False)
     _free: list[int] = field(init=False)
@@ -82,9 +87,11 @@ class Rows:
         self.versions = np.zeros(shape, np.int32)
         for name in ("length", "cached", "shared", "prompt_length", "limit", "top_k", "passes", "drafted", "accepted"):
             setattr(self, name, np.zeros(self.num_rows, np.int64))
-        for name in ("temperature", "top_p", "min_p"):
+        for name in ("temperature", "draw_scale", "logprob_scale", "top_p", "min_p"):
             setattr(self, name, np.zeros(self.num_rows, np.float64))
-        self.seed = np.zeros(self.num_rows, np.uint64)
+        self.counter = np.zeros(self.num_rows, np.uint64)
+        self.truncates = np.zeros(self.num_rows, np.bool_)
+        self.prefix_row = np.full(self.num_rows, NOBODY, np.int64)
         self.stop_ids = np.full((self.num_rows, 1), NOBODY, np.int32)
         self.request = [None] * self.num_rows
         self.prefix = [None] * self.num_rows
@@ -115,22 +122,14 @@ class Rows:
             self.versions[row, start:end] = generated.policy_versions
         self.length[row], self.prompt_length[row] = end, start
         self.limit[row] = start + request.sampling.max_tokens
-        self.seed[row] = np.uint64(request.seed & 0xFFFF_FFFF_FFFF_FFFF)
         self.cached[row] = self.shared[row] = start - 1 if prefix else 0
-        for name in ("temperature", "top_k", "top_p", "min_p"):
-            getattr(self, name)[row] = getattr(request.sampling, name)
-        self._set_stop_ids(row, request.sampling.stop_token_ids)
+        self._set_sampling(row, request)
         self.passes[row], self.drafted[row], self.accepted[row] = counts.passes, counts.drafted, counts.accepted
         self.request[row], self.prefix[row], self.is_request[row] = request, prefix, True
         if prefix:
             prefix.num_readers += 1
+            self.prefix_row[row] = prefix.row
         return row
-
-    def read_prefix(self, row: int) -> None:
-        """Copy the numbers of the prefix's slots; called once they are all assigned."""
-        prefix = self.prefix[row]
-        assert prefix is not None
-        self.slots[row, : self.shared[row]] = self.slots[prefix.row, : self.shared[row]]
 
     def leave(self, row: int) -> None:
         """Free the row and the slots that it owns."""
@@ -140,6 +139,7 @@ class Rows:
             prefix.num_readers -= 1
         self.request[row] = self.prefix[row] = None
         self.is_request[row] = False
+        self.prefix_row[row] = NOBODY
         self.length[row] = self.cached[row] = self.shared[row] = 0
         self._free.append(row)
 
@@ -172,6 +172,16 @@ class Rows:
             num_drafted=counts.drafted,
             num_accepted=counts.accepted,
         )
+
+    def _set_sampling(self, row: int, request: RolloutRequest) -> None:
+        sampling = request.sampling
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            getattr(self, name)[row] = getattr(sampling, name)
+        self.draw_scale[row] = 1 / sampling.temperature if sampling.temperature else 0.0
+        self.logprob_scale[row] = 1 / sampling.temperature if sampling.temperature else 1.0
+        self.truncates[row] = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+        self.counter[row] = noise_counters(np.array([request.seed & 0xFFFF_FFFF_FFFF_FFFF], np.uint64))[0]
+        self._set_stop_ids(row, sampling.stop_token_ids)
 
     def _set_stop_ids(self, row: int, stop_ids: Sequence[int]) -> None:
         missing = len(stop_ids) - self.stop_ids.shape[1]

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from rhymerl.types import FloatArray, IntArray
 
 
+_SMALL_TOKENS = 4096  # sorted in half a millisecond
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedAnswers:
     """A prompt's earlier answers, ready to be drafted from. A = answers."""
@@ -47,7 +50,7 @@ class SealedAnswers:
 class SealedHistory:
     """Follows a HistoryStore and keeps one index a prompt over the answers of its last `window` epochs.
 
-    Indexes are built by a thread that holds no lock while it sorts; a new one takes the old one's place at once, so that
+    Large indexes are built by a thread that holds no lock while it sorts; a new one takes the old one's place at once, so that
     readers never see a half-built one. An answer's weight is recency ** age * exp(advantage_tilt * advantage).
     """
 
@@ -57,21 +60,25 @@ class SealedHistory:
         self.advantage_tilt = advantage_tilt
         self._answers: dict[Name, tuple[IntArray, tuple[Answer, ...]]] = {}
         self._sealed: dict[Name, SealedAnswers] = {}
+        self._stale: set[Name] = set()  # of these the newest index has not been asked for
         self._building: dict[Name, Future[SealedAnswers]] = {}
         self._builder: ThreadPoolExecutor | None = None
 
-    def follow(self, delta: HistoryDelta) -> None:
-        """Apply what has changed; indexes follow in the background."""
+    def follow(self, delta: HistoryDelta, *, builds: bool = True) -> None:
+        """Apply what has changed. With `builds` indexes follow in the background, else when they are wanted."""
         if delta.is_snapshot:
-            self._answers, self._sealed, self._building = {}, {}, {}
+            self._answers, self._sealed, self._building, self._stale = {}, {}, {}, set()
         for change in delta:
-            self._apply(change)
+            name = change.split, change.key
+            self._apply(change, name)
+            if builds and name in self._stale:
+                self._build(name)
 
-    def _apply(self, change: PromptChange) -> None:
-        name = change.split, change.key
+    def _apply(self, change: PromptChange, name: Name) -> None:
         if change.is_forgotten:
             for table in (self._answers, self._sealed, self._building):
                 table.pop(name, None)
+            self._stale.discard(name)
         if not change.added and name not in self._answers:
             return
         prompt, known = self._answers.get(name, (change.prompt_token_ids, ()))
@@ -79,9 +86,16 @@ class SealedHistory:
         newest = max((answer.epoch for answer in answers), default=0)
         answers = [answer for answer in answers if answer.epoch > newest - self.window]
         self._answers[name] = prompt, tuple(answers)
-        self._building[name] = self._submit(
-            lambda: SealedAnswers.of(prompt, answers, recency=self.recency, advantage_tilt=self.advantage_tilt)
-        )
+        self._stale.add(name)
+
+    def _build(self, name: Name) -> None:
+        """In the background; an older one that is being built is not waited for."""
+        self._stale.discard(name)
+        self._building[name] = self._submit(self._make(name))
+
+    def _make(self, name: Name) -> Callable[[], SealedAnswers]:
+        prompt, answers = self._answers[name]
+        return lambda: SealedAnswers.of(prompt, answers, recency=self.recency, advantage_tilt=self.advantage_tilt)
 
     def _submit(self, build: Callable[[], SealedAnswers]) -> Future[SealedAnswers]:
         if self._builder is None:
@@ -89,7 +103,14 @@ class SealedHistory:
         return self._builder.submit(build)
 
     def settle(self, name: Name, *, wait: bool = True) -> None:
-        """Let the prompt's newest index take its place, once it is built (`wait`) or if it is."""
+        """Let the prompt's newest index take its place, once it is built (`wait`) or if it is; a small one is built on the spot."""
+        if name in self._stale:
+            if wait or sum(len(answer.token_ids) for answer in self._answers[name][1]) <= _SMALL_TOKENS:
+                self._stale.discard(name)
+                self._building.pop(name, None)
+                self._sealed[name] = self._make(name)()
+                return
+            self._build(name)
         pending = self._building.get(name)
         if pending is not None and (wait or pending.done()):
             self._sealed[name] = pending.result()

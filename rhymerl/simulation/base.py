@@ -59,7 +59,7 @@ class Decoding:
 
     def pass_cost(self, load: FloatArray) -> FloatArray:
         """Of passes that verify so many tokens."""
-        return self.costs.seconds(0, load, 0)  # type: ignore[arg-type]
+        return self.costs.seconds(0, load, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

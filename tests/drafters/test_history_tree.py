@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 
@@ -18,12 +19,13 @@ from tests.history.answers import answer
 PROMPT = make_prompt([1])
 OWN, SIBLING, HISTORY = DraftSource.OWN, DraftSource.SIBLING, DraftSource.HISTORY
 
+_NUMBERS = itertools.count()
 Nodes = dict[tuple[int, ...], float]
 
 
 def drafted(drafter: HistoryTreeDrafter, tokens: Sequence[int], *, budget: int = 32, prompt: Prompt = PROMPT) -> Draft:
     """For a new request that has drawn these tokens."""
-    new = request(prompt, name=f"request {len(drafter._key_of)}")
+    new = request(prompt, name=f"request {next(_NUMBERS)}")
     drafter.start(new)
     return drafter.propose(new, context(new, tokens), budget)
 

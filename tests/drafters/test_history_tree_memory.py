@@ -28,7 +28,7 @@ def test_running_answers_are_forgotten_when_they_are_history(drafters, siblings)
     empty = drafter.bytes
     first, second = requests([1, 2, 3], 2)
     answered(drafter, first, [4, 5])
-    drafter.start(second)
+    drafter.propose(second, context(second, []), 4)
     kept = drafter.bytes
     assert kept > empty
     drafter.follow(HistoryStore().deltas(0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rhymerl.engine.narrow import attend
+from rhymerl.engine.narrow import CHAIN, ROOT, attend
 
 HEADS, KV_HEADS, SLOTS, LEADING = 4, 2, 60, 21
 
@@ -15,21 +15,20 @@ def attended(dtype: str, *, dim: int, spread: float, seed: int = 0):
     source = np.random.default_rng(seed)
     query, keys, values = (
         source.normal(size=shape).astype(dtype)
-        for shape in ((HEADS, 7, dim), (SLOTS, KV_HEADS, dim), (SLOTS, KV_HEADS, dim))
+        for shape in ((7, HEADS, dim), (SLOTS, KV_HEADS, dim), (SLOTS, KV_HEADS, dim))
     )
     query *= spread
     order = source.permutation(SLOTS)
     table, slot = order[None, :LEADING], np.append(order[LEADING - 3 : LEADING], order[-4:])
     seen = np.array([LEADING - 2, LEADING - 1, LEADING, LEADING, LEADING, LEADING, LEADING])
-    parent = np.array([-1, -1, -1, -1, 3, 3, 5])
-    is_node, out = np.arange(7) > 2, np.zeros((7, HEADS, dim), dtype)
-    attend(query, keys, values, table, np.zeros(7, np.int64), seen, parent, slot, is_node, np.arange(7), 0.3, out)
+    parent, out = np.array([CHAIN, CHAIN, CHAIN, ROOT, 3, 3, 5]), np.zeros((7, HEADS, dim), dtype)
+    attend(query, keys, values, table, np.zeros(7, np.int64), seen, parent, slot, 0.3, out)
     above = {3: [3], 4: [3, 4], 5: [3, 5], 6: [3, 5, 6]}
     expected = np.empty((7, HEADS, dim))
     for n in range(7):
         visible = [*table[0, : seen[n]], *(slot[node] for node in above.get(n, []))]
         for head in range(HEADS):
-            at = 0.3 * keys[visible, head // 2].astype(float) @ query[head, n].astype(float)
+            at = 0.3 * keys[visible, head // 2].astype(float) @ query[n, head].astype(float)
             weights = np.exp(at - at.max())
             expected[n, head] = weights @ values[visible, head // 2].astype(float) / weights.sum()
     return out, expected

@@ -11,7 +11,6 @@ import pytest
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.budgets import Budget, FixedBudget, PassOutcome
 from rhymerl.drafters import Drafter
-from rhymerl.engine.attention import packed
 from rhymerl.engine.engine import Engine
 from rhymerl.testing import OracleDrafter, RandomTreeDrafter, ScriptedBackend, make_requests, tiny_policy
 from rhymerl.types import Completion, Draft, DraftBatch, RolloutRequest
@@ -24,7 +23,7 @@ def oracle_for(plain: dict[str, Completion]) -> OracleDrafter:
 
 
 def step(engine: Engine) -> list[Completion]:
-    with packed(engine.model):
+    with engine.forward.ready():
         return engine.step()
 
 

@@ -34,7 +34,10 @@ DRAFTERS: dict[str, Callable[[Answers], Drafter]] = {
         window=1, own=False, siblings=False, min_match=1, max_branches=1, priority="reward", length_weight=float("inf")
     ),
 }
-BUDGETS: dict[str, Callable[[], Budget]] = {"paper": AIMDBudget, "history_tree": GoodputBudget}
+BUDGETS: dict[str, Callable[[], Budget]] = {
+    "paper": AIMDBudget,
+    "history_tree": lambda: GoodputBudget(costs=[(0, 1.0), (1000, 1.1)]),  # nodes are cheap: they are verified
+}
 TEMPERATURES = (0.0, 0.7, 1.0)
 TRUNCATIONS = {
     "all tokens": {},

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from rhymerl.drafters import Drafter
-from rhymerl.engine.attention import packed
 from rhymerl.engine.engine import Engine
 from rhymerl.errors import BackendError, ConfigError
-from rhymerl.testing import OracleDrafter, RandomTreeDrafter, make_requests, tiny_policy
+from rhymerl.testing import OracleDrafter, RandomTreeDrafter, make_prompt, make_requests, tiny_policy
 from rhymerl.types import Completion, Draft, RolloutRequest
 
 MODELS = ("qwen2", "qwen3", "llama")
@@ -103,7 +102,7 @@ def test_the_noise_is_what_decides():
     """The same prompts under other seeds get other tokens: the comparison above can fail."""
     policy = tiny_policy()
     first, second = make_requests(6), make_requests(6)
-    second = [dataclasses.replace(request, seed=request.seed + 1) for request in second]
+    second = [replace(request, seed=request.seed + 1) for request in second]
     left, right = answers(policy, first), answers(policy, second)
     assert any(left[name].token_ids.tolist() != right[name].token_ids.tolist() for name in left)
 
@@ -127,7 +126,7 @@ def test_new_weights_in_flight_mark_the_tokens_with_their_version():
     engine = Engine(policy.model, kv_tokens=4096)
     engine.submit(make_requests(3, max_tokens=24, stop_token_ids=()))
     for _ in range(5):
-        with packed(policy.model):
+        with engine.forward.ready():
             engine.step()
     engine.new_weights(7)
     done = []
@@ -148,7 +147,7 @@ def test_a_prompt_of_one_token_among_more_prompts_than_rows():
     """It has no prefix of its own, and needs a row all the same."""
     policy = tiny_policy(num_layers=1)
     requests = [*make_requests(30, max_tokens=2, prompt_tokens=(9, 9)), *make_requests(1, prompt_tokens=(1, 1))]
-    requests[-1] = dataclasses.replace(requests[-1], id="short")
+    requests[-1] = replace(requests[-1], id="short")
     assert_same(answers(policy, requests, max_running=64), answers(policy, requests, max_running=2))
 
 
@@ -220,3 +219,22 @@ def test_a_policy_that_has_diverged_is_an_error(where, dtype):
     engine.submit(make_requests(1))
     with pytest.raises(BackendError, match=r"not finite.*update\.learning_rate"):
         engine.run()
+
+
+def test_prompts_given_as_wider_integers_share_only_prefixes_that_are_theirs():
+    """As int64 the token 5 has the bytes of the tokens 5 0 as int32."""
+    policy = tiny_policy()
+    (template,) = make_requests(1, max_tokens=12, stop_token_ids=())
+    prompts = [make_prompt([5, 7]), make_prompt([5, 0, 7])]
+    requests = [replace(template, id=str(number), prompt=prompt) for number, prompt in enumerate(prompts)]
+    wide = replace(prompts[0], token_ids=np.array([5, 7], np.int64))
+    assert_same(answers(policy, requests), answers(policy, [replace(requests[0], prompt=wide), requests[1]]))
+
+
+@pytest.mark.parametrize("given", [[5, 7], (5, 7), np.array([5, 7], np.int64), np.array([5, 7], np.uint8)], ids=type)
+def test_token_ids_of_a_prompt_are_of_one_width(given):
+    prompt = replace(make_prompt([1]), token_ids=given)
+    assert (prompt.token_ids.dtype, prompt.token_ids.tolist()) == (np.int32, [5, 7])
+    assert replace(prompt, token_ids=[]).token_ids.dtype == np.int32
+    with pytest.raises(TypeError):
+        replace(prompt, token_ids=[0.5])

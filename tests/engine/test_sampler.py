@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rhymerl.engine.draw import draw_tokens
+from rhymerl.engine.draw import chosen_logprobs, draw_tokens
 from rhymerl.engine.noise import log_race_times, noise_keys
 from rhymerl.engine.sampler import log_norms, truncate
 
@@ -81,46 +81,72 @@ def test_compiled_draw_is_the_reference_race(vocabulary, dtype):
     np.testing.assert_array_equal(out, race.argmax(-1).numpy())
 
 
-def apart(lines: torch.Tensor, inverse_temperature: float) -> float:
-    """The largest difference from the norms that float64 gives, in nats."""
-    scale = torch.full((len(lines),), inverse_temperature, dtype=torch.float64)
-    expected = (lines.double() * inverse_temperature).logsumexp(-1)
-    norms = (log_norms(lines, scale, block=block) for block in (lines.shape[1], 20_011))
-    return max(float((each - expected).abs().max()) for each in norms)
+@pytest.mark.parametrize("magnitude", [3e3, 3e6])
+def test_the_draw_is_exact_where_a_float32_could_not_tell_logits_apart(magnitude):
+    """Large float64 logits at a small temperature: what decides is in digits that a float32 does not have."""
+    generator = np.random.default_rng(0)
+    logits = magnitude + generator.normal(size=(4_000, 50)) * 3e-3
+    keys = noise_keys(generator.integers(0, 2**63, 4_000).astype(np.uint64), np.arange(4_000))
+    out = np.empty(4_000, np.int32)
+    draw_tokens(logits, np.arange(4_000), np.full(4_000, 1e3), keys, out)
+    top = logits.max(-1, keepdims=True)
+    race = torch.from_numpy((logits - top) * 1e3) - log_race_times(torch.from_numpy(keys.astype(np.int64)), 50)
+    np.testing.assert_array_equal(out, race.argmax(-1).numpy())
 
 
+def apart(lines: torch.Tensor, inverse_temperature: float, *, compiled: bool) -> float:
+    """The largest difference from the log-probs that float64 gives, in nats, over each line's first tokens."""
+    tokens, rows = np.tile(np.arange(10, dtype=np.int32), len(lines)), np.repeat(np.arange(len(lines)), 10)
+    expected = (lines.double() * inverse_temperature).log_softmax(-1)[rows, tokens]
+    if compiled:
+        found = np.empty(len(tokens))
+        chosen_logprobs(lines.numpy(), rows, np.full(len(tokens), inverse_temperature), tokens, found)
+        found = torch.from_numpy(found)
+    else:
+        norms = log_norms(lines, torch.full((len(lines),), inverse_temperature, dtype=torch.float64))
+        found = lines.double()[rows, tokens] * inverse_temperature - norms[rows]
+    return float((expected - found).masked_fill(expected == found, 0).abs().max())  # infinite ones are equal
+
+
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
 @pytest.mark.parametrize("spread", [1.0, 4.0, 40.0])
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
-def test_norms_are_those_of_float64(dtype, most, spread, temperature):
+def test_logprobs_are_those_of_float64(dtype, most, spread, temperature, compiled):
     """From flat logits to those of which exp makes numbers that a float32 cannot hold."""
     lines = torch.randn(8, 50_000, dtype=dtype, generator=torch.Generator().manual_seed(1)) * spread + 30
     lines[0, 7] = 200.0
     lines[1, ::2] = float("-inf")
-    assert apart(lines, 1 / temperature) < most
+    assert apart(lines, 1 / temperature, compiled=compiled) < most
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("above", [5.0, 9.0, 12.0, 13.7])
-def test_rounding_does_not_add_up_when_all_but_one_are_alike(above):
+def test_rounding_does_not_add_up_when_all_but_one_are_alike(above, compiled):
     lines = torch.full((1, 150_000), 17.3)
     lines[0, 7] += above
-    assert apart(lines, 1.0) < 1e-6
+    assert apart(lines, 1.0, compiled=compiled) < 1e-6
 
 
-def test_a_norm_of_nothing_but_nan_is_nan():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_logprobs_of_what_is_no_number_are_not_finite(dtype):
     """So that weights which are none cost an error, not a run."""
-    lines = torch.tensor([[0.0, float("nan")], [0.0, 1.0]])
-    assert log_norms(lines, torch.ones(2, dtype=torch.float64), block=1).isnan().tolist() == [True, False]
+    lines = torch.zeros(4, 700, dtype=dtype)
+    lines[0, 3], lines[1, 699], lines[2, 0] = float("nan"), float("nan"), float("inf")
+    tokens, found = np.full(4, 5, np.int32), np.empty(4)
+    chosen_logprobs(lines.numpy(), np.arange(4), np.ones(4), tokens, found)
+    norms = log_norms(lines, torch.ones(4, dtype=torch.float64))
+    assert np.isfinite(found).tolist() == norms.isfinite().tolist() == [False, False, False, True]
 
 
 def test_numbers_too_small_to_hold_cost_no_time():
     """They used to take ten times as long; the best of several, since the machine may be busy."""
     noise = torch.randn(1, 150_000, generator=torch.Generator().manual_seed(1))
-    scale = torch.ones(1, dtype=torch.float64)
+    tokens, found = np.zeros(1, np.int32), np.empty(1)
 
     def seconds(lines: torch.Tensor) -> float:
         start = time.perf_counter()
-        log_norms(lines, scale, block=32_000)
+        chosen_logprobs(lines.numpy(), np.zeros(1, np.int64), np.ones(1), tokens, found)
         return time.perf_counter() - start
 
     flat, peaked = noise.clone(), noise.clone()

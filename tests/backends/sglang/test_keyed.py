@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from rhymerl.backends.sglang import keyed
 from rhymerl.backends.sglang.wire import to_custom_params, without_logprobs
+from rhymerl.engine.kv_store import SlotPool
 from rhymerl.engine.noise import noise_keys, noise_keys_on_device
+from rhymerl.engine.rows import Counts, Rows
 from rhymerl.engine.sampler import Sampler
 from rhymerl.testing import make_prompt
 from rhymerl.types import RolloutRequest, SamplingParams
@@ -63,10 +65,8 @@ def sampling_info(requests: list[RolloutRequest]) -> SimpleNamespace:
 
 def our_draw(logits: torch.Tensor, requests: list[RolloutRequest], positions: np.ndarray, each: int) -> list[int]:
     """The embedded engine's, at response positions [n]."""
-    names = ("temperature", "top_k", "top_p", "min_p")
-    fields = {name: np.array([getattr(request.sampling, name) for request in requests]) for name in names}
-    rows = SimpleNamespace(seed=np.array([request.seed for request in requests], np.uint64), **fields)
-    owners = np.repeat(np.arange(len(requests)), each)
+    rows = Rows(len(requests), 64, SlotPool(64))
+    owners = np.repeat([rows.enter(request, None, Counts()) for request in requests], each)
     return Sampler(logits, rows).draw(np.arange(len(logits)), owners, positions).tolist()
 
 

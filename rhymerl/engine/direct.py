@@ -1,0 +1,178 @@
+"""The forward pass of Llama-like models, layer by layer over the model's own modules.
+
+transformers calls each layer through wrappers, masks and keyword arguments that take longer than the layer itself when the
+model is small. What is computed here is the same; engine/forward.py proves that on the model before this is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
+from transformers import PreTrainedModel
+
+from rhymerl.engine.attention import AttentionPlan
+from rhymerl.engine.fused import add_rms_norm, rms_norm, rotate_and_store
+from rhymerl.engine.kv_store import KVStore, LayerStore
+
+# Their layers are: normalise, attend with rotary embedding, add; normalise, gated MLP, add.
+_FAMILIES = {f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mistral", "qwen2", "qwen3")}
+_PLAIN = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU)
+_STATIC_ROTARY = (
+    "default",
+    "linear",
+    "llama3",
+    "yarn",
+)  # the angle of a position does not depend on the other positions
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+def can_be_direct(model: PreTrainedModel, modules: Sequence[nn.Module]) -> bool:
+    """Whether the model is of a known family, and nobody has replaced one of its modules or hooked into it."""
+    if type(model).__module__ not in _FAMILIES or not type(model).__name__.endswith("ForCausalLM"):
+        return False
+    if model.config.rope_parameters["rope_type"] not in _STATIC_ROTARY:
+        return False
+    if any(getattr(torch_modules, f"_global{name}") for name in _HOOKS):
+        return False
+    return not any(_is_changed(module, type(model).__module__) for module in modules)
+
+
+def _is_changed(module: nn.Module, family: str) -> bool:
+    kind, state = type(module), module.__dict__
+    is_known = kind in _PLAIN or kind.__module__ in (family, "transformers.activations")
+    return not is_known or "forward" in state or any(state[name] for name in _HOOKS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Projection:
+    """Weight and bias of a linear layer."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, linear: Any) -> _Projection:
+        return cls(linear.weight, linear.bias)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    """An RMS norm, and what its formula needs."""
+
+    forward: Callable[[Tensor], Tensor]
+    weight: Tensor
+    epsilon: float
+
+    @classmethod
+    def of(cls, norm: Any) -> _Norm:
+        return cls(norm.forward, norm.weight.detach(), norm.variance_epsilon)
+
+
+class _Layer:
+    """What a pass reads of a decoder layer; looked up once, since a module finds its parts slowly."""
+
+    def __init__(self, layer: Any, store: LayerStore) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.store = store
+        self.dim: int = attention.head_dim
+        self.scale: float = attention.scaling
+        self.attention_norm, self.mlp_norm = _Norm.of(layer.input_layernorm), _Norm.of(layer.post_attention_layernorm)
+        self.query_norm, self.key_norm = (
+            _Norm.of(getattr(attention, name)) if hasattr(attention, name) else None for name in ("q_norm", "k_norm")
+        )
+        self.query, self.key, self.value, self.output = (
+            _Projection.of(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj", "o_proj")
+        )
+        self.gate, self.up, self.down = (
+            _Projection.of(getattr(mlp, name)) for name in ("gate_proj", "up_proj", "down_proj")
+        )
+        self.activation = mlp.act_fn.forward
+
+    def mlp(self, hidden: Tensor) -> Tensor:
+        return self.down(self.activation(self.gate(hidden)) * self.up(hidden))
+
+
+class DirectForward:
+    """Of a model for which `can_be_direct` holds, over a KV store that has been allocated, in torch's operations on any device."""
+
+    def __init__(self, model: Any, store: KVStore) -> None:
+        body = model.model
+        self._store = store
+        self._embed, self._rotary, self._norm = body.embed_tokens.forward, body.rotary_emb.forward, _Norm.of(body.norm)
+        self._layers = [_Layer(*each) for each in zip(body.layers, store.stores, strict=True)]
+        self._head = _Projection.of(model.lm_head)
+
+    def __call__(
+        self, token_ids: Tensor, positions: Tensor, logit_places: Tensor | None, plan: AttentionPlan
+    ) -> Tensor:
+        """Logits [M, vocabulary] at `logit_places` [M] (None = at all) of the packed tokens [N]."""
+        hidden = self._embed(token_ids)
+        cos, sin = self._rotary(hidden, positions[None])
+        change = torch.zeros_like(hidden)
+        for layer in self._layers:
+            normed = self._normalised(layer.attention_norm, hidden, change)
+            query, key, value = (
+                project(normed).view(len(normed), -1, layer.dim) for project in (layer.query, layer.key, layer.value)
+            )
+            query = self._turned_and_stored(layer, query, key, value, cos[0], sin[0])
+            seen = plan.attend(query, layer.store.keys, layer.store.values, layer.scale)
+            change = layer.output(seen.flatten(1))
+            change = layer.mlp(self._normalised(layer.mlp_norm, hidden, change))
+        normed = self._normalised(self._norm, hidden, change)
+        return self._head(normed if logit_places is None else normed[logit_places])
+
+    def _normalised(self, norm: _Norm, hidden: Tensor, change: Tensor) -> Tensor:
+        """Add the change to `hidden` [N, H] in place; returns the norm of that."""
+        return norm.forward(hidden.add_(change))
+
+    def _turned_and_stored(
+        self, layer: _Layer, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """Store keys turned by their positions, and values, [N, kv_heads, dim]; returns the turned query."""
+        if layer.query_norm is not None and layer.key_norm is not None:
+            query, key = layer.query_norm.forward(query), layer.key_norm.forward(key)
+        cos, sin = cos[:, None], sin[:, None]
+        layer.store.write(_turned(key, cos, sin), value)
+        return _turned(query, cos, sin)
+
+
+class CompiledForward(DirectForward):
+    """The same for a float32 model on a CPU, with compiled loops for what is between the matrix products."""
+
+    def _normalised(self, norm: _Norm, hidden: Tensor, change: Tensor) -> Tensor:
+        out = torch.empty_like(hidden)
+        add_rms_norm(hidden.numpy(), change.numpy(), norm.weight.numpy(), norm.epsilon, out.numpy())
+        return out
+
+    def _turned_and_stored(
+        self, layer: _Layer, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        for heads, norm in ((query, layer.query_norm), (key, layer.key_norm)):
+            if norm is not None:
+                rms_norm(heads.numpy(), norm.weight.numpy(), norm.epsilon)
+        rotate_and_store(
+            query.numpy(),
+            key.numpy(),
+            value.numpy(),
+            cos.numpy(),
+            sin.numpy(),
+            self._store.write_slots.numpy(),
+            layer.store.keys.numpy(),
+            layer.store.values.numpy(),
+        )
+        return query
+
+
+def _turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding in halves (arXiv 2104.09864, as in Llama): heads [N, heads, dim], angles [N, 1, dim]."""
+    half = heads.shape[-1] // 2
+    return heads * cos + torch.cat((-heads[..., half:], heads[..., :half]), -1) * sin

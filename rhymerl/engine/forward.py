@@ -1,0 +1,138 @@
+"""The forward pass of the engine: directly over the model's modules where that is proved to be the same, else by transformers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rhymerl.engine.attention import AttentionPlan, Bucket, packed
+from rhymerl.engine.direct import CompiledForward, DirectForward, can_be_direct
+from rhymerl.engine.kv_store import KVStore
+from rhymerl.engine.layout import BucketLayout, PassLayout, lay_out
+from rhymerl.engine.rows import Rows
+from rhymerl.engine.threads import threads_for
+from rhymerl.types import Draft, DraftBatch
+
+# Largest difference of log-probs (nats) between the direct forward and transformers' own.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+_TOLERANCE_OF_OTHERS = 0.05
+_log = logging.getLogger("rhymerl")
+
+
+class Forward:
+    """Runs the passes of one model over one KV store; `autocast` is entered around each."""
+
+    def __init__(
+        self, model: PreTrainedModel, store: KVStore, *, autocast: Callable[[], AbstractContextManager[object]]
+    ) -> None:
+        self.model = model
+        self.store = store
+        self.autocast = autocast
+        self._operations = 2.0 * model.num_parameters(exclude_embeddings=True)  # of one token
+        self._device = model.device
+        self._direct: DirectForward | None = None
+        self._proved: list[object] = []  # of what the comparison below was made
+        self._is_same = False
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Within: passes may run. Entering and leaving walks all modules."""
+        with packed(self.model):
+            self._device = self.model.device
+            self._direct = self._direct_forward()
+            yield
+
+    def logits(self, layout: PassLayout) -> Tensor:
+        """Logits [M, vocabulary] at every root and draft node, in float32 or better."""
+        with threads_for(self._operations * layout.num_tokens):
+            logits = self._run(self._direct, self.store, layout)
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def _run(self, direct: DirectForward | None, store: KVStore, layout: PassLayout) -> Tensor:
+        device = self._device
+        arrays = (layout.slots, layout.token_ids, layout.positions, layout.logit_places)
+        store.write_slots, token_ids, positions, places = (torch.from_numpy(each).to(device) for each in arrays)
+        plan = AttentionPlan([_bucket(each, layout.num_tokens, device) for each in layout.buckets], layout.narrow)
+        with self.autocast():
+            if direct is not None:
+                return direct(token_ids, positions, None if len(places) == len(token_ids) else places, plan)
+            logits: Tensor = self.model(
+                input_ids=token_ids[None],
+                position_ids=positions[None],
+                past_key_values=store,
+                use_cache=True,
+                logits_to_keep=places,
+                rhymerl_plan=plan,
+            ).logits[0]
+            return logits
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether passes since the last `ready` go directly over the model's modules."""
+        return self._direct is not None
+
+    # -- the direct forward ----------------------------------------------------------------------------------------
+
+    def _direct_forward(self) -> DirectForward | None:
+        """Over the model's modules as they are now; None where there is none, or it does not compute the same."""
+        modules = list(self.model.modules())
+        if not (self.store.is_allocated and can_be_direct(self.model, modules)):
+            return None
+        kind = CompiledForward if self._is_single_on_cpu() else DirectForward
+        proved = [kind, self.model.dtype, self._device, *modules]
+        if self._proved != proved:
+            self._proved, self._is_same = proved, self._compare(kind)
+        return kind(self.model, self.store) if self._is_same else None
+
+    def _is_single_on_cpu(self) -> bool:
+        with self.autocast():
+            is_cast = torch.is_autocast_enabled(self._device.type)
+        return self._device.type == "cpu" and self.model.dtype == torch.float32 and not is_cast
+
+    def _compare(self, kind: type[DirectForward]) -> bool:
+        """Whether two prompts with a draft tree each get the same log-probs directly and by transformers; says so if not."""
+        vocabulary = self.model.config.vocab_size
+        by_transformers, directly = (self._example(each, vocabulary) for each in (None, kind))
+        difference = (by_transformers - directly).abs().max().item()
+        most = _TOLERANCE.get(self.model.dtype, _TOLERANCE_OF_OTHERS)
+        if not difference <= most:
+            name = type(self.model).__name__
+            _log.warning(
+                f"{name}: log-probs of the direct forward differ from transformers' by {difference:.2g} nats (at most {most:g}); "
+                "passes go through transformers, which takes longer"
+            )
+        return difference <= most
+
+    def _example(self, kind: type[DirectForward] | None, vocabulary: int) -> Tensor:
+        """Log-probs [M, vocabulary] of a pass over a store of its own."""
+        store = self.store.smaller(64)
+        rows, source = Rows(2, 64, store.pool), np.random.default_rng(0)
+        prompts = [source.integers(0, vocabulary, length, dtype=np.int32) for length in (7, 40)]  # narrow, and wide
+        tree = Draft(token_ids=np.array([0, 0, 1, 0]) % vocabulary, parents=np.array([-1, 0, -1, 2]))
+        row = np.array([rows.enter_prefix(prompt).row for prompt in prompts])
+        layout = lay_out(
+            rows,
+            row,
+            rows.length[row],
+            np.arange(len(row)),
+            DraftBatch.pack([tree] * len(row)),
+            compiled=store.is_readable_in_place,
+        )
+        logits = self._run(kind(self.model, store) if kind is not None else None, store, layout)
+        return logits.double().log_softmax(-1)
+
+
+def _bucket(layout: BucketLayout, num_tokens: int, device: torch.device) -> Bucket:
+    plain = layout.queries.shape == (num_tokens, 1)
+    return Bucket(
+        kv_slots=torch.from_numpy(layout.kv_slots.reshape(-1)).to(device),
+        mask=torch.from_numpy(layout.mask).to(device),
+        queries=None if plain else torch.from_numpy(layout.queries).to(device),
+        valid=None if plain else torch.from_numpy(layout.valid).to(device),
+    )

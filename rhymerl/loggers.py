@@ -1,0 +1,31 @@
+"""A step's metrics to Lightning's loggers. TensorBoard gets them as one event: one a metric takes it many times as long."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard.writer import FileWriter
+
+
+def log_metrics(logger: Logger, metrics: Mapping[str, float], step: int) -> None:
+    """What `logger.log_metrics` does, from rank 0."""
+    writer = _file_writer(logger)
+    if writer is None:
+        logger.log_metrics(dict(metrics), step=step)
+        return
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+    writer.add_summary(Summary(value=values), step)
+
+
+def _file_writer(logger: Any) -> FileWriter | None:
+    """Of Lightning's own TensorBoard logger, as it comes."""
+    if type(logger) is not TensorBoardLogger or rank_zero_only.rank != 0 or logger._prefix:
+        return None
+    return getattr(logger.experiment, "file_writer", None)
