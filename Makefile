@@ -1,6 +1,6 @@
 # Everything goes through .venv, which is made when it is missing and brought up to date when pyproject.toml or
 # constraints.txt have changed. Nothing but Python 3.11 or later is needed. Another interpreter: make install PYTHON=python3.12
-.PHONY: help install quickstart test test-sglang check format constraints clean
+.PHONY: help install quickstart test test-sglang check format bench-guard constraints clean
 .DELETE_ON_ERROR:
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -25,6 +25,7 @@ help:
 	@echo "make test        run the tests; PYTEST_ARGS='tests/test_layers.py -x' replaces '$(PYTEST_ARGS)'"
 	@echo "make test-sglang run those of the SGLang backend with its engine on the CPU, in .venv-sglang (some minutes the first time)"
 	@echo "make check       formatter, linter, types, layers; make format repairs the first two"
+	@echo "make bench-guard BASE=COMMIT  compare this tree's speed with a commit's, on a quiet machine (some 15 minutes)"
 	@echo "make constraints pin the newest versions that pyproject.toml allows; torch moves by hand"
 	@echo "make clean       remove caches and build results; .venv and runs/ stay"
 
@@ -48,6 +49,10 @@ check: $(stamp)
 format: $(stamp)
 	$(python) -m ruff check --fix
 	$(python) -m ruff format
+
+bench-guard: $(stamp)
+	@test -n "$(BASE)" || { echo "Name the commit to compare with: make bench-guard BASE=COMMIT" >&2; exit 2; }
+	$(python) benchmarks/guard.py --base $(BASE) $(ARGS)
 
 $(stamp): | $(python)
 	@echo "Installing rhymerl and what it needs into .venv (some minutes the first time)"

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.loggers import TensorBoardLogger
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import FileWriter
 
 
-def log_metrics(logger: Logger, metrics: Mapping[str, float], step: int) -> None:
-    """What `logger.log_metrics` does, from rank 0."""
+def log_metrics(logger: Any, metrics: Mapping[str, float], step: int) -> None:
+    """What `logger.log_metrics` does; called on all ranks, of which the first writes."""
     writer = _file_writer(logger)
     if writer is None:
         logger.log_metrics(dict(metrics), step=step)
@@ -25,7 +24,10 @@ def log_metrics(logger: Logger, metrics: Mapping[str, float], step: int) -> None
 
 
 def _file_writer(logger: Any) -> FileWriter | None:
-    """Of Lightning's own TensorBoard logger, as it comes."""
-    if type(logger) is not TensorBoardLogger or rank_zero_only.rank != 0 or logger._prefix:
+    """Of Lightning's own TensorBoard logger, as it comes; other ranks than the first have none."""
+    if type(logger) is not TensorBoardLogger or logger._prefix:
         return None
-    return getattr(logger.experiment, "file_writer", None)
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = logger.experiment
+    return writer.file_writer if isinstance(writer, SummaryWriter) else None

@@ -144,7 +144,8 @@ class Replay:
     def _step(self, running: Sequence[_Running], totals: ReplayTotals) -> None:
         requests = [each.request for each in running]
         started = time.perf_counter()
-        drafts = self._drafts(running, requests)
+        is_skipped = self.budget.skips(len(requests))
+        drafts = DraftBatch.pack([_NO_DRAFT] * len(running)) if is_skipped else self._drafts(running, requests)
         totals.propose_s += time.perf_counter() - started
         reached, accepted, num_accepted = _verify(drafts, [each.rest for each in running])
         num_tokens = len(running) + len(drafts.token_ids)
@@ -159,7 +160,8 @@ class Replay:
             seconds=float(self.costs.seconds(len(running), np.array([len(drafts.token_ids)]), 0)[0]),
             is_decoding=True,
         )
-        self.budget.learn(outcome)
+        if not is_skipped:
+            self.budget.learn(outcome)
         for each, count in zip(running, num_accepted.tolist(), strict=True):
             tokens = each.advance(count + 1)
             totals.tokens += len(tokens)

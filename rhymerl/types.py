@@ -51,7 +51,9 @@ class Prompt:
 
         given = np.asarray(self.token_ids)
         if given.dtype != np.int32:  # equal prompts have equal bytes: prefixes are shared by these
-            object.__setattr__(self, "token_ids", given.astype(np.int32, casting="same_kind" if len(given) else "unsafe"))
+            object.__setattr__(
+                self, "token_ids", given.astype(np.int32, casting="same_kind" if len(given) else "unsafe")
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from contextlib import nullcontext
 
@@ -84,7 +85,27 @@ def test_micro_batches_hold_samples_of_like_length():
     widths = [[total_tokens(samples[i]) for i in part] for part in micro_batches(samples, range(128), 10**6)]
     assert sorted(sum(widths, [])) == sorted(map(total_tokens, samples))
     assert sum(len(part) * max(part) for part in widths) < 1.25 * sum(map(sum, widths))
-    assert all(len(part) * part[0] < 512 or part[0] <= 1.5 * part[-1] or len(part) == 1 for part in widths)
+
+
+@pytest.mark.parametrize("max_tokens", [300, 3_000, 10**6])
+def test_no_other_split_of_the_sorted_samples_is_cheaper(max_tokens):
+    """A micro-batch costs its padded tokens and 512 more."""
+    source = np.random.default_rng(max_tokens)
+    for _ in range(20):
+        samples = [answer(int(length)) for length in np.exp(source.normal(4.6, 1.0, 9)).clip(2, 1000)]
+        parts = [[total_tokens(samples[i]) for i in part] for part in micro_batches(samples, range(9), max_tokens)]
+        widths = sorted(map(total_tokens, samples), reverse=True)
+        assert sum(parts, []) == widths
+        splits = ([0, *cuts, 9] for size in range(9) for cuts in itertools.combinations(range(1, 9), size))
+        costs = [
+            sum((end - start) * widths[start] + 512 for start, end in itertools.pairwise(split))
+            for split in splits
+            if all(
+                end - start == 1 or (end - start) * widths[start] <= max_tokens
+                for start, end in itertools.pairwise(split)
+            )
+        ]
+        assert sum(len(part) * part[0] + 512 for part in parts) == min(costs)
 
 
 class Largest(TorchDispatchMode):

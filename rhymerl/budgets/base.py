@@ -38,9 +38,16 @@ class Budget(ABC):
     def max_nodes(self) -> int:
         """The most nodes that a request may ever get in a pass; 0 turns drafting off. Read once, by the engine."""
 
+    def skips(self, num_requests: int) -> bool:
+        """Whether the drafter is left alone in a pass over so many requests; asked first, once a pass.
+
+        Then nothing else is asked, and `learn` hears nothing of the pass: so one without drafts costs next to nothing.
+        """
+        return False
+
     @abstractmethod
     def limits(self, requests: Sequence[RolloutRequest]) -> IntArray:
-        """How many nodes the drafter may propose for each request, [R]; called once a pass, before drafting.
+        """How many nodes the drafter may propose for each request, [R]; called once a pass that is not skipped, before drafting.
 
         The engine grants less where slots or tokens run out, and never more than `max_nodes`.
         """
@@ -53,7 +60,7 @@ class Budget(ABC):
         return np.ones(len(drafts.token_ids), np.bool_)
 
     def learn(self, outcome: PassOutcome) -> None:
-        """A pass is over; called after each one in which requests drew tokens."""
+        """A pass is over; called after each one in which requests drew tokens, unless it was skipped."""
 
     def finish(self, request: RolloutRequest) -> None:
         """A request left for good: drop what is kept for it."""

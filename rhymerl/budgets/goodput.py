@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 _ASSUMED = ((0, 1.0), (64, 2.0))
 _GAIN = 1.1  # the best of many estimates is too good: 5 % expected was a loss when measured
 _PATIENCE = 4  # passes in a row without that gain after which drafting stops
-_OTHER_BATCH = 1.3  # a batch that has shrunk or grown by this factor may be one in which other things pay
+_OTHER_BATCH = 1.5  # a batch that has shrunk or grown by this factor may be one in which other things pay
 _PROBED = 8  # requests that a probe asks for
 _PROBE_NODES = 4  # of each; also the first reach
 _MORE, _LATELY = 1.5, 0.8
-_PLAIN_EVERY = 16  # how many plain passes are taken for one: their cost is soon known, and learning takes time
+_PLAIN_EVERY = 32  # how many plain passes are taken for one: their cost is soon known, and learning takes time
 _REMEMBER = 0.99  # of what drafts promised and kept, a pass with drafts
 _REMEMBER_PROBE = 0.8  # a probe: what it is for is that things may have changed
 _BENEFIT = 20.0  # tokens of doubt in favour of the drafts
@@ -81,20 +81,22 @@ class GoodputBudget(Budget):
 
     # -- before a pass -------------------------------------------------------------------------------------------
 
-    def limits(self, requests: Sequence[RolloutRequest]) -> IntArray:
-        self._rows, self._asked = len(requests), 0
+    def skips(self, num_requests: int) -> bool:
+        self._rows, self._asked = num_requests, 0
         self._allowance.earn()
         self._course.passes += 1
         self._report.passes += 1
-        self._look(self._rows)
+        self._look(num_requests)
         self._kind = self._next_kind()
-        limits = np.zeros(self._rows, np.int32)
+        self._report.paused += self._kind == "plain"
+        return self._kind == "plain" and self._course.passes % _PLAIN_EVERY > 0
+
+    def limits(self, requests: Sequence[RolloutRequest]) -> IntArray:
+        limits = np.zeros(len(requests), np.int32)
         if self._kind == "draft":
             limits[:] = min(round(self._course.reach), self.nodes)
         elif self._kind == "probe":
             limits[self._probed(requests)] = min(_PROBE_NODES, self.nodes)
-        else:
-            self._report.paused += self._kind == "plain"
         return limits
 
     def _look(self, rows: int) -> None:
@@ -104,7 +106,7 @@ class GoodputBudget(Budget):
             return
         is_new, course.rows = course.rows == 0, rows
         if not is_new:
-            course.drafts = self._outlook.gain(rows, self._cost) > _GAIN and not self._allowance.is_spent
+            course.drafts = not self._allowance.is_spent and self._outlook.gain(rows, self._cost, least=_GAIN) > _GAIN
             course.misses = 0
 
     def _next_kind(self) -> Kind:
@@ -167,8 +169,6 @@ class GoodputBudget(Budget):
     # -- after a pass --------------------------------------------------------------------------------------------
 
     def learn(self, outcome: PassOutcome) -> None:
-        if self._kind == "plain" and self._course.passes % _PLAIN_EVERY:
-            return
         nodes, rows = len(outcome.drafts.token_ids), len(outcome.requests)
         self._report.nodes += nodes
         if nodes:

@@ -26,9 +26,12 @@ class Outlook:
         tokens = np.interp(_NODES, np.arange(len(expected)) / rows, expected / rows)
         self._tokens = tokens if self._tokens is None else _LATELY * self._tokens + (1 - _LATELY) * tokens
 
-    def gain(self, rows: int, cost: PassCost) -> float:
-        """How many times the tokens a second of a pass without drafts the best choice would make of `rows` requests."""
-        if self._tokens is None:
+    def gain(self, rows: int, cost: PassCost, *, least: float) -> float:
+        """How many times the tokens a second of a pass without drafts the best choice would make of `rows` requests.
+
+        1 where it is certainly not more than `least`.
+        """
+        if self._tokens is None or 1 + self._tokens[-1] <= least:
             return 1.0
         plain = float(cost.seconds(rows, np.zeros(1), 0)[0])
         return float((plain * (1 + self._tokens) / cost.seconds(rows, rows * _NODES, rows)).max())

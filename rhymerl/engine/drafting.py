@@ -42,7 +42,9 @@ class Drafting:
         self._vocabulary = vocabulary
         self._checks = checks
         self._requests: list[RolloutRequest] = []  # of the rows that emit in the pass under way
-        self._hears_tokens = listens(drafter, "accept")
+        self._is_skipped = True  # the drafter is left alone in it
+        self._nothing = no_drafts(0)
+        self._hears_tokens = self.max_nodes > 0 and listens(drafter, "accept")
         self._hears_outcomes = type(budget).learn is not Budget.learn
 
     def start(self, request: RolloutRequest) -> None:
@@ -59,15 +61,22 @@ class Drafting:
 
     def ask(self, row: IndexArray, *, spare: int) -> DraftBatch:
         """What is verified below the roots of the rows `row` [E]: at most `spare` nodes in all."""
-        if self.max_nodes == 0 or len(row) == 0:
-            return no_drafts(len(row))
+        self._is_skipped = self.max_nodes == 0 or len(row) == 0 or self.budget.skips(len(row))
+        if not self._is_skipped or self._hears_tokens:
+            self._requests = [request for each in row.tolist() if (request := self._rows.request[each]) is not None]
+        if self._is_skipped:
+            return self._no_drafts(len(row))
         started = time.perf_counter()
-        self._requests = [request for each in row.tolist() if (request := self._rows.request[each]) is not None]
         limits = self._limits(row, max(spare, 0))
         askers = np.flatnonzero(limits)
         drafts = self._asked(row, askers, limits[askers]).spread(askers, len(row)) if len(askers) else None
         self._totals.draft_s += time.perf_counter() - started
-        return drafts or no_drafts(len(row))
+        return drafts or self._no_drafts(len(row))
+
+    def _no_drafts(self, num_rows: int) -> DraftBatch:
+        if len(self._nothing) != num_rows:
+            self._nothing = no_drafts(num_rows)
+        return self._nothing
 
     def _limits(self, row: IndexArray, spare: int) -> IntArray:
         """How many nodes each row may have, [E]."""
@@ -100,8 +109,6 @@ class Drafting:
 
     def tell(self, layout: PassLayout, steps: Walk, *, seconds: float) -> None:
         """Count what was accepted, and let drafter and budget know; before finished rows leave."""
-        if self.max_nodes == 0 or len(layout.emits) == 0:
-            return
         if len(layout.node_place):
             self._count(layout, steps)
         if self._hears_tokens:
@@ -111,7 +118,7 @@ class Drafting:
                 self._requests, starts, ends, steps.num_accepted.tolist(), strict=True
             ):
                 self.drafter.accept(request, steps.token[start:end], accepted)
-        if self._hears_outcomes:
+        if self._hears_outcomes and not self._is_skipped:
             self.budget.learn(_outcome(self._requests, layout, steps, seconds))
 
     def _count(self, layout: PassLayout, steps: Walk) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from rhymerl.algos.base import Batch
+from rhymerl.compiled import compiled
 from rhymerl.types import Sample
 
-_SPREAD = 1.5  # the longest of a micro-batch is at most so many times as long as the shortest,
-_SMALL_TOKENS = 512  # unless it is small, and costs about as much as an empty one
+_OVERHEAD_TOKENS = 512  # what an empty micro-batch costs on a CPU: its many small operations
 
 
 def step_batch(samples: Sequence[Sample]) -> Batch:
@@ -39,17 +40,35 @@ def total_tokens(sample: Sample) -> int:
     return len(sample.prompt.token_ids) + len(sample)
 
 
-def micro_batches(samples: Sequence[Sample], chosen: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Split `chosen` into lists of like length whose padded size stays within `max_tokens` (one sample always fits)."""
+def micro_batches(samples: Sequence[Sample], chosen: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Split `chosen` into lists of like length whose padded size stays within `max_tokens` (one sample always fits).
+
+    Of all splits of the samples sorted by length it is the one with the fewest padded tokens, each micro-batch counting for
+    some more.
+    """
     width = {i: total_tokens(samples[i]) for i in chosen}
-    current: list[int] = []
-    for i in sorted(chosen, key=lambda i: (-width[i], i)):
-        if current:
-            longest = width[current[0]]
-            is_full = (len(current) + 1) * longest > max_tokens
-            if is_full or (width[i] * _SPREAD < longest and len(current) * longest >= _SMALL_TOKENS):
-                yield current
-                current = []
-        current.append(i)
-    if current:
-        yield current
+    longest_first = sorted(chosen, key=lambda i: (-width[i], i))
+    starts = np.empty(len(chosen) + 1, np.int64)
+    _best_starts(np.array([width[i] for i in longest_first], np.int64), max_tokens, _OVERHEAD_TOKENS, starts)
+    parts, end = [], len(chosen)
+    while end:
+        start = int(starts[end])
+        parts.append(longest_first[start:end])
+        end = start
+    return parts[::-1]
+
+
+@compiled
+def _best_starts(widths: npt.NDArray[np.int64], max_tokens: int, overhead: int, starts: npt.NDArray[np.int64]) -> None:
+    """starts[n] = where the last micro-batch begins in the best split of the first n samples, whose `widths` never grow."""
+    cost = np.zeros(len(widths) + 1, np.int64)
+    starts[0] = 0
+    for end in range(1, len(widths) + 1):
+        cost[end] = -1
+        for start in range(end - 1, -1, -1):
+            tokens = (end - start) * widths[start]
+            if tokens > max_tokens and start < end - 1:
+                break
+            total = cost[start] + tokens + overhead
+            if cost[end] < 0 or total < cost[end]:
+                cost[end], starts[end] = total, start

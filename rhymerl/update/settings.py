@@ -90,7 +90,7 @@ class UpdateSettings:
         if critic is not None:
             groups += self._groups(critic.parameters(), critic.settings.learning_rate)
         first, second = self.betas
-        return torch.optim.AdamW(groups, lr=self.learning_rate, betas=(first, second))
+        return torch.optim.AdamW(groups, lr=self.learning_rate, betas=(first, second), fused=True)
 
     def _groups(self, parameters: Iterable[nn.Parameter], learning_rate: float) -> list[dict[str, Any]]:
         """Biases and norms (one-dimensional parameters) do not decay."""

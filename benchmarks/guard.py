@@ -1,0 +1,223 @@
+"""Whether this tree is as fast as an earlier commit: echo step, quickstart step and rollouts, interleaved, as ratios.
+
+Both trees run through the command line with settings that do not change (docs/configuration.md), in the same environment, one after the
+other in alternating order, so that drift of the machine hits them alike. A ratio is this tree's time over that of the base, in the
+same round; below 1 is faster. `verdict` is red where the median is above --limit: then the exit code is 1. A workload that
+the base cannot run yet is `not in the base`. Run it on a machine that does nothing else.
+
+    make bench-guard BASE=COMMIT
+    python benchmarks/guard.py --base COMMIT [--repeats 5] [--only echo quickstart rollout]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import echo_task
+import record
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
+STEPS = {"echo": 60, "quickstart": 8}
+WARM_UP = {"echo": 10, "quickstart": 2}  # steps
+ROWS = (1, 8, 64)  # requests that decode side by side
+ECHO = """\
+defaults:
+  - grpo_jsonl
+  - _self_
+model:
+  path: policy
+data:
+  train: echo.jsonl
+  prompts_per_step: 8
+rewards:
+  exact_match: null
+  echo: echo_task.echo
+rollout:
+  group_size: 8
+  max_tokens: 32
+update:
+  learning_rate: 1e-3
+checkpoint:
+  every_n_steps: 1000
+"""
+
+Times = Mapping[str, float]  # seconds by what was measured
+
+
+class NotInBaseError(Exception):
+    """The base has no such command or setting yet."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A checkout, and where it may write."""
+
+    name: str
+    root: Path
+    folder: Path
+
+    def run(self, *words: str) -> str:
+        """What `rhymerl WORDS` of this checkout prints, in its folder. Raises NotInBaseError when the base cannot do it."""
+        path = os.pathsep.join([str(self.root), str(self.folder)])
+        done = subprocess.run(
+            [sys.executable, "-m", "rhymerl", *words],
+            cwd=self.folder,
+            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode == 0:
+            return done.stdout
+        if self.name == "base":
+            raise NotInBaseError(done.stderr.strip()[-300:])
+        raise SystemExit(f"rhymerl {' '.join(words)} failed:\n{done.stderr[-4000:]}")
+
+
+# -- what is measured ------------------------------------------------------------------------------------------------
+
+
+def fit(tree: Tree, workload: str, *words: str) -> Times:
+    """Median seconds of a training step, its rollout and its update, from the run's own TensorBoard events."""
+    run_dir = tree.folder / "run"
+    shutil.rmtree(run_dir, ignore_errors=True)
+    tree.run("fit", *words, f"run_dir={run_dir}", f"trainer.max_steps={STEPS[workload]}")
+    events = events_of(run_dir)
+    skipped = WARM_UP[workload]
+    ends = [each.wall_time for each in events["reward"]]
+    found = {"step": [after - before for before, after in pairwise(ends)][skipped:]}
+    for name in ("rollout", "update"):
+        found[name] = [each.value for each in events[f"timing_s/{name}"]][skipped:]
+    return {f"{workload} {name}": statistics.median(values) for name, values in found.items()}
+
+
+def events_of(run_dir: Path) -> dict[str, Any]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = next(run_dir.rglob("events.out.tfevents.*")).parent
+    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    return {tag: accumulator.Scalars(tag) for tag in accumulator.Tags()["scalars"]}
+
+
+def rollout(tree: Tree, rows: int) -> Times:
+    """Seconds of the first pass over some prompts, which has no history, and of the third."""
+    printed = tree.run(
+        "rollout",
+        "model.path=policy",
+        f"data.prompts=prompts-{rows}.jsonl",
+        "rollout.max_tokens=128",
+        "passes=3",
+        f"backend.max_running={rows}",
+        "deterministic=false",
+        "out=rollouts.jsonl",
+        "overwrite=true",
+        "--json",
+    )
+    passes = json.loads(printed.splitlines()[-1])["by_pass"]
+    return {f"rollout {rows} rows, pass {number}": passes[number - 1]["rollout_s"] for number in (1, 3)}
+
+
+WORKLOADS = {
+    "echo": lambda tree: fit(tree, "echo", "--config", "echo.yaml"),
+    "quickstart": lambda tree: fit(tree, "quickstart", "--config", "quickstart", "task.validation_size=16"),
+    **{f"rollout {rows}": lambda tree, rows=rows: rollout(tree, rows) for rows in ROWS},
+}
+
+
+# -- both trees --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def checkout(commit: str) -> Iterator[Path]:
+    """The commit's files in a folder of their own, while it lasts."""
+    with tempfile.TemporaryDirectory(prefix="rhymerl-base-") as folder:
+        git = ["git", "-C", str(ROOT), "worktree"]
+        subprocess.run([*git, "add", "--detach", "--quiet", folder, commit], check=True)
+        try:
+            yield Path(folder)
+        finally:
+            subprocess.run([*git, "remove", "--force", folder], check=True)
+
+
+def prepare(folder: Path, *, seed: int) -> None:
+    """Policy, prompts and config that both trees use."""
+    from rhymerl.policy import PolicySource
+
+    folder.mkdir()
+    PolicySource(init=echo_task.MODEL, characters=echo_task.CHARACTERS, seed=seed).load().save(folder / "policy")
+    (folder / "echo.yaml").write_text(ECHO)
+    shutil.copy(HERE / "echo_task.py", folder)
+    (folder / "echo.jsonl").write_text("".join(json.dumps(row) + "\n" for row in echo_task.rows()))
+    for rows in ROWS:
+        prompts = [{"prompt": row["prompt"], "id": str(n)} for n, row in enumerate(echo_task.rows() * 8)][
+            : 2 * rows + 2
+        ]
+        (folder / f"prompts-{rows}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+
+
+def measure(trees: Sequence[Tree], wanted: Sequence[str], repeats: int) -> list[dict[str, Any]]:
+    """A row of the table for each time that was measured."""
+    pairs: dict[str, list[tuple[float, float]]] = {}
+    missing: set[str] = set()
+    for number in range(repeats):
+        for name in wanted:
+            if name in missing:
+                continue
+            try:
+                found = {tree.name: WORKLOADS[name](tree) for tree in trees[:: -1 if number % 2 else 1]}
+            except NotInBaseError as error:
+                print(f"{name}: {error}", file=sys.stderr)
+                missing.add(name)
+                continue
+            for what, seconds in found["new"].items():
+                pairs.setdefault(what, []).append((found["base"][what], seconds))
+                print(f"round {number + 1}  {what}: {seconds / found['base'][what]:.3f}", file=sys.stderr, flush=True)
+    rows = [_row(what, values) for what, values in pairs.items()]
+    return [*rows, *({"what": name, "verdict": "not in the base"} for name in wanted if name in missing)]
+
+
+def _row(what: str, pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    base, new = zip(*pairs, strict=True)
+    return {
+        "what": what,
+        "base_ms": record.spread(1000 * each for each in base),
+        "new_ms": record.spread(1000 * each for each in new),
+        "ratio": record.spread(each / before for before, each in pairs),
+    }
+
+
+def main(words: Sequence[str] | None = None) -> dict[str, Any]:
+    parser = record.options(__doc__, repeats=5)
+    parser.add_argument("--base", required=True, help="commit to compare with")
+    parser.add_argument("--only", nargs="+", choices=("echo", "quickstart", "rollout"), default=None)
+    parser.add_argument("--limit", type=float, default=1.05, help="ratio above which a median is red")
+    arguments = parser.parse_args(words)
+    wanted = [name for name in WORKLOADS if arguments.only is None or name.split()[0] in arguments.only]
+    start = record.environment()
+    with tempfile.TemporaryDirectory(prefix="rhymerl-guard-") as folder, checkout(arguments.base) as base:
+        trees = [Tree("base", base, Path(folder, "base")), Tree("new", ROOT, Path(folder, "new"))]
+        for tree in trees:
+            prepare(tree.folder, seed=arguments.seed)
+        rows = measure(trees, wanted, arguments.repeats)
+    for row in rows:
+        if "ratio" in row:
+            row["verdict"] = "red" if row["ratio"]["median"] > arguments.limit else "ok"
+    return record.finish("guard", __doc__, arguments, rows=rows, start=start)
+
+
+if __name__ == "__main__":
+    sys.exit(any(row["verdict"] == "red" for row in main()["rows"]))
