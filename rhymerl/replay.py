@@ -24,6 +24,7 @@ from rhymerl.budgets.fixed import FixedBudget
 from rhymerl.compiled import compiled
 from rhymerl.config import instantiate
 from rhymerl.drafters.base import Drafter
+from rhymerl.drafters.batches import kept
 from rhymerl.drafters.none import NoDrafter
 from rhymerl.drafters.run_ahead import listens
 from rhymerl.errors import ConfigError, require_at_least
@@ -180,7 +181,7 @@ class Replay:
         drafts = self.drafter.propose_batch(
             asking, [running[r].context for r in askers.tolist()], limits[askers].tolist()
         )
-        drafts = drafts.keep(drafts.closed(self.budget.trim(asking, drafts)))
+        drafts = kept(drafts, self.budget.trim(asking, drafts))
         return drafts.spread(askers, len(running))
 
 

@@ -140,6 +140,7 @@ class DraftBatch:
     match_length: IntArray  # [R]
     sources: npt.NDArray[np.int8]  # [N] DraftSource
     problems: Mapping[int, str] = field(default_factory=dict)  # by r: why a draft could not be packed; it is empty here
+    _requests: IndexArray | None = field(default=None, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -172,7 +173,10 @@ class DraftBatch:
         """Which request each node belongs to, [N]."""
         import numpy as np
 
-        return np.repeat(np.arange(len(self)), self.counts)
+        if self._requests is None:
+            object.__setattr__(self, "_requests", np.repeat(np.arange(len(self)), self.counts))
+        assert self._requests is not None
+        return self._requests
 
     @property
     def parent_nodes(self) -> IndexArray:
@@ -195,13 +199,6 @@ class DraftBatch:
             sources=None if (sources == -1).all() else sources.astype(np.int32),
         )
 
-    def closed(self, mask: BoolArray) -> BoolArray:
-        """The part of `mask` [N] that is ancestor-closed: nodes all of whose ancestors are in it too."""
-        parent = self.parent_nodes
-        while (orphans := mask & (parent >= 0) & ~mask[parent]).any():
-            mask = mask & ~orphans
-        return mask
-
     def spread(self, places: IndexArray, num_requests: int) -> DraftBatch:
         """These drafts at the ascending `places` [R] among `num_requests` requests, nothing for the others."""
         import numpy as np
@@ -213,24 +210,6 @@ class DraftBatch:
         problems = {int(places[r]): problem for r, problem in self.problems.items()}
         return replace(
             self, starts=np.concatenate([[0], np.cumsum(counts)]), match_length=match_length, problems=problems
-        )
-
-    def keep(self, mask: BoolArray) -> DraftBatch:
-        """The nodes of an ancestor-closed `mask` [N], with parents renumbered."""
-        import numpy as np
-
-        if mask.all():
-            return self
-        before = np.concatenate([[0], np.cumsum(mask)])  # kept nodes in front of each node
-        starts = before[self.starts]
-        parent = self.parent_nodes[mask]
-        return replace(
-            self,
-            token_ids=self.token_ids[mask],
-            parents=np.where(parent < 0, -1, before[parent] - starts[self.requests[mask]]).astype(np.int32),
-            starts=starts,
-            scores=self.scores[mask],
-            sources=self.sources[mask],
         )
 
 

@@ -34,29 +34,26 @@ class Acceptance:
         self._expected = np.concatenate([scored.ravel(), np.full(_DEPTHS, _UNSCORED)])
         self._reached = np.zeros(len(self._expected))
         self._accepted = np.zeros(len(self._expected))
+        self._rate: FloatArray | None = None  # by bin, until something else is counted
 
     def probabilities(self, drafts: DraftBatch) -> FloatArray:
         """P(the node becomes a token), [N], never growing along a path."""
-        rate = (self._accepted + _PRIOR * self._expected) / (self._reached + _PRIOR)
-        result = rate[_bins(drafts)]
+        if self._rate is None:
+            self._rate = (self._accepted + _PRIOR * self._expected) / (self._reached + _PRIOR)
+        result = self._rate[_bins(drafts)]
         multiply_down(result, drafts.parents, drafts.starts)
         return result
 
     def learn(self, drafts: DraftBatch, reached: BoolArray, accepted: BoolArray) -> None:
         """Count the nodes that could have been accepted, and those that were."""
-        if not len(reached):
-            return
-        bins = _bins(drafts)[reached]
-        self._reached += np.bincount(bins, minlength=len(self._reached))
-        self._accepted += np.bincount(bins, weights=accepted[reached], minlength=len(self._accepted))
-        full = self._reached > _REMEMBERED
-        self._reached[full] /= 2
-        self._accepted[full] /= 2
+        count(_bins(drafts), reached, accepted, self._reached, self._accepted, _REMEMBERED)
+        self._rate = None
 
     def fade(self, share: float) -> None:
         """Let what was counted so far weigh only so much of what it did."""
         self._reached *= share
         self._accepted *= share
+        self._rate = None
 
     def state_dict(self) -> dict[str, list[float]]:
         """The counts by bin."""
@@ -65,6 +62,7 @@ class Acceptance:
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
         """Go on from saved counts."""
         self._reached, self._accepted = np.array(state["reached"]), np.array(state["accepted"])
+        self._rate = None
 
 
 def _bins(drafts: DraftBatch) -> IndexArray:
@@ -107,3 +105,35 @@ def multiply_down(values: FloatArray, parents: IntArray, starts: IndexArray) -> 
         for n in range(starts[r], starts[r + 1]):
             if parents[n] >= 0:
                 values[n] *= values[starts[r] + parents[n]]
+
+
+@compiled
+def count(
+    bins: IndexArray,
+    reached: BoolArray,
+    accepted: BoolArray,
+    of_reached: FloatArray,
+    of_accepted: FloatArray,
+    most: float,
+) -> None:
+    """Add the reached nodes to their bins; a bin that has more than `most` then forgets half of them."""
+    for n in range(len(bins)):
+        if reached[n]:
+            of_reached[bins[n]] += 1.0
+            of_accepted[bins[n]] += accepted[n]
+    for b in range(len(of_reached)):
+        if of_reached[b] > most:
+            of_reached[b] /= 2.0
+            of_accepted[b] /= 2.0
+
+
+@compiled
+def largest_part(mask: BoolArray, starts: IndexArray) -> int:
+    """The most nodes of `mask` [N] that a request has."""
+    largest = 0
+    for r in range(len(starts) - 1):
+        size = 0
+        for n in range(starts[r], starts[r + 1]):
+            size += mask[n]
+        largest = max(largest, size)
+    return largest

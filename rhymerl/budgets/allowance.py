@@ -17,7 +17,7 @@ class Allowance:
     A probe is a pass in which the drafter is asked although it has not paid lately; `price` is what one has cost of late.
     """
 
-    balance: float = 0.5
+    balance: float = 1.0
     price: float = 0.3
 
     @property
@@ -30,16 +30,24 @@ class Allowance:
 
     def earn(self) -> None:
         """A pass begins."""
-        self.balance = min(self.balance + _SHARE, _MOST)
+        self._add(_SHARE)
 
     def grant_probe(self) -> None:
         """Something new is known: the next probe need not be saved up for."""
         self.balance = max(self.balance, self.price)
 
-    def settle(self, worth: float | None, *, is_probe: bool) -> None:
-        """A pass with drafts was worth so many plain passes more than it took; None where that cannot be told."""
-        if is_probe and worth is not None:
-            self.price = max(_LATELY * self.price - (1 - _LATELY) * worth, _CHEAPEST)
-        if worth is None:
-            worth = -self.price if is_probe else 0.0
-        self.balance = min(self.balance + worth, _MOST)
+    def pay_probe(self, cost: float | None) -> None:
+        """A probe took `cost` plain passes longer than its tokens would have; None where that cannot be told.
+
+        What was measured counts on average only, since the machine may have done something else meanwhile.
+        """
+        if cost is not None:
+            self.price = _LATELY * self.price + (1 - _LATELY) * min(max(cost, _CHEAPEST), 1 + 3 * self.price)
+        self._add(-self.price)
+
+    def settle(self, worth: float) -> None:
+        """A pass with drafts made tokens for which as many plain passes more would have been needed; fewer where it is negative."""
+        self._add(worth)
+
+    def _add(self, passes: float) -> None:
+        self.balance = min(self.balance + passes, max(_MOST, self.price))

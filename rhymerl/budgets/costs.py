@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _FORGET = 0.998  # a pass; half of what is known is of the last 350 of its kind
 _SOLVE_EVERY = 8  # passes
 _PLAIN_AFTER = 4, 64  # passes with drafts in a row, at first and later: a pass without them where they pay loses little
+_ENOUGH = 3  # passes of a kind
 _GUESS = np.array([1.0, 1 / 64, 1 / 128, 1 / 512])  # before the first pass, in whatever unit
 _TYPICAL = np.array([1.0, 32.0, 64.0, 32.0]) / 4  # features of the pass that the guess counts for afterwards
 _LARGEST_SURPRISE = 3.0  # times what was expected
@@ -40,6 +41,11 @@ class PassCost(ABC):
     def wants_plain(self) -> bool:
         """Whether to leave the drafter alone for a pass, to see what it costs then."""
         return False
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough passes of both kinds have been seen to compare them."""
+        return True
 
 
 class CostCurve(PassCost):
@@ -87,27 +93,37 @@ class LearnedCost(PassCost):
         self._products = np.zeros((2, 4, 4))
         self._sums = np.zeros((2, 4))
         self.num_passes = 0
+        self._num_of_kind = [0, 0]  # passes without and with asking
         self._since_plain = 0
         self._plain_after = _PLAIN_AFTER[0]
 
     @property
     def wants_plain(self) -> bool:
         """Drafts are compared with passes without them. Where they always seem to pay there would be none to know those by."""
-        return self._since_plain >= self._plain_after
+        return self._since_plain >= self._plain_after or self._num_of_kind[0] < min(self._num_of_kind[1], _ENOUGH)
+
+    @property
+    def is_known(self) -> bool:
+        return self.num_passes >= _SOLVE_EVERY and min(self._num_of_kind) >= _ENOUGH
 
     def seconds(self, rows: int, nodes: FloatArray | IndexArray, asked: int) -> FloatArray:
         constant, per_row, per_node, per_asked = self._weights
         return np.asarray(constant + per_row * rows + per_asked * asked + per_node * np.asarray(nodes, np.float64))
 
     def observe(self, rows: int, nodes: int, asked: int, seconds: float) -> float:
+        self._observe(rows, nodes, asked, seconds)
+        return seconds
+
+    def _observe(self, rows: int, nodes: int, asked: int, seconds: float) -> None:
         features, seconds = np.array([1.0, rows, nodes, asked]), max(seconds, _LEAST_S)
         self.num_passes += 1
+        self._num_of_kind[asked > 0] += 1
         self._since_plain += 1
         if asked == 0:
             self._since_plain, self._plain_after = 0, min(2 * self._plain_after, _PLAIN_AFTER[1])
         if self.num_passes <= _SOLVE_EVERY:
             self._begin(features, seconds)
-            return seconds
+            return
         expected = float(features @ self._weights)
         if seconds > _LARGEST_SURPRISE * expected:
             self._products, self._sums = _DOUBT * self._products, _DOUBT * self._sums
@@ -116,7 +132,6 @@ class LearnedCost(PassCost):
             self._add(features, seconds, expected)
         if self.num_passes % _SOLVE_EVERY == 0:
             self._solve()
-        return min(seconds, _LARGEST_SURPRISE * expected)
 
     def _begin(self, features: FloatArray, seconds: float) -> None:
         """The guess in the unit of the first passes; with the last of these, what they say."""

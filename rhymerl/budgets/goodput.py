@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from rhymerl.budgets.acceptance import Acceptance
+from rhymerl.budgets.acceptance import Acceptance, largest_part
 from rhymerl.budgets.allowance import Allowance
 from rhymerl.budgets.base import Budget, PassOutcome
 from rhymerl.budgets.costs import CostCurve, LearnedCost, PassCost
@@ -28,13 +28,14 @@ _OTHER_BATCH = 1.5  # a batch that has shrunk or grown by this factor may be one
 _PROBED = 8  # requests that a probe asks for
 _PROBE_NODES = 4  # of each; also the first reach
 _MORE, _LATELY = 1.5, 0.8
+_OUTLOOK_EVERY = 8  # passes with drafts
 _PLAIN_EVERY = 32  # how many plain passes are taken for one: their cost is soon known, and learning takes time
 _REMEMBER = 0.99  # of what drafts promised and kept, a pass with drafts
 _REMEMBER_PROBE = 0.8  # a probe: what it is for is that things may have changed
 _BENEFIT = 20.0  # tokens of doubt in favour of the drafts
 
-# plain: the drafter is left alone. trial: so too, to see what that costs while drafts pay. probe: it is asked for some requests,
-# to see whether drafts would pay. draft: for all.
+# plain: the drafter is left alone. trial: so too, to see what that costs. probe: it is asked for some requests, to see whether
+# drafts would pay. draft: for all, because they do.
 Kind = Literal["plain", "trial", "probe", "draft"]
 
 
@@ -110,9 +111,11 @@ class GoodputBudget(Budget):
             course.misses = 0
 
     def _next_kind(self) -> Kind:
-        if self._course.drafts:
-            return "trial" if self._cost.wants_plain else "draft"
-        return "probe" if self._allowance.affords_probe else "plain"
+        if not (self._course.drafts or self._allowance.affords_probe):
+            return "plain"
+        if self._cost.wants_plain:
+            return "trial"
+        return "draft" if self._course.drafts else "probe"
 
     def _probed(self, requests: Sequence[RolloutRequest]) -> list[int]:
         """Neighbours, which often have their prompt in common, others each time; those with tokens drawn ahead before all."""
@@ -127,7 +130,8 @@ class GoodputBudget(Budget):
         probability = self._calibration * self._acceptance.probabilities(drafts)
         best_first = np.argsort(-probability, kind="stable")  # parents stay in front of their children
         expected = np.concatenate([[0.0], np.cumsum(probability[best_first])])
-        self._outlook.learn(expected, asked)
+        if self._kind == "probe" or self._course.passes % _OUTLOOK_EVERY == 0:
+            self._outlook.learn(expected, asked)
         size = self._best_size(expected, asked)
         if self._kind == "probe":
             size = max(size, min(asked, len(probability)))  # only what is verified teaches anything
@@ -155,14 +159,14 @@ class GoodputBudget(Budget):
         self._report.gain += gain
         self._report.asks += 1
         course.misses = 0 if gain > _GAIN else course.misses + 1
-        if gain > _GAIN and not self._allowance.is_spent:
+        if gain > _GAIN and not self._allowance.is_spent and self._cost.is_known:
             course.drafts = True
         elif course.misses >= _PATIENCE:
             course.drafts = False
 
     def _learn_reach(self, drafts: DraftBatch, mask: BoolArray) -> None:
         """Ask for a little more than the largest of the drafts that were worth it lately."""
-        course, largest = self._course, int(np.bincount(drafts.requests[mask], minlength=1).max())
+        course, largest = self._course, int(largest_part(mask, drafts.starts))
         wanted = min(_MORE * largest + 2.0, float(self.nodes))
         course.reach = max(wanted, _LATELY * course.reach + (1 - _LATELY) * wanted)
 
@@ -173,13 +177,22 @@ class GoodputBudget(Budget):
         self._report.nodes += nodes
         if nodes:
             self._learn_acceptance(outcome)
-        worth = None
+        seconds = None
         if outcome.is_decoding:
             seconds = self._cost.observe(rows, nodes, self._asked, outcome.seconds)
-            worth = 1 + float(outcome.num_accepted.sum()) / rows - seconds / self._plain_seconds(rows)
         if self._asked:
-            self._allowance.settle(worth, is_probe=self._kind == "probe")
-            self._course.drafts &= not self._allowance.is_spent
+            self._settle(rows, nodes, seconds, made=1 + float(outcome.num_accepted.sum()) / rows)
+
+    def _settle(self, rows: int, nodes: int, seconds: float | None, *, made: float) -> None:
+        """A pass with drafts `made` so many tokens a request; None seconds cannot be compared, since a prompt was computed in it."""
+        plain = self._plain_seconds(rows)
+        if self._kind == "probe":
+            self._allowance.pay_probe(None if seconds is None else seconds / plain - made)
+        elif seconds is not None:
+            # By all that is known of such passes: what this one took is as much the machine's other work.
+            known = float(self._cost.seconds(rows, np.array([nodes]), self._asked)[0])
+            self._allowance.settle(made - known / plain)
+        self._course.drafts &= not self._allowance.is_spent
 
     def _learn_acceptance(self, outcome: PassOutcome) -> None:
         remember = _REMEMBER

@@ -1,4 +1,4 @@
-"""Batches of drafts from more than one drafter: brought into the documented types, and laid side by side."""
+"""Batches of drafts: brought into the documented types, cut, and those of several drafters laid side by side."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rhymerl.compiled import compiled
 from rhymerl.types import Draft, DraftBatch
 
 if TYPE_CHECKING:
-    from rhymerl.types import IndexArray
+    from rhymerl.types import BoolArray, IndexArray, IntArray
 
 _NOTHING = Draft(token_ids=np.empty(0, np.int32), parents=np.empty(0, np.int32))
 
@@ -20,30 +21,82 @@ def tidied(drafts: DraftBatch, num_requests: int) -> DraftBatch:
 
     Raises ValueError when the arrays do not fit together, so that nobody's draft can be told.
     """
-    fields = {name: np.asarray(getattr(drafts, name)) for name in ("token_ids", "parents", "scores", "sources")}
-    starts, lengths = np.asarray(drafts.starts), {name: values.shape for name, values in fields.items()}
-    total = fields["token_ids"].shape
-    if starts.shape != (num_requests + 1,) or starts[0] != 0 or (np.diff(starts) < 0).any() or total != (starts[-1],):
+    tokens, parents, scores, sources, starts = (
+        np.asarray(each) for each in (drafts.token_ids, drafts.parents, drafts.scores, drafts.sources, drafts.starts)
+    )
+    total = tokens.shape
+    if (
+        starts.shape != (num_requests + 1,)
+        or starts[0] != 0
+        or bool(np.any(np.diff(starts) < 0))
+        or total != (starts[-1],)
+    ):
         raise ValueError(f"starts must rise from 0 to {total} in {num_requests} steps, one a request")
-    if len(set(lengths.values())) > 1:
+    if not total == parents.shape == scores.shape == sources.shape:
+        lengths = {"token_ids": total, "parents": parents.shape, "scores": scores.shape, "sources": sources.shape}
         raise ValueError(f"arrays of different lengths: {lengths}")
     if np.shape(drafts.match_length) != (num_requests,):
         raise ValueError(
             f"match_length {np.shape(drafts.match_length)} must be as long as there are requests ({num_requests})"
         )
-    for name in ("token_ids", "parents"):
-        if total != (0,) and fields[name].dtype.kind not in "iu":
-            raise ValueError(f"{name} ({fields[name].dtype}) must be integers")
+    for name, values in (("token_ids", tokens), ("parents", parents)):
+        if total != (0,) and values.dtype.kind not in "iu":
+            raise ValueError(f"{name} ({values.dtype}) must be integers")
     # Copies: the drafter may use its arrays again, and compiled code wants them writeable.
     return DraftBatch(
-        token_ids=np.array(fields["token_ids"], np.int32),
-        parents=np.array(fields["parents"], np.int32),
+        token_ids=np.array(tokens, np.int32),
+        parents=np.array(parents, np.int32),
         starts=np.array(starts, np.int64),
-        scores=np.array(fields["scores"], np.float64),
+        scores=np.array(scores, np.float64),
         match_length=np.array(drafts.match_length, np.int32),
-        sources=np.array(fields["sources"], np.int8),
+        sources=np.array(sources, np.int8),
         problems=drafts.problems,
     )
+
+
+def closed(drafts: DraftBatch, mask: BoolArray) -> BoolArray:
+    """The part of `mask` [N] that is ancestor-closed: nodes all of whose ancestors are in it too."""
+    found = np.array(mask, np.bool_)
+    _close(found, drafts.parents, drafts.starts)
+    return found
+
+
+def kept(drafts: DraftBatch, mask: BoolArray) -> DraftBatch:
+    """The nodes of the ancestor-closed part of `mask` [N], with parents renumbered."""
+    if mask.all():
+        return drafts
+    mask = closed(drafts, mask)
+    starts, parents = np.empty_like(drafts.starts), np.empty(int(mask.sum()), np.int32)
+    _renumber(mask, drafts.parents, drafts.starts, starts, parents)
+    return replace(
+        drafts,
+        token_ids=drafts.token_ids[mask],
+        parents=parents,
+        starts=starts,
+        scores=drafts.scores[mask],
+        sources=drafts.sources[mask],
+    )
+
+
+@compiled
+def _close(mask: BoolArray, parents: IntArray, starts: IndexArray) -> None:
+    for r in range(len(starts) - 1):
+        for node in range(starts[r], starts[r + 1]):  # parents come first
+            mask[node] &= parents[node] < 0 or mask[starts[r] + parents[node]]
+
+
+@compiled
+def _renumber(mask: BoolArray, parents: IntArray, starts: IndexArray, new_starts: IndexArray, new: IntArray) -> None:
+    place = np.empty(len(mask), np.int32)  # of a kept node among its request's
+    total = 0
+    for r in range(len(starts) - 1):
+        new_starts[r] = total
+        for node in range(starts[r], starts[r + 1]):
+            if mask[node]:
+                place[node] = total - new_starts[r]
+                new[total] = parents[node] if parents[node] < 0 else place[starts[r] + parents[node]]
+                total += 1
+    new_starts[len(starts) - 1] = total
 
 
 def placed(drafts: DraftBatch, places: IndexArray, num_requests: int) -> DraftBatch:

@@ -34,15 +34,40 @@ class TreeBuffers:
 
     def packed(self) -> DraftBatch:
         """The drafts in the order of the lines."""
-        is_node = np.arange(self.token_ids.shape[1]) < self.counts[:, None]
+        starts = np.zeros(len(self.counts) + 1, np.int64)
+        np.cumsum(self.counts, out=starts[1:])
+        total = int(starts[-1])
+        token_ids, parents = np.empty((2, total), np.int32)
+        scores, sources = np.empty(total), np.empty(total, np.int8)
+        _join(self.token_ids, self.parents, self.scores, self.sources, starts, token_ids, parents, scores, sources)
         return DraftBatch(
-            token_ids=self.token_ids[is_node],
-            parents=self.parents[is_node],
-            starts=np.concatenate([[0], np.cumsum(self.counts)]),
-            scores=self.scores[is_node],
+            token_ids=token_ids,
+            parents=parents,
+            starts=starts,
+            scores=scores,
             match_length=self.longest,
-            sources=self.sources[is_node],
+            sources=sources,
         )
+
+
+@compiled
+def _join(
+    token_ids: IntArray,
+    parents: IntArray,
+    scores: FloatArray,
+    sources: npt.NDArray[np.int8],
+    starts: IndexArray,
+    all_token_ids: IntArray,
+    all_parents: IntArray,
+    all_scores: FloatArray,
+    all_sources: npt.NDArray[np.int8],
+) -> None:
+    """Lines [L, most] one behind the other."""
+    for line in range(len(starts) - 1):
+        for place in range(starts[line], starts[line + 1]):
+            node = place - starts[line]
+            all_token_ids[place], all_parents[place] = token_ids[line, node], parents[line, node]
+            all_scores[place], all_sources[place] = scores[line, node], sources[line, node]
 
 
 @compiled

@@ -10,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rhymerl.budgets.base import Budget, PassOutcome
+from rhymerl.compiled import compiled
 from rhymerl.drafters.base import Drafter
+from rhymerl.drafters.batches import kept
 from rhymerl.drafters.none import NoDrafter
 from rhymerl.drafters.run_ahead import listens
 from rhymerl.engine.layout import PassLayout
@@ -22,7 +24,9 @@ from rhymerl.engine.verify import Walk
 from rhymerl.types import Completion, DraftBatch, DraftSource, RolloutRequest
 
 if TYPE_CHECKING:
-    from rhymerl.types import IntArray
+    from rhymerl.types import BoolArray, IntArray
+
+_RUN_AHEAD, _HISTORY = int(DraftSource.RUN_AHEAD), int(DraftSource.HISTORY)
 
 
 class Drafting:
@@ -69,9 +73,12 @@ class Drafting:
         started = time.perf_counter()
         limits = self._limits(row, max(spare, 0))
         askers = np.flatnonzero(limits)
-        drafts = self._asked(row, askers, limits[askers]).spread(askers, len(row)) if len(askers) else None
+        drafts = self._no_drafts(len(row))
+        if len(askers):
+            requests = [self._requests[asker] for asker in askers.tolist()]
+            drafts = self._asked(row[askers], limits[askers], requests).spread(askers, len(row))
         self._totals.draft_s += time.perf_counter() - started
-        return drafts or self._no_drafts(len(row))
+        return drafts
 
     def _no_drafts(self, num_rows: int) -> DraftBatch:
         if len(self._nothing) != num_rows:
@@ -80,25 +87,21 @@ class Drafting:
 
     def _limits(self, row: IndexArray, spare: int) -> IntArray:
         """How many nodes each row may have, [E]."""
-        rows, limits = self._rows, self.budget.limits(self._requests)
-        if not limits.any():
-            return limits
-        limits = np.minimum(limits, min(self.max_nodes, spare))
-        limits = np.minimum(limits, rows.context - rows.length[row]).clip(min=0).astype(np.int32)
-        limits[_deepest(rows, row) <= 0] = 0
-        if limits.sum() > spare:
-            limits = np.minimum(limits, spare // int((limits > 0).sum()))
+        rows, limits = self._rows, np.array(self.budget.limits(self._requests), np.int32)
+        _fit(limits, row, rows.length, rows.limit, rows.context, self.max_nodes, spare)
         return limits
 
-    def _asked(self, row: IndexArray, askers: IndexArray, limits: IntArray) -> DraftBatch:
+    def _asked(self, row: IndexArray, limits: IntArray, requests: Sequence[RolloutRequest]) -> DraftBatch:
         """The drafts of the asking rows, checked, and cut to what can be emitted and what the budget takes."""
-        requests = [self._requests[asker] for asker in askers.tolist()]
-        drafts = self.drafter.propose_batch(requests, self._rows.contexts_of(row[askers]), limits.tolist())
+        rows = self._rows
+        drafts = self.drafter.propose_batch(requests, rows.contexts_of(row), limits.tolist())
         drafts = sound(drafts, requests, limits=limits, vocabulary=self._vocabulary, complain=self._complain)
-        self._totals.asks += len(askers)
-        self._totals.hits += int((drafts.counts > 0).sum())
-        drafts = drafts.keep(depths(drafts) <= _deepest(self._rows, row[askers])[drafts.requests])
-        return drafts.keep(drafts.closed(self.budget.trim(requests, drafts)))
+        self._totals.asks += len(row)
+        self._totals.hits += int(np.count_nonzero(drafts.counts))
+        deepest = rows.limit[row] - rows.length[row] - 1  # the last token that fits is drawn at a node
+        if (limits > deepest).any():
+            drafts = kept(drafts, depths(drafts) <= deepest[drafts.requests])
+        return kept(drafts, self.budget.trim(requests, drafts))
 
     def _complain(self, proposed: str, num_requests: int) -> None:
         if self._checks:
@@ -122,30 +125,66 @@ class Drafting:
             self.budget.learn(_outcome(self._requests, layout, steps, seconds))
 
     def _count(self, layout: PassLayout, steps: Walk) -> None:
-        totals, levels = self._totals, np.arange(1, NUM_DEPTHS + 1)
-        deepest = np.zeros(len(layout.emits), np.int64)
-        nodes = layout.drafts.requests
-        np.maximum.at(deepest, nodes, layout.node_depth)
-        totals.drafts_to_depth = totals.drafts_to_depth + (deepest[:, None] >= levels).sum(0)
-        totals.accepted_to_depth = totals.accepted_to_depth + (steps.num_accepted[:, None] >= levels).sum(0)
-        totals.drafted_nodes += len(nodes)
+        totals, drafts = self._totals, layout.drafts
+        by_depth, by_source = np.zeros((2, NUM_DEPTHS), np.int64), np.zeros(6, np.int64)
+        _tally(
+            drafts.starts, layout.node_depth, drafts.sources, steps.accepted, steps.num_accepted, by_depth, by_source
+        )
+        own, sibling, run_ahead, history, ages, drafted_run_ahead = by_source.tolist()
+        totals.drafts_to_depth = totals.drafts_to_depth + by_depth[0]
+        totals.accepted_to_depth = totals.accepted_to_depth + by_depth[1]
+        totals.drafted_nodes += len(drafts.parents)
         totals.accepted_nodes += int(steps.num_accepted.sum())
-        totals.drafted_run_ahead += int((layout.drafts.sources == DraftSource.RUN_AHEAD).sum())
-        self._count_sources(layout.drafts.sources[steps.accepted])
-
-    def _count_sources(self, sources: npt.NDArray[np.int8]) -> None:
-        """Of accepted nodes."""
-        totals, ages = self._totals, sources[sources >= DraftSource.HISTORY] - np.int8(DraftSource.HISTORY)
-        totals.accepted_own += int((sources == DraftSource.OWN).sum())
-        totals.accepted_sibling += int((sources == DraftSource.SIBLING).sum())
-        totals.accepted_run_ahead += int((sources == DraftSource.RUN_AHEAD).sum())
-        totals.accepted_history += len(ages)
-        totals.accepted_age_epochs += int(ages.sum(dtype=np.int64))
+        totals.drafted_run_ahead += drafted_run_ahead
+        totals.accepted_own += own
+        totals.accepted_sibling += sibling
+        totals.accepted_run_ahead += run_ahead
+        totals.accepted_history += history
+        totals.accepted_age_epochs += ages
 
 
-def _deepest(rows: Rows, row: IndexArray) -> IndexArray:
-    """The last token that fits is drawn at a node, so no node may stand in its place."""
-    return rows.limit[row] - rows.length[row] - 1
+@compiled
+def _fit(
+    limits: IntArray, row: IndexArray, length: IndexArray, limit: IndexArray, context: int, most: int, spare: int
+) -> None:
+    """Cut `limits` [E] to what fits into the context, before the last token, and in all into `spare`."""
+    total, askers = 0, 0
+    for e in range(len(limits)):
+        at = length[row[e]]
+        fits = min(most, context - at) if limit[row[e]] - at > 1 else 0
+        limits[e] = max(min(limits[e], fits), 0)
+        total += limits[e]
+        askers += limits[e] > 0
+    if total > spare:
+        for e in range(len(limits)):
+            limits[e] = min(limits[e], spare // askers)
+
+
+@compiled
+def _tally(
+    starts: IndexArray,
+    depth: IndexArray,
+    sources: npt.NDArray[np.int8],
+    accepted: BoolArray,
+    num_accepted: IndexArray,
+    by_depth: IndexArray,
+    by_source: IndexArray,
+) -> None:
+    """by_depth[0, d] counts drafts with nodes deeper than d, by_depth[1, d] those accepted as far; by_source as `_count` reads it."""
+    for r in range(len(num_accepted)):
+        deepest = 0
+        for node in range(starts[r], starts[r + 1]):
+            deepest = max(deepest, depth[node])
+            by_source[5] += sources[node] == _RUN_AHEAD
+            if accepted[node]:
+                if sources[node] >= _HISTORY:
+                    by_source[3] += 1
+                    by_source[4] += sources[node] - _HISTORY
+                elif sources[node] >= 0:
+                    by_source[sources[node]] += 1
+        for d in range(by_depth.shape[1]):
+            by_depth[0, d] += deepest > d
+            by_depth[1, d] += num_accepted[r] > d
 
 
 def _outcome(requests: Sequence[RolloutRequest], layout: PassLayout, steps: Walk, seconds: float) -> PassOutcome:

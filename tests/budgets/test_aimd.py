@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -56,7 +58,7 @@ def test_each_request_has_its_own_window_until_it_leaves():
 def test_a_tree_is_hardly_ever_accepted_whole():
     budget, requests = AIMDBudget(start=3), make_requests(1)
     drafts = DraftBatch.pack([chain(3)])
-    tree = DraftBatch(**{**{name: getattr(drafts, name) for name in drafts.__slots__}, "parents": np.array([-1, 0, 0])})
+    tree = replace(drafts, parents=np.array([-1, 0, 0]))
     budget.learn(outcome_of(tree, np.array([True, True, False]), requests=requests))
     assert budget.limits(requests).tolist() == [3]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,9 +12,10 @@ import pytest
 from rhymerl.budgets import GoodputBudget
 from rhymerl.budgets.acceptance import Acceptance
 from rhymerl.budgets.costs import CostCurve
+from rhymerl.drafters.batches import closed, kept
 from rhymerl.errors import ConfigError
 from rhymerl.testing import make_requests
-from rhymerl.types import DraftBatch
+from rhymerl.types import Draft, DraftBatch
 from tests.budgets.passes import chain, forest, outcome_of
 
 CONVEX = {
@@ -41,12 +44,12 @@ def test_no_ancestor_closed_set_is_better(costs, scored):
 
         num_nodes = len(probabilities)
         masks = [np.array([bits >> n & 1 for n in range(num_nodes)], np.bool_) for bits in range(2**num_nodes)]
-        best = max(goodput(mask) for mask in masks if (drafts.closed(mask) == mask).all())
+        best = max(goodput(mask) for mask in masks if (closed(drafts, mask) == mask).all())
         chosen = budget.trim(make_requests(rows), drafts)
-        assert (drafts.closed(chosen) == chosen).all()
+        assert (closed(drafts, chosen) == chosen).all()
         assert goodput(chosen) == pytest.approx(best, rel=1e-12)
         sizes.add(int(chosen.sum()))
-        outcome = outcome_of(drafts, drafts.closed(rng.random(num_nodes) < 0.5))
+        outcome = outcome_of(drafts, closed(drafts, rng.random(num_nodes) < 0.5))
         budget.learn(outcome)
         acceptance.learn(drafts, outcome.reached, outcome.accepted)
     assert len(sizes) > 1 or costs is CONVEX["dear"]
@@ -99,112 +102,153 @@ def test_settings_out_of_range_are_named(settings, message):
         GoodputBudget(**settings)
 
 
-def choices(budget: GoodputBudget, seconds: np.ndarray) -> list[list[bool]]:
-    rng, chosen = np.random.default_rng(7), []
-    for each in seconds.tolist():
-        requests = make_requests(6)
-        limits = budget.limits(requests)
-        chosen.append(limits.tolist())
-        if not limits.any():
-            budget.learn(outcome_of(DraftBatch.pack([chain(0)] * 6), seconds=each))
+Propose = Callable[[list[int]], list[Draft]]  # limits of those who are asked -> their drafts
+
+
+def passes(
+    budget: GoodputBudget,
+    number: int,
+    *,
+    rows: int,
+    propose: Propose,
+    is_right: Callable[[np.ndarray], np.ndarray] = np.zeros_like,
+    seconds: Callable[[int, int], float] = lambda nodes, asked: 1.0,
+) -> list[tuple[int, int]]:
+    """So many passes as the engine makes them; requests asked for and nodes verified in each."""
+    requests, found = make_requests(rows), []
+    for _ in range(number):
+        if budget.skips(rows):
+            found.append((0, 0))
             continue
-        drafts = forest(rng, 6, most=8)
-        mask = budget.trim(requests, drafts)
-        chosen.append(mask.tolist())
-        drafts = drafts.keep(mask)
-        accepted = drafts.closed(rng.random(len(drafts.token_ids)) < 0.5)
-        budget.learn(outcome_of(drafts, accepted, seconds=each))
-    return chosen
+        limits = budget.limits(requests)
+        askers = np.flatnonzero(limits)
+        drafts = DraftBatch.pack([chain(0)] * rows)
+        if len(askers):
+            drafts = DraftBatch.pack(propose(limits[askers].tolist()))
+            drafts = kept(drafts, budget.trim([requests[asker] for asker in askers], drafts)).spread(askers, rows)
+        accepted = closed(drafts, is_right(np.ones(len(drafts.token_ids))).astype(np.bool_))
+        taken = seconds(len(drafts.token_ids), len(askers))
+        budget.learn(outcome_of(drafts, accepted, seconds=taken, requests=requests))
+        found.append((len(askers), len(drafts.token_ids)))
+    return found
+
+
+def guesses(length: int, score: float | None = 0.3) -> Propose:
+    return lambda limits: [chain(min(length, limit), score) for limit in limits]
 
 
 def test_deterministic_never_depends_on_the_clock():
-    clocks = np.random.default_rng(1).exponential(1.0, (2, 60)) ** 4
-    assert choices(GoodputBudget(deterministic=True), clocks[0]) == choices(
-        GoodputBudget(deterministic=True), clocks[1]
+    def choices(seed: int) -> list[tuple[int, int]]:
+        clock, luck = np.random.default_rng(seed), np.random.default_rng(7)
+        return passes(
+            GoodputBudget(deterministic=True),
+            300,
+            rows=6,
+            propose=lambda limits: [chain(int(luck.integers(0, limit + 1)), 0.8) for limit in limits],
+            is_right=lambda nodes: luck.random(len(nodes)) < 0.7,
+            seconds=lambda nodes, asked: float(clock.exponential(1.0) ** 4),
+        )
+
+    assert choices(1) == choices(2)
+    assert any(nodes for _, nodes in choices(1))
+
+
+@pytest.mark.parametrize(("per_node", "are_verified"), [(1e-4, True), (0.5, False)])
+def test_measured_costs_decide(per_node, are_verified):
+    """Cheap nodes are all verified in the end, dear ones only to see whether they still are."""
+    luck = np.random.default_rng(0)
+    found = passes(
+        GoodputBudget(8),
+        600,
+        rows=8,
+        propose=guesses(3, 0.8),
+        is_right=lambda nodes: luck.random(len(nodes)) < 0.8,
+        seconds=lambda nodes, asked: 1.0 + per_node * nodes,
     )
+    nodes = [nodes for _, nodes in found[300:]]
+    if are_verified:
+        assert nodes.count(24) > 0.9 * len(nodes)
+    else:
+        assert np.mean(nodes) < 0.2
 
 
-@pytest.mark.parametrize(("per_node", "share"), [(1e-4, 1.0), (0.5, 0.0)])
-def test_measured_costs_decide(per_node, share):
-    """Cheap nodes are all verified in the end, dear ones not at all."""
-    budget, rng, requests, kept = GoodputBudget(8), np.random.default_rng(0), make_requests(8), []
-    for _ in range(300):
-        if not budget.limits(requests).any():
-            budget.learn(outcome_of(DraftBatch.pack([chain(0)] * 8), seconds=1.0))
-            continue
-        drafts = DraftBatch.pack([chain(length, 0.8) for length in rng.integers(0, 4, 8).tolist()])
-        mask = budget.trim(requests, drafts)
-        kept.append(mask.mean())
-        drafts = drafts.keep(mask)
-        accepted = drafts.closed(rng.random(len(drafts.token_ids)) < 0.8)
-        budget.learn(outcome_of(drafts, accepted, seconds=1.0 + per_node * len(drafts.token_ids)))
-    assert kept[-3:] == [share] * 3
+# -- drafts that do not pay ------------------------------------------------------------------------------------------
 
 
-# -- pauses ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("rows", [1, 8, 64, 256])
+@pytest.mark.parametrize(("per_asked", "per_node"), [(0.01, 0.0), (0.0, 0.02), (0.05, 0.05), (1.0, 0.0), (1e-4, 1e-3)])
+def test_a_drafter_that_never_pays_costs_a_hundredth(rows, per_asked, per_node):
+    """Whatever asking and verifying cost: after the first tries the time lost is a share of all passes."""
+    lost = []
 
+    def seconds(nodes: int, asked: int) -> float:
+        lost.append(per_asked * asked + per_node * nodes)
+        return 1.0 + lost[-1]
 
-def asks(budget: GoodputBudget, rows: int, passes: int, *, score: float = 0.3) -> list[bool]:
-    """In which of so many passes the drafter was asked; nothing it says is accepted."""
-    requests, asked = make_requests(rows), []
-    for _ in range(passes):
-        limits = budget.limits(requests)
-        asked.append(bool(limits.any()))
-        if asked[-1]:
-            drafts = DraftBatch.pack([chain(min(2, limit), score) for limit in limits.tolist()])
-            drafts = drafts.keep(drafts.closed(budget.trim(requests, drafts)))
-            budget.learn(outcome_of(drafts))
-    return asked
-
-
-def test_a_drafter_that_never_pays_is_hardly_ever_asked():
-    asked = asks(GoodputBudget(costs=DEAR), 32, 2000)
-    assert all(asked[:4])
-    assert np.mean(asked[200:]) < 0.1
-    assert any(asked[-70:])
+    budget = GoodputBudget()
+    passes(budget, 4000, rows=rows, propose=guesses(4, 0.9), seconds=seconds)
+    early = sum(lost)
+    lost.clear()
+    asked = passes(budget, 4000, rows=rows, propose=guesses(4, 0.9), seconds=seconds)
+    assert sum(lost) < 0.02 * 4000
+    assert any(count for count, _ in asked), "it is still asked now and then"
+    assert early < 0.02 * 4000 + 3 * max(1.0, per_asked * rows + per_node * 4 * rows)
 
 
 def test_a_drafter_that_says_nothing_is_hardly_ever_asked():
-    budget, requests, asked = GoodputBudget(deterministic=True), make_requests(4), 0
-    for _ in range(1000):
-        if budget.limits(requests).any():
-            asked += 1
-            budget.trim(requests, DraftBatch.pack([chain(0)] * 4))
-    assert asked < 100
+    found = passes(GoodputBudget(), 2000, rows=4, propose=guesses(0), seconds=lambda nodes, asked: 1 + 0.1 * asked)
+    assert 0 < sum(asked > 0 for asked, _ in found) < 100
 
 
-@pytest.mark.parametrize(("rows", "is_asked"), [(30, False), (26, False), (24, True), (1, True)])
-def test_a_batch_that_has_shrunk_is_worth_another_look(rows, is_asked):
-    budget = GoodputBudget(costs=DEAR)
-    asked = asks(budget, 32, 400)
-    while not asked[-1]:  # up to where a long pause begins
-        asked += asks(budget, 32, 1)
-    assert not any(asks(budget, 32, 10))
-    assert asks(budget, rows, 1) == [is_asked]
+@pytest.mark.parametrize("scores", [(0.9, 0.9), (0.02, 0.98)], ids=["unannounced", "announced"])
+@pytest.mark.parametrize("rows", [1, 16, 64])
+def test_drafts_that_begin_to_pay_are_found(rows, scores):
+    """Useless for a long while, then all of them right: within some hundred passes all requests are drafted for."""
+    budget = GoodputBudget()
+    seconds = lambda nodes, asked: 1.0 + 0.002 * asked + 0.005 * nodes  # noqa: E731
+    useless = passes(budget, 3000, rows=rows, propose=guesses(4, scores[0]), seconds=seconds)
+    assert np.mean([asked for asked, _ in useless[1000:]]) < 0.1 * rows + 1
+    rhyming = passes(budget, 1200, rows=rows, propose=guesses(8, scores[1]), is_right=np.ones_like, seconds=seconds)
+    assert sum(asked == rows for asked, _ in rhyming[600:]) > 0.9 * 600
 
 
-def test_what_pays_again_is_asked_again():
-    budget = GoodputBudget(costs=[(0, 1.0), (64, 1.2)])
-    requests = make_requests(4)
-    for _ in range(300):
-        if budget.limits(requests).any():
-            drafts = DraftBatch.pack([chain(1, 0.01)] * 4)
-            drafts = drafts.keep(budget.trim(requests, drafts))
-            budget.learn(outcome_of(drafts))
-    asked = []
-    for _ in range(200):
-        asked.append(bool(budget.limits(requests).any()))
-        if asked[-1]:
-            drafts = DraftBatch.pack([chain(3, 0.99)] * 4)
-            drafts = drafts.keep(budget.trim(requests, drafts))
-            budget.learn(outcome_of(drafts, np.ones(len(drafts.token_ids))))
-    assert all(asked[70:])
+def test_what_pays_in_a_small_batch_only_is_drafted_for_there_at_once():
+    """Nodes cost what they bring with 64 requests, and next to nothing with 4; each step begins full and ends thin."""
+    curve = [(0, 1.0), (16, 1.02), (64, 1.4), (512, 12.0)]
+    budget, asked = GoodputBudget(costs=curve), {64: [], 4: []}
+    for _ in range(12):
+        for rows in (64, 4):
+            found = passes(budget, 30, rows=rows, propose=guesses(3, 0.9), is_right=np.ones_like)
+            asked[rows].append([count for count, _ in found])
+    assert np.mean([count == 4 for step in asked[4][4:] for count in step]) > 0.9
+    assert np.mean([count > 8 for step in asked[64][4:] for count in step]) < 0.3
+
+
+def test_a_probe_asks_for_few_requests_and_others_each_time():
+    budget, requests, asked = GoodputBudget(costs=DEAR), make_requests(40), []
+    while len(asked) < 5:
+        if not budget.skips(40) and (limits := budget.limits(requests)).any():
+            asked.append(set(np.flatnonzero(limits).tolist()))
+            budget.learn(outcome_of(DraftBatch.pack([chain(0)] * 40), requests=requests))
+    assert [len(each) for each in asked] == [8] * 5
+    assert len(set.union(*asked)) == 40
+
+
+def test_tokens_drawn_ahead_are_tried_at_once():
+    """Whoever has some is asked first, however little drafts have paid lately."""
+    budget, requests = GoodputBudget(costs=DEAR), make_requests(40)
+    passes(budget, 500, rows=40, propose=guesses(2))
+    requests[33] = replace(requests[33], ahead=np.array([5, 6], np.int32))
+    budget.admit(requests[33])
+    assert not budget.skips(40)
+    assert budget.limits(requests)[33] > 0
 
 
 def test_a_try_is_small_and_grows_where_it_pays():
     budget, requests = GoodputBudget(32, costs=[(0, 1.0), (1000, 1.001)]), make_requests(2)
     limits = []
     for _ in range(6):
+        assert not budget.skips(2)
         limits.append(int(budget.limits(requests).max()))
         drafts = DraftBatch.pack([chain(limits[-1], 0.99)] * 2)
         budget.trim(requests, drafts)
@@ -217,6 +261,7 @@ def test_a_try_is_small_and_grows_where_it_pays():
 def test_metrics_are_of_what_has_been_since():
     budget, requests = GoodputBudget(8, costs=[(0, 1.0), (10, 1.0), (20, 2.0)]), make_requests(2)
     assert budget.max_nodes == 8
+    assert not budget.skips(2)
     assert budget.limits(requests).tolist() == [4, 4]
     drafts = DraftBatch.pack([chain(2, 0.9), chain(1, 0.9)])
     assert budget.trim(requests, drafts).all()
@@ -233,47 +278,43 @@ def test_metrics_are_of_what_has_been_since():
 
 
 def test_a_resumed_budget_goes_on_as_the_whole_one_does():
-    """Through plain containers, as a checkpoint holds them."""
-    requests, drafts = make_requests(3), DraftBatch.pack([chain(4, 0.9), chain(3, 0.7), chain(2, 0.3)])
-    costs = [(0, 1.0), (10, 2.0)]
+    """Through plain containers, as a checkpoint holds them; while drafts pay, and when they no longer do."""
+    costs, luck = [(0, 1.0), (10, 2.0)], np.random.default_rng(0)
     whole = GoodputBudget(8, costs=costs)
-    for _ in range(20):
-        whole.limits(requests)
-        whole.learn(outcome_of(drafts.keep(whole.trim(requests, drafts))))
+    passes(whole, 200, rows=12, propose=guesses(4, 0.9), is_right=lambda nodes: luck.random(len(nodes)) < 0.9)
     fresh, resumed = GoodputBudget(8, costs=costs), GoodputBudget(8, costs=costs)
-    assert fresh.trim(requests, drafts).sum() != whole.trim(requests, drafts).sum(), "nothing was learned"
     resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
-    for _ in range(80):
-        np.testing.assert_array_equal(resumed.limits(requests), whole.limits(requests))
-        np.testing.assert_array_equal(resumed.trim(requests, drafts), whole.trim(requests, drafts))
+    runs = []
+    for budget in (whole, resumed, fresh):
+        luck = np.random.default_rng(1)
+        is_right = lambda nodes: luck.random(len(nodes)) < 0.9  # noqa: B023, E731
+        runs.append(passes(budget, 200, rows=12, propose=guesses(4, 0.9), is_right=is_right))
+        runs[-1] += passes(budget, 400, rows=12, propose=guesses(4, 0.9))
+    assert runs[0] == runs[1]
+    assert runs[0] != runs[2], "nothing was learned"
 
 
 def test_now_and_then_a_pass_goes_without_drafts_although_they_pay():
     """Without such passes nobody would know what drafts are compared with: here a pass with any costs 1.5, one without 1."""
-    budget, requests = GoodputBudget(8), make_requests(8)
-    asked = []
-    for _ in range(400):
-        asked.append(bool(budget.limits(requests).any()))
-        drafts = DraftBatch.pack([chain(4, 0.99)] * 8 if asked[-1] else [chain(0, 1.0)] * 8)
-        if asked[-1]:
-            drafts = drafts.keep(budget.trim(requests, drafts))
-        nodes = len(drafts.token_ids)
-        seconds = 1.5 + 0.001 * nodes if asked[-1] else 1.0
-        budget.learn(outcome_of(drafts, np.ones(nodes), seconds=seconds))
-    assert not asked[4]  # early: its cost is what the first comparisons need
-    assert 4 <= asked.count(False) <= 20
+    budget = GoodputBudget(8)
+    seconds = lambda nodes, asked: 1.5 + 0.001 * nodes if asked else 1.0  # noqa: E731
+    found = passes(budget, 400, rows=8, propose=guesses(4, 0.99), is_right=np.ones_like, seconds=seconds)
+    assert 4 <= [asked for asked, _ in found].count(0) <= 20
     assert budget._cost.seconds(8, np.zeros(1, np.int64), 0)[0] == pytest.approx(1.0, rel=0.05)
 
 
 def test_broken_promises_are_remembered_and_fade():
     budget, requests = GoodputBudget(8, costs=[(0, 1.0), (1000, 1.001)]), make_requests(4)
     for _ in range(60):
-        budget.limits(requests)
         drafts = DraftBatch.pack([chain(3, 0.9)] * 4)
         budget.trim(requests, drafts)
         budget._acceptance = Acceptance()  # calibration that never learns
         budget.learn(outcome_of(drafts, np.zeros(12)))
-    before = budget._honesty
+    before = budget._calibration
     assert before < 0.3
-    budget._look_again()
-    assert before < budget._honesty < 1
+    budget._kind, budget._rows = "probe", 4
+    for _ in range(10):
+        drafts = DraftBatch.pack([chain(1, 0.5)] * 4)
+        budget.trim(requests, drafts)
+        budget.learn(outcome_of(drafts, np.ones(4)))
+    assert before < 0.6 < budget._calibration

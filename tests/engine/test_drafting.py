@@ -152,6 +152,23 @@ class Recording(Budget):
         return {"budget/outcomes": float(len(self.outcomes))}
 
 
+class Skipping(Recording):
+    """Leaves the drafter alone in two of three passes."""
+
+    def skips(self, num_requests):
+        self.calls = getattr(self, "calls", 0) + 1
+        return self.calls % 3 > 0
+
+
+def test_a_pass_that_is_skipped_asks_nobody_and_is_not_heard_of():
+    policy, requests = tiny_policy(), make_requests(5, max_tokens=20)
+    plain = answers(policy, requests)
+    budget, drafter = Skipping(trims=False), oracle_for(plain)
+    assert_same(plain, answers(policy, requests, drafter=drafter, budget=budget))
+    assert 2 <= len(budget.outcomes) == budget.calls // 3
+    assert any(outcome.accepted.any() for outcome in budget.outcomes)
+
+
 @pytest.mark.parametrize("trims", [True, False])
 @pytest.mark.parametrize("perfect", [True, False])
 def test_a_budget_is_kept_to_and_told_what_came_of_it(trims, perfect):

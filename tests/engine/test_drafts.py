@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rhymerl.drafters.batches import closed, kept
 from rhymerl.types import Draft, DraftBatch
 
 
@@ -56,17 +57,17 @@ def test_keeping_a_part_leaves_the_paths_as_they_were(singles, data):
     batch = DraftBatch.pack(singles)
     count = len(batch.token_ids)
     wanted = np.array(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)), np.bool_)
-    mask = batch.closed(wanted)
-    kept = batch.keep(mask)
+    mask = closed(batch, wanted)
+    part = kept(batch, wanted)
     for r, draft in enumerate(singles):
         mine = slice(batch.starts[r], batch.starts[r + 1])
         with_ancestors = []
         for parent, chosen in zip(draft.parents, wanted[mine], strict=True):
             with_ancestors.append(bool(chosen) and (parent < 0 or with_ancestors[parent]))
         assert mask[mine].tolist() == with_ancestors
-        assert paths(kept.draft(r)) == [path for path, stays in zip(paths(draft), with_ancestors, strict=True) if stays]
-        assert kept.match_length[r] == draft.match_length
-        np.testing.assert_array_equal(kept.scores[kept.requests == r], batch.scores[mine][with_ancestors])
+        assert paths(part.draft(r)) == [path for path, stays in zip(paths(draft), with_ancestors, strict=True) if stays]
+        assert part.match_length[r] == draft.match_length
+        np.testing.assert_array_equal(part.scores[part.requests == r], batch.scores[mine][with_ancestors])
 
 
 def test_plain_lists_pack_into_the_types_of_the_fields():

@@ -14,6 +14,7 @@ from rhymerl.backends.sglang.counters import Counters
 from rhymerl.backends.sglang.news import NewsReader
 from rhymerl.backends.sglang.wire import from_custom_params, news_of, noise_of, without_logprobs
 from rhymerl.drafters.base import Drafter
+from rhymerl.drafters.batches import kept
 from rhymerl.drafters.run_ahead import listens
 from rhymerl.engine.tree import depths, no_drafts, sound
 from rhymerl.history import NO_VERSION, HistoryDelta
@@ -197,7 +198,7 @@ class EngineDrafting:
         requests = [row.request for row in asking]
         proposed = self.drafter.propose_batch(requests, [row.context for row in asking], limits[askers].tolist())
         drafts = sound(proposed, requests, limits=limits[askers], vocabulary=self._vocabulary, complain=self._complain)
-        drafts = drafts.keep(depths(drafts) < np.array([row.room for row in asking])[drafts.requests])
+        drafts = kept(drafts, depths(drafts) < np.array([row.room for row in asking])[drafts.requests])
         return drafts.spread(askers, len(rows))
 
     def _complain(self, proposed: str, num_requests: int) -> None:
