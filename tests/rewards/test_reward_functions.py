@@ -274,6 +274,12 @@ def test_tests_that_are_none(columns: dict[str, Any], error: type[Exception], me
 
 
 @needs_sandbox
+def test_tests_that_judge_nobody_are_an_error() -> None:
+    with pytest.raises(ValueError, match=r"tests: they hand an object of Mock to the answer.* expected plain values"):
+        code(CODE, tests="from unittest.mock import Mock\nassert f(Mock()) == 2")
+
+
+@needs_sandbox
 def test_code_in_the_pool() -> None:
     """An answer that hangs costs its own reward; tests that are none are an error."""
     reward = Reward("rhymerl.rewards.code", default=-1.0, arguments={"time_limit_s": 0.5})

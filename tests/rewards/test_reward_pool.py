@@ -18,6 +18,7 @@ import pytest
 
 from rhymerl.errors import RewardError
 from rhymerl.rewards import Reward, RewardScorer
+from tests.rewards.processes import is_alive, wait_until
 
 DEFAULT = -7.0
 
@@ -36,11 +37,6 @@ def score(texts: list[str], function: str, *, num_workers: int = 2, chunk_size: 
 def children() -> list[int]:
     paths = Path("/proc/self/task").glob("*/children")
     return [int(pid) for path in paths for pid in path.read_text().split()]
-
-
-def is_alive(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/status")
-    return status.exists() and "State:\tZ" not in status.read_text()
 
 
 @pytest.mark.parametrize(
@@ -85,10 +81,7 @@ def test_processes_that_a_reward_leaves_behind_count_for_nothing_and_end(misdeed
     rewards, metrics = score(texts, function, num_workers=1, timeout_s=5.0, batch=function == "act_in_batch")
     assert rewards == [float(len(text)) for text in texts]
     assert metrics == {}
-    give_up = time.monotonic() + 3.0
-    while set(processes()) - before and time.monotonic() < give_up:
-        time.sleep(0.01)
-    assert set(processes()) <= before
+    assert wait_until(lambda: set(processes()) <= before)
 
 
 def processes() -> list[int]:
