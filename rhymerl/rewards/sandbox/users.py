@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 from typing import NamedTuple
 
@@ -41,7 +42,7 @@ def check(user: User, *, folders: Sequence[str], apart: bool) -> None:
     if user == own():
         if not apart:
             raise OSError(errno.EPERM, "all processes of a user count together outside of namespaces")
-        if tuple(int(part) for part in os.uname().release.split(".")[:2]) < _COUNTED_APART:
+        if tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2]) < _COUNTED_APART:
             raise OSError(errno.ENOSYS, "this kernel counts a user's processes over all namespaces")
         return
     before = os.geteuid()
