@@ -103,12 +103,14 @@ def test_a_program_is_no_answer_in_this_process_either(dataset: str, tmp_path: P
     """With the sandbox switched off, in a worker of the pool, which the first wall has to itself."""
     (row,) = rows(dataset)
     reward = Reward(reasoning_gym_reward, name="r", default=-1.0, arguments={"unsafe_unconfined": True})
-    answers = ["none of it", *(program.replace("FOLDER", str(tmp_path)) for program in PROGRAMS), row["answer"]]
+    programs = [program.replace("FOLDER", str(tmp_path)) for program in PROGRAMS]
+    answers = ["none of it", *programs, *["3 * 4"] * 50, *programs, row["answer"]]
     with RewardScorer([reward], num_workers=1) as scorer:
         for number, answer in enumerate(answers):
             scorer.submit(str(number), f"<answer>{answer}</answer>", row)
         wrong, *others, right = [each["r"] for each in scorer.collect().values()]
-    assert set(others) == {wrong}
+        assert not any(scorer.metrics().values())
+    assert set(others[: len(PROGRAMS)]) == set(others[-len(PROGRAMS) :]) == {wrong}
     assert right == 1.0
     assert list(tmp_path.iterdir()) == []
 

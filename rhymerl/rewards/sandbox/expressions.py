@@ -6,10 +6,11 @@ import ast
 import builtins
 import sys
 from collections import ChainMap
+from contextlib import contextmanager
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from typing import Any
 
 _NODES = (
@@ -18,8 +19,9 @@ _NODES = (
 )
 
 
-def guard(packages: Sequence[str], *, is_harmless: Callable[[Any], bool]) -> None:
-    """Have these packages' own calls of `eval` evaluate expressions only, with harmless names in them, for good.
+@contextmanager
+def expressions_only(packages: Sequence[str], *, is_harmless: Callable[[Any], bool]) -> Iterator[None]:
+    """Within, these packages' own calls of `eval` evaluate expressions only, with harmless names in them.
 
     They raise ValueError for everything else. Other packages' calls are as ever: the standard library makes classes so.
     """
@@ -39,6 +41,10 @@ def guard(packages: Sequence[str], *, is_harmless: Callable[[Any], bool]) -> Non
         return evaluate_anything(compile(tree, "expression", "eval"), names, own_names)
 
     builtins.eval = evaluate
+    try:
+        yield
+    finally:
+        builtins.eval = evaluate_anything
 
 
 def _check(node: ast.AST, names: Mapping[str, Any], is_harmless: Callable[[Any], bool]) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 
-import reasoning_gym
 from reasoning_gym.factory import create_dataset
 from reasoning_gym.utils import extract_answer
 from sympy import Basic, cbrt, root, sqrt
 
-from . import expressions
+from .expressions import expressions_only
 from .wire import BrokenMessageError, decode
 
 TYPE_CHECKING = False
@@ -20,16 +19,16 @@ _FUNCTIONS = (sqrt, cbrt, root)
 
 
 def score(completion: str, entry: str) -> float:
-    """The verifier's score of the answer in a completion, 0 where it cannot parse it; once in a process."""
+    """The verifier's score of the answer in a completion, 0 where it cannot parse it."""
     scoring = decode(json.loads(entry), _refuse)
-    expressions.guard((reasoning_gym.__name__, "sympy"), is_harmless=_is_of_a_formula)
     data_set = create_dataset(scoring["dataset"], seed=0, size=1, **scoring["settings"])
     tag = scoring["answer_tag"]
     answer = completion.strip() if tag is None else extract_answer(completion, tag_name=tag)
-    try:
-        return float(data_set.score_answer(answer, scoring["entry"]))
-    except ValueError:  # some verifiers parse without a guard, such as int("none") in prime_factorization
-        return 0.0
+    with expressions_only(("reasoning_gym", "sympy"), is_harmless=_is_of_a_formula):
+        try:
+            return float(data_set.score_answer(answer, scoring["entry"]))
+        except ValueError:  # some verifiers parse without a guard, such as int("none") in prime_factorization
+            return 0.0
 
 
 def _refuse(kind: str, content: Any) -> Any:
