@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rhymerl.rewards.functions import exact_match, format_match, length_penalty, numeric_match, tag_match
     from rhymerl.rewards.mathematics import math_match
     from rhymerl.rewards.programs import code
+    from rhymerl.rewards.reasoning_gym import reasoning_gym_reward
     from rhymerl.rewards.scorer import RewardScorer
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "math_match",
     "numeric_match",
     "plain_rewards",
+    "reasoning_gym_reward",
     "tag_match",
 ]
 
@@ -54,6 +56,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of ours
             "math_match": "mathematics",
             "numeric_match": "functions",
             "plain_rewards": "build",
+            "reasoning_gym_reward": "reasoning_gym",
             "tag_match": "functions",
         },
     )

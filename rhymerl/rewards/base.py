@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from rhymerl.errors import ConfigError
 from rhymerl.rewards.arguments import is_number
-from rhymerl.rewards.hooks import Extract
+from rhymerl.rewards.hooks import Extract, opens_of
 from rhymerl.rewards.resolve import Found, find, find_home, nearest
 
 #: `def reward(completion: str, *, answer: str, **columns) -> float`, sync or async, or in the batch form
@@ -111,16 +111,20 @@ class Reward:
 
     @property
     def required_columns(self) -> tuple[str, ...]:
-        provided = {*self.arguments, *(["device"] if self.takes_device else [])}
-        return tuple(name for name in self.parameters.required if name not in provided)
+        return tuple(name for name in self.parameters.required if name not in self._provided)
 
     def column_selector(self) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
         """A function from a row's columns to those that a call is given."""
-        provided = {self.parameters.completion, *self.arguments, *(["device"] if self.takes_device else [])}
+        provided = {self.parameters.completion, *self._provided}
         names = tuple(name for name in self.parameters.names if name not in provided)
         if self.parameters.takes_any:
             return lambda columns: {name: value for name, value in columns.items() if name not in provided}
         return lambda columns: {name: columns[name] for name in names if name in columns}
+
+    @property
+    def _provided(self) -> set[str]:
+        """Parameters that no column is for."""
+        return {*self.arguments, *opens_of(self.call), *(["device"] if self.takes_device else [])}
 
     def _check_values(self) -> None:
         allowed = {

@@ -81,10 +81,15 @@ def tag_match(completion: str, *, tags: Sequence[str]) -> float:
 
     `tags=["think", "answer"]` wants `<think>…</think> <answer>…</answer>`; white space between them is free.
     """
-    pattern = r"\s*".join(f"<{tag}>(.*)</{tag}>" for tag in map(re.escape, tags))
-    matched = re.fullmatch(pattern, completion.strip(), flags=re.DOTALL)
-    once = all(completion.count(f"<{tag}>") == completion.count(f"</{tag}>") == 1 for tag in tags)
-    return float(matched is not None and once and all(text.strip() for text in matched.groups()))
+    marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
+    if any(completion.count(mark) != 1 for mark in marks):
+        return 0.0
+    pieces = []
+    for mark in marks:
+        piece, _, completion = completion.partition(mark)
+        pieces.append(piece)
+    within, outside = pieces[1::2], [*pieces[::2], completion]
+    return float(all(text.strip() for text in within) and not any(text.strip() for text in outside))
 
 
 def check_lengths(reward: Reward) -> None:

@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from rhymerl.rewards.base import Reward
 
 Extract = Callable[[str], object]  # from an answer's text to what is compared, None where there is nothing
+Opens = Mapping[
+    str, Callable[[Mapping[str, Any]], AbstractContextManager[Any]]
+]  # by parameter, from a reward's arguments
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def brings(
-    *, check: Callable[[Reward], None] | None = None, extract: Extract | None = None
+    *, check: Callable[[Reward], None] | None = None, extract: Extract | None = None, opens: Opens | None = None
 ) -> Callable[[Function], Function]:
     """A decorator. `check` raises ConfigError, before any compute, where the function cannot work; `extract` is for maj@k.
 
-    Both become attributes of the function, which other ways of setting them do as well.
+    `opens` is for what outlives a call: each process that calls the function makes it once, by parameter from the reward's
+    arguments, and closes it in the end. All become attributes of the function, which other ways of setting them do as well.
     """
 
     def decorate(function: Function) -> Function:
-        function.__dict__.update({"check": check, "extract": extract})
+        function.__dict__.update({"check": check, "extract": extract, "opens": opens})
         return function
 
     return decorate
+
+
+def opens_of(function: object) -> Opens:
+    """What a function wants to have open."""
+    return getattr(function, "opens", None) or {}
+
+
+def opened(function: object, arguments: Mapping[str, Any], stack: ExitStack) -> dict[str, Any]:
+    """The arguments, and what the function wants to have open besides, which closes with `stack`."""
+    opens = {name: open_it for name, open_it in opens_of(function).items() if name not in arguments}
+    return {**arguments, **{name: stack.enter_context(open_it(arguments)) for name, open_it in opens.items()}}

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from math import inf
 from typing import Any
 
 from rhymerl.rewards.base import Reward
 from rhymerl.rewards.calls import Call, Caller, Outcome
+from rhymerl.rewards.hooks import opened
 
 
 class LocalReward:
@@ -22,17 +24,21 @@ class LocalReward:
     def __init__(self, reward: Reward, deliver: Callable[[str, Outcome], None]) -> None:
         self.reward = reward
         self.deliver = deliver
+        self._stack = ExitStack()
+        self._arguments: Mapping[str, Any] | None = None
         self._runner = asyncio.Runner()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards") if reward.is_async else None
 
     def run(self, samples: Mapping[str, Call], *, extra: Mapping[str, Any] | None = None) -> None:
         """Score `samples` by key; `extra` keyword arguments go into every call."""
+        if self._arguments is None:
+            self._arguments = opened(self.reward.call, self.reward.arguments, self._stack)
         caller = Caller(
             function=self.reward.call,
             batch=self.reward.batch,
             is_async=self.reward.is_async,
             timeout_s=self.reward.timeout_s if self.reward.is_async else inf,
-            arguments={**self.reward.arguments, **(extra or {})},
+            arguments={**self._arguments, **(extra or {})},
             drive=self._drive,
         )
         keys = list(samples)
@@ -42,7 +48,9 @@ class LocalReward:
             self.deliver(key, final)
 
     def close(self) -> None:
-        """End the thread; may be called twice."""
+        """End the thread, and what the function has open; may be called twice."""
+        self._stack.close()
+        self._arguments = None
         if self._thread is not None:
             self._thread.submit(self._runner.close).result()
             self._thread.shutdown()

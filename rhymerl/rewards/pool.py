@@ -16,10 +16,12 @@ from typing import NamedTuple
 from rhymerl.errors import RewardError
 from rhymerl.rewards.base import Reward
 from rhymerl.rewards.calls import Call, Outcome
+from rhymerl.rewards.lines import Started, StrayBytesError
 from rhymerl.rewards.process import WorkerProcess
-from rhymerl.rewards.worker import Chunk, FunctionSpec, Started
+from rhymerl.rewards.worker import Chunk, FunctionSpec
 
 _START_TIMEOUT_S = 120.0
+_START_AGAIN_AFTER_S = (0.1, 0.3, 0.9, 2.7)
 _GRACE_S = 0.25  # the worker's own timers get the first word
 _POLL_INTERVAL_S = 0.01
 
@@ -56,12 +58,31 @@ class _Worker:
         self.deadline = monotonic() + reward.timeout_s * num_limits + _GRACE_S
 
 
+class _Starts:
+    """When a worker may be started: later where that has failed, as it does while the machine has too many processes."""
+
+    def __init__(self) -> None:
+        self.not_before = 0.0
+        self._num_failed = 0
+
+    def succeeded(self) -> None:
+        self._num_failed = 0
+
+    def failed(self, reason: str, *, at_work: bool) -> None:
+        """Raises RewardError when it has failed too often and nobody is at work."""
+        if self._num_failed >= len(_START_AGAIN_AFTER_S) and not at_work:
+            raise RewardError(f"a reward worker did not start: {reason}")
+        self.not_before = monotonic() + _START_AGAIN_AFTER_S[min(self._num_failed, len(_START_AGAIN_AFTER_S) - 1)]
+        self._num_failed += 1
+
+
 class RewardPool:
     """Runs calls of `rewards` in worker processes, in chunks, and hands each outcome to `deliver` once.
 
     A call that hangs or kills its process costs that one sample; the rest of its chunk runs again. Of calls
     that run at the same time (async or batch), the guilty one is found by running each again alone. Processes
-    start with the first work. `poll`, `flush` and `drain` raise RewardError when a worker cannot work at all.
+    start with the first work, and again where that fails. `poll`, `flush` and `drain` raise RewardError when a worker cannot
+    work at all.
     """
 
     def __init__(
@@ -81,6 +102,7 @@ class RewardPool:
         self._alone: deque[Task] = deque()
         self._num_queued = 0
         self._workers: list[_Worker] = []
+        self._starts = _Starts()
         self._selector = selectors.DefaultSelector()
         self._next_poll = 0.0
 
@@ -103,8 +125,10 @@ class RewardPool:
         """Return when every queued call has its outcome."""
         self._dispatch()
         while self._num_queued or any(worker.pending for worker in self._workers):
-            nearest = min(worker.deadline for worker in self._workers if not worker.is_idle)
-            self._turn(max(0.0, nearest - monotonic()))
+            deadlines = [worker.deadline for worker in self._workers if not worker.is_idle]
+            if self._lacks_workers:
+                deadlines.append(self._starts.not_before)
+            self._turn(max(0.0, min(deadlines) - monotonic()))
 
     def close(self) -> None:
         """End the processes, at once where they are busy; unfinished work is lost."""
@@ -131,10 +155,13 @@ class RewardPool:
         for worker in [each for each in self._workers if each.is_idle]:
             if tasks := self._next_chunk():
                 self._send(worker, tasks)
-        num_starting = sum(not worker.ready for worker in self._workers)
-        while num_starting < self._num_queued and len(self._workers) < self.num_workers:
+        while self._lacks_workers and monotonic() >= self._starts.not_before:
             self._start()
-            num_starting += 1
+
+    @property
+    def _lacks_workers(self) -> bool:
+        num_starting = sum(not worker.ready for worker in self._workers)
+        return num_starting < self._num_queued and len(self._workers) < self.num_workers
 
     def _next_chunk(self) -> list[Task]:
         """Calls of the reward with the longest queue: an equal share for each worker when few are left."""
@@ -162,15 +189,23 @@ class RewardPool:
 
     def _read(self, worker: _Worker) -> None:
         try:
-            message: Started | Outcome = pickle.loads(worker.process.connection.recv_bytes())
+            for message in worker.process.lines.read():
+                self._take(worker, message)
+        except StrayBytesError:
+            self._lose(worker, "crash", message="something else than its result was written into its worker's pipe")
         except (EOFError, OSError):
             self._lose(worker, "crash")
-            return
+
+    def _take(self, worker: _Worker, message: Started | Outcome) -> None:
         if isinstance(message, Started):
             if message.failure:
                 raise RewardError(f"rewards.{message.reward}: a worker cannot import it: {message.failure}")
             worker.ready = True
+            self._starts.succeeded()
             return
+        expected = list(worker.pending)[:1] if worker.in_order else worker.pending
+        if message.position not in expected:
+            raise StrayBytesError
         task = worker.pending.pop(message.position)
         if worker.in_order:
             worker.deadline = message.finished_at + self.rewards[task.reward].timeout_s + _GRACE_S
@@ -183,7 +218,7 @@ class RewardPool:
         else:
             self.deliver(task, outcome)
 
-    def _lose(self, worker: _Worker, kind: str) -> None:
+    def _lose(self, worker: _Worker, kind: str, *, message: str = "") -> None:
         """End a worker that hangs or has died: the guilty call is settled, the others are queued again."""
         self._workers.remove(worker)
         self._selector.unregister(worker.process.connection)
@@ -191,8 +226,9 @@ class RewardPool:
         ending = worker.process.end(at_once=True)
         tasks = list(worker.pending.values())
         if not worker.ready:
-            waited = f"it was not ready after {_START_TIMEOUT_S:g} s"
-            raise RewardError(f"a reward worker did not start: {ending if kind == 'crash' else waited}")
+            if kind == "timeout":
+                raise RewardError(f"a reward worker did not start: it was not ready after {_START_TIMEOUT_S:g} s")
+            self._starts.failed(ending, at_work=self._is_at_work)
         if not tasks:
             return
         if not worker.in_order and len(tasks) > 1:
@@ -202,14 +238,22 @@ class RewardPool:
         self._queues[tasks[0].reward].extendleft(reversed(tasks[1:]))
         self._num_queued += len(tasks) - 1
         if kind == "crash":
-            outcome = Outcome(0, "crash", message=ending)
+            outcome = Outcome(0, "crash", message=message or ending)
         else:
             limit_s = self.rewards[tasks[0].reward].timeout_s
             outcome = Outcome(0, "timeout", message=f"it hung for longer than {limit_s:g} s")
         self.deliver(tasks[0], outcome)
 
+    @property
+    def _is_at_work(self) -> bool:
+        return any(worker.ready for worker in self._workers)
+
     def _start(self) -> None:
-        worker = _Worker(self._specs)
+        try:
+            worker = _Worker(self._specs)
+        except OSError as error:
+            self._starts.failed(str(error), at_work=self._is_at_work)
+            return
         self._workers.append(worker)
         self._selector.register(worker.process.connection, selectors.EVENT_READ, worker)
 

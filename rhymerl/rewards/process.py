@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import pickle
+import secrets
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import Any
 
-from rhymerl.errors import RewardError
+from rhymerl.rewards.lines import LineReader
 from rhymerl.rewards.worker import FunctionSpec
 
 # The parent's path is set before anything is imported: rhymerl and the users' modules are then the parent's.
@@ -21,19 +23,23 @@ _PROGRAM = (
     "fds = map(int, sys.argv[1:3]); del sys.argv[1:]; main(*fds)"
 )
 _EXIT_TIMEOUT_S = 1.0
+_MARK = "RHYMERL_REWARD_WORKER"  # in the environment of a worker and of all that comes from it
 
 
 class WorkerProcess:
     """A Python process at the other end of `connection`, in a process group of its own.
 
     Its lifeline is a pipe whose closing kills the group: that also happens when this process dies in any way.
-    A group of its own also keeps Ctrl-C away from it, and lets `end` reach what the user's code has started.
+    A group of its own also keeps Ctrl-C away from it, and lets `end` reach what the user's code has started; daemons, which
+    leave the group, are found by a mark in their environment. Raises OSError when it cannot be started.
     """
 
     def __init__(self, specs: Sequence[FunctionSpec]) -> None:
         self.connection: Connection[Any, Any]
         self.connection, theirs = Pipe()
         lifeline_end, self._lifeline = os.pipe()
+        self._mark = f"{_MARK}={os.getpid()}-{secrets.token_hex(8)}"
+        name, _, value = self._mark.partition("=")
         fds = (theirs.fileno(), lifeline_end)
         try:
             self._process = subprocess.Popen(
@@ -41,15 +47,16 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 pass_fds=fds,
                 process_group=0,
-                env={"PYTHONHASHSEED": "0", **os.environ},  # sets of strings: one order in every worker
+                env={"PYTHONHASHSEED": "0", **os.environ, name: value},  # sets of strings: one order in every worker
             )
-        except OSError as error:
+        except OSError:
             self.connection.close()
             os.close(self._lifeline)
-            raise RewardError(f"a reward worker cannot be started: {error}") from error
+            raise
         finally:
             theirs.close()
             os.close(lifeline_end)
+        self.lines = LineReader(self.connection.fileno())
         with suppress(OSError):  # a worker that is dead already shows when it is read from
             self.connection.send_bytes(pickle.dumps(list(specs)))
 
@@ -66,9 +73,18 @@ class WorkerProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.wait()
         os.close(self._lifeline)
+        _kill_marked(self._mark)
         if code < 0:
             return f"its process was killed by {signal.Signals(-code).name}"
         return f"its process exited with code {code}"
+
+
+def _kill_marked(mark: str) -> None:
+    """Where there is a /proc to look for them in."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if mark.encode() in path.read_bytes().split(b"\0"):
+                os.kill(int(path.parent.name), signal.SIGKILL)
 
 
 def _python_path() -> list[str]:

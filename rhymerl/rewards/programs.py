@@ -3,70 +3,29 @@
 from __future__ import annotations
 
 import re
-import sys
 import sysconfig
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rhymerl.errors import ConfigError
-from rhymerl.rewards.arguments import check_argument, is_integer, is_number
+from rhymerl.rewards.arguments import check_argument
 from rhymerl.rewards.hooks import brings
+from rhymerl.rewards.walls import check_sandbox
 
 if TYPE_CHECKING:
     from rhymerl.rewards.base import Reward
-    from rhymerl.rewards.sandbox.run import Wall
+    from rhymerl.rewards.sandbox.run import Sandbox, Wall
 
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*([^\s`]*)[^\n]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
 _PYTHON = ("", "python", "python3", "py")
-_START_S = 2.0  # of the pool's time limit, for a sandbox to come up on a busy machine
 _MIN_MEMORY_MB = 64  # Python itself starts in 16, and imports most of its library in this
-_OPEN_WITHOUT = {
-    "namespaces": "an answer could read this machine's files, your data set's among them",
-    "seccomp": "an answer could start processes without number, and reach more of the kernel",
-}
 
 
 def check_code(reward: Reward) -> None:
     """Raises ConfigError for settings under which no answer could pass, and for walls that this machine lacks and they do not allow to."""
-    from rhymerl.rewards.sandbox.run import WALLS, SandboxError, missing_walls
-
-    _check_arguments(reward, walls=WALLS)
-    setting = f"rewards.{reward.name}.arguments.unsafe_without"
-    allowed = reward.arguments.get("unsafe_without", ())
-    for name in allowed:
-        if name not in WALLS:
-            raise ConfigError(f"{setting}: there is no {name!r}; expected some of {', '.join(WALLS)}")
-    if sys.platform != "linux":
-        raise ConfigError(f"{reward.setting}: its sandbox needs Linux, and this is {sys.platform}")
-    try:
-        missing = missing_walls()
-    except SandboxError as error:
-        raise ConfigError(f"{reward.setting}: {error}") from error
-    for name in sorted(set(missing) - set(allowed)):
-        raise ConfigError(
-            f"{reward.setting}: this machine offers its sandbox no {name} ({missing[name]}), and without them "
-            f"{_OPEN_WITHOUT[name]}; allow them on it, or accept that with {setting}=[{name}]"
-        )
-    time_limit_s = reward.arguments.get("time_limit_s", 5.0)
-    if reward.where == "pool" and reward.timeout_s < time_limit_s + _START_S:
-        raise ConfigError(
-            f"rewards.{reward.name}.timeout_s={reward.timeout_s:g}: expected at least {time_limit_s + _START_S:g}, "
-            f"arguments.time_limit_s and {_START_S:g} seconds for the sandbox to come up"
-        )
-
-
-def _check_arguments(reward: Reward, *, walls: Sequence[str]) -> None:
-    check_argument(reward, "time_limit_s", lambda value: is_number(value) and value > 0, "a number of seconds above 0")
-    enough = f"a whole number, at least {_MIN_MEMORY_MB}, of which Python itself needs some"
-    check_argument(reward, "memory_mb", lambda value: is_integer(value) and value >= _MIN_MEMORY_MB, enough)
     for name in ("partial", "packages"):
         check_argument(reward, name, lambda value: isinstance(value, bool), "true or false")
-    check_argument(reward, "unsafe_without", _is_collection, f"a list of walls, of {', '.join(walls)}")
     check_argument(reward, "entry_point", _is_expression, "an expression of Python, such as add or Solution().add")
-
-
-def _is_collection(value: object) -> bool:
-    return isinstance(value, Collection) and not isinstance(value, str)
+    check_sandbox(reward, time_limit_s=5.0, min_memory_mb=_MIN_MEMORY_MB)
 
 
 def _is_expression(value: object) -> bool:
@@ -79,7 +38,14 @@ def _is_expression(value: object) -> bool:
     return True
 
 
-@brings(check=check_code)
+def open_sandbox(arguments: Mapping[str, Any]) -> Sandbox:
+    """For all answers."""
+    from rhymerl.rewards.sandbox.run import Sandbox
+
+    return Sandbox()
+
+
+@brings(check=check_code, opens={"sandbox": open_sandbox})
 def code(
     completion: str,
     *,
@@ -90,6 +56,7 @@ def code(
     memory_mb: int = 512,
     packages: bool = False,
     unsafe_without: Sequence[Wall] = (),
+    sandbox: Sandbox | None = None,
 ) -> float:
     """1.0 when the completion's code passes all its `tests`, else 0.0; with `partial` the share that it passes.
 
@@ -98,8 +65,9 @@ def code(
     list) and the value it is to return, without one what the code as a program reads and writes. Source that defines
     `check(candidate)` gets the entry point passed. `packages` lets the code import what is installed here.
 
-    All tests together take at most `time_limit_s`. The code runs in the sandbox of `rhymerl.rewards.sandbox`. Raises ValueError
-    or SyntaxError for tests of another form and SandboxError where no sandbox can be had.
+    All tests together take at most `time_limit_s`. The code runs in a sandbox of `rhymerl.rewards.sandbox`; without `sandbox`
+    in one that is warmed up for this call alone. Raises ValueError or SyntaxError for tests of another form, or by which no
+    answer can be judged, and SandboxError where no sandbox can be had.
     """
     from rhymerl.rewards.sandbox.run import Job, run
 
@@ -116,8 +84,10 @@ def code(
         folders=sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}) if packages else (),
         unsafe_without=unsafe_without,
     )
-    passed = run(job).passed
-    return passed / len(tests) if partial else float(passed == len(tests))
+    report = run(job) if sandbox is None else sandbox.run(job)
+    if report.unfit:
+        raise ValueError(f"tests: {report.unfit}")
+    return report.passed / len(tests) if partial else float(report.passed == len(tests))
 
 
 def last_code_block(text: str) -> str:

@@ -10,13 +10,16 @@ import pickle
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
-from functools import reduce
+from contextlib import ExitStack, suppress
+from functools import partial, reduce
 from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from rhymerl.rewards.calls import Attempt, Call, Caller, Outcome
+from rhymerl.rewards.hooks import opened
+from rhymerl.rewards.lines import Started, line_of
+from rhymerl.rewards.sandbox.memory import volunteer
 
 
 class FunctionSpec(NamedTuple):
@@ -38,22 +41,17 @@ class Chunk(NamedTuple):
     calls: Sequence[Call]
 
 
-class Started(NamedTuple):
-    """The worker's first words. It is ready unless it says what failed."""
-
-    reward: str = ""
-    failure: str = ""
-
-
 def main(connection_fd: int, lifeline_fd: int) -> None:
     """Serve the parent at the other end of `connection_fd` until it closes or dies."""
     for fd in (connection_fd, lifeline_fd):
         os.set_inheritable(fd, False)
     _die_with_parent(lifeline_fd)
+    volunteer()  # a reward that needs too much memory is not to cost the trainer
+    os.register_at_fork(after_in_child=partial(os.close, connection_fd))  # nobody else hears the parent or speaks to it
     os.dup2(2, 1)  # what users print must not end up in the parent's output, which may be JSON
     connection: Connection[Any, Any] = Connection(connection_fd)
-    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        _serve(connection)
+    with ExitStack() as stack, suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        _serve(connection, stack)
 
 
 def _die_with_parent(lifeline_fd: int) -> None:
@@ -66,16 +64,22 @@ def _die_with_parent(lifeline_fd: int) -> None:
         fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, fcntl.fcntl(lifeline_fd, fcntl.F_GETFL) | os.O_ASYNC)
 
 
-def _serve(connection: Connection[Any, Any]) -> None:
+def _serve(connection: Connection[Any, Any], stack: ExitStack) -> None:
+    worker = os.getpid()
+
     def emit(message: Outcome | Started) -> None:
-        connection.send_bytes(pickle.dumps(message))
+        if os.getpid() != worker:
+            os._exit(0)  # a child that the function has forked, and that has returned from it too
+        data = line_of(message)
+        while data:
+            data = data[os.write(connection.fileno(), data) :]
 
     specs: list[FunctionSpec] = pickle.loads(connection.recv_bytes())
     drive = _event_loop() if any(spec.is_async for spec in specs) else None
     callers = []
     for spec in specs:
         with Attempt() as attempt:
-            callers.append(_caller(spec, drive))
+            callers.append(_caller(spec, drive, stack))
         if attempt.error is not None:
             return emit(Started(spec.reward, attempt.message))
     emit(Started())
@@ -91,7 +95,7 @@ def _event_loop() -> Callable[[Coroutine[Any, Any, Any]], Any]:
     return asyncio.Runner().run
 
 
-def _caller(spec: FunctionSpec, drive: Callable[[Coroutine[Any, Any, Any]], Any] | None) -> Caller:
+def _caller(spec: FunctionSpec, drive: Callable[[Coroutine[Any, Any, Any]], Any] | None, stack: ExitStack) -> Caller:
     module: Any = import_module(spec.module)
     function = reduce(getattr, spec.qualname.split("."), module)
     settings = {"drive": drive} if drive else {}
@@ -100,6 +104,6 @@ def _caller(spec: FunctionSpec, drive: Callable[[Coroutine[Any, Any, Any]], Any]
         batch=spec.batch,
         is_async=spec.is_async,
         timeout_s=spec.timeout_s,
-        arguments=spec.arguments,
+        arguments=opened(function, spec.arguments, stack),
         **settings,
     )

@@ -1,4 +1,4 @@
-"""Problems of the `reasoning-gym` package, scored by its own verifiers."""
+"""Problems of the `reasoning-gym` package. `rhymerl.rewards.reasoning_gym_reward` has its verifiers score answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ReasoningGym(Task):
     or settings that it refuses, and when the package is missing.
     """
 
-    reward = "rhymerl.tasks.reasoning_gym.reasoning_gym_reward"
+    reward = "rhymerl.rewards.reasoning_gym_reward"
 
     def __init__(
         self,
@@ -114,22 +114,6 @@ class ReasoningGym(Task):
         return [*system, {"role": "user", "content": question}]
 
 
-def reasoning_gym_reward(completion: str, *, entry: str, **columns: Any) -> float:
-    """The verifier's score of the answer in a completion, 0 to 1; `entry` is the row's column of that name.
-
-    An answer that the verifier cannot even parse scores 0. Data sets that read large files (arc_agi, codeio)
-    take up to half a second a call.
-    """
-    scoring = _unpack(json.loads(entry))
-    data_set = _make_data_set(scoring["dataset"], scoring["settings"], seed=0, size=1)
-    tag = scoring["answer_tag"]
-    answer = completion.strip() if tag is None else _package("utils").extract_answer(completion, tag_name=tag)
-    try:
-        return float(data_set.score_answer(answer, scoring["entry"]))
-    except ValueError:  # some verifiers parse without a guard, such as int("none") in prime_factorization
-        return 0.0
-
-
 def _split_of(question: str) -> Split:
     digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
     return "train" if digest[0] % 2 else "validation"
@@ -158,21 +142,11 @@ def _package(module: str) -> Any:
 
 
 def _pack(value: Any) -> Any:
-    """JSON that keeps tuples and the keys of dicts as they are: verifiers compare with them."""
+    """JSON that keeps tuples and the keys of dicts as they are, as `rhymerl.rewards.sandbox.wire` has it: verifiers compare with them."""
     if isinstance(value, tuple):
         return {"tuple": [_pack(item) for item in value]}
     if isinstance(value, list):
         return [_pack(item) for item in value]
     if isinstance(value, dict):
         return {"dict": [[_pack(key), _pack(item)] for key, item in value.items()]}
-    return value
-
-
-def _unpack(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_unpack(item) for item in value]
-    if isinstance(value, dict):
-        ((kind, items),) = value.items()
-        unpacked = _unpack(items)
-        return tuple(unpacked) if kind == "tuple" else dict(unpacked)
     return value

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from rhymerl.rewards.sandbox.run import missing_walls
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 ENGINE = ["--models", "tiny", "--vocabularies", "19", "--prompts", "4", "--slots", "2", "--shortest", "2"]
@@ -140,3 +143,10 @@ def test_sharing_has_a_row_a_length(run: Run) -> None:
     assert [(row["length"], row["tokens"]) for row in rows] == [(8, 32), (2000, 8000)]
     assert rows[0]["share_us"]["median"] > rows[1]["share_us"]["median"] > 0
     assert 16 < rows[1]["bytes"] < 32
+
+
+@pytest.mark.skipif(sys.platform != "linux" or bool(missing_walls()), reason="this machine offers no sandbox")
+def test_code_rewards_has_a_row_for_each_way(run: Run) -> None:
+    rows = run("code_rewards", "--answers", "4", "--workers", "1", "--repeats", "1")["rows"]
+    assert [row["way"] for row in rows] == ["plain", "code", "bare"]
+    assert all(row["calls_per_s"]["median"] > 0 for row in rows)

@@ -51,7 +51,7 @@ def test_programs_are_run_and_learned_from(model_dir, tmp_path, rhymerl):
         "module.reward_workers=2",
         "record_rollouts=true",
     ]
-    words += ["rewards.code.arguments.unsafe_without=[namespaces,seccomp]", f"run_dir={tmp_path / 'run'}"]
+    words += ["rewards.code.arguments.unsafe_without=[namespaces,seccomp,process_limit]", f"run_dir={tmp_path / 'run'}"]
     done = rhymerl("fit", "--config=grpo_code", f"model.path={model_dir}", f"data.train={data}", *words)
     assert done.code == 0, done.err
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 3

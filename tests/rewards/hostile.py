@@ -32,6 +32,28 @@ def forge(names, *replies):
         for reply in replies: say(reply)
 def attack(): return 5.0
 """
+CLONER = """
+import ctypes
+libc = ctypes.CDLL(None)
+stack, storage, word = (ctypes.create_string_buffer(2**size) for size in (14, 12, 3))
+top = ctypes.c_void_p(ctypes.addressof(stack) + 2**14 & ~15)
+def clone(flags):
+    return libc.clone(libc.pause, top, flags, None, word, storage, word)
+"""
+SHARED, OWN_FILES, OWN_DIRECTORY = (
+    0x3D0F00,
+    0x3D0B00,
+    0x3D0D00,
+)  # flags of a thread, and without CLONE_FILES or CLONE_FS
+MAPPER = """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+def page(address):
+    if libc.mmap(address, 4096, 3, 0x22 | 0x10, -1, 0) != address: raise MemoryError
+    ctypes.memset(address, 1, 1)
+"""
 
 FUNCTIONS = {
     "fork bomb": Attack("import os\ndef attack():\n while True: os.fork()", needs=("seccomp",)),
@@ -42,6 +64,32 @@ FUNCTIONS = {
     "program": Attack("import subprocess\ndef attack():\n subprocess.run(['/bin/true'])\n return 1"),
     "thread bomb": Attack(
         "import threading, time\ndef attack():\n while True: threading.Thread(target=time.sleep, args=(99,)).start()"
+    ),
+    "200 threads without stacks": Attack(
+        f"{CLONER}def attack(): return int(all(clone({SHARED}) > 0 for _ in range(200)))", needs=("process_limit",)
+    ),
+    "a thread with files of its own": Attack(
+        f"{CLONER}def attack(): return int(clone({OWN_FILES}) > 0)", needs=("seccomp",)
+    ),
+    "a thread with a directory of its own": Attack(
+        f"{CLONER}def attack(): return int(clone({OWN_DIRECTORY}) > 0)", needs=("seccomp",)
+    ),
+    "200 processes": Attack(
+        "import os, time\ndef attack():\n for _ in range(200):\n  if os.fork() == 0: time.sleep(9); os._exit(0)\n return 1",
+        needs=("process_limit",),
+    ),
+    "10 000 tables of pages": Attack(
+        f"{MAPPER}def attack():\n for n in range(10**4): page(2**44 + n * 2**30)\n return 1", needs=("seccomp",)
+    ),
+    "moving a page far away": Attack(
+        f"{MAPPER}def attack():\n import mmap\n here = ctypes.c_char.from_buffer(mmap.mmap(-1, 4096))\n"
+        " libc.mremap.restype = ctypes.c_void_p\n"
+        " return int(libc.mremap(ctypes.c_void_p(ctypes.addressof(here)), 4096, 4096, 3, ctypes.c_void_p(2**44)) == 2**44)",
+        needs=("seccomp",),
+    ),
+    "pairs of datagram sockets": Attack(
+        "import socket\ndef attack():\n socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\n return 1",
+        needs=("seccomp",),
     ),
     "10 GB list": Attack("def attack():\n x = [0] * (10 * 2**30 // 8)\n return 1"),
     "ever more memory": Attack("def attack():\n x = []\n while True: x.append(bytearray(2**20))"),
@@ -83,6 +131,7 @@ FUNCTIONS = {
     ),
     "killing the parent": Attack("import os\ndef attack():\n os.kill(os.getppid(), 9)\n return 1", needs=("seccomp",)),
     "killing by number": Attack("import os\ndef attack():\n os.kill(CALLER, 9)\n return 1"),
+    "killing its group": Attack("import os\ndef attack():\n os.kill(0, 9)\n return 1"),
     "killing everybody": Attack("import os\ndef attack():\n os.kill(-1, 9)\n return 1", needs=("seccomp",)),
     "signals by a pipe": Attack(
         "import fcntl, os, signal\ndef attack():\n r, w = os.pipe()\n fcntl.fcntl(r, fcntl.F_SETOWN, CALLER)\n"
@@ -152,6 +201,27 @@ FUNCTIONS = {
     "calls back with an attribute": Attack(
         "def attack(f): return f.__globals__['__builtins__']", "assert attack(lambda: 1)"
     ),
+    "makes a type of the tests": Attack(
+        "def attack(make): return make('Any', (), {'__eq__': lambda *_: True})()", "assert attack(type) == 1"
+    ),
+    "evaluates for the tests": Attack(
+        "def attack(f): return f('__import__(\"unittest.mock\").mock.ANY')", "assert attack(eval) == 1"
+    ),
+    "configures a mock": Attack(
+        "def attack(mock): return mock(**{'__eq__.return_value': True})",
+        "from unittest.mock import MagicMock\nassert attack(MagicMock) == 1",
+    ),
+    "calls a mock that makes mocks": Attack(
+        "def attack(mock): return mock(**{'__eq__.return_value': True})",
+        "from unittest.mock import MagicMock, Mock\nassert attack(Mock(side_effect=MagicMock)) == 1",
+    ),
+    "calls what calls a type": Attack(
+        "def attack(make): return make('Any', (), {'__eq__': lambda *_: True})()",
+        "from functools import partial\nassert attack(partial(type)) == 1",
+    ),
+    "gets a type from a function of the tests": Attack(
+        "def attack(f): return f()('Any', (), {'__eq__': lambda *_: True})()", "assert attack(lambda: type) == 1"
+    ),
 }
 
 # Those that tell the examiner something else than what the program's functions return.
@@ -199,6 +269,14 @@ FORGERIES = {
     ),
     "an object that nobody gave": Attack(
         f"{FORGER}forge({{'dict': [['attack', {{'yours': 0}}]]}}, {{'result': {{'yours': 0}}}})"
+    ),
+    "a name that stands for anything": Attack(
+        f"{FORGER}forge({{'dict': [['attack', {{'name': ['unittest.mock', 'ANY']}}]]}})",
+        "import unittest.mock\nassert attack == 1",
+    ),
+    "a result by name": Attack(
+        f"{FORGER}forge({{'dict': [['attack', {{'mine': 1}}]]}}, {{'result': {{'name': ['unittest.mock', 'ANY']}}}})",
+        "import unittest.mock\nassert attack() == 1",
     ),
     "calls what nobody gave": Attack(
         f"{FORGER}say({{'call': 0, 'operation': '__call__', 'args': [], 'named': {{}}}})\nforge(None, {{'result': 1}})"

@@ -5,6 +5,7 @@ Prints one JSON object: what the machine lacks, how a run is refused on it, and 
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
@@ -19,7 +20,7 @@ from rhymerl.errors import ConfigError
 from rhymerl.rewards import Reward
 from rhymerl.rewards.programs import check_code
 from rhymerl.rewards.sandbox import libc, seccomp
-from rhymerl.rewards.sandbox.run import WALLS, Job, Report, missing_walls, run
+from rhymerl.rewards.sandbox.run import WALLS, Job, Report, Sandbox, missing_walls
 from tests.rewards.hostile import FORGERIES, FUNCTIONS, PROGRAMS, SECRET, Attack
 
 NOBODY = 65534
@@ -39,8 +40,17 @@ def ordinary_user() -> None:
         os.setuid(NOBODY)
 
 
+def container() -> None:
+    """As in one of Docker: root with some rights, who may not make namespaces."""
+    numbers = {"x86_64": 272, "aarch64": 97}  # unshare
+    _refuse(numbers[os.uname().machine])
+    header = (ctypes.c_uint32 * 2)(0x2008_0522, 0)
+    rights = sum(1 << capability for capability in (0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 27, 29, 31))
+    libc.call("capset", header, (ctypes.c_uint32 * 6)(rights, rights, 0))
+
+
 def without_namespaces() -> None:
-    """As in a container of Docker: root without rights, who may not make namespaces."""
+    """Root in name only, who may not even become somebody else."""
     user = os.getuid()
     libc.call("unshare", NEW_USER)
     Path("/proc/self/uid_map").write_text(f"0 {user} 1")
@@ -51,31 +61,31 @@ def without_namespaces() -> None:
 
 def without_seccomp() -> None:
     """A filter that refuses further ones."""
-    libc.prctl(libc.PR_SET_NO_NEW_PRIVS, 1)
-    _, column = seccomp._ARCHITECTURES[os.uname().machine]
-    number = (157, 167)[column]  # prctl
-    refused = seccomp._statement(seccomp._RETURN, seccomp._ERRNO | errno.EINVAL)
+    numbers = {"x86_64": 157, "aarch64": 167}  # prctl
+    _refuse(numbers[os.uname().machine], first_argument=libc.PR_SET_SECCOMP)
+
+
+def _refuse(number: int, *, first_argument: int | None = None) -> None:
+    """A system call, or it with this argument."""
+    refused = seccomp._statement(seccomp._RETURN, seccomp._ERRNO | errno.EPERM)
+    body = [refused]
+    if first_argument is not None:
+        body = [seccomp._load(0), seccomp._jump(seccomp._EQUAL, first_argument, 0, 1), refused]
     allowed = seccomp._statement(seccomp._RETURN, seccomp._ALLOW)
-    parts = [
-        seccomp._statement(seccomp._LOAD, seccomp._NUMBER_AT),
-        seccomp._jump(seccomp._EQUAL, number, 0, 3),
-        seccomp._statement(seccomp._LOAD, seccomp._ARGUMENTS_AT),
-        seccomp._jump(seccomp._EQUAL, libc.PR_SET_SECCOMP, 0, 1),
-        refused,
-        allowed,
-    ]
-    seccomp.install_program(b"".join(parts))
+    load = seccomp._statement(seccomp._LOAD, seccomp._NUMBER_AT)
+    seccomp.install_program(b"".join([load, *seccomp._case(number, body), allowed]))
 
 
 KINDS = {
     "whole": whole,
     "ordinary_user": ordinary_user,
+    "container": container,
     "without_namespaces": without_namespaces,
     "without_seccomp": without_seccomp,
 }
 
 
-def attempt(attack: Attack, folder: str, port: str) -> Report:
+def attempt(sandbox: Sandbox, attack: Attack, folder: str, port: str) -> Report:
     names = {
         "FOLDER": folder,
         "TEMPORARY": tempfile.gettempdir(),
@@ -88,7 +98,7 @@ def attempt(attack: Attack, folder: str, port: str) -> Report:
     for name, value in names.items():
         code, test = code.replace(name, value), test.replace(name, value)
     expected = "needle-7351" if "needle" in code else "1"
-    return run(
+    return sandbox.run(
         Job(
             code=code,
             tests=[{"input": "1", "output": expected}] if attack.program else [test],
@@ -118,9 +128,11 @@ def main(kind: str, folder: str, port: str) -> None:
         for name, attack in {**FUNCTIONS, **FORGERIES, **programs}.items()
         if not {*attack.needs} & {*missing}
     }
-    with ThreadPoolExecutor(4) as pool:
-        reports = pool.map(lambda attack: attempt(attack, folder, port), attacks.values())
-        found = {name: [report.passed, report.failure] for name, report in zip(attacks, reports, strict=True)}
+    with Sandbox() as sandbox, ThreadPoolExecutor(4) as pool:
+        reports = pool.map(lambda attack: attempt(sandbox, attack, folder, port), attacks.values())
+        found = {
+            name: [report.passed, report.failure or report.unfit] for name, report in zip(attacks, reports, strict=True)
+        }
     print(json.dumps({"missing": missing, "refusal": refusal(), "found": found}))
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rhymerl.config import compose, resolved
 from rhymerl.errors import ConfigError
@@ -122,6 +126,28 @@ def test_length_penalty_refuses_an_empty_range() -> None:
 )
 def test_tag_match(completion: str, reward: float) -> None:
     assert tag_match(completion, tags=["think", "answer"]) == reward
+
+
+PIECES = st.lists(st.sampled_from(["<a>", "</a>", "<b>", "</b>", "x", " ", "\n", "<"]), max_size=2).map("".join)
+
+
+@given(*[PIECES] * 5)
+def test_tag_match_is_what_a_regular_expression_says(
+    before: str, first: str, middle: str, second: str, after: str
+) -> None:
+    text = f"{before}<a>{first}</a>{middle}<b>{second}</b>{after}"
+    matched = re.fullmatch(r"<a>(.*)</a>\s*<b>(.*)</b>", text.strip(), flags=re.DOTALL)
+    once = all(text.count(tag) == 1 for tag in ("<a>", "</a>", "<b>", "</b>"))
+    expected = matched is not None and once and all(part.strip() for part in matched.groups())
+    assert tag_match(text, tags=["a", "b"]) == expected
+
+
+def test_tag_match_reads_a_text_once() -> None:
+    """A regular expression would take days for this one."""
+    text = "<a>" + "</a> <b></b> <c>" * 20_000
+    started = time.process_time()
+    assert tag_match(text, tags=["a", "b", "c"]) == 0.0
+    assert time.process_time() - started < 10
 
 
 @pytest.mark.parametrize(
@@ -245,6 +271,12 @@ def test_code(completion: str, columns: dict[str, Any], reward: float) -> None:
 def test_tests_that_are_none(columns: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         code(CODE, **columns)
+
+
+@needs_sandbox
+def test_tests_that_judge_nobody_are_an_error() -> None:
+    with pytest.raises(ValueError, match=r"tests: they hand an object of Mock to the answer.* expected plain values"):
+        code(CODE, tests="from unittest.mock import Mock\nassert f(Mock()) == 2")
 
 
 @needs_sandbox

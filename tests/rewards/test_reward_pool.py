@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 
 from rhymerl.errors import RewardError
 from rhymerl.rewards import Reward, RewardScorer
+from tests.rewards.processes import is_alive, wait_until
 
 DEFAULT = -7.0
 
@@ -37,11 +39,6 @@ def children() -> list[int]:
     return [int(pid) for path in paths for pid in path.read_text().split()]
 
 
-def is_alive(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/status")
-    return status.exists() and "State:\tZ" not in status.read_text()
-
-
 @pytest.mark.parametrize(
     ("misdeed", "kind", "functions"),
     [
@@ -58,6 +55,11 @@ def is_alive(pid: int) -> bool:
         ("busy", "timeouts", ["act"]),
         ("regex", "timeouts", ["act"]),
         ("late", "timeouts", ["act", "act_async"]),
+        ("daemon and os._exit", "crashes", ["act", "act_async"]),
+        ("stray bytes", "crashes", ["act", "act_in_batch", "act_async"]),
+        ("stray line", "crashes", ["act"]),
+        ("stray outcome", "crashes", ["act"]),
+        ("stray length", "crashes", ["act"]),
     ],
 )
 def test_misdeed_costs_that_one_sample(misdeed: str, kind: str, functions: list[str]) -> None:
@@ -68,6 +70,32 @@ def test_misdeed_costs_that_one_sample(misdeed: str, kind: str, functions: list[
         rewards, metrics = score(texts, function, timeout_s=timeout_s, batch=batch, num_workers=1)
         assert rewards == [1.0, 2.0, DEFAULT, 3.0, 4.0]
         assert metrics == {kind: 1}
+
+
+@pytest.mark.parametrize("function", ["act", "act_in_batch", "act_async"])
+@pytest.mark.parametrize("misdeed", ["fork", "fork and raise", "fork and stay", "daemon"])
+def test_processes_that_a_reward_leaves_behind_count_for_nothing_and_end(misdeed: str, function: str) -> None:
+    """Whether they return, raise or stay, they are not the worker."""
+    before = set(processes())
+    texts = ["a", misdeed, "bb", misdeed, "ccc"]
+    rewards, metrics = score(texts, function, num_workers=1, timeout_s=5.0, batch=function == "act_in_batch")
+    assert rewards == [float(len(text)) for text in texts]
+    assert metrics == {}
+    assert wait_until(lambda: set(processes()) <= before)
+
+
+def processes() -> list[int]:
+    """Those of this program's rewards, wherever they have gone."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if f"RHYMERL_REWARD_WORKER={os.getpid()}-".encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return [pid for pid in found if is_alive(pid)]
+
+
+def test_workers_are_killed_before_the_trainer_where_memory_is_short() -> None:
+    assert score(["x"], "readiness_to_be_killed") == ([1000.0], {})
 
 
 def test_hanging_batch_is_split_to_find_the_guilty() -> None:

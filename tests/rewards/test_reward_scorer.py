@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,6 +95,29 @@ def test_local_failures_cost_one_sample(where: Any, text: str, function: str) ->
             "rewards/r/crashes": 0.0,
         }
         assert scorer.metrics()["rewards/r/errors"] == 0.0
+
+
+@pytest.mark.parametrize("where", ["pool", "main", "engine"])
+def test_what_a_function_opens_outlives_a_call_and_is_closed_in_the_end(where: Any, tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    reward = Reward("user_rewards.recorded", where=where, arguments={"path": str(path)})
+    with RewardScorer([reward], num_workers=1) as scorer:
+        for round_ in range(2):
+            for number in range(3):
+                scorer.submit(f"{round_} {number}", "x", {"ledger": "a column of that name"})
+            scores = [each["recorded"] for each in scorer.collect().values()]
+            assert scores == [1.0 + 3 * round_, 2.0 + 3 * round_, 3.0 + 3 * round_]
+        assert path.read_text() == "opened\n"
+    assert path.read_text() == "opened\nclosed\n"
+
+
+def test_an_argument_stands_for_what_would_be_opened(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    arguments = {"path": str(path), "ledger": [""] * 5}
+    with RewardScorer([Reward("user_rewards.recorded", arguments=arguments)], num_workers=1) as scorer:
+        scorer.submit("a", "x", {})
+        assert scorer.collect() == {"a": {"recorded": 6.0}}
+    assert not path.exists()
 
 
 def test_ctrl_c_in_a_local_reward_ends_the_run() -> None:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from rhymerl.rewards.sandbox.run import Job, missing_walls, run
 from rhymerl.rewards.sandbox.wire import BrokenMessageError, decode, encode
 from tests.rewards.hostile import FORGERIES, FUNCTIONS, PROGRAMS, SECRET
 from tests.rewards.machines import NOBODY
+from tests.rewards.processes import descendants, is_alive, wait_until
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or bool(missing_walls()), reason="this machine offers no namespaces or no seccomp"
@@ -67,6 +68,14 @@ def passed(code: str, *tests: Any, **settings: Any) -> int:
         ("import os\ndef f(): return dict(os.environ).get('HOME')", "assert f() is None"),
         ("def f(): return 'x' * 2**16", "print(f())\nassert f()[0] == 'x'"),
         ("def f(): return 1", "if f() != 1: exit(1)\nassert f.__name__ == 'f'"),
+        ("def f(g, x): return g(x)", "assert f(len, [1]) == 1 and f(int, '2') == 2 and f(str.upper, 'a') == 'A'"),
+        ("def f(g, x): return g(x)", "import math, operator\nassert f(math.sqrt, 4) == 2 and f(dict.fromkeys, 'a') == {'a': None}"),
+        ("def f(g, *x): return g(*x)", "from operator import add\nassert f(add, 1, 2) == 3 and f(eval, '1 + 1') == 2 and f(int.__add__, 1, 2) == 3"),
+        ("def f(x, kind): return isinstance(x, kind)", "assert f(1, int) and not f(1, str)"),
+        ("def f(error): raise error('no')", "try: f(KeyError)\nexcept KeyError as e: assert e.args == ('no',)\nelse: assert 0"),
+        ("def f(g):\n for x in (1, 2): g(x)", "a, b = [], set()\nf(a.append)\nf(b.add)\nassert a == [1, 2] and b == {1, 2}"),
+        ("def f(g):\n for x in (1, 2): g(x)", "class All:\n total = 0\n def add(self, x): self.total += x\na = All()\nf(a.add)\nassert a.total == 3"),
+        ("def f(x): return x", "a = object()\nassert f(a) is a"),
     ],
 )  # fmt: skip
 def test_functions(code: str, test: str) -> None:
@@ -143,6 +152,26 @@ def test_half_of_the_tests_and_the_first_failure() -> None:
     assert passed(wordless, "assert not f(), f()", "assert f()") == 1
 
 
+@pytest.mark.parametrize(
+    ("test", "kind"),
+    [
+        ("from unittest.mock import Mock\nf(Mock())", "Mock"),
+        ("from unittest.mock import Mock\ntry: f(Mock())\nexcept TypeError: pass", "Mock"),
+        ("from functools import partial\nf(partial(type))", "partial"),
+        ("class Node: pass\nf(Node)", "type"),
+        ("class Node:\n def __call__(self): return 1\nf([1, {2: Node()}])", "Node"),
+        ("f('{}'.format)", "builtin_function_or_method"),
+        ("f(print, key=lambda: 1, other=exec('def g(): pass') or g)", "function"),
+        ("from functools import lru_cache\nassert f(lambda: lru_cache(lambda: 1)) == 1", "_lru_cache_wrapper"),
+    ],
+)
+def test_tests_that_hand_over_what_can_be_made_to_lie_judge_nobody(test: str, kind: str) -> None:
+    code = "def f(x, *_, **__): return x() if type(x).__name__ == 'Remote' else 1"
+    report = run(Job(code=code, tests=["assert f(1) == 1", test, "assert f(1) == 1"], stops_at_failure=False))
+    assert report.unfit.startswith(f"they hand an object of {kind} to the answer, which could call it; expected ")
+    assert report.passed == 1
+
+
 # -- what it may not -----------------------------------------------------------------------------------------------------
 
 
@@ -161,13 +190,16 @@ class Attacked:
     ("kind", "missing"),
     [
         ("whole", []),
-        ("without_namespaces", ["namespaces"]),
+        ("container", ["namespaces"]),
+        ("without_namespaces", ["namespaces", "process_limit"]),
         pytest.param("ordinary_user", [], marks=pytest.mark.slow),
         pytest.param("without_seccomp", ["seccomp"], marks=pytest.mark.slow),
     ],
 )
 def test_attacks_gain_nothing_and_leave_nothing(kind: str, missing: list[str], tmp_path: Path) -> None:
     """In one test, so that each kind of machine is attacked once."""
+    if kind == "container" and os.getuid() != 0:
+        pytest.skip("only root can be root in a container")
     after = attacked(kind, tmp_path)
     assert list(after.missing) == missing
     attacks = [*FUNCTIONS.values(), *FORGERIES.values(), *PROGRAMS.values()]
@@ -214,8 +246,8 @@ def attacked(kind: str, folder: Path) -> Attacked:
 
 
 def python_of(kind: str) -> str:
-    """One that an ordinary user may run, too."""
-    if kind != "ordinary_user" or os.getuid() != 0:
+    """One that others may run too, where the answer becomes another user without a root directory of its own."""
+    if kind not in ("ordinary_user", "container") or os.getuid() != 0:
         return sys.executable
     for python in filter(None, [sys.executable, shutil.which("python3", path="/usr/local/bin:/usr/bin")]):
         probe = (
@@ -276,29 +308,20 @@ def search():
 def test_closing_the_scorer_ends_what_runs(hangs: str) -> None:
     code = "def f(x):\n while True: pass" if hangs == "f(1)" else "def f(x): return x"
     reward = Reward("rhymerl.rewards.code", timeout_s=60, arguments={"time_limit_s": 50})
+    before = descendants()
     scorer = RewardScorer([reward], num_workers=1)
     scorer.submit("a", code, {"tests": hangs})
-    groups = set()
     give_up = time.monotonic() + 20
-    while sum(groups_of(groups)) < 3 and time.monotonic() < give_up:  # warden, examiner, answer
+    while len(running := own_descendants(before)) < 5 and time.monotonic() < give_up:
         scorer.submit(str(time.monotonic()), code, {"tests": hangs})
-        groups |= {int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
         time.sleep(0.05)
-    assert sum(groups_of(groups)) >= 3
+    assert len(running) >= 5, "a worker, its warm process, a warden, an examiner, an answer"
     scorer.close()
-    assert settled(lambda: sum(groups_of(groups))) == 0
+    assert wait_until(lambda: not any(map(is_alive, running)))
 
 
-def groups_of(groups: set[int]) -> list[bool]:
-    """For each process, but for leaders and zombies, whether it is of these groups."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        found.append(fields[0] != "Z" and int(fields[2]) in groups and int(path.parent.name) not in groups)
-    return found
+def own_descendants(others: Collection[int]) -> list[int]:
+    return [pid for pid in descendants() if pid not in others]
 
 
 # -- its parts -----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,32 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
+
+STRAY = {
+    "stray bytes": b"bytes that nobody asked for",
+    "stray line": b"a line that nobody asked for\n",
+    "stray outcome": b'[0, "ok", 99.0, "", 0.0]\n',
+    "stray length": (2**30).to_bytes(4, "big"),
+}
+
+
+def write_everywhere(data: bytes) -> None:
+    for fd in range(3, 64):
+        with suppress(OSError):
+            os.write(fd, data)
+
+
+def be_daemon() -> None:
+    """One that has left the process group, and of which no parent knows."""
+    if (child := os.fork()) == 0:
+        os.setsid()
+        if os.fork() == 0:
+            time.sleep(60)
+        os._exit(0)
+    os.waitpid(child, 0)
 
 
 def length(completion: str) -> float:
@@ -48,6 +73,21 @@ def act(completion: str) -> Any:
             return "1.0"
         case "late":
             time.sleep(0.4)
+        case "fork":
+            os.fork()  # both return
+        case "fork and raise":
+            if os.fork() == 0:
+                raise ZeroDivisionError("no luck")
+        case "fork and stay":
+            if os.fork() == 0:
+                time.sleep(60)
+        case "daemon":
+            be_daemon()
+        case "daemon and os._exit":
+            be_daemon()
+            os._exit(3)
+        case "stray bytes" | "stray line" | "stray outcome" | "stray length":
+            write_everywhere(STRAY[completion])
         case "print":
             print("user output " * 1000, flush=True)
     return len(completion)
@@ -93,6 +133,11 @@ def process(completion: str) -> float:
     return float(os.getpid())
 
 
+def readiness_to_be_killed(completion: str) -> float:
+    with open("/proc/self/oom_score_adj") as file:
+        return float(file.read())
+
+
 def has_torch(completion: str) -> float:
     return float("torch" in sys.modules or "transformers" in sys.modules or "lightning" in sys.modules)
 
@@ -127,5 +172,23 @@ def witness(completion: str, *, path: str) -> Any:
         file.write(f"{completion}\n")
     return act(completion.partition(":")[0])
 
+
+@contextmanager
+def open_ledger(arguments: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Says in the file `path` when it is opened and closed."""
+    with open(arguments["path"], "a") as file:
+        file.write("opened\n")
+        file.flush()
+        yield []
+        file.write("closed\n")
+
+
+def recorded(completion: str, *, path: str, ledger: list[str]) -> float:
+    """How many calls share a ledger."""
+    ledger.append(completion)
+    return float(len(ledger))
+
+
+recorded.opens = {"ledger": open_ledger}
 
 not_a_function = 3

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from rhymerl.errors import ConfigError
-from rhymerl.tasks.reasoning_gym import ReasoningGym, _pack, _unpack, reasoning_gym_reward
+from rhymerl.rewards.sandbox.wire import decode
+from rhymerl.tasks.reasoning_gym import ReasoningGym, _pack
 
 
 @pytest.fixture
@@ -28,15 +29,6 @@ def test_splits_are_disjoint_distinct_and_repeatable(package: Any) -> None:
     assert task(seed=1).rows("train") != train
 
 
-@pytest.mark.parametrize("dataset", ["chain_sum", "word_ladder", "knights_knaves", "rearc", "prime_factorization"])
-def test_the_verifier_scores_answers_after_a_round_trip_through_json(package: Any, dataset: str) -> None:
-    for row in json.loads(json.dumps(task(dataset, train_size=2).rows("train"))):
-        right = f"thinking\n<answer>{row['answer']}</answer>"
-        assert reasoning_gym_reward(right, entry=row["entry"], answer=row["answer"]) == 1.0
-        for wrong in ("<answer>none of it</answer>", row["question"], ""):
-            assert reasoning_gym_reward(wrong, entry=row["entry"]) < 0.5
-
-
 def test_settings_reach_the_data_set(package: Any) -> None:
     rows = task(settings={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}).rows("train")
     assert all(row["question"].count(" + ") + row["question"].count(" - ") == 1 for row in rows)
@@ -49,7 +41,6 @@ def test_prompts_come_as_chat_or_as_text(package: Any) -> None:
     assert user["role"] == "user"
     plain = task(train_size=1, system_prompt=None, chat=False, answer_tag=None).rows("train")[0]
     assert plain["prompt"] == plain["question"] + "\n" == user["content"] + "\n"
-    assert reasoning_gym_reward(f" {plain['answer']}\n", entry=plain["entry"]) == 1.0
     own = task(train_size=1, system_prompt="Be brief.", chat=False).rows("train")[0]
     assert own["prompt"].startswith("Be brief.\n\n")
 
@@ -85,4 +76,7 @@ def test_a_missing_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("value", [1, "a", None, (1, (2, [3])), {1: (2,), "a": {}}, {"tuple": [1], "dict": []}])
 def test_packed_values_come_back_as_they_were(value: Any) -> None:
-    assert _unpack(json.loads(json.dumps(_pack(value)))) == value
+    def refuse(*_: Any) -> Any:
+        raise AssertionError
+
+    assert decode(json.loads(json.dumps(_pack(value))), refuse) == value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from .children import confine, fork, keep_only
+from .children import NoProcessError, confine, fork, keep_only
 from .remote import EVERYTHING, Peer
 from .wire import read_message, write_message
 
@@ -58,7 +58,11 @@ def _run_programs(job: dict[str, Any], *, filtered: bool) -> None:
             given = read_message(_REQUESTS, max_bytes=_MAX_MESSAGE_BYTES)
         except EOFError:
             return
-        write_message(_REPLIES, _run_program(job, given, filtered=filtered))
+        try:
+            reply = _run_program(job, given, filtered=filtered)
+        except NoProcessError as error:
+            reply = {"unavailable": str(error)}
+        write_message(_REPLIES, reply)
 
 
 def _run_program(job: dict[str, Any], given: str, *, filtered: bool) -> dict[str, Any]:

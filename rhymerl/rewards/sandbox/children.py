@@ -17,24 +17,35 @@ if TYPE_CHECKING:
 
 _SPARE_S = 1  # of processor time beyond the limit, which is the clock's
 _MAX_FILES = 64
-_MAX_PROCESSES = 64  # where there is no filter; root has no such limit
 _ABOVE = 100  # all descriptors that there are
 
 
+class NoProcessError(Exception):
+    """The machine gives no process. That is nobody's fault who is inside of it."""
+
+
 def fork(work: Callable[[], None]) -> int:
-    """A child that does `work` and ends, with 1 if that raises; returns its process id."""
-    child = os.fork()
+    """A child that does `work` and ends, with 1 if that raises; returns its process id. Raises NoProcessError."""
+    try:
+        child = os.fork()
+    except OSError as error:
+        raise NoProcessError(f"no process to be had: {error.strerror}") from error
     if child:
         return child
     code = 1
     try:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()
         work()
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     finally:
         os._exit(code)
+
+
+def die_with_parent() -> None:
+    """Again, where this process has changed its user or its user namespace since."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def keep_only(fds: Sequence[int]) -> None:
@@ -52,12 +63,9 @@ def limit(job: dict[str, Any]) -> None:
 
 
 def confine(job: dict[str, Any], *, filtered: bool) -> None:
-    """All limits, and the filter of system calls or else a limit on processes."""
+    """All limits, and the filter of system calls."""
     limit(job)
-    limits = {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: _MAX_FILES}
-    if not filtered:
-        limits[resource.RLIMIT_NPROC] = _MAX_PROCESSES
-    for kind, value in limits.items():
+    for kind, value in ((resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, _MAX_FILES)):
         resource.setrlimit(kind, (value, value))
     if filtered:
-        seccomp.install()
+        seccomp.install(memory_mb=job["memory_mb"])

@@ -6,9 +6,10 @@ import builtins
 from functools import partial
 
 from . import answer, seccomp
-from .children import limit
+from .children import NoProcessError, limit
+from .handover import TESTS_FILE
 from .remote import CALLS, Caught, Peer, Remote
-from .wire import BrokenMessageError, read_message, write_message
+from .wire import BrokenMessageError, encode, read_message, write_message
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -23,22 +24,30 @@ _OWN = {*vars(builtins), *answer.EXITS, "__builtins__"}  # names that the tests 
 
 
 def examine(job: dict[str, Any], *, job_fd: int, report_fd: int, null_fd: int, filtered: bool) -> None:
-    """Report each test that passed, and what the first failure was."""
+    """Report each test that passed, and what the first failure was. Raises NoProcessError."""
     replies, requests = answer.start(job, null_fd=null_fd, filtered=filtered)
     limit(job)
     tests = read_message(job_fd, max_bytes=_MAX_TESTS_BYTES)  # not before: the answer's process would have them too
+    peer = Peer(replies, requests, operations=CALLS)
     if job["is_program"]:
-        trials: Iterator[Callable[[], None]] = (partial(_try_program, test, replies, requests) for test in tests)
+        trials: Iterator[Callable[[], dict[str, Any]]] = (
+            partial(_try_program, test, replies, requests) for test in tests
+        )
     else:
         if filtered:
-            seccomp.install()
-        peer = Peer(replies, requests, operations=CALLS)
+            seccomp.install(memory_mb=job["memory_mb"])
         trials = _function_trials(tests, job["entry_point"], Remote(peer, 0))
     for trial in trials:
+        outcome = {}
         with Caught() as caught:
-            trial()
+            outcome = trial()
+        if isinstance(caught.error, NoProcessError):
+            raise caught.error
+        if peer.unfit is not None:
+            write_message(report_fd, {"unfit": str(peer.unfit)})
+            return
         if caught.error is None:
-            write_message(report_fd, {"passed": 1})
+            write_message(report_fd, {"passed": 1, **outcome})
             continue
         write_message(report_fd, {"failure": _words(caught.error)[:_MAX_WORDS]})
         if job["stops_at_failure"]:
@@ -53,12 +62,15 @@ def _words(error: BaseException) -> str:
     return name
 
 
-def _try_program(test: dict[str, Any], replies: int, requests: int) -> None:
+def _try_program(test: dict[str, Any], replies: int, requests: int) -> dict[str, Any]:
     write_message(requests, test["input"])
     reply = read_message(replies, max_bytes=_MAX_MESSAGE_BYTES)
+    if "unavailable" in reply:
+        raise NoProcessError(reply["unavailable"])
     assert reply["output"] is not None, "too much output"
     assert reply["code"] == 0, f"exit code {reply['code']}"
     assert _lines(reply["output"]) == _lines(test["output"]), "another output"
+    return {}
 
 
 def _lines(text: str) -> list[str]:
@@ -66,22 +78,26 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
-def _function_trials(tests: list[Any], entry_point: str | None, load: Any) -> Iterator[Callable[[], None]]:
+def _function_trials(tests: list[Any], entry_point: str | None, load: Any) -> Iterator[Callable[[], dict[str, Any]]]:
     """The answer's code runs within the first trial, and where it raised, within the next again."""
-    compiled = [compile(test if isinstance(test, str) else "", "tests.py", "exec") for test in tests]
+    compiled = [compile(test if isinstance(test, str) else "", TESTS_FILE, "exec") for test in tests]
     # A builtin is taken from the answer only as the entry point: else its own `sorted` could make right of wrong.
     used = {name for source in compiled for name in _names(source)} - (_OWN - {entry_point})
     wanted = used | (_names(compile(entry_point, "entry_point", "eval")) if entry_point else set())
     offered: dict[str, Any] = {}
 
-    def trial(test: Any, source: CodeType) -> None:
+    def trial(test: Any, source: CodeType) -> dict[str, Any]:
         if not offered:
             offered.update(_asked_for(load(sorted(wanted)), wanted), __name__="answer")
         if isinstance(test, str):
             names = {name: offered[name] for name in used if name in offered}
             _run_tests(source, {**answer.EXITS, **names, "__name__": "tests"}, entry_point, offered)
-        else:
-            _compare(test, eval(str(entry_point), offered))
+            return {}
+        value = eval(str(entry_point), offered)(*test["input"])
+        if "output" not in test:
+            return {"value": encode(value, _refuse)}
+        assert _as_lists(value) == test["output"], "another value"
+        return {}
 
     return (partial(trial, test, source) for test, source in zip(tests, compiled, strict=True))
 
@@ -106,8 +122,8 @@ def _run_tests(code: CodeType, names: dict[str, Any], entry_point: str | None, o
         names["check"](eval(entry_point, offered))
 
 
-def _compare(test: dict[str, Any], function: Callable[..., Any]) -> None:
-    assert _as_lists(function(*test["input"])) == test["output"], "another value"
+def _refuse(value: Any) -> Any:
+    raise TypeError("no plain value")
 
 
 def _as_lists(value: Any) -> Any:

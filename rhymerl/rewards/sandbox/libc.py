@@ -29,6 +29,11 @@ def call(name: str, *args: Any) -> None:
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
+def address(name: str) -> int:
+    """Where a function of libc lies in memory, which is where the kernel puts all that is mapped."""
+    return ctypes.cast(getattr(_LIBC, name), ctypes.c_void_p).value or 0
+
+
 def prctl(option: int, value: int) -> None:
     """Raises OSError."""
     call("prctl", option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import os
 
+from . import users
+from .children import fork
 from .libc import call
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 _NEW_USER = 0x1000_0000
 _NEW_OTHERS = 0x0002_0000 | 0x0400_0000 | 0x0800_0000 | 0x2000_0000 | 0x4000_0000  # mount, UTS, IPC, PID, network
@@ -27,12 +29,13 @@ _ROOT = "/proc"  # where the new root is built: it is on every machine, and noth
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 
 
-def enter(folders: Sequence[str]) -> None:
+def enter(folders: Sequence[str], *, spare: users.User | None) -> None:
     """Move this process into new namespaces in which only `folders` and the libraries can be read.
 
-    The PID namespace is that of the children to come. Raises OSError.
+    The PID namespace is that of the children to come. `spare` is a user whom they can become, if this process may map one.
+    Raises OSError.
     """
-    _unshare()
+    _unshare(spare)
     call("mount", b"none", b"/", None, _RECURSIVE | _PRIVATE, None)
     call("mount", b"tmpfs", _ROOT.encode(), b"tmpfs", _NO_SUID | _NO_DEVICES | _NO_EXEC, b"size=1m,mode=755")
     standard = os.path.dirname(os.path.dirname(os.__file__))
@@ -45,19 +48,55 @@ def enter(folders: Sequence[str]) -> None:
     os.chdir("/")
 
 
-def _unshare() -> None:
+def _unshare(spare: users.User | None) -> None:
     """With a user namespace, for which nobody needs a right; else, as root where these are switched off, without."""
-    user, group = os.geteuid(), os.getegid()
+    own = users.own()
+    finish = _map_from_outside([own, spare]) if spare else lambda entered: False
     try:
         call("unshare", _NEW_USER | _NEW_OTHERS)
     except OSError:
-        if user != 0:
+        finish(False)
+        if own.uid != 0:
             raise
         call("unshare", _NEW_OTHERS)
         return
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
-        with open(f"/proc/self/{name}", "w") as file:
-            file.write(text)
+    if not finish(True):
+        with open("/proc/self/setgroups", "w") as file:
+            file.write("deny")
+        _map(os.getpid(), [own])
+
+
+def _map_from_outside(kept: Sequence[users.User]) -> Callable[[bool], bool]:
+    """Have a child, which stays outside, map more users than this process's own, as only root may, once it is told to.
+
+    Returns how to tell it whether there is a namespace, which returns whether it has mapped them.
+    """
+    process = os.getpid()
+    told, tell = os.pipe()
+
+    def work() -> None:
+        os.close(tell)
+        if not os.read(told, 1):
+            raise SystemExit(1)
+        _map(process, kept)
+
+    child = fork(work)
+    os.close(told)
+
+    def finish(entered: bool) -> bool:
+        if entered:
+            os.write(tell, b"1")
+        os.close(tell)
+        return os.waitpid(child, 0)[1] == 0
+
+    return finish
+
+
+def _map(process: int, kept: Sequence[users.User]) -> None:
+    """These users and groups, under their own numbers. Raises OSError."""
+    for kind in ("uid", "gid"):
+        with open(f"/proc/{process}/{kind}_map", "w") as file:
+            file.write("\n".join(f"{getattr(user, kind)} {getattr(user, kind)} 1" for user in kept))
 
 
 def _show(folder: str) -> None:

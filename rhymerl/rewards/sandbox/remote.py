@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import operator
 
+from . import handover
 from .wire import BrokenMessageError, decode, encode, read_message, write_message
 
 TYPE_CHECKING = False
@@ -65,13 +66,16 @@ class Caught:
 class Peer:
     """One end of a pair of pipes. `operations` are those that the other end may ask for on objects of this one.
 
-    Whoever waits for a result serves the other's calls meanwhile, so that functions can be passed as arguments.
+    Whoever waits for a result serves the other's calls meanwhile, so that functions can be passed as arguments. An end that
+    allows not everything believes nothing: of its objects it hands over only what `handover` lets it, and `unfit` is the
+    first that was not. It takes no names from the other end.
     """
 
     def __init__(self, read_fd: int, write_fd: int, *, operations: frozenset[str]) -> None:
         self.read_fd = read_fd
         self.write_fd = write_fd
         self.operations = operations
+        self.unfit: handover.UnfitError | None = None
         self._objects: list[Any] = []  # of this end, by handle
         self._handles: dict[int, int] = {}  # by id
 
@@ -149,10 +153,21 @@ class Peer:
 
     def _encode(self, value: Any) -> Any:
         def refer(target: Any) -> dict[str, Any]:
-            own = isinstance(target, Remote) and object.__getattribute__(target, "_peer") is self
-            return {"yours": _handle_of(target)} if own else {"mine": self.export(target)}
+            if isinstance(target, Remote) and object.__getattribute__(target, "_peer") is self:
+                return {"yours": _handle_of(target)}
+            return {"mine": self.export(target)} if self.operations == EVERYTHING else self._hand_over(target)
 
         return encode(value, refer)
+
+    def _hand_over(self, target: Any) -> dict[str, Any]:
+        if name := handover.name_of(target):
+            return {"name": name}
+        try:
+            handover.check(target)
+        except handover.UnfitError as error:
+            self.unfit = self.unfit or error
+            raise
+        return {"mine": self.export(target)}
 
     def _decode(self, data: Any) -> Any:
         def resolve(kind: str, content: Any) -> Any:
@@ -160,6 +175,8 @@ class Peer:
                 return Remote(self, content)
             if kind == "yours":
                 return self._own(content)
+            if kind == "name" and self.operations == EVERYTHING:
+                return handover.by_name(*content)
             raise BrokenMessageError(f"unknown kind {kind!r}")
 
         return decode(data, resolve)

@@ -1,37 +1,35 @@
-"""A sandbox from outside: started for one answer, waited for, gone."""
+"""Sandboxes from outside: one is forked from a warm process for each answer, waited for, and gone."""
 
 from __future__ import annotations
 
 import os
 import select
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
-from time import monotonic
-from typing import Any, Literal, get_args
+from time import monotonic, sleep
+from types import TracebackType
+from typing import Any, Literal, Self, get_args
 
-from rhymerl.rewards.sandbox.wire import whole_messages, write_message
+from rhymerl.rewards.sandbox import cgroup
+from rhymerl.rewards.sandbox.process import SandboxError, UnavailableError, WarmProcess
+from rhymerl.rewards.sandbox.wire import BrokenMessageError, decode, whole_messages, write_message
 
-Wall = Literal["namespaces", "seccomp"]
+Wall = Literal["namespaces", "seccomp", "process_limit"]
 WALLS: tuple[Wall, ...] = get_args(Wall)
 
-_PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from sandbox.warden import main; del sys.path[0]; main()"
-# Nothing of the parent's: tokens and passwords are there. Sets of strings have one order; threads share one heap.
-_ENVIRONMENT = {"PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 _START_LIMIT_S = 10.0
+_TRY_AGAIN_AFTER_S = (0.1, 0.3, 0.9)
 _CHUNK_BYTES = 2**16
-
-
-class SandboxError(RuntimeError):
-    """No sandbox could be had; it says nothing about the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """An answer's code and what it is tried with; see `rhymerl.rewards.code` for the forms of tests."""
+    """An answer's code and what it is tried with; see `rhymerl.rewards.code` for the forms of tests.
+
+    A test with an input and no output passes if its call returns a plain value, which the report then has.
+    """
 
     code: str
     tests: Sequence[Any]
@@ -55,64 +53,119 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """How many tests passed; `failure` says why the first that did not failed, as far as that is known."""
+    """How many tests passed; `failure` says why the first that did not failed, as far as that is known.
+
+    `unfit` says why no answer can be judged by these tests, and `values` are those that tests without an output returned.
+    """
 
     passed: int
     failure: str = ""
+    unfit: str = ""
+    values: Sequence[Any] = ()
     missing: Mapping[str, str] = field(default_factory=dict)  # walls that this machine does not offer, and why
 
 
+class Sandbox:
+    """Where answers are tried, each in a sandbox of its own. A context manager; threads may share it.
+
+    A warm process imports `modules` once, from `folders` beside Python's own; answers find them imported. Entering starts it
+    if it can be had, and `run` does where there is none.
+    """
+
+    def __init__(self, *, folders: Sequence[str] = (), modules: Sequence[str] = ()) -> None:
+        self._warm = WarmProcess(folders=folders, modules=modules)
+
+    def __enter__(self) -> Self:
+        with suppress(UnavailableError):
+            self._warm.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the warm process and all that runs; may be called twice."""
+        self._warm.close()
+
+    def run(self, job: Job) -> Report:
+        """Try an answer. When this returns nothing of it is left.
+
+        Raises SandboxError, whatever the answer does, only for the sandbox's own faults; one for want of processes is tried
+        again first.
+        """
+        for seconds in _TRY_AGAIN_AFTER_S:
+            with suppress(UnavailableError):
+                return self._try(job)
+            sleep(seconds)
+        return self._try(job)
+
+    def _try(self, job: Job) -> Report:
+        num_refused = cgroup.num_refused()
+        report = _summary(whole_messages(self._messages(job)), job)
+        if report.passed < len(job.tests) and cgroup.num_refused() > num_refused:
+            raise UnavailableError("the machine refused processes or threads while an answer failed")
+        return report
+
+    def _messages(self, job: Job) -> bytes:
+        try:
+            report, written = os.pipe()
+            with open(report, "rb", buffering=0):
+                with open(written, "wb"), open(os.memfd_create("job"), "wb") as given:
+                    write_message(given.fileno(), job.message())
+                    write_message(given.fileno(), list(job.tests))
+                    given.seek(0)
+                    self._warm.request([given.fileno(), written])
+                return _read(report, limit_s=job.time_limit_s + _START_LIMIT_S)
+        except OSError as error:
+            raise SandboxError(f"a sandbox cannot be started: {error}") from error
+
+
 def run(job: Job) -> Report:
-    """Try an answer. When this returns nothing of it is left. Raises SandboxError, whatever the answer does, only for the sandbox's own faults."""
-    given = os.memfd_create("job")
-    try:
-        write_message(given, job.message())
-        write_message(given, list(job.tests))
-        os.lseek(given, 0, os.SEEK_SET)
-        with subprocess.Popen(
-            [sys.executable, "-s", "-S", "-P", "-X", "utf8", "-c", _PROGRAM, str(Path(__file__).parents[1])],
-            stdin=given,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=_ENVIRONMENT,
-            cwd="/",
-        ) as process:
-            try:
-                return _report(process, job)
-            finally:
-                process.kill()
-    except OSError as error:
-        raise SandboxError(f"a sandbox cannot be started: {error}") from error
-    finally:
-        os.close(given)
+    """Try one answer, with a warm process for it alone. Raises SandboxError."""
+    with Sandbox() as sandbox:
+        return sandbox.run(job)
 
 
-def _report(process: subprocess.Popen[bytes], job: Job) -> Report:
-    """Until the process is done. It keeps the time itself; that it might not is the sandbox's fault."""
+def _read(report: int, *, limit_s: float) -> bytes:
+    """Until the sandbox is done. It keeps the time itself; that it might not is its own fault."""
     data = b""
-    give_up = monotonic() + job.time_limit_s + _START_LIMIT_S
-    assert process.stdout is not None
-    while select.select([process.stdout], [], [], max(0.0, give_up - monotonic()))[0]:
-        part = os.read(process.stdout.fileno(), _CHUNK_BYTES)
+    give_up = monotonic() + limit_s
+    poll = select.poll()
+    poll.register(report, select.POLLIN)
+    while poll.poll(max(0.0, give_up - monotonic()) * 1000):
+        part = os.read(report, _CHUNK_BYTES)
         if not part:
-            return _summary(whole_messages(data), job)
+            return data
         data += part
     raise SandboxError("a sandbox did not end in time")
 
 
 def _summary(messages: Sequence[Mapping[str, Any]], job: Job) -> Report:
-    if not messages:
-        raise SandboxError("a sandbox did not come up")
+    for message in messages:
+        if "unavailable" in message:
+            raise UnavailableError(f"a sandbox did not come up: {message['unavailable']}")
+    if not messages or "ended" not in messages[-1]:
+        raise UnavailableError("a sandbox was killed")
     missing = messages[0]["missing"]
     lacking = [f"{wall} ({words})" for wall, words in missing.items() if wall not in job.unsafe_without]
     if lacking:
-        raise SandboxError(f"this machine offers no {' and no '.join(lacking)}")
+        raise UnavailableError(f"this machine offers no {' and no '.join(lacking)}")
     failures = [message["failure"] for message in messages if "failure" in message]
     passed = sum("passed" in message for message in messages)
     whole = passed + len(failures) == len(job.tests)
     return Report(
-        passed=passed, failure=(*failures, "" if whole else "the tests did not come to an end")[0], missing=missing
+        passed=passed,
+        failure=(*failures, "" if whole else "the tests did not come to an end")[0],
+        values=[decode(message["value"], _refuse) for message in messages if "value" in message],
+        unfit=next((message["unfit"] for message in messages if "unfit" in message), ""),
+        missing=missing,
     )
+
+
+def _refuse(kind: str, content: Any) -> Any:
+    raise BrokenMessageError(f"a report with a value of kind {kind!r}")
 
 
 @cache

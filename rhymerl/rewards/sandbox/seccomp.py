@@ -1,7 +1,8 @@
 """A filter of system calls: computing goes on, everything else is refused by the kernel with an error.
 
 An allow list, in classic BPF (seccomp(2)); without any library. Refused are new processes and programs, signals, sockets,
-opening files for writing, and all that is not listed. Threads and reading files stay.
+opening files for writing, and all that is not listed. Threads and reading files stay: threads as libc makes them, which share
+all that the kernel keeps for a process, and mappings where it puts them, lest the tables of pages outgrow the pages.
 """
 
 from __future__ import annotations
@@ -10,8 +11,13 @@ import ctypes
 import errno
 import os
 import struct
+from functools import cache
 
-from .libc import PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, call, prctl
+from .libc import PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, address, call, prctl
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _SECCOMP_MODE_FILTER = 2
 _ALLOW = 0x7FFF_0000
@@ -20,7 +26,12 @@ _LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06  # BPF_LD|W|ABS, BPF_J
 _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16  # in struct seccomp_data
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_TMPFILE & ~os.O_DIRECTORY
-_CLONE_THREAD = 0x0001_0000
+_THREAD = (
+    0x003D_0F00,
+    0x007D_0F00,
+)  # flags of clone for a thread in glibc and in musl: memory, files and all else shared
+_PAIR = ((1,), (1, 1 | os.O_CLOEXEC, 1 | os.O_NONBLOCK, 1 | os.O_CLOEXEC | os.O_NONBLOCK))  # AF_UNIX, SOCK_STREAM
+_REMAP_FLAGS = (0, 1)  # in place or where the kernel likes
 _IOCTL_COMMANDS = (0x5421, 0x5450, 0x5451)  # blocking or not, closed or not in a new program: of a descriptor alone
 _FCNTL_COMMANDS = (0, 1, 2, 3, 4, 1030)  # duplicate, flags; not F_SETOWN, which sends signals
 
@@ -35,7 +46,6 @@ _CALLS: dict[str, tuple[int | None, int | None]] = {
     "lstat": (6, None),
     "poll": (7, None),
     "lseek": (8, 62),
-    "mmap": (9, 222),
     "mprotect": (10, 226),
     "munmap": (11, 215),
     "brk": (12, 214),
@@ -49,7 +59,6 @@ _CALLS: dict[str, tuple[int | None, int | None]] = {
     "pipe": (22, None),
     "select": (23, None),
     "sched_yield": (24, 124),
-    "mremap": (25, 216),
     "madvise": (28, 233),
     "dup": (32, 23),
     "dup2": (33, None),
@@ -61,7 +70,6 @@ _CALLS: dict[str, tuple[int | None, int | None]] = {
     "getpid": (39, 172),
     "recvfrom": (45, 207),
     "shutdown": (48, 210),
-    "socketpair": (53, 199),  # what an event loop wakes itself with
     "getsockopt": (55, 209),
     "exit": (60, 93),
     "uname": (63, 160),
@@ -109,17 +117,10 @@ _CALLS: dict[str, tuple[int | None, int | None]] = {
 }
 _OPEN, _OPENAT = (2, None), (257, 56)
 _CLONE, _CLONE3 = (56, 220), (435, 435)
+_MMAP, _MREMAP = (9, 222), (25, 216)
 _FCNTL, _IOCTL = (72, 25), (16, 29)
 _SENDTO, _PRLIMIT = (44, 206), (302, 261)
-
-
-class Condition:
-    """Of an argument of a system call: any of `bits` set, or equal to one of `values` (both 32 bits, the high half is 0)."""
-
-    def __init__(self, argument: int, *, bits: int | None = None, values: tuple[int, ...] = ()) -> None:
-        self.argument = argument
-        self.bits = bits
-        self.values = values
+_SOCKETPAIR = (53, 199)  # what an event loop wakes itself with
 
 
 def check() -> None:
@@ -134,9 +135,20 @@ def check() -> None:
             raise
 
 
-def install() -> None:
+def install(*, memory_mb: int) -> None:
     """Put this process, and all threads to come, under the filter for good. Raises OSError."""
-    install_program(_program(*_ARCHITECTURES[os.uname().machine]))
+    install_program(compiled(memory_mb=memory_mb))
+
+
+def compiled(*, memory_mb: int) -> bytes:
+    """The filter of this process and its children, which map memory around the same place."""
+    return _compiled(memory_mb // 2**12)
+
+
+@cache
+def _compiled(further: int) -> bytes:
+    near = address("mmap") >> 32  # in parts of 4 GB
+    return _program(*_ARCHITECTURES[os.uname().machine], mapped=range(near - 1 - further, near + 2))
 
 
 def install_program(program: bytes) -> None:
@@ -149,26 +161,33 @@ def install_program(program: bytes) -> None:
     )
 
 
-def _program(architecture: int, column: int) -> bytes:
+def _program(architecture: int, column: int, *, mapped: Sequence[int]) -> bytes:
     """Numbers of another architecture, 32-bit ones on the same kernel for instance, are refused as a whole."""
-    refused = _statement(_RETURN, _ERRNO | errno.EPERM)
     parts = [
         _statement(_LOAD, _ARCHITECTURE_AT),
         _jump(_EQUAL, architecture, 1, 0),
-        refused,
+        _refuse(),
         _statement(_LOAD, _NUMBER_AT),
     ]
+    conditions = {
+        _OPEN: _none_of(1, _WRITES, errno.EACCES),
+        _OPENAT: _none_of(2, _WRITES, errno.EACCES),
+        _CLONE: _one_of(0, _THREAD),
+        _MMAP: _anywhere_or_within(0, mapped),
+        _MREMAP: _one_of(3, _REMAP_FLAGS, errno.ENOMEM),
+        _FCNTL: _one_of(1, _FCNTL_COMMANDS),
+        _SENDTO: _one_of(4, (0,)),
+        _PRLIMIT: _one_of(0, (0,)),
+        _IOCTL: _one_of(1, _IOCTL_COMMANDS, errno.ENOTTY),
+        _SOCKETPAIR: _one_of(0, _PAIR[0]) + _one_of(1, _PAIR[1]),
+    }
+    allow = _statement(_RETURN, _ALLOW)
     for numbers in _CALLS.values():
-        parts += _case(numbers[column], [_statement(_RETURN, _ALLOW)])
-    parts += _case(_OPEN[column], _unless(Condition(1, bits=_WRITES), errno.EACCES))
-    parts += _case(_OPENAT[column], _unless(Condition(2, bits=_WRITES), errno.EACCES))
-    parts += _case(_CLONE[column], _if(Condition(0, bits=_CLONE_THREAD)))
-    parts += _case(_FCNTL[column], _if(Condition(1, values=_FCNTL_COMMANDS)))
-    parts += _case(_SENDTO[column], _if(Condition(4, values=(0,))))
-    parts += _case(_PRLIMIT[column], _if(Condition(0, values=(0,))))
-    parts += _case(_IOCTL[column], _if(Condition(1, values=_IOCTL_COMMANDS), errno.ENOTTY))
-    parts += _case(_CLONE3[column], [_statement(_RETURN, _ERRNO | errno.ENOSYS)])  # libc then uses clone
-    return b"".join([*parts, refused])
+        parts += _case(numbers[column], [allow])
+    for numbers, checks in conditions.items():
+        parts += _case(numbers[column], [*checks, allow])
+    parts += _case(_CLONE3[column], [_refuse(errno.ENOSYS)])  # libc then uses clone
+    return b"".join([*parts, _refuse()])
 
 
 def _case(number: int | None, body: list[bytes]) -> list[bytes]:
@@ -176,23 +195,41 @@ def _case(number: int | None, body: list[bytes]) -> list[bytes]:
     return [] if number is None else [_jump(_EQUAL, number, 0, len(body)), *body]
 
 
-def _if(condition: Condition, error: int = errno.EPERM) -> list[bytes]:
-    return _branch(condition, then=_ALLOW, otherwise=_ERRNO | error)
+# What refuses a call by one of its arguments, or goes on.
 
 
-def _unless(condition: Condition, error: int) -> list[bytes]:
-    return _branch(condition, then=_ERRNO | error, otherwise=_ALLOW)
+def _none_of(argument: int, bits: int, error: int) -> list[bytes]:
+    return [_load(argument), _jump(_ANY_BIT, bits, 0, 1), _refuse(error)]
 
 
-def _branch(condition: Condition, *, then: int, otherwise: int) -> list[bytes]:
-    low = _ARGUMENTS_AT + 8 * condition.argument  # both architectures are little-endian
-    if condition.bits is not None:
-        tests = [_jump(_ANY_BIT, condition.bits, 1, 0)]
-    else:
-        last = len(condition.values)
-        tests = [_jump(_EQUAL, value, last - place, 0) for place, value in enumerate(condition.values)]
-    high = [] if condition.bits is not None else [_statement(_LOAD, low + 4), _jump(_EQUAL, 0, 0, 1 + len(tests))]
-    return [*high, _statement(_LOAD, low), *tests, _statement(_RETURN, otherwise), _statement(_RETURN, then)]
+def _one_of(argument: int, values: Sequence[int], error: int = errno.EPERM) -> list[bytes]:
+    """Of 32 bits: the high half is 0."""
+    low = [_load(argument), *_jump_if_any(values, over=1)]
+    return [_load(argument, high=True), _jump(_EQUAL, 0, 0, len(low)), *low, _refuse(error)]
+
+
+def _anywhere_or_within(argument: int, high_halves: Sequence[int]) -> list[bytes]:
+    """An address: 0, which leaves the choice to the kernel, or in one of these parts of 4 GB. There is no memory elsewhere."""
+    is_zero = [_jump(_EQUAL, 0, 0, 2), _load(argument), _jump(_EQUAL, 0, 1, 0)]
+    return [
+        _load(argument, high=True),
+        *_jump_if_any(high_halves, over=1 + len(is_zero)),
+        *is_zero,
+        _refuse(errno.ENOMEM),
+    ]
+
+
+def _jump_if_any(values: Sequence[int], *, over: int) -> list[bytes]:
+    """Skip `over` statements behind these if what was loaded is one of the values."""
+    return [_jump(_EQUAL, value, len(values) - 1 - place + over, 0) for place, value in enumerate(values)]
+
+
+def _load(argument: int, *, high: bool = False) -> bytes:
+    return _statement(_LOAD, _ARGUMENTS_AT + 8 * argument + 4 * high)  # both architectures are little-endian
+
+
+def _refuse(error: int = errno.EPERM) -> bytes:
+    return _statement(_RETURN, _ERRNO | error)
 
 
 def _statement(code: int, value: int) -> bytes:

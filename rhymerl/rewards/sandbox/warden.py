@@ -1,67 +1,112 @@
 """The first process of a sandbox: puts up its walls, keeps the time, and sees that nothing is left.
 
-Descriptor 0 holds two messages: what the answer's process may know, and the tests. To descriptor 1 go messages of how far the
-tests have come; the first says which walls stand.
+One descriptor holds two messages: what the answer's process may know, and the tests. To another one go messages of how far
+the tests have come; the first says which walls are missing, and without the last this process was killed. Whoever wants to
+hear no more closes it, and all ends.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 
-from . import namespaces, seccomp
-from .children import fork
+from . import namespaces, seccomp, users
+from .children import NoProcessError, die_with_parent, fork, keep_only
 from .examiner import examine
-from .libc import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, drop_capabilities, prctl
+from .libc import (
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_DUMPABLE,
+    PR_SET_NO_NEW_PRIVS,
+    drop_capabilities,
+    prctl,
+)
 from .wire import read_message, write_message
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
-_JOB, _REPORT = 0, 1
+_JOB, _NULL, _REPORT = 0, 1, 3
 _MAX_JOB_BYTES = 2**30
 
 
-def main() -> None:
-    """Do the one job of this process."""
-    job = read_message(_JOB, max_bytes=_MAX_JOB_BYTES)
-    sys.path += job["folders"]
-    sys.dont_write_bytecode = True
+def serve(job_fd: int, report_fd: int) -> None:
+    """Do one job."""
     null = os.open(os.devnull, os.O_RDWR)
-    report = os.dup(_REPORT)
-    os.dup2(null, _REPORT)  # tests may print what the answer returned, and whoever reads the report believes all of it
-    missing = _put_up_walls(job)
-    write_message(report, {"missing": missing})
-    if set(missing) - set(job["unsafe_without"]):
-        return
+    keep_only([job_fd, null, null, report_fd])  # what tests print must not be in the report, which is believed
+    try:
+        _serve(read_message(_JOB, max_bytes=_MAX_JOB_BYTES))
+    except NoProcessError as error:
+        write_message(_REPORT, {"unavailable": str(error)})
+
+
+def _serve(job: dict[str, Any]) -> None:
+    sys.path += job["folders"]
+    missing, user = _put_up_walls(job)
+    die_with_parent()
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # whatever outlives the examiner is this process's to reap
+    over, running = os.pipe()  # the latter is open as long as there is an examiner
 
     def work() -> None:
-        prctl(PR_SET_DUMPABLE, 0)  # the answer's process has the same user, and may not look into this one
-        prctl(PR_SET_NO_NEW_PRIVS, 1)
-        drop_capabilities()
-        examine(job, job_fd=_JOB, report_fd=report, null_fd=null, filtered="seccomp" not in missing)
+        os.close(over)
+        _give_up_rights(user)
+        if "process_limit" not in missing:
+            _try(missing, "process_limit", users.limit_processes)
+        write_message(_REPORT, {"missing": missing})
+        if set(missing) - set(job["unsafe_without"]):
+            return
+        try:
+            examine(job, job_fd=_JOB, report_fd=_REPORT, null_fd=_NULL, filtered="seccomp" not in missing)
+        except NoProcessError as error:
+            write_message(_REPORT, {"unavailable": str(error)})
 
     examiner = fork(work)
-    signal.signal(signal.SIGALRM, lambda number, frame: os.kill(examiner, signal.SIGKILL))
-    signal.setitimer(signal.ITIMER_REAL, job["time_limit_s"])
+    os.close(running)
+    _wait(over, job["time_limit_s"])
+    users.become(user)  # who may kill it without any right
+    os.kill(examiner, signal.SIGKILL)
     _reap()
+    write_message(_REPORT, {"ended": True})
 
 
-def _put_up_walls(job: dict[str, Any]) -> dict[str, str]:
-    """Returns what this machine does not offer, with the kernel's words."""
-    missing = {}
+def _put_up_walls(job: dict[str, Any]) -> tuple[dict[str, str], users.User]:
+    """Returns what this machine does not offer, with the reason, and which user examiner and answer are to be."""
+    missing: dict[str, str] = {}
+    spare = users.spare()
+    _try(missing, "namespaces", lambda: namespaces.enter(job["folders"], spare=spare))
+    _try(missing, "seccomp", seccomp.check)
+    apart = "namespaces" not in missing
+    user = spare or users.own()
+    _try(missing, "process_limit", lambda: users.check(user, folders=job["folders"], apart=apart))
+    return missing, users.own() if "process_limit" in missing else user
+
+
+def _try(missing: dict[str, str], wall: str, put_up: Callable[[], None]) -> None:
     try:
-        namespaces.enter(job["folders"])
+        put_up()
     except OSError as error:
-        missing["namespaces"] = str(error.strerror)
-    try:
-        seccomp.check()
-    except OSError as error:
-        missing["seccomp"] = str(error.strerror)
-    return missing
+        missing[wall] = str(error.strerror)
+
+
+def _give_up_rights(user: users.User) -> None:
+    """For good. The answer's process is the same user's, and may not look into this one."""
+    os.setpgrp()  # the group of whoever started all this can be killed from within it
+    users.become(user)
+    die_with_parent()
+    prctl(PR_SET_DUMPABLE, 0)
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    drop_capabilities()
+
+
+def _wait(over: int, seconds: float) -> None:
+    """Until the examiner is gone, nobody reads the report any more, or the time is up."""
+    poll = select.poll()
+    poll.register(over, select.POLLIN)
+    poll.register(_REPORT, 0)  # which tells of errors alone
+    poll.poll(seconds * 1000)
 
 
 def _reap() -> None:
