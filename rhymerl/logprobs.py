@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rhymerl.algos.base import PolicyOutput
-from rhymerl.errors import ConfigError
 from rhymerl.head import chosen_logprobs, head_logprobs
-from rhymerl.policy import evaluating
 from rhymerl.types import Sample
 
 _LOGIT_BYTES = 64 * 2**20  # logits held at a time when `chunk_tokens` is left to us
@@ -109,7 +107,7 @@ def token_logprobs(
 
 def _head(model: PreTrainedModel) -> nn.Module:
     head: nn.Module | None = model.get_output_embeddings()
-    assert head is not None, "prove_head has found one"
+    assert head is not None, "prove_update has found one"
     return head
 
 
@@ -117,17 +115,3 @@ def _chunk_tokens(head: nn.Module) -> int:
     weight = head.weight
     assert isinstance(weight, Tensor)
     return max(1, _LOGIT_BYTES // (4 * len(weight)))
-
-
-def prove_head(model: PreTrainedModel) -> None:
-    """Raise ConfigError when body and output embeddings do not make up the model (it scales or caps its logits)."""
-    ids = torch.arange(4, device=model.device)[None] % model.config.get_text_config().vocab_size
-    with evaluating(model), torch.no_grad():
-        head = model.get_output_embeddings()
-        hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
-        same = head is not None and torch.allclose(head(hidden), model(input_ids=ids).logits, atol=1e-3, rtol=1e-3)
-    if not same:
-        raise ConfigError(
-            f"model {type(model).__name__}: its logits are more than its output embeddings times its hidden states "
-            "(scaled or soft-capped?), which the update does not support"
-        )

@@ -32,9 +32,9 @@ from rhymerl.errors import ConfigError
 from rhymerl.evaluation import EvaluationSettings, step_name
 from rhymerl.history import HistoryStore
 from rhymerl.hyperparameters import held, refuse_lost
-from rhymerl.logprobs import prove_head
 from rhymerl.lora import check_adapters, kept_in_full
 from rhymerl.policy import Policy, PolicySource, frozen
+from rhymerl.proof import prove_update
 from rhymerl.ranks import Alone, Ranks
 from rhymerl.ranks.group import Group
 from rhymerl.rewards import Reward, RewardScorer, plain_rewards
@@ -172,8 +172,8 @@ class RhymeModule(L.LightningModule):
             self.critic.check(longest)
         self._rewards = checked_rewards(self.rewards, datamodule)
         self.evaluation.check(datamodule.validation_names, self._rewards)
-        self.update.check(self.model)
-        prove_head(self.model)
+        self.update.check(self.model, longest)
+        prove_update(self.model)
 
     def on_fit_start(self) -> None:
         self._bring_up()

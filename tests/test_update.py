@@ -280,10 +280,10 @@ def test_activation_checkpointing_leaves_no_hooks():
 def test_activation_checkpointing_is_refused_for_a_model_that_has_none(monkeypatch):
     model = copy.deepcopy(first_policy().model)
     update = UpdateSettings(activation_checkpointing=True)
-    update.check(model)
+    update.check(model, 64)
     monkeypatch.setattr(type(model), "supports_gradient_checkpointing", False)
     with pytest.raises(ConfigError, match="update.activation_checkpointing=true: Qwen2ForCausalLM does not support it"):
-        update.check(model)
+        update.check(model, 64)
 
 
 def test_the_update_moves_the_policy_towards_what_was_rewarded():

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from rhymerl.critic import Critic
 from rhymerl.errors import ConfigError, require_at_least
+from rhymerl.rope import refuse_changing_rope
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -77,8 +78,9 @@ class UpdateSettings:
         """Of a rollout step, at most: fewer where there are fewer samples, or where the algorithm stops early."""
         return self.epochs * self.mini_batches
 
-    def check(self, model: PreTrainedModel) -> None:
-        """Raise ConfigError when the model cannot be trained like this."""
+    def check(self, model: PreTrainedModel, longest_tokens: int) -> None:
+        """Raise ConfigError when the model cannot be trained like this, on sequences of up to so many tokens."""
+        refuse_changing_rope(model, longest_tokens)
         if self.activation_checkpointing and not model.supports_gradient_checkpointing:
             raise ConfigError(
                 f"update.activation_checkpointing=true: {type(model).__name__} does not support it; expected false"
