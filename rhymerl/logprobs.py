@@ -28,7 +28,7 @@ class TokenBatch:
     input_ids: Tensor  # [B, S]
     places: Tensor  # [N] flat index into [B, S] of the token before each response token
     targets: Tensor  # [N] the response tokens
-    response: Tensor  # [B, T] bool, where the N response tokens stand
+    response: Tensor  # [B, T] bool, where the N response tokens stand; [B, T + 1] with the places behind the last ones
 
     def spread(self, values: Tensor) -> Tensor:
         """What is of each response token, [N], at its place in [B, T]; zeros in the padding."""
@@ -36,8 +36,8 @@ class TokenBatch:
         return blank.masked_scatter(self.response, values)
 
 
-def token_batch(samples: Sequence[Sample], device: torch.device | str) -> TokenBatch:
-    """Lay samples out for one forward pass."""
+def token_batch(samples: Sequence[Sample], device: torch.device | str, *, behind: bool = False) -> TokenBatch:
+    """Lay samples out for one forward pass; with `behind`, the place of each answer's last token counts too, whose target means nothing."""
     prompts = [len(sample.prompt.token_ids) for sample in samples]
     lengths = [len(sample) for sample in samples]
     width = max(p + n for p, n in zip(prompts, lengths, strict=True))
@@ -45,14 +45,14 @@ def token_batch(samples: Sequence[Sample], device: torch.device | str) -> TokenB
     for line, sample, start, count in zip(ids, samples, prompts, lengths, strict=True):
         line[:start] = sample.prompt.token_ids
         line[start : start + count] = sample.completion.token_ids
-    column = np.arange(max(lengths))
-    response = column < np.array(lengths)[:, None]
+    column = np.arange(max(lengths) + behind)
+    response = column < np.array(lengths)[:, None] + behind
     before = np.arange(len(samples))[:, None] * width + np.array(prompts)[:, None] - 1 + column
     places = before[response]
     return TokenBatch(
         input_ids=torch.from_numpy(ids).to(device),
         places=torch.from_numpy(places).to(device),
-        targets=torch.from_numpy(ids.reshape(-1)[places + 1]).to(device),
+        targets=torch.from_numpy(ids.take(places + 1, mode="clip")).to(device),
         response=torch.from_numpy(response).to(device),
     )
 

@@ -21,7 +21,7 @@ from rhymerl.algos.grpo import GRPO
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.budgets import Budget, GoodputBudget
-from rhymerl.checks import check_answers_fit, checked_rewards, longest_tokens
+from rhymerl.checks import check_answers_fit, check_updates, checked_rewards, longest_tokens
 from rhymerl.config import describe, instantiate, plain
 from rhymerl.critic import Critic, CriticSettings
 from rhymerl.data import PromptBatch, PromptDataModule
@@ -100,6 +100,7 @@ class RhymeModule(L.LightningModule):
         self.reward_workers = reward_workers
         self.seed = seed
         self.algo.check(group_size=self.rollout.group_size)
+        check_updates(self.algo, self.update)
         if self.rollout.temperature == 0:
             raise ConfigError(
                 "rollout.temperature=0: greedy answers of a group are all the same, so nothing can be learned from them; "
@@ -176,6 +177,7 @@ class RhymeModule(L.LightningModule):
         prove_update(self.model)
 
     def on_fit_start(self) -> None:
+        self.update.warn(self.model)
         self._bring_up()
 
     def on_validation_start(self) -> None:
@@ -273,7 +275,7 @@ class RhymeModule(L.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = self.update.optimizer(list(self.model.parameters()), critic=self.critic)
         self._num_optimizer_steps = num_optimizer_steps(self.trainer, self.update.optimizer_steps)
-        schedule = self.update.schedule(optimizer, self._num_optimizer_steps)
+        schedule = self.update.schedule(optimizer, self._num_optimizer_steps, critic=self.critic)
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     # -- training ------------------------------------------------------------------------------------------------
