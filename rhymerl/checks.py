@@ -28,8 +28,9 @@ def check_answers_fit(policy: Policy, *, rollout: RolloutSettings, evaluation: E
             )
 
 
-def check_updates(algo: Algorithm, update: UpdateSettings) -> None:
-    """Raise ConfigError where a bound between the updates of a step would never be asked for, because there is only one."""
+def check_algorithm(algo: Algorithm, *, rollout: RolloutSettings, update: UpdateSettings) -> None:
+    """Raise ConfigError when it cannot work with these groups, or would never be asked for a bound between a step's updates."""
+    algo.check(group_size=rollout.group_size)
     if isinstance(algo, PolicyGradient) and algo.max_kl is not None and update.optimizer_steps == 1:
         raise ConfigError(
             f"algo.max_kl={algo.max_kl} with update.epochs=1 and update.mini_batches=1: a step has one update, after which there is "

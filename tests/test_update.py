@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from rhymerl.algos import GRPO
 from rhymerl.algos.base import Algorithm, Batch, PolicyOutput, Totals
-from rhymerl.checks import check_updates
+from rhymerl.checks import check_algorithm
 from rhymerl.critic import CriticSettings
 from rhymerl.errors import ConfigError
 from rhymerl.logprobs import policy_output, token_batch
 from rhymerl.policy import Policy
 from rhymerl.ranks import Ranks
+from rhymerl.rollout import RolloutSettings
 from rhymerl.testing import tiny_policy
 from rhymerl.types import Completion, Generated, RolloutRequest, Sample
 from rhymerl.update import Updater, UpdateSettings, step_batch
@@ -355,10 +356,10 @@ def test_dropout_is_warned_of(caplog):
 
 @pytest.mark.parametrize("settings", [{"epochs": 2}, {"mini_batches": 2}])
 def test_a_bound_on_the_divergence_needs_several_updates(settings):
-    check_updates(GRPO(), UpdateSettings())
-    check_updates(GRPO(max_kl=0.1), UpdateSettings(**settings))
+    check_algorithm(GRPO(), rollout=RolloutSettings(), update=UpdateSettings())
+    check_algorithm(GRPO(max_kl=0.1), rollout=RolloutSettings(), update=UpdateSettings(**settings))
     with pytest.raises(ConfigError, match=r"algo.max_kl=0.1 .*update.epochs=1 and update.mini_batches=1"):
-        check_updates(GRPO(max_kl=0.1), UpdateSettings())
+        check_algorithm(GRPO(max_kl=0.1), rollout=RolloutSettings(), update=UpdateSettings())
 
 
 def test_biases_and_norms_do_not_decay():

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from rhymerl.critic import Critic
 from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.policy import is_random, named
+from rhymerl.proof import prove_update
 from rhymerl.ranks.first import is_first_rank
 from rhymerl.rope import refuse_changing_rope
 
@@ -87,6 +88,7 @@ class UpdateSettings:
     def check(self, model: PreTrainedModel, longest_tokens: int) -> None:
         """Raise ConfigError when the model cannot be trained like this, on sequences of up to so many tokens."""
         refuse_changing_rope(model, longest_tokens)
+        prove_update(model)
         if self.activation_checkpointing and not model.supports_gradient_checkpointing:
             raise ConfigError(
                 f"update.activation_checkpointing=true: {type(model).__name__} does not support it; expected false"
