@@ -1,5 +1,5 @@
-# Everything goes through .venv, which is made when it is missing and brought up to date when pyproject.toml or
-# constraints.txt have changed. Nothing but Python 3.11 or later is needed. Another interpreter: make install PYTHON=python3.12
+# Everything goes through .venv, which is made when it is missing and brought up to date when pyproject.toml, constraints.txt or
+# hashes.txt have changed. Nothing but Python 3.11 or later is needed. Another interpreter: make install PYTHON=python3.12
 .PHONY: help install quickstart test test-sglang check format constraints clean
 .DELETE_ON_ERROR:
 SHELL := bash
@@ -10,7 +10,7 @@ ARGS ?=
 PYTEST_ARGS ?= -n 2
 
 python := .venv/bin/python
-key := $(shell cat pyproject.toml constraints.txt | cksum | cut -d ' ' -f 1)
+key := $(shell cat pyproject.toml constraints.txt hashes.txt | cksum | cut -d ' ' -f 1)
 stamp := .venv/installed-$(key)
 
 # The tests of the SGLang backend on a CPU have an environment of their own.
@@ -25,7 +25,7 @@ help:
 	@echo "make test        run the tests; PYTEST_ARGS='tests/test_layers.py -x' replaces '$(PYTEST_ARGS)'"
 	@echo "make test-sglang run those of the SGLang backend with its engine on the CPU, in .venv-sglang (some minutes the first time)"
 	@echo "make check       formatter, linter, types, layers; make format repairs the first two"
-	@echo "make constraints pin the newest versions that pyproject.toml allows; torch moves by hand"
+	@echo "make constraints pin the newest versions that pyproject.toml allows, and their hashes; torch moves by hand"
 	@echo "make clean       remove caches and build results; .venv and runs/ stay"
 
 install: $(stamp)
@@ -49,10 +49,13 @@ format: $(stamp)
 	$(python) -m ruff check --fix
 	$(python) -m ruff format
 
+# In two steps, because pip asks for hashes of everything or of nothing: all but torch by hash, then torch and this package, for whose
+# build all that is needed is there.
 $(stamp): | $(python)
 	@echo "Installing rhymerl and what it needs into .venv (some minutes the first time)"
 	@rm -f .venv/installed-*
-	$(python) -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev,plot]'
+	$(python) -m pip install --disable-pip-version-check --no-deps --require-hashes --requirement hashes.txt
+	$(python) -m pip install --disable-pip-version-check --no-build-isolation --constraint constraints.txt --editable '.[dev,plot]'
 	@touch $@
 
 $(python):
@@ -98,7 +101,13 @@ constraints:
 		.venv-constraints/bin/python -m pip freeze --all --exclude rhymerl --exclude pip \
 			| grep -v -i -E '^(nvidia|cuda|triton)[-_=]' | sed -E 's/\+[a-z0-9.]+$$//' | LC_ALL=C sort -f; \
 	} > constraints.new
+	.venv-constraints/bin/python -m pip install --disable-pip-version-check uv
+	@{ sed '/^[^#]/,$$d' hashes.txt; \
+		grep -v -e '^#' -e '^torch==' constraints.new | .venv-constraints/bin/uv pip compile --quiet --universal --no-deps \
+			--generate-hashes --no-header --no-annotate -; \
+	} > hashes.new
 	@mv constraints.new constraints.txt
+	@mv hashes.new hashes.txt
 	@rm -rf .venv-constraints
 
 clean:
