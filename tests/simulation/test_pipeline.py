@@ -77,13 +77,12 @@ def test_draft_by_hand():
 COSTS = CostCurve([(1, 6.2), (64, 7.5), (256, 14), (512, 22), (1024, 38), (4096, 140)])
 
 
-@pytest.mark.parametrize("acceptance", [0.5, 0.95, 0.998, 1.0])
-@pytest.mark.parametrize("nodes", [8, 128])
+@pytest.mark.parametrize("acceptance", [0.5, 0.95, 0.998])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_tokens_drawn_ahead_cost_no_time_where_all_draft(scheduler, nodes, acceptance):
+def test_tokens_drawn_ahead_cost_no_time_where_all_draft(scheduler, acceptance):
     """Whatever share of them is right: no more are verified than pay, and none behind the first that is wrong."""
-    decoding = Decoding(costs=COSTS, tokens_per_pass=3.5, verified=4, redo_acceptance=acceptance, redo_nodes=nodes)
-    works = small(16, prompts_per_step=64, group_size=8, mean=1000.0, cap=4000)
+    decoding = Decoding(costs=COSTS, tokens_per_pass=3.5, verified=4, redo_acceptance=acceptance, redo_nodes=128)
+    works = small(12, prompts_per_step=64, group_size=8, mean=1000.0, cap=4000)
     ends = {
         mode: Simulation(scheduler(), num_workers=4, run_ahead=mode, decoding=decoding).run(works).done[-1]
         for mode in ("off", "draft")
