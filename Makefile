@@ -1,5 +1,5 @@
-# Everything goes through .venv, which is made when it is missing and brought up to date when pyproject.toml or
-# constraints.txt have changed. Nothing but Python 3.11 or later is needed. Another interpreter: make install PYTHON=python3.12
+# Everything goes through .venv, which is made when it is missing and brought up to date when pyproject.toml, constraints.txt or
+# hashes.txt have changed. Nothing but Python 3.11 or later is needed. Another interpreter: make install PYTHON=python3.12
 .PHONY: help install quickstart test test-sglang check format bench-guard constraints clean
 .DELETE_ON_ERROR:
 SHELL := bash
@@ -10,7 +10,7 @@ ARGS ?=
 PYTEST_ARGS ?= -n 2
 
 python := .venv/bin/python
-key := $(shell cat pyproject.toml constraints.txt | cksum | cut -d ' ' -f 1)
+key := $(shell cat pyproject.toml constraints.txt hashes.txt | cksum | cut -d ' ' -f 1)
 stamp := .venv/installed-$(key)
 
 # The tests of the SGLang backend on a CPU have an environment of their own.
@@ -26,7 +26,7 @@ help:
 	@echo "make test-sglang run those of the SGLang backend with its engine on the CPU, in .venv-sglang (some minutes the first time)"
 	@echo "make check       formatter, linter, types, layers; make format repairs the first two"
 	@echo "make bench-guard BASE=COMMIT  compare this tree's speed with a commit's, on a quiet machine (some 15 minutes)"
-	@echo "make constraints pin the newest versions that pyproject.toml allows; torch moves by hand"
+	@echo "make constraints pin the newest versions that pyproject.toml allows, and their hashes; torch moves by hand"
 	@echo "make clean       remove caches and build results; .venv and runs/ stay"
 
 install: $(stamp)
@@ -54,10 +54,13 @@ bench-guard: $(stamp)
 	@test -n "$(BASE)" || { echo "Name the commit to compare with: make bench-guard BASE=COMMIT" >&2; exit 2; }
 	$(python) benchmarks/guard.py --base $(BASE) $(ARGS)
 
+# In two steps, because pip asks for hashes of everything or of nothing: all but torch by hash, then torch and this package, for whose
+# build all that is needed is there.
 $(stamp): | $(python)
 	@echo "Installing rhymerl and what it needs into .venv (some minutes the first time)"
 	@rm -f .venv/installed-*
-	$(python) -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev,plot]'
+	$(python) -m pip install --disable-pip-version-check --no-deps --require-hashes --requirement hashes.txt
+	$(python) -m pip install --disable-pip-version-check --no-build-isolation --constraint constraints.txt --editable '.[dev,plot]'
 	@touch $@
 
 $(python):
@@ -103,7 +106,13 @@ constraints:
 		.venv-constraints/bin/python -m pip freeze --all --exclude rhymerl --exclude pip \
 			| grep -v -i -E '^(nvidia|cuda|triton)[-_=]' | sed -E 's/\+[a-z0-9.]+$$//' | LC_ALL=C sort -f; \
 	} > constraints.new
+	.venv-constraints/bin/python -m pip install --disable-pip-version-check uv
+	@{ sed '/^[^#]/,$$d' hashes.txt; \
+		grep -v -e '^#' -e '^torch==' constraints.new | .venv-constraints/bin/uv pip compile --quiet --universal --no-deps \
+			--generate-hashes --no-header --no-annotate -; \
+	} > hashes.new
 	@mv constraints.new constraints.txt
+	@mv hashes.new hashes.txt
 	@rm -rf .venv-constraints
 
 clean:

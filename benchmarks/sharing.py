@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from rhymerl.ranks.group import Group
+from rhymerl.rollout import RECORDS
 from rhymerl.rollout.ahead import Drawn
 from rhymerl.rollout.rounds import Answered, Share
 from rhymerl.types import Generated
@@ -48,7 +49,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
 def measure(rank: int, arguments: argparse.Namespace, port: int, results: Any) -> None:
     record.set_threads(arguments.threads or 1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=arguments.ranks)
-    ranks = Group()
+    ranks = Group(RECORDS)
     for length in arguments.lengths:
         share = make_share(arguments.answers // arguments.ranks, length, seed=rank)
         num_tokens = share.num_tokens * arguments.ranks

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from rhymerl.algos.base import Algorithm
+from rhymerl.algos.policy_gradient import PolicyGradient
 from rhymerl.data import PromptDataModule
 from rhymerl.errors import ConfigError
 from rhymerl.evaluation import EvaluationSettings
@@ -11,6 +13,7 @@ from rhymerl.hyperparameters import refuse_lost
 from rhymerl.policy import Policy
 from rhymerl.rewards import Reward, build_rewards, check_reward
 from rhymerl.rollout import RolloutSettings
+from rhymerl.update import UpdateSettings
 
 
 def check_answers_fit(policy: Policy, *, rollout: RolloutSettings, evaluation: EvaluationSettings) -> None:
@@ -23,6 +26,16 @@ def check_answers_fit(policy: Policy, *, rollout: RolloutSettings, evaluation: E
                 f"{name}.max_tokens={value}: the model's context is {policy.context_tokens} tokens, "
                 "and the prompt needs some of them"
             )
+
+
+def check_algorithm(algo: Algorithm, *, rollout: RolloutSettings, update: UpdateSettings) -> None:
+    """Raise ConfigError when it cannot work with these groups, or would never be asked for a bound between a step's updates."""
+    algo.check(group_size=rollout.group_size)
+    if isinstance(algo, PolicyGradient) and algo.max_kl is not None and update.optimizer_steps == 1:
+        raise ConfigError(
+            f"algo.max_kl={algo.max_kl} with update.epochs=1 and update.mini_batches=1: a step has one update, after which there is "
+            "nothing to leave out; expected more of either, or algo.max_kl=null"
+        )
 
 
 def longest_tokens(datamodule: PromptDataModule, *, rollout: RolloutSettings, evaluation: EvaluationSettings) -> int:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.logprobs import TokenBatch, hidden_states
 from rhymerl.policy import DTYPES, Policy, PolicySource, context_tokens
+from rhymerl.rope import refuse_changing_rope
 
 
 class CriticSettings:
@@ -95,6 +96,7 @@ class Critic(nn.Module):
                 f"critic.path={self.settings.path!r}: its context is {context} tokens, a prompt and its answer may have "
                 f"{longest_tokens}"
             )
+        refuse_changing_rope(self.body, longest_tokens, setting=f"critic.path={self.settings.path!r}")
 
 
 class ValueHead(nn.Module):

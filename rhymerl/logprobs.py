@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rhymerl.algos.base import PolicyOutput
-from rhymerl.errors import ConfigError
 from rhymerl.head import chosen_logprobs, head_logprobs
-from rhymerl.policy import evaluating
 from rhymerl.types import Sample
 
 _LOGIT_BYTES = 64 * 2**20  # logits held at a time when `chunk_tokens` is left to us
@@ -30,7 +28,7 @@ class TokenBatch:
     input_ids: Tensor  # [B, S]
     places: Tensor  # [N] flat index into [B, S] of the token before each response token
     targets: Tensor  # [N] the response tokens
-    response: Tensor  # [B, T] bool, where the N response tokens stand
+    response: Tensor  # [B, T] bool, where the N response tokens stand; [B, T + 1] with the places behind the last ones
 
     def spread(self, values: Tensor) -> Tensor:
         """What is of each response token, [N], at its place in [B, T]; zeros in the padding."""
@@ -38,8 +36,8 @@ class TokenBatch:
         return blank.masked_scatter(self.response, values)
 
 
-def token_batch(samples: Sequence[Sample], device: torch.device | str) -> TokenBatch:
-    """Lay samples out for one forward pass."""
+def token_batch(samples: Sequence[Sample], device: torch.device | str, *, behind: bool = False) -> TokenBatch:
+    """Lay samples out for one forward pass; with `behind`, the place of each answer's last token counts too, whose target means nothing."""
     prompts = [len(sample.prompt.token_ids) for sample in samples]
     lengths = [len(sample) for sample in samples]
     width = max(p + n for p, n in zip(prompts, lengths, strict=True))
@@ -47,14 +45,14 @@ def token_batch(samples: Sequence[Sample], device: torch.device | str) -> TokenB
     for line, sample, start, count in zip(ids, samples, prompts, lengths, strict=True):
         line[:start] = sample.prompt.token_ids
         line[start : start + count] = sample.completion.token_ids
-    column = np.arange(max(lengths))
-    response = column < np.array(lengths)[:, None]
+    column = np.arange(max(lengths) + behind)
+    response = column < np.array(lengths)[:, None] + behind
     before = np.arange(len(samples))[:, None] * width + np.array(prompts)[:, None] - 1 + column
     places = before[response]
     return TokenBatch(
         input_ids=torch.from_numpy(ids).to(device),
         places=torch.from_numpy(places).to(device),
-        targets=torch.from_numpy(ids.reshape(-1)[places + 1]).to(device),
+        targets=torch.from_numpy(ids.take(places + 1, mode="clip")).to(device),
         response=torch.from_numpy(response).to(device),
     )
 
@@ -109,7 +107,7 @@ def token_logprobs(
 
 def _head(model: PreTrainedModel) -> nn.Module:
     head: nn.Module | None = model.get_output_embeddings()
-    assert head is not None, "prove_head has found one"
+    assert head is not None, "prove_update has found one"
     return head
 
 
@@ -117,17 +115,3 @@ def _chunk_tokens(head: nn.Module) -> int:
     weight = head.weight
     assert isinstance(weight, Tensor)
     return max(1, _LOGIT_BYTES // (4 * len(weight)))
-
-
-def prove_head(model: PreTrainedModel) -> None:
-    """Raise ConfigError when body and output embeddings do not make up the model (it scales or caps its logits)."""
-    ids = torch.arange(4, device=model.device)[None] % model.config.get_text_config().vocab_size
-    with evaluating(model), torch.no_grad():
-        head = model.get_output_embeddings()
-        hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
-        same = head is not None and torch.allclose(head(hidden), model(input_ids=ids).logits, atol=1e-3, rtol=1e-3)
-    if not same:
-        raise ConfigError(
-            f"model {type(model).__name__}: its logits are more than its output embeddings times its hidden states "
-            "(scaled or soft-capped?), which the update does not support"
-        )

@@ -21,7 +21,7 @@ from rhymerl.algos.grpo import GRPO
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.budgets import Budget, GoodputBudget
-from rhymerl.checks import check_answers_fit, checked_rewards, longest_tokens
+from rhymerl.checks import check_algorithm, check_answers_fit, checked_rewards, longest_tokens
 from rhymerl.config import describe, instantiate, plain
 from rhymerl.critic import Critic, CriticSettings
 from rhymerl.data import PromptBatch, PromptDataModule
@@ -33,17 +33,16 @@ from rhymerl.evaluation import EvaluationSettings, step_name
 from rhymerl.history import HistoryStore
 from rhymerl.hyperparameters import held, refuse_lost
 from rhymerl.loggers import log_metrics
-from rhymerl.logprobs import prove_head
 from rhymerl.lora import check_adapters, kept_in_full
 from rhymerl.policy import Policy, PolicySource, frozen
 from rhymerl.ranks import Alone, Ranks
 from rhymerl.ranks.group import Group
 from rhymerl.rewards import Reward, RewardScorer, plain_rewards
-from rhymerl.rollout import Rollout, RolloutLoop, RolloutSettings
+from rhymerl.rollout import RECORDS, Rollout, RolloutLoop, RolloutSettings
 from rhymerl.run_ahead import RunAhead, check_run_ahead
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.schedulers.fifo import FIFOScheduler
-from rhymerl.trainer import check_trainer, num_optimizer_steps, peak_memory_gb
+from rhymerl.trainer import end_ranks, num_optimizer_steps, peak_memory_gb, prepare_trainer
 from rhymerl.types import Sample, Split
 from rhymerl.update import Updater, UpdateSettings
 
@@ -100,7 +99,7 @@ class RhymeModule(L.LightningModule):
         self.rewards = rewards
         self.reward_workers = reward_workers
         self.seed = seed
-        self.algo.check(group_size=self.rollout.group_size)
+        check_algorithm(self.algo, rollout=self.rollout, update=self.update)
         if self.rollout.temperature == 0:
             raise ConfigError(
                 "rollout.temperature=0: greedy answers of a group are all the same, so nothing can be learned from them; "
@@ -157,7 +156,7 @@ class RhymeModule(L.LightningModule):
 
         Otherwise the reward processes would outlive a failed fit.
         """
-        check_trainer(self.trainer)
+        prepare_trainer(self.trainer)
         return [_TeardownOnException()]
 
     def setup(self, stage: str) -> None:
@@ -173,10 +172,10 @@ class RhymeModule(L.LightningModule):
             self.critic.check(longest)
         self._rewards = checked_rewards(self.rewards, datamodule)
         self.evaluation.check(datamodule.validation_names, self._rewards)
-        self.update.check(self.model)
-        prove_head(self.model)
+        self.update.check(self.model, longest)
 
     def on_fit_start(self) -> None:
+        self.update.warn(self.model)
         self._bring_up()
 
     def on_validation_start(self) -> None:
@@ -189,7 +188,7 @@ class RhymeModule(L.LightningModule):
         autocast = self.trainer.precision_plugin.forward_context
         if self._reference is not None and self._reference is not self.model:
             nn.Module.to(self._reference, device=self.device, dtype=self.model.dtype)
-        self._ranks = self._ranks or (Group() if self.trainer.world_size > 1 else Alone())
+        self._ranks = self._ranks or (Group(RECORDS) if self.trainer.world_size > 1 else Alone())
         self.backend.start(self.policy, self._rollout_drafter, budget=self.budget, autocast=autocast)
         self._scorer = RewardScorer(self._rewards, num_workers=self.reward_workers)
         self._loop = RolloutLoop(
@@ -274,7 +273,7 @@ class RhymeModule(L.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = self.update.optimizer(list(self.model.parameters()), critic=self.critic)
         self._num_optimizer_steps = num_optimizer_steps(self.trainer, self.update.optimizer_steps)
-        schedule = self.update.schedule(optimizer, self._num_optimizer_steps)
+        schedule = self.update.schedule(optimizer, self._num_optimizer_steps, critic=self.critic)
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     # -- training ------------------------------------------------------------------------------------------------
@@ -397,5 +396,6 @@ def _describe_source(source: object) -> dict[str, Any]:
 class _TeardownOnException(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         assert isinstance(pl_module, RhymeModule)
+        end_ranks(trainer)
         pl_module.fail(str(exception) or type(exception).__name__)
         pl_module.teardown(_EXCEPTION)

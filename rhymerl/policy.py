@@ -75,6 +75,24 @@ class Policy:
             return {str(path.relative_to(folder)): b64encode(path.read_bytes()).decode() for path in paths}
 
 
+def named(model: PreTrainedModel) -> str:
+    """A model in an error message: by the setting that it came from, and its class."""
+    path = model.name_or_path
+    return f"model.path={path!r} ({type(model).__name__})" if path else f"model.init ({type(model).__name__})"
+
+
+@contextmanager
+def refusing(message: str) -> Iterator[None]:
+    """Within: what a forward pass of a model that nobody has tried may raise becomes a ConfigError that begins with `message`."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = next(iter(str(error).strip().splitlines()), "")
+        raise ConfigError(f"{message} ({type(error).__name__}: {reason})") from error
+
+
 def context_tokens(config: PretrainedConfig) -> int:
     """The longest sequence that the positions of a model with this config allow."""
     return int(getattr(config, "max_position_embeddings", 0) or 2**31)
@@ -173,12 +191,11 @@ class PolicySource:
         if not folder.exists() and looks_local:
             raise ConfigError(f"model.path={path!r}: no such directory")
         name = str(folder) if folder.exists() else path
-        try:
+        with _reading(f"model.path={path!r}: cannot be loaded as a causal language model"):
             model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[self.dtype])
+        with _reading(f"model.path={path!r}: cannot be loaded, because of its tokenizer"):
             tokenizer = AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ConfigError(f"model.path={path!r}: cannot be loaded as a causal language model: {reason}") from error
+        _check_tokenizer(tokenizer, model, path)
         return Policy(model=model, tokenizer=tokenizer)
 
     def _build(self, init: Mapping[str, Any]) -> Policy:
@@ -192,6 +209,41 @@ class PolicySource:
             torch.manual_seed(self.seed)
             model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[self.dtype])
         return Policy(model=model, tokenizer=tokenizer)
+
+
+@contextmanager
+def _reading(message: str) -> Iterator[None]:
+    """Within: what transformers raises for files that are not as they should be becomes a ConfigError."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"{message}: {reason}") from error
+
+
+def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, path: str) -> None:
+    """Raise ConfigError for one that transformers has made up, and for one whose tokens the model does not know.
+
+    Special tokens beyond the embedding are common, for padding say: transformers adds some, and hardly any is ever fed.
+    """
+    vocabulary: Mapping[str, int] = tokenizer.get_vocab()
+    special = set(tokenizer.all_special_tokens)
+    if vocabulary.keys() <= special:
+        raise ConfigError(
+            f"model.path={path!r}: it has no tokenizer (tokenizer.json, ...); save that of the model beside its weights"
+        )
+    rows = num_embeddings(model)
+    unknown = [token for token, number in vocabulary.items() if number >= rows and token not in special]
+    if unknown:
+        raise ConfigError(
+            f"model.path={path!r}: its tokenizer has {len(vocabulary)} tokens, its embedding {rows}, none of them for "
+            f"{min(unknown)!r}; save the tokenizer that the model was trained with, or resize the embedding"
+        )
+
+
+def num_embeddings(model: PreTrainedModel) -> int:
+    """Tokens that may be fed to a model: ids from 0 to this."""
+    return len(model.get_input_embeddings().get_parameter("weight"))
 
 
 def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:

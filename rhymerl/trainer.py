@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import signal
+import socket
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from rhymerl.config.components import is_component
 from rhymerl.config.targets import import_target
-from rhymerl.errors import ConfigError
+from rhymerl.errors import ConfigError, RunError
+from rhymerl.ranks.lifeline import is_loopback
+from rhymerl.ranks.parent import end_with_parent
+
+_LOOPBACKS = ("lo", "lo0")  # as Linux and others call it
 
 
 def num_optimizer_steps(trainer: L.Trainer, each: int) -> float:
@@ -77,6 +87,62 @@ def _check_requeueing(trainer: Any) -> None:
             "trainer.plugins: under SLURM Lightning answers the signal before a requeue with a checkpoint in the middle of a step, from "
             "which no run could go on exactly; pass SLURMEnvironment(auto_requeue=False), and let the job go on from its last checkpoint"
         )
+
+
+def prepare_trainer(trainer: L.Trainer) -> None:
+    """See `check_trainer`; then, before Lightning lets the ranks meet: on one machine they do so where no other can reach them.
+
+    Raises RunError when the port is taken at which they would meet.
+    """
+    try:
+        check_trainer(trainer)
+        _prepare_ranks(trainer)
+    except BaseException:
+        end_ranks(trainer)
+        raise
+
+
+def _prepare_ranks(trainer: L.Trainer) -> None:
+    if dist.is_initialized():  # they have met
+        return
+    end_with_parent()
+    strategy = trainer.strategy
+    if not isinstance(strategy, DDPStrategy) or strategy.num_nodes > 1:
+        return
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun has made the store
+        return
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    environment = strategy.cluster_environment
+    assert environment is not None, "of every DDPStrategy that a Trainer has"
+    if not is_loopback(environment.main_address):
+        return
+    names = [name for _, name in socket.if_nameindex() if name in _LOOPBACKS]
+    if names:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
+    if environment.local_rank() == 0:
+        # Kept where Lightning looks for the ranks, which has a store of its own soon.
+        vars(environment)["store"] = _store_on_loopback(environment.main_port, strategy.num_processes)
+
+
+def _store_on_loopback(port: int, num_ranks: int) -> Any:
+    """torch's own listens on all addresses; a store of its kind that is in this process already, at that port, it takes instead."""
+    try:
+        server = socket.create_server(("127.0.0.1", port))
+    except OSError as error:
+        raise RunError(
+            f"MASTER_PORT={port}: the ranks cannot meet there ({error}); set another, or leave it out"
+        ) from error
+    options: dict[str, Any] = {"is_master": True, "multi_tenant": True, "wait_for_workers": False}
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", port, num_ranks, timeout=timedelta(minutes=30), master_listen_fd=server.detach(), **options
+    )
+
+
+def end_ranks(trainer: L.Trainer) -> None:
+    """Rank 0 fails before the ranks have met: those that it has started would wait for it for long."""
+    launcher = trainer.strategy.launcher
+    if isinstance(launcher, _SubprocessScriptLauncher) and not dist.is_initialized():
+        launcher.kill(signal.SIGKILL)
 
 
 def with_environment(plugins: Sequence[Any] | None) -> list[Any]:

@@ -24,6 +24,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+os.environ["RHYMERL_SECRET"] = "known to the ranks of all tests"  # else a file in the user's home
 os.environ["OMP_WAIT_POLICY"] = "passive"  # as the command line sets it
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; torch and numba read this when they are imported
     os.environ["OMP_NUM_THREADS"] = "1"

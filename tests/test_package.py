@@ -94,6 +94,30 @@ def test_constraints_pin_a_version_in_the_declared_range(line: str) -> None:
     assert "+" not in version, "a local version cannot be installed everywhere"
 
 
+def test_every_pinned_version_but_torch_has_hashes_of_its_files() -> None:
+    text = (ROOT / "hashes.txt").read_text()
+    entries = re.findall(r"^([\w.-]+)==(\S+)((?: \\\n    --hash=sha256:[0-9a-f]{64})+)$", text, re.MULTILINE)
+    versions = {canonical(name): version for name, version, _ in entries}
+    assert versions == {name: version for name, version in pinned().items() if name != "torch"}
+    assert text.count("--hash") == sum(hashes.count("--hash") for *_, hashes in entries)
+
+
+def test_actions_of_others_are_pinned_to_a_commit() -> None:
+    used = [
+        line.strip()
+        for path in (ROOT / ".github").rglob("*.yml")
+        for line in path.read_text().splitlines()
+        if "uses:" in line
+    ]
+    assert used
+    assert [line for line in used if not re.fullmatch(r"- uses: [\w./-]+@[0-9a-f]{40} # v[\d.]+", line)] == []
+
+
+def test_releases_of_lightning_that_an_advisory_names_are_left_out() -> None:
+    (requirement,) = (each for each in map(Requirement, PROJECT["dependencies"]) if each.name == "lightning")
+    assert not {"2.6.4", "2.6.5"} & set(requirement.specifier.filter(["2.6.4", "2.6.5", "2.6.6"]))
+
+
 def public_files() -> list[Path]:
     """What git tracks or would track."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from rhymerl.algos import GRPO
 from rhymerl.algos.base import Algorithm, Batch, PolicyOutput, Totals
+from rhymerl.checks import check_algorithm
 from rhymerl.critic import CriticSettings
 from rhymerl.errors import ConfigError
 from rhymerl.logprobs import policy_output, token_batch
 from rhymerl.policy import Policy
 from rhymerl.ranks import Ranks
+from rhymerl.rollout import RolloutSettings
 from rhymerl.testing import tiny_policy
 from rhymerl.types import Completion, Generated, RolloutRequest, Sample
 from rhymerl.update import Updater, UpdateSettings, step_batch
@@ -280,10 +282,10 @@ def test_activation_checkpointing_leaves_no_hooks():
 def test_activation_checkpointing_is_refused_for_a_model_that_has_none(monkeypatch):
     model = copy.deepcopy(first_policy().model)
     update = UpdateSettings(activation_checkpointing=True)
-    update.check(model)
+    update.check(model, 64)
     monkeypatch.setattr(type(model), "supports_gradient_checkpointing", False)
     with pytest.raises(ConfigError, match="update.activation_checkpointing=true: Qwen2ForCausalLM does not support it"):
-        update.check(model)
+        update.check(model, 64)
 
 
 def test_the_update_moves_the_policy_towards_what_was_rewarded():
@@ -326,6 +328,40 @@ def test_schedules_by_hand(settings, expected):
     assert rates == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_policys_schedule_begins_when_it_begins_to_move(shared):
+    """Two rollout steps of a critic's warm-up, of two optimizer steps each; then two of the policy's own."""
+    update = UpdateSettings(learning_rate=2.0, lr_schedule="linear", warmup_steps=2, mini_batches=2)
+    policy = tiny_policy()
+    critic = CriticSettings(shared=shared, learning_rate=0.5, warmup_steps=2).build(policy, seed=0)
+    optimizer = update.optimizer(list(policy.model.parameters()), critic=critic)
+    schedule = update.schedule(optimizer, 10, critic=critic)
+    rates = []
+    for _ in range(10):
+        rates.append((schedule.get_last_lr()[0] / 2, schedule.get_last_lr()[-1] / 0.5))
+        optimizer.step()
+        schedule.step()
+    of_policy, of_critic = zip(*rates, strict=True)
+    assert of_policy == pytest.approx([0.5, 0.5, 0.5, 0.5, 0.5, 1, 1, 0.75, 0.5, 0.25])
+    assert of_critic == pytest.approx([0.5, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8])
+
+
+def test_dropout_is_warned_of(caplog):
+    UpdateSettings().warn(first_policy().model)
+    assert not caplog.records
+    UpdateSettings().warn(first_policy(0.3).model)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "update.micro_batch_tokens" in caplog.text
+
+
+@pytest.mark.parametrize("settings", [{"epochs": 2}, {"mini_batches": 2}])
+def test_a_bound_on_the_divergence_needs_several_updates(settings):
+    check_algorithm(GRPO(), rollout=RolloutSettings(), update=UpdateSettings())
+    check_algorithm(GRPO(max_kl=0.1), rollout=RolloutSettings(), update=UpdateSettings(**settings))
+    with pytest.raises(ConfigError, match=r"algo.max_kl=0.1 .*update.epochs=1 and update.mini_batches=1"):
+        check_algorithm(GRPO(max_kl=0.1), rollout=RolloutSettings(), update=UpdateSettings())
+
+
 def test_biases_and_norms_do_not_decay():
     model = tiny_policy().model
     optimizer = UpdateSettings(weight_decay=0.1).optimizer(list(model.parameters()))
@@ -346,3 +382,22 @@ def test_biases_and_norms_do_not_decay():
 def test_bad_settings_are_named(settings, message):
     with pytest.raises(ConfigError, match=message):
         UpdateSettings(**settings)
+
+
+def test_values_behind_the_last_tokens_are_there_where_they_are_asked_for():
+    class Bootstrapping(ActorCritic):
+        needs = ActorCritic.needs | {"final_values"}
+
+    samples, made = scored(12), Bootstrapping()
+    run_update(samples, algorithm=lambda: made, critic=CriticSettings(head_std=0.3), micro_batch_tokens=100)
+    plain = ActorCritic()
+    run_update(samples, algorithm=lambda: plain, critic=CriticSettings(head_std=0.3), micro_batch_tokens=100)
+    found, expected = made.prepared[0], plain.prepared[0]
+    assert expected.final_values is None
+    torch.testing.assert_close(found.values, expected.values, atol=1e-12, rtol=0)
+    critic = CriticSettings(head_std=0.3).build(first_policy(), seed=2)
+    for i, sample in enumerate(samples):
+        ids = torch.from_numpy(np.concatenate([sample.prompt.token_ids, sample.completion.token_ids])).long()[None]
+        with torch.no_grad():
+            states = critic.body.eval()(input_ids=ids, use_cache=False).last_hidden_state
+            torch.testing.assert_close(found.final_values[i], critic.head(states[0, -1:])[0], atol=1e-10, rtol=0)

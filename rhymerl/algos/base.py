@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-Need = Literal["proximal", "reference", "values"]
+Need = Literal["proximal", "reference", "values", "final_values"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,8 @@ class Batch:
     proximal_logprobs: Tensor | None = None  # [B, T] before the first update; None: as behaviour
     reference_logprobs: Tensor | None = None  # [B, T] of the policy that the run started from
     values: Tensor | None = None  # [B, T] the critic's, in front of each token, before the first update
+    final_values: Tensor | None = None  # [B] the critic's, behind the last token
+    divergence: Tensor | None = None  # [B] nats from the reference, of an answer's trained tokens
     advantages: Tensor | None = None  # [B, T]
     returns: Tensor | None = None  # [B, T] what the critic learns
 
@@ -98,7 +100,8 @@ class Algorithm(ABC):
     def needs(self) -> frozenset[Need]:
         """What `advantages` or `loss` reads of the batch that takes forward passes over all samples before the first update.
 
-        `reference` makes the run keep a frozen copy of the policy, `values` a critic.
+        `reference` makes the run keep a frozen copy of the policy, `values` a critic; `final_values` is for algorithms that need
+        `values`, whose pass finds both.
         """
         return frozenset()
 

@@ -126,6 +126,8 @@ class PolicyGradient(Algorithm):
         batch = self.with_returns(super().prepare(batch))
         if self.mask_truncated:
             batch = replace(batch, mask=batch.mask & ~batch.is_truncated[:, None])
+        if self._is_in_reward:
+            batch = replace(batch, divergence=self._divergence(batch.old_logprobs, batch).sum(-1))
         assert batch.advantages is not None
         return replace(batch, advantages=whitened(batch.advantages, batch.mask)) if self.whiten else batch
 
@@ -146,7 +148,11 @@ class PolicyGradient(Algorithm):
             self._kl_coef *= 1 + 0.1 * error
 
     def _total_kl(self, batch: Batch) -> float:
-        return float(self._divergence(batch.old_logprobs, batch).sum())
+        """As `prepare` found it, unless the batch is another."""
+        of_answers = (
+            self._divergence(batch.old_logprobs, batch).sum(-1) if batch.divergence is None else batch.divergence
+        )
+        return float(of_answers.sum())
 
     @property
     def may_stop(self) -> bool:

@@ -32,6 +32,7 @@ class PPO(PolicyGradient):
     gae_lambda: float = 0.95
     value_coef: float = 0.5
     value_clip: float | None = 0.2  # the most that a value moves in a step, as far as its loss says
+    bootstrap_truncated: bool = False  # behind an answer that was cut off stands the critic's value, not 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,15 +40,33 @@ class PPO(PolicyGradient):
             require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "0 to 1")
         require(self.value_coef >= 0, "value_coef", self.value_coef, "at least 0")
         require(self.value_clip is None or self.value_clip > 0, "value_clip", self.value_clip, "more than 0, or null")
+        with_these = "false with mask_truncated=true, where answers that were cut off leave the loss"
+        is_lost = self.bootstrap_truncated and self.mask_truncated
+        require(not is_lost, "bootstrap_truncated", self.bootstrap_truncated, with_these)
 
     @property
     def needs(self) -> frozenset[Need]:
-        return super().needs | {"values"}
+        values: set[Need] = {"values", "final_values"} if self.bootstrap_truncated else {"values"}
+        return super().needs | values
 
     def advantages(self, batch: Batch) -> Tensor:
         assert batch.values is not None, "values are computed before the advantages"
         rewards = at_last_token(self.scores(batch), batch.mask) - self.kl_penalties(batch)
-        return generalized_advantages(rewards, batch.values, batch.mask, gamma=self.gamma, gae_lambda=self.gae_lambda)
+        return generalized_advantages(
+            rewards,
+            batch.values,
+            batch.mask,
+            gamma=self.gamma,
+            gae_lambda=self.gae_lambda,
+            final_values=self._final_values(batch),
+        )
+
+    def _final_values(self, batch: Batch) -> Tensor | None:
+        """What is expected of the rest of answers that a limit has cut off: partial-episode bootstrapping, arXiv 1712.00378."""
+        if not self.bootstrap_truncated:
+            return None
+        assert batch.final_values is not None, "they are computed with the values"
+        return batch.final_values.masked_fill(~batch.is_truncated, 0)
 
     def with_returns(self, batch: Batch) -> Batch:
         assert batch.advantages is not None and batch.values is not None

@@ -12,10 +12,11 @@ from rhymerl.backends.base import RolloutBackend
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.engine.engine import Engine
-from rhymerl.engine.support import prove, refuse_unsupported
+from rhymerl.engine.support import prove, refuse_impossible, refuse_unsupported
 from rhymerl.engine.totals import EngineTotals
 from rhymerl.errors import BackendError, ConfigError, require_at_least
 from rhymerl.history import NO_VERSION, HistoryStore
+from rhymerl.policy import num_embeddings
 from rhymerl.types import Completion, Ratio, RolloutRequest, Sample
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class EmbeddedBackend(RolloutBackend):
         self.max_pass_tokens = max_pass_tokens
         self.check_drafts = check_drafts
         self._engine: Engine | None = None
+        self._longest_tokens: int | None = None  # of a prompt and its answer, as `check` was told
         self._reported = EngineTotals()
         self._followed = NO_VERSION  # version of the history that the drafter knows
 
@@ -62,6 +64,9 @@ class EmbeddedBackend(RolloutBackend):
                 f"backend.kv_tokens={self.kv_tokens}: the longest prompt and its answer need {longest_tokens}; "
                 f"expected at least that"
             )
+        if self._engine is not None:
+            refuse_unsupported(self._engine.model, longest_tokens)
+        self._longest_tokens = longest_tokens
 
     def start(
         self,
@@ -71,7 +76,7 @@ class EmbeddedBackend(RolloutBackend):
         budget: Budget | None = None,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        refuse_unsupported(policy.model)
+        refuse_unsupported(policy.model, self._longest_tokens or policy.context_tokens)
         prove(policy.model, autocast)
         self._engine = Engine(
             policy.model,
@@ -94,6 +99,9 @@ class EmbeddedBackend(RolloutBackend):
         return self._engine
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        longest, vocabulary = self._longest_tokens or self.kv_tokens, num_embeddings(self.engine.model)
+        for request in requests:
+            refuse_impossible(request, longest, vocabulary=vocabulary)
         self.engine.submit(requests)
 
     def collect(self, timeout_s: float | None = None, *, max_passes: int | None = None) -> list[Completion]:

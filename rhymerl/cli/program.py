@@ -20,6 +20,7 @@ from rhymerl.cli.rollouts import Rollout
 from rhymerl.cli.runs import Evaluate, Fit
 from rhymerl.errors import RhymeError, UsageError
 from rhymerl.ranks.first import is_first_rank
+from rhymerl.ranks.parent import as_launcher, end_with_parent
 
 COMMANDS: tuple[Command, ...] = (
     Fit(),
@@ -38,6 +39,7 @@ OK, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
 
 def main(argv: Sequence[str] | None = None, *, commands: Sequence[Command] = COMMANDS) -> int:
     """Run one command. Returns the exit code: 0 ok, 1 failed, 2 bad usage, 130 stopped by Ctrl-C."""
+    end_with_parent()
     # Threads that spin long while they wait slow a busy machine down by tens of times, and those that sleep at once are slow to
     # wake on a quiet one; torch's OpenMP reads this when it is imported.
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -47,7 +49,7 @@ def main(argv: Sequence[str] | None = None, *, commands: Sequence[Command] = COM
     for word in overrides:
         if word.startswith("-") or ("=" not in word and not word.startswith("~")):
             parser.error(f"{word!r}: expected an option of rhymerl {arguments.name}, or an override key=value")
-    with Interrupt() as interrupt, quiet():
+    with as_launcher(), Interrupt() as interrupt, quiet():
         code = _run(arguments, overrides, interrupt)
     if interrupt.requested:
         # To Lightning's launcher any other code is a failure, for which it kills rank 0, which still writes its files.

@@ -11,21 +11,35 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rhymerl.errors import ConfigError
-from rhymerl.policy import evaluating
+from rhymerl.policy import context_tokens, evaluating, named, refusing
+from rhymerl.rope import refuse_changing_rope
 from rhymerl.types import RolloutRequest
 
 # Largest difference of log-probs (nats) between a packed tree pass and the model's own forward.
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-2, torch.bfloat16: 0.5, torch.float16: 0.2}
+# The same, as a share of how far the log-probs after two paths are apart: a model at its first weights says little.
+_SHARE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+_NEEDED = "a decoder with full attention in every layer is needed (Qwen2, Qwen3, Llama, ...)"
 
 
-def refuse_unsupported(model: PreTrainedModel) -> None:
-    """Raise ConfigError with the reason when a token tree would silently break this model's attention."""
+def refuse_unsupported(model: PreTrainedModel, longest_tokens: int | None = None) -> None:
+    """Raise ConfigError with the reason when a token tree would silently break this model's attention.
+
+    `longest_tokens` is the longest sequence that will come, by default the model's context: a window that is no shorter
+    hides nothing.
+    """
     config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    sliding = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    longest = context_tokens(config) if longest_tokens is None else longest_tokens
+    refuse_changing_rope(model, longest)
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    harmless = {"full_attention"} | ({"sliding_attention"} if window is not None and window >= longest else set())
+    kinds = set(getattr(config, "layer_types", None) or ()) - harmless
     reasons = {
+        f"a window of {window} tokens in its {'sliding_attention layers' if kinds else 'attention'} hides a part of the "
+        f"longest prompt and its answer, {longest} tokens (at most {window} would do)": window is not None
+        and window < longest
+        and kinds <= {"sliding_attention"},
         f"it has {', '.join(sorted(kinds))} layers": bool(kinds),
-        f"its attention slides over a window of {sliding} tokens": sliding is not None and not kinds,
         "its attention scores are soft-capped": getattr(config, "attn_logit_softcapping", None) is not None,
         "its attention has sinks": any(name.endswith(".sinks") for name, _ in model.named_parameters()),
         "it is an encoder-decoder": bool(config.is_encoder_decoder),
@@ -33,45 +47,58 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     }
     for reason, holds in reasons.items():
         if holds:
-            raise ConfigError(
-                f"model {type(model).__name__}: the embedded backend cannot run it, because {reason}; "
-                "a decoder with full attention in every layer is needed (Qwen2, Qwen3, Llama, ...)"
-            )
+            raise ConfigError(f"{_cannot_run(model)}, because {reason}; {_NEEDED}")
+
+
+def _cannot_run(model: PreTrainedModel) -> str:
+    return f"{named(model)}: the embedded backend cannot run it"
 
 
 def prove(model: PreTrainedModel, autocast: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
     """Run a small random tree in one packed pass and each of its paths through the model alone.
 
-    Raises ConfigError when they differ: some part of this model reads more than the tokens on its own path.
+    Raises ConfigError when they differ (some part of this model reads more than the tokens on its own path), and when the model
+    cannot be run in such a pass at all.
     """
-    from rhymerl.engine.attention import packed
-
     generator = np.random.default_rng(0)
     vocabulary = model.config.get_text_config().vocab_size
     prompt = generator.integers(0, vocabulary, 7)
     paths = [generator.integers(0, vocabulary, 3) for _ in range(2)]
-    with packed(model):
-        tree = _tree_logprobs(model, prompt, paths, autocast)
-    with evaluating(model), torch.no_grad(), autocast():
-        alone = [model(torch.from_numpy(np.append(prompt, path))[None].to(model.device)).logits[0] for path in paths]
-    expected = torch.cat([logits[len(prompt) :].double().log_softmax(-1) for logits in alone])
-    difference = (tree - expected).abs().max().item()
-    dtype = alone[0].dtype if alone[0].dtype in _TOLERANCE else torch.bfloat16
-    if not difference <= _TOLERANCE[dtype]:
+    with refusing(f"{_cannot_run(model)}; {_NEEDED}"):
+        tree = _tree_logits(model, prompt, paths, autocast)
+        alone = _logits_alone(model, prompt, paths, autocast)
+    expected = alone.double().log_softmax(-1)
+    difference = (tree.double().log_softmax(-1) - expected).abs().max().item()
+    first, second = expected.chunk(len(paths))
+    dtype = alone.dtype if alone.dtype in _TOLERANCE else torch.bfloat16
+    most = min(_TOLERANCE[dtype], _SHARE[dtype] * (first - second).abs().max().item())
+    if not difference <= most:
         raise ConfigError(
-            f"model {type(model).__name__}: the embedded backend cannot run it: log-probs of a packed token tree differ "
-            f"from the model's own by {difference:.2g} nats (at most {_TOLERANCE[dtype]:g} in {dtype})"
+            f"{_cannot_run(model)}: log-probs of a packed token tree differ from the model's own by {difference:.2g} nats "
+            f"(at most {most:.2g} in {dtype}); {_NEEDED}"
         )
 
 
-def _tree_logprobs(
+def _logits_alone(
     model: PreTrainedModel,
     prompt: np.ndarray,
     paths: list[np.ndarray],
     autocast: Callable[[], AbstractContextManager[object]],
 ) -> Tensor:
-    """Log-probs [nodes, vocabulary] after each node, all `paths` hanging below `prompt` in one pass."""
-    from rhymerl.engine.attention import AttentionPlan, Bucket
+    """[nodes, vocabulary] after each node, from a pass of the model's own for each of `paths`."""
+    inputs = [torch.from_numpy(np.append(prompt, path))[None].to(model.device) for path in paths]
+    with evaluating(model), torch.no_grad(), autocast():
+        return torch.cat([model(input_ids=each).logits[0, len(prompt) :] for each in inputs])
+
+
+def _tree_logits(
+    model: PreTrainedModel,
+    prompt: np.ndarray,
+    paths: list[np.ndarray],
+    autocast: Callable[[], AbstractContextManager[object]],
+) -> Tensor:
+    """[nodes, vocabulary] after each node, all `paths` hanging below `prompt` in one packed pass."""
+    from rhymerl.engine.attention import AttentionPlan, Bucket, packed
     from rhymerl.engine.kv_store import KVStore
 
     start, width = len(prompt), len(paths[0])
@@ -90,7 +117,7 @@ def _tree_logprobs(
         queries=slots[None],
         valid=torch.ones_like(slots[None], dtype=torch.bool),
     )
-    with autocast():
+    with packed(model), autocast():
         logits: Tensor = model(
             input_ids=torch.from_numpy(np.concatenate([prompt, *paths]))[None].to(model.device),
             position_ids=torch.tensor([positions], device=model.device),
@@ -98,20 +125,25 @@ def _tree_logprobs(
             use_cache=True,
             rhymerl_plan=AttentionPlan([bucket]),
         ).logits[0, start:]
-    return logits.double().log_softmax(-1)
+    return logits
 
 
-def refuse_impossible(request: RolloutRequest, context: int) -> None:
-    """Raise ConfigError for a request that could never be answered within `context` tokens."""
+def refuse_impossible(request: RolloutRequest, context: int, *, vocabulary: int | None = None) -> None:
+    """Raise ConfigError for a request that could never be answered within `context` tokens, of which there are `vocabulary`."""
     sampling, generated = request.sampling, request.generated
     num_prompt = len(request.prompt.token_ids)
     if num_prompt == 0:
         raise ConfigError(f"request {request.id}: the prompt has no tokens")
+    if vocabulary is not None and (largest := int(request.prompt.token_ids.max())) >= vocabulary:
+        raise ConfigError(
+            f"request {request.id}: the prompt holds token {largest}, the model's embedding has {vocabulary} rows; "
+            "model.path needs the tokenizer that the model was trained with"
+        )
     if num_prompt + sampling.max_tokens > context:
         raise ConfigError(
             f"request {request.id}: prompt of {num_prompt} + rollout.max_tokens={sampling.max_tokens} is "
             f"{num_prompt + sampling.max_tokens} tokens; at most {context} fit "
-            "(the model's context, or backend.kv_tokens if that is smaller)"
+            "(the model's context, or backend.kv_tokens or what the run was checked for if that is smaller)"
         )
     if generated is None or len(generated) == 0:
         return

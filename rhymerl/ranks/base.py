@@ -57,7 +57,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, by rank, on every rank. A value travels as a pickle, and not through a GPU."""
+        """Every rank's value, by rank, on every rank: plain data, numpy arrays, and records that the ranks know."""
 
     @abstractmethod
     def broadcast(self, value: T) -> T:

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import hmac
 import os
-import pickle
+import secrets
 import signal
 import threading
-import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from rhymerl.ranks.base import Line, Lockstep, Ranks
+from rhymerl.errors import RunError
+from rhymerl.ranks.base import Line, Lockstep, Parcel, Ranks
 from rhymerl.ranks.gradients import sum_gradients
 from rhymerl.ranks.lifeline import Lifeline
 from rhymerl.ranks.mail import Mail
+from rhymerl.ranks.parent import have_met
+from rhymerl.ranks.secret import VARIABLE, shared_secret
+from rhymerl.ranks.wire import Wire
+from rhymerl.types import Ratio
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,44 +36,81 @@ T = TypeVar("T")
 
 _PATIENCE = timedelta(days=7)  # a rank that is slow is waited for; one that has ended is known otherwise
 _EXPLAIN_S = 5.0
+_NONCE_BYTES = 16
 
 
 class Group(Ranks):
     """All processes of the default group, which has been initialised.
 
     What is gathered and broadcast goes over a gloo group of its own; gradients go over the default group, on their device.
-    While they work, and until `close`, SIGTERM ends all ranks.
+    Values travel signed and as plain data, numpy arrays and these `records`. While they work, and until `close`, SIGTERM ends
+    all ranks. Raises ConfigError or RunError when they have no secret in common.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, records: Iterable[type] = ()) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self._meetings = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        self._num_meetings = 0
         self._lifeline: Lifeline | None = None
+        key = self._key_of_run()
+        self._wire = Wire([Parcel, Ratio, *records], key=key)
         host = os.environ.get("MASTER_ADDR", "localhost")
         self._lifeline = Lifeline(self.rank, self.size, exchange=self.broadcast, host=host)
         # Private, but the default group's store has no other name.
-        self._store = PrefixStore(f"rhymerl/{self.broadcast(uuid.uuid4().hex)}", _get_default_store())
+        self._store = PrefixStore(f"rhymerl/{self.broadcast(secrets.token_hex(16))}", _get_default_store())
         self._num_lines = 0
+        have_met()
         self._before: Any = None  # what SIGTERM did
 
-    def gather(self, value: T) -> list[T]:
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    def _key_of_run(self) -> bytes:
+        """Of the secret and something that each rank has made up, so that no message of another run is good in this one."""
+        secret = shared_secret()
+        mine = secrets.token_bytes(_NONCE_BYTES)
+        nonces = self._send_around(mine)
+        key = hmac.digest(secret, b"".join(nonces), "sha256")
+        proofs = self._send_around(hmac.digest(key, bytes([0]) + nonces[self.rank], "sha256"))
+        for rank, (nonce, proof) in enumerate(zip(nonces, proofs, strict=True)):
+            if not hmac.compare_digest(proof, hmac.digest(key, bytes([0]) + nonce, "sha256")):
+                raise RunError(
+                    f"rank {rank} has another secret than rank {self.rank}: set {VARIABLE} to the same for all ranks, "
+                    "or give them the same home directory"
+                )
+        return key
+
+    def _send_around(self, mine: bytes) -> list[bytes]:
+        """Every rank's bytes, of any lengths, on every rank."""
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         with self._meeting():
             dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._meetings)
             found = [
-                mine if rank == self.rank else torch.empty(int(n), dtype=torch.uint8) for rank, n in enumerate(sizes)
+                _tensor(mine) if r == self.rank else torch.empty(int(n), dtype=torch.uint8) for r, n in enumerate(sizes)
             ]
             for rank, content in enumerate(found):  # not all at once, which would pad each to the longest
                 dist.broadcast(content, src=rank, group=self._meetings)
-        return [value if rank == self.rank else pickle.loads(bytes(found[rank].numpy())) for rank in range(self.size)]
+        return [mine if rank == self.rank else content.numpy().tobytes() for rank, content in enumerate(found)]
+
+    def _place(self, rank: int) -> str:
+        """Of what that rank says in the current meeting."""
+        return f"meeting/{self._num_meetings}/{rank}"
+
+    def gather(self, value: T) -> list[T]:
+        self._num_meetings += 1
+        found = self._send_around(self._wire.pack(value, place=self._place(self.rank)))
+        return [
+            value if rank == self.rank else self._wire.unpack(message, place=self._place(rank))
+            for rank, message in enumerate(found)
+        ]
 
     def broadcast(self, value: T) -> T:
-        values = [value if self.rank == 0 else None]
+        self._num_meetings += 1
+        mine = self._wire.pack(value, place=self._place(0)) if self.rank == 0 else b""
+        size = torch.tensor([len(mine)])
         with self._meeting():
-            dist.broadcast_object_list(values, src=0, group=self._meetings)
-        return values[0]  # type: ignore[return-value]
+            dist.broadcast(size, src=0, group=self._meetings)
+            content = _tensor(mine) if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
+            dist.broadcast(content, src=0, group=self._meetings)
+        return value if self.rank == 0 else self._wire.unpack(content.numpy().data, place=self._place(0))
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         with self._meeting():
@@ -78,7 +122,7 @@ class Group(Ranks):
         if lockstep:
             return Lockstep(self)
         name = f"line/{self._num_lines}"
-        return Mail(self._store, name, rank=self.rank, size=self.size, meeting=self._meeting)
+        return Mail(self._store, name, wire=self._wire, rank=self.rank, size=self.size, meeting=self._meeting)
 
     def check(self) -> None:
         if self._lifeline is not None:
@@ -118,3 +162,7 @@ class Group(Ranks):
             if self._lifeline is not None:
                 self._lifeline.check(wait_s=_EXPLAIN_S)
             raise
+
+
+def _tensor(content: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(bytearray(content), np.uint8))

@@ -6,6 +6,7 @@ which the operating system breaks when a process ends.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import secrets
 import selectors
@@ -31,7 +32,7 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPALIVE": 10, "TCP_KEEPINTVL": 5, "TCP_
 class Lifeline:
     """Opened by all ranks in one meeting, with rank 0's `exchange`, which gives every rank what rank 0 gives.
 
-    The others reach rank 0 at `host` (MASTER_ADDR). Opening raises RunError when a rank does not arrive. A failure is
+    The others reach rank 0 at `host` (MASTER_ADDR), where it listens on its loopback only if that is there. Opening raises RunError when a rank does not arrive. A failure is
     final: a process that has called neither `close` nor `fail` within `grace_s` of one, because it hangs in a
     collective, say, ends with exit code 1 and the failure on stderr. Ending without either call is itself a failure.
     """
@@ -44,7 +45,7 @@ class Lifeline:
         self._failure: str | None = None
         self._failed = Event()
         self._closed = Event()
-        self._links = _listen(size, exchange) if rank == 0 else [_connect(rank, exchange, host)]
+        self._links = _listen(size, exchange, host) if rank == 0 else [_connect(rank, exchange, host)]
         self._thread = Thread(target=self._watch, name="lifeline", daemon=True)
         self._thread.start()
         _lifelines.add(self)
@@ -155,11 +156,28 @@ class _Link:
             self.socket.shutdown(socket.SHUT_RDWR)
 
 
-def _listen(size: int, exchange: Callable[[object], object]) -> list[_Link]:
-    """Rank 0's links to all others. The port is open only until they are here."""
+def is_loopback(host: str) -> bool:
+    """Whether all who reach this host are on this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False
+
+
+def _server(host: str, backlog: int) -> socket.socket:
+    if is_loopback(host):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, 0), family=family, backlog=backlog)
     dualstack = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dualstack else socket.AF_INET
-    with socket.create_server(("", 0), family=family, backlog=max(128, size), dualstack_ipv6=dualstack) as listener:
+    return socket.create_server(("", 0), family=family, backlog=backlog, dualstack_ipv6=dualstack)
+
+
+def _listen(size: int, exchange: Callable[[object], object], host: str) -> list[_Link]:
+    """Rank 0's links to all others. The port is open only until they are here."""
+    with _server(host, max(128, size)) as listener:
         listener.setblocking(False)
         token = secrets.token_hex(16)
         exchange((listener.getsockname()[1], token))

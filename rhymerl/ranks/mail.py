@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from rhymerl.ranks.base import Decide, Line, News, Parcel
+from rhymerl.ranks.wire import Wire
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -20,21 +20,23 @@ _POLL_S = 0.005
 class Box:
     """Values under the numbered keys of a store, read in order by each of its readers."""
 
-    def __init__(self, store: Store, name: str) -> None:
+    def __init__(self, store: Store, name: str, wire: Wire) -> None:
         self._store = store
+        self._wire = wire
         self._name = name
         self._num_read = 0
 
     def put(self, value: Any) -> None:
         """Behind what anybody has put in before."""
         number = self._store.add(f"{self._name}/count", 1) - 1
-        self._store.set(f"{self._name}/{number}", pickle.dumps(value))  # type: ignore[arg-type]
+        key = f"{self._name}/{number}"
+        self._store.set(key, self._wire.pack(value, place=key))  # type: ignore[arg-type]
 
     def take(self) -> list[Any]:
         """What is new to this reader."""
         values = []
         while self._store.check([self._next]):
-            values.append(pickle.loads(self._store.get(self._next)))
+            values.append(self._wire.unpack(self._store.get(self._next), place=self._next))
             self._num_read += 1
         return values
 
@@ -59,13 +61,20 @@ class Mail(Line):
     """Boxes for reports to rank 0, for its orders, and for each rank's parcels; `meeting` is entered for every exchange."""
 
     def __init__(
-        self, store: Store, name: str, *, rank: int, size: int, meeting: Callable[[], AbstractContextManager[None]]
+        self,
+        store: Store,
+        name: str,
+        *,
+        wire: Wire,
+        rank: int,
+        size: int,
+        meeting: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._rank = rank
         self._meeting = meeting
-        self._reports = Box(store, f"{name}/reports")
-        self._orders = Box(store, f"{name}/orders")
-        self._parcels = [Box(store, f"{name}/parcels/{to}") for to in range(size)]
+        self._reports = Box(store, f"{name}/reports", wire)
+        self._orders = Box(store, f"{name}/orders", wire)
+        self._parcels = [Box(store, f"{name}/parcels/{to}", wire) for to in range(size)]
 
     def exchange(self, report: Any, parcels: Sequence[Parcel], decide: Decide, *, waits: bool) -> News:
         with self._meeting():

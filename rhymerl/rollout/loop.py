@@ -199,14 +199,13 @@ class RolloutLoop:
         queue = take_up(plan, requests, rank=self.ranks.rank)[self.ranks.rank]
         if self.run_ahead == "draft":
             queue = [_with_draft(request, drawn.get(request.id)) for request in queue]
-        places = {request.id: place for place, request in enumerate(requests)}
         drawn = drawn if self.run_ahead == "keep" else {}
         return Work(
             step=step,
             requests=requests,
             following=following,
             takes_ahead=taken is not None,
-            part=Part(self.backend, queue, places=places, drawn=drawn, pace=self._pace),
+            part=Part(self.backend, queue, requests=requests, drawn=drawn, pace=self._pace),
             conductor=Conductor(
                 self.scheduler,
                 requests,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.errors import BackendError
@@ -12,6 +13,9 @@ from rhymerl.ranks import Parcel
 from rhymerl.rollout.ahead import Drawn
 from rhymerl.rollout.conductor import Report
 from rhymerl.types import Completion, RolloutRequest
+
+if TYPE_CHECKING:
+    from rhymerl.types import IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,27 +29,29 @@ class Pace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """A request on its way to another rank, with what it has drawn."""
+    """A request on its way to another rank, which knows it by its place in the step's list, with what it has drawn."""
 
-    request: RolloutRequest
+    place: int
     drawn: Drawn
+    ahead: IntArray | None  # the request's draft of the whole answer
 
 
 class Part:
-    """Decodes `queue`, whose answers are `drawn` in part, by request id; `places` are those of the step's requests."""
+    """Decodes `queue`, whose answers are `drawn` in part, by request id; `requests` are the step's, of all ranks."""
 
     def __init__(
         self,
         backend: RolloutBackend,
         queue: Sequence[RolloutRequest],
         *,
-        places: Mapping[str, int],
+        requests: Sequence[RolloutRequest],
         drawn: Mapping[str, Drawn],
         pace: Pace,
     ) -> None:
         self.busy_s = 0.0
         self._backend = backend
-        self._places = places
+        self._requests = requests
+        self._places = {request.id: place for place, request in enumerate(requests)}
         self._pace = pace
         self._drawn = dict(drawn)
         self._unfinished: dict[str, RolloutRequest] = {}
@@ -144,8 +150,9 @@ class Part:
         names = [name for name in self._unfinished if self._places[name] in moves]
         for completion in self._backend.withdraw(names) if names else []:
             name = completion.request.id
-            moved = Moved(request=self._unfinished.pop(name), drawn=Drawn.of(self._whole(completion)))
-            self._parcels.append(Parcel(to=moves[self._places[name]], value=moved))
+            place, ahead = self._places[name], self._unfinished.pop(name).ahead
+            moved = Moved(place=place, drawn=Drawn.of(self._whole(completion)), ahead=ahead)
+            self._parcels.append(Parcel(to=moves[place], value=moved))
 
     def parcels(self) -> list[Parcel]:
         """What is to be sent to other ranks now."""
@@ -159,8 +166,9 @@ class Part:
         waits = dict(self._ahead_of)
         for completion in self._backend.withdraw(list(waits)) if waits else []:
             self._take(completion)
-        self._drawn |= {each.request.id: each.drawn for each in moved}
-        self._enter([each.request for each in moved])
+        requests = [replace(self._requests[each.place], ahead=each.ahead) for each in moved]
+        self._drawn |= {request.id: each.drawn for request, each in zip(requests, moved, strict=True)}
+        self._enter(requests)
         goes_on = [name for name in waits if not self._ahead[name].has_ended]
         self._drawn |= {name: self._ahead.pop(name) for name in goes_on}
         self._begin([waits[name] for name in goes_on])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -37,25 +38,39 @@ class LengthSource(ABC):
         """The same for the same arguments; fewer steps where there are no more."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: it remembers what it has worked out
 class Decoding:
     """How fast a worker decodes. Its time unit is that of `costs`; tokens may be fractions.
 
-    A pass over running requests verifies `verified` tokens for each and emits `tokens_per_pass` of them; for a request that is
-    redone along its run-ahead tokens it verifies `1 + redo_nodes` and emits `redo_tokens`.
+    A pass over running requests verifies `verified` tokens for each and emits `tokens_per_pass` of them. A request is redone along
+    its run-ahead tokens up to the first that the next policy does not draw again, as `RunAheadDrafter` does it; each is drawn again
+    with probability `redo_acceptance`, and a pass verifies as many of them as pay, as `GoodputBudget` chooses them, but no more
+    than `redo_nodes`.
     """
 
     costs: CostCurve = field(default_factory=lambda: REFERENCE_COSTS)
     max_running: int | None = None  # requests side by side; None = the whole queue
     tokens_per_pass: float = 1.0
     verified: float = 1.0
-    redo_acceptance: float = 0.95  # of a drafted run-ahead token whose predecessors were accepted
-    redo_nodes: int = 8
+    redo_acceptance: float = 0.999  # of a drafted run-ahead token whose predecessors were accepted
+    redo_nodes: int = 32
 
-    @property
-    def redo_tokens(self) -> float:
-        """1 + a + a^2 + ... + a^nodes."""
-        return float(np.power(self.redo_acceptance, np.arange(self.redo_nodes + 1)).sum())
+    @cached_property
+    def redo_tokens(self) -> FloatArray:
+        """Emitted with so many run-ahead tokens verified, 1 + a + a^2 + ...; [redo_nodes + 1]."""
+        return np.power(self.redo_acceptance, np.arange(self.redo_nodes + 1)).cumsum()
+
+    def redone(self, drawn: FloatArray) -> FloatArray:
+        """Of run-ahead tokens, those up to the first that is not drawn again, it among them; expected."""
+        a = self.redo_acceptance
+        return drawn if a == 1 else (1 - np.power(a, drawn)) / (1 - a)
+
+    def nodes_that_pay(self, redone: int, others: int) -> int:
+        """Run-ahead tokens to verify for each of `redone` requests beside `others` in a pass: those that make the most tokens a unit of time."""
+        nodes = np.arange(self.redo_nodes + 1.0)
+        tokens = redone * self.redo_tokens + others * self.tokens_per_pass
+        cost = self.pass_cost(redone * (1 + nodes) + others * self.verified)
+        return int((tokens / cost).argmax())
 
     def pass_cost(self, load: FloatArray) -> FloatArray:
         """Of passes that verify so many tokens."""

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 class Course:
     """A queue of n requests from time `start` on: `tokens` [n] to draw, the first `drafts` [n] of them along run-ahead tokens.
 
-    Requests enter in order, as many side by side as `decoding.max_running` allows. Between two events (a request enters, has used
+    Requests enter in order, as many side by side as `decoding.max_running` allows. How many run-ahead tokens a pass verifies
+    follows from the first batch. Between two events (a request enters, has used
     up its drafts, or ends) every pass is alike, so the time of an event is a sum over the events before.
     """
 
@@ -26,7 +27,10 @@ class Course:
         self._drafts = drafts
         self._has_drafts = bool(drafts.any())
         self._decoding = decoding
-        redone = drafts / decoding.redo_tokens
+        first = int((drafts[: decoding.max_running] > 0).sum())
+        self._nodes = decoding.nodes_that_pay(first, len(drafts[: decoding.max_running]) - first) if first else 0
+        self._redo_tokens = float(decoding.redo_tokens[self._nodes])
+        redone = drafts / self._redo_tokens
         passes = redone + (tokens - drafts) / decoding.tokens_per_pass
         self._enters = _enters(passes, decoding.max_running)  # all in passes of this worker
         self._redone = self._enters + redone
@@ -38,7 +42,7 @@ class Course:
 
     def _clock(self, leaves: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Pass numbers of all events and their times."""
-        plain, redo = self._decoding.verified, 1.0 + self._decoding.redo_nodes
+        plain, redo = self._decoding.verified, 1.0 + self._nodes
         first = np.where(self._drafts > 0, redo, plain)
         places = np.concatenate([self._enters, self._redone, leaves])
         changes = np.concatenate([first, plain - first, np.full(len(leaves), -plain)])
@@ -60,7 +64,7 @@ class Course:
             return np.minimum(np.maximum(now - self._enters, 0.0) * self._decoding.tokens_per_pass, self.tokens)
         redo = np.minimum(np.maximum(now, self._enters), self._redone) - self._enters
         plain = np.maximum(now - self._redone, 0.0) * self._decoding.tokens_per_pass
-        return np.minimum(redo * self._decoding.redo_tokens + plain, self.tokens)
+        return np.minimum(redo * self._redo_tokens + plain, self.tokens)
 
 
 def _enters(passes: FloatArray, max_running: int | None) -> FloatArray:

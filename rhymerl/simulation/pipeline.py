@@ -112,7 +112,7 @@ class Simulation:
         return planned[0] if planned else None
 
     def _run_ahead(self, work: StepWork, plan: Plan, free: FloatArray, until: float, log: _Log) -> FloatArray:
-        """Tokens of the next step drawn until its policy is there, [R]; colocated workers train instead."""
+        """Tokens of the next step drawn until its policy is there along which it draws again, [R]; colocated workers train instead."""
         drawn = np.zeros(len(work.requests))
         spent = np.zeros(self.num_workers)
         for worker, queue in enumerate(_indices(work, plan)):
@@ -121,7 +121,7 @@ class Simulation:
             drawn[queue] = course.drawn(until)
             spent[worker] = min(course.end, until) - free[worker]
         log.ahead[-1] = spent
-        return drawn
+        return self.decoding.redone(drawn)
 
 
 def check_modes(run_ahead: str, max_staleness: int, pipeline: str) -> None:

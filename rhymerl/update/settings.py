@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,6 +15,12 @@ from transformers import PreTrainedModel
 
 from rhymerl.critic import Critic
 from rhymerl.errors import ConfigError, require_at_least
+from rhymerl.policy import is_random, named
+from rhymerl.proof import prove_update
+from rhymerl.ranks.first import is_first_rank
+from rhymerl.rope import refuse_changing_rope
+
+_LOG = logging.getLogger(__name__)
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -77,11 +85,23 @@ class UpdateSettings:
         """Of a rollout step, at most: fewer where there are fewer samples, or where the algorithm stops early."""
         return self.epochs * self.mini_batches
 
-    def check(self, model: PreTrainedModel) -> None:
-        """Raise ConfigError when the model cannot be trained like this."""
+    def check(self, model: PreTrainedModel, longest_tokens: int) -> None:
+        """Raise ConfigError when the model cannot be trained like this, on sequences of up to so many tokens."""
+        refuse_changing_rope(model, longest_tokens)
+        prove_update(model)
         if self.activation_checkpointing and not model.supports_gradient_checkpointing:
             raise ConfigError(
                 f"update.activation_checkpointing=true: {type(model).__name__} does not support it; expected false"
+            )
+
+    def warn(self, model: PreTrainedModel) -> None:
+        """Say, on rank 0, what may surprise people in a training that begins with this model."""
+        if is_random(model) and is_first_rank():
+            _LOG.warning(
+                "%s has a dropout: which inputs it leaves out follows from how a step is cut into micro-batches, so its gradient "
+                "depends on update.micro_batch_tokens and on the number of ranks; set the dropout of the model (config.json) or of "
+                "the adapter to 0 for gradients that do not",
+                named(model),
             )
 
     def optimizer(self, parameters: Sequence[nn.Parameter], *, critic: Critic | None = None) -> torch.optim.AdamW:
@@ -101,16 +121,25 @@ class UpdateSettings:
         )
         return [{"params": some, "weight_decay": decay, "lr": learning_rate} for some, decay in kinds if some]
 
-    def schedule(self, optimizer: torch.optim.Optimizer, total_steps: float) -> LambdaLR:
-        """The learning-rate schedule, stepped once an optimizer step; `total_steps` may be infinite."""
+    def schedule(
+        self, optimizer: torch.optim.Optimizer, total_steps: float, *, critic: Critic | None = None
+    ) -> LambdaLR:
+        """The learning-rate schedule, stepped once an optimizer step; `total_steps` may be infinite.
 
-        def factor(step: int) -> float:
-            if step < self.warmup_steps:
-                return (step + 1) / self.warmup_steps
-            if self.lr_schedule == "constant" or math.isinf(total_steps):
+        The policy's begins when it begins to move: after the warm-up of the critic.
+        """
+        of_critic = set(map(id, critic.parameters())) if critic is not None else set()
+        wait = critic.settings.warmup_steps * self.optimizer_steps if critic is not None else 0
+
+        def factor(step: int, begin: int) -> float:
+            done, total = max(0, step - begin), total_steps - begin
+            if done < self.warmup_steps:
+                return (done + 1) / self.warmup_steps
+            if self.lr_schedule == "constant" or math.isinf(total):
                 return 1.0
-            done = min(1.0, (step - self.warmup_steps) / max(1.0, total_steps - self.warmup_steps))
-            left = 1 - done if self.lr_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+            share = min(1.0, (done - self.warmup_steps) / max(1.0, total - self.warmup_steps))
+            left = 1 - share if self.lr_schedule == "linear" else (1 + math.cos(math.pi * share)) / 2
             return self.min_lr_ratio + (1 - self.min_lr_ratio) * left
 
-        return LambdaLR(optimizer, factor)
+        begins = [0 if id(group["params"][0]) in of_critic else wait for group in optimizer.param_groups]
+        return LambdaLR(optimizer, [partial(factor, begin=begin) for begin in begins])

@@ -121,6 +121,9 @@ class Updater:
                 with _timed(times, name):
                     whole = batch.behaviour_logprobs.clone()  # where nothing is asked, because it is known
                     found = self._pass(need, [samples[i] for i in asked])
+                    if need == "values" and self._values_behind:
+                        found, final = _split(found, [len(samples[i]) for i in asked])
+                        batch = replace(batch, final_values=final)
                     whole[asked, : found.shape[1]] = found
                     batch = replace(batch, **{field: whole})
         with _timed(times, "advantage"):
@@ -161,7 +164,12 @@ class Updater:
                 ranks=self.ranks,
                 device=self.model.device,
                 max_tokens=self.settings.micro_batch_tokens,
+                behind=need == "values" and self._values_behind,
             )
+
+    @property
+    def _values_behind(self) -> bool:
+        return "final_values" in self.algorithm.needs
 
     def _proximal(self, tokens: TokenBatch) -> Tensor:
         return self._logprobs(self.model, tokens)
@@ -283,6 +291,12 @@ class Updater:
     def _clip(self, parameters: Iterable[nn.Parameter]) -> float:
         """Clip the gradient's norm in place; returns the norm before."""
         return float(nn.utils.clip_grad_norm_(parameters, self.settings.max_grad_norm or math.inf))
+
+
+def _split(found: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Of the tokens, [B, T] with zeros in the padding, and of what is behind the last one, [B]; from [B, T + 1]."""
+    is_behind = torch.arange(found.shape[1]) == torch.tensor(lengths)[:, None]
+    return found.masked_fill(is_behind, 0)[:, :-1], found[is_behind]
 
 
 def _is_drawn_by(version: int, sample: Sample) -> bool:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rhymerl.algos import GRPO
+from rhymerl.algos.policy_gradient import PolicyGradient
 from tests.algos.batches import make_batch
 
 close = torch.testing.assert_close
@@ -32,6 +33,21 @@ def test_the_coefficient_adapts_by_hand():
     fixed = GRPO(kl_coef=0.25, kl_in="reward", kl_estimator="k2")
     fixed.load_state_dict(algorithm.state_dict())
     assert fixed.state_dict() == {"kl_coef": 0.25}
+
+
+def test_the_divergence_is_summed_once_a_step(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        GRPO, "_divergence", lambda self, *args: asked.append(1) or PolicyGradient._divergence(self, *args)
+    )
+    algorithm = GRPO(kl_coef=0.5, kl_in="reward", kl_estimator="k2", kl_target=1.0)
+    batch = algorithm.prepare(make_batch()[0])
+    before = len(asked)
+    kl = algorithm.metrics(batch)["kl"]
+    algorithm.adapt(batch)
+    assert len(asked) == before
+    expected = ((batch.proximal_logprobs - batch.reference_logprobs) ** 2 / 2)[batch.mask]
+    assert kl == pytest.approx(float(expected.mean()))
 
 
 def test_the_divergence_of_an_answer_is_over_the_answers_that_count():

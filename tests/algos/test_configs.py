@@ -22,6 +22,7 @@ SWITCHES = [
     ["algo=rloo", "algo.kl_target=6.0", "algo.correction_cap=null"],
     ["algo=reinforce_plus_plus", "algo.baseline=group"],
     ["algo=ppo", "algo.kl_target=6.0", "algo.value_clip=null", "algo.gamma=0.99"],
+    ["algo=ppo", "algo.bootstrap_truncated=true"],
 ]
 
 

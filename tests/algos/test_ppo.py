@@ -40,6 +40,33 @@ def test_advantages_and_returns_by_hand():
     close(batch.returns, rows([2.4, 3], [5, 0]))
 
 
+def test_a_cut_answer_is_worth_what_the_critic_expects_behind_it_by_hand():
+    # As above without the divergence, with 10 behind the first answer, which was cut, and 7 behind the second, which had ended:
+    # 3 + 10 - 2 = 11, 0 + 2 - 1 = 1; 5 - 4 = 1. With lambda = 1/2: 11, 1 + 5.5; 1. Returns: plus the values.
+    batch = replace(two_answers(), is_truncated=torch.tensor([True, False]), final_values=tensor(10, 7))
+    found = PPO(gae_lambda=0.5, whiten=False, bootstrap_truncated=True).prepare(batch)
+    close(found.advantages, rows([6.5, 11], [1, 0]))
+    close(found.returns, rows([7.5, 13], [5, 0]))
+
+
+def test_unless_it_is_asked_for_nothing_is_behind_a_cut_answer():
+    batch = replace(two_answers(), is_truncated=torch.tensor([True, False]))
+    close(PPO(whiten=False).prepare(batch).returns, PPO(whiten=False).prepare(two_answers()).returns)
+    assert PPO().needs == {"proximal", "values"}
+    assert PPO(bootstrap_truncated=True).needs == {"proximal", "values", "final_values"}
+
+
+def test_with_lambda_one_the_return_of_a_cut_answer_is_discounted_from_behind_it():
+    batch = replace(two_answers(), is_truncated=torch.tensor([True, True]), final_values=tensor(10, 7))
+    found = PPO(gae_lambda=1.0, gamma=0.5, whiten=False, bootstrap_truncated=True).prepare(batch)
+    close(found.returns, rows([3 / 2 + 10 / 4, 3 + 10 / 2], [5 + 7 / 2, 0]))
+
+
+def test_answers_that_leave_the_loss_are_not_bootstrapped_too():
+    with pytest.raises(ConfigError, match=r"algo.bootstrap_truncated=True: expected false with mask_truncated=true"):
+        PPO(bootstrap_truncated=True, mask_truncated=True)
+
+
 def test_advantages_are_whitened_and_returns_are_not():
     plain, ready = PPO(whiten=False).prepare(two_answers()), PPO().prepare(two_answers())
     close(ready.returns, plain.returns)

@@ -44,6 +44,17 @@ def test_every_scheduler_in_every_mode(scheduler, mode, capsys):
     assert ("sched_length_pred_mae" in result) == (scheduler != "fifo")
 
 
+def test_more_run_ahead_tokens_than_can_be_right_do_no_harm(tmp_path, capsys):
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps({"costs": [[1, 6.2], [64, 7.5], [256, 14], [512, 22], [1024, 38], [4096, 140]]}))
+    words = [*TINY, "scheduler=sorted", f"costs={costs}", "tokens_per_pass=3.5", "verified=4", "lengths.group_size=32"]
+    off, few, many = (
+        answer([*words, *more], capsys)["speedup_over_fifo_barrier"]
+        for more in (["run_ahead=off"], ["run_ahead=draft", "redo_nodes=8"], ["run_ahead=draft", "redo_nodes=128"])
+    )
+    assert off < 1.02 * few < 1.05 * many
+
+
 def test_a_table_for_people(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     code, out, err = run([*TINY, "scheduler.tier=1"], capsys)

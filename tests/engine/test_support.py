@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rhymerl.backends.embedded import EmbeddedBackend
+from rhymerl.drafters import NoDrafter
 from rhymerl.engine.engine import Engine
 from rhymerl.engine.support import prove, refuse_unsupported
 from rhymerl.errors import ConfigError
-from rhymerl.testing import make_requests, tiny_policy
+from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
 
 SMALL = {
     "hidden_size": 32,
@@ -69,6 +72,46 @@ def test_the_proof_sees_a_model_that_reads_its_neighbours():
         prove(model)
 
 
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_key_value_heads": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "reason"),
+    [
+        ("nemotron", {}, "TypeError: .*rhymerl_plan"),
+        ("deepseek_v2", LATENT, "ValueError: not enough values to unpack"),
+        ("deepseek_v3", LATENT, "ValueError: not enough values to unpack"),
+        ("diffllama", {}, "IndexError"),
+        ("doge", {}, "RuntimeError"),
+        ("jetmoe", {"num_local_experts": 2, "num_experts_per_tok": 1, "kv_channels": 8}, "RuntimeError"),
+        ("bert-generation", {}, "log-probs of a packed token tree differ"),
+    ],
+)
+def test_families_that_it_cannot_run_are_named_with_the_reason(model_type, settings, reason):
+    model = build(model_type, **settings)
+    modes = {name: module.training for name, module in model.named_modules()}
+    implementation = model.config._attn_implementation
+    with pytest.raises(
+        ConfigError, match=rf"{type(model).__name__}\): the embedded backend cannot run it.*{reason}"
+    ) as error:
+        prove(model)
+    assert "\n" not in str(error.value)
+    assert "(Qwen2, Qwen3, Llama, ...)" in str(error.value)
+    assert model.config._attn_implementation == implementation
+    assert {name: module.training for name, module in model.named_modules()} == modes
+
+
 @pytest.mark.parametrize(
     ("settings", "names"), [({"kv_tokens": 30}, "backend.kv_tokens"), ({}, "rollout.max_tokens=300")]
 )
@@ -78,3 +121,43 @@ def test_a_request_that_can_never_fit_is_refused_and_nothing_is_queued(settings,
     with pytest.raises(ConfigError, match=names):
         engine.submit([*good, *bad])
     assert not engine.has_work
+
+
+WINDOWED = {
+    "mistral": {"sliding_window": 64},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+    "gemma3_text": {"sliding_window": 64, "query_pre_attn_scalar": 8},
+}
+
+
+@pytest.mark.parametrize(("model_type", "settings"), WINDOWED.items())
+def test_a_window_that_nothing_exceeds_hides_nothing(model_type, settings):
+    model = build(model_type, **settings)
+    refuse_unsupported(model, 64)
+    prove(model)
+    with pytest.raises(ConfigError, match="window of 64 tokens.*65 tokens.*at most 64"):
+        refuse_unsupported(model, 65)
+
+
+@pytest.mark.parametrize(("model_type", "settings"), WINDOWED.items())
+def test_within_its_window_the_engine_computes_what_the_model_does(model_type, settings):
+    model = build(model_type, **settings)
+    engine = Engine(model, drafter=RandomTreeDrafter(), max_running=4)
+    engine.submit(make_requests(6, prompt_tokens=(20, 24), max_tokens=40, stop_token_ids=()))
+    while engine.has_work:
+        for completion in engine.run():
+            prompt, answer = completion.request.prompt.token_ids, torch.from_numpy(completion.token_ids).long()
+            tokens = torch.cat([torch.from_numpy(prompt).long(), answer])[None]
+            with torch.no_grad():
+                logprobs = model(input_ids=tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            expected = logprobs.gather(-1, answer[:, None])[:, 0].numpy()
+            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+
+def test_a_prompt_with_a_token_beyond_the_embedding_is_refused():
+    policy = tiny_policy()
+    with EmbeddedBackend() as backend:
+        backend.start(policy, NoDrafter())
+        with pytest.raises(ConfigError, match=r"token 19, the model's embedding has 19 rows"):
+            backend.submit(make_requests(1, vocabulary=20, prompt_tokens=(200, 200)))
+        assert backend.progress() == {}

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process: they meet at a barrier, and their mail goes through a store in memory."""
+"""Ranks that are threads of one process: they meet at a barrier, and their mail goes through a store in memory, as between processes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from rhymerl.ranks.base import Line, Lockstep, Ranks
+from rhymerl.ranks.base import Line, Lockstep, Parcel, Ranks
 from rhymerl.ranks.mail import Mail
+from rhymerl.ranks.wire import Wire
+from rhymerl.rollout import RECORDS
+from rhymerl.types import Ratio
 
 T = TypeVar("T")
 _WAIT_S = 60
+WIRE = Wire([Parcel, Ratio, *RECORDS], key=b"of the tests alone")
 
 
 class Threads(Ranks):
@@ -26,6 +30,14 @@ class Threads(Ranks):
         self._num_lines = 0
 
     def gather(self, value: T) -> list[T]:
+        """What others give comes as they would send it."""
+        messages = self._gather(WIRE.pack(value, place="meeting"))
+        return [
+            value if rank == self.rank else WIRE.unpack(message, place="meeting")
+            for rank, message in enumerate(messages)
+        ]
+
+    def _gather(self, value: T) -> list[T]:
         self._table[self.rank] = value
         self._barrier.wait(_WAIT_S)
         values = list(self._table)
@@ -36,7 +48,7 @@ class Threads(Ranks):
         return self.gather(value)[0]
 
     def sum_gradients(self, parameters):
-        parts = self.gather([None if p.grad is None else p.grad.clone() for p in parameters])
+        parts = self._gather([None if p.grad is None else p.grad.clone() for p in parameters])
         for parameter, *gradients in zip(parameters, *parts, strict=True):
             held = [gradient for gradient in gradients if gradient is not None]
             parameter.grad = sum(held) if held else None
@@ -45,7 +57,9 @@ class Threads(Ranks):
         self._num_lines += 1
         if lockstep:
             return Lockstep(self)
-        return Mail(self._store, f"line/{self._num_lines}", rank=self.rank, size=self.size, meeting=self._meeting)
+        return Mail(
+            self._store, f"line/{self._num_lines}", wire=WIRE, rank=self.rank, size=self.size, meeting=self._meeting
+        )
 
     @contextmanager
     def _meeting(self) -> Iterator[None]:

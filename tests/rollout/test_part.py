@@ -14,8 +14,7 @@ FOLLOWING = requests_of(PROMPTS[:2], 1, SETTINGS, seed=0, stop_token_ids=())
 
 
 def part(backend: TokenBackend, queue, *, passes: int) -> Part:
-    places = {request.id: place for place, request in enumerate(REQUESTS)}
-    return Part(backend, queue, places=places, drawn={}, pace=Pace(max_passes=passes))
+    return Part(backend, queue, requests=REQUESTS, drawn={}, pace=Pace(max_passes=passes))
 
 
 def hand_over(giver: Part, taker: Part, place: int) -> None:

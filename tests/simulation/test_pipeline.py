@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rhymerl.budgets.costs import CostCurve
 from rhymerl.errors import ConfigError
 from rhymerl.schedulers import (
     FIFOScheduler,
@@ -72,6 +73,42 @@ def test_draft_by_hand():
     assert (figures["bubble_frac"], figures["run_ahead_frac"]) == (pytest.approx(0), pytest.approx(4 / 12))
 
 
+# An engine's, in ms: dear above a few hundred tokens.
+COSTS = CostCurve([(1, 6.2), (64, 7.5), (256, 14), (512, 22), (1024, 38), (4096, 140)])
+
+
+@pytest.mark.parametrize("acceptance", [0.5, 0.95, 0.998])
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_tokens_drawn_ahead_cost_no_time_where_all_draft(scheduler, acceptance):
+    """Whatever share of them is right: no more are verified than pay, and none behind the first that is wrong."""
+    decoding = Decoding(costs=COSTS, tokens_per_pass=3.5, verified=4, redo_acceptance=acceptance, redo_nodes=128)
+    works = small(12, prompts_per_step=64, group_size=8, mean=1000.0, cap=4000)
+    ends = {
+        mode: Simulation(scheduler(), num_workers=4, run_ahead=mode, decoding=decoding).run(works).done[-1]
+        for mode in ("off", "draft")
+    }
+    assert ends["draft"] < 1.02 * ends["off"]
+
+
+def test_run_ahead_tokens_are_right_up_to_the_first_miss_by_hand():
+    # Each with probability 1/2: of three tokens 1 + 1/2 + 1/4 are drawn up to the miss, it among them; of many, 2.
+    decoding = Decoding(redo_acceptance=0.5)
+    assert decoding.redone(np.array([0.0, 1.0, 3.0, 100.0])).tolist() == pytest.approx([0, 1, 1.75, 2])
+    assert Decoding(redo_acceptance=1.0).redone(np.array([3.0])).tolist() == [3]
+
+
+def test_nodes_that_pay_by_hand():
+    # A pass costs 1 up to 4 tokens and 1 more for each beyond. Two requests that are always right: 4 tokens for 1, or 6 for 3, 8 for 5.
+    costs = CostCurve([(0, 1.0), (4, 1.0), (104, 101.0)])
+    certain = Decoding(costs=costs, redo_acceptance=1.0, redo_nodes=3)
+    assert certain.nodes_that_pay(2, 0) == 1
+    # Alone: 1, 2, 3, 4 tokens for 1. Beside two others of a token each: 3, 4 tokens for 1, then 5 for 2.
+    assert certain.nodes_that_pay(1, 0) == 3
+    assert certain.nodes_that_pay(1, 2) == 1
+    # Right by half and beside nobody, where every token costs the same: a second one brings half as much as the first.
+    assert Decoding(costs=CostCurve([(0, 1e-9), (1, 1.0)]), redo_acceptance=0.5).nodes_that_pay(1, 0) == 0
+
+
 def test_training_stops_colocated_workers_and_not_others():
     works = [work([6, 2]), work([2, 6]), work([1, 1])]
     runs = {
@@ -111,7 +148,8 @@ def test_as_a_simulator_of_single_passes(plans, run_ahead, train_time):
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_every_request_is_answered_once_and_never_by_a_policy_older_than_one_step(scheduler, mode):
     works = small()
-    it = Simulation(scheduler(), num_workers=3, run_ahead=mode, rebalance_every=16.0).run(works)
+    decoding = Decoding(redo_nodes=8)
+    it = Simulation(scheduler(), num_workers=3, run_ahead=mode, rebalance_every=16.0, decoding=decoding).run(works)
     for each, waits, latencies in zip(works, it.waits, it.latencies, strict=True):
         assert len(latencies) == len(each.lengths)
         assert np.isfinite(latencies).all()

@@ -64,12 +64,22 @@ def sums_from_here(values: Tensor) -> Tensor:
     return values.flip(-1).cumsum(-1).flip(-1)
 
 
-def generalized_advantages(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, gae_lambda: float) -> Tensor:
+def generalized_advantages(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float,
+    gae_lambda: float,
+    final_values: Tensor | None = None,
+) -> Tensor:
     """GAE(gamma, lambda), arXiv 1506.02438, equation 16, from the rewards and values of tokens; all [B, T].
 
-    Tokens that do not count are passed over, as if they were not there; behind the last one the value is 0.
+    Tokens that do not count are passed over, as if they were not there; behind the last one the value is 0, or that of
+    `final_values` [B].
     """
-    advantage = next_value = values.new_zeros(len(values))
+    advantage = values.new_zeros(len(values))
+    next_value = advantage if final_values is None else final_values
     columns = []
     for reward, value, counts in zip(rewards.T.flip(0), values.T.flip(0), mask.T.flip(0), strict=True):
         delta = reward + gamma * next_value - value

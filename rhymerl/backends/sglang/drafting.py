@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.batches import kept
 from rhymerl.drafters.run_ahead import listens
 from rhymerl.engine.tree import depths, no_drafts, sound
+from rhymerl.errors import BackendError
 from rhymerl.history import NO_VERSION, HistoryDelta
 from rhymerl.types import Completion, DraftBatch, FinishReason, RolloutRequest, SamplingParams
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from rhymerl.types import IntArray
 
 
+_log = logging.getLogger(__name__)
 _ALL_TOKENS = 2**30  # SGLang's top-k that is off
 _NOTHING_NEW = HistoryDelta(version=NO_VERSION, is_snapshot=False, changes=())
 
@@ -162,9 +165,16 @@ class EngineDrafting:
             row.request = self._named_apart(row.request, here)
             self._rows[id(engine_request)] = row
             if self._news is not None:
-                self._news.catch_up(news_of(engine_request.sampling_params.custom_params))
+                self._catch_up(self._news, news_of(engine_request.sampling_params.custom_params))
             self.drafter.start(row.request)
         return row
+
+    def _catch_up(self, news: NewsReader, version: int) -> None:
+        """As far as there is something: drafts from what is known are good for any request, whatever its client has written."""
+        try:
+            news.catch_up(version)
+        except BackendError as error:
+            _log.error("rhymerl: %s; drafts come from what is known until then", error)
 
     def _named_apart(self, request: RolloutRequest, here: Set[int]) -> RolloutRequest:
         """The request by a name that no other row has, since drafters know requests by their names: two trainers may give the same one.

@@ -33,13 +33,13 @@ def main() -> None:
 def left_behind(arguments: Sequence[str], settings: str) -> list[str]:
     """The folders that a session has made for the engine of these arguments, which is told of the file `settings`.
 
-    The weights' folder is in the session's own or has its name, or else is somebody's.
+    The weights' folder is in the session's own, or its name begins like that one's, or else is somebody's.
     """
     own = Path(settings).parent
     if not own.name.startswith(FOLDERS):
         return []
     weights = [folder for word, folder in pairwise(arguments) if word == "--model-path"]
-    return [str(own), *(folder for folder in weights if Path(folder).name == own.name)]
+    return [str(own), *(folder for folder in weights if f"{Path(folder).name}-".startswith(f"{own.name}-"))]
 
 
 def _end_with_parent(folders: Sequence[str]) -> None:

@@ -51,8 +51,8 @@ class Session:
         self.policy = policy
         self.drafter = drafter
         self.folder = Path(tempfile.mkdtemp(prefix=FOLDERS, dir=settings.opened_folder()))
-        in_memory = weights.shared_folder(self.folder, policy.model, copies=settings.place.num_here)
-        self.weights_folder = self.folder / "weights" if settings.folder is not None else in_memory
+        copies, in_memory = settings.place.num_here, settings.folder is None
+        self.weights_folder = weights.make_folder(self.folder, policy.model, copies=copies, in_memory=in_memory)
         self._own: OwnEngine | None = None
         self._history: HistoryStore | None = None
         self._followed = NO_VERSION

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import shutil
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -112,7 +113,6 @@ def write_config(model: PreTrainedModel, folder: Path) -> None:
 
     SGLang would end an answer at the config's own as well, whatever the request says.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     model.config.save_pretrained(folder)
     path = folder / "config.json"
     content: dict[str, Any] = json.loads(path.read_text())
@@ -131,11 +131,15 @@ def positions(model: PreTrainedModel) -> int:
     return context if rope.get("rope_type", "default") in _BY_LENGTH else context + _SPARE
 
 
-def shared_folder(folder: Path, model: PreTrainedModel, *, copies: int = 1) -> Path:
-    """Where weights are written: in shared memory where it has the room for as many copies, else below `folder`."""
+def make_folder(folder: Path, model: PreTrainedModel, *, copies: int = 1, in_memory: bool = True) -> Path:
+    """Where weights are written, for this user alone: `in_memory` where that has the room for as many copies, else in `folder`.
+
+    Everybody may make folders in shared memory, so this one has a name that nobody knows before it is there.
+    """
     needed = copies * _ROOM * sum(parameter.nbytes for parameter in model.parameters())
-    if _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > needed:
-        return _SHARED_MEMORY / folder.name
+    if in_memory and _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > needed:
+        return Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=_SHARED_MEMORY))
+    (folder / "weights").mkdir(mode=0o700)
     return folder / "weights"
 
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import logging
+import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
-from rhymerl.types import Generated, Prompt, RolloutRequest, SamplingParams
+from rhymerl.types import Generated, Prompt, RolloutRequest, SamplingParams, Split
 
 if TYPE_CHECKING:
     from rhymerl.types import IntArray
 
 KEY = "rhymerl"  # in custom_params
+_SEED = re.compile(r"-?[0-9]{1,20}")
+_PACKED = re.compile(r"[A-Za-z0-9+/]*={0,2}")
+_log = logging.getLogger(__name__)
 
 
 def to_custom_params(request: RolloutRequest, *, news: int) -> dict[str, Any]:
@@ -41,11 +46,11 @@ def from_custom_params(
     """The request again, from what came with SGLang's own: its id and its input (the prompt and what was generated before).
 
     The log-probs of earlier tokens stay in the trainer: they are NaN here. Nor does the prompt have its text and columns.
-    A request that is not ours is known by its prompt's tokens alone.
+    A request that is not ours, or whose parameters are not as they should be, is known by its prompt's tokens alone.
     """
     tokens = np.array(token_ids, np.int32)
-    own = (params or {}).get(KEY) or _of_others(rid, tokens)
-    prompt, answer = np.split(tokens, [len(tokens) - own["offset"]])
+    own = _own(params) or _of_others(rid, tokens)
+    prompt, answer = np.split(tokens, [max(len(tokens) - own["offset"], 0)])
     return RolloutRequest(
         id=own["id"],
         prompt=Prompt(id=own["prompt_id"], key=own["prompt_key"], token_ids=prompt, text=""),
@@ -84,14 +89,49 @@ def _of_others(rid: str, tokens: IntArray) -> dict[str, Any]:
 
 def noise_of(params: Mapping[str, Any] | None, rid: str) -> tuple[int, int]:
     """The seed of a request's noise, and how many tokens of its input are response already."""
-    own = (params or {}).get(KEY)
-    return (int(own["seed"]), int(own["offset"])) if own else (int.from_bytes(_hash(rid.encode()), "little"), 0)
+    own = _own(params)
+    if own is None and isinstance(params, Mapping) and params.get(KEY):
+        _log.warning("rhymerl: request %s has malformed custom_params[%r] and is drawn as if it had none", rid, KEY)
+    return (int(own["seed"]), own["offset"]) if own else (int.from_bytes(_hash(rid.encode()), "little"), 0)
 
 
 def news_of(params: Mapping[str, Any] | None) -> int:
     """What the drafter has to have read before."""
-    own = (params or {}).get(KEY)
-    return int(own["news"]) if own else 0
+    own = _own(params)
+    return own["news"] if own else 0
+
+
+def _own(params: Any) -> dict[str, Any] | None:
+    """What `to_custom_params` has written, None for anything else: clients of a server may send what they like.
+
+    An exception in SGLang's scheduler would end the engine.
+    """
+    own = params.get(KEY) if isinstance(params, Mapping) else None
+    if not isinstance(own, Mapping):
+        return None
+    held = {
+        name: own.get(name) for name in ("id", "prompt_id", "prompt_key", "sample", "seed", "split", "offset", "news")
+    }
+    is_sound = (
+        all(isinstance(held[name], str) for name in ("id", "prompt_id", "prompt_key"))
+        and all(_is_count(held[name]) for name in ("sample", "offset", "news"))
+        and _SEED.fullmatch(str(held["seed"])) is not None
+        and held["split"] in get_args(Split)
+    )
+    if not is_sound or "ahead" not in own:
+        return held if is_sound else None
+    return {**held, "ahead": own["ahead"]} if _is_packed(own["ahead"]) else None
+
+
+def _is_packed(text: object) -> bool:
+    """Whether it is base64 of whole tokens."""
+    if not isinstance(text, str) or len(text) % 4 or not _PACKED.fullmatch(text):
+        return False
+    return (len(text) // 4 * 3 - text.count("=")) % 4 == 0
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**31
 
 
 def _hash(content: bytes) -> bytes:

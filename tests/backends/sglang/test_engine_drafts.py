@@ -295,3 +295,28 @@ def test_news_that_a_request_needs_are_heard_before_it_starts(tmp_path):
     assert heard == [[]]
     drafting.propose([old, new], [(), ()])
     assert heard == [[], ["old"]]
+
+
+@pytest.mark.parametrize(
+    "own", [{"id": "x"}, {"news": 99}, {"offset": 10**12}, {"ahead": "!"}, {"seed": {}}, None, []], ids=str
+)
+def test_a_malformed_parameter_costs_its_own_request_only(own, tmp_path):
+    """As one of another client's, on a server that is the trainer's or not."""
+    drafts = []
+    for malformed in (True, False):
+        drafter = Recorder()
+        drafting, _ = drafting_of(drafter, news=NewsReader(tmp_path / "news", drafter))
+        good, bad = fake(make_requests(1, max_tokens=6)[0], [2, 3] * 5), one(6, rid="bad")
+        if malformed:
+            whole = bad.sampling_params.custom_params["rhymerl"]
+            changed = {**whole, **own} if isinstance(own, dict) and list(own) != ["id"] else own
+            bad.sampling_params.custom_params = {"rhymerl": changed}
+        run(drafting, [good, bad])
+        drafts.append(drafter.told[good_name(drafter)])
+        assert good.output_ids[:6] == [2, 3, 2, 3, 2, 3]
+        assert bad.finished()
+    assert drafts[0] == drafts[1]
+
+
+def good_name(drafter: Recorder) -> str:
+    return next(name for name, told in drafter.told.items() if ("finish", [2, 3, 2, 3, 2, 3], "length") in told)

@@ -56,6 +56,8 @@ def test_a_killed_trainer_leaves_no_files(tmp_path, where):
     ("settings", "weights", "removed"),
     [
         ("/temporary/rhymerl-sglang-a/engine.json", "/shared/rhymerl-sglang-a", ["/temporary/rhymerl-sglang-a", "/shared/rhymerl-sglang-a"]),
+        ("/temporary/rhymerl-sglang-a/engine.json", "/shared/rhymerl-sglang-a-b", ["/temporary/rhymerl-sglang-a", "/shared/rhymerl-sglang-a-b"]),
+        ("/temporary/rhymerl-sglang-a/engine.json", "/shared/rhymerl-sglang-ab", ["/temporary/rhymerl-sglang-a"]),
         ("/mine/rhymerl-sglang-a/engine.json", "/mine/rhymerl-sglang-a/weights", ["/mine/rhymerl-sglang-a"]),
         ("/temporary/rhymerl-sglang-a/engine.json", "/models/mine", ["/temporary/rhymerl-sglang-a"]),
         ("/temporary/rhymerl-sglang-a/engine.json", "/shared/rhymerl-sglang-b", ["/temporary/rhymerl-sglang-a"]),

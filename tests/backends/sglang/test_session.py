@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -272,6 +274,20 @@ def test_before_its_start_and_after_its_end_there_is_no_engine(engine, flat_poli
     assert not weights.exists()
     with pytest.raises(BackendError, match="has not been started"):
         backend.submit([])
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory")
+@pytest.mark.parametrize("given", [False, True])
+def test_its_folders_are_made_for_this_user_alone(given, tmp_path, engine, flat_policy):
+    """Nobody can be there before it: what is in shared memory has a name that nobody knows in advance."""
+    tmp_path.chmod(0o777)
+    with connected(engine, flat_policy, folder=str(tmp_path) if given else None) as backend:
+        folder, weights = backend.session.folder, backend.session.weights_folder
+        for each in (folder, weights):
+            assert each.stat().st_mode & 0o777 == 0o700
+            assert each.stat().st_uid == os.geteuid()
+        assert weights.parent == (folder if given else Path("/dev/shm"))
+        assert given or (weights.name.startswith(folder.name) and weights.name != folder.name)
 
 
 def test_progress_is_what_requests_were_sent_with(engine, flat_policy):

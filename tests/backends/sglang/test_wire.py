@@ -21,6 +21,61 @@ def travelled(request: RolloutRequest, *, news: int = 0):
     return {**json.loads(json.dumps(to_custom_params(request, news=news))), "__req__": object()}
 
 
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=30),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+WHOLE = {
+    "id": "a",
+    "sample": 0,
+    "seed": "7",
+    "split": "train",
+    "prompt_id": "p",
+    "prompt_key": "k",
+    "offset": 1,
+    "news": 0,
+}
+
+
+@given(
+    own=json_values
+    | st.builds(lambda name, value: {**WHOLE, name: value}, st.sampled_from([*WHOLE, "ahead"]), json_values)
+)
+def test_whatever_comes_as_our_parameters_is_a_request(own):
+    """In SGLang's scheduler an exception would end the engine, and all other requests with it."""
+    params = {"rhymerl": own}
+    seed, offset = noise_of(params, "rid")
+    request = from_custom_params(params, "rid", [4, 5, 6], SAMPLING)
+    assert request.seed == seed
+    assert 0 <= offset <= 2**31
+    assert len(request.prompt.token_ids) + len(request.generated or ()) == 3
+    assert news_of(params) >= 0
+    hash(request.id), hash(request.prompt.key)
+
+
+@given(params=st.one_of(st.integers(), st.text(), st.lists(st.integers())))
+def test_and_so_is_what_comes_in_their_place(params):
+    assert noise_of(params, "a") == noise_of(None, "a")
+    assert (
+        from_custom_params(params, "a", [1], SAMPLING).prompt.key
+        == from_custom_params(None, "a", [1], SAMPLING).prompt.key
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("seed", "x"), ("seed", "9" * 5000), ("seed", 1.5), ("offset", -1), ("offset", "1"), ("split", "test"), ("id", ["a"]),
+     ("prompt_key", {}), ("news", -1), ("news", None), ("sample", True), ("ahead", "?"), ("ahead", "AAA="), ("ahead", 3)],
+)  # fmt: skip
+def test_what_is_malformed_is_taken_for_a_request_of_others(name, value, caplog):
+    params = {"rhymerl": {**WHOLE, name: value}}
+    request = from_custom_params(params, "rid", [4, 5], SAMPLING)
+    assert (request.id, request.seed) == ("rid", noise_of(None, "rid")[0])
+    assert noise_of(params, "rid") == noise_of(None, "rid")
+    assert "rid" in caplog.text
+
+
 @given(
     prompt=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=6),
     answer=st.lists(st.integers(0, 2**31 - 1), max_size=6),

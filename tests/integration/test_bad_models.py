@@ -1,0 +1,85 @@
+"""A model that cannot be used costs one readable line and exit code 2, before anything is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rhymerl.policy import Policy, PolicySource, character_tokenizer
+from rhymerl.testing import tiny_policy
+from tests.engine.test_support import LATENT, SMALL
+from tests.integration.conftest import Run
+from tests.test_rope import LONGROPE
+
+
+def family(model_type: str, **settings: Any) -> Policy:
+    tokenizer = character_tokenizer("0123456789+=;#? \n")
+    config = AutoConfig.for_model(
+        model_type, **{**SMALL, "max_position_embeddings": 256, "eos_token_id": 1, "bos_token_id": 1, **settings}
+    )
+    return Policy(model=AutoModelForCausalLM.from_config(config, dtype=torch.float32), tokenizer=tokenizer)
+
+
+def without_tokenizer(folder: Path) -> None:
+    tiny_policy(dtype="float32").save(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        (folder / name).unlink(missing_ok=True)
+
+
+def with_more_tokens(folder: Path) -> None:
+    tiny_policy(dtype="float32").save(folder)
+    character_tokenizer("0123456789+=;#? \nabc").save_pretrained(folder)
+
+
+def not_finite(folder: Path) -> None:
+    policy = tiny_policy(dtype="float32")
+    with torch.no_grad():
+        policy.model.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
+    policy.save(folder)
+
+
+def saved(make: Callable[[], Policy]) -> Callable[[Path], None]:
+    return lambda folder: make().save(folder)
+
+
+MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "longrope": (saved(lambda: tiny_policy("llama", dtype="float32", rope_parameters=LONGROPE)),
+                 "its rope is 'longrope', which changes for a whole pass as soon as one sequence is longer than 32 tokens"),
+    "window": (saved(lambda: family("mistral", sliding_window=8)),
+               "(MistralForCausalLM): the embedded backend cannot run it, because a window of 8 tokens in its attention"),
+    "cap": (saved(lambda: family("nanochat")), "(final_logit_softcapping=15.0 in its config.json)"),
+    "nemotron": (saved(lambda: family("nemotron")), "(NemotronForCausalLM): the embedded backend cannot run it"),
+    "deepseek": (saved(lambda: family("deepseek_v3", **LATENT)), "(DeepseekV3ForCausalLM): the embedded backend cannot run it"),
+    "no tokenizer": (without_tokenizer, "it has no tokenizer (tokenizer.json, ...)"),
+    "more tokens": (with_more_tokens, "tokens, its embedding 19, none of them for 'a'"),
+    "nan": (not_finite, "its hidden states are not finite: model.layers.0.mlp.up_proj.weight holds NaN"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_line_and_exit_code_2(name: str, tmp_path: Path, rhymerl: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save, message = MODELS[name]
+    save(tmp_path / "a_model")
+    Path("good.jsonl").write_text(json.dumps({"prompt": "1+1=?\n", "answer": "2"}) + "\n")
+    words = ["data.train=good.jsonl", "data.validation=good.jsonl", "rollout.max_tokens=32", "run_dir=run"]
+    done = rhymerl("fit", "--config=grpo_jsonl", "model.path=a_model", *words)
+    assert done.code == 2, done.err
+    assert done.err.startswith("error: model.path='a_model'")
+    assert done.err.count("\n") == 1, done.err
+    assert message in done.err
+    assert not any(Path("run").glob("checkpoints/*"))
+
+
+def test_a_padding_token_beyond_the_embedding_is_never_fed_and_does_no_harm(tmp_path: Path) -> None:
+    policy = tiny_policy(dtype="float32")
+    policy.tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    policy.save(tmp_path)
+    loaded = PolicySource(str(tmp_path)).load()
+    assert loaded.tokenizer.pad_token_id == loaded.model.get_input_embeddings().weight.shape[0]
