@@ -28,6 +28,7 @@ from rhymerl.update import UpdateSettings
 from tests.conftest import children
 from tests.integration.conftest import assert_same
 from tests.integration.rewards import digits
+from tests.integration.training import PROMPTS
 
 DIGITS = "tests.integration.rewards.digits"
 
@@ -244,6 +245,20 @@ def test_two_fits_and_a_validation_on_one_module(model_dir, prompts):
     L.Trainer(devices=1, max_steps=2, **QUIET).fit(module, datamodule)
     assert module.num_rollouts == 4
     assert num_changed(between, weights(module)) > 20
+
+
+def test_a_data_module_can_be_printed(model_dir, prompts):
+    """Before a fit, and afterwards."""
+    module, datamodule = parts(str(model_dir), prompts)
+    assert str(datamodule) == "PromptDataModule: nothing has been read yet"
+    L.Trainer(devices=1, max_steps=1, **QUIET).fit(module, datamodule)
+    assert str(datamodule) == "PromptDataModule: 6 prompts to train on, 3 a step; held out: validation 6"
+    assert str(PromptDataModule(PROMPTS)) == str(PromptDataModule(PROMPTS, PROMPTS))
+    no_validation = PromptDataModule(PROMPTS, prompts_per_step=3)
+    L.Trainer(devices=1, max_steps=1, **QUIET).fit(
+        RhymeModule(str(model_dir), rewards=DIGITS, rollout=module.rollout), no_validation
+    )
+    assert str(no_validation) == "PromptDataModule: 6 prompts to train on, 3 a step; held out: none"
 
 
 def test_a_fit_that_fails_leaves_nothing_running_and_the_module_usable(model_dir, prompts):
