@@ -227,6 +227,7 @@ def test_a_sample_becomes_a_record(with_logprobs: bool) -> None:
     assert (made.epoch, made.prompt_id, made.sample, made.reward, made.finish_reason) == (4, "0", 1, 0.5, "stop")
     assert made.prompt_tokens is given.prompt.token_ids
     assert made.response_tokens.tolist() == [3, 1]
+    assert (made.prompt, made.response) == (given.prompt.text, given.text)
     assert (made.logprobs is not None) == with_logprobs
 
 

@@ -25,6 +25,7 @@ class Interrupt:
         self._held = False
         self._previous: dict[signal.Signals, Any] = {}
         self._terminals: list[int] = []
+        self._pid = 0  # of the process that this is about
 
     @property
     def exit_code(self) -> int:
@@ -41,6 +42,7 @@ class Interrupt:
         self._held = False
 
     def __enter__(self) -> Self:
+        self._pid = os.getpid()
         self._terminals = [each for each in _OUTPUTS if os.isatty(each)]
         if threading.current_thread() is threading.main_thread():
             known = {each: signal.getsignal(each) for each in _SIGNALS}
@@ -59,6 +61,8 @@ class Interrupt:
             signal.signal(number, before if before is not None else signal.SIG_DFL)  # None: it was not Python's
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            self._as_usual(number)
         again, self.requested = self.requested, True
         self.signal = signal.Signals(number)
         if number == signal.SIGHUP:
@@ -67,6 +71,13 @@ class Interrupt:
             raise KeyboardInterrupt
         words = "Ctrl-C again stops at once" if number == signal.SIGINT else f"{self.signal.name} again stops at once"
         print(f"\nStopping after this step; {words}.", file=sys.stderr)
+
+    def _as_usual(self, number: int) -> None:
+        """In a forked child, which its parent must be able to end."""
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
     def _leave_terminal(self) -> None:
         """A terminal that is gone must not end the step in an error of writing to it."""
