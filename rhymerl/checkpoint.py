@@ -130,6 +130,8 @@ def newest_whole(directory: Path) -> Newest:
         reason = damage(path)
         if reason is None:
             return Newest(path=path, damaged=damaged)
+        if not path.exists():  # its run goes on, and has removed it meanwhile
+            return newest_whole(directory)
         damaged[path] = reason
     return Newest(path=None, damaged=damaged)
 

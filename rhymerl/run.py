@@ -146,6 +146,7 @@ def evaluate(config: DictConfig) -> dict[str, float]:
     point, run_dir = resume_point(config), Path(config.run_dir)
     if point is None and config.ckpt_path is not None:
         raise ConfigError(f"ckpt_path={config.ckpt_path!r}: there is no checkpoint in run_dir={config.run_dir!r}")
+    weights = policy_weights(point.read()) if point is not None else {}  # now: a run that goes on may remove the file
     check_folder(run_dir)
     asked = resolved(config)["trainer"]
     answers = WriteAnswers(run_dir / "evaluations", step=point.num_rollouts if point is not None else 0)
@@ -167,7 +168,6 @@ def evaluate(config: DictConfig) -> dict[str, float]:
     datamodule.prepare_for(module, with_train=False)
     module.check(datamodule)
     if point is not None:
-        weights = policy_weights(point.read())
         check_weights(weights, module.model.state_dict(), f"ckpt_path={str(point.path)!r}")
         module.model.load_state_dict(weights)
         _say_where(point, [], doing="Evaluating")

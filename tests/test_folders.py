@@ -154,7 +154,9 @@ def test_a_run_that_may_start_over_takes_only_what_no_checkpoint_was_made_of(
 
 # -- full disks ------------------------------------------------------------------------------------------------------
 
-FULL = r"{}: cannot be written: No space left on device \([\d,]+ MiB left on its device\); the checkpoints that are there are whole"
+FULL = (
+    r"{}: cannot be written: No space left on device \([\d,]+ MiB left on its device\); what was saved before is whole"
+)
 
 
 def test_a_checkpoint_that_finds_no_space_is_named_and_leaves_the_one_before(tmp_path: Path) -> None:
@@ -164,7 +166,6 @@ def test_a_checkpoint_that_finds_no_space_is_named_and_leaves_the_one_before(tmp
     with pytest.raises(RunError, match=FULL.format(path)) as caught:
         AtomicCheckpointIO().save_checkpoint({"weights": torch.zeros(10**6)}, path)
     assert "\n" not in str(caught.value)
-    assert "ckpt_path=auto" in str(caught.value)
     assert torch.load(path, weights_only=True) == {"weights": 1}
     assert [each.name for each in tmp_path.iterdir()] == ["step=1.ckpt"]
 

@@ -16,7 +16,7 @@ from rhymerl.callbacks import SampleTable
 from rhymerl.checkpoint import newest_whole
 from rhymerl.errors import RunError
 from tests.integration import programs
-from tests.integration.conftest import Run, checkpoint
+from tests.integration.conftest import Run
 from tests.integration.test_resume import assert_same_runs, words_for
 
 
@@ -46,7 +46,7 @@ def test_no_room_for_a_checkpoint_in_the_middle_of_a_run(settings: list[str], tm
     path = tmp_path / "run" / "checkpoints" / "step=3.ckpt"
     (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
     assert line.startswith(f"error: {path}: cannot be written: File too large (")
-    assert line.endswith("the checkpoints that are there are whole: make room, then go on with ckpt_path=auto")
+    assert line.endswith(" MiB left on its device); what was saved before is whole: make room, then go on from there")
     assert "Traceback" not in said
     assert newest_whole(path.parent).path == path.with_name("step=2.ckpt")
     assert rhymerl(*words).code == 0
@@ -70,9 +70,6 @@ def test_no_room_for_curves(settings: list[str], tmp_path: Path, rhymerl: Run, m
     assert done.code == 1
     assert done.err.startswith(f"error: {run_dir}: cannot be written: No space left on device (")
     assert done.err.count("\n") == 1
-    monkeypatch.undo()
-    assert rhymerl(*words_for(settings, run_dir), "ckpt_path=auto").code == 0
-    assert checkpoint(run_dir)["rhymerl"]["num_rollouts"] == 6
 
 
 def test_no_room_for_samples(settings: list[str], tmp_path: Path, rhymerl: Run) -> None:
