@@ -14,7 +14,6 @@ from typing import Any, BinaryIO
 import torch
 
 from rhymerl.errors import ConfigError
-from rhymerl.ranks.first import is_first_of_node
 
 FORMAT = 1  # of what a RhymeModule keeps in a checkpoint; another one cannot be read
 
@@ -89,11 +88,11 @@ def _checksum_between(file: BinaryIO, records: list[zipfile.ZipInfo], end: int) 
 def read_checkpoint(path: Path, *, setting: str = "ckpt_path", is_whole: bool = False) -> dict[str, Any]:
     """A whole checkpoint of ours, its tensors left on the disk.
 
-    Raises ConfigError for any other file; of one that is damaged it says which older one beside it is whole. On each node the
-    first rank looks at the checksums, unless somebody has done so (`is_whole`).
+    Raises ConfigError for any other file; of one that is damaged it says which older one beside it is whole. Its checksums are
+    looked at unless that has been done (`is_whole`).
     """
     where = f"{setting}={str(path)!r}"
-    if not is_whole and is_first_of_node() and (reason := damage(path)):
+    if not is_whole and (reason := damage(path)):
         raise ConfigError(f"{where}: not a checkpoint that can be read: {reason}{_advice(path)}")
     try:
         checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)

@@ -20,6 +20,7 @@ from rhymerl.algos.grpo import GRPO
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.budgets import Budget, GoodputBudget
+from rhymerl.callbacks.teardown import AFTER_EXCEPTION, TeardownOnException
 from rhymerl.checkpoint import check_format
 from rhymerl.checks import check_answers_fit, checked_rewards, longest_tokens
 from rhymerl.config import instantiate
@@ -55,7 +56,6 @@ from rhymerl.types import Sample, Split
 from rhymerl.update import Rates, Updater, UpdateSettings
 
 Node = Mapping[str, Any]  # a component as plain config, with `_target_`
-_EXCEPTION = "exception"  # the stage of a teardown that Lightning does not call itself
 
 
 class RhymeModule(L.LightningModule):
@@ -158,11 +158,11 @@ class RhymeModule(L.LightningModule):
         Otherwise the reward processes would outlive a failed fit.
         """
         check_trainer(self.trainer)
-        return [_TeardownOnException()]
+        return [TeardownOnException()]
 
     def setup(self, stage: str) -> None:
         """See `check`; the data module has been set up before."""
-        self.check(self._datamodule())
+        self.check(datamodule_of(self.trainer))
 
     def check(self, datamodule: PromptDataModule) -> None:
         """Raise ConfigError for all that can be known to be wrong before any compute; the data has been prepared."""
@@ -236,7 +236,7 @@ class RhymeModule(L.LightningModule):
         """Free the engine and the reward processes; a later fit brings up new ones."""
         if self._scorer is not None:
             self._scorer.close()
-        if self._shares_engine and self._loop is not None and stage != _EXCEPTION:
+        if self._shares_engine and self._loop is not None and stage != AFTER_EXCEPTION:
             self.backend.release()
         else:
             self.backend.close()
@@ -259,9 +259,6 @@ class RhymeModule(L.LightningModule):
         finally:
             self._shares_engine = False
             self.teardown("end")
-
-    def _datamodule(self) -> PromptDataModule:
-        return datamodule_of(self.trainer)
 
     def _decode(self, token_ids: Any) -> str:
         return str(self.policy.tokenizer.decode(token_ids, skip_special_tokens=True))
@@ -287,7 +284,7 @@ class RhymeModule(L.LightningModule):
         started = time.perf_counter()
         step = self.num_rollouts
         self._loop.sync_weights(self.policy.named_weights(), policy_version=step)
-        loader = self._datamodule().train_loader
+        loader = datamodule_of(self.trainer).train_loader
         assert loader is not None
         epoch = self.first_epochs["train"] + loader.epoch
         following = None if self._is_last_step else loader.peek().prompts
@@ -362,7 +359,7 @@ class RhymeModule(L.LightningModule):
     def validation_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> STEP_OUTPUT:
         """Answers with the same noise every time, so that two evaluations differ by the policy alone."""
         assert self._loop is not None
-        name = self._datamodule().validation_names[dataloader_idx]
+        name = datamodule_of(self.trainer).validation_names[dataloader_idx]
         settings = self.evaluation.rollout(self.rollout, name)
         epoch = self.first_epochs["validation"] + self.num_evaluations
         result = self._loop.run(batch.prompts, step_name(name), settings, epoch=epoch, split="validation")
@@ -401,10 +398,3 @@ class RhymeModule(L.LightningModule):
             check_base(self, state, "the checkpoint")
         load_state(self, state)
         self._resumed = {name: state[name] for name in ("budgets", "loop", "classes")}
-
-
-class _TeardownOnException(L.Callback):
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        assert isinstance(pl_module, RhymeModule)
-        pl_module.fail(str(exception) or type(exception).__name__)
-        pl_module.teardown(_EXCEPTION)

@@ -15,7 +15,6 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from rhymerl.checkpoint import damage, seal, step_of
 from rhymerl.errors import ConfigError
 from rhymerl.folders import writing
-from rhymerl.ranks.first import is_first_of_node
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -51,7 +50,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Raises ConfigError for a file that is damaged, unless somebody has looked at it already (`checks` is off)."""
-        if self.checks and is_first_of_node() and (reason := damage(Path(path))):
+        if self.checks and Path(path).exists() and (reason := damage(Path(path))):  # else it is no local file
             raise ConfigError(f"ckpt_path={str(path)!r}: not a checkpoint that can be read: {reason}")
         return super().load_checkpoint(path, map_location=map_location, weights_only=weights_only)
 
@@ -105,9 +104,10 @@ class Checkpoints(Checkpoint):
         self._saved = step
         if trainer.is_global_zero:
             link = self.directory / ".last.ckpt.part"
-            link.unlink(missing_ok=True)
-            link.symlink_to(path.name)
-            link.replace(self.directory / "last.ckpt")
+            with writing(self.directory / "last.ckpt"):
+                link.unlink(missing_ok=True)
+                link.symlink_to(path.name)
+                link.replace(self.directory / "last.ckpt")
             self._remove_old()
 
     def _remove_old(self) -> None:

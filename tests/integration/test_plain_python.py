@@ -318,7 +318,8 @@ def test_a_run_goes_on_with_the_base_model_that_it_began_with_only(model_dir, pr
 
 def test_evaluations_in_between_are_the_modules_own_and_once_each(model_dir, prompts, tmp_path):
     """Also of a run that goes on from the checkpoint of a step at which one is due."""
-    module, datamodule = parts(str(model_dir), prompts, evaluation=EvaluationSettings(every_n_steps=2))
+    more = {"evaluation": EvaluationSettings(every_n_steps=2), "drafter": NoDrafter()}  # nothing follows the clock
+    module, datamodule = parts(str(model_dir), prompts, **more)
     saver = Checkpoints(tmp_path / "saved", every_n_steps=2, keep=9)
     board = TensorBoardLogger(tmp_path, name="", version="")
     flags = {
@@ -334,7 +335,7 @@ def test_evaluations_in_between_are_the_modules_own_and_once_each(model_dir, pro
     events.Reload()
     assert [each.step for each in events.Scalars("eval/reward")] == [2, 4]
     path = tmp_path / "saved" / "step=2.ckpt"
-    again, datamodule = parts(str(model_dir), prompts, evaluation=EvaluationSettings(every_n_steps=2))
+    again, datamodule = parts(str(model_dir), prompts, **more)
     L.Trainer(max_steps=5, logger=False, enable_checkpointing=False, **flags).fit(again, datamodule, ckpt_path=path)
     assert again.num_evaluations == 2
     assert again.evaluation_metrics == module.evaluation_metrics
