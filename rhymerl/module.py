@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, cast
 
@@ -12,7 +12,6 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
@@ -21,8 +20,10 @@ from rhymerl.algos.grpo import GRPO
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.budgets import Budget, GoodputBudget
+from rhymerl.callbacks.teardown import AFTER_EXCEPTION, TeardownOnException
+from rhymerl.checkpoint import check_format
 from rhymerl.checks import check_algorithm, check_answers_fit, checked_rewards, longest_tokens
-from rhymerl.config import describe, instantiate, plain
+from rhymerl.config import instantiate
 from rhymerl.critic import Critic, CriticSettings
 from rhymerl.data import PromptBatch, PromptDataModule
 from rhymerl.drafters.base import Drafter
@@ -31,23 +32,31 @@ from rhymerl.drafters.run_ahead import RunAheadDrafter
 from rhymerl.errors import ConfigError
 from rhymerl.evaluation import EvaluationSettings, step_name
 from rhymerl.history import HistoryStore
-from rhymerl.hyperparameters import held, refuse_lost
+from rhymerl.hyperparameters import arguments_of, refuse_lost
 from rhymerl.loggers import log_metrics
 from rhymerl.lora import check_adapters, kept_in_full
-from rhymerl.policy import Policy, PolicySource, frozen
+from rhymerl.policy import Policy, PolicySource, fingerprint, frozen
 from rhymerl.ranks import Alone, Ranks
 from rhymerl.ranks.group import Group
-from rhymerl.rewards import Reward, RewardScorer, plain_rewards
+from rhymerl.rewards import Reward, RewardScorer
 from rhymerl.rollout import RECORDS, Rollout, RolloutLoop, RolloutSettings
 from rhymerl.run_ahead import RunAhead, check_run_ahead
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.schedulers.fifo import FIFOScheduler
-from rhymerl.trainer import end_ranks, num_optimizer_steps, peak_memory_gb, prepare_trainer
+from rhymerl.state import Aside, check_base, is_of_same_class, load_state, state_of
+from rhymerl.trainer import (
+    datamodule_of,
+    end_ranks,
+    no_sync,
+    num_optimizer_steps,
+    peak_memory_gb,
+    prepare_trainer,
+    validate_within_fit,
+)
 from rhymerl.types import Sample, Split
-from rhymerl.update import Updater, UpdateSettings
+from rhymerl.update import Rates, Updater, UpdateSettings
 
 Node = Mapping[str, Any]  # a component as plain config, with `_target_`
-_EXCEPTION = "exception"  # the stage of a teardown that Lightning does not call itself
 
 
 class RhymeModule(L.LightningModule):
@@ -112,8 +121,12 @@ class RhymeModule(L.LightningModule):
         self.num_rollouts = 0  # rollout steps whose update is in the weights
         self.num_tokens = 0  # response tokens trained on
         self.num_evaluations = 0
+        self.evaluated_at: int | None = None  # `num_rollouts` then
+        self.evaluation_metrics: dict[str, float] = {}  # of the latest one
+        self.logged: dict[str, float] = {}  # what the loggers have of the latest step
         self.first_epochs: dict[Split, int] = {"train": 0, "validation": 0}  # later where history is another run's too
         self.last_rollout: Rollout | None = None  # for callbacks
+        self.evaluated: dict[str, list[Sample]] = {}  # by data set, for callbacks at the end of an evaluation
         self._shares_engine = False
         self._ranks: Ranks | None = None
         self._resumed: Mapping[str, Any] | None = None  # a checkpoint's state of what is not brought up yet
@@ -127,21 +140,10 @@ class RhymeModule(L.LightningModule):
         self.critic: Critic | None = None
         if "values" in self.algo.needs:
             self.critic = self.critic_settings.build(self.policy, seed=seed)
-        self._evaluated: dict[str, list[Sample]] = {}  # by data set
-        self.save_hyperparameters(self._settings(source))
-
-    def _settings(self, source: Any) -> dict[str, Any]:
-        """Constructor arguments as plain containers, for the checkpoint, with a mark for each that it cannot hold."""
-        parts = ("algo", "rollout", "update", "evaluation", "drafter", "budget", "history", "scheduler", "backend")
-        plain_ones = ("run_ahead", "max_staleness", "reward_workers", "seed")
-        numbers = {name: plain(getattr(self, name)) for name in plain_ones}
-        return {
-            "model": held(source, _describe_source),
-            **{name: held(getattr(self, name), describe) for name in parts},
-            "critic": held(self.critic_settings, describe),
-            "rewards": held(self.rewards, plain_rewards),
-            **numbers,
-        }
+        self._rates: Rates | None = None
+        self._aside: Aside | None = None
+        self.base_fingerprint = fingerprint(self.model)
+        self.save_hyperparameters(arguments_of(self, source))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RhymeModule:
         """Lightning casts the whole module under bf16-true, after it has restored a checkpoint."""
@@ -157,11 +159,11 @@ class RhymeModule(L.LightningModule):
         Otherwise the reward processes would outlive a failed fit.
         """
         prepare_trainer(self.trainer)
-        return [_TeardownOnException()]
+        return [TeardownOnException()]
 
     def setup(self, stage: str) -> None:
         """See `check`; the data module has been set up before."""
-        self.check(self._datamodule())
+        self.check(datamodule_of(self.trainer))
 
     def check(self, datamodule: PromptDataModule) -> None:
         """Raise ConfigError for all that can be known to be wrong before any compute; the data has been prepared."""
@@ -214,7 +216,7 @@ class RhymeModule(L.LightningModule):
             seed=self.seed,
             backward=self.manual_backward,
             autocast=autocast,
-            no_sync=self._no_sync,
+            no_sync=lambda: no_sync(self.trainer),
             draws_exactly=self.backend.draws_exactly,
             ranks=self._ranks,
             reference=self._reference,
@@ -222,19 +224,20 @@ class RhymeModule(L.LightningModule):
         )
 
     def _take_up_state(self, loop: RolloutLoop, ranks: Ranks) -> None:
-        """Of the checkpoint, if any, what there is of it for this rank."""
+        """The state of this rank from the checkpoint, if there is one."""
         if self._resumed is not None:
             if self._resumed["loop"] is not None:
                 loop.load_state_dict(self._resumed["loop"])
             budgets = self._resumed["budgets"]
-            self.budget.load_state_dict(budgets[ranks.rank if ranks.rank < len(budgets) else 0])
+            if is_of_same_class(self, "budget", self._resumed):
+                self.budget.load_state_dict(budgets[ranks.rank if ranks.rank < len(budgets) else 0])
         self._resumed = None
 
     def teardown(self, stage: str) -> None:
         """Free the engine and the reward processes; a later fit brings up new ones."""
         if self._scorer is not None:
             self._scorer.close()
-        if self._shares_engine and self._loop is not None and stage != _EXCEPTION:
+        if self._shares_engine and self._loop is not None and stage != AFTER_EXCEPTION:
             self.backend.release()
         else:
             self.backend.close()
@@ -245,6 +248,7 @@ class RhymeModule(L.LightningModule):
 
     def fail(self, reason: str) -> None:
         """This rank ends because of an error, which the others are to give as theirs."""
+        end_ranks(self.trainer)
         if self._ranks is not None:
             self._ranks.fail(reason)
 
@@ -258,15 +262,6 @@ class RhymeModule(L.LightningModule):
             self._shares_engine = False
             self.teardown("end")
 
-    def _datamodule(self) -> PromptDataModule:
-        datamodule = getattr(self.trainer, "datamodule", None)
-        if not isinstance(datamodule, PromptDataModule):
-            raise ConfigError(
-                f"the Trainer got datamodule={type(datamodule).__name__}: a rhymerl.PromptDataModule is needed, because "
-                "its cursor is what makes a run resume exactly"
-            )
-        return datamodule
-
     def _decode(self, token_ids: Any) -> str:
         return str(self.policy.tokenizer.decode(token_ids, skip_special_tokens=True))
 
@@ -274,9 +269,16 @@ class RhymeModule(L.LightningModule):
         optimizer = self.update.optimizer(list(self.model.parameters()), critic=self.critic)
         self._num_optimizer_steps = num_optimizer_steps(self.trainer, self.update.optimizer_steps)
         schedule = self.update.schedule(optimizer, self._num_optimizer_steps, critic=self.critic)
+        self._rates = Rates(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     # -- training ------------------------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """The settings hold, whatever they were when the checkpoint was written; and an evaluation that it is owed is made."""
+        assert self._rates is not None
+        self._rates.put_back(cast(Any, self.optimizers()).optimizer, cast(LambdaLR, self.lr_schedulers()))
+        self._evaluate_if_due()
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> STEP_OUTPUT:
         """One rollout step; `batch` is the same list of prompts on every rank."""
@@ -284,7 +286,7 @@ class RhymeModule(L.LightningModule):
         started = time.perf_counter()
         step = self.num_rollouts
         self._loop.sync_weights(self.policy.named_weights(), policy_version=step)
-        loader = self._datamodule().train_loader
+        loader = datamodule_of(self.trainer).train_loader
         assert loader is not None
         epoch = self.first_epochs["train"] + loader.epoch
         following = None if self._is_last_step else loader.peek().prompts
@@ -308,10 +310,16 @@ class RhymeModule(L.LightningModule):
         self._log({**result.metrics, **metrics, **timing, "num_tokens": float(self.num_tokens)})
         return None
 
-    def _no_sync(self) -> AbstractContextManager[None]:
-        """Keeps DDP from summing the gradients of each backward; the update does so itself."""
-        wrapped = self.trainer.strategy.model
-        return wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) else nullcontext()
+    def on_train_batch_end(self, outputs: STEP_OUTPUT, batch: PromptBatch, batch_idx: int) -> None:
+        """Called after all callbacks, so that the step is in a checkpoint before it is evaluated."""
+        assert self._updater is not None
+        self._updater.forget()
+        self._evaluate_if_due()
+
+    def advantages(self, places: Sequence[int]) -> list[float | None]:
+        """Of the samples at these places of `last_rollout`, the mean over their tokens; for callbacks at the end of a step."""
+        assert self._updater is not None
+        return self._updater.advantages(places)
 
     @cached_property
     def _rollout_drafter(self) -> Drafter:
@@ -329,73 +337,66 @@ class RhymeModule(L.LightningModule):
         """
         self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        self.logged = {}
         if every and (self.num_rollouts % every == 0 or self.trainer.should_stop):
+            self.logged = {name: float(value) for name, value in metrics.items()}
             for logger in self.loggers:
                 log_metrics(logger, metrics, self.trainer.global_step)
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
+    def _evaluate_if_due(self) -> None:
+        """Every `evaluation.every_n_steps` rollout steps, and not again where it has been done."""
+        every, step = self.evaluation.every_n_steps, self.num_rollouts
+        if every and step and step % every == 0 and self.evaluated_at != step and not self.trainer.should_stop:
+            validate_within_fit(self.trainer)
+
     def on_validation_epoch_start(self) -> None:
+        """What training has learned serves the evaluation, too, but learns nothing from it."""
         assert self._loop is not None
-        self._evaluated = {}
+        self._aside = Aside(self.budget, self.scheduler)
+        self.evaluated = {}
         self._loop.sync_weights(self.policy.named_weights(), policy_version=self.num_rollouts)
 
     def validation_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> STEP_OUTPUT:
         """Answers with the same noise every time, so that two evaluations differ by the policy alone."""
         assert self._loop is not None
-        name = self._datamodule().validation_names[dataloader_idx]
+        name = datamodule_of(self.trainer).validation_names[dataloader_idx]
         settings = self.evaluation.rollout(self.rollout, name)
         epoch = self.first_epochs["validation"] + self.num_evaluations
         result = self._loop.run(batch.prompts, step_name(name), settings, epoch=epoch, split="validation")
-        self._evaluated.setdefault(name, []).extend(result.samples)
+        self.evaluated.setdefault(name, []).extend(result.samples)
         return None
 
     def on_validation_epoch_end(self) -> None:
-        if self._evaluated:
-            metrics = self.evaluation.metrics(self._evaluated, self._rewards)
-            self.log_dict(metrics, batch_size=1, sync_dist=True)  # the same on all ranks
+        if self.evaluated:
+            metrics = self.evaluation.metrics(self.evaluated, self._rewards)
+            step = float(self.trainer.global_step)  # where Lightning puts them in the curves
+            self.log_dict({**metrics, "step": step}, batch_size=1, sync_dist=True)  # the same on all ranks
             self.num_evaluations += 1
-        self._evaluated = {}
+            self.evaluated_at, self.evaluation_metrics = self.num_rollouts, metrics
+            self.logged = {**self.logged, **metrics}
+        self.evaluated = {}
+        if self._aside is not None:
+            self._aside.put_back()
+        self._aside = None
 
     # -- state -----------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Called on every rank, since each has something that only it knows."""
-        ranks = self._ranks or Alone()
         checkpoint["rhymerl"] = {
-            "num_rollouts": self.num_rollouts,
-            "num_tokens": self.num_tokens,
-            "num_evaluations": self.num_evaluations,
-            "first_epochs": dict(self.first_epochs),
-            "algo": self.algo.state_dict(),
-            "history": self.history.state_dict(),
-            "budgets": ranks.gather(self.budget.state_dict()),
+            **state_of(self),
+            "budgets": (self._ranks or Alone()).gather(self.budget.state_dict()),
             "loop": self._loop.state_dict() if self._loop is not None else None,
-            "scheduler": self.scheduler.state_dict(),
             "policy_files": self.policy.files(),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Raises ConfigError for a checkpoint of another version, and where a run would go on from other weights than it began with."""
         state = checkpoint["rhymerl"]
-        self.num_rollouts = state["num_rollouts"]
-        self.num_tokens = state["num_tokens"]
-        self.num_evaluations = state["num_evaluations"]
-        self.first_epochs = dict(state["first_epochs"])
-        self.algo.load_state_dict(state["algo"])
-        self.history.load_state_dict(state["history"])
-        self._resumed = {name: state[name] for name in ("budgets", "loop")}
-        self.scheduler.load_state_dict(state["scheduler"])
-
-
-def _describe_source(source: object) -> dict[str, Any]:
-    if not isinstance(source, PolicySource):
-        raise TypeError(f"a {type(source).__name__} that was loaded already, not where to load one from")
-    return describe(source)
-
-
-class _TeardownOnException(L.Callback):
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        assert isinstance(pl_module, RhymeModule)
-        end_ranks(trainer)
-        pl_module.fail(str(exception) or type(exception).__name__)
-        pl_module.teardown(_EXCEPTION)
+        check_format(state, "the checkpoint")
+        if self._trainer is not None:
+            check_base(self, state, "the checkpoint")
+        load_state(self, state)
+        self._resumed = {name: state[name] for name in ("budgets", "loop", "classes")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import tempfile
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -29,6 +29,7 @@ from rhymerl.errors import ConfigError
 from rhymerl.lora import LoRA, is_adapted, is_changed, merged, put_back, save_config
 
 PAD, END = "<pad>", "<end>"
+_FINGERPRINT_BYTES = 2**15
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -99,13 +100,16 @@ def context_tokens(config: PretrainedConfig) -> int:
 
 
 def restore(files: Mapping[str, str], weights: Mapping[str, torch.Tensor], directory: str | Path) -> None:
-    """Write `Policy.files` and a state dict of the model as a directory that plain `transformers` loads."""
+    """Write `Policy.files` and a state dict of the model as a directory that plain `transformers` loads.
+
+    Raises ConfigError, before anything is written, for a file that would lie outside the directory.
+    """
     directory = Path(directory)
-    for name, content in files.items():
-        path = directory / name
+    paths = {name: _inside(directory, name) for name in files}
+    for name, path in paths.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b64decode(content))
-    config = AutoConfig.from_pretrained(directory)
+        path.write_bytes(b64decode(files[name]))
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     put_back(model, directory)
@@ -113,6 +117,31 @@ def restore(files: Mapping[str, str], weights: Mapping[str, torch.Tensor], direc
     if (directory / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(directory)
     _save(model, directory)
+
+
+def _inside(directory: Path, name: str) -> Path:
+    """Where the file goes. Names come out of a checkpoint, which may be anybody's."""
+    is_plain = (
+        "\0" not in name and ".." not in Path(name).parts and not Path(name).is_absolute() and bool(Path(name).name)
+    )
+    if not is_plain or not (directory / name).resolve().is_relative_to(directory.resolve()):
+        raise ConfigError(f"policy file {name!r}: leads out of the directory that it belongs to")
+    return directory / name
+
+
+def fingerprint(model: nn.Module) -> str:
+    """32 hex digits that change with any weight: names, shapes, and sums over the bits of 32 KiB at a time (0.1 s a GB)."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, weight in model.state_dict().items():
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\0".encode())
+        content = weight.detach().reshape(-1).view(torch.uint8)
+        whole = len(content) // _FINGERPRINT_BYTES * _FINGERPRINT_BYTES
+        if whole:
+            words = content[:whole].clone() if content.storage_offset() % 8 else content[:whole]
+            sums = words.view(torch.int64).view(-1, _FINGERPRINT_BYTES // 8).sum(1)
+            digest.update(sums.cpu().numpy().tobytes())
+        digest.update(content[whole:].cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _save(model: PreTrainedModel, directory: str | Path) -> None:
@@ -191,9 +220,9 @@ class PolicySource:
         if not folder.exists() and looks_local:
             raise ConfigError(f"model.path={path!r}: no such directory")
         name = str(folder) if folder.exists() else path
-        with _reading(f"model.path={path!r}: cannot be loaded as a causal language model"):
+        with _naming(f"model.path={path!r}: cannot be loaded as a causal language model"):
             model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[self.dtype])
-        with _reading(f"model.path={path!r}: cannot be loaded, because of its tokenizer"):
+        with _naming(f"model.path={path!r}: cannot be loaded: its tokenizer"):
             tokenizer = AutoTokenizer.from_pretrained(name)
         _check_tokenizer(tokenizer, model, path)
         return Policy(model=model, tokenizer=tokenizer)
@@ -212,13 +241,13 @@ class PolicySource:
 
 
 @contextmanager
-def _reading(message: str) -> Iterator[None]:
-    """Within: what transformers raises for files that are not as they should be becomes a ConfigError."""
+def _naming(setting: str) -> Iterator[None]:
+    """Within: whatever the parsers of model files stumble over is a ConfigError in one line."""
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # transformers raises anything there, and tokenizers bare Exceptions
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"{message}: {reason}") from error
+        raise ConfigError(f"{setting}: {reason}") from error
 
 
 def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, path: str) -> None:

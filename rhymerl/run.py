@@ -1,35 +1,44 @@
-"""Whole runs from a resolved config: what `rhymerl fit`, `evaluate` and `export` do."""
+"""Whole runs from a resolved config: what `rhymerl fit`, `resume` and `evaluate` do."""
 
 from __future__ import annotations
 
+import errno
 import json
-import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.budgets import GoodputBudget
-from rhymerl.callbacks import AtomicCheckpointIO, Checkpoints, LiveProgress, RecordRollouts, SampleTable, Summary
+from rhymerl.callbacks import (
+    AtomicCheckpointIO,
+    Checkpoints,
+    LiveProgress,
+    RecordRollouts,
+    SampleTable,
+    Summary,
+    WriteAnswers,
+)
 from rhymerl.callbacks.summary import summary_table
-from rhymerl.config import instantiate, resolved, save_config
+from rhymerl.config import instantiate, keep_former, resolved, save_config
+from rhymerl.config.changes import Change
 from rhymerl.data import PromptDataModule
 from rhymerl.drafters.history_tree import HistoryTreeDrafter
 from rhymerl.drafters.none import NoDrafter
 from rhymerl.earlier import save_history, start_with
 from rhymerl.errors import ConfigError
-from rhymerl.folders import open_folder, refuse_second_run
+from rhymerl.folders import RunFolder, cannot_write, check_folder, writing
 from rhymerl.module import RhymeModule
-from rhymerl.policy import restore
 from rhymerl.ranks.first import is_first_rank
+from rhymerl.resume import ResumePoint, check_same_run, check_weights, policy_weights, resume_point
 from rhymerl.speedup import measure_speedup
 from rhymerl.trainer import check_precision, check_trainer, with_environment
 
@@ -37,50 +46,54 @@ Result = dict[str, float | int | None]
 _NEVER = 2**31  # steps
 _QUIET = {"enable_progress_bar": False, "enable_model_summary": False}
 _INSTEAD = {  # flags of the Trainer that a run sets itself
-    "default_root_dir": "run_dir",
-    "val_check_interval": "evaluation.every_n_steps",
-    "enable_checkpointing": "checkpoint.every_n_steps",
+    "default_root_dir": "use run_dir",
+    "val_check_interval": "use evaluation.every_n_steps",
+    "check_val_every_n_epoch": "use evaluation.every_n_steps",
+    "num_sanity_val_steps": "leave it out: where there is validation data, a run is evaluated before its first step",
+    "enable_checkpointing": "use checkpoint.every_n_steps",
 }
+_DEFAULTS = {"check_val_every_n_epoch": 1}  # the Trainer's own, where it is not None
 
 
 def fit(config: DictConfig, *, callbacks: Sequence[L.Callback] = ()) -> Result:
     """Train, evaluating before and after; rank 0 leaves config, checkpoints, logs and summary.json in the run directory.
 
-    A run that a callback stops early (`should_stop`) is saved but not evaluated. Raises ConfigError and DataError for
-    bad input before anything is computed or overwritten.
+    A run that a callback stops early (`should_stop`) is saved but not evaluated; of one that has been finished nothing is left to do.
+    Raises ConfigError and DataError for bad input before anything is computed, made or overwritten.
     """
     run_dir = Path(config.run_dir)
-    ckpt_path = checkpoint_path(config.ckpt_path, run_dir)
-    continues = ckpt_path is not None and run_dir.resolve() in ckpt_path.resolve().parents
-    if is_first_rank():  # nobody else writes, and a default run_dir has the time in its name
-        open_folder(run_dir)
-        if not continues:
-            refuse_second_run(run_dir)
-    checkpoint = read_checkpoint(ckpt_path) if ckpt_path is not None else None
+    # Nobody else writes, and a default run_dir has the time in its name.
+    with RunFolder(run_dir) if is_first_rank() else nullcontext() as folder, _full_disk(run_dir):
+        return _fit(config, run_dir, folder, callbacks)
+
+
+def _fit(config: DictConfig, run_dir: Path, folder: RunFolder | None, callbacks: Sequence[L.Callback]) -> Result:
+    point = resume_point(config)
+    if folder is not None and (point is None or not point.is_own):
+        folder.refuse_second_run(may_start_over=config.ckpt_path == "auto")
     summary = Summary()
-    recorder = [RecordRollouts(run_dir / "rollouts.jsonl.gz", continues=continues)] if config.record_rollouts else []
-    trainer = build_trainer(
-        config,
-        run_dir,
-        [summary, LiveProgress(), *recorder, _RunConfig(config, run_dir), *callbacks],
-        first_step=checkpoint["global_step"] if checkpoint else None,
-    )
-    check_trainer(trainer)
+    trainer = _trainer_of(config, run_dir, point, [summary, *callbacks])
     datamodule, module = _parts(config)
     datamodule.prepare_for(module)
     module.check(datamodule)
     evaluates = datamodule.has_validation and trainer.limit_val_batches != 0
-    if checkpoint is not None:
-        check_same_run(checkpoint, module, datamodule, ckpt_path)
-        _note(f"Going on from {ckpt_path}, after step {checkpoint['rhymerl']['num_rollouts']}")
-        del checkpoint
-    _take_up_history(config, module, datamodule)
+    if point is not None:
+        changed = check_same_run(point, module, datamodule, config)
+        done = _result_of_finished(point, run_dir, trainer, datamodule, evaluates=evaluates)
+        if done is not None:
+            return done
+        _say_where(point, changed)
+    _take_up_history(config, module, datamodule, is_resumed=point is not None)
+    if folder is not None:
+        folder.open(starts_over=point is None and config.ckpt_path == "auto")
     with module.one_engine():
-        if ckpt_path is None and evaluates:
+        if point is None and evaluates:
             summary.eval_before = _evaluate(trainer, module, datamodule)
-        trainer.fit(module, datamodule, ckpt_path=ckpt_path, weights_only=True)
+        trainer.fit(module, datamodule, ckpt_path=point.path if point is not None else None, weights_only=True)
         if evaluates and not trainer.should_stop:
-            summary.eval_after = _evaluate(trainer, module, datamodule)
+            if module.evaluated_at != module.num_rollouts:
+                _evaluate(trainer, module, datamodule)
+            summary.eval_after = module.evaluation_metrics["eval/reward"]
     if not trainer.is_global_zero:
         return summary.result()
     _write_summary(summary.result(), run_dir)
@@ -94,56 +107,93 @@ def fit(config: DictConfig, *, callbacks: Sequence[L.Callback] = ()) -> Result:
     return result
 
 
+def _trainer_of(
+    config: DictConfig, run_dir: Path, point: ResumePoint | None, callbacks: Sequence[L.Callback]
+) -> L.Trainer:
+    continues = point is not None and point.is_own
+    recorder = [RecordRollouts(run_dir / "rollouts.jsonl.gz", continues=continues)] if config.record_rollouts else []
+    own = [_RunConfig(config, run_dir, is_new=point is None or continues), LiveProgress(), *recorder]
+    trainer = build_trainer(config, run_dir, [*own, *callbacks], point=point)
+    check_trainer(trainer)
+    return trainer
+
+
+def _result_of_finished(
+    point: ResumePoint, run_dir: Path, trainer: L.Trainer, datamodule: PromptDataModule, *, evaluates: bool
+) -> Result | None:
+    """What a run left that has nothing left to do; None for any other. The data is at the checkpoint's place."""
+    loader, path = datamodule.train_loader, run_dir / "summary.json"
+    assert loader is not None
+    epochs = trainer.max_epochs if trainer.max_epochs is not None else -1
+    is_trained = 0 <= trainer.max_steps <= point.global_step or 0 <= epochs <= loader.epoch
+    if not (is_trained and point.is_own and path.is_file()):
+        return None
+    result: Result = json.loads(path.read_text(encoding="utf-8"))
+    if result["steps"] != point.num_rollouts or (evaluates and result["eval_reward_after"] is None):
+        return None  # it was ended before its last evaluation was
+    length = f"trainer.max_steps={trainer.max_steps}" if trainer.max_steps >= 0 else f"trainer.max_epochs={epochs}"
+    _note(
+        f"The run in {run_dir} is finished: {point.num_rollouts} steps, {length}. A higher number there makes it go on."
+    )
+    return result
+
+
 def evaluate(config: DictConfig) -> dict[str, float]:
-    """The validation metrics of the policy as it is, or as a checkpoint (`ckpt_path`) left it."""
-    ckpt_path = checkpoint_path(config.ckpt_path, Path(config.run_dir))
-    checkpoint = read_checkpoint(ckpt_path) if ckpt_path is not None else None
+    """The validation metrics of the policy as it is, or as a checkpoint (`ckpt_path`) left it; needs no training data.
+
+    The answers go to `evaluations/step=N.jsonl` in the run directory, or to `step=N-2.jsonl` and so on.
+    """
+    point, run_dir = resume_point(config), Path(config.run_dir)
+    if point is None and config.ckpt_path is not None:
+        raise ConfigError(f"ckpt_path={config.ckpt_path!r}: there is no checkpoint in run_dir={config.run_dir!r}")
+    weights = policy_weights(point.read()) if point is not None else {}  # now: a run that goes on may remove the file
+    check_folder(run_dir)
     asked = resolved(config)["trainer"]
-    plugins = with_environment(asked.get("plugins"))
-    settings = {**asked, "plugins": plugins, "logger": False, "enable_checkpointing": False, **_QUIET}
+    answers = WriteAnswers(run_dir / "evaluations", step=point.num_rollouts if point is not None else 0)
+    settings = {
+        **asked,
+        "callbacks": [*(asked.get("callbacks") or []), answers],
+        "plugins": with_environment(asked.get("plugins")),
+        "logger": False,
+        "enable_checkpointing": False,
+        **_QUIET,
+    }
     trainer: L.Trainer = instantiate(settings, key="trainer")
     check_trainer(trainer)
     if trainer.limit_val_batches == 0:
         raise ConfigError("trainer.limit_val_batches=0: leaves nothing to evaluate; expected more, or null for all")
+    if OmegaConf.is_missing(config.data, "train"):
+        config.data.train = None
     datamodule, module = _parts(config)
     datamodule.prepare_for(module, with_train=False)
     module.check(datamodule)
-    if checkpoint is not None:
-        weights = _of_policy(checkpoint["state_dict"])
-        _check_weights(weights, module.model.state_dict(), ckpt_path)
+    if point is not None:
+        check_weights(weights, module.model.state_dict(), f"ckpt_path={str(point.path)!r}")
         module.model.load_state_dict(weights)
-    metrics = trainer.validate(module, datamodule, verbose=False)[0]
-    _show(metrics)
-    return dict(metrics)
-
-
-def export(run: str | Path, out: str | Path) -> Path:
-    """Write the policy of a run directory's last checkpoint (or of a checkpoint file) as a Hugging Face directory."""
-    run = Path(run)
-    path = run if run.is_file() else run / "checkpoints" / "last.ckpt"
-    if not path.is_file():
-        raise ConfigError(f"RUN={str(run)!r}: neither a checkpoint nor a run directory with checkpoints/last.ckpt")
-    checkpoint = read_checkpoint(path, setting="RUN")
-    folder = open_folder(out, setting="OUT")
-    restore(checkpoint["rhymerl"]["policy_files"], _of_policy(checkpoint["state_dict"]), folder)
-    return folder
+        _say_where(point, [], doing="Evaluating")
+    trainer.validate(module, datamodule, verbose=False)
+    _show(module.evaluation_metrics)
+    _note(f"The answers are in {answers.path}")
+    return module.evaluation_metrics
 
 
 def build_trainer(
-    config: DictConfig, run_dir: Path, callbacks: Sequence[L.Callback], *, first_step: int | None = None
+    config: DictConfig, run_dir: Path, callbacks: Sequence[L.Callback], *, point: ResumePoint | None = None
 ) -> L.Trainer:
     """The Lightning Trainer of a run: TensorBoard, checkpoints and a table of samples in the run directory.
 
-    `first_step` is that of a resumed run: what its curves have from there on is replaced.
+    What the curves of a run that goes on from `point` have from its step on is replaced.
     """
     asked = resolved(config)["trainer"]
     for name, instead in _INSTEAD.items():
-        if asked.get(name) is not None:
-            raise ConfigError(f"trainer.{name}={asked[name]!r}: a run sets this itself; use {instead}")
+        if asked.get(name) not in (None, _DEFAULTS.get(name)):
+            raise ConfigError(f"trainer.{name}={asked[name]!r}: a run sets this itself; {instead}")
     check_precision(asked["precision"])
     logger = asked.get("logger")
     if logger is None or logger is True:
+        first_step = point.global_step if point is not None else None
         logger = TensorBoardLogger(save_dir=run_dir, name="", version="tensorboard", purge_step=first_step)
+        callbacks = [*callbacks, _LastPoint(logger, point)] if point is not None else callbacks
     every_n_steps, keep = config.checkpoint.every_n_steps, config.checkpoint.keep
     settings = {
         **asked,
@@ -153,11 +203,11 @@ def build_trainer(
             SampleTable(run_dir / "samples.jsonl"),
             Checkpoints(run_dir / "checkpoints", every_n_steps=every_n_steps, keep=keep),
         ],
-        "plugins": [*with_environment(asked.get("plugins")), AtomicCheckpointIO()],
+        "plugins": [*with_environment(asked.get("plugins")), AtomicCheckpointIO(checks=False)],
         "logger": logger,
         "default_root_dir": str(run_dir),
         "deterministic": config.trainer.deterministic or config.deterministic,
-        "val_check_interval": config.evaluation.every_n_steps or _NEVER,
+        "val_check_interval": _NEVER,  # the module knows itself when an evaluation is due
         "check_val_every_n_epoch": None,
         "num_sanity_val_steps": 0,
         "enable_checkpointing": True,
@@ -167,64 +217,46 @@ def build_trainer(
     return trainer
 
 
-def checkpoint_path(setting: str | None, run_dir: Path) -> Path | None:
-    """`last` means the run directory's own; any other value is a file. Raises ConfigError when it is not there."""
-    if setting is None:
-        return None
-    path = run_dir / "checkpoints" / "last.ckpt" if setting == "last" else Path(setting).expanduser()
-    if not path.is_file():
-        hint = f"; the checkpoints of run_dir={str(run_dir)!r} are meant" if setting == "last" else ""
-        raise ConfigError(f"ckpt_path={setting!r}: there is no file {str(path)!r}{hint}")
-    return path
-
-
-def read_checkpoint(path: Path, *, setting: str = "ckpt_path") -> dict[str, Any]:
-    """A checkpoint of ours, its tensors left on the disk. Raises ConfigError for any other file."""
-    try:
-        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as error:
-        raise ConfigError(f"{setting}={str(path)!r}: not a checkpoint that can be read") from error
-    if not isinstance(checkpoint, dict) or "rhymerl" not in checkpoint:
-        raise ConfigError(f"{setting}={str(path)!r}: not a checkpoint of rhymerl")
-    return checkpoint
-
-
-def check_same_run(
-    checkpoint: Mapping[str, Any], module: RhymeModule, datamodule: PromptDataModule, path: Path | None
-) -> None:
-    """Raise ConfigError when a run cannot go on from the checkpoint: other weights, other data."""
-    _check_weights(checkpoint["state_dict"], module.state_dict(), path)
-    datamodule.load_state_dict(checkpoint[type(datamodule).__qualname__])
-
-
-def _of_policy(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those of a module without what has learned beside the policy."""
-    return {name.removeprefix("model."): each for name, each in weights.items() if name.startswith("model.")}
-
-
-def _check_weights(there: Mapping[str, torch.Tensor], here: Mapping[str, torch.Tensor], path: Path | None) -> None:
-    saved, mine = ({name: tuple(each.shape) for name, each in weights.items()} for weights in (there, here))
-    for name in [*mine, *saved]:
-        if saved.get(name) != mine.get(name):
-            raise ConfigError(
-                f"ckpt_path={str(path)!r}: of another model than model.path or model.init, or with another adapter ({name}: "
-                f"{saved.get(name, 'nothing')} there, {mine.get(name, 'nothing')} here)"
-            )
-
-
 class _RunConfig(L.Callback):
     """Keeps the config with the run, once nothing can be wrong with it any more, and in each checkpoint."""
 
-    def __init__(self, config: DictConfig, run_dir: Path) -> None:
-        self.config = config
+    def __init__(self, config: DictConfig, run_dir: Path, *, is_new: bool = True) -> None:
+        self.config = config.copy()
         self.run_dir = run_dir
+        if is_new:  # else it says where the run came from
+            self.config.ckpt_path = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.is_global_zero:
+            former = keep_former(self.config, self.run_dir)
             save_config(self.config, self.run_dir)
+            if former is not None:
+                _note(f"The former settings are in {former}")
 
     def state_dict(self) -> dict[str, Any]:
         return {"config": resolved(self.config)}
+
+
+class _LastPoint(L.Callback):
+    """Puts the point of a checkpoint's step into curves that have been cut off there, without an evaluation that is made anew."""
+
+    def __init__(self, logger: TensorBoardLogger, point: ResumePoint) -> None:
+        self.logger = logger
+        self.point = point
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.logger.log_metrics(dict(self.point.logged), step=self.point.global_step)
+
+
+@contextmanager
+def _full_disk(run_dir: Path) -> Iterator[None]:
+    """Within: no space left is one line, whoever meets it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise cannot_write(Path(error.filename or run_dir), error) from error
 
 
 def _parts(config: DictConfig) -> tuple[PromptDataModule, RhymeModule]:
@@ -236,10 +268,12 @@ def _parts(config: DictConfig) -> tuple[PromptDataModule, RhymeModule]:
     return datamodule, module
 
 
-def _take_up_history(config: DictConfig, module: RhymeModule, datamodule: PromptDataModule) -> None:
+def _take_up_history(
+    config: DictConfig, module: RhymeModule, datamodule: PromptDataModule, *, is_resumed: bool
+) -> None:
     """An earlier run's answers, if any were named; a resumed run has its own."""
     path = config.history_file
-    if path is not None and config.ckpt_path is not None:
+    if path is not None and is_resumed:
         _note(f"history_file={path!r} is not read: the checkpoint has the run's own history")
     elif path is not None:
         _note(start_with(path, module, datamodule, required=config.history_file_required))
@@ -258,10 +292,18 @@ def _note(words: str) -> None:
     Console().print(words, highlight=False, soft_wrap=True)
 
 
+def _say_where(point: ResumePoint, changed: Sequence[Change], *, doing: str = "Going on from") -> None:
+    for note in point.notes:
+        _note(note)
+    _note(f"{doing} {point.path}, after step {point.num_rollouts}")
+    if changed:
+        _note(f"Changed since then: {', '.join(map(str, changed))}")
+
+
 def _evaluate(trainer: L.Trainer, module: RhymeModule, datamodule: PromptDataModule) -> float:
     _note(f"Evaluating on {datamodule.num_validation_prompts:,} held-out prompts")
-    metrics = trainer.validate(module, datamodule, verbose=False)[0]
-    return float(metrics["eval/reward"])
+    trainer.validate(module, datamodule, verbose=False)
+    return module.evaluation_metrics["eval/reward"]
 
 
 def _speedup(
@@ -291,7 +333,11 @@ def _speedup(
 
 
 def _write_summary(result: Result, run_dir: Path) -> None:
-    (run_dir / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
+    path = run_dir / "summary.json"
+    part = path.with_name(f".{path.name}.part")
+    with writing(path):
+        part.write_text(json.dumps(result, indent=2) + "\n")
+        part.replace(path)
 
 
 def _say(result: Result, run_dir: Path) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 
 from rhymerl.errors import ConfigError, DataError
+from rhymerl.folders import writing
 from rhymerl.types import Sample
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _FINISH_REASONS = ("stop", "length")
 _NUM_TOKENS = 2**31  # ids are int32
+_LONGEST_LINE_BYTES = 256 * 2**20  # of millions of tokens with log-probs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,6 +38,8 @@ class TraceRecord:
     reward: float
     finish_reason: Literal["stop", "length"]
     logprobs: FloatArray | None = None  # [L] behaviour log-probs, nats
+    prompt: str | None = None  # what was tokenized, for people; None where nobody has written it down
+    response: str | None = None  # without special tokens
 
 
 def record_of(sample: Sample, epoch: int, *, with_logprobs: bool = False) -> TraceRecord:
@@ -52,6 +56,8 @@ def record_of(sample: Sample, epoch: int, *, with_logprobs: bool = False) -> Tra
         reward=sample.reward,
         finish_reason=completion.finish_reason,
         logprobs=completion.logprobs if with_logprobs else None,
+        prompt=sample.prompt.text,
+        response=sample.text,
     )
 
 
@@ -73,14 +79,16 @@ class TraceWriter:
         elif self.path.exists():
             raise ConfigError(f"trace {str(path)!r}: exists already; give another file, or remove it")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("ab")
+        self._file = self.path.open("ab", buffering=0)  # nothing is left behind where a write fails
 
     def write(self, records: Iterable[TraceRecord]) -> None:
         """Append the records of one step and hand them to the operating system."""
         lines = "".join(_line_of(record) for record in records).encode()
         data = gzip.compress(lines, compresslevel=6, mtime=0) if self.path.suffix == ".gz" else lines
-        self._file.write(data)
-        self._file.flush()
+        with writing(self.path):
+            left = memoryview(data)
+            while left:
+                left = left[self._file.write(left) :]
         self.num_bytes += len(data)
 
     def close(self) -> None:
@@ -104,7 +112,10 @@ def read_trace(path: str | Path) -> Iterator[TraceRecord]:
     number = 0
     try:
         with gzip.open(path) if Path(path).suffix == ".gz" else Path(path).open("rb") as file:
-            for number, line in enumerate(file, start=1):
+            while line := file.readline(_LONGEST_LINE_BYTES + 1):
+                number += 1
+                if len(line) > _LONGEST_LINE_BYTES:
+                    raise DataError(f"{place}, line {number}: longer than {_LONGEST_LINE_BYTES / 2**20:.0f} MiB")
                 yield _parse(line, f"{place}, line {number}")
     except EOFError as error:
         raise DataError(f"{place}, line {number + 1}: the file is cut off here") from error
@@ -136,6 +147,8 @@ def _line_of(record: TraceRecord) -> str:
     }
     if record.logprobs is not None:
         fields["logprobs"] = record.logprobs.tolist()
+    texts = {"prompt": record.prompt, "response": record.response}
+    fields |= {name: text for name, text in texts.items() if text is not None}
     return json.dumps(fields, separators=(",", ":")) + "\n"
 
 
@@ -165,7 +178,13 @@ def _record(row: dict[str, Any]) -> TraceRecord:
         reward=float(_typed(row, "reward", (int, float), "a number")),
         finish_reason=_finish_reason(row),
         logprobs=None if row.get("logprobs") is None else _logprobs(row, len(response)),
+        prompt=_text(row, "prompt"),
+        response=_text(row, "response"),
     )
+
+
+def _text(row: dict[str, Any], name: str) -> str | None:
+    return None if row.get(name) is None else str(_typed(row, name, str, "a string"))
 
 
 def _typed(row: dict[str, Any], name: str, kind: type | tuple[type, ...], words: str) -> Any:

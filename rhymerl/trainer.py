@@ -7,6 +7,7 @@ import resource
 import signal
 import socket
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -18,9 +19,11 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from torch.nn.parallel import DistributedDataParallel
 
 from rhymerl.config.components import is_component
 from rhymerl.config.targets import import_target
+from rhymerl.data import PromptDataModule
 from rhymerl.errors import ConfigError, RunError
 from rhymerl.ranks.lifeline import is_loopback
 from rhymerl.ranks.parent import end_with_parent
@@ -35,6 +38,35 @@ def num_optimizer_steps(trainer: L.Trainer, each: int) -> float:
         return by_steps
     trainer.fit_loop.setup_data()
     return min(by_steps, float(trainer.num_training_batches) * trainer.max_epochs * each)
+
+
+def validate_within_fit(trainer: Any) -> None:
+    """Validate now, in a hook of a fit, as Lightning itself does between two batches."""
+    loop, connector = trainer.fit_loop.epoch_loop.val_loop, trainer._logger_connector
+    first_batch = connector._first_loop_iter
+    trainer.validating = True
+    trainer.lightning_module.on_validation_model_zero_grad()
+    loop.restarting = False  # it may have been loaded from a checkpoint
+    loop.run()
+    trainer.training = True
+    connector._first_loop_iter = first_batch
+
+
+def datamodule_of(trainer: Any) -> PromptDataModule:
+    """Raises ConfigError when it has another one."""
+    datamodule = getattr(trainer, "datamodule", None)
+    if not isinstance(datamodule, PromptDataModule):
+        raise ConfigError(
+            f"the Trainer got datamodule={type(datamodule).__name__}: a rhymerl.PromptDataModule is needed, because "
+            "its cursor is what makes a run resume exactly"
+        )
+    return datamodule
+
+
+def no_sync(trainer: Any) -> AbstractContextManager[None]:
+    """Keeps DDP from summing the gradients of each backward; the update does so itself."""
+    wrapped = trainer.strategy.model
+    return wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) else nullcontext()
 
 
 def check_trainer(trainer: Any) -> None:

@@ -48,8 +48,10 @@ def each(language: str, pages: list[Path]) -> Any:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """A reader's folder, with the files of extending.md and what configuration.md speaks of."""
+    """A reader's folder, with the files of extending.md, what configuration.md speaks of, and a run."""
     write_files(EXTENDING, tmp_path)
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "config.yaml").write_text("defaults: [quickstart]\n")
     (tmp_path / "my_module.py").write_text(MODULE)
     with reader_in(tmp_path):
         yield tmp_path

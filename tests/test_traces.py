@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rhymerl import traces
 from rhymerl.errors import ConfigError, DataError
 from rhymerl.testing import make_requests
 from rhymerl.traces import TraceRecord, TraceWriter, read_trace, record_of
@@ -54,6 +55,23 @@ def write(path: Path, epochs: Iterable[int], keep_bytes: int | None = None) -> l
     """Write one step an epoch; the lengths of the file after each."""
     with TraceWriter(path, keep_bytes=keep_bytes) as writer:
         return [writer.write(step(epoch)) or writer.num_bytes for epoch in epochs]
+
+
+def test_text_travels_along_where_there_is_some(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    with TraceWriter(path) as writer:
+        writer.write([record(0, 0), record(0, 1, prompt="1×1?\n", response="1 \ud800")])
+    plain, told = read_trace(path)
+    assert (plain.prompt, plain.response, told.prompt, told.response) == (None, None, "1×1?\n", "1 \ud800")
+    assert "prompt" not in json.loads(path.read_text().splitlines()[0])
+
+
+def test_a_line_that_nobody_can_have_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "_LONGEST_LINE_BYTES", 300)
+    path = tmp_path / "trace.jsonl"
+    path.write_text(json.dumps(ROW) + "\n" + json.dumps({**ROW, "more": "x" * 300}) + "\n")
+    with pytest.raises(DataError, match="line 2: longer than 0 MiB"):
+        list(read_trace(path))
 
 
 def test_the_sample_trace_is_read_in_a_moment() -> None:
@@ -209,6 +227,7 @@ def test_a_sample_becomes_a_record(with_logprobs: bool) -> None:
     assert (made.epoch, made.prompt_id, made.sample, made.reward, made.finish_reason) == (4, "0", 1, 0.5, "stop")
     assert made.prompt_tokens is given.prompt.token_ids
     assert made.response_tokens.tolist() == [3, 1]
+    assert (made.prompt, made.response) == (given.prompt.text, given.text)
     assert (made.logprobs is not None) == with_logprobs
 
 

@@ -3,7 +3,7 @@
 from rhymerl.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
 from rhymerl.callbacks.progress import LiveProgress
 from rhymerl.callbacks.recording import RecordRollouts
-from rhymerl.callbacks.samples import SampleTable
+from rhymerl.callbacks.samples import SampleTable, WriteAnswers
 from rhymerl.callbacks.stop import StopOnRequest
 from rhymerl.callbacks.summary import Summary
 
@@ -15,4 +15,5 @@ __all__ = [
     "SampleTable",
     "StopOnRequest",
     "Summary",
+    "WriteAnswers",
 ]

@@ -3,35 +3,67 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+from rhymerl.checkpoint import damage, seal, step_of
 from rhymerl.errors import ConfigError
+from rhymerl.folders import writing
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes beside the target and renames: the old file stays whole until the new one is on the disk.
 
     Lightning's own goes through the directory for temporary files, from where a move may be a copy.
+    Raises RunError, naming the file, when it cannot be written.
     """
+
+    def __init__(self, *, checks: bool = True) -> None:
+        super().__init__()
+        self.checks = checks
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f".{target.name}.part")
         try:
-            with part.open("wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(target)
+            with writing(target):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with part.open("w+b") as file:
+                    _save(checkpoint, file)
+                    seal(file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                part.replace(target)
         finally:
             part.unlink(missing_ok=True)
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Callable[..., Any] | None = lambda storage, loc: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Raises ConfigError for a file that is damaged, unless somebody has looked at it already (`checks` is off)."""
+        if self.checks and Path(path).exists() and (reason := damage(Path(path))):  # else it is no local file
+            raise ConfigError(f"ckpt_path={str(path)!r}: not a checkpoint that can be read: {reason}")
+        return super().load_checkpoint(path, map_location=map_location, weights_only=weights_only)
+
+
+def _save(checkpoint: dict[str, Any], file: BinaryIO) -> None:
+    """torch hides an error of the file's behind its own."""
+    try:
+        torch.save(checkpoint, file)
+    except RuntimeError as error:
+        hidden: BaseException | None = error
+        while hidden is not None and not isinstance(hidden, OSError):
+            hidden = hidden.__context__
+        raise (hidden or error) from None
 
 
 class Checkpoints(Checkpoint):
@@ -65,19 +97,22 @@ class Checkpoints(Checkpoint):
     def _save(self, trainer: Any, step: int) -> None:
         if trainer.fast_dev_run:
             return
+        for logger in trainer.loggers:  # what the checkpoint knows of is on the disk before it
+            logger.save()
         path = self.directory / f"step={step}.ckpt"
         trainer.save_checkpoint(path, weights_only=False)  # said, or Lightning tells the user that it was not
         self._saved = step
         if trainer.is_global_zero:
             link = self.directory / ".last.ckpt.part"
-            link.unlink(missing_ok=True)
-            link.symlink_to(path.name)
-            link.replace(self.directory / "last.ckpt")
+            with writing(self.directory / "last.ckpt"):
+                link.unlink(missing_ok=True)
+                link.symlink_to(path.name)
+                link.replace(self.directory / "last.ckpt")
             self._remove_old()
 
     def _remove_old(self) -> None:
         """Later ones are left alone: they are from before the run was taken back to an earlier checkpoint."""
-        steps = {int(path.stem.removeprefix("step=")): path for path in self.directory.glob("step=*.ckpt")}
+        steps = {step: path for path in self.directory.glob("step=*.ckpt") if (step := step_of(path)) is not None}
         for step in sorted(step for step in steps if step <= (self._saved or 0))[: -self.keep]:
             steps[step].unlink()
 

@@ -1,20 +1,30 @@
-"""A table of samples every N steps: in a JSONL file, in TensorBoard, and nowhere in the way."""
+"""Answers for people to read: a table of samples every N steps, and all answers of an evaluation."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from rhymerl.folders import writing
 from rhymerl.types import Sample
+
+Row = Mapping[str, Any]
+
+_TEXT: Any = {"encoding": "utf-8", "errors": "backslashreplace"}  # half a character becomes what JSON says for it
+_IN_TABLES = ("prompt", "response", "reward", "length", "finish_reason")  # what TensorBoard shows
 
 
 class SampleTable(L.Callback):
-    """Appends `num_samples` answers to `path` and to TensorBoard's text tab every `every_n_steps` rollout steps."""
+    """Appends `num_samples` answers to `path` and to TensorBoard's text tab every `every_n_steps` rollout steps.
+
+    Needs a module with `last_rollout`; where it can tell the `advantages` of the step's samples, they are there, too.
+    """
 
     def __init__(self, path: str | Path, *, every_n_steps: int = 10, num_samples: int = 4) -> None:
         self.path = Path(path)
@@ -23,12 +33,19 @@ class SampleTable(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Drop the rows of steps that a resumed run is about to repeat."""
-        if trainer.is_global_zero and self.path.exists():
-            done = int(getattr(pl_module, "num_rollouts", 0))
-            part = self.path.with_name(f".{self.path.name}.part")
-            with self.path.open(encoding="utf-8") as rows, part.open("w", encoding="utf-8") as kept:
-                kept.writelines(row for row in rows if row.endswith("\n") and json.loads(row)["step"] <= done)
-            part.replace(self.path)
+        if not trainer.is_global_zero or not self.path.exists():
+            return
+        done = int(getattr(pl_module, "num_rollouts", 0))
+        part = self.path.with_name(f".{self.path.name}.part")
+        latest: list[Row] = []
+        with writing(self.path), self.path.open(encoding="utf-8") as lines, part.open("w", encoding="utf-8") as kept:
+            for line in lines:
+                row = json.loads(line) if line.endswith("\n") else {"step": done + 1}
+                if row["step"] <= done:
+                    kept.write(line)
+                    latest += [row] if row["step"] == done else []
+        part.replace(self.path)
+        self._show(trainer, latest)  # its curves are cut off before that step
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -38,33 +55,65 @@ class SampleTable(L.Callback):
         if rollout is None or not trainer.is_global_zero or (step - 1) % self.every_n_steps:
             return
         # A stride, so that the samples are not all of one group.
-        chosen = rollout.samples[:: max(1, len(rollout.samples) // self.num_samples)][: self.num_samples]
+        chosen = range(len(rollout.samples))[:: max(1, len(rollout.samples) // self.num_samples)][: self.num_samples]
+        advantages = getattr(pl_module, "advantages", lambda places: [None] * len(places))(chosen)
+        rows = [
+            {"step": step, **sample_row(rollout.samples[place]), "advantage": advantage}
+            for place, advantage in zip(chosen, advantages, strict=True)
+        ]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.writelines(
-                json.dumps({"step": step, **sample_row(sample)}, ensure_ascii=False) + "\n" for sample in chosen
-            )
+        with writing(self.path), self.path.open("a", **_TEXT) as file:
+            file.write(lines_of(rows))
+        self._show(trainer, rows)
+
+    def _show(self, trainer: L.Trainer, rows: Sequence[Row]) -> None:
         for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_text("samples", markdown_table(chosen), trainer.global_step)
+            if isinstance(logger, TensorBoardLogger) and rows:
+                logger.experiment.add_text("samples", markdown_table(rows), trainer.global_step)
+
+
+class WriteAnswers(L.Callback):
+    """Writes the answers of an evaluation to `step=N.jsonl` in `folder`, or to `step=N-2.jsonl` and so on: none is overwritten."""
+
+    def __init__(self, folder: str | Path, *, step: int) -> None:
+        names = (f"step={step}{'' if number == 1 else f'-{number}'}.jsonl" for number in count(1))
+        self.path = next(path for name in names if not (path := Path(folder) / name).exists())
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Called before the module's own, which forgets them."""
+        if not trainer.is_global_zero:
+            return
+        evaluated: Mapping[str, Sequence[Sample]] = pl_module.evaluated  # type: ignore[assignment]
+        with writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("x", **_TEXT) as file:
+                for name, samples in evaluated.items():
+                    file.write(lines_of({"set": name, **sample_row(sample)} for sample in samples))
 
 
 def sample_row(sample: Sample) -> dict[str, Any]:
-    """What a person wants to see of a sample."""
+    """What a person wants to see of a sample; `columns` are those that the data has beside the prompt, such as `answer`."""
     return {
         "prompt": sample.prompt.text,
         "response": sample.text,
         "reward": round(sample.reward, 4),
         "length": len(sample),
         "finish_reason": sample.completion.finish_reason,
+        "prompt_id": sample.prompt.id,
+        "sample": sample.completion.request.sample,
+        "rewards": dict(sample.rewards),
+        "columns": dict(sample.prompt.columns),
     }
 
 
-def markdown_table(samples: Sequence[Sample]) -> str:
-    """The samples as a Markdown table."""
-    rows = [sample_row(sample) for sample in samples]
-    header = list(rows[0])
-    lines = [header, ["---"] * len(header), *([_cell(value) for value in row.values()] for row in rows)]
+def lines_of(rows: Iterable[Row]) -> str:
+    """As JSON lines; a column's value that JSON does not know is told in words."""
+    return "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+
+
+def markdown_table(rows: Sequence[Row]) -> str:
+    """The rows as a Markdown table."""
+    lines = [_IN_TABLES, ["---"] * len(_IN_TABLES), *([_cell(row[name]) for name in _IN_TABLES] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

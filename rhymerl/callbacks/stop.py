@@ -29,6 +29,7 @@ class StopOnRequest(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if trainer.strategy.reduce_boolean_decision(self.request.requested, all=False):
+            self.request.requested = True  # maybe it was another rank's
             trainer.should_stop = True
             trainer.limit_val_batches = 0  # else Lightning validates before it stops
 

@@ -32,6 +32,10 @@ class Command(ABC):
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Options beyond the common ones."""
 
+    def claim(self, arguments: Namespace, words: Sequence[str]) -> list[str]:
+        """Take from the words that argparse does not know what is no override; returns the others."""
+        return list(words)
+
 
 class ConfiguredCommand(Command):
     """A command on a config: `--config NAME|PATH`, `--print-config`, `--json` and `key=value`."""

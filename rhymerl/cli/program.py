@@ -17,13 +17,14 @@ from rhymerl.cli.models import Export, SGLangArgs, Warmstart
 from rhymerl.cli.quiet import quiet
 from rhymerl.cli.replays import Replay, Simulate
 from rhymerl.cli.rollouts import Rollout
-from rhymerl.cli.runs import Evaluate, Fit
+from rhymerl.cli.runs import Evaluate, Fit, Resume
 from rhymerl.errors import RhymeError, UsageError
 from rhymerl.ranks.first import is_first_rank
 from rhymerl.ranks.parent import as_launcher, end_with_parent
 
 COMMANDS: tuple[Command, ...] = (
     Fit(),
+    Resume(),
     Evaluate(),
     Rollout(),
     Replay(),
@@ -34,11 +35,11 @@ COMMANDS: tuple[Command, ...] = (
     SGLangArgs(),
 )
 
-OK, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
+OK, FAILED, BAD_USAGE = 0, 1, 2
 
 
 def main(argv: Sequence[str] | None = None, *, commands: Sequence[Command] = COMMANDS) -> int:
-    """Run one command. Returns the exit code: 0 ok, 1 failed, 2 bad usage, 130 stopped by Ctrl-C."""
+    """Run one command. Returns the exit code: 0 ok, 1 failed, 2 bad usage, 128 + a signal (Ctrl-C: 130) that stopped it."""
     end_with_parent()
     # Threads that spin long while they wait slow a busy machine down by tens of times, and those that sleep at once are slow to
     # wake on a quiet one; torch's OpenMP reads this when it is imported.
@@ -46,6 +47,8 @@ def main(argv: Sequence[str] | None = None, *, commands: Sequence[Command] = COM
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     parser = make_parser(commands)
     arguments, overrides = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    if arguments.name is not None:
+        overrides = arguments.command.claim(arguments, overrides)
     for word in overrides:
         if word.startswith("-") or ("=" not in word and not word.startswith("~")):
             parser.error(f"{word!r}: expected an option of rhymerl {arguments.name}, or an override key=value")
@@ -53,7 +56,7 @@ def main(argv: Sequence[str] | None = None, *, commands: Sequence[Command] = COM
         code = _run(arguments, overrides, interrupt)
     if interrupt.requested:
         # To Lightning's launcher any other code is a failure, for which it kills rank 0, which still writes its files.
-        return OK if code == OK and not is_first_rank() else INTERRUPTED
+        return OK if code == OK and not is_first_rank() else interrupt.exit_code
     return code
 
 
@@ -80,7 +83,8 @@ def _run(arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -
         return _dispatch(arguments, overrides, interrupt)
     except KeyboardInterrupt:
         interrupt.requested = True
-        return _complain("interrupted", INTERRUPTED, debug=False)
+        print("interrupted", file=sys.stderr)
+        return interrupt.exit_code
     except SystemExit as error:  # what Lightning makes of a second Ctrl-C
         return error.code if isinstance(error.code, int) else FAILED
     except Exception as error:  # noqa: BLE001 - the last place that can turn an error into an exit code
@@ -126,5 +130,5 @@ def _debug(arguments: Namespace) -> bool:
 def _complain(message: str, code: int, *, debug: bool) -> int:
     if debug:
         traceback.print_exc()
-    print(f"error: {message}" if code != INTERRUPTED else message, file=sys.stderr)
+    print(f"error: {message}", file=sys.stderr)
     return code

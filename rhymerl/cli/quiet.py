@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,13 +43,21 @@ def quiet() -> Iterator[None]:
     os.environ.update(variables)
     for name in _LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
+    before, threading.excepthook = threading.excepthook, _quiet_thread
     try:
         with warnings.catch_warnings():
             for message in _WARNINGS:
                 warnings.filterwarnings("ignore", message=message)
             yield
     finally:
+        threading.excepthook = before
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
         for name in variables:
             os.environ.pop(name, None)
+
+
+def _quiet_thread(arguments: threading.ExceptHookArgs) -> None:
+    """A thread that writes TensorBoard's files gives its error to whoever writes next, who then says it in one line."""
+    if not (isinstance(arguments.exc_value, OSError) and type(arguments.thread).__module__.startswith("tensorboard.")):
+        threading.__excepthook__(arguments)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rhymerl.cli.base import ConfiguredCommand, Result
@@ -23,20 +25,78 @@ class Fit(ConfiguredCommand):
         from rhymerl.callbacks import StopOnRequest
         from rhymerl.run import fit
 
-        _check_is_run(config, "fit")
+        _check_is_run(config, self.name)
         return _said_once(fit(config, callbacks=[StopOnRequest(interrupt)]))
 
 
-class Evaluate(ConfiguredCommand):
-    """answer the validation prompts with a policy, or with a checkpoint (ckpt_path=PATH|last)"""
+class OnRun(ConfiguredCommand):
+    """A command on the directory of a run, RUN, with the run's own config."""
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        super().add_arguments(parser)
+        parser.add_argument("run", metavar="RUN", nargs="?", help="the directory of a run; it brings its config")
+
+    def claim(self, arguments: Namespace, words: Sequence[str]) -> list[str]:
+        """RUN may stand anywhere among the overrides, which argparse cannot tell from it."""
+        bare = [word for word in (arguments.run, *words) if word is not None]
+        runs = [word for word in bare if _may_be_run(word)]
+        arguments.run = runs[0] if runs else None
+        return [word for word in bare if word is not arguments.run]
+
+    def run(self, arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> Result | None:
+        if arguments.run is not None:
+            if arguments.config is not None:
+                raise UsageError(f"rhymerl {self.name} takes RUN or --config, not both: a run has its own config.yaml")
+            if any(word.startswith("run_dir=") for word in overrides):
+                raise UsageError(f"rhymerl {self.name} takes RUN or run_dir=, not both")
+            path = Path(arguments.run, "config.yaml")
+            if not path.is_file():
+                raise UsageError(f"RUN={arguments.run!r}: not the directory of a run (it has no config.yaml)")
+            arguments.config = str(path)
+        arguments.names_checkpoint = any(word.startswith("ckpt_path=") for word in overrides)
+        return super().run(arguments, overrides, interrupt)
+
+    def settings(self, arguments: Namespace) -> dict[str, Any]:
+        """The directory may have been moved, and the config may say where the run came from."""
+        if arguments.run is None:
+            return {}
+        return {"run_dir": arguments.run, **({} if arguments.names_checkpoint else {"ckpt_path": "auto"})}
+
+
+class Resume(OnRun, Fit):
+    """go on with a run (RUN) from its newest whole checkpoint; key=value changes its settings"""
+
+    name = "resume"
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        super().add_arguments(parser)
+        parser.usage = "rhymerl resume RUN [key=value ...] [--print-config] [--json] [--debug]"
+
+    def run(self, arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> Result | None:
+        if arguments.run is None:
+            raise UsageError("rhymerl resume needs RUN: the directory of a run")
+        return super().run(arguments, overrides, interrupt)
+
+
+class Evaluate(OnRun):
+    """answer the validation prompts: with a run's newest whole checkpoint (RUN), a policy, or ckpt_path=PATH|last|auto"""
 
     name = "evaluate"
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        super().add_arguments(parser)
+        options = "[key=value ...] [--print-config] [--json] [--debug]"
+        parser.usage = f"rhymerl evaluate RUN {options}\n       rhymerl evaluate --config NAME|PATH {options}"
 
     def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result | None:
         from rhymerl.run import evaluate
 
-        _check_is_run(config, "evaluate")
+        _check_is_run(config, self.name)
         return _said_once(evaluate(config))
+
+
+def _may_be_run(word: str) -> bool:
+    return not word.startswith(("-", "~")) and ("=" not in word or Path(word).is_dir())
 
 
 def _said_once(result: Mapping[str, Any]) -> Result | None:

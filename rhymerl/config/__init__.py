@@ -9,6 +9,16 @@ as an attribute of the same name.
 
 from rhymerl.config.components import describe, instantiate, plain
 from rhymerl.config.compose import compose, packaged_names
-from rhymerl.config.output import resolved, save_config, to_yaml
+from rhymerl.config.output import keep_former, resolved, save_config, to_yaml
 
-__all__ = ["compose", "describe", "instantiate", "packaged_names", "plain", "resolved", "save_config", "to_yaml"]
+__all__ = [
+    "compose",
+    "describe",
+    "instantiate",
+    "keep_former",
+    "packaged_names",
+    "plain",
+    "resolved",
+    "save_config",
+    "to_yaml",
+]

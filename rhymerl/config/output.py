@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +26,24 @@ def to_yaml(config: DictConfig) -> str:
 def save_config(config: DictConfig, run_dir: str | Path) -> Path:
     """Write `run_dir/config.yaml`, as `to_yaml` says. Raises ConfigError when it cannot be written."""
     path = Path(run_dir) / "config.yaml"
+    part = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(to_yaml(config), encoding="utf-8")
+        part.write_text(to_yaml(config), encoding="utf-8")
+        part.replace(path)
     except OSError as error:
         raise ConfigError(f"run_dir={str(run_dir)!r}: cannot be written to: {error.strerror}") from error
     return path
+
+
+def keep_former(config: DictConfig, run_dir: str | Path) -> Path | None:
+    """Copy a `config.yaml` with other settings than these to `config.N.yaml`, which is returned; None where there is none."""
+    path = Path(run_dir) / "config.yaml"
+    if not path.exists() or path.read_text(encoding="utf-8") == to_yaml(config):
+        return None
+    former = next(each for number in count(1) if not (each := path.with_name(f"config.{number}.yaml")).exists())
+    shutil.copy2(path, former)
+    return former
 
 
 def resolved(config: DictConfig) -> dict[str, Any]:

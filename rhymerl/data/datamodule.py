@@ -103,6 +103,19 @@ class PromptDataModule(L.LightningDataModule):
                 raise ConfigError(f"data.{name}={value}: expected at least 1")
         _check_names(validation)
 
+    def __str__(self) -> str:
+        """Lightning's own knows torch's loaders only."""
+        if self.train_loader is None and not self.validation_loaders:
+            return f"{type(self).__name__}: nothing has been read yet"
+        loader = self.train_loader
+        train = (
+            f"{len(loader.prompts):,} prompts to train on, {self.prompts_per_step:,} a step"
+            if loader
+            else "none to train on"
+        )
+        held_out = ", ".join(f"{name} {len(each.prompts):,}" for name, each in self.validation_loaders.items())
+        return f"{type(self).__name__}: {train}; held out: {held_out or 'none'}"
+
     def setup(self, stage: str) -> None:
         """Read, encode and check the data; called by the Trainer on every rank, `stage` is fit or validate.
 

@@ -6,7 +6,9 @@ import gzip
 import importlib
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from rhymerl.errors import ConfigError, DataError
 from rhymerl.tasks.base import Row
 
 DataSource = str | Path | Sequence[Row]
+_LONGEST_LINE_BYTES = 64 * 2**20  # far beyond any context; tokenizers take many times as much memory
+
 Setting = str  # data.train, data.validation, data.validation.NAME or data.prompts
 
 _LOOKS_LIKE_A_FILE = re.compile(r"^[./~]|/.*/|\.(jsonl?|ndjson|gz|parquet|csv|tsv|txt)$")
@@ -69,11 +73,18 @@ def _read_jsonl(path: Path, place: str) -> Iterator[PlacedRow]:
     """Lines are counted from 1; blank ones are passed over, as is a byte order mark."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+            for number in count(1):
+                where = f"{place}, line {number}"
+                line = file.readline(_LONGEST_LINE_BYTES + 1)
+                if not line:
+                    return
+                if len(line) > _LONGEST_LINE_BYTES:
+                    raise DataError(
+                        f"{where}: longer than {_LONGEST_LINE_BYTES / 2**20:.0f} MiB; expected one row a line"
+                    )
                 if line.strip():
-                    where = f"{place}, line {number}"
                     yield PlacedRow(place=where, row=_parse_line(line, where))
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{place}: cannot be read: {error}") from error
 
 

@@ -11,8 +11,9 @@ import os
 import struct
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from rhymerl.errors import DataError
 
@@ -60,12 +61,12 @@ def _write(file: BinaryIO, sections: Mapping[str, bytearray], tokenizer: str) ->
 
 def _read(file: BinaryIO, place: str, tokenizer: str) -> dict[str, bytes]:
     header = _read_header(file, place)
-    if header["tokenizer"] != tokenizer:
+    if header.tokenizer != tokenizer:
         raise DataError(
-            f"{place}: its token ids are those of the tokenizer {header['tokenizer']!r}, but this run has {tokenizer!r}"
+            f"{place}: its token ids are those of the tokenizer {header.tokenizer!r}, but this run has {tokenizer!r}"
         )
     sections = {}
-    for name, num_bytes, checksum in header["sections"]:
+    for name, num_bytes, checksum in header.sections:
         data = _take(file, num_bytes, place)
         if zlib.crc32(data) != checksum:
             raise DataError(f"{place}: corrupt: the checksum of its section {name!r} differs")
@@ -75,7 +76,13 @@ def _read(file: BinaryIO, place: str, tokenizer: str) -> dict[str, bytes]:
     return sections
 
 
-def _read_header(file: BinaryIO, place: str) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Header:
+    tokenizer: str
+    sections: list[tuple[str, int, int]]  # name, bytes, CRC-32
+
+
+def _read_header(file: BinaryIO, place: str) -> _Header:
     start = file.read(len(MAGIC))
     if not MAGIC.startswith(start):
         raise DataError(f"{place}: not a history file")
@@ -86,11 +93,32 @@ def _read_header(file: BinaryIO, place: str) -> dict[str, Any]:
     header = _take(file, num_bytes, place)
     if version < 1 or zlib.crc32(header) != checksum:
         raise DataError(f"{place}: corrupt: the checksum of its header differs")
-    return dict(json.loads(header))
+    return _parsed(header, place)
+
+
+def _parsed(content: bytes, place: str) -> _Header:
+    """A checksum does not say who wrote the header."""
+    try:
+        known = json.loads(content)
+        sections = [(name, num_bytes, checksum) for name, num_bytes, checksum in known["sections"]]
+        header = _Header(tokenizer=known["tokenizer"], sections=sections)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise DataError(f"{place}: corrupt: its header cannot be read") from error
+    kinds = [isinstance(header.tokenizer, str), *(_is_section(*each) for each in sections)]
+    if not all(kinds) or len({name for name, *_ in sections}) < len(sections):
+        raise DataError(f"{place}: corrupt: its header does not list sections")
+    return header
+
+
+def _is_section(name: object, num_bytes: object, checksum: object) -> bool:
+    return isinstance(name, str) and type(num_bytes) is int and num_bytes >= 0 and type(checksum) is int
 
 
 def _take(file: BinaryIO, num_bytes: int, place: str) -> bytes:
-    data = file.read(num_bytes)
-    if len(data) < num_bytes:
-        raise DataError(f"{place}: truncated: it ends {num_bytes - len(data)} bytes too early")
-    return data
+    """Looks first whether they are there: what a header claims may be more than there is memory."""
+    here = file.tell()
+    left = file.seek(0, os.SEEK_END) - here
+    if left < num_bytes:
+        raise DataError(f"{place}: truncated: it ends {num_bytes - left} bytes too early")
+    file.seek(here)
+    return file.read(num_bytes)

@@ -90,7 +90,7 @@ def _names(sections: Mapping[str, Any]) -> list[tuple[Split, str]]:
     try:
         names = [(split, key) for split, key in json.loads(bytes(sections["names"]))]
         distinct = set(names)
-    except (KeyError, ValueError, TypeError) as error:
+    except (KeyError, ValueError, TypeError, RecursionError) as error:
         raise ValueError("its list of prompts cannot be read") from error
     if len(distinct) < len(names) or any(split not in SPLITS or not isinstance(key, str) for split, key in names):
         raise ValueError("its list of prompts has a prompt twice, or an unknown split")
@@ -108,6 +108,9 @@ def _check_lengths(columns: Mapping[str, npt.NDArray[Any]], num_prompts: int) ->
     for name in ("prompt_lengths", "num_answers", "lengths", "prompt_tokens", "tokens", "epochs", "samples"):
         if (columns[name] < 0).any():
             raise ValueError(f"its column {name!r} has a negative number")
+    for name in ("epochs", "samples", "policy_versions"):
+        if (columns[name] >= 2**31).any():
+            raise ValueError(f"its column {name!r} has a number that no run gets to")
     expected = {
         **dict.fromkeys(_OF_PROMPTS, num_prompts),
         **dict.fromkeys(_OF_ANSWERS, int(columns["num_answers"].sum())),

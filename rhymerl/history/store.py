@@ -32,7 +32,8 @@ class HistoryStore:
 
     Of each prompt the newest `window` epochs stay, fewer where they alone have more than `max_tokens`. Then, where
     `max_tokens` (of all answers) or `max_prompts` is passed, the prompts whose last `add` is longest ago go, each with
-    all of its answers. Reading is no use, so that what stays follows from the adds alone, whoever reads.
+    all of its answers: those of the split `validation` first, so that what training knows does not depend on evaluations.
+    Reading is no use, so that what stays follows from the adds alone, whoever reads.
     Of two answers with the same prompt, epoch and sample, the one of the newer policy version stays, else the first.
 
     `spill` is a directory: token ids then live in a memory-mapped scratch file there, which has no name and is
@@ -65,6 +66,7 @@ class HistoryStore:
             TokenMemory() if spill is None else TokenFile(open_folder(spill, setting="history.spill"))
         )
         self._entries: dict[Name, Entry] = {}  # longest unused first, so also in the order of `used_at`
+        self._validation: dict[Name, None] = {}  # those of this split, in the same order
         self._log = EvictionLog(log_size)
 
     # -- answers -------------------------------------------------------------------------------------------------
@@ -127,6 +129,9 @@ class HistoryStore:
         self._entries.pop(name, None)
         self._entries[name] = entry
         entry.used_at = self.version
+        if name[0] == "validation":
+            self._validation.pop(name, None)
+            self._validation[name] = None
 
     def _update(self, name: Name, entry: Entry, after: Mapping[Place, Answer]) -> None:
         before = entry.answers
@@ -159,7 +164,7 @@ class HistoryStore:
 
     def _trim(self) -> None:
         while self._is_over():
-            self._evict(next(iter(self._entries)))
+            self._evict(next(iter(self._validation or self._entries)))
         if self._tokens.is_mostly_dead:
             self._compact()
 
@@ -169,6 +174,7 @@ class HistoryStore:
 
     def _evict(self, name: Name) -> None:
         entry = self._entries.pop(name)
+        self._validation.pop(name, None)
         for answer in entry.answers.values():
             self._drop(answer)
         self._tokens.drop(entry.token_ids)
@@ -250,7 +256,7 @@ class HistoryStore:
     def _replace_by(self, prompts: Iterable[PackedPrompt]) -> None:
         self.version += 1
         self._log.clear(self.version)
-        self._entries, self._tokens = {}, self._tokens.fresh()
+        self._entries, self._validation, self._tokens = {}, {}, self._tokens.fresh()
         self.num_answers = self.num_tokens = 0
         for prompt in prompts:
             self._insert((prompt.split, prompt.key), prompt.token_ids, prompt.answers)
@@ -267,6 +273,7 @@ class HistoryStore:
         assert not self._tokens.is_mostly_dead
         used = [entry.used_at for entry in entries]
         assert used == sorted(used)
+        assert list(self._validation) == [name for name in self._entries if name[0] == "validation"]
         assert all(used_at <= self.version for used_at in used)
         self._log.check_integrity(self.version)
         for entry in entries:

@@ -133,9 +133,9 @@ class Group(Ranks):
             self._lifeline.fail(reason)
 
     def _own_sigterm(self) -> None:
-        """Not before the work begins: Lightning takes the signal when a stage does."""
+        """Not before the work begins: Lightning takes the signal when a stage does. A program's own handler keeps it."""
         is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(signal.SIGTERM) != self._on_sigterm:
+        if is_main and _is_default_or_lightnings(signal.getsignal(signal.SIGTERM)):
             self._before = signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
@@ -166,3 +166,7 @@ class Group(Ranks):
 
 def _tensor(content: bytes) -> Tensor:
     return torch.from_numpy(np.frombuffer(bytearray(content), np.uint8))
+
+
+def _is_default_or_lightnings(handler: object) -> bool:
+    return handler in (None, signal.SIG_DFL) or type(handler).__module__.startswith("lightning.")

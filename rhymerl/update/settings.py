@@ -143,3 +143,22 @@ class UpdateSettings:
 
         begins = [0 if id(group["params"][0]) in of_critic else wait for group in optimizer.param_groups]
         return LambdaLR(optimizer, [partial(factor, begin=begin) for begin in begins])
+
+
+class Rates:
+    """What an optimizer and its schedule were made with: learning rates, decays, betas."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Of an optimizer with its schedule, before a checkpoint is loaded into them."""
+        self._groups = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
+
+    def put_back(self, optimizer: torch.optim.Optimizer, schedule: LambdaLR) -> None:
+        """In the place of those that a checkpoint has brought; the schedule stays where it is."""
+        schedule.base_lrs = [group["initial_lr"] for group in self._groups]
+        rates = [
+            base * factor(schedule.last_epoch)
+            for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+        ]
+        for group, mine, rate in zip(optimizer.param_groups, self._groups, rates, strict=True):
+            group.update(mine, lr=rate)
+        schedule._last_lr = rates

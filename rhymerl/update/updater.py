@@ -85,6 +85,7 @@ class Updater:
         self.reference = reference
         self.critic = critic
         self.ranks = ranks or Alone()
+        self._batch: Batch | None = None  # of the latest step, until `forget`
         self._is_random = is_random(model)
 
     def run(self, samples: Sequence[Sample], step: int, *, optimizer: Any, schedule: LambdaLR) -> Mapping[str, float]:
@@ -108,7 +109,20 @@ class Updater:
         found = self.algorithm.metrics(batch)
         if work.trains_policy:
             self.algorithm.adapt(batch)
+        self._batch = batch
         return {**metrics, **found, **times}
+
+    def advantages(self, places: Sequence[int]) -> list[float | None]:
+        """Of these samples of the latest step the means over their tokens; None where none is trained, or after `forget`."""
+        batch = self._batch
+        if batch is None or batch.advantages is None:
+            return [None] * len(places)
+        trained = [batch.advantages[place][batch.mask[place]] for place in places]
+        return [float(each.mean()) if len(each) else None for each in trained]
+
+    def forget(self) -> None:
+        """Free the step's batch, once nobody asks about it any more."""
+        self._batch = None
 
     # -- before the first mini-batch -----------------------------------------------------------------------------
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import signal
 import subprocess
 import sys
@@ -79,7 +81,7 @@ def test_print_config(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "error: expected a command: fit, evaluate, rollout, replay, simulate, bench, warmstart, export"),
+        ([], "error: expected a command: fit, resume, evaluate, rollout, replay, simulate, bench, warmstart, export"),
         (["fit"], "error: rhymerl fit needs --config: a .yaml file, or one of base"),
         (["fit", "--config", "qickstart"], "did you mean quickstart?"),
         (["evaluate", "--config", "nothing.yaml"], "error: --config nothing.yaml: expected the path of a .yaml file"),
@@ -144,6 +146,51 @@ def test_ctrl_c_outside_training_is_as_usual(released: bool) -> None:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert interrupt.requested
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=lambda each: str(each)
+)
+def test_every_signal_that_ends_a_program_has_its_exit_code(
+    sent: signal.Signals, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Send(Fail):
+        """send a signal"""
+
+        def run(self, arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> None:
+            signal.raise_signal(sent)
+
+    before = signal.getsignal(sent)
+    assert main(["fail"], commands=[Send()]) == code
+    assert capsys.readouterr().err == "interrupted\n"
+    assert signal.getsignal(sent) == before
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    """As nohup wants it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupt() as interrupt:
+            interrupt.hold()
+            signal.raise_signal(signal.SIGHUP)
+            assert not interrupt.requested
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, -15), (signal.SIGHUP, -1), (signal.SIGINT, 1)])
+def test_a_forked_child_is_ended_as_usual(sent: signal.Signals, code: int) -> None:
+    """Of a pool of the user's, say, that is shut down in the middle of a run."""
+    with Interrupt() as interrupt:
+        interrupt.hold()
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+        time.sleep(0.2)
+        os.kill(child.pid or 0, sent)
+        child.join(10)
+        assert child.exitcode == code
+        assert not interrupt.requested
 
 
 def test_the_program_from_outside() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import importlib
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,33 @@ def test_names_a_torn_archive(tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(LINES.encode())[:-12])
     with pytest.raises(DataError, match=r"data\.train=.*a\.jsonl\.gz.*cannot be read"):
         rows_of(path)
+
+
+def test_names_an_archive_with_any_wrong_byte(tmp_path: Path) -> None:
+    """The first rows may be read before; none of them is taken."""
+    content = gzip.compress(LINES.encode() * 50, mtime=0)
+    path = tmp_path / "a.jsonl.gz"
+    for place in range(10, len(content)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 0xFF]) + content[place + 1 :])
+        with pytest.raises(DataError, match=r"^data\.train=.*a\.jsonl\.gz"):
+            rows_of(path)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_line_that_nobody_can_have_meant_is_named_before_it_is_in_memory(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    with gzip.open(path, "wb", compresslevel=1) if name.endswith("gz") else path.open("wb") as file:
+        file.write(LINES.encode())
+        file.write(b'{"prompt": "')
+        for _ in range(300):
+            file.write(b"1" * 2**20)
+        file.write(b'"}\n')
+    tracemalloc.start()
+    with pytest.raises(DataError, match="line 3: longer than 64 MiB; expected one row a line$"):
+        rows_of(path)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 200 * 2**20
 
 
 @pytest.mark.parametrize("name", ["missing.jsonl", "data/missing.parquet", "/no/such/file", "./here", "a/b/c"])

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -97,6 +99,45 @@ def test_no_changed_bit_and_no_cut_goes_unnoticed(
         content[position] ^= 1 << data.draw(st.integers(0, 7))
     path.write_bytes(content)
     with pytest.raises(DataError):
+        HistoryStore.load(path, tokenizer="tokenizer-1")
+
+
+def with_header(content: bytes) -> bytes:
+    """A file with this header, whose checksum is right, and nothing behind it."""
+    return struct.pack("<8sIII", b"rhymehis", 1, len(content), zlib.crc32(content)) + content
+
+
+CRAFTED = {
+    "no JSON": b"{",
+    "no object": b"[1, 2]",
+    "no sections": b'{"tokenizer": "tokenizer-1"}',
+    "sections of another kind": b'{"tokenizer": "tokenizer-1", "sections": 3}',
+    "sections too short": b'{"tokenizer": "tokenizer-1", "sections": [["names", 3]]}',
+    "a negative length": b'{"tokenizer": "tokenizer-1", "sections": [["names", -1, 0]]}',
+    "a length that is no number": b'{"tokenizer": "tokenizer-1", "sections": [["names", "3", 0]]}',
+    "more than there is memory": b'{"tokenizer": "tokenizer-1", "sections": [["names", 9007199254740991, 0]]}',
+    "a name that is a list": b'{"tokenizer": "tokenizer-1", "sections": [[["names"], 0, 0]]}',
+    "the same section twice": b'{"tokenizer": "tokenizer-1", "sections": [["names", 0, 0], ["names", 0, 0]]}',
+    "a tokenizer that is none": b'{"tokenizer": null, "sections": []}',
+    "nested too deeply": b"[" * 100_000,
+    "not UTF-8": b"\xff\xfe",
+}
+
+
+@pytest.mark.parametrize("content", CRAFTED.values(), ids=CRAFTED)
+def test_a_header_that_somebody_has_made_up_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "history.bin"
+    path.write_bytes(with_header(content))
+    with pytest.raises(DataError, match=f"^history file '{path}': (corrupt|truncated): "):
+        HistoryStore.load(path, tokenizer="tokenizer-1")
+
+
+@pytest.mark.parametrize("name", ["epochs", "samples", "policy_versions"])
+def test_numbers_that_no_later_checkpoint_could_hold_are_refused(name: str, path: Path) -> None:
+    sections = {key: bytearray(value) for key, value in read_sections(path, tokenizer="tokenizer-1").items()}
+    sections[name][-8:] = struct.pack("<q", 2**63 - 1)
+    write_sections(path, sections, tokenizer="tokenizer-1")
+    with pytest.raises(DataError, match=f"its column '{name}' has a number that no run gets to"):
         HistoryStore.load(path, tokenizer="tokenizer-1")
 
 

@@ -102,6 +102,25 @@ def test_a_prompt_above_the_cap_loses_old_epochs_before_it_takes_others_with_it(
     assert keys(store) == ["b"]
 
 
+@pytest.mark.parametrize("cap", [{"max_prompts": 2}, {"max_tokens": 8}], ids=str)
+def test_answers_of_evaluations_push_no_others_out_and_are_the_first_to_go(cap: dict[str, int]) -> None:
+    with_evaluations, without = HistoryStore(**cap), HistoryStore(**cap)
+    for epoch, each in enumerate((A, B, A, C)):
+        for store in (with_evaluations, without):
+            store.add(each, [answer(epoch=epoch)])
+        for evaluated in (A, C):
+            with_evaluations.add(evaluated, [answer(epoch=epoch)], "validation")
+    known = [
+        [(each.key, each.added) for each in store.snapshot() if each.split == "train"]
+        for store in (with_evaluations, without)
+    ]
+    assert known[0] == known[1] != []
+    roomy = HistoryStore(**cap)
+    roomy.add(A, [answer()], "validation")
+    roomy.add(A, [answer()])
+    assert roomy.num_prompts == 2, "there is room for both"
+
+
 def test_another_prompt_with_the_same_key_is_never_mixed_in() -> None:
     store = HistoryStore()
     impostor = prompt("a", [7, 9])

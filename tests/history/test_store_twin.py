@@ -53,7 +53,8 @@ class Twin:
 
     def trim(self) -> None:
         while len(self.known) > self.max_prompts or self.num_tokens > self.max_tokens:
-            del self.known[next(iter(self.known))]
+            evaluated = [name for name in self.known if name[0] == "validation"]
+            del self.known[[*evaluated, *self.known][0]]
 
     @property
     def num_tokens(self) -> int:

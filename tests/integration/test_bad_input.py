@@ -35,6 +35,9 @@ def place(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> P
         ("bad_config", "config.json", "{"),
         ("bad_weights", "model.safetensors", "xx"),
         ("bad_tokenizer", "tokenizer.json", "{"),
+        ("odd_config", "config.json", '{"model_type": "qwen2", "hidden_size": null, "num_attention_heads": "x"}'),
+        ("odd_tokenizer", "tokenizer.json", '{"version": "1.0", "model": {"type": "Nope"}, "added_tokens": []}'),
+        ("odd_tokenizer_config", "tokenizer_config.json", '{"tokenizer_class": 3, "extra_special_tokens": 5}'),
     ):
         shutil.copytree(model_dir, tmp_path / name)
         (tmp_path / name / file).write_text(content)
@@ -83,6 +86,9 @@ def place(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> P
         ("model.path=bad_config", "model.path='bad_config': cannot be loaded"),
         ("model.path=bad_weights", "model.path='bad_weights': cannot be loaded"),
         ("model.path=bad_tokenizer", "model.path='bad_tokenizer': cannot be loaded"),
+        ("model.path=odd_config", "model.path='odd_config': cannot be loaded as a causal language model: "),
+        ("model.path=odd_tokenizer", "model.path='odd_tokenizer': cannot be loaded: its tokenizer: "),
+        ("model.path=odd_tokenizer_config", "model.path='odd_tokenizer_config': cannot be loaded: its tokenizer: "),
         ("model.dtype=float8", "model.dtype='float8': expected one of"),
         ("rewards={mine: no_such_module.fn}", "no_such_module"),
         ("rewards={mine: my_rewards.fnn}", "fnn"),
@@ -103,6 +109,15 @@ def place(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> P
         ("trainer.precision=float7", "float7"),
         ("trainer.strategy=fsdp", "fsdp"),
         ("trainer.val_check_interval=2", "evaluation.every_n_steps"),
+        (
+            "trainer.check_val_every_n_epoch=2",
+            "trainer.check_val_every_n_epoch=2: a run sets this itself; use evaluation",
+        ),
+        (
+            "trainer.num_sanity_val_steps=2",
+            "trainer.num_sanity_val_steps=2: a run sets this itself; leave it out: where",
+        ),
+        ("evaluation.every_n_steps=-1", "evaluation.every_n_steps=-1: expected at least 0"),
         ("trainer.default_root_dir=x", "run_dir"),
     ],
 )
@@ -123,6 +138,7 @@ def test_one_line_and_exit_code_2(words: str, message: str, place: Path, model_d
     assert message in done.err
     assert done.out == ""
     assert not any(Path("run").glob("*"))
+    assert not Path("run").exists()
 
 
 def test_a_full_disk(place: Path, model_dir: Path, rhymerl: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,20 +14,25 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rhymerl import PromptDataModule, RhymeModule
 from rhymerl.algos import GRPO
+from rhymerl.callbacks import Checkpoints
 from rhymerl.drafters import NoDrafter
 from rhymerl.errors import ConfigError
+from rhymerl.evaluation import EvaluationSettings
 from rhymerl.policy import PolicySource
 from rhymerl.rewards import Reward, exact_match
 from rhymerl.rollout import RolloutSettings
 from rhymerl.tasks import RunningSum
+from rhymerl.testing import tiny_policy
 from rhymerl.trainer import check_trainer, with_environment
 from rhymerl.update import UpdateSettings
 from tests.conftest import children
 from tests.integration.conftest import assert_same
 from tests.integration.rewards import digits
+from tests.integration.training import PROMPTS
 
 DIGITS = "tests.integration.rewards.digits"
 
@@ -246,6 +251,20 @@ def test_two_fits_and_a_validation_on_one_module(model_dir, prompts):
     assert num_changed(between, weights(module)) > 20
 
 
+def test_a_data_module_can_be_printed(model_dir, prompts):
+    """Before a fit, and afterwards."""
+    module, datamodule = parts(str(model_dir), prompts)
+    assert str(datamodule) == "PromptDataModule: nothing has been read yet"
+    L.Trainer(devices=1, max_steps=1, **QUIET).fit(module, datamodule)
+    assert str(datamodule) == "PromptDataModule: 6 prompts to train on, 3 a step; held out: validation 6"
+    assert str(PromptDataModule(PROMPTS)) == str(PromptDataModule(PROMPTS, PROMPTS))
+    no_validation = PromptDataModule(PROMPTS, prompts_per_step=3)
+    L.Trainer(devices=1, max_steps=1, **QUIET).fit(
+        RhymeModule(str(model_dir), rewards=DIGITS, rollout=module.rollout), no_validation
+    )
+    assert str(no_validation) == "PromptDataModule: 6 prompts to train on, 3 a step; held out: none"
+
+
 def test_a_fit_that_fails_leaves_nothing_running_and_the_module_usable(model_dir, prompts):
     """Not even the reward process, which another fit would take over and end."""
 
@@ -280,6 +299,47 @@ def test_the_reference_is_the_policy_that_the_module_was_given(model_dir, prompt
     assert kl[0] == pytest.approx(0, abs=1e-6)
     assert min(kl[1:]) > 1e-4
     assert kl[2:4] == kl[4:6]
+
+
+def test_a_run_goes_on_with_the_base_model_that_it_began_with_only(model_dir, prompts, tmp_path):
+    """Its weights would be the checkpoint's, but the reference would not."""
+    module, datamodule = parts(str(model_dir), prompts)
+    first = L.Trainer(devices=1, max_steps=1, enable_checkpointing=False, **QUIET)
+    first.fit(module, datamodule)
+    path = tmp_path / "end.ckpt"
+    first.save_checkpoint(path, weights_only=False)
+    other, datamodule = parts(tiny_policy(dtype="float32", context=128, seed=1), prompts)
+    with pytest.raises(
+        ConfigError, match="^the checkpoint: its run started from other weights than those of model.path"
+    ):
+        L.Trainer(devices=1, max_steps=2, **QUIET).fit(other, datamodule, ckpt_path=path)
+    RhymeModule.load_from_checkpoint(path, model=tiny_policy(dtype="float32", context=128, seed=1))
+
+
+def test_evaluations_in_between_are_the_modules_own_and_once_each(model_dir, prompts, tmp_path):
+    """Also of a run that goes on from the checkpoint of a step at which one is due."""
+    more = {"evaluation": EvaluationSettings(every_n_steps=2), "drafter": NoDrafter()}  # nothing follows the clock
+    module, datamodule = parts(str(model_dir), prompts, **more)
+    saver = Checkpoints(tmp_path / "saved", every_n_steps=2, keep=9)
+    board = TensorBoardLogger(tmp_path, name="", version="")
+    flags = {
+        "devices": 1,
+        "val_check_interval": 2**31,
+        "check_val_every_n_epoch": None,
+        "num_sanity_val_steps": 0,
+        **QUIET,
+    }
+    L.Trainer(max_steps=5, callbacks=[saver], logger=board, **flags).fit(module, datamodule)
+    assert (module.num_evaluations, module.evaluated_at) == (2, 4)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [each.step for each in events.Scalars("eval/reward")] == [2, 4]
+    path = tmp_path / "saved" / "step=2.ckpt"
+    again, datamodule = parts(str(model_dir), prompts, **more)
+    L.Trainer(max_steps=5, logger=False, enable_checkpointing=False, **flags).fit(again, datamodule, ckpt_path=path)
+    assert again.num_evaluations == 2
+    assert again.evaluation_metrics == module.evaluation_metrics
+    assert_same(weights(again), weights(module))
 
 
 @pytest.mark.parametrize(

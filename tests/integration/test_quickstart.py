@@ -130,6 +130,11 @@ def test_what_a_run_leaves(whole):
         "reward",
         "length",
         "finish_reason",
+        "prompt_id",
+        "sample",
+        "rewards",
+        "columns",
+        "advantage",
     }
 
 

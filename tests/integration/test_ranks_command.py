@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from rhymerl.algos import GRPO
 from tests.integration.conftest import assert_same, checkpoint, rows
 from tests.integration.ranked import run_ranks, said, start_ranks
 
@@ -94,6 +95,40 @@ def test_ctrl_c_on_one_rank_stops_both_after_the_step(settings, tmp_path):
         process.kill()
     assert 130 in [process.exitcode for process in processes], said(tmp_path / "output", 0)
     assert checkpoint(tmp_path / "run")["rhymerl"]["num_rollouts"] < 6
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_told_to_end_either_rank_saves_at_the_end_of_the_step(rank, settings, tmp_path):
+    """Lightning would answer SIGTERM in the middle of a step, with a meeting that the other rank never comes to."""
+    stops = f"algo={{_target_: tests.integration.test_ranks_command.ToldToEnd, rank: {rank}}}"
+    words = words_for(settings, tmp_path / "run", stops, "checkpoint.every_n_steps=100")
+    processes = start_ranks(2, main, words, output=tmp_path / "output")
+    for process in processes:
+        process.join(60)
+        process.kill()
+    codes = [process.exitcode for process in processes]
+    # The other ranks' code is no failure, for which a launcher would kill rank 0; and rank 0 knows of no signal to rank 1.
+    assert codes == [128 + (signal.SIGTERM if rank == 0 else signal.SIGINT), 0], said(tmp_path / "output", rank)
+    assert "Stopping after this step; SIGTERM again stops at once." in said(tmp_path / "output", rank)
+    assert checkpoint(tmp_path / "run")["rhymerl"]["num_rollouts"] == 2
+    run_ranks(2, main, words_for(settings, tmp_path / "run", "ckpt_path=auto"), output=tmp_path / "output")
+    run_ranks(2, main, words_for(settings, tmp_path / "whole"), output=tmp_path / "output")
+    assert_same(state(tmp_path / "run"), state(tmp_path / "whole"))
+
+
+class ToldToEnd(GRPO):
+    """One rank is sent SIGTERM when the second step's answers are known."""
+
+    def __init__(self, *, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self._calls = 0
+
+    def prepare(self, batch: Any) -> Any:
+        self._calls += 1
+        if self._calls == 2 and int(os.environ["LOCAL_RANK"]) == self.rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().prepare(batch)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import random
+import select
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -41,7 +45,7 @@ def state(run_dir: Path) -> dict[str, Any]:
     saved = checkpoint(run_dir)
     summary = saved["callbacks"]["Summary"]
     del summary["seconds"], summary["speculation"]
-    del saved["callbacks"]["_RunConfig"], saved["loops"], saved["hyper_parameters"]
+    del saved["callbacks"]["_RunConfig"], saved["loops"], saved["hyper_parameters"], saved["rhymerl"]["logged"]
     del saved["epoch"]  # follows the moment of saving, before or after the end of the epoch; nothing reads it
     return saved
 
@@ -122,6 +126,52 @@ def test_ctrl_c_says_so_and_saves(settings, tmp_path, rhymerl):
     assert "Stopping after this step" in words
     assert "Traceback" not in words
     assert checkpoint(tmp_path / "run")["rhymerl"]["num_rollouts"] == 2
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
+def test_told_to_end_it_saves_at_the_end_of_the_step(sent, settings, whole, tmp_path, rhymerl):
+    """As by a cluster's scheduler, or because its terminal was closed."""
+    words = [*words_for(settings, tmp_path / "run"), "checkpoint.every_n_steps=100"]
+    stops = f"algo={{_target_: tests.integration.programs.DieInUpdate, call: 3, signal: {int(sent)}}}"
+    process = programs.start([*words, stops], tmp_path / "output")
+    process.join(60)
+    said = (tmp_path / "output").read_text()
+    assert process.exitcode == 128 + sent, said
+    assert f"Stopping after this step; {sent.name} again stops at once." in said
+    assert "Traceback" not in said
+    assert checkpoint(tmp_path / "run")["rhymerl"]["num_rollouts"] == 2
+    assert rhymerl(*words, "ckpt_path=last").code == 0
+    assert_same_runs(tmp_path / "run", whole)
+
+
+def test_a_terminal_that_is_closed_takes_no_step_with_it(settings, tmp_path):
+    master, slave = pty.openpty()
+    words = [*words_for(settings, tmp_path / "run"), "trainer.max_steps=600"]
+    process = programs.run(run_on_terminal, words, os.ttyname(slave))
+    shown = b""
+    while b"reward" not in shown and process.is_alive():
+        if select.select([master], [], [], 0.1)[0]:
+            shown += os.read(master, 65536)
+    os.close(slave)
+    os.close(master)  # the kernel then sends SIGHUP
+    process.join(60)
+    assert process.exitcode == 128 + signal.SIGHUP, shown.decode()
+    saved = checkpoint(tmp_path / "run")
+    assert saved["callbacks"]["Summary"]["num_steps"] == saved["rhymerl"]["num_rollouts"] > 0
+    assert (tmp_path / "run" / "summary.json").exists(), "it went on to its end"
+
+
+def run_on_terminal(words: list[str], terminal: str) -> None:
+    """With nothing but the terminal, as a shell would start it there."""
+    from rhymerl.cli import main
+
+    os.setsid()
+    opened = os.open(terminal, os.O_RDWR)  # its first one, so that it is told when that is closed
+    for each in (0, 1, 2):
+        os.dup2(opened, each)
+    os.close(opened)
+    torch.set_num_threads(1)
+    sys.exit(main(words))
 
 
 SIGINT_IN_STEP_2 = f"algo={{_target_: tests.integration.programs.DieInUpdate, call: 3, signal: {int(signal.SIGINT)}}}"
