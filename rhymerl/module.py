@@ -21,7 +21,7 @@ from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.budgets import Budget, GoodputBudget
 from rhymerl.callbacks.teardown import AFTER_EXCEPTION, TeardownOnException
-from rhymerl.checkpoint import check_format
+from rhymerl.checkpoint import of_this_format
 from rhymerl.checks import check_algorithm, check_answers_fit, checked_rewards, longest_tokens
 from rhymerl.config import instantiate
 from rhymerl.critic import Critic, CriticSettings
@@ -43,7 +43,7 @@ from rhymerl.rollout import RECORDS, Rollout, RolloutLoop, RolloutSettings
 from rhymerl.run_ahead import RunAhead, check_run_ahead
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.schedulers.fifo import FIFOScheduler
-from rhymerl.state import Aside, check_base, is_of_same_class, load_state, state_of
+from rhymerl.state import Aside, check_base, load_budget, load_state, state_of
 from rhymerl.trainer import (
     datamodule_of,
     end_ranks,
@@ -207,7 +207,11 @@ class RhymeModule(L.LightningModule):
             max_staleness=self.max_staleness,
             lockstep=torch.are_deterministic_algorithms_enabled(),
         )
-        self._take_up_state(self._loop, self._ranks)
+        if self._resumed is not None:
+            if self._resumed["loop"] is not None:
+                self._loop.load_state_dict(self._resumed["loop"])
+            load_budget(self, self._resumed, self._ranks.rank)
+            self._resumed = None
         self._updater = Updater(
             self.model,
             self.algo,
@@ -222,16 +226,6 @@ class RhymeModule(L.LightningModule):
             reference=self._reference,
             critic=self.critic,
         )
-
-    def _take_up_state(self, loop: RolloutLoop, ranks: Ranks) -> None:
-        """The state of this rank from the checkpoint, if there is one."""
-        if self._resumed is not None:
-            if self._resumed["loop"] is not None:
-                loop.load_state_dict(self._resumed["loop"])
-            budgets = self._resumed["budgets"]
-            if is_of_same_class(self, "budget", self._resumed):
-                self.budget.load_state_dict(budgets[ranks.rank if ranks.rank < len(budgets) else 0])
-        self._resumed = None
 
     def teardown(self, stage: str) -> None:
         """Free the engine and the reward processes; a later fit brings up new ones."""
@@ -394,8 +388,7 @@ class RhymeModule(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raises ConfigError for a checkpoint of another version, and where a run would go on from other weights than it began with."""
-        state = checkpoint["rhymerl"]
-        check_format(state, "the checkpoint")
+        state = of_this_format(checkpoint["rhymerl"], "the checkpoint")
         if self._trainer is not None:
             check_base(self, state, "the checkpoint")
         load_state(self, state)

@@ -69,9 +69,16 @@ def load_state(module: Module, state: Mapping[str, Any]) -> None:
             getattr(module, name).load_state_dict(state[name])
 
 
+def load_budget(module: Module, state: Mapping[str, Any], rank: int) -> None:
+    """The estimates of this rank; those of the first one where there were fewer ranks."""
+    if is_of_same_class(module, "budget", state):
+        budgets = state["budgets"]
+        module.budget.load_state_dict(budgets[rank if rank < len(budgets) else 0])
+
+
 def is_of_same_class(module: Module, name: str, state: Mapping[str, Any]) -> bool:
-    """Whether a part is what it was: what another class has learned is of no use to this one, which begins anew."""
-    return bool(state["classes"][name] == _class_of(getattr(module, name)))
+    """Whether a part is what it was, if that is known: what another class has learned is of no use to this one, which begins anew."""
+    return state["classes"][name] in (None, _class_of(getattr(module, name)))
 
 
 def _class_of(part: Learner) -> str:
@@ -80,7 +87,7 @@ def _class_of(part: Learner) -> str:
 
 def check_base(module: Module, state: Mapping[str, Any], where: str) -> None:
     """Raise ConfigError unless the module was given the weights that the checkpoint's run has started from."""
-    if state["base_fingerprint"] != module.base_fingerprint:
+    if state["base_fingerprint"] not in (None, module.base_fingerprint):
         raise ConfigError(
             f"{where}: its run started from other weights than those of model.path or model.init (as model.dtype, and with the "
             "adapter's seed); a resumed run keeps its base model, which is what the KL divergence is measured from"

@@ -24,8 +24,8 @@ def plain() -> Trained:
 @pytest.mark.parametrize(
     ("drafter", "budget"),
     [
-        (HistoryTreeDrafter(), None),
-        (HistoryTreeDrafter(deterministic=True), GoodputBudget(deterministic=True)),
+        (HistoryTreeDrafter(), FixedBudget(8)),
+        (HistoryTreeDrafter(deterministic=True), GoodputBudget(deterministic=True, costs=((1, 1.0), (512, 1.1)))),
         (HistoryTreeDrafter(max_branches=1, priority="reward"), AIMDBudget()),
         (NGramDrafter(min_match=1), FixedBudget(4)),
         (RandomTreeDrafter(), FixedBudget(8)),

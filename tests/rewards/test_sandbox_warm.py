@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,7 +22,14 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
-def sandbox() -> Iterator[Sandbox]:
+def started() -> Callable[[], list[int]]:
+    """The processes of a test; pytest's own may have others, of earlier tests."""
+    before = set(descendants())
+    return lambda: [pid for pid in descendants() if pid not in before]
+
+
+@pytest.fixture
+def sandbox(started: Callable[[], list[int]]) -> Iterator[Sandbox]:
     with Sandbox() as opened:
         yield opened
 
@@ -103,28 +110,28 @@ def test_threads_share_it(sandbox: Sandbox) -> None:
         assert [report.passed for report in pool.map(square, range(30))] == [1] * 30
 
 
-def test_it_is_started_anew_where_it_was_killed(sandbox: Sandbox) -> None:
-    (warm,) = descendants()
+def test_it_is_started_anew_where_it_was_killed(sandbox: Sandbox, started: Callable[[], list[int]]) -> None:
+    (warm,) = started()
     assert returned(sandbox, "def f(): return 1") == 1
-    assert wait_until(lambda: descendants() == [warm])
+    assert wait_until(lambda: started() == [warm])
     os.kill(warm, signal.SIGKILL)
     assert returned(sandbox, "def f(): return 1") == 1
-    assert wait_until(lambda: len(descendants()) == 1)
-    assert descendants() != [warm]
+    assert wait_until(lambda: len(started()) == 1)
+    assert started() != [warm]
 
 
-def test_an_answer_whose_sandbox_is_killed_is_tried_again(sandbox: Sandbox) -> None:
+def test_an_answer_whose_sandbox_is_killed_is_tried_again(sandbox: Sandbox, started: Callable[[], list[int]]) -> None:
     """By whoever kills what takes most memory, for instance."""
-    (warm,) = descendants()
+    (warm,) = started()
     code = "import time\ndef f(): time.sleep(0.5); return 1"
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(returned, sandbox, code)
-        assert wait_until(lambda: len(descendants()) == 4)
+        assert wait_until(lambda: len(started()) == 4)
         os.kill(warm, signal.SIGKILL)
         assert found.result() == 1
 
 
-def test_closing_it_ends_what_runs() -> None:
+def test_closing_it_ends_what_runs(started: Callable[[], list[int]]) -> None:
     failures = []
 
     def run() -> None:
@@ -136,8 +143,8 @@ def test_closing_it_ends_what_runs() -> None:
     with Sandbox() as sandbox:
         thread = threading.Thread(target=run)
         thread.start()
-        assert wait_until(lambda: len(descendants()) == 4), "it, a warden, an examiner, an answer"
-        running = descendants()
+        assert wait_until(lambda: len(started()) == 4), "it, a warden, an examiner, an answer"
+        running = started()
         scores = {Path(f"/proc/{pid}/oom_score_adj").read_text().strip() for pid in running}
         assert scores == {"1000"}, "they are killed before this process where memory is short"
     assert wait_until(lambda: not any(map(is_alive, running)))
