@@ -35,6 +35,7 @@ from rhymerl.testing import make_prompt
 from rhymerl.types import Prompt
 
 GROUP = 8
+PROMPT_TOKENS = 8
 STEPS = 4, 40  # at least and at most, of each kind
 
 
@@ -51,7 +52,7 @@ class Cell:
         """The step's prompts: as many as fill the rows."""
         source = np.random.default_rng([self.rows, self.tokens, step if self.prompts == "fresh" else 0])
         count = max(self.rows // GROUP, 1)
-        return [make_prompt(source.integers(2, vocabulary, 8)) for _ in range(count)]
+        return [make_prompt(source.integers(2, vocabulary, PROMPT_TOKENS)) for _ in range(count)]
 
 
 class Side:
@@ -67,7 +68,10 @@ class Side:
             decode=lambda token_ids: "",
             stop_token_ids=policy.stop_token_ids,
         )
-        self.settings = RolloutSettings(group_size=min(GROUP, cell.rows), max_tokens=cell.tokens)
+        context = policy.model.config.max_position_embeddings
+        self.settings = RolloutSettings(
+            group_size=min(GROUP, cell.rows), max_tokens=min(cell.tokens, context - PROMPT_TOKENS)
+        )
 
     def run(self, prompts: Sequence[Prompt], step: int, epoch: int) -> float:
         started = time.perf_counter()
@@ -82,9 +86,8 @@ def measure(cell: Cell, policy: Policy, seconds: float) -> list[dict[str, Any]]:
     ratios: list[float] = []
     with ExitStack() as stack:
         sides = [Side(cell, policy, drafter, stack) for drafter in (NoDrafter(), HistoryTreeDrafter())]
-        warm = Cell(cell.policy, cell.rows, min(cell.tokens, 8), "fresh").draw(10**6, vocabulary)
         for side in sides:
-            side.run(warm, 10**6, 0)
+            side.run(cell.draw(10**6, vocabulary), 10**6, 0)
         started = time.perf_counter()
         while len(ratios) < STEPS[0] or (len(ratios) < STEPS[1] and time.perf_counter() - started < seconds):
             step = len(ratios)

@@ -150,3 +150,17 @@ def test_code_rewards_has_a_row_for_each_way(run: Run) -> None:
     rows = run("code_rewards", "--answers", "4", "--workers", "1", "--repeats", "1")["rows"]
     assert [row["way"] for row in rows] == ["plain", "code", "bare"]
     assert all(row["calls_per_s"]["median"] > 0 for row in rows)
+
+
+def test_draft_overhead_has_a_row_a_cell(run: Run) -> None:
+    words = ("--rows", "1", "2", "--tokens", "4", "--policies", "random", "--prompts", "fresh", "--seconds", "0")
+    rows = run("draft_overhead", *words, "--limit", "1000")["rows"]
+    assert [row["rows"] for row in rows] == [1, 2]
+    assert all(0 < row["low"] <= row["median"] <= row["high"] for row in rows)
+
+
+@pytest.mark.slow
+def test_guard_compares_this_tree_with_a_commit(run: Run) -> None:
+    rows = run("guard", "--base", "HEAD", "--repeats", "1", "--only", "rollout", "--limit", "1000")["rows"]
+    assert [row["what"] for row in rows] == [f"rollout {n} rows, pass {k}" for n in (1, 8, 64) for k in (1, 3)]
+    assert all(row["verdict"] == "ok" and row["ratio"]["median"] > 0 for row in rows)
