@@ -18,7 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from rhymerl.budgets.base import Budget, PassOutcome
+from rhymerl.budgets.base import Budget, PassOutcome, Pauses
 from rhymerl.budgets.costs import CostCurve, PassCost
 from rhymerl.budgets.fixed import FixedBudget
 from rhymerl.compiled import compiled
@@ -109,6 +109,7 @@ class Replay:
         self.costs = costs
         self.max_running = max_running
         self.from_epoch = from_epoch
+        self._pauses = Pauses(budget)
         self._hears_tokens = listens(drafter, "accept")
 
     def run(self, records: Sequence[TraceRecord]) -> dict[int, ReplayTotals]:
@@ -133,6 +134,7 @@ class Replay:
         while waiting or running:
             while waiting and len(running) < self.max_running:
                 running.append(waiting.popleft())
+                self._pauses.end()
                 self.drafter.start(running[-1].request)
                 self.budget.admit(running[-1].request)
             self._step(running, totals)
@@ -145,7 +147,7 @@ class Replay:
     def _step(self, running: Sequence[_Running], totals: ReplayTotals) -> None:
         requests = [each.request for each in running]
         started = time.perf_counter()
-        is_skipped = self.budget.skips(len(requests))
+        is_skipped = self._pauses.take(len(requests))
         drafts = DraftBatch.pack([_NO_DRAFT] * len(running)) if is_skipped else self._drafts(running, requests)
         totals.propose_s += time.perf_counter() - started
         reached, accepted, num_accepted = _verify(drafts, [each.rest for each in running])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_SHARE = 0.01  # of a pass that each pass adds
+_SHARE = 0.005  # of a pass that each pass adds
 _MOST = 8.0  # saved up: enough for some bad passes among good ones, and few enough that drafts which no longer pay are soon noticed
 _LATELY = 0.7
 _CHEAPEST = 0.05
@@ -28,9 +28,9 @@ class Allowance:
     def is_spent(self) -> bool:
         return self.balance < 0
 
-    def earn(self) -> None:
-        """A pass begins."""
-        self._add(_SHARE)
+    def earn(self, passes: int) -> None:
+        """So many passes begin."""
+        self._add(passes * _SHARE)
 
     def grant_probe(self) -> None:
         """Something new is known: the next probe need not be saved up for."""

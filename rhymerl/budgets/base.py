@@ -38,12 +38,13 @@ class Budget(ABC):
     def max_nodes(self) -> int:
         """The most nodes that a request may ever get in a pass; 0 turns drafting off. Read once, by the engine."""
 
-    def skips(self, num_requests: int) -> bool:
-        """Whether the drafter is left alone in a pass over so many requests; asked first, once a pass.
+    def skips(self, num_requests: int, num_passes: int) -> int:
+        """For how many passes, this one included, the drafter is left alone; asked first, when `num_passes` have begun since the last time.
 
-        Then nothing else is asked, and `learn` hears nothing of the pass: so one without drafts costs next to nothing.
+        That holds as long as the same `num_requests` are running. Nothing is asked meanwhile, and `learn` hears nothing of
+        these passes: so passes without drafts cost next to nothing.
         """
-        return False
+        return 0
 
     @abstractmethod
     def limits(self, requests: Sequence[RolloutRequest]) -> IntArray:
@@ -75,3 +76,28 @@ class Budget(ABC):
     def metrics(self) -> Mapping[str, float]:
         """What happened since the last call, by metric name; then reset."""
         return {}
+
+
+class Pauses:
+    """Counts the passes for which a budget leaves the drafter alone."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._num_requests = 0
+        self._left = 0  # passes that are still skipped
+        self._passes = 0  # since the budget was asked
+
+    def end(self) -> None:
+        """A request enters. What is counted here is in no checkpoint, and a resumed run begins with this, too."""
+        self._left = self._passes = 0
+
+    def take(self, num_requests: int) -> bool:
+        """Whether the pass that begins is skipped."""
+        self._passes += 1
+        if self._left == 0 or num_requests != self._num_requests:
+            self._left = self._budget.skips(num_requests, self._passes)
+            self._num_requests, self._passes = num_requests, 0
+            if self._left == 0:
+                return False
+        self._left -= 1
+        return True

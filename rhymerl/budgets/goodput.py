@@ -29,6 +29,7 @@ _PROBED = 8  # requests that a probe asks for
 _PROBE_NODES = 4  # of each; also the first reach
 _MORE, _LATELY = 1.5, 0.8
 _OUTLOOK_EVERY = 8  # passes with drafts
+_PAUSE = 8  # passes in which nothing is thought over
 _PLAIN_EVERY = 32  # how many plain passes are taken for one: their cost is soon known, and learning takes time
 _REMEMBER = 0.99  # of what drafts promised and kept, a pass with drafts
 _REMEMBER_PROBE = 0.8  # a probe: what it is for is that things may have changed
@@ -82,15 +83,19 @@ class GoodputBudget(Budget):
 
     # -- before a pass -------------------------------------------------------------------------------------------
 
-    def skips(self, num_requests: int) -> bool:
+    def skips(self, num_requests: int, num_passes: int) -> int:
         self._rows, self._asked = num_requests, 0
-        self._allowance.earn()
-        self._course.passes += 1
-        self._report.passes += 1
+        self._allowance.earn(num_passes)
+        self._course.passes += num_passes
+        self._report.passes += num_passes
         self._look(num_requests)
         self._kind = self._next_kind()
-        self._report.paused += self._kind == "plain"
-        return self._kind == "plain" and self._course.passes % _PLAIN_EVERY > 0
+        if self._kind != "plain":
+            self._report.paused += num_passes - 1
+            return 0
+        self._report.paused += num_passes
+        # One of _PLAIN_EVERY is heard of, for what it costs.
+        return min(_PAUSE, _PLAIN_EVERY - 1 - self._course.passes % _PLAIN_EVERY)
 
     def limits(self, requests: Sequence[RolloutRequest]) -> IntArray:
         limits = np.zeros(len(requests), np.int32)

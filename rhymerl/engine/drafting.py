@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from rhymerl.budgets.base import Budget, PassOutcome
+from rhymerl.budgets.base import Budget, PassOutcome, Pauses
 from rhymerl.compiled import compiled
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.batches import kept
@@ -46,6 +46,7 @@ class Drafting:
         self._vocabulary = vocabulary
         self._checks = checks
         self._requests: list[RolloutRequest] = []  # of the rows that emit in the pass under way
+        self._pauses = Pauses(budget)
         self._is_skipped = True  # the drafter is left alone in it
         self._nothing = no_drafts(0)
         self._hears_tokens = self.max_nodes > 0 and listens(drafter, "accept")
@@ -53,6 +54,7 @@ class Drafting:
 
     def start(self, request: RolloutRequest) -> None:
         """A request enters for the first time."""
+        self._pauses.end()
         self.drafter.start(request)
         self.budget.admit(request)
 
@@ -65,7 +67,7 @@ class Drafting:
 
     def ask(self, row: IndexArray, *, spare: int) -> DraftBatch:
         """What is verified below the roots of the rows `row` [E]: at most `spare` nodes in all."""
-        self._is_skipped = self.max_nodes == 0 or len(row) == 0 or self.budget.skips(len(row))
+        self._is_skipped = self.max_nodes == 0 or len(row) == 0 or self._pauses.take(len(row))
         if not self._is_skipped or self._hears_tokens:
             self._requests = [request for each in row.tolist() if (request := self._rows.request[each]) is not None]
         if self._is_skipped:
