@@ -48,7 +48,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def import_target(path: Any, *, setting: str) -> Callable[..., Any]:
-    """The class or function called `path`; modules in the current directory count.
+    """The class or function called `path`; modules in the current directory count, after all installed ones.
 
     Raises ConfigError naming `setting` when there is no such thing.
     """
@@ -59,7 +59,8 @@ def import_target(path: Any, *, setting: str) -> Callable[..., Any]:
     found, names = _import_module_part(path, setting)
     for name in names:
         if not hasattr(found, name):
-            raise ConfigError(f"{setting}={path!r}: {found.__name__} has no {name!r}{did_you_mean(name, dir(found))}")
+            near = did_you_mean(name, dir(found)) or _hidden_here(found)
+            raise ConfigError(f"{setting}={path!r}: {found.__name__} has no {name!r}{near}")
         found = getattr(found, name)
     if not callable(found):
         raise ConfigError(f"{setting}={path!r}: expected a class or a function, it is a {type(found).__name__}")
@@ -67,10 +68,23 @@ def import_target(path: Any, *, setting: str) -> Callable[..., Any]:
 
 
 def _look_in_current_directory() -> None:
-    """As `python -m` does; it stays, since processes that are spawned later import the same names."""
+    """Last of all, so that no file there stands in for an installed module, a `torch.py` for torch.
+
+    It stays, since processes that are spawned later import the same names.
+    """
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
+        sys.path.append(here)
+
+
+def _hidden_here(found: Any) -> str:
+    """What to say where the current directory has a module of that name too, which an installed one hides."""
+    file = getattr(found, "__file__", None)
+    name = getattr(found, "__name__", "").partition(".")[0]
+    is_here = any(os.path.exists(os.path.join(os.getcwd(), each)) for each in (f"{name}.py", f"{name}/__init__.py"))
+    if not file or not is_here or os.path.commonpath([os.getcwd(), os.path.abspath(file)]) == os.getcwd():
+        return ""
+    return f"; it is {file}, which hides yours of the same name: give yours another one"
 
 
 def _import_module_part(path: str, setting: str) -> tuple[ModuleType, list[str]]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -260,3 +261,21 @@ def test_no_global_state_is_left() -> None:
     assert (dict(Singleton._instances), BaseContainer._resolvers) == (instances, resolvers)
     assert not GlobalHydra.instance().is_initialized()
     assert sys.path.count(str(Path.cwd())) == 1
+
+
+def test_no_file_of_the_current_directory_stands_in_for_an_installed_module(here: Path) -> None:
+    """From outside, without what this process has imported already; -P leaves the current directory to rhymerl."""
+    for name in ("torch", "lightning", "transformers"):
+        (here / f"{name}.py").write_text("open('ran', 'w').close()\n")
+    words = ["fit", "--config", "quickstart", "drafter=my_module.MyDrafter", "--print-config"]
+    command = [sys.executable, "-P", "-m", "rhymerl", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "my_module.MyDrafter" in done.stdout
+    assert not (here / "ran").exists()
+
+
+def test_a_module_of_the_current_directory_that_an_installed_one_hides_is_named(here: Path) -> None:
+    (here / "colorsys.py").write_text("class Mine: ...")
+    with pytest.raises(ConfigError, match=r"colorsys has no 'Mine'; it is .*, which hides yours of the same name"):
+        main("drafter=colorsys.Mine")
