@@ -14,6 +14,7 @@ from typing import Any
 
 from rhymerl.data.base import PlacedRow
 from rhymerl.errors import ConfigError, DataError
+from rhymerl.hub import look_up
 from rhymerl.tasks.base import Row
 
 DataSource = str | Path | Sequence[Row]
@@ -113,6 +114,8 @@ def _load_data_set(source: str, setting: Setting) -> Iterable[Any]:
     directory = Path(source)
     name, config, split = _parse_hub_name(source, setting) if not directory.is_dir() else (source, None, None)
     datasets = _import_extra("datasets", place)
+    if not directory.is_dir():
+        look_up(name, setting, kind="dataset")
     saved = (directory / "dataset_dict.json").is_file() or (directory / "state.json").is_file()
     load: Callable[[], Any] = (
         (lambda: datasets.load_from_disk(name)) if saved else (lambda: datasets.load_dataset(name, config))
