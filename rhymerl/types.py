@@ -45,6 +45,9 @@ class Prompt:
     token_ids: IntArray  # [P]; integers of any width may be given
     text: str  # what was tokenized
     columns: Mapping[str, Any] = field(default_factory=dict)  # every other column of the row, for the reward
+    place: str = field(
+        default="", repr=False, compare=False
+    )  # of the row, for messages: "data.train='a.jsonl', line 3"
 
     def __post_init__(self) -> None:
         import numpy as np

@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 import lightning as L
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
-from rhymerl.data.base import PlacedRow
+from rhymerl.data.base import PlacedRow, columns_of
 from rhymerl.data.encoding import LengthLimits, PromptEncoder, encode_rows
 from rhymerl.data.loader import PromptLoader
 from rhymerl.data.sources import DataSource, Setting, read_rows
@@ -18,6 +18,7 @@ from rhymerl.errors import ConfigError
 from rhymerl.evaluation import ONLY_SET
 from rhymerl.policy import Policy
 from rhymerl.tasks.base import Task
+from rhymerl.types import Prompt
 
 _VALIDATION_STEP = 1024  # prompts at a time: the more, the fuller the engine
 
@@ -210,9 +211,17 @@ class PromptDataModule(L.LightningDataModule):
     @property
     def columns(self) -> list[str]:
         """The columns that every prompt brings along for the reward, sorted; known after `setup`."""
+        return columns_of(self._prompts)[0]
+
+    @property
+    def gaps(self) -> dict[str, str]:
+        """The columns that only some prompts bring along, each with the place of the first row that does not."""
+        return columns_of(self._prompts)[1]
+
+    @property
+    def _prompts(self) -> list[Prompt]:
         loaders = (self.train_loader, *self.validation_loaders.values())
-        columns = [set(prompt.columns) for loader in loaders if loader for prompt in loader.prompts]
-        return sorted(set.intersection(*columns)) if columns else []
+        return [prompt for loader in loaders if loader for prompt in loader.prompts]
 
     def _validation_rows(self, name: str) -> list[PlacedRow]:
         if not isinstance(self.validation, Mapping):

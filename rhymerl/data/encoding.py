@@ -91,6 +91,7 @@ class PromptEncoder:
             token_ids=token_ids,
             text=text,
             columns={name: value for name, value in placed.row.items() if name not in (self.prompt_column, "id")},
+            place=placed.place,
         )
 
     def _tokenize(self, placed: PlacedRow) -> tuple[str, IntArray]:

@@ -328,6 +328,13 @@ def test_columns_are_those_of_every_prompt(policy: Policy) -> None:
     assert PromptDataModule(rows).columns == []
 
 
+def test_a_column_that_some_rows_lack_has_the_place_of_the_first(policy: Policy) -> None:
+    rows = [{"prompt": "1", "answer": "1", "x": 2}, {"prompt": "2", "x": 1}, {"prompt": "3", "x": 1}]
+    module = prepare(PromptDataModule(rows, [{"prompt": "1", "answer": "1"}]), policy)
+    assert (module.columns, module.gaps) == ([], {"answer": "data.train, row 2", "x": "data.validation, row 1"})
+    assert prepare(PromptDataModule(rows[:1]), policy).gaps == {}
+
+
 def test_validating_without_data_is_refused(policy: Policy, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.validation=None: expected"):
         make_trainer(tmp_path).validate(Consumer(policy), datamodule=PromptDataModule(ROWS))
