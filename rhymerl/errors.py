@@ -12,6 +12,7 @@ RhymeError                 something rhymerl noticed; the message is one readabl
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 
 
 class RhymeError(Exception):
@@ -43,7 +44,8 @@ class RewardError(RunError):
 
 
 def require_at_least(section: str, limits: Mapping[str, tuple[float, float]]) -> None:
-    """Raise ConfigError for the first setting of `limits` (name -> value, least) whose value is too small."""
+    """Raise ConfigError for the first setting of `limits` (name -> value, least) whose value is too small, or not finite."""
     for name, (value, least) in limits.items():
-        if value < least:
-            raise ConfigError(f"{section + '.' if section else ''}{name}={value}: expected at least {least}")
+        if not least <= value < inf:
+            words = f"at least {least}" if value < least else "a finite number"
+            raise ConfigError(f"{section + '.' if section else ''}{name}={value}: expected {words}")

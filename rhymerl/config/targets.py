@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import math
 import os
 import re
 import sys
@@ -15,6 +16,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from rhymerl.errors import ConfigError
+from rhymerl.types import MaybeInfinite
 
 REQUIRED: Any = inspect.Parameter.empty
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
@@ -118,11 +120,17 @@ def signature_of(target: Callable[..., Any]) -> Signature:
     named = [p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     namespace = _namespace(target)
     return Signature(
-        parameters={
-            p.name: Parameter(annotation=_resolve(p.annotation, namespace), default=_default(target, p)) for p in named
-        },
+        parameters={p.name: _parameter(target, p, namespace) for p in named},
         is_open=any(p.kind is p.VAR_KEYWORD for p in found),
     )
+
+
+def _parameter(target: Callable[..., Any], found: inspect.Parameter, namespace: dict[str, Any]) -> Parameter:
+    """Where infinity is the default, it may be given."""
+    annotation, default = _resolve(found.annotation, namespace), _default(target, found)
+    if isinstance(default, float) and math.isinf(default):
+        annotation = typing.Annotated[annotation, *typing.get_args(MaybeInfinite)[1:]]
+    return Parameter(annotation=annotation, default=default)
 
 
 def _namespace(target: Callable[..., Any]) -> dict[str, Any]:
@@ -137,7 +145,8 @@ def _resolve(annotation: Any, namespace: dict[str, Any]) -> Any:
     if annotation is inspect.Parameter.empty:
         return Any
     try:
-        return typing.get_type_hints(SimpleNamespace(__annotations__={"it": annotation}), namespace)["it"]
+        holder = SimpleNamespace(__annotations__={"it": annotation})
+        return typing.get_type_hints(holder, namespace, include_extras=True)["it"]
     except (NameError, AttributeError, TypeError):  # names imported for type checkers only
         return Any
 
