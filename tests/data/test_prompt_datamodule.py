@@ -321,6 +321,15 @@ def test_a_task_fills_in_what_is_not_given(policy: Policy) -> None:
     assert [p.text for p in mixed.val_dataloader().prompts] == [r["prompt"] for r in task.rows("validation")]
 
 
+def test_a_step_that_wants_more_prompts_than_there_are_is_said(
+    policy: Policy, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepare(PromptDataModule(ROWS, prompts_per_step=len(ROWS)), policy).warn()
+    assert caplog.messages == []
+    prepare(PromptDataModule(ROWS, prompts_per_step=8), policy).warn()
+    assert caplog.messages == ["data.prompts_per_step=8: there are 7 prompts to train on, so each step has 7"]
+
+
 def test_columns_are_those_of_every_prompt(policy: Policy) -> None:
     rows = [{"prompt": "1", "answer": "1", "id": "a", "x": 2}, {"prompt": "2", "x": 1, "answer": "2"}, *ROWS]
     assert prepare(PromptDataModule(rows[:2]), policy).columns == ["answer", "x"]
