@@ -40,7 +40,7 @@ from rhymerl.module import RhymeModule
 from rhymerl.ranks.first import is_first_rank
 from rhymerl.resume import ResumePoint, check_same_run, check_weights, policy_weights, resume_point
 from rhymerl.speedup import measure_speedup
-from rhymerl.trainer import check_precision, check_trainer, with_environment
+from rhymerl.trainer import check_precision, check_trainer, make_trainer, with_environment
 
 Result = dict[str, float | int | None]
 _NEVER = 2**31  # steps
@@ -158,7 +158,7 @@ def evaluate(config: DictConfig) -> dict[str, float]:
         "enable_checkpointing": False,
         **_QUIET,
     }
-    trainer: L.Trainer = instantiate(settings, key="trainer")
+    trainer = make_trainer(settings)
     check_trainer(trainer)
     if trainer.limit_val_batches == 0:
         raise ConfigError("trainer.limit_val_batches=0: leaves nothing to evaluate; expected more, or null for all")
@@ -213,8 +213,7 @@ def build_trainer(
         "enable_checkpointing": True,
         **_QUIET,
     }
-    trainer: L.Trainer = instantiate(settings, key="trainer")
-    return trainer
+    return make_trainer(settings)
 
 
 class _RunConfig(L.Callback):

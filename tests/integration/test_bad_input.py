@@ -111,6 +111,12 @@ def place(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> P
         ("trainer.precision=16-mixed", "trainer.precision='16-mixed'"),
         ("trainer.precision=float7", "float7"),
         ("trainer.strategy=fsdp", "fsdp"),
+        (
+            "trainer.accelerator=mps",
+            "trainer.accelerator='mps': this machine has none that torch can use; expected",
+        ),
+        ("trainer.devices=0", "trainer.devices=0: "),
+        ("trainer.limit_train_batches=1.5", "trainer.limit_train_batches=1.5: You have passed invalid value"),
         ("trainer.val_check_interval=2", "evaluation.every_n_steps"),
         (
             "trainer.check_val_every_n_epoch=2",
