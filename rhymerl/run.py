@@ -44,7 +44,6 @@ from rhymerl.trainer import check_precision, check_trainer, make_trainer, with_e
 
 Result = dict[str, float | int | None]
 _NEVER = 2**31  # steps
-_QUIET = {"enable_progress_bar": False, "enable_model_summary": False}
 _INSTEAD = {  # flags of the Trainer that a run sets itself
     "default_root_dir": "use run_dir",
     "val_check_interval": "use evaluation.every_n_steps",
@@ -112,7 +111,8 @@ def _trainer_of(
 ) -> L.Trainer:
     continues = point is not None and point.is_own
     recorder = [RecordRollouts(run_dir / "rollouts.jsonl.gz", continues=continues)] if config.record_rollouts else []
-    own = [_RunConfig(config, run_dir, is_new=point is None or continues), LiveProgress(), *recorder]
+    progress = [LiveProgress()] if config.trainer.enable_progress_bar is not False else []
+    own = [_RunConfig(config, run_dir, is_new=point is None or continues), *progress, *recorder]
     trainer = build_trainer(config, run_dir, [*own, *callbacks], point=point)
     check_trainer(trainer)
     return trainer
@@ -156,7 +156,8 @@ def evaluate(config: DictConfig) -> dict[str, float]:
         "plugins": with_environment(asked.get("plugins")),
         "logger": False,
         "enable_checkpointing": False,
-        **_QUIET,
+        "enable_progress_bar": asked.get("enable_progress_bar") is True,
+        "enable_model_summary": asked.get("enable_model_summary") is True,
     }
     trainer = make_trainer(settings)
     check_trainer(trainer)
@@ -211,7 +212,8 @@ def build_trainer(
         "check_val_every_n_epoch": None,
         "num_sanity_val_steps": 0,
         "enable_checkpointing": True,
-        **_QUIET,
+        "enable_progress_bar": False,  # a run has a bar of its own
+        "enable_model_summary": asked.get("enable_model_summary") is True,
     }
     return make_trainer(settings)
 
