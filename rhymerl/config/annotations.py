@@ -63,6 +63,18 @@ def fit(value: Any, annotation: Any) -> Any:
     return _fit_class(value, kind) if _is_class(kind) else value
 
 
+def wants_component(text: str, annotation: Any) -> bool:
+    """Whether a component may stand here, and this text itself not."""
+    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    if not any(map(_is_class, members)):
+        return False
+    try:
+        fit(text, annotation)
+    except Misfit:
+        return True
+    return False
+
+
 def is_free_form(annotation: Any) -> bool:
     """Whether a mapping with keys of the user's own may stand here."""
     origin = get_origin(annotation)
@@ -124,7 +136,7 @@ def _fit_union(value: Any, annotation: Any, members: tuple[Any, ...]) -> Any:
         converted.append(fitted)
     if converted:
         return converted[0]
-    inner = next((misfit for misfit in misfits if misfit.place), None)
+    inner = misfits[0] if len(misfits) == 1 else next((misfit for misfit in misfits if misfit.place), None)
     raise inner or Misfit(value, in_words(annotation))
 
 

@@ -37,7 +37,7 @@ def build(name_or_path: str | Path, overrides: Sequence[str]) -> DictConfig:
         config = _compose_file(chain, directory)
         for group, node in _group_nodes(chain, chosen, directory).items():
             config[group] = node
-        for override in sorted(values, key=_names_a_class, reverse=True):
+        for override in sorted(values, key=_rank):
             if not _names_a_class(override):
                 expand(config)
             apply(config, override)
@@ -63,8 +63,13 @@ def _split(overrides: Sequence[Override], chain: Sequence[ConfigFile]) -> tuple[
 
 
 def _names_a_class(override: Override) -> bool:
-    """Such an override comes before all others, which are then about the new class."""
     return override.key.endswith("._target_") or is_component(override.value)
+
+
+def _rank(override: Override) -> int:
+    """What names a class comes before all others, which are then about the new class; what may be one's path in between."""
+    may_name_one = isinstance(override.value, str) and is_dotted_path(override.value)
+    return 0 if _names_a_class(override) else 1 if may_name_one else 2
 
 
 def _root(chain: Sequence[ConfigFile]) -> DictConfig:

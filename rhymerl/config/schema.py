@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from rhymerl.config.annotations import Misfit, fit, is_free_form
+from rhymerl.config.annotations import Misfit, fit, is_free_form, wants_component
 from rhymerl.config.components import plain
 from rhymerl.config.nodes import (
     child,
@@ -21,7 +21,7 @@ from rhymerl.config.nodes import (
     origin,
     value_at,
 )
-from rhymerl.config.targets import REQUIRED, Parameter, Signature, import_target, signature_of
+from rhymerl.config.targets import REQUIRED, Parameter, Signature, import_target, is_dotted_path, signature_of
 from rhymerl.errors import ConfigError
 
 _MISSING = "???"
@@ -35,12 +35,18 @@ def signature_at(key: str, node: DictConfig) -> Signature:
 
 
 def expand(config: DictConfig) -> None:
-    """Write the default of every argument into the nodes that leave it out."""
+    """Write the default of every argument into the nodes that leave it out.
+
+    A dotted class path where only a component fits (`trainer.logger=my_module.MyLogger`) becomes one.
+    """
     for key, node in components(config):
         for name, parameter in signature_at(key, node).parameters.items():
             default = _plain_default(parameter)
             if name not in entries(node) and default is not _NOTHING:
                 node[name] = default
+            value = child(node, name)._value() if name in entries(node) else None
+            if isinstance(value, str) and is_dotted_path(value) and wants_component(value, parameter.annotation):
+                node[name] = {"_target_": value}
 
 
 def _plain_default(parameter: Parameter) -> Any:

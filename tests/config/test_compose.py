@@ -99,6 +99,35 @@ def test_a_class_of_the_current_directory_replaces_a_group(overrides: list[str])
     assert (type(job.drafter).__name__, job.drafter.depth) == ("MyDrafter", 3)
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["outer.inner=my_module.MyDrafter", "outer.inner.depth=3"],
+        ["outer.inner.depth=3", "outer.inner=my_module.MyDrafter"],
+        ["outer.inner={_target_: my_module.MyDrafter, depth: 3}"],
+    ],
+)
+def test_a_class_path_stands_for_its_component(overrides: list[str], here: Path) -> None:
+    (here / "nested.yaml").write_text("outer: {_target_: my_module.MyDrafter}\n")
+    expected = {"_target_": "my_module.MyDrafter", "depth": 3, "max_nodes": 8, "inner": None}
+    config = compose("nested.yaml", overrides)
+    assert resolved(config)["outer"]["inner"] == expected
+    assert instantiate(config.outer).inner.depth == 3
+    (here / "again.yaml").write_text("defaults: [nested, _self_]\nouter: {inner: my_module.MyDrafter}\n")
+    assert resolved(compose("again.yaml", ["outer.inner.depth=3"]))["outer"]["inner"] == expected
+
+
+def test_a_class_path_that_does_not_fit() -> None:
+    with pytest.raises(
+        ConfigError, match=r"job.record='my_module.MyDrafter': expected a Record, which MyDrafter is not"
+    ):
+        main("job.record=my_module.MyDrafter")
+    with pytest.raises(ConfigError, match="job.record._target_='my_module.Recrod': my_module has no 'Recrod'; did you"):
+        main("job.record=my_module.Recrod")
+    with pytest.raises(ConfigError, match="job.record='none': expected"):
+        main("job.record=none")
+
+
 def test_a_group_replaces_the_whole_node(here: Path) -> None:
     """Settings that a file made for another class do not come along."""
     (here / "mine.yaml").write_text(
