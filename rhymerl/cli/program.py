@@ -94,14 +94,22 @@ def _run(arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -
     try:
         return _dispatch(arguments, overrides, interrupt)
     except KeyboardInterrupt:
-        interrupt.requested = True
-        print("interrupted", file=sys.stderr)
-        return interrupt.exit_code
+        return _interrupted(interrupt)
     except SystemExit as error:  # what Lightning makes of a second Ctrl-C
         return error.code if isinstance(error.code, int) else FAILED
     except Exception as error:  # noqa: BLE001 - the last place that can turn an error into an exit code
+        if interrupt.was_raised:  # and went astray: this is what a half-imported module then stumbles over
+            if _debug(arguments):
+                traceback.print_exc()
+            return _interrupted(interrupt)
         bad_usage = isinstance(error, UsageError) or _is_refused_flag(error)
         return _complain(_in_one_line(error), BAD_USAGE if bad_usage else FAILED, debug=_debug(arguments))
+
+
+def _interrupted(interrupt: Interrupt) -> int:
+    interrupt.requested = True
+    print("interrupted", file=sys.stderr)
+    return interrupt.exit_code
 
 
 def _dispatch(arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> int:

@@ -160,6 +160,30 @@ def test_ctrl_c(signals: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+class Import(Command):
+    """be interrupted in a library that takes it for something else"""
+
+    name = "import"
+
+    def run(self, arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> None:
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        raise RecursionError("maximum recursion depth exceeded")
+
+
+def test_ctrl_c_while_libraries_are_imported_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """They are then imported by half, and fail in ways of their own."""
+    assert main(["import"], commands=[Import()]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert main(["import", "--debug"], commands=[Import()]) == 130
+    assert "RecursionError" in capsys.readouterr().err
+
+
+def test_an_error_in_the_step_after_ctrl_c_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fail"], commands=[Fail(RunError("no space left"), signals=1)]) == 130
+    assert capsys.readouterr().err.endswith("error: no space left\n")
+
+
 @pytest.mark.parametrize("released", [False, True])
 def test_ctrl_c_outside_training_is_as_usual(released: bool) -> None:
     with Interrupt() as interrupt:
