@@ -6,6 +6,7 @@ RhymeError                 something rhymerl noticed; the message is one readabl
 │   └── DataError          a data file: names the file, the line and what is wrong
 └── RunError               the run failed (exit code 1)
     ├── BackendError       a rollout engine failed or broke its promises
+    ├── HookError          a drafter, budget or scheduler raised, or returned what its base class forbids
     └── RewardError        a reward function cannot be used at all (a failing call costs one sample instead)
 """
 
@@ -37,6 +38,10 @@ class RunError(RhymeError):
 
 class BackendError(RunError):
     """A rollout engine failed or broke its promises."""
+
+
+class HookError(RunError, ValueError):
+    """A drafter, budget or scheduler raised, or returned what its base class forbids: the message names class and line."""
 
 
 class RewardError(RunError):
