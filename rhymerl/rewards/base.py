@@ -146,9 +146,13 @@ class Reward:
     def _find(self) -> Found | None:
         home = find(self.function, setting=self.setting) if isinstance(self.function, str) else find_home(self.function)
         if self.where == "pool" and (home is None or home.module == "__main__"):
+            by_name = isinstance(self.function, str)
+            instead = (
+                f"set rewards.{self.name}.where='main'" if by_name else "pass it as a rhymerl.Reward with where='main'"
+            )
             raise ConfigError(
                 f"{self.setting}: a worker process cannot import it by name (it is a closure, a lambda or "
-                f"defined in the main script); move it into a module or set rewards.{self.name}.where='main'"
+                f"defined in the main script); move it into a module or {instead}"
             )
         return home
 
