@@ -63,12 +63,12 @@ def check(config: DictConfig, root: DictConfig) -> None:
 
     `root` is the packaged config that this one builds on: the schema of everything that is not a component.
     """
-    annotations = _annotations(config)
-    closed = _closed(root, annotations)
+    kinds = kinds_by_key(config)
+    closed = _closed(root, kinds)
     _check_names(config, root, closed)
     _check_links(config)
-    for key, kinds in (_kinds_of_root(root, closed) | annotations).items():
-        for kind in kinds:
+    for key, each in (_kinds_of_root(root, closed) | kinds).items():
+        for kind in each:
             _check_type(config, key, kind)
 
 
@@ -88,7 +88,7 @@ def _check_links(config: DictConfig) -> None:
                 raise ConfigError(f"{join(key, name)}='${{{link}}}': {missing}")
 
 
-def _annotations(config: DictConfig) -> dict[str, list[Any]]:
+def kinds_by_key(config: DictConfig) -> dict[str, list[Any]]:
     """What the constructors expect, by the place where the value is written."""
     found: dict[str, list[Any]] = {}
     for key, node in components(config):
@@ -97,10 +97,10 @@ def _annotations(config: DictConfig) -> dict[str, list[Any]]:
     return found
 
 
-def _closed(root: DictConfig, annotations: dict[str, list[Any]]) -> list[str]:
+def _closed(root: DictConfig, kinds: dict[str, list[Any]]) -> list[str]:
     """The plain mappings whose keys are fixed: those of the root, but for free-form ones and what is in components."""
     inside = [key for key, _ in components(root)]
-    inside += [key for key, kinds in annotations.items() if any(map(is_free_form, kinds))]
+    inside += [key for key, each in kinds.items() if any(map(is_free_form, each))]
     return [
         key
         for key, node in containers(root)

@@ -117,6 +117,11 @@ def test_a_class_path_stands_for_its_component(overrides: list[str], here: Path)
     assert resolved(compose("again.yaml", ["outer.inner.depth=3"]))["outer"]["inner"] == expected
 
 
+def test_overrides_of_one_setting_keep_their_order() -> None:
+    words = ["rewards={old: my_module.run}", "rewards=null", "rewards.mine=my_module.run"]
+    assert main(*words)["rewards"] == {"mine": "my_module.run"}
+
+
 def test_a_class_path_that_does_not_fit() -> None:
     with pytest.raises(
         ConfigError, match=r"job.record='my_module.MyDrafter': expected a Record, which MyDrafter is not"
