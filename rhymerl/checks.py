@@ -49,12 +49,13 @@ def longest_tokens(datamodule: PromptDataModule, *, rollout: RolloutSettings, ev
 
 
 def checked_rewards(rewards: Any, datamodule: PromptDataModule) -> list[Reward]:
-    """The reward functions, the task's where `rewards` is None. Raises ConfigError for none, or for columns that are not there."""
+    """The reward functions, the task's where `rewards` is None. Raises ConfigError for none; see `check_reward`."""
     refuse_lost(rewards=rewards)
     task_reward = datamodule.task.reward if datamodule.task is not None else None
     built = build_rewards(rewards if rewards is not None else task_reward)
     if not built:
         raise ConfigError("rewards=null: name at least one reward function (or a task, which brings its own)")
+    columns, gaps = datamodule.columns, datamodule.gaps
     for reward in built:
-        check_reward(reward, datamodule.columns)
+        check_reward(reward, columns, gaps=gaps)
     return built

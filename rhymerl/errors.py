@@ -6,12 +6,14 @@ RhymeError                 something rhymerl noticed; the message is one readabl
 │   └── DataError          a data file: names the file, the line and what is wrong
 └── RunError               the run failed (exit code 1)
     ├── BackendError       a rollout engine failed or broke its promises
+    ├── HookError          a drafter, budget or scheduler raised, or returned what its base class forbids
     └── RewardError        a reward function cannot be used at all (a failing call costs one sample instead)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 
 
 class RhymeError(Exception):
@@ -38,12 +40,17 @@ class BackendError(RunError):
     """A rollout engine failed or broke its promises."""
 
 
+class HookError(RunError, ValueError):
+    """A drafter, budget or scheduler raised, or returned what its base class forbids: the message names class and line."""
+
+
 class RewardError(RunError):
     """A reward function cannot be used at all."""
 
 
 def require_at_least(section: str, limits: Mapping[str, tuple[float, float]]) -> None:
-    """Raise ConfigError for the first setting of `limits` (name -> value, least) whose value is too small."""
+    """Raise ConfigError for the first setting of `limits` (name -> value, least) whose value is too small, or not finite."""
     for name, (value, least) in limits.items():
-        if value < least:
-            raise ConfigError(f"{section + '.' if section else ''}{name}={value}: expected at least {least}")
+        if not least <= value < inf:
+            words = f"at least {least}" if value < least else "a finite number"
+            raise ConfigError(f"{section + '.' if section else ''}{name}={value}: expected {words}")

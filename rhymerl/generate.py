@@ -16,6 +16,7 @@ from rich.table import Table
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.budgets.base import Budget
 from rhymerl.config import instantiate
+from rhymerl.data.base import columns_of
 from rhymerl.drafters.base import Drafter
 from rhymerl.errors import ConfigError
 from rhymerl.folders import open_folder
@@ -150,9 +151,9 @@ def _loop(
 ) -> Iterator[RolloutLoop]:
     """A rollout loop with history, drafter and budget, once all that can be known to be wrong has been checked."""
     rewards = build_rewards(instantiate(config.rewards, key="rewards"))
-    columns = sorted(set.intersection(*(set(prompt.columns) for prompt in prompts)))
+    columns, gaps = columns_of(prompts)
     for reward in rewards:
-        check_columns(reward, columns)
+        check_columns(reward, columns, gaps=gaps)
     history: HistoryStore = instantiate(config.history, key="history")
     drafter: Drafter = instantiate(config.drafter, key="drafter")
     budget: Budget = instantiate(config.budget, key="budget")

@@ -5,6 +5,7 @@ LoRA (arXiv 2106.09685): a frozen matrix W acts as W + (alpha / rank) B A, where
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,8 +33,8 @@ class LoRA:
         self, rank: int = 16, alpha: float = 32.0, *, dropout: float = 0.0, targets: Sequence[str] | None = None
     ) -> None:
         require_at_least("adapter", {"rank": (rank, 1)})
-        if alpha <= 0:
-            raise ConfigError(f"adapter.alpha={alpha}: expected more than 0")
+        if not 0 < alpha < math.inf:
+            raise ConfigError(f"adapter.alpha={alpha}: expected more than 0, and finite")
         if not 0 <= dropout < 1:
             raise ConfigError(f"adapter.dropout={dropout}: expected at least 0 and less than 1")
         self.rank = rank

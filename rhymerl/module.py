@@ -178,6 +178,7 @@ class RhymeModule(L.LightningModule):
 
     def on_fit_start(self) -> None:
         self.update.warn(self.model)
+        datamodule_of(self.trainer).warn()
         self._bring_up()
 
     def on_validation_start(self) -> None:

@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from rhymerl.errors import ConfigError
+from rhymerl.hub import look_up
 from rhymerl.lora import LoRA, is_adapted, is_changed, merged, put_back, save_config
 
 PAD, END = "<pad>", "<end>"
@@ -220,10 +221,11 @@ class PolicySource:
         if not folder.exists() and looks_local:
             raise ConfigError(f"model.path={path!r}: no such directory")
         name = str(folder) if folder.exists() else path
+        is_here = not folder.exists() and not look_up(path, "model.path", kind="model")
         with _naming(f"model.path={path!r}: cannot be loaded as a causal language model"):
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[self.dtype])
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[self.dtype], local_files_only=is_here)
         with _naming(f"model.path={path!r}: cannot be loaded: its tokenizer"):
-            tokenizer = AutoTokenizer.from_pretrained(name)
+            tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=is_here)
         _check_tokenizer(tokenizer, model, path)
         return Policy(model=model, tokenizer=tokenizer)
 

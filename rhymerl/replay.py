@@ -109,7 +109,7 @@ class Replay:
         self.costs = costs
         self.max_running = max_running
         self.from_epoch = from_epoch
-        self._pauses = Pauses(budget)
+        self._pauses = Pauses(budget.skips)
         self._hears_tokens = listens(drafter, "accept")
 
     def run(self, records: Sequence[TraceRecord]) -> dict[int, ReplayTotals]:

@@ -40,11 +40,10 @@ from rhymerl.module import RhymeModule
 from rhymerl.ranks.first import is_first_rank
 from rhymerl.resume import ResumePoint, check_same_run, check_weights, policy_weights, resume_point
 from rhymerl.speedup import measure_speedup
-from rhymerl.trainer import check_precision, check_trainer, with_environment
+from rhymerl.trainer import check_precision, check_trainer, make_trainer, with_environment
 
 Result = dict[str, float | int | None]
 _NEVER = 2**31  # steps
-_QUIET = {"enable_progress_bar": False, "enable_model_summary": False}
 _INSTEAD = {  # flags of the Trainer that a run sets itself
     "default_root_dir": "use run_dir",
     "val_check_interval": "use evaluation.every_n_steps",
@@ -112,7 +111,8 @@ def _trainer_of(
 ) -> L.Trainer:
     continues = point is not None and point.is_own
     recorder = [RecordRollouts(run_dir / "rollouts.jsonl.gz", continues=continues)] if config.record_rollouts else []
-    own = [_RunConfig(config, run_dir, is_new=point is None or continues), LiveProgress(), *recorder]
+    progress = [LiveProgress()] if config.trainer.enable_progress_bar is not False else []
+    own = [_RunConfig(config, run_dir, is_new=point is None or continues), *progress, *recorder]
     trainer = build_trainer(config, run_dir, [*own, *callbacks], point=point)
     check_trainer(trainer)
     return trainer
@@ -156,9 +156,10 @@ def evaluate(config: DictConfig) -> dict[str, float]:
         "plugins": with_environment(asked.get("plugins")),
         "logger": False,
         "enable_checkpointing": False,
-        **_QUIET,
+        "enable_progress_bar": asked.get("enable_progress_bar") is True,
+        "enable_model_summary": asked.get("enable_model_summary") is True,
     }
-    trainer: L.Trainer = instantiate(settings, key="trainer")
+    trainer = make_trainer(settings)
     check_trainer(trainer)
     if trainer.limit_val_batches == 0:
         raise ConfigError("trainer.limit_val_batches=0: leaves nothing to evaluate; expected more, or null for all")
@@ -211,10 +212,10 @@ def build_trainer(
         "check_val_every_n_epoch": None,
         "num_sanity_val_steps": 0,
         "enable_checkpointing": True,
-        **_QUIET,
+        "enable_progress_bar": False,  # a run has a bar of its own
+        "enable_model_summary": asked.get("enable_model_summary") is True,
     }
-    trainer: L.Trainer = instantiate(settings, key="trainer")
-    return trainer
+    return make_trainer(settings)
 
 
 class _RunConfig(L.Callback):

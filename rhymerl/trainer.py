@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -17,11 +18,13 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.accelerators import MPSAccelerator
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch.nn.parallel import DistributedDataParallel
 
-from rhymerl.config.components import is_component
+from rhymerl.config.components import instantiate, is_component
 from rhymerl.config.targets import import_target
 from rhymerl.data import PromptDataModule
 from rhymerl.errors import ConfigError, RunError
@@ -29,6 +32,29 @@ from rhymerl.ranks.lifeline import is_loopback
 from rhymerl.ranks.parent import end_with_parent
 
 _LOOPBACKS = ("lo", "lo0")  # as Linux and others call it
+
+
+def make_trainer(settings: Mapping[str, Any]) -> L.Trainer:
+    """The Trainer of these settings, a node of a config. Raises ConfigError that names the one which Lightning refuses."""
+    accelerator = settings.get("accelerator")
+    usable = [
+        "auto",
+        "cpu",
+        *(["gpu", "cuda"] * torch.cuda.is_available()),
+        *(["gpu", "mps"] * MPSAccelerator.is_available()),
+    ]
+    if accelerator in ("gpu", "cuda", "mps") and accelerator not in usable:
+        raise ConfigError(
+            f"trainer.accelerator={accelerator!r}: this machine has none that torch can use; expected {', '.join(usable)}"
+        )
+    try:
+        trainer: L.Trainer = instantiate(settings, key="trainer")
+    except MisconfigurationException as error:
+        message = " ".join(str(error).split())
+        named = next((name for name in re.findall(r"\w+", message) if name in settings), None)
+        setting = f"trainer.{named}={settings[named]!r}" if named else "trainer"
+        raise ConfigError(f"{setting}: {message}") from error
+    return trainer
 
 
 def num_optimizer_steps(trainer: L.Trainer, each: int) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     FloatArray = npt.NDArray[np.float64]
     BoolArray = npt.NDArray[np.bool_]
 
+MaybeInfinite = Annotated[float, "may be infinite"]  # of a setting; all others have to be finite
 FinishReason = Literal["stop", "length", "withdrawn"]
 Split = Literal["train", "validation"]  # their histories are kept apart
 
@@ -45,6 +46,9 @@ class Prompt:
     token_ids: IntArray  # [P]; integers of any width may be given
     text: str  # what was tokenized
     columns: Mapping[str, Any] = field(default_factory=dict)  # every other column of the row, for the reward
+    place: str = field(
+        default="", repr=False, compare=False
+    )  # of the row, for messages: "data.train='a.jsonl', line 3"
 
     def __post_init__(self) -> None:
         import numpy as np
@@ -150,7 +154,8 @@ class DraftBatch:
         """One batch of single drafts. Never raises: a draft that is no two lists of integers goes to `problems`."""
         import numpy as np
 
-        problems = {r: problem for r, draft in enumerate(drafts) if (problem := _packing_problem(draft))}
+        given: Sequence[object] = drafts  # they come from anybody's drafter
+        problems = {r: problem for r, draft in enumerate(given) if (problem := _packing_problem(draft))}
         usable = [draft for r, draft in enumerate(drafts) if r not in problems]
         counts = [0 if r in problems else len(draft) for r, draft in enumerate(drafts)]
         return cls(
@@ -158,7 +163,7 @@ class DraftBatch:
             parents=_joined([draft.parents for draft in usable]),
             starts=np.cumsum([0, *counts], dtype=np.int64),
             scores=_joined_or([(draft.scores, len(draft)) for draft in usable], np.nan, np.float64),
-            match_length=np.array([draft.match_length for draft in drafts], np.int32),
+            match_length=np.array([draft.match_length if isinstance(draft, Draft) else 0 for draft in given], np.int32),
             sources=_joined_or([(draft.sources, len(draft)) for draft in usable], -1, np.int8),
             problems=problems,
         )
@@ -213,10 +218,12 @@ class DraftBatch:
         )
 
 
-def _packing_problem(draft: Draft) -> str | None:
+def _packing_problem(draft: object) -> str | None:
     """Why the arrays of a draft cannot stand side by side with others', None when they can."""
     import numpy as np
 
+    if not isinstance(draft, Draft):
+        return f"a {type(draft).__name__}; expected a rhymerl.Draft"
     try:
         tokens, parents = np.asarray(draft.token_ids), np.asarray(draft.parents)
     except ValueError as error:  # lists of unequal lists

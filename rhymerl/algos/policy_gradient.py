@@ -25,7 +25,7 @@ from rhymerl.algos.functional import (
 )
 from rhymerl.algos.functional.divergences import Estimator
 from rhymerl.algos.functional.ratios import Level
-from rhymerl.algos.settings import require, require_choices
+from rhymerl.algos.settings import require, require_types
 
 _BEFORE_THE_LOSS = ("advantages", "prepare", "metrics", "adapt", "scores", "kl_penalties", "with_returns")
 
@@ -61,7 +61,7 @@ class PolicyGradient(Algorithm):
     _kl_coef: float = field(init=False, repr=False)  # as adapted
 
     def __post_init__(self) -> None:
-        require_choices(self)
+        require_types(self)
         for name in ("clip_low", "clip_high", "entropy_coef", "kl_coef", "overlong_weight"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
         require(0 <= self.overlong_fraction <= 1, "overlong_fraction", self.overlong_fraction, "0 to 1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Literal, get_args, get_origin
 
 from rhymerl.errors import ConfigError
@@ -14,9 +15,12 @@ def require(holds: bool, name: str, value: object, expected: str) -> None:
         raise ConfigError(f"algo.{name}={value!r}: expected {expected}")
 
 
-def require_choices(algorithm: Any) -> None:
-    """Of a dataclass, those settings whose type lists what they may be; a config has been checked already."""
-    for field in dataclasses.fields(algorithm):
+def require_types(algorithm: Any) -> None:
+    """Of a dataclass, that settings are one of those that their type lists, and finite; a config has been checked already."""
+    for field in (each for each in dataclasses.fields(algorithm) if each.init):
+        value = getattr(algorithm, field.name)
         if get_origin(field.type) is Literal:
-            value, allowed = getattr(algorithm, field.name), get_args(field.type)
+            allowed = get_args(field.type)
             require(value in allowed, field.name, value, f"one of {', '.join(allowed)}")
+        elif isinstance(value, float):
+            require(math.isfinite(value), field.name, value, "a finite number")

@@ -119,12 +119,12 @@ class EmbeddedBackend(RolloutBackend):
         return self.engine.progress()
 
     def learn(self, samples: Sequence[Sample]) -> None:
-        self.engine.drafting.drafter.learn(samples)
+        self.engine.drafting.learn(samples)
 
     def follow(self, history: HistoryStore) -> None:
         delta = history.deltas(self._followed)
         self._followed = delta.version
-        self.engine.drafting.drafter.follow(delta)
+        self.engine.drafting.follow(delta)
 
     def metrics(self) -> Mapping[str, float]:
         totals = dataclasses.replace(self.engine.totals)
@@ -151,5 +151,5 @@ class EmbeddedBackend(RolloutBackend):
 
     def close(self) -> None:
         if self._engine is not None:
-            self._engine.drafting.drafter.close()
+            self._engine.drafting.close()
         self._engine = None

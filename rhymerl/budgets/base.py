@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -79,10 +79,10 @@ class Budget(ABC):
 
 
 class Pauses:
-    """Counts the passes for which a budget leaves the drafter alone."""
+    """Counts the passes for which a budget leaves the drafter alone; `skips` is the budget's."""
 
-    def __init__(self, budget: Budget) -> None:
-        self._budget = budget
+    def __init__(self, skips: Callable[[int, int], int]) -> None:
+        self._skips = skips
         self._num_requests = 0
         self._left = 0  # passes that are still skipped
         self._passes = 0  # since the budget was asked
@@ -95,7 +95,7 @@ class Pauses:
         """Whether the pass that begins is skipped."""
         self._passes += 1
         if self._left == 0 or num_requests != self._num_requests:
-            self._left = self._budget.skips(num_requests, self._passes)
+            self._left = self._skips(num_requests, self._passes)
             self._num_requests, self._passes = num_requests, 0
             if self._left == 0:
                 return False

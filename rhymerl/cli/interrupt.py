@@ -21,6 +21,7 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.requested = False
+        self.was_raised = False  # as a KeyboardInterrupt, which some libraries swallow while they are imported
         self.signal = signal.SIGINT  # the one that was sent
         self._held = False
         self._previous: dict[signal.Signals, Any] = {}
@@ -68,6 +69,7 @@ class Interrupt:
         if number == signal.SIGHUP:
             self._leave_terminal()
         if again or not self._held:
+            self.was_raised = True
             raise KeyboardInterrupt
         words = "Ctrl-C again stops at once" if number == signal.SIGINT else f"{self.signal.name} again stops at once"
         print(f"\nStopping after this step; {words}.", file=sys.stderr)

@@ -10,8 +10,9 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 
-from rhymerl.cli.base import Command
+from rhymerl.cli.base import Command, ConfiguredCommand
 from rhymerl.cli.benches import Bench
+from rhymerl.cli.hints import did_you_mean_config, did_you_mean_option
 from rhymerl.cli.interrupt import Interrupt
 from rhymerl.cli.models import Export, SGLangArgs, Warmstart
 from rhymerl.cli.quiet import quiet
@@ -49,9 +50,10 @@ def main(argv: Sequence[str] | None = None, *, commands: Sequence[Command] = COM
     arguments, overrides = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     if arguments.name is not None:
         overrides = arguments.command.claim(arguments, overrides)
-    for word in overrides:
+    for place, word in enumerate(overrides):
         if word.startswith("-") or ("=" not in word and not word.startswith("~")):
-            parser.error(f"{word!r}: expected an option of rhymerl {arguments.name}, or an override key=value")
+            hint = _hint(arguments.command, word, overrides[place + 1 :])
+            parser.error(f"{word!r}: expected an option of rhymerl {arguments.name}, or an override key=value{hint}")
     with as_launcher(), Interrupt() as interrupt, quiet():
         code = _run(arguments, overrides, interrupt)
     if interrupt.requested:
@@ -78,18 +80,36 @@ def make_parser(commands: Sequence[Command] = COMMANDS) -> ArgumentParser:
     return parser
 
 
+def _hint(command: Command, word: str, following: Sequence[str]) -> str:
+    if not isinstance(command, ConfiguredCommand):
+        return ""
+    if not word.startswith("-"):
+        return did_you_mean_config(word)
+    parser = ArgumentParser(allow_abbrev=False)
+    command.add_arguments(parser)
+    return did_you_mean_option(word, following, parser)
+
+
 def _run(arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> int:
     try:
         return _dispatch(arguments, overrides, interrupt)
     except KeyboardInterrupt:
-        interrupt.requested = True
-        print("interrupted", file=sys.stderr)
-        return interrupt.exit_code
+        return _interrupted(interrupt)
     except SystemExit as error:  # what Lightning makes of a second Ctrl-C
         return error.code if isinstance(error.code, int) else FAILED
     except Exception as error:  # noqa: BLE001 - the last place that can turn an error into an exit code
+        if interrupt.was_raised:  # and went astray: this is what a half-imported module then stumbles over
+            if _debug(arguments):
+                traceback.print_exc()
+            return _interrupted(interrupt)
         bad_usage = isinstance(error, UsageError) or _is_refused_flag(error)
         return _complain(_in_one_line(error), BAD_USAGE if bad_usage else FAILED, debug=_debug(arguments))
+
+
+def _interrupted(interrupt: Interrupt) -> int:
+    interrupt.requested = True
+    print("interrupted", file=sys.stderr)
+    return interrupt.exit_code
 
 
 def _dispatch(arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> int:

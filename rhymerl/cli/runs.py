@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rhymerl.cli.base import ConfiguredCommand, Result
+from rhymerl.cli.hints import did_you_mean_config
 from rhymerl.cli.interrupt import Interrupt
 from rhymerl.errors import UsageError
 from rhymerl.ranks.first import is_first_rank
@@ -51,7 +52,8 @@ class OnRun(ConfiguredCommand):
                 raise UsageError(f"rhymerl {self.name} takes RUN or run_dir=, not both")
             path = Path(arguments.run, "config.yaml")
             if not path.is_file():
-                raise UsageError(f"RUN={arguments.run!r}: not the directory of a run (it has no config.yaml)")
+                near = did_you_mean_config(arguments.run) if not isinstance(self, Resume) else ""
+                raise UsageError(f"RUN={arguments.run!r}: not the directory of a run (it has no config.yaml){near}")
             arguments.config = str(path)
         arguments.names_checkpoint = any(word.startswith("ckpt_path=") for word in overrides)
         return super().run(arguments, overrides, interrupt)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import collections.abc as abc
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from rhymerl.config.targets import import_target
+from rhymerl.types import MaybeInfinite
 
 _MAPPINGS = (dict, abc.Mapping, abc.MutableMapping)
 _SEQUENCES: dict[Any, Callable[[list[Any]], Any]] = {
@@ -46,7 +48,9 @@ def fit(value: Any, annotation: Any) -> Any:
     if origin in (Union, UnionType):
         return _fit_union(value, annotation, arguments)
     if origin is Annotated:
-        return fit(value, arguments[0])
+        may_be_infinite = get_args(MaybeInfinite)[1] in arguments[1:]
+        is_infinite = isinstance(value, float) and math.isinf(value)
+        return value if may_be_infinite and is_infinite else fit(value, arguments[0])
     if origin is Literal:
         return _fit_literal(value, arguments)
     kind = origin or annotation
@@ -59,9 +63,23 @@ def fit(value: Any, annotation: Any) -> Any:
     return _fit_class(value, kind) if _is_class(kind) else value
 
 
+def wants_component(text: str, annotation: Any) -> bool:
+    """Whether a component may stand here, and this text itself not."""
+    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    if not any(map(_is_class, members)):
+        return False
+    try:
+        fit(text, annotation)
+    except Misfit:
+        return True
+    return False
+
+
 def is_free_form(annotation: Any) -> bool:
     """Whether a mapping with keys of the user's own may stand here."""
     origin = get_origin(annotation)
+    if origin is Annotated:
+        return is_free_form(get_args(annotation)[0])
     if origin in (Union, UnionType):
         members = get_args(annotation)
         return any(map(is_free_form, members)) and not any(map(_is_class, members))
@@ -118,7 +136,7 @@ def _fit_union(value: Any, annotation: Any, members: tuple[Any, ...]) -> Any:
         converted.append(fitted)
     if converted:
         return converted[0]
-    inner = next((misfit for misfit in misfits if misfit.place), None)
+    inner = misfits[0] if len(misfits) == 1 else next((misfit for misfit in misfits if misfit.place), None)
     raise inner or Misfit(value, in_words(annotation))
 
 
@@ -185,10 +203,13 @@ def _fit_int(value: Any) -> int:
 
 
 def _fit_float(value: Any) -> float:
-    """YAML takes 1e-4 for text."""
+    """YAML takes 1e-4 for text, and 1e400 for infinity."""
     if isinstance(value, bool):
         raise Misfit(value, "float")
-    return value if isinstance(value, float) else _parse(value, float, "float")
+    fitted: float = value if isinstance(value, float) else _parse(value, float, "float")
+    if not math.isfinite(fitted):
+        raise Misfit(value, "a finite number")
+    return fitted
 
 
 def _parse(value: Any, kind: Callable[[Any], Any], words: str) -> Any:

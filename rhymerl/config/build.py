@@ -17,11 +17,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import OmegaConfBaseException
 
-from rhymerl.config.annotations import is_component
+from rhymerl.config.annotations import is_component, wants_component
 from rhymerl.config.files import PACKAGE, ConfigFile, locate, options, packaged_directory, read_chain
-from rhymerl.config.nodes import settle
+from rhymerl.config.nodes import origin, settle
 from rhymerl.config.overrides import Override, apply, parse
-from rhymerl.config.schema import check, expand
+from rhymerl.config.schema import check, expand, kinds_by_key
 from rhymerl.config.targets import did_you_mean, import_target, is_dotted_path
 from rhymerl.errors import ConfigError
 
@@ -37,11 +37,7 @@ def build(name_or_path: str | Path, overrides: Sequence[str]) -> DictConfig:
         config = _compose_file(chain, directory)
         for group, node in _group_nodes(chain, chosen, directory).items():
             config[group] = node
-        for override in sorted(values, key=_names_a_class, reverse=True):
-            if not _names_a_class(override):
-                expand(config)
-            apply(config, override)
-        expand(config)
+        _apply_all(config, values)
         settle(config)
     check(config, _root(chain))
     OmegaConf.set_struct(config, True)
@@ -62,9 +58,28 @@ def _split(overrides: Sequence[Override], chain: Sequence[ConfigFile]) -> tuple[
     return chosen, values
 
 
+def _apply_all(config: DictConfig, overrides: Sequence[Override]) -> None:
+    """What names a class comes before all others, which are then about the new class; these keep their order."""
+    named = [each for each in overrides if _names_a_class(each)]
+    for override in named:
+        apply(config, override)
+    expand(config)
+    others = [each for each in overrides if not _names_a_class(each)]
+    wanted = kinds_by_key(config) if others else {}
+    paths = [each for each in others if _is_class_path(each, wanted.get(origin(config, each.key), []))]
+    for override in [*paths, *(each for each in others if each not in paths)]:
+        apply(config, override)
+        expand(config)
+
+
 def _names_a_class(override: Override) -> bool:
-    """Such an override comes before all others, which are then about the new class."""
     return override.key.endswith("._target_") or is_component(override.value)
+
+
+def _is_class_path(override: Override, kinds: Sequence[Any]) -> bool:
+    value = override.value
+    is_path = isinstance(value, str) and is_dotted_path(value)
+    return is_path and any(wants_component(value, kind) for kind in kinds)
 
 
 def _root(chain: Sequence[ConfigFile]) -> DictConfig:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from rhymerl.config.targets import did_you_mean
 from rhymerl.errors import ConfigError
 
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -51,10 +51,19 @@ def locate(name_or_path: str | Path) -> Path:
         return path.resolve()
     if path.parent == Path() and (packaged_directory() / f"{path.name}.yaml").is_file():
         return packaged_directory() / f"{path.name}.yaml"
-    near = did_you_mean(str(name_or_path), packaged_names())
+    near = nearest_file(name_or_path)
     raise ConfigError(
-        f"--config {name_or_path}: expected the path of a .yaml file, or one of {', '.join(packaged_names())}{near}"
+        f"--config {name_or_path}: expected the path of a .yaml file, or one of {', '.join(packaged_names())}"
+        + (f"; did you mean {near}?" if near else "")
     )
+
+
+def nearest_file(name_or_path: str | Path) -> str | None:
+    """What `locate` would find under the nearest name: a packaged one, or that of a file in the same directory."""
+    path = Path(name_or_path).expanduser()
+    beside = [str(path.with_name(each.name)) for each in path.parent.glob("*.yaml")] if path.name else []
+    near = get_close_matches(str(path), [*packaged_names(), *beside], n=1)
+    return near[0] if near else None
 
 
 def read_chain(path: Path) -> list[ConfigFile]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from rhymerl.config.annotations import Misfit, fit, is_free_form
+from rhymerl.config.annotations import Misfit, fit, is_free_form, wants_component
 from rhymerl.config.components import plain
 from rhymerl.config.nodes import (
     child,
@@ -21,7 +21,7 @@ from rhymerl.config.nodes import (
     origin,
     value_at,
 )
-from rhymerl.config.targets import REQUIRED, Parameter, Signature, import_target, signature_of
+from rhymerl.config.targets import REQUIRED, Parameter, Signature, import_target, is_dotted_path, signature_of
 from rhymerl.errors import ConfigError
 
 _MISSING = "???"
@@ -35,12 +35,18 @@ def signature_at(key: str, node: DictConfig) -> Signature:
 
 
 def expand(config: DictConfig) -> None:
-    """Write the default of every argument into the nodes that leave it out."""
+    """Write the default of every argument into the nodes that leave it out.
+
+    A dotted class path where only a component fits (`trainer.logger=my_module.MyLogger`) becomes one.
+    """
     for key, node in components(config):
         for name, parameter in signature_at(key, node).parameters.items():
             default = _plain_default(parameter)
             if name not in entries(node) and default is not _NOTHING:
                 node[name] = default
+            value = child(node, name)._value() if name in entries(node) else None
+            if isinstance(value, str) and is_dotted_path(value) and wants_component(value, parameter.annotation):
+                node[name] = {"_target_": value}
 
 
 def _plain_default(parameter: Parameter) -> Any:
@@ -57,12 +63,12 @@ def check(config: DictConfig, root: DictConfig) -> None:
 
     `root` is the packaged config that this one builds on: the schema of everything that is not a component.
     """
-    annotations = _annotations(config)
-    closed = _closed(root, annotations)
+    kinds = kinds_by_key(config)
+    closed = _closed(root, kinds)
     _check_names(config, root, closed)
     _check_links(config)
-    for key, kinds in (_kinds_of_root(root, closed) | annotations).items():
-        for kind in kinds:
+    for key, each in (_kinds_of_root(root, closed) | kinds).items():
+        for kind in each:
             _check_type(config, key, kind)
 
 
@@ -82,7 +88,7 @@ def _check_links(config: DictConfig) -> None:
                 raise ConfigError(f"{join(key, name)}='${{{link}}}': {missing}")
 
 
-def _annotations(config: DictConfig) -> dict[str, list[Any]]:
+def kinds_by_key(config: DictConfig) -> dict[str, list[Any]]:
     """What the constructors expect, by the place where the value is written."""
     found: dict[str, list[Any]] = {}
     for key, node in components(config):
@@ -91,10 +97,10 @@ def _annotations(config: DictConfig) -> dict[str, list[Any]]:
     return found
 
 
-def _closed(root: DictConfig, annotations: dict[str, list[Any]]) -> list[str]:
+def _closed(root: DictConfig, kinds: dict[str, list[Any]]) -> list[str]:
     """The plain mappings whose keys are fixed: those of the root, but for free-form ones and what is in components."""
     inside = [key for key, _ in components(root)]
-    inside += [key for key, kinds in annotations.items() if any(map(is_free_form, kinds))]
+    inside += [key for key, each in kinds.items() if any(map(is_free_form, each))]
     return [
         key
         for key, node in containers(root)

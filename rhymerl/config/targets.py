@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import math
 import os
 import re
 import sys
@@ -15,6 +16,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from rhymerl.errors import ConfigError
+from rhymerl.types import MaybeInfinite
 
 REQUIRED: Any = inspect.Parameter.empty
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
@@ -48,7 +50,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def import_target(path: Any, *, setting: str) -> Callable[..., Any]:
-    """The class or function called `path`; modules in the current directory count.
+    """The class or function called `path`; modules in the current directory count, after all installed ones.
 
     Raises ConfigError naming `setting` when there is no such thing.
     """
@@ -59,7 +61,8 @@ def import_target(path: Any, *, setting: str) -> Callable[..., Any]:
     found, names = _import_module_part(path, setting)
     for name in names:
         if not hasattr(found, name):
-            raise ConfigError(f"{setting}={path!r}: {found.__name__} has no {name!r}{did_you_mean(name, dir(found))}")
+            near = did_you_mean(name, dir(found)) or _hidden_here(found)
+            raise ConfigError(f"{setting}={path!r}: {found.__name__} has no {name!r}{near}")
         found = getattr(found, name)
     if not callable(found):
         raise ConfigError(f"{setting}={path!r}: expected a class or a function, it is a {type(found).__name__}")
@@ -67,10 +70,23 @@ def import_target(path: Any, *, setting: str) -> Callable[..., Any]:
 
 
 def _look_in_current_directory() -> None:
-    """As `python -m` does; it stays, since processes that are spawned later import the same names."""
+    """Last of all, so that no file there stands in for an installed module, a `torch.py` for torch.
+
+    It stays, since processes that are spawned later import the same names.
+    """
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
+        sys.path.append(here)
+
+
+def _hidden_here(found: Any) -> str:
+    """What to say where the current directory has a module of that name too, which an installed one hides."""
+    file = getattr(found, "__file__", None)
+    name = getattr(found, "__name__", "").partition(".")[0]
+    is_here = any(os.path.exists(os.path.join(os.getcwd(), each)) for each in (f"{name}.py", f"{name}/__init__.py"))
+    if not file or not is_here or os.path.commonpath([os.getcwd(), os.path.abspath(file)]) == os.getcwd():
+        return ""
+    return f"; it is {file}, which hides yours of the same name: give yours another one"
 
 
 def _import_module_part(path: str, setting: str) -> tuple[ModuleType, list[str]]:
@@ -104,11 +120,17 @@ def signature_of(target: Callable[..., Any]) -> Signature:
     named = [p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     namespace = _namespace(target)
     return Signature(
-        parameters={
-            p.name: Parameter(annotation=_resolve(p.annotation, namespace), default=_default(target, p)) for p in named
-        },
+        parameters={p.name: _parameter(target, p, namespace) for p in named},
         is_open=any(p.kind is p.VAR_KEYWORD for p in found),
     )
+
+
+def _parameter(target: Callable[..., Any], found: inspect.Parameter, namespace: dict[str, Any]) -> Parameter:
+    """Where infinity is the default, it may be given."""
+    annotation, default = _resolve(found.annotation, namespace), _default(target, found)
+    if isinstance(default, float) and math.isinf(default):
+        annotation = typing.Annotated[annotation, *typing.get_args(MaybeInfinite)[1:]]
+    return Parameter(annotation=annotation, default=default)
 
 
 def _namespace(target: Callable[..., Any]) -> dict[str, Any]:
@@ -123,7 +145,8 @@ def _resolve(annotation: Any, namespace: dict[str, Any]) -> Any:
     if annotation is inspect.Parameter.empty:
         return Any
     try:
-        return typing.get_type_hints(SimpleNamespace(__annotations__={"it": annotation}), namespace)["it"]
+        holder = SimpleNamespace(__annotations__={"it": annotation})
+        return typing.get_type_hints(holder, namespace, include_extras=True)["it"]
     except (NameError, AttributeError, TypeError):  # names imported for type checkers only
         return Any
 

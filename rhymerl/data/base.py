@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from rhymerl.tasks.base import Row
@@ -15,6 +15,18 @@ class PlacedRow:
 
     place: str  # begins every error message about the row
     row: Row
+
+
+def columns_of(prompts: Collection[Prompt]) -> tuple[list[str], dict[str, str]]:
+    """The columns that all rows have, sorted; and of each that only some have, the place of the first row without it."""
+    every = sorted(set[str]().union(*(prompt.columns for prompt in prompts)))
+    lacking: dict[str, str] = {}
+    for prompt in prompts:
+        if len(prompt.columns) < len(every):
+            for name in every:
+                if name not in prompt.columns:
+                    lacking.setdefault(name, prompt.place)
+    return [name for name in every if name not in lacking], lacking
 
 
 class PromptBatch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,15 +11,18 @@ from typing import Any, Protocol, cast
 import lightning as L
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
-from rhymerl.data.base import PlacedRow
+from rhymerl.data.base import PlacedRow, columns_of
 from rhymerl.data.encoding import LengthLimits, PromptEncoder, encode_rows
 from rhymerl.data.loader import PromptLoader
 from rhymerl.data.sources import DataSource, Setting, read_rows
 from rhymerl.errors import ConfigError
 from rhymerl.evaluation import ONLY_SET
 from rhymerl.policy import Policy
+from rhymerl.ranks.first import is_first_rank
 from rhymerl.tasks.base import Task
+from rhymerl.types import Prompt
 
+_LOG = logging.getLogger(__name__)
 _VALIDATION_STEP = 1024  # prompts at a time: the more, the fuller the engine
 
 
@@ -97,6 +101,7 @@ class PromptDataModule(L.LightningDataModule):
             str, PromptLoader
         ] = {}  # by the name of the set; what Lightning numbers in this order
         self._prepared_for: _Module | None = None
+        self._encoder: PromptEncoder | None = None
         for name in ("prompts_per_step", "validation_prompts", "max_prompt_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -162,6 +167,7 @@ class PromptDataModule(L.LightningDataModule):
         in_validation: Mapping[str, LengthLimits] | None = None,
     ) -> None:
         """Read, encode and check; `in_validation` are the limits there, by the set's name, when they are others."""
+        self._encoder = encoder
         if with_train:
             prompts = encode_rows(self._rows("data.train", self.train), encoder, limits)
             self.train_loader = PromptLoader(
@@ -171,6 +177,19 @@ class PromptDataModule(L.LightningDataModule):
         for name in self.validation_names if self.has_validation or not with_train else ():
             prompts = encode_rows(self._validation_rows(name), encoder, (in_validation or {}).get(name, limits))
             self.validation_loaders[name] = PromptLoader(prompts, prompts_per_step=_VALIDATION_STEP, shuffle=False)
+
+    def warn(self) -> None:
+        """Say, on rank 0, what may surprise people in a training on this data, which has been prepared."""
+        if self._encoder is not None:
+            self._encoder.warn()
+        num_prompts = len(self.train_loader.prompts) if self.train_loader is not None else self.prompts_per_step
+        if num_prompts < self.prompts_per_step and is_first_rank():
+            _LOG.warning(
+                "data.prompts_per_step=%d: there are %d prompts to train on, so each step has %d",
+                self.prompts_per_step,
+                num_prompts,
+                num_prompts,
+            )
 
     def train_dataloader(self) -> PromptLoader:
         if self.train_loader is None:
@@ -210,9 +229,17 @@ class PromptDataModule(L.LightningDataModule):
     @property
     def columns(self) -> list[str]:
         """The columns that every prompt brings along for the reward, sorted; known after `setup`."""
+        return columns_of(self._prompts)[0]
+
+    @property
+    def gaps(self) -> dict[str, str]:
+        """The columns that only some prompts bring along, each with the place of the first row that does not."""
+        return columns_of(self._prompts)[1]
+
+    @property
+    def _prompts(self) -> list[Prompt]:
         loaders = (self.train_loader, *self.validation_loaders.values())
-        columns = [set(prompt.columns) for loader in loaders if loader for prompt in loader.prompts]
-        return sorted(set.intersection(*columns)) if columns else []
+        return [prompt for loader in loaders if loader for prompt in loader.prompts]
 
     def _validation_rows(self, name: str) -> list[PlacedRow]:
         if not isinstance(self.validation, Mapping):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -14,12 +15,14 @@ from transformers import PreTrainedTokenizerBase
 
 from rhymerl.data.base import PlacedRow
 from rhymerl.errors import ConfigError, DataError
+from rhymerl.ranks.first import is_first_rank
 from rhymerl.tasks.base import Row
 from rhymerl.types import Prompt
 
 if TYPE_CHECKING:
     from rhymerl.types import IntArray
 
+_LOG = logging.getLogger(__name__)
 _FIXED_TEMPLATE_ARGUMENTS = ("tokenize", "add_generation_prompt", "return_tensors", "return_dict")
 
 
@@ -72,6 +75,7 @@ class PromptEncoder:
             if name in self.chat_template_kwargs:
                 raise ConfigError(f"data.chat_template_kwargs.{name}: this argument is fixed; remove it")
         self.fingerprint = tokenizer_fingerprint(tokenizer, self.chat_template_kwargs)
+        self.plain_text_at: str | None = None  # place of the first prompt that goes past the tokenizer's chat template
         self._unknown_id = _unknown_id(tokenizer)
         # With fewer tokens than bytes some characters have no token at all, and would vanish without a word.
         self._knows: dict[str, bool] | None = {} if len(tokenizer) < 256 else None
@@ -91,7 +95,18 @@ class PromptEncoder:
             token_ids=token_ids,
             text=text,
             columns={name: value for name, value in placed.row.items() if name not in (self.prompt_column, "id")},
+            place=placed.place,
         )
+
+    def warn(self) -> None:
+        """Say, on rank 0, what may surprise people in the prompts that have been encoded."""
+        if self.plain_text_at is not None and is_first_rank():
+            _LOG.warning(
+                "%s: %r is plain text, which a model with a chat template gets as it is, without any sign of whose turn it is; write "
+                'it as [{"role": "user", "content": "..."}] unless the model is to go on with the text',
+                self.plain_text_at,
+                self.prompt_column,
+            )
 
     def _tokenize(self, placed: PlacedRow) -> tuple[str, IntArray]:
         prompt = placed.row.get(self.prompt_column)
@@ -103,6 +118,8 @@ class PromptEncoder:
         if not isinstance(prompt, str):
             text = self._render(prompt, placed.place)
             return text, self._token_ids(text, add_special_tokens=False)
+        if self.tokenizer.chat_template and self.plain_text_at is None:
+            self.plain_text_at = placed.place
         begins_itself = bool(self.tokenizer.bos_token) and prompt.startswith(str(self.tokenizer.bos_token))
         return prompt, self._token_ids(prompt, add_special_tokens=not begins_itself)
 
@@ -219,6 +236,11 @@ def _check_messages(messages: object, what: str) -> None:
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise DataError(f"{what}, message {number}: expected an object with the strings 'role' and 'content'")
+    if messages[-1]["role"] == "assistant":
+        raise DataError(
+            f"{what} ends with a turn of the assistant, which is the policy's to write; leave it out, and put what a reward "
+            "needs of it into a column such as 'answer'"
+        )
 
 
 def _describe(value: object) -> str:

@@ -54,4 +54,6 @@ class PromptSource:
         limits = LengthLimits(
             context_tokens=policy.context_tokens, max_tokens=max_tokens, max_prompt_tokens=self.max_prompt_tokens
         )
-        return encode_rows(read_rows(source, "data.prompts"), encoder, limits)
+        prompts = encode_rows(read_rows(source, "data.prompts"), encoder, limits)
+        encoder.warn()
+        return prompts

@@ -14,6 +14,7 @@ from typing import Any
 
 from rhymerl.data.base import PlacedRow
 from rhymerl.errors import ConfigError, DataError
+from rhymerl.hub import look_up
 from rhymerl.tasks.base import Row
 
 DataSource = str | Path | Sequence[Row]
@@ -28,8 +29,8 @@ def read_rows(source: DataSource, setting: Setting, *, only_first: int | None = 
     """Read every row of `source` (or the first `only_first`), each with its place for error messages.
 
     `source` is a path to a file (`.parquet`, else JSON lines, plain or `.gz`), a directory or hub name that
-    `datasets` reads, or the rows themselves. A hub name may name a config and a split, as in
-    `openai/gsm8k:main:test`; without one the split is `validation` for `data.validation` and its sets, else `train`.
+    `datasets` reads, or the rows themselves. A directory or hub name may name a config and a split, as in
+    `openai/gsm8k:main:test` or `DIR:test`; without one the split is `validation` for `data.validation` and its sets, else `train`.
     Raises DataError for what cannot be read, is empty or is not a table of rows, and ConfigError when it
     needs a package that is not installed.
     """
@@ -53,9 +54,11 @@ def _from_path(source: str | Path, setting: Setting) -> Iterator[PlacedRow]:
     if path.is_dir():
         return _from_objects(_load_data_set(str(path), setting), place)
     if not path.exists():
-        if isinstance(source, Path) or _LOOKS_LIKE_A_FILE.search(source):
+        name = str(source).partition(":")[0]
+        is_directory = bool(name) and Path(name).expanduser().is_dir()
+        if not is_directory and (isinstance(source, Path) or _LOOKS_LIKE_A_FILE.search(source)):
             raise DataError(f"{place}: no such file; expected a .jsonl, .jsonl.gz or .parquet file")
-        return _from_objects(_load_data_set(source, setting), place)
+        return _from_objects(_load_data_set(str(source), setting), place)
     return _from_objects(_read_parquet(path, place), place) if path.suffix == ".parquet" else _read_jsonl(path, place)
 
 
@@ -110,32 +113,46 @@ def _read_parquet(path: Path, place: str) -> list[Any]:
 def _load_data_set(source: str, setting: Setting) -> Iterable[Any]:
     """One split of a saved data set (directory) or of one on the hub."""
     place = f"{setting}={source!r}"
-    directory = Path(source)
-    name, config, split = _parse_hub_name(source, setting) if not directory.is_dir() else (source, None, None)
+    name, config, split = _parse_name(source, setting)
+    directory = Path(name).expanduser()
     datasets = _import_extra("datasets", place)
-    saved = (directory / "dataset_dict.json").is_file() or (directory / "state.json").is_file()
+    if not directory.is_dir():
+        look_up(name, setting, kind="dataset")
+    is_saved = (directory / "dataset_dict.json").is_file() or (directory / "state.json").is_file()
+    if is_saved and config is not None:
+        raise ConfigError(f"{place}: a saved data set has no configs; expected '{name}:{split}'")
+    name = str(directory) if directory.is_dir() else name
     load: Callable[[], Any] = (
-        (lambda: datasets.load_from_disk(name)) if saved else (lambda: datasets.load_dataset(name, config))
+        (lambda: datasets.load_from_disk(name)) if is_saved else (lambda: datasets.load_dataset(name, config))
     )
     try:
         data_set = load()
-    except (OSError, ValueError) as error:  # includes a name that the hub does not know
+    except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise DataError(f"{place}: neither a file nor a data set that `datasets` can load: {reason}") from error
+    return _split_of(data_set, split, setting, place=place)
+
+
+def _split_of(data_set: Any, split: str | None, setting: Setting, *, place: str) -> Iterable[Any]:
     if not isinstance(data_set, Mapping):
+        if split is not None:
+            raise DataError(f"{place}: the data set was saved without splits; leave ':{split}' out")
         return data_set  # type: ignore[no-any-return]
     wanted = split or ("validation" if setting.startswith("data.validation") else "train")
     if wanted not in data_set:
         raise DataError(
             f"{place}: the data set has no split {wanted!r}; it has {', '.join(map(repr, data_set))} "
-            "(name one on the hub as in 'owner/name:config:split')"
+            "(name one as in 'DIR:split', 'owner/name:split' or 'owner/name:config:split')"
         )
     return data_set[wanted]  # type: ignore[no-any-return]
 
 
-def _parse_hub_name(source: str, setting: str) -> tuple[str, str | None, str | None]:
+def _parse_name(source: str, setting: str) -> tuple[str, str | None, str | None]:
+    """Name, config and split; a directory may have colons in its own name."""
+    if Path(source).is_dir():
+        return source, None, None
     name, *rest = source.split(":")
-    if len(rest) > 2:
+    if not name or len(rest) > 2:
         raise ConfigError(
             f"{setting}={source!r}: expected 'owner/name', 'owner/name:split' or 'owner/name:config:split'"
         )

@@ -21,6 +21,8 @@ def tidied(drafts: DraftBatch, num_requests: int) -> DraftBatch:
 
     Raises ValueError when the arrays do not fit together, so that nobody's draft can be told.
     """
+    if not isinstance(drafts, DraftBatch):
+        raise ValueError(f"a {type(drafts).__name__}; expected a DraftBatch")
     tokens, parents, scores, sources, starts = (
         np.asarray(each) for each in (drafts.token_ids, drafts.parents, drafts.scores, drafts.sources, drafts.starts)
     )

@@ -16,7 +16,7 @@ from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.history.entries import Name
 from rhymerl.history.index import REACH
 from rhymerl.history.sealed import SealedAnswers, SealedHistory
-from rhymerl.types import Completion, Draft, DraftBatch, RolloutRequest
+from rhymerl.types import Completion, Draft, DraftBatch, MaybeInfinite, RolloutRequest
 
 if TYPE_CHECKING:
     from rhymerl.history.records import HistoryDelta
@@ -51,7 +51,7 @@ class HistoryTreeDrafter(Drafter):
         max_matches: int = 64,
         max_branches: int | None = None,
         priority: Literal["probability", "reward"] = "probability",
-        length_weight: float = 5.0,
+        length_weight: MaybeInfinite = 5.0,
         recency: float = 0.8,
         advantage_tilt: float = 0.0,
         escape: float = 0.1,

@@ -89,9 +89,14 @@ class RunAheadDrafter(Drafter):
 
 def listens(drafter: Drafter, hook: str) -> bool:
     """Whether the drafter does anything at that hook, which one that wraps another only passes on."""
+    return getattr(type(innermost(drafter)), hook) is not getattr(Drafter, hook)
+
+
+def innermost(drafter: Drafter) -> Drafter:
+    """The one that others wrap."""
     while isinstance(drafter, RunAheadDrafter):
         drafter = drafter.inner
-    return getattr(type(drafter), hook) is not getattr(Drafter, hook)
+    return drafter
 
 
 @dataclass(slots=True)

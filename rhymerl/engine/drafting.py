@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -14,25 +15,30 @@ from rhymerl.compiled import compiled
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.batches import kept
 from rhymerl.drafters.none import NoDrafter
-from rhymerl.drafters.run_ahead import listens
+from rhymerl.drafters.run_ahead import innermost, listens
 from rhymerl.engine.layout import PassLayout
 from rhymerl.engine.ragged import IndexArray
 from rhymerl.engine.rows import Rows
 from rhymerl.engine.totals import NUM_DEPTHS, EngineTotals
 from rhymerl.engine.tree import depths, no_drafts, sound
 from rhymerl.engine.verify import Walk
-from rhymerl.types import Completion, DraftBatch, DraftSource, RolloutRequest
+from rhymerl.errors import HookError
+from rhymerl.hooks import Hooks, place_of
+from rhymerl.types import Completion, DraftBatch, DraftSource, RolloutRequest, Sample
 
 if TYPE_CHECKING:
+    from rhymerl.history.records import HistoryDelta
     from rhymerl.types import BoolArray, IntArray
 
+_LOG = logging.getLogger(__name__)
 _RUN_AHEAD, _HISTORY = int(DraftSource.RUN_AHEAD), int(DraftSource.HISTORY)
 
 
 class Drafting:
     """The drafts of an engine's passes. Without a drafter, or with a budget of nothing, every pass is without drafts.
 
-    With `checks` a malformed draft raises ValueError; otherwise it is left out and counted.
+    With `checks` a malformed draft raises HookError; otherwise it is left out, counted, and told about once. What drafter or budget
+    raise becomes a HookError, too.
     """
 
     def __init__(
@@ -46,22 +52,29 @@ class Drafting:
         self._vocabulary = vocabulary
         self._checks = checks
         self._requests: list[RolloutRequest] = []  # of the rows that emit in the pass under way
-        self._pauses = Pauses(budget)
+        self._pauses = Pauses(self._skips)
         self._is_skipped = True  # the drafter is left alone in it
         self._nothing = no_drafts(0)
+        own = innermost(drafter)
+        self._in_drafter, self._in_budget = Hooks("drafter", own), Hooks("budget", budget)
+        self._has_complained = False
         self._hears_tokens = self.max_nodes > 0 and listens(drafter, "accept")
         self._hears_outcomes = type(budget).learn is not Budget.learn
 
     def start(self, request: RolloutRequest) -> None:
         """A request enters for the first time."""
         self._pauses.end()
-        self.drafter.start(request)
-        self.budget.admit(request)
+        with self._in_drafter:
+            self.drafter.start(request)
+        with self._in_budget:
+            self.budget.admit(request)
 
     def finish(self, completion: Completion) -> None:
         """A request that was started leaves for good."""
-        self.drafter.finish(completion)
-        self.budget.finish(completion.request)
+        with self._in_drafter:
+            self.drafter.finish(completion)
+        with self._in_budget:
+            self.budget.finish(completion.request)
 
     # -- before the pass -------------------------------------------------------------------------------------
 
@@ -82,6 +95,10 @@ class Drafting:
         self._totals.draft_s += time.perf_counter() - started
         return drafts
 
+    def _skips(self, num_requests: int, num_passes: int) -> int:
+        with self._in_budget:
+            return self.budget.skips(num_requests, num_passes)
+
     def _no_drafts(self, num_rows: int) -> DraftBatch:
         if len(self._nothing) != num_rows:
             self._nothing = no_drafts(num_rows)
@@ -89,26 +106,35 @@ class Drafting:
 
     def _limits(self, row: IndexArray, spare: int) -> IntArray:
         """How many nodes each row may have, [E]."""
-        rows, limits = self._rows, np.array(self.budget.limits(self._requests), np.int32)
+        with self._in_budget:
+            rows, limits = self._rows, np.array(self.budget.limits(self._requests), np.int32)
         _fit(limits, row, rows.length, rows.limit, rows.context, self.max_nodes, spare)
         return limits
 
     def _asked(self, row: IndexArray, limits: IntArray, requests: Sequence[RolloutRequest]) -> DraftBatch:
         """The drafts of the asking rows, checked, and cut to what can be emitted and what the budget takes."""
         rows = self._rows
-        drafts = self.drafter.propose_batch(requests, rows.contexts_of(row), limits.tolist())
+        with self._in_drafter:
+            drafts = self.drafter.propose_batch(requests, rows.contexts_of(row), limits.tolist())
         drafts = sound(drafts, requests, limits=limits, vocabulary=self._vocabulary, complain=self._complain)
         self._totals.asks += len(row)
         self._totals.hits += int(np.count_nonzero(drafts.counts))
         deepest = rows.limit[row] - rows.length[row] - 1  # the last token that fits is drawn at a node
         if (limits > deepest).any():
             drafts = kept(drafts, depths(drafts) <= deepest[drafts.requests])
-        return kept(drafts, self.budget.trim(requests, drafts))
+        with self._in_budget:
+            mask = self.budget.trim(requests, drafts)
+        return kept(drafts, mask)
 
     def _complain(self, proposed: str, num_requests: int) -> None:
+        own = self._in_drafter.component
+        told = f"{type(own).__name__} proposed {proposed} ({place_of(own, 'propose')})"
         if self._checks:
-            raise ValueError(f"{type(self.drafter).__name__} proposed {proposed}")
+            raise HookError(told)
         self._totals.bad_drafts += num_requests
+        if not self._has_complained:
+            self._has_complained = True
+            _LOG.warning("%s: such drafts are left out, and from now on only counted, as spec/bad_drafts", told)
 
     # -- after the pass --------------------------------------------------------------------------------------
 
@@ -119,12 +145,29 @@ class Drafting:
         if self._hears_tokens:
             ends = np.cumsum(steps.num_emitted)
             starts, ends = (ends - steps.num_emitted).tolist(), ends.tolist()
-            for request, start, end, accepted in zip(
-                self._requests, starts, ends, steps.num_accepted.tolist(), strict=True
-            ):
-                self.drafter.accept(request, steps.token[start:end], accepted)
+            with self._in_drafter:
+                for request, start, end, accepted in zip(
+                    self._requests, starts, ends, steps.num_accepted.tolist(), strict=True
+                ):
+                    self.drafter.accept(request, steps.token[start:end], accepted)
         if self._hears_outcomes and not self._is_skipped:
-            self.budget.learn(_outcome(self._requests, layout, steps, seconds))
+            with self._in_budget:
+                self.budget.learn(_outcome(self._requests, layout, steps, seconds))
+
+    # -- between steps ---------------------------------------------------------------------------------------
+
+    def learn(self, samples: Sequence[Sample]) -> None:
+        """The drafter's hook of that name, like the two that follow."""
+        with self._in_drafter:
+            self.drafter.learn(samples)
+
+    def follow(self, delta: HistoryDelta) -> None:
+        with self._in_drafter:
+            self.drafter.follow(delta)
+
+    def close(self) -> None:
+        with self._in_drafter:
+            self.drafter.close()
 
     def _count(self, layout: PassLayout, steps: Walk) -> None:
         totals, drafts = self._totals, layout.drafts

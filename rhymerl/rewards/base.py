@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from rhymerl.errors import ConfigError
+from rhymerl.errors import ConfigError, DataError
 from rhymerl.rewards.arguments import is_number
 from rhymerl.rewards.hooks import Extract, opens_of
 from rhymerl.rewards.resolve import Found, find, find_home, nearest
@@ -146,9 +146,13 @@ class Reward:
     def _find(self) -> Found | None:
         home = find(self.function, setting=self.setting) if isinstance(self.function, str) else find_home(self.function)
         if self.where == "pool" and (home is None or home.module == "__main__"):
+            by_name = isinstance(self.function, str)
+            instead = (
+                f"set rewards.{self.name}.where='main'" if by_name else "pass it as a rhymerl.Reward with where='main'"
+            )
             raise ConfigError(
                 f"{self.setting}: a worker process cannot import it by name (it is a closure, a lambda or "
-                f"defined in the main script); move it into a module or set rewards.{self.name}.where='main'"
+                f"defined in the main script); move it into a module or {instead}"
             )
         return home
 
@@ -159,18 +163,23 @@ class Reward:
                 raise ConfigError(f"rewards.{self.name}.arguments.{name}: the function has no such parameter{hint}")
 
 
-def check_reward(reward: Reward, columns: Iterable[str]) -> None:
-    """Raises ConfigError for what cannot work: whatever the function itself checks, and columns that are not there."""
+def check_reward(reward: Reward, columns: Iterable[str], *, gaps: Mapping[str, str] | None = None) -> None:
+    """Raises ConfigError for what the function itself checks; else see `check_columns`."""
     check = getattr(reward.call, "check", None)
     if check is not None:
         check(reward)
-    check_columns(reward, columns)
+    check_columns(reward, columns, gaps=gaps)
 
 
-def check_columns(reward: Reward, columns: Iterable[str]) -> None:
-    """Raises ConfigError when the data set's `columns` lack one that the function requires."""
+def check_columns(reward: Reward, columns: Iterable[str], *, gaps: Mapping[str, str] | None = None) -> None:
+    """Raises ConfigError when no row has a column that the function requires, DataError when some have it.
+
+    `columns` are those of every row; `gaps` are those of some, each with the place of the first row that lacks it.
+    """
     known = list(columns)
     for name in reward.required_columns:
+        if gaps and name in gaps:
+            raise DataError(f"{gaps[name]}: no column {name!r}, as other rows have it; {reward.setting} needs it")
         if name not in known:
             raise ConfigError(
                 f"{reward.setting}: it needs a column {name!r}, and the data set has "

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rhymerl.errors import HookError
+from rhymerl.hooks import Hooks, place_of
 from rhymerl.rollout.plans import SharedPlan, make_plan
 from rhymerl.schedulers.base import Progress, Scheduler, check_moves
 from rhymerl.types import RolloutRequest
@@ -101,11 +103,15 @@ class Conductor:
         return Orders(moves=moves, plan=plan)
 
     def _rebalance(self) -> dict[int, int]:
-        """Ask what moves, and note it. Raises ValueError, naming the scheduler, for a move that cannot be."""
+        """Ask what moves, and note it. Raises HookError, naming the scheduler, for a move that cannot be."""
         self._asked_at = self._clock()
         progress = self._progress()
-        moves = self._scheduler.rebalance(progress)
-        check_moves(moves, progress, scheduler=type(self._scheduler).__name__)
+        with Hooks("scheduler", self._scheduler):
+            moves = self._scheduler.rebalance(progress)
+        try:
+            check_moves(moves, progress, scheduler=type(self._scheduler).__name__)
+        except ValueError as error:
+            raise HookError(f"{error} ({place_of(self._scheduler, 'rebalance')})") from error
         number = {self._requests[place].id: place for left in self._left for place in left}
         goals = {number[move.request_id]: move.worker for move in moves}
         goals = {place: worker for place, worker in goals.items() if worker != self._worker[place]}

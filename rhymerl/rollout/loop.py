@@ -14,6 +14,7 @@ from rhymerl.backends.base import RolloutBackend
 from rhymerl.errors import BackendError, ConfigError, RunError
 from rhymerl.history import HistoryStore
 from rhymerl.history.answers import answers_of
+from rhymerl.hooks import Hooks
 from rhymerl.ranks import Alone, Ranks
 from rhymerl.rewards import RewardScorer
 from rhymerl.rollout.ahead import Ahead, Drawn, fingerprint, united
@@ -286,8 +287,9 @@ class RolloutLoop:
         if split == "train":
             self.backend.learn(samples)
             if self.ranks.rank == 0:
-                self.scheduler.learn(samples)
-                metrics |= self.scheduler.metrics()
+                with Hooks("scheduler", self.scheduler):
+                    self.scheduler.learn(samples)
+                    metrics |= self.scheduler.metrics()
         for prompt, answers in answers_of(samples, epoch):
             # A prompt may have been in another step of the epoch, in the place of another.
             known = sum(answer.epoch == epoch for answer in self.history.answers(prompt, split))

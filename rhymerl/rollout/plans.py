@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rhymerl.errors import ConfigError
+from rhymerl.errors import ConfigError, HookError
+from rhymerl.hooks import Hooks, place_of
 from rhymerl.schedulers.base import Plan, Scheduler, check_plan, plan_hash
 from rhymerl.types import RolloutRequest
 
@@ -21,9 +22,13 @@ class SharedPlan:
 def make_plan(
     scheduler: Scheduler, requests: Sequence[RolloutRequest], *, num_workers: int, step: int | str
 ) -> SharedPlan:
-    """Ask the scheduler, on rank 0. Raises ValueError, naming scheduler and request, for a plan that is no partition."""
-    plan = scheduler.plan(requests, num_workers, step if isinstance(step, int) else 0)
-    check_plan(plan, requests, num_workers=num_workers, scheduler=type(scheduler).__name__)
+    """Ask the scheduler, on rank 0. Raises HookError, naming scheduler and request, for a plan that is no partition."""
+    with Hooks("scheduler", scheduler):
+        plan = scheduler.plan(requests, num_workers, step if isinstance(step, int) else 0)
+    try:
+        check_plan(plan, requests, num_workers=num_workers, scheduler=type(scheduler).__name__)
+    except ValueError as error:
+        raise HookError(f"{error} ({place_of(scheduler, 'plan')})") from error
     place = {request.id: number for number, request in enumerate(requests)}
     queues = [[place[request.id] for request in queue] for queue in plan]
     return SharedPlan(queues=queues, digest=plan_hash(plan))

@@ -83,6 +83,16 @@ def check_plan(
     plan: Sequence[Sequence[RolloutRequest]], requests: Sequence[RolloutRequest], *, num_workers: int, scheduler: str
 ) -> None:
     """Raise ValueError when `plan` drops, doubles or invents a request or has the wrong number of queues."""
+    if not _is_list(plan) or not all(map(_is_list, plan)):
+        raise ValueError(
+            f"{scheduler}.plan returned {plan!r:.80}: expected a list with a list of requests for each worker"
+        )
+    given: list[object] = [each for queue in plan for each in queue]
+    strange = [each for each in given if not isinstance(each, RolloutRequest)]
+    if strange:
+        raise ValueError(
+            f"{scheduler}.plan returned a queue with {strange[0]!r:.80} in it: expected the requests it was given"
+        )
     if len(plan) != num_workers:
         raise ValueError(f"{scheduler}.plan returned {len(plan)} queues for {num_workers} workers")
     planned = Counter(request.id for queue in plan for request in queue)
@@ -98,6 +108,8 @@ def check_plan(
 
 def check_moves(moves: Sequence[Move], progress: Progress, *, scheduler: str) -> None:
     """Raise ValueError for a move of a request that is not under way, a second one of it, or one to nowhere."""
+    if not _is_list(moves) or not all(isinstance(move, Move) for move in moves):
+        raise ValueError(f"{scheduler}.rebalance returned {moves!r:.80}: expected a list of Move")
     known = {request.id for request in progress.requests}
     moved: set[str] = set()
     for move in moves:
@@ -111,6 +123,10 @@ def check_moves(moves: Sequence[Move], progress: Progress, *, scheduler: str) ->
                 f"{len(progress.planned) - 1}"
             )
         moved.add(move.request_id)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def plan_hash(plan: Sequence[Sequence[RolloutRequest]]) -> str:

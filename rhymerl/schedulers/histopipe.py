@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal
@@ -54,8 +55,8 @@ class HistoPipeScheduler(PredictingScheduler):
             raise ValueError(f"max_workers={max_workers}: expected at least 1")
         if not 0 <= alpha <= 1:
             raise ValueError(f"alpha={alpha}: expected 0 to 1")
-        if beta < 1:
-            raise ValueError(f"beta={beta}: expected at least 1")
+        if not 1 <= beta < math.inf:
+            raise ValueError(f"beta={beta}: expected at least 1, and finite")
         self.tier = tier
         self.groups_per_worker = groups_per_worker
         self.max_workers = max_workers

@@ -116,7 +116,7 @@ def passes(
     seconds: Callable[[int, int], float] = lambda nodes, asked: 1.0,
 ) -> list[tuple[int, int]]:
     """So many passes as the engine makes them; requests asked for and nodes verified in each."""
-    requests, found, pauses = make_requests(rows), [], Pauses(budget)
+    requests, found, pauses = make_requests(rows), [], Pauses(budget.skips)
     for _ in range(number):
         if pauses.take(rows):
             found.append((0, 0))

@@ -9,6 +9,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,14 @@ def test_print_config(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["fit", "--config", "qickstart"], "did you mean quickstart?"),
         (["evaluate", "--config", "nothing.yaml"], "error: --config nothing.yaml: expected the path of a .yaml file"),
         (["fit", "quickstart"], "'quickstart': expected an option of rhymerl fit, or an override key=value"),
+        (["fit", "quickstart"], "; did you mean --config quickstart?"),
+        (["fit", "quikstart"], "; did you mean --config quickstart?"),
+        (["evaluate", "quickstart"], "(it has no config.yaml); did you mean --config quickstart?"),
         (["fit", "--confg", "quickstart"], "'--confg': expected an option of rhymerl fit"),
+        (["fit", "--confg", "quickstart"], "; did you mean --config?"),
+        (["fit", "--config=quickstart", "--trainer.max_steps=3"], "; did you mean trainer.max_steps=3?"),
+        (["fit", "--config=quickstart", "--trainer.max_steps", "3"], "; did you mean trainer.max_steps=3?"),
+        (["fit", "--config=quickstart", "-seed=3"], "; did you mean seed=3?"),
         (["fti"], "invalid choice: 'fti'"),
         (["export", "run"], "the following arguments are required: OUT"),
         (["export", "run", "out", "seed=1"], "error: rhymerl export takes RUN and OUT only, not 'seed=1'"),
@@ -101,6 +109,21 @@ def test_bad_usage_is_one_line_and_exit_code_2(
         code = int(str(error.code))
     assert code == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_files_nearby_are_hinted_at(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(config.parent)
+    (config.parent / "run").mkdir()
+    (config.parent / "run" / "config.yaml").write_text(CONFIG)
+    for words, near in (
+        (["fit", "mine.yaml"], "--config mine.yaml?"),
+        (["fit", "--config", "mime.yaml"], "mine.yaml?"),
+        (["fit", "--config", str(config.with_name("mime.yaml"))], f"{config}?"),
+        (["fit", "run"], "rhymerl resume run?"),
+    ):
+        with suppress(SystemExit):  # argparse's way
+            main(words)
+        assert capsys.readouterr().err.endswith(f"; did you mean {near}\n")
 
 
 def test_unknown_settings_are_bad_usage(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,6 +158,30 @@ def test_ctrl_c(signals: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fail"], commands=[command]) == 130
     assert ("interrupted" in capsys.readouterr().err) == (signals == 2)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+class Import(Command):
+    """be interrupted in a library that takes it for something else"""
+
+    name = "import"
+
+    def run(self, arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> None:
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        raise RecursionError("maximum recursion depth exceeded")
+
+
+def test_ctrl_c_while_libraries_are_imported_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """They are then imported by half, and fail in ways of their own."""
+    assert main(["import"], commands=[Import()]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert main(["import", "--debug"], commands=[Import()]) == 130
+    assert "RecursionError" in capsys.readouterr().err
+
+
+def test_an_error_in_the_step_after_ctrl_c_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fail"], commands=[Fail(RunError("no space left"), signals=1)]) == 130
+    assert capsys.readouterr().err.endswith("error: no space left\n")
 
 
 @pytest.mark.parametrize("released", [False, True])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,40 @@ def test_a_class_of_the_current_directory_replaces_a_group(overrides: list[str])
     assert resolved(config)["drafter"] == resolved(config)["job"]["drafter"] == expected
     job = instantiate(config.job)
     assert (type(job.drafter).__name__, job.drafter.depth) == ("MyDrafter", 3)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["outer.inner=my_module.MyDrafter", "outer.inner.depth=3"],
+        ["outer.inner.depth=3", "outer.inner=my_module.MyDrafter"],
+        ["outer.inner={_target_: my_module.MyDrafter, depth: 3}"],
+    ],
+)
+def test_a_class_path_stands_for_its_component(overrides: list[str], here: Path) -> None:
+    (here / "nested.yaml").write_text("outer: {_target_: my_module.MyDrafter}\n")
+    expected = {"_target_": "my_module.MyDrafter", "depth": 3, "max_nodes": 8, "inner": None}
+    config = compose("nested.yaml", overrides)
+    assert resolved(config)["outer"]["inner"] == expected
+    assert instantiate(config.outer).inner.depth == 3
+    (here / "again.yaml").write_text("defaults: [nested, _self_]\nouter: {inner: my_module.MyDrafter}\n")
+    assert resolved(compose("again.yaml", ["outer.inner.depth=3"]))["outer"]["inner"] == expected
+
+
+def test_overrides_of_one_setting_keep_their_order() -> None:
+    words = ["rewards={old: my_module.run}", "rewards=null", "rewards.mine=my_module.run"]
+    assert main(*words)["rewards"] == {"mine": "my_module.run"}
+
+
+def test_a_class_path_that_does_not_fit() -> None:
+    with pytest.raises(
+        ConfigError, match=r"job.record='my_module.MyDrafter': expected a Record, which MyDrafter is not"
+    ):
+        main("job.record=my_module.MyDrafter")
+    with pytest.raises(ConfigError, match="job.record._target_='my_module.Recrod': my_module has no 'Recrod'; did you"):
+        main("job.record=my_module.Recrod")
+    with pytest.raises(ConfigError, match="job.record='none': expected"):
+        main("job.record=none")
 
 
 def test_a_group_replaces_the_whole_node(here: Path) -> None:
@@ -260,3 +295,21 @@ def test_no_global_state_is_left() -> None:
     assert (dict(Singleton._instances), BaseContainer._resolvers) == (instances, resolvers)
     assert not GlobalHydra.instance().is_initialized()
     assert sys.path.count(str(Path.cwd())) == 1
+
+
+def test_no_file_of_the_current_directory_stands_in_for_an_installed_module(here: Path) -> None:
+    """From outside, without what this process has imported already; -P leaves the current directory to rhymerl."""
+    for name in ("torch", "lightning", "transformers"):
+        (here / f"{name}.py").write_text("open('ran', 'w').close()\n")
+    words = ["fit", "--config", "quickstart", "drafter=my_module.MyDrafter", "--print-config"]
+    command = [sys.executable, "-P", "-m", "rhymerl", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "my_module.MyDrafter" in done.stdout
+    assert not (here / "ran").exists()
+
+
+def test_a_module_of_the_current_directory_that_an_installed_one_hides_is_named(here: Path) -> None:
+    (here / "colorsys.py").write_text("class Mine: ...")
+    with pytest.raises(ConfigError, match=r"colorsys has no 'Mine'; it is .*, which hides yours of the same name"):
+        main("drafter=colorsys.Mine")

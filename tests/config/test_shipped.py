@@ -63,6 +63,12 @@ def test_what_the_paper_says() -> None:
     assert budget.items() >= {"start": 2, "increase": 2}.items()
 
 
+def test_a_logger_of_ones_choice() -> None:
+    words = ["trainer.logger=lightning.pytorch.loggers.CSVLogger", "trainer.logger.save_dir=logs"]
+    logger = compose("quickstart", words).trainer.logger
+    assert (logger._target_, logger.save_dir) == ("lightning.pytorch.loggers.CSVLogger", "logs")
+
+
 def test_a_trainer_flag_reaches_the_trainer() -> None:
     config = compose(
         "base", ["trainer.max_steps=7", "trainer.devices=1", "trainer.logger=false", "trainer.accelerator=cpu"]

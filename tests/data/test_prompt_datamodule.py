@@ -321,11 +321,27 @@ def test_a_task_fills_in_what_is_not_given(policy: Policy) -> None:
     assert [p.text for p in mixed.val_dataloader().prompts] == [r["prompt"] for r in task.rows("validation")]
 
 
+def test_a_step_that_wants_more_prompts_than_there_are_is_said(
+    policy: Policy, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepare(PromptDataModule(ROWS, prompts_per_step=len(ROWS)), policy).warn()
+    assert caplog.messages == []
+    prepare(PromptDataModule(ROWS, prompts_per_step=8), policy).warn()
+    assert caplog.messages == ["data.prompts_per_step=8: there are 7 prompts to train on, so each step has 7"]
+
+
 def test_columns_are_those_of_every_prompt(policy: Policy) -> None:
     rows = [{"prompt": "1", "answer": "1", "id": "a", "x": 2}, {"prompt": "2", "x": 1, "answer": "2"}, *ROWS]
     assert prepare(PromptDataModule(rows[:2]), policy).columns == ["answer", "x"]
     assert prepare(PromptDataModule(rows), policy).columns == []
     assert PromptDataModule(rows).columns == []
+
+
+def test_a_column_that_some_rows_lack_has_the_place_of_the_first(policy: Policy) -> None:
+    rows = [{"prompt": "1", "answer": "1", "x": 2}, {"prompt": "2", "x": 1}, {"prompt": "3", "x": 1}]
+    module = prepare(PromptDataModule(rows, [{"prompt": "1", "answer": "1"}]), policy)
+    assert (module.columns, module.gaps) == ([], {"answer": "data.train, row 2", "x": "data.validation, row 1"})
+    assert prepare(PromptDataModule(rows[:1]), policy).gaps == {}
 
 
 def test_validating_without_data_is_refused(policy: Policy, tmp_path: Path) -> None:

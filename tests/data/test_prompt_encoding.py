@@ -85,6 +85,10 @@ def test_fixed_template_arguments_are_refused(make_bpe: MakeBpe, name: str) -> N
         ({"prompt": []}, "'prompt' is an empty list"),
         ({"prompt": ["hi"]}, "message 1: expected an object"),
         ({"prompt": [*CHAT, {"role": "user"}]}, "message 2: expected an object"),
+        (
+            {"prompt": [*CHAT, {"role": "assistant", "content": "2"}]},
+            "'prompt' ends with a turn of the assistant, which is the policy's to write; leave it out",
+        ),
         ({"prompt": [{"role": "robot", "content": ""}]}, "chat template refuses these messages: no robots"),
     ],
 )
@@ -93,6 +97,23 @@ def test_names_what_is_wrong_with_a_prompt(make_bpe: MakeBpe, row: dict[str, Any
         encode(make_bpe(), row)
     assert str(caught.value).startswith("row 1: ")
     assert "\n" not in str(caught.value)
+
+
+def test_plain_text_for_a_chat_model_is_said_once(
+    make_bpe: MakeBpe, characters: PreTrainedTokenizerBase, place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    for tokenizer, rows, count in (
+        (make_bpe(), [{"prompt": CHAT}, {"prompt": "2"}, {"prompt": "3"}], 1),
+        (make_bpe(), [{"prompt": CHAT}], 0),
+        (make_bpe(template=None), [{"prompt": "2"}], 0),
+        (characters, [{"prompt": "2"}], 0),
+    ):
+        caplog.clear()
+        encoder = PromptEncoder(tokenizer)
+        for placed in place(rows):
+            encoder.encode(placed, prompt_id="1")
+        encoder.warn()
+        assert [record.getMessage()[:33] for record in caplog.records] == ["rows, row 2: 'prompt' is plain te"] * count
 
 
 def test_chat_needs_a_template(characters: PreTrainedTokenizerBase) -> None:

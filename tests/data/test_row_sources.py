@@ -116,6 +116,8 @@ def test_refuses_what_is_not_rows(source: Any, message: str) -> None:
 def test_refuses_a_hub_name_with_too_many_parts() -> None:
     with pytest.raises(UsageError, match="owner/name:config:split"):
         rows_of("owner/name:a:b:c")
+    with pytest.raises(UsageError, match="owner/name:config:split"):
+        rows_of(":train")
 
 
 @pytest.mark.parametrize(("source", "package"), [("owner/name", "datasets"), ("a.parquet", "pyarrow")])
@@ -156,6 +158,32 @@ def test_reads_a_saved_data_set(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "one") == rows_of(tmp_path / "splits") == ROWS
     with pytest.raises(DataError, match="no split 'validation'; it has 'train', 'test'"):
         read_rows(tmp_path / "splits", "data.validation")
+
+
+def test_reads_a_split_of_a_saved_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    table, rest = datasets.Dataset.from_list(ROWS), datasets.Dataset.from_list(ROWS[1:])
+    table.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": table, "test": rest}).save_to_disk(tmp_path / "splits")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for source in (f"{tmp_path}/splits:test", "./splits:test", "splits:test", "~/splits:test", Path("splits:test")):
+        assert rows_of(source) == ROWS[1:]
+        assert read_rows(source, "data.validation")[0].row == ROWS[1]
+    for source, message in (
+        ("./splits:tset", "no split 'tset'; it has 'train', 'test'"),
+        ("./one:test", "saved without splits; leave ':test' out"),
+        ("./splits:main:test", r"a saved data set has no configs; expected './splits:test'"),
+        ("./nothing:test", "no such file"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            rows_of(source)
+
+
+def test_reads_a_directory_whose_name_has_a_colon(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "a:b")
+    assert rows_of(tmp_path / "a:b") == ROWS
 
 
 def test_names_a_directory_that_is_no_data_set(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ def place(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> P
     (tmp_path / "broken.jsonl").write_text(json.dumps(GOOD) + '\n{"prompt": "1\n')
     (tmp_path / "no_prompt.jsonl").write_text('{"question": "1+1=?"}\n')
     (tmp_path / "no_answer.jsonl").write_text('{"prompt": "1+1=?"}\n')
+    (tmp_path / "gap.jsonl").write_text("\n".join(map(json.dumps, [GOOD, GOOD, {"prompt": "1+1=?"}, GOOD])))
     (tmp_path / "long.jsonl").write_text(json.dumps({**GOOD, "prompt": "1+" * 100}) + "\n")
     (tmp_path / "longish.jsonl").write_text(json.dumps({**GOOD, "prompt": "1+" * 60}) + "\n")
     (tmp_path / "foreign.jsonl").write_text(json.dumps({**GOOD, "prompt": "1×1"}) + "\n")
@@ -73,6 +74,8 @@ def place(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> P
         ("data.train=broken.jsonl", "data.train='broken.jsonl', line 2: not valid JSON"),
         ("data.train=no_prompt.jsonl", "data.train='no_prompt.jsonl', line 1: data.prompt_column='prompt'"),
         ("data.train=no_answer.jsonl", "answer"),
+        ("data.train=gap.jsonl", "data.train='gap.jsonl', line 3: no column 'answer', as other rows have it; rewards."),
+        ("data.validation=gap.jsonl", "data.validation='gap.jsonl', line 3: no column 'answer'"),
         ("data.train=long.jsonl", "the prompt has 200 tokens: no room for an answer in the model's context of 128"),
         ("data.train=longish.jsonl", "set rollout.max_tokens to at most 8"),
         ("data.validation=longish.jsonl evaluation.max_tokens=9", "set evaluation.max_tokens to at most 8"),
@@ -108,6 +111,12 @@ def place(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> P
         ("trainer.precision=16-mixed", "trainer.precision='16-mixed'"),
         ("trainer.precision=float7", "float7"),
         ("trainer.strategy=fsdp", "fsdp"),
+        (
+            "trainer.accelerator=mps",
+            "trainer.accelerator='mps': this machine has none that torch can use; expected",
+        ),
+        ("trainer.devices=0", "trainer.devices=0: "),
+        ("trainer.limit_train_batches=1.5", "trainer.limit_train_batches=1.5: You have passed invalid value"),
         ("trainer.val_check_interval=2", "evaluation.every_n_steps"),
         (
             "trainer.check_val_every_n_epoch=2",

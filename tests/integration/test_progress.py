@@ -48,6 +48,23 @@ def test_lines_elsewhere(settings, tmp_path, rhymerl: Run):
     assert "Going on from" in rhymerl(*settings, f"run_dir={tmp_path / 'run'}", "ckpt_path=last").out
 
 
+def test_a_run_without_progress(settings, tmp_path, rhymerl: Run):
+    short = [*settings, "trainer.max_steps=2"]
+    assert "step 2  reward 0." in rhymerl(*short, f"run_dir={tmp_path / 'lines'}").out
+    quiet = rhymerl(*short, f"run_dir={tmp_path / 'none'}", "trainer.enable_progress_bar=false")
+    assert (quiet.code, quiet.err) == (0, "")
+    assert "  reward 0." not in quiet.out
+    assert "Summary" in quiet.out
+
+
+def test_a_model_summary_where_it_is_asked_for(settings, tmp_path, rhymerl: Run):
+    short = [*settings, "trainer.max_steps=1"]
+    done = rhymerl(*short, f"run_dir={tmp_path / 'with'}", "trainer.enable_model_summary=true")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.count("Total params") == 1
+    assert "Total params" not in rhymerl(*short, f"run_dir={tmp_path / 'without'}").out
+
+
 def test_figures_in_the_closing_table():
     assert [readable(each) for each in (0.523412, 3, 14250.7, 21452, 999.9)] == [
         "0.5234",

@@ -98,8 +98,11 @@ def test_functions_of_the_main_script_must_run_in_main(monkeypatch: pytest.Monke
 
     scripted.__module__, scripted.__qualname__ = "__main__", "scripted"
     monkeypatch.setattr(__main__, "scripted", scripted, raising=False)
-    for function in (scripted, "__main__.scripted"):
-        with pytest.raises(ConfigError, match="where='main'"):
+    for function, instead in (
+        (scripted, "or pass it as a rhymerl.Reward with where='main'$"),
+        ("__main__.scripted", "or set rewards.scripted.where='main'$"),
+    ):
+        with pytest.raises(ConfigError, match=instead):
             Reward(function)
 
 

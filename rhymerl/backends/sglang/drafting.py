@@ -16,10 +16,11 @@ from rhymerl.backends.sglang.news import NewsReader
 from rhymerl.backends.sglang.wire import from_custom_params, news_of, noise_of, without_logprobs
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.batches import kept
-from rhymerl.drafters.run_ahead import listens
+from rhymerl.drafters.run_ahead import innermost, listens
 from rhymerl.engine.tree import depths, no_drafts, sound
 from rhymerl.errors import BackendError
 from rhymerl.history import NO_VERSION, HistoryDelta
+from rhymerl.hooks import place_of
 from rhymerl.types import Completion, DraftBatch, FinishReason, RolloutRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -135,6 +136,7 @@ class EngineDrafting:
         counters: Counters | None = None,
     ) -> None:
         self.drafter = drafter
+        self._has_complained = False
         self.n = n
         self._vocabulary = vocabulary
         self._news = news
@@ -213,6 +215,15 @@ class EngineDrafting:
 
     def _complain(self, proposed: str, num_requests: int) -> None:
         self._count(bad_drafts=num_requests)
+        if not self._has_complained:
+            self._has_complained = True
+            own = innermost(self.drafter)
+            _log.warning(
+                "%s proposed %s (%s): such drafts are left out, and from now on only counted, as spec/bad_drafts",
+                type(own).__name__,
+                proposed,
+                place_of(own, "propose"),
+            )
 
     def flush(self) -> None:
         """Nothing is in the engine any more: whoever was put back into the queue and taken away there is gone too.

@@ -1,0 +1,51 @@
+"""Calls of drafters, budgets and schedulers, which may be the user's own: what goes wrong in one is told with its class and line."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import traceback
+from types import TracebackType
+
+from rhymerl.errors import HookError, RhymeError
+
+
+def class_path(component: object) -> str:
+    """`my_module.MyDrafter`."""
+    return f"{type(component).__module__}.{type(component).__qualname__}"
+
+
+def place_of(component: object, hook: str) -> str:
+    """Where the class has this hook: `my_module.py:12`; its module where there is no such file."""
+    code = getattr(inspect.unwrap(getattr(type(component), hook)), "__code__", None)
+    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}" if code is not None else class_path(component)
+
+
+class Hooks:
+    """`with hooks:` around calls of a component, `setting` being that which names it: an exception becomes a HookError.
+
+    It names the last line of the component's own file that led there. Errors of rhymerl's own pass as they are.
+    """
+
+    __slots__ = ("component", "setting")
+
+    def __init__(self, setting: str, component: object) -> None:
+        self.setting = setting
+        self.component = component
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, Exception) or isinstance(error, RhymeError):
+            return
+        frames = traceback.extract_tb(trace)
+        own = getattr(sys.modules.get(type(self.component).__module__), "__file__", None)
+        frame = next((each for each in reversed(frames) if each.filename == own), frames[-1])
+        raised = traceback.format_exception_only(error)[-1].strip()
+        raise HookError(
+            f"{self.setting}={class_path(self.component)}: {frame.name} raised {raised} "
+            f"({os.path.basename(frame.filename)}:{frame.lineno})"
+        ) from error
