@@ -141,7 +141,9 @@ def _answers(
 ) -> Iterator[Rollout]:
     for first in range(0, len(prompts), _PROMPTS_AT_A_TIME):
         loop.sync_weights(policy.named_weights(), 0)
-        yield loop.run(prompts[first : first + _PROMPTS_AT_A_TIME], number, settings, epoch=number)
+        rollout = loop.run(prompts[first : first + _PROMPTS_AT_A_TIME], number, settings, epoch=number)
+        rollout.failures.check(loop.scorer.rewards, "a pass")
+        yield rollout
 
 
 @contextmanager

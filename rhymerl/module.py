@@ -39,6 +39,7 @@ from rhymerl.policy import Policy, PolicySource, fingerprint, frozen
 from rhymerl.ranks import Alone, Ranks
 from rhymerl.ranks.group import Group
 from rhymerl.rewards import Reward, RewardScorer
+from rhymerl.rewards.failures import Failures
 from rhymerl.rollout import RECORDS, Rollout, RolloutLoop, RolloutSettings
 from rhymerl.run_ahead import RunAhead, check_run_ahead
 from rhymerl.schedulers.base import Scheduler
@@ -127,6 +128,7 @@ class RhymeModule(L.LightningModule):
         self.first_epochs: dict[Split, int] = {"train": 0, "validation": 0}  # later where history is another run's too
         self.last_rollout: Rollout | None = None  # for callbacks
         self.evaluated: dict[str, list[Sample]] = {}  # by data set, for callbacks at the end of an evaluation
+        self._failures = Failures()  # of the rewards, in an evaluation
         self._shares_engine = False
         self._ranks: Ranks | None = None
         self._resumed: Mapping[str, Any] | None = None  # a checkpoint's state of what is not brought up yet
@@ -293,6 +295,7 @@ class RhymeModule(L.LightningModule):
         result = self._loop.run(
             batch.prompts, step, self.rollout, epoch=epoch, following=following, replacements=loader.replacements()
         )
+        result.failures.check(self._rewards, "a step")
         schedule = cast(LambdaLR, self.lr_schedulers())
         metrics = self._updater.run(result.samples, step, optimizer=self.optimizers(), schedule=schedule)
         done = time.perf_counter()
@@ -355,7 +358,7 @@ class RhymeModule(L.LightningModule):
         """What training has learned serves the evaluation, too, but learns nothing from it."""
         assert self._loop is not None
         self._aside = Aside(self.budget, self.scheduler)
-        self.evaluated = {}
+        self.evaluated, self._failures = {}, Failures()
         self._loop.sync_weights(self.policy.named_weights(), policy_version=self.num_rollouts)
 
     def validation_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> STEP_OUTPUT:
@@ -366,9 +369,11 @@ class RhymeModule(L.LightningModule):
         epoch = self.first_epochs["validation"] + self.num_evaluations
         result = self._loop.run(batch.prompts, step_name(name), settings, epoch=epoch, split="validation")
         self.evaluated.setdefault(name, []).extend(result.samples)
+        self._failures += result.failures
         return None
 
     def on_validation_epoch_end(self) -> None:
+        self._failures.check(self._rewards, "an evaluation")
         if self.evaluated:
             metrics = self.evaluation.metrics(self.evaluated, self._rewards)
             step = float(self.trainer.global_step)  # where Lightning puts them in the curves

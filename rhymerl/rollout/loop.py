@@ -16,6 +16,7 @@ from rhymerl.history import HistoryStore
 from rhymerl.history.answers import answers_of
 from rhymerl.ranks import Alone, Ranks
 from rhymerl.rewards import RewardScorer
+from rhymerl.rewards.failures import Failures
 from rhymerl.rollout.ahead import Ahead, Drawn, fingerprint, united
 from rhymerl.rollout.base import Rollout, RolloutSettings, requests_of
 from rhymerl.rollout.conductor import Conductor
@@ -124,7 +125,8 @@ class RolloutLoop:
             **staleness_metrics(samples, self.policy_version),
             **self._learn(rounds, epoch, split),
         }
-        return Rollout(samples=samples, metrics=metrics)
+        failures = sum((share.failures for each in rounds for share in each.shares), Failures())
+        return Rollout(samples=samples, metrics=metrics, failures=failures)
 
     def _round(
         self,
@@ -259,6 +261,7 @@ class RolloutLoop:
             metrics={**self.backend.metrics(), **self.scorer.metrics()},
             busy_s=work.part.busy_s,
             rollout_s=rollout_s,
+            failures=self.scorer.failures(),
         )
 
     def _samples(self, requests: Sequence[RolloutRequest], answered: Sequence[Answered]) -> list[Sample]:

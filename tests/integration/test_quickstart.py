@@ -17,6 +17,7 @@ SUMMARY = [
     "eval_reward_after",
     "reward_first",
     "reward_last",
+    "reward_failure_rate",
     "steps",
     "wall_s",
     "rollout_s",
