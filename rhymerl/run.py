@@ -39,7 +39,7 @@ from rhymerl.folders import RunFolder, cannot_write, check_folder, writing
 from rhymerl.module import RhymeModule
 from rhymerl.ranks.first import is_first_rank
 from rhymerl.resume import ResumePoint, check_same_run, check_weights, policy_weights, resume_point
-from rhymerl.speedup import measure_speedup
+from rhymerl.speedup import Speedup, measure_speedup
 from rhymerl.trainer import check_precision, check_trainer, with_environment
 
 Result = dict[str, float | int | None]
@@ -100,7 +100,7 @@ def _fit(config: DictConfig, run_dir: Path, folder: RunFolder | None, callbacks:
     save_history(run_dir / "history.rhyme", module, datamodule)
     if not trainer.should_stop and summary.num_steps:
         step_s = summary.seconds["rollout"] / summary.num_steps
-        summary.rollout_speedup = _speedup(config, trainer, module, datamodule, step_s)
+        summary.speedup = _speedup(config, trainer, module, datamodule, step_s)
     result = summary.result()
     _write_summary(result, run_dir)
     _say(result, run_dir)
@@ -308,7 +308,7 @@ def _evaluate(trainer: L.Trainer, module: RhymeModule, datamodule: PromptDataMod
 
 def _speedup(
     config: DictConfig, trainer: Any, module: RhymeModule, datamodule: PromptDataModule, step_s: float
-) -> float | None:
+) -> Speedup | None:
     """On the prompts that the next step would have; None without drafts, and for a backend that has no embedded engine."""
     if isinstance(module.drafter, NoDrafter) or not isinstance(module.backend, EmbeddedBackend):
         return None
@@ -328,8 +328,8 @@ def _speedup(
         step_s=step_s,
         autocast=trainer.precision_plugin.forward_context,
     )
-    _note(f"Drafts make rollouts {measured.ratio:.2f} times as fast; {measured.equal:.1%} of answers are the same")
-    return round(measured.ratio, 3)
+    _note(str(measured))
+    return measured
 
 
 def _write_summary(result: Result, run_dir: Path) -> None:

@@ -11,6 +11,7 @@ import lightning as L
 from rich.table import Table
 
 from rhymerl.speculation import Speculation
+from rhymerl.speedup import Speedup
 
 _STATE = (
     "eval_before",
@@ -40,7 +41,7 @@ class Summary(L.Callback):
         self.num_calls = 0  # of rewards
         self.num_failed_calls = 0
         self.speculation = Speculation()
-        self.rollout_speedup: float | None = None
+        self.speedup: Speedup | None = None
         self._since: float | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -94,7 +95,9 @@ class Summary(L.Callback):
             "num_tokens": self.num_tokens,
             "spec_accept_rate": round(self.speculation.accept_rate, 4),
             "spec_accept_length": round(self.speculation.accept_length, 4),
-            "rollout_speedup": self.rollout_speedup,
+            "rollout_speedup": round(self.speedup.ratio, 3) if self.speedup else None,
+            "rollout_speedup_low": round(self.speedup.low, 3) if self.speedup else None,
+            "rollout_speedup_high": round(self.speedup.high, 3) if self.speedup else None,
         }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.rewards.failures import Failures
@@ -99,4 +99,4 @@ class Rollout:
 
     samples: list[Sample]
     metrics: Mapping[str, float]
-    failures: Failures = Failures()  # of the rewards, on all ranks
+    failures: Failures = field(default_factory=Failures)  # of the rewards, on all ranks

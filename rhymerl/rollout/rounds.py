@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rhymerl.rewards.failures import Failures
 from rhymerl.rollout.ahead import Drawn
@@ -29,7 +29,7 @@ class Share:
     metrics: Mapping[str, float]
     busy_s: float
     rollout_s: float
-    failures: Failures = Failures()  # of the rewards
+    failures: Failures = field(default_factory=Failures)  # of the rewards
 
     @property
     def num_tokens(self) -> int:
