@@ -43,6 +43,7 @@ _COLUMNS = ("tokens_per_pass", "verified_per_token", "accept_rate", "draft_hit_r
 _UNUSED = SamplingParams(max_tokens=1)
 _NO_DRAFT = Draft(token_ids=np.empty(0, np.int32), parents=np.empty(0, np.int32))
 _ASSUMED = CostCurve([(0, 1.0), (64, 2.0)])
+_ASSUMPTION = "a pass of n tokens takes 1 + n / 64"
 
 
 @dataclass(slots=True)
@@ -205,6 +206,7 @@ def judge(config: DictConfig) -> dict[str, Any]:
     return {
         **totals.result(),
         "predicted_speedup": sum(plain.values(), ReplayTotals()).cost / totals.cost,
+        "predicted_from": _ASSUMPTION if config.costs is None else str(config.costs),
         "similarity": alike.overall,
         "length_same_group": lengths.same_group,
         "length_spearman": lengths.spearman,
@@ -346,10 +348,22 @@ def report(result: Mapping[str, Any]) -> None:
     table.add_row("all", *(f"{result[name]:.3g}" for name in _COLUMNS), style="bold")
     console = Console()
     console.print(table)
+    _say_speedup(result, console)
     console.print(
-        f"predicted speed-up {result['predicted_speedup']:.2f}; similarity to the epoch before {result['similarity']:.3f}; "
+        f"similarity to the epoch before {result['similarity']:.3f}; "
         f"prompts that keep their length group {result['length_same_group']:.3f} (rank correlation "
         f"{result['length_spearman']:.3f})",
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _say_speedup(result: Mapping[str, Any], console: Console) -> None:
+    source = result["predicted_from"]
+    is_assumed = source == _ASSUMPTION
+    reason = f"assuming that {source}" if is_assumed else f"with the costs of {source}"
+    advice = ["costs=FILE takes what rhymerl bench costs --json measures"] if is_assumed else []
+    if result["predicted_speedup"] < 1:
+        advice.append("below 1 drafts lose: budget=goodput drafts what pays")
+    words = "; ".join([f"predicted speed-up {result['predicted_speedup']:.2f}, {reason}", *advice])
+    console.print(words, highlight=False, soft_wrap=True)

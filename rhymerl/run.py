@@ -52,6 +52,14 @@ _INSTEAD = {  # flags of the Trainer that a run sets itself
     "num_sanity_val_steps": "leave it out: where there is validation data, a run is evaluated before its first step",
     "enable_checkpointing": "use checkpoint.every_n_steps",
 }
+_LEFT = (
+    "summary.json",
+    "config.yaml",
+    "samples.jsonl",
+    "rollouts.jsonl.gz",
+    "history.rhyme",
+    "checkpoints/",
+)  # to tell of
 _DEFAULTS = {"check_val_every_n_epoch": 1}  # the Trainer's own, where it is not None
 
 
@@ -342,5 +350,6 @@ def _write_summary(result: Result, run_dir: Path) -> None:
 
 def _say(result: Result, run_dir: Path) -> None:
     Console().print(summary_table(result))
-    files = "summary.json, config.yaml, samples.jsonl, history.rhyme, checkpoints/"
-    _note(f"Everything is in {run_dir}: {files}; curves: tensorboard --logdir {run_dir}")
+    found = [name for name in _LEFT if (run_dir / name).exists()]
+    curves = f"; curves: tensorboard --logdir {run_dir}" if (run_dir / "tensorboard").is_dir() else ""
+    _note(f"Everything is in {run_dir}: {', '.join(found)}{curves}")
