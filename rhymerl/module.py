@@ -33,7 +33,7 @@ from rhymerl.errors import ConfigError
 from rhymerl.evaluation import EvaluationSettings, step_name
 from rhymerl.history import HistoryStore
 from rhymerl.hyperparameters import arguments_of, refuse_lost
-from rhymerl.loggers import log_metrics
+from rhymerl.loggers import log_step
 from rhymerl.lora import check_adapters, kept_in_full
 from rhymerl.policy import Policy, PolicySource, fingerprint, frozen
 from rhymerl.ranks import Alone, Ranks
@@ -310,7 +310,8 @@ class RhymeModule(L.LightningModule):
             "perf/tokens_per_s": num_tokens / (done - started),
             "perf/peak_memory_gb": peak_memory_gb(self.device),
         }
-        self._log({**result.metrics, **metrics, **timing, "num_tokens": float(self.num_tokens)})
+        metrics = {**result.metrics, **metrics, **timing, "num_tokens": float(self.num_tokens)}
+        self.logged = log_step(self.trainer, metrics, self.num_rollouts)
         return None
 
     def on_train_batch_end(self, outputs: STEP_OUTPUT, batch: PromptBatch, batch_idx: int) -> None:
@@ -332,19 +333,6 @@ class RhymeModule(L.LightningModule):
     @property
     def _is_last_step(self) -> bool:
         return self.trainer.global_step + self.update.optimizer_steps >= self._num_optimizer_steps
-
-    def _log(self, metrics: Mapping[str, float]) -> None:
-        """To the loggers every `log_every_n_steps`, and to whoever monitors `trainer.callback_metrics`.
-
-        Not through `self.log`, whose bookkeeping of each metric costs more than a small model's forward pass.
-        """
-        self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
-        every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        self.logged = {}
-        if every and (self.num_rollouts % every == 0 or self.trainer.should_stop):
-            self.logged = {name: float(value) for name, value in metrics.items()}
-            for logger in self.loggers:
-                log_metrics(logger, metrics, self.trainer.global_step)
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 

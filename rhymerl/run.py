@@ -234,6 +234,11 @@ class _RunConfig(L.Callback):
         if is_new:  # else it says where the run came from
             self.config.ckpt_path = None
 
+    def on_fit_start(self, trainer: Any, pl_module: L.LightningModule) -> None:
+        """A number that the config gives is no default of Lightning's."""
+        every = self.config.trainer.log_every_n_steps
+        trainer.log_every_n_steps = every if every is not None else 1
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.is_global_zero:
             former = keep_former(self.config, self.run_dir)
