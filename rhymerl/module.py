@@ -36,6 +36,7 @@ from rhymerl.hyperparameters import arguments_of, refuse_lost
 from rhymerl.loggers import log_step
 from rhymerl.lora import check_adapters, kept_in_full
 from rhymerl.policy import Policy, PolicySource, fingerprint, frozen
+from rhymerl.progress import SILENT
 from rhymerl.ranks import Alone, Ranks
 from rhymerl.ranks.group import Group
 from rhymerl.rewards import Reward, RewardScorer
@@ -128,6 +129,7 @@ class RhymeModule(L.LightningModule):
         self.first_epochs: dict[Split, int] = {"train": 0, "validation": 0}  # later where history is another run's too
         self.last_rollout: Rollout | None = None  # for callbacks
         self.evaluated: dict[str, list[Sample]] = {}  # by data set, for callbacks at the end of an evaluation
+        self.progress = SILENT  # hears of each answer of this rank's
         self._failures = Failures()  # of the rewards, in an evaluation
         self._shares_engine = False
         self._ranks: Ranks | None = None
@@ -208,6 +210,7 @@ class RhymeModule(L.LightningModule):
             run_ahead=self.run_ahead,
             max_staleness=self.max_staleness,
             lockstep=torch.are_deterministic_algorithms_enabled(),
+            progress=self.progress,
         )
         self._take_up_state(self._loop, self._ranks)
         self._updater = Updater(

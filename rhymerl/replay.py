@@ -31,6 +31,7 @@ from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.history import Answer, HistoryStore
 from rhymerl.history.answers import group_advantages
 from rhymerl.history.similarity import length_stability, similarity
+from rhymerl.progress import SILENT, ProgressBar
 from rhymerl.traces import TraceRecord, read_trace
 from rhymerl.types import Completion, Draft, DraftBatch, Generated, Prompt, RolloutRequest, Sample, SamplingParams
 
@@ -102,6 +103,7 @@ class Replay:
         costs: PassCost = _ASSUMED,
         max_running: int = 128,
         from_epoch: int = 0,
+        progress: ProgressBar = SILENT,
     ) -> None:
         require_at_least("replay", {"max_running": (max_running, 1), "from_epoch": (from_epoch, 0)})
         self.drafter = drafter
@@ -110,6 +112,7 @@ class Replay:
         self.costs = costs
         self.max_running = max_running
         self.from_epoch = from_epoch
+        self.progress = progress  # hears of each answer
         self._hears_tokens = listens(drafter, "accept")
 
     def run(self, records: Sequence[TraceRecord]) -> dict[int, ReplayTotals]:
@@ -141,6 +144,7 @@ class Replay:
                 running.remove(each)
                 self.drafter.finish(each.completion())
                 self.budget.finish(each.request)
+                self.progress.advance()
         return totals
 
     def _step(self, running: Sequence[_Running], totals: ReplayTotals) -> None:
@@ -186,19 +190,27 @@ class Replay:
         return drafts.spread(askers, len(running))
 
 
-def judge(config: DictConfig) -> dict[str, Any]:
+def judge(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, Any]:
     """What `rhymerl replay` prints, for a config such as configs/replay.yaml. Raises DataError for a broken trace."""
     if config.trace is None:
         raise ConfigError("trace=null: name a file of recorded rollouts (.jsonl or .jsonl.gz)")
     records = list(read_trace(config.trace))
     costs = _ASSUMED if config.costs is None else CostCurve.read(config.costs, setting="costs")
-    settings = {"costs": costs, "max_running": config.max_running, "from_epoch": config.from_epoch}
+    settings = {
+        "costs": costs,
+        "max_running": config.max_running,
+        "from_epoch": config.from_epoch,
+        "progress": progress,
+    }
+    num_answers = sum(record.epoch >= config.from_epoch for record in records)
     drafter = instantiate(config.drafter, key="drafter")
     try:
         budget, history = instantiate(config.budget, key="budget"), instantiate(config.history, key="history")
+        progress.begin("answers replayed", 2 * num_answers)  # with drafts and without
         by_epoch = Replay(drafter, budget, history=history, **settings).run(records)
         plain = Replay(NoDrafter(), FixedBudget(0), history=HistoryStore(), **settings).run(records)
     finally:
+        progress.end()
         drafter.close()
     if not by_epoch:
         raise ConfigError(f"from_epoch={config.from_epoch}: the trace ends with epoch {records[-1].epoch}")

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rhymerl.cli.interrupt import Interrupt
 from rhymerl.errors import UsageError
+from rhymerl.progress import SILENT, ProgressBar, ShownProgressBar
+from rhymerl.ranks.first import is_first_rank
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -60,13 +62,18 @@ class ConfiguredCommand(Command):
             raise UsageError(
                 f"rhymerl {self.name} needs --config: a .yaml file, or one of {', '.join(packaged_names())}"
             )
-        config = compose(arguments.config, overrides)
+        with self.progress().during(f"rhymerl {self.name}: reading the settings"):
+            config = compose(arguments.config, overrides)
         for key, value in self.settings(arguments).items():
             config[key] = value
         if arguments.print_config:
             print(to_yaml(config), end="")
             return resolved(config)
         return self.run_config(config, interrupt)
+
+    def progress(self) -> ProgressBar:
+        """What shows how far the command is, on the first rank."""
+        return ShownProgressBar() if is_first_rank() else SILENT
 
     def settings(self, arguments: Namespace) -> Mapping[str, Any]:
         """Settings that are words of the command line rather than overrides."""

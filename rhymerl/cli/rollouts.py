@@ -19,10 +19,12 @@ class Rollout(ConfiguredCommand):
     default_config = "rollout"
 
     def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result:
-        from rhymerl.generate import generate, report
+        progress = self.progress()
+        with progress.during("rhymerl rollout: loading torch"):
+            from rhymerl.generate import generate, report
 
         if "passes" not in config:
             raise UsageError("rhymerl rollout: the config has no setting 'passes'; build on rollout.yaml")
-        result = generate(config)
+        result = generate(config, progress=progress)
         report(result)
         return result

@@ -14,6 +14,7 @@ from rhymerl.backends.base import RolloutBackend
 from rhymerl.errors import BackendError, ConfigError, RunError
 from rhymerl.history import HistoryStore
 from rhymerl.history.answers import answers_of
+from rhymerl.progress import SILENT, ProgressBar
 from rhymerl.ranks import Alone, Ranks
 from rhymerl.rewards import RewardScorer
 from rhymerl.rewards.failures import Failures
@@ -66,6 +67,7 @@ class RolloutLoop:
         run_ahead: RunAhead = "off",
         max_staleness: int = 1,
         lockstep: bool = False,
+        progress: ProgressBar = SILENT,
     ) -> None:
         check_run_ahead(run_ahead, max_staleness)
         self.backend = backend
@@ -75,6 +77,7 @@ class RolloutLoop:
         self.stop_token_ids = tuple(stop_token_ids)
         self.seed = seed
         self.device = device
+        self.progress = progress  # hears of each answer of this rank's
         self.ranks = ranks if ranks is not None else Alone()
         self.run_ahead = run_ahead
         self.history = history if history is not None else HistoryStore()
@@ -248,6 +251,7 @@ class RolloutLoop:
         request = completion.request
         text = self.decode(completion.token_ids)
         self.scorer.submit(request.id, text, request.prompt.columns)
+        self.progress.advance()
         return text
 
     def _share(self, work: Work, answers: Mapping[str, tuple[Completion, str]], rollout_s: float) -> Share:
