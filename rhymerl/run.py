@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rhymerl.backends.embedded import EmbeddedBackend
+from rhymerl.banner import banner, how_to_go_on, noting_how_to_go_on
 from rhymerl.budgets import GoodputBudget
 from rhymerl.callbacks import (
     AtomicCheckpointIO,
@@ -37,6 +38,7 @@ from rhymerl.earlier import save_history, start_with
 from rhymerl.errors import ConfigError
 from rhymerl.folders import RunFolder, cannot_write, check_folder, writing
 from rhymerl.module import RhymeModule
+from rhymerl.progress import SILENT, ProgressBar
 from rhymerl.ranks.first import is_first_rank
 from rhymerl.resume import ResumePoint, check_same_run, check_weights, policy_weights, resume_point
 from rhymerl.speedup import Speedup, measure_speedup
@@ -63,19 +65,27 @@ _LEFT = (
 _DEFAULTS = {"check_val_every_n_epoch": 1}  # the Trainer's own, where it is not None
 
 
-def fit(config: DictConfig, *, callbacks: Sequence[L.Callback] = ()) -> Result:
+def fit(config: DictConfig, *, callbacks: Sequence[L.Callback] = (), progress: ProgressBar = SILENT) -> Result:
     """Train, evaluating before and after; rank 0 leaves config, checkpoints, logs and summary.json in the run directory.
 
     A run that a callback stops early (`should_stop`) is saved but not evaluated; of one that has been finished nothing is left to do.
-    Raises ConfigError and DataError for bad input before anything is computed, made or overwritten.
+    `progress` is that of evaluations and of what drafts were worth. Raises ConfigError and DataError for bad input before anything
+    is computed, made or overwritten; what else ends it carries a note how to go on.
     """
     run_dir = Path(config.run_dir)
     # Nobody else writes, and a default run_dir has the time in its name.
-    with RunFolder(run_dir) if is_first_rank() else nullcontext() as folder, _full_disk(run_dir):
-        return _fit(config, run_dir, folder, callbacks)
+    folder = RunFolder(run_dir) if is_first_rank() else None
+    with folder or nullcontext(), noting_how_to_go_on(run_dir), _full_disk(run_dir):
+        return _fit(config, run_dir, folder, callbacks, progress)
 
 
-def _fit(config: DictConfig, run_dir: Path, folder: RunFolder | None, callbacks: Sequence[L.Callback]) -> Result:
+def _fit(
+    config: DictConfig,
+    run_dir: Path,
+    folder: RunFolder | None,
+    callbacks: Sequence[L.Callback],
+    progress: ProgressBar,
+) -> Result:
     point = resume_point(config)
     if folder is not None and (point is None or not point.is_own):
         folder.refuse_second_run(may_start_over=config.ckpt_path == "auto")
@@ -94,6 +104,8 @@ def _fit(config: DictConfig, run_dir: Path, folder: RunFolder | None, callbacks:
     _take_up_history(config, module, datamodule, is_resumed=point is not None)
     if folder is not None:
         folder.open(starts_over=point is None and config.ckpt_path == "auto")
+    _note(banner(module, datamodule, trainer, run_dir))
+    module.progress = progress
     with module.one_engine():
         if point is None and evaluates:
             summary.eval_before = _evaluate(trainer, module, datamodule)
@@ -108,10 +120,15 @@ def _fit(config: DictConfig, run_dir: Path, folder: RunFolder | None, callbacks:
     save_history(run_dir / "history.rhyme", module, datamodule)
     if not trainer.should_stop and summary.num_steps:
         step_s = summary.seconds["rollout"] / summary.num_steps
-        summary.speedup = _speedup(config, trainer, module, datamodule, step_s)
+        with progress.during("measuring what drafts are worth"):
+            summary.speedup = _speedup(config, trainer, module, datamodule, step_s)
+        if summary.speedup is not None:
+            _note(str(summary.speedup))
     result = summary.result()
     _write_summary(result, run_dir)
     _say(result, run_dir)
+    if trainer.should_stop and (note := how_to_go_on(run_dir)):
+        _note(note)
     return result
 
 
@@ -146,7 +163,7 @@ def _result_of_finished(
     return result
 
 
-def evaluate(config: DictConfig) -> dict[str, float]:
+def evaluate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, float]:
     """The validation metrics of the policy as it is, or as a checkpoint (`ckpt_path`) left it; needs no training data.
 
     The answers go to `evaluations/step=N.jsonl` in the run directory, or to `step=N-2.jsonl` and so on.
@@ -179,7 +196,8 @@ def evaluate(config: DictConfig) -> dict[str, float]:
         check_weights(weights, module.model.state_dict(), f"ckpt_path={str(point.path)!r}")
         module.model.load_state_dict(weights)
         _say_where(point, [], doing="Evaluating")
-    trainer.validate(module, datamodule, verbose=False)
+    module.progress = progress
+    _validate(trainer, module, datamodule)
     _show(module.evaluation_metrics)
     _note(f"The answers are in {answers.path}")
     return module.evaluation_metrics
@@ -302,7 +320,7 @@ def _show(metrics: Mapping[str, float]) -> None:
 
 @rank_zero_only
 def _note(words: str) -> None:
-    Console().print(words, highlight=False, soft_wrap=True)
+    Console().print(words, highlight=False, soft_wrap=True, markup=False)
 
 
 def _say_where(point: ResumePoint, changed: Sequence[Change], *, doing: str = "Going on from") -> None:
@@ -315,8 +333,15 @@ def _say_where(point: ResumePoint, changed: Sequence[Change], *, doing: str = "G
 
 def _evaluate(trainer: L.Trainer, module: RhymeModule, datamodule: PromptDataModule) -> float:
     _note(f"Evaluating on {datamodule.num_validation_prompts:,} held-out prompts")
-    trainer.validate(module, datamodule, verbose=False)
+    _validate(trainer, module, datamodule)
     return module.evaluation_metrics["eval/reward"]
+
+
+def _validate(trainer: L.Trainer, module: RhymeModule, datamodule: PromptDataModule) -> None:
+    settings = {name: module.evaluation.rollout(module.rollout, name) for name in datamodule.validation_names}
+    answers = sum(len(datamodule.validation_loaders[name].prompts) * each.group_size for name, each in settings.items())
+    with module.progress.during("answers of the evaluation", -(-answers // trainer.world_size)):
+        trainer.validate(module, datamodule, verbose=False)
 
 
 def _speedup(
@@ -329,7 +354,7 @@ def _speedup(
     assert loader is not None
     parts = resolved(config)["module"]
     module.to(trainer.strategy.root_device)  # Lightning has taken it off
-    measured = measure_speedup(
+    return measure_speedup(
         module.policy,
         loader.peek(0).prompts,
         module.rollout,
@@ -341,8 +366,6 @@ def _speedup(
         step_s=step_s,
         autocast=trainer.precision_plugin.forward_context,
     )
-    _note(str(measured))
-    return measured
 
 
 def _write_summary(result: Result, run_dir: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
@@ -43,6 +44,7 @@ class ConfiguredCommand(Command):
     """A command on a config: `--config NAME|PATH`, `--print-config`, `--json` and `key=value`."""
 
     default_config: ClassVar[str | None] = None
+    is_told_early: ClassVar[bool] = False  # with a line on stdout before libraries are loaded that take seconds
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.usage = f"rhymerl {self.name} --config NAME|PATH [key=value ...] [--print-config] [--json] [--debug]"
@@ -57,11 +59,15 @@ class ConfiguredCommand(Command):
 
     def run(self, arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> Result | None:
         from rhymerl.config import compose, packaged_names, resolved, to_yaml
+        from rhymerl.config.files import locate
 
         if arguments.config is None:
             raise UsageError(
                 f"rhymerl {self.name} needs --config: a .yaml file, or one of {', '.join(packaged_names())}"
             )
+        if self.is_told_early and not arguments.print_config and "torch" not in sys.modules and is_first_rank():
+            locate(arguments.config)  # else the error is all that is said
+            print(f"rhymerl {self.name}, {arguments.config}: loading torch and Lightning", flush=True)
         with self.progress().during(f"rhymerl {self.name}: reading the settings"):
             config = compose(arguments.config, overrides)
         for key, value in self.settings(arguments).items():

@@ -81,15 +81,19 @@ def make_parser(commands: Sequence[Command] = COMMANDS) -> ArgumentParser:
 def _run(arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> int:
     try:
         return _dispatch(arguments, overrides, interrupt)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         interrupt.requested = True
         print("interrupted", file=sys.stderr)
+        _say_notes(error)
         return interrupt.exit_code
     except SystemExit as error:  # what Lightning makes of a second Ctrl-C
+        _say_notes(error)
         return error.code if isinstance(error.code, int) else FAILED
     except Exception as error:  # noqa: BLE001 - the last place that can turn an error into an exit code
         bad_usage = isinstance(error, UsageError) or _is_refused_flag(error)
-        return _complain(_in_one_line(error), BAD_USAGE if bad_usage else FAILED, debug=_debug(arguments))
+        code = _complain(_in_one_line(error), BAD_USAGE if bad_usage else FAILED, debug=_debug(arguments))
+        _say_notes(error)
+        return code
 
 
 def _dispatch(arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> int:
@@ -125,6 +129,12 @@ def _in_one_line(error: Exception) -> str:
 
 def _debug(arguments: Namespace) -> bool:
     return bool(getattr(arguments, "debug", False))
+
+
+def _say_notes(error: BaseException) -> None:
+    """What our own code has added to it: how to go on."""
+    for note in getattr(error, "__notes__", ()):
+        print(note, file=sys.stderr)
 
 
 def _complain(message: str, code: int, *, debug: bool) -> int:

@@ -16,6 +16,7 @@ class Rollout(ConfiguredCommand):
     """answer prompts in several passes, with drafts from the passes before, and record the answers (out=FILE)"""
 
     name = "rollout"
+    is_told_early = True
     default_config = "rollout"
 
     def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result:
