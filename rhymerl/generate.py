@@ -22,6 +22,7 @@ from rhymerl.errors import ConfigError
 from rhymerl.folders import open_folder
 from rhymerl.history import HistoryStore
 from rhymerl.policy import Policy
+from rhymerl.progress import SILENT, ProgressBar
 from rhymerl.rewards import RewardScorer, build_rewards, check_columns
 from rhymerl.rollout import Rollout, RolloutLoop, RolloutSettings
 from rhymerl.speculation import Speculation
@@ -74,7 +75,7 @@ class Totals:
         return {**figures, "reward": self.rewards / max(self.answers, 1)} if with_reward else figures
 
 
-def generate(config: DictConfig) -> dict[str, Any]:
+def generate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, Any]:
     """Answer all prompts `passes` times and write every answer with its log-probs, for a config such as configs/rollout.yaml.
 
     Raises ConfigError and DataError for bad input before anything is computed or overwritten. A run that is killed leaves
@@ -93,15 +94,16 @@ def generate(config: DictConfig) -> dict[str, Any]:
     whole, passes = Totals(), []
     with (
         _repeatable(config.deterministic),
-        _loop(config, policy, prompts, settings) as loop,
+        _loop(config, policy, prompts, settings, progress) as loop,
         TraceWriter(out, keep_bytes=0 if config.overwrite else None) as writer,
     ):
         for number in range(config.passes):
             passes.append(Totals())
-            for rollout in _answers(loop, policy, prompts, number, settings):
-                writer.write(record_of(sample, number, with_logprobs=True) for sample in rollout.samples)
-                for totals in (whole, passes[-1]):
-                    totals.count(rollout)
+            with progress.during(f"answers of pass {number + 1}", len(prompts) * settings.group_size):
+                for rollout in _answers(loop, policy, prompts, number, settings):
+                    writer.write(record_of(sample, number, with_logprobs=True) for sample in rollout.samples)
+                    for totals in (whole, passes[-1]):
+                        totals.count(rollout)
             _note(number + 1, config.passes, passes[-1])
     totals_of = [each.result(with_reward=config.rewards is not None) for each in (whole, *passes)]
     return {"out": str(out), "passes": config.passes, **totals_of[0], "by_pass": totals_of[1:]}
@@ -142,12 +144,14 @@ def _answers(
 ) -> Iterator[Rollout]:
     for first in range(0, len(prompts), _PROMPTS_AT_A_TIME):
         loop.sync_weights(policy.named_weights(), 0)
-        yield loop.run(prompts[first : first + _PROMPTS_AT_A_TIME], number, settings, epoch=number)
+        rollout = loop.run(prompts[first : first + _PROMPTS_AT_A_TIME], number, settings, epoch=number)
+        rollout.failures.check(loop.scorer.rewards, "a pass")
+        yield rollout
 
 
 @contextmanager
 def _loop(
-    config: DictConfig, policy: Policy, prompts: Sequence[Prompt], settings: RolloutSettings
+    config: DictConfig, policy: Policy, prompts: Sequence[Prompt], settings: RolloutSettings, progress: ProgressBar
 ) -> Iterator[RolloutLoop]:
     """A rollout loop with history, drafter and budget, once all that can be known to be wrong has been checked."""
     rewards = build_rewards(instantiate(config.rewards, key="rewards"))
@@ -171,6 +175,7 @@ def _loop(
             stop_token_ids=policy.stop_token_ids,
             seed=config.seed,
             device=policy.model.device,
+            progress=progress,
         )
 
 

@@ -33,12 +33,14 @@ from rhymerl.errors import ConfigError
 from rhymerl.evaluation import EvaluationSettings, step_name
 from rhymerl.history import HistoryStore
 from rhymerl.hyperparameters import arguments_of, refuse_lost
-from rhymerl.loggers import log_metrics
+from rhymerl.loggers import log_step
 from rhymerl.lora import check_adapters, kept_in_full
 from rhymerl.policy import Policy, PolicySource, fingerprint, frozen
+from rhymerl.progress import SILENT
 from rhymerl.ranks import Alone, Ranks
 from rhymerl.ranks.group import Group
 from rhymerl.rewards import Reward, RewardScorer
+from rhymerl.rewards.failures import Failures
 from rhymerl.rollout import RECORDS, Rollout, RolloutLoop, RolloutSettings
 from rhymerl.run_ahead import RunAhead, check_run_ahead
 from rhymerl.schedulers.base import Scheduler
@@ -127,6 +129,8 @@ class RhymeModule(L.LightningModule):
         self.first_epochs: dict[Split, int] = {"train": 0, "validation": 0}  # later where history is another run's too
         self.last_rollout: Rollout | None = None  # for callbacks
         self.evaluated: dict[str, list[Sample]] = {}  # by data set, for callbacks at the end of an evaluation
+        self.progress = SILENT  # hears of each answer of this rank's
+        self._failures = Failures()  # of the rewards, in an evaluation
         self._shares_engine = False
         self._ranks: Ranks | None = None
         self._resumed: Mapping[str, Any] | None = None  # a checkpoint's state of what is not brought up yet
@@ -207,6 +211,7 @@ class RhymeModule(L.LightningModule):
             run_ahead=self.run_ahead,
             max_staleness=self.max_staleness,
             lockstep=torch.are_deterministic_algorithms_enabled(),
+            progress=self.progress,
         )
         if self._resumed is not None:
             if self._resumed["loop"] is not None:
@@ -288,6 +293,7 @@ class RhymeModule(L.LightningModule):
         result = self._loop.run(
             batch.prompts, step, self.rollout, epoch=epoch, following=following, replacements=loader.replacements()
         )
+        result.failures.check(self._rewards, "a step")
         schedule = cast(LambdaLR, self.lr_schedulers())
         metrics = self._updater.run(result.samples, step, optimizer=self.optimizers(), schedule=schedule)
         done = time.perf_counter()
@@ -302,7 +308,8 @@ class RhymeModule(L.LightningModule):
             "perf/tokens_per_s": num_tokens / (done - started),
             "perf/peak_memory_gb": peak_memory_gb(self.device),
         }
-        self._log({**result.metrics, **metrics, **timing, "num_tokens": float(self.num_tokens)})
+        metrics = {**result.metrics, **metrics, **timing, "num_tokens": float(self.num_tokens)}
+        self.logged = log_step(self.trainer, metrics, self.num_rollouts)
         return None
 
     def on_train_batch_end(self, outputs: STEP_OUTPUT, batch: PromptBatch, batch_idx: int) -> None:
@@ -325,19 +332,6 @@ class RhymeModule(L.LightningModule):
     def _is_last_step(self) -> bool:
         return self.trainer.global_step + self.update.optimizer_steps >= self._num_optimizer_steps
 
-    def _log(self, metrics: Mapping[str, float]) -> None:
-        """To the loggers every `log_every_n_steps`, and to whoever monitors `trainer.callback_metrics`.
-
-        Not through `self.log`, whose bookkeeping of each metric costs more than a small model's forward pass.
-        """
-        self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
-        every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        self.logged = {}
-        if every and (self.num_rollouts % every == 0 or self.trainer.should_stop):
-            self.logged = {name: float(value) for name, value in metrics.items()}
-            for logger in self.loggers:
-                log_metrics(logger, metrics, self.trainer.global_step)
-
     # -- evaluation ----------------------------------------------------------------------------------------------
 
     def _evaluate_if_due(self) -> None:
@@ -350,7 +344,7 @@ class RhymeModule(L.LightningModule):
         """What training has learned serves the evaluation, too, but learns nothing from it."""
         assert self._loop is not None
         self._aside = Aside(self.budget, self.scheduler)
-        self.evaluated = {}
+        self.evaluated, self._failures = {}, Failures()
         self._loop.sync_weights(self.policy.named_weights(), policy_version=self.num_rollouts)
 
     def validation_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> STEP_OUTPUT:
@@ -361,9 +355,11 @@ class RhymeModule(L.LightningModule):
         epoch = self.first_epochs["validation"] + self.num_evaluations
         result = self._loop.run(batch.prompts, step_name(name), settings, epoch=epoch, split="validation")
         self.evaluated.setdefault(name, []).extend(result.samples)
+        self._failures += result.failures
         return None
 
     def on_validation_epoch_end(self) -> None:
+        self._failures.check(self._rewards, "an evaluation")
         if self.evaluated:
             metrics = self.evaluation.metrics(self.evaluated, self._rewards)
             step = float(self.trainer.global_step)  # where Lightning puts them in the curves

@@ -31,6 +31,7 @@ from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.history import Answer, HistoryStore
 from rhymerl.history.answers import group_advantages
 from rhymerl.history.similarity import length_stability, similarity
+from rhymerl.progress import SILENT, ProgressBar
 from rhymerl.traces import TraceRecord, read_trace
 from rhymerl.types import Completion, Draft, DraftBatch, Generated, Prompt, RolloutRequest, Sample, SamplingParams
 
@@ -43,6 +44,7 @@ _COLUMNS = ("tokens_per_pass", "verified_per_token", "accept_rate", "draft_hit_r
 _UNUSED = SamplingParams(max_tokens=1)
 _NO_DRAFT = Draft(token_ids=np.empty(0, np.int32), parents=np.empty(0, np.int32))
 _ASSUMED = CostCurve([(0, 1.0), (64, 2.0)])
+_ASSUMPTION = "a pass of n tokens takes 1 + n / 64"
 
 
 @dataclass(slots=True)
@@ -101,6 +103,7 @@ class Replay:
         costs: PassCost = _ASSUMED,
         max_running: int = 128,
         from_epoch: int = 0,
+        progress: ProgressBar = SILENT,
     ) -> None:
         require_at_least("replay", {"max_running": (max_running, 1), "from_epoch": (from_epoch, 0)})
         self.drafter = drafter
@@ -110,6 +113,7 @@ class Replay:
         self.max_running = max_running
         self.from_epoch = from_epoch
         self._pauses = Pauses(budget.skips)
+        self.progress = progress  # hears of each answer
         self._hears_tokens = listens(drafter, "accept")
 
     def run(self, records: Sequence[TraceRecord]) -> dict[int, ReplayTotals]:
@@ -142,6 +146,7 @@ class Replay:
                 running.remove(each)
                 self.drafter.finish(each.completion())
                 self.budget.finish(each.request)
+                self.progress.advance()
         return totals
 
     def _step(self, running: Sequence[_Running], totals: ReplayTotals) -> None:
@@ -187,19 +192,27 @@ class Replay:
         return drafts.spread(askers, len(running))
 
 
-def judge(config: DictConfig) -> dict[str, Any]:
+def judge(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, Any]:
     """What `rhymerl replay` prints, for a config such as configs/replay.yaml. Raises DataError for a broken trace."""
     if config.trace is None:
         raise ConfigError("trace=null: name a file of recorded rollouts (.jsonl or .jsonl.gz)")
     records = list(read_trace(config.trace))
     costs = _ASSUMED if config.costs is None else CostCurve.read(config.costs, setting="costs")
-    settings = {"costs": costs, "max_running": config.max_running, "from_epoch": config.from_epoch}
+    settings = {
+        "costs": costs,
+        "max_running": config.max_running,
+        "from_epoch": config.from_epoch,
+        "progress": progress,
+    }
+    num_answers = sum(record.epoch >= config.from_epoch for record in records)
     drafter = instantiate(config.drafter, key="drafter")
     try:
         budget, history = instantiate(config.budget, key="budget"), instantiate(config.history, key="history")
+        progress.begin("answers replayed", 2 * num_answers)  # with drafts and without
         by_epoch = Replay(drafter, budget, history=history, **settings).run(records)
         plain = Replay(NoDrafter(), FixedBudget(0), history=HistoryStore(), **settings).run(records)
     finally:
+        progress.end()
         drafter.close()
     if not by_epoch:
         raise ConfigError(f"from_epoch={config.from_epoch}: the trace ends with epoch {records[-1].epoch}")
@@ -207,6 +220,7 @@ def judge(config: DictConfig) -> dict[str, Any]:
     return {
         **totals.result(),
         "predicted_speedup": sum(plain.values(), ReplayTotals()).cost / totals.cost,
+        "predicted_from": _ASSUMPTION if config.costs is None else str(config.costs),
         "similarity": alike.overall,
         "length_same_group": lengths.same_group,
         "length_spearman": lengths.spearman,
@@ -348,10 +362,22 @@ def report(result: Mapping[str, Any]) -> None:
     table.add_row("all", *(f"{result[name]:.3g}" for name in _COLUMNS), style="bold")
     console = Console()
     console.print(table)
+    _say_speedup(result, console)
     console.print(
-        f"predicted speed-up {result['predicted_speedup']:.2f}; similarity to the epoch before {result['similarity']:.3f}; "
+        f"similarity to the epoch before {result['similarity']:.3f}; "
         f"prompts that keep their length group {result['length_same_group']:.3f} (rank correlation "
         f"{result['length_spearman']:.3f})",
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _say_speedup(result: Mapping[str, Any], console: Console) -> None:
+    source = result["predicted_from"]
+    is_assumed = source == _ASSUMPTION
+    reason = f"assuming that {source}" if is_assumed else f"with the costs of {source}"
+    advice = ["costs=FILE takes what rhymerl bench costs --json measures"] if is_assumed else []
+    if result["predicted_speedup"] < 1:
+        advice.append("below 1 drafts lose: budget=goodput drafts what pays")
+    words = "; ".join([f"predicted speed-up {result['predicted_speedup']:.2f}, {reason}", *advice])
+    console.print(words, highlight=False, soft_wrap=True)

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rhymerl.backends.embedded import EmbeddedBackend
+from rhymerl.banner import banner, how_to_go_on, noting_how_to_go_on
 from rhymerl.budgets import GoodputBudget
 from rhymerl.callbacks import (
     AtomicCheckpointIO,
@@ -37,9 +38,10 @@ from rhymerl.earlier import save_history, start_with
 from rhymerl.errors import ConfigError
 from rhymerl.folders import RunFolder, cannot_write, check_folder, writing
 from rhymerl.module import RhymeModule
+from rhymerl.progress import SILENT, ProgressBar
 from rhymerl.ranks.first import is_first_rank
 from rhymerl.resume import ResumePoint, check_same_run, check_weights, policy_weights, resume_point
-from rhymerl.speedup import measure_speedup
+from rhymerl.speedup import Speedup, measure_speedup
 from rhymerl.trainer import check_precision, check_trainer, make_trainer, with_environment
 
 Result = dict[str, float | int | None]
@@ -51,22 +53,38 @@ _INSTEAD = {  # flags of the Trainer that a run sets itself
     "num_sanity_val_steps": "leave it out: where there is validation data, a run is evaluated before its first step",
     "enable_checkpointing": "use checkpoint.every_n_steps",
 }
+_LEFT = (
+    "summary.json",
+    "config.yaml",
+    "samples.jsonl",
+    "rollouts.jsonl.gz",
+    "history.rhyme",
+    "checkpoints/",
+)  # to tell of
 _DEFAULTS = {"check_val_every_n_epoch": 1}  # the Trainer's own, where it is not None
 
 
-def fit(config: DictConfig, *, callbacks: Sequence[L.Callback] = ()) -> Result:
+def fit(config: DictConfig, *, callbacks: Sequence[L.Callback] = (), progress: ProgressBar = SILENT) -> Result:
     """Train, evaluating before and after; rank 0 leaves config, checkpoints, logs and summary.json in the run directory.
 
     A run that a callback stops early (`should_stop`) is saved but not evaluated; of one that has been finished nothing is left to do.
-    Raises ConfigError and DataError for bad input before anything is computed, made or overwritten.
+    `progress` is that of evaluations and of what drafts were worth. Raises ConfigError and DataError for bad input before anything
+    is computed, made or overwritten; what else ends it carries a note how to go on.
     """
     run_dir = Path(config.run_dir)
     # Nobody else writes, and a default run_dir has the time in its name.
-    with RunFolder(run_dir) if is_first_rank() else nullcontext() as folder, _full_disk(run_dir):
-        return _fit(config, run_dir, folder, callbacks)
+    folder = RunFolder(run_dir) if is_first_rank() else None
+    with folder or nullcontext(), noting_how_to_go_on(run_dir), _full_disk(run_dir):
+        return _fit(config, run_dir, folder, callbacks, progress)
 
 
-def _fit(config: DictConfig, run_dir: Path, folder: RunFolder | None, callbacks: Sequence[L.Callback]) -> Result:
+def _fit(
+    config: DictConfig,
+    run_dir: Path,
+    folder: RunFolder | None,
+    callbacks: Sequence[L.Callback],
+    progress: ProgressBar,
+) -> Result:
     point = resume_point(config)
     if folder is not None and (point is None or not point.is_own):
         folder.refuse_second_run(may_start_over=config.ckpt_path == "auto")
@@ -85,6 +103,8 @@ def _fit(config: DictConfig, run_dir: Path, folder: RunFolder | None, callbacks:
     _take_up_history(config, module, datamodule, is_resumed=point is not None)
     if folder is not None:
         folder.open(starts_over=point is None and config.ckpt_path == "auto")
+    _note(banner(module, datamodule, trainer, run_dir))
+    module.progress = progress
     with module.one_engine():
         if point is None and evaluates:
             summary.eval_before = _evaluate(trainer, module, datamodule)
@@ -99,10 +119,15 @@ def _fit(config: DictConfig, run_dir: Path, folder: RunFolder | None, callbacks:
     save_history(run_dir / "history.rhyme", module, datamodule)
     if not trainer.should_stop and summary.num_steps:
         step_s = summary.seconds["rollout"] / summary.num_steps
-        summary.rollout_speedup = _speedup(config, trainer, module, datamodule, step_s)
+        with progress.during("measuring what drafts are worth"):
+            summary.speedup = _speedup(config, trainer, module, datamodule, step_s)
+        if summary.speedup is not None:
+            _note(str(summary.speedup))
     result = summary.result()
     _write_summary(result, run_dir)
     _say(result, run_dir)
+    if trainer.should_stop and (note := how_to_go_on(run_dir)):
+        _note(note)
     return result
 
 
@@ -138,7 +163,7 @@ def _result_of_finished(
     return result
 
 
-def evaluate(config: DictConfig) -> dict[str, float]:
+def evaluate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, float]:
     """The validation metrics of the policy as it is, or as a checkpoint (`ckpt_path`) left it; needs no training data.
 
     The answers go to `evaluations/step=N.jsonl` in the run directory, or to `step=N-2.jsonl` and so on.
@@ -172,7 +197,8 @@ def evaluate(config: DictConfig) -> dict[str, float]:
         check_weights(weights, module.model.state_dict(), f"ckpt_path={str(point.path)!r}")
         module.model.load_state_dict(weights)
         _say_where(point, [], doing="Evaluating")
-    trainer.validate(module, datamodule, verbose=False)
+    module.progress = progress
+    _validate(trainer, module, datamodule)
     _show(module.evaluation_metrics)
     _note(f"The answers are in {answers.path}")
     return module.evaluation_metrics
@@ -226,6 +252,11 @@ class _RunConfig(L.Callback):
         self.run_dir = run_dir
         if is_new:  # else it says where the run came from
             self.config.ckpt_path = None
+
+    def on_fit_start(self, trainer: Any, pl_module: L.LightningModule) -> None:
+        """A number that the config gives is no default of Lightning's."""
+        every = self.config.trainer.log_every_n_steps
+        trainer.log_every_n_steps = every if every is not None else 1
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.is_global_zero:
@@ -290,7 +321,7 @@ def _show(metrics: Mapping[str, float]) -> None:
 
 @rank_zero_only
 def _note(words: str) -> None:
-    Console().print(words, highlight=False, soft_wrap=True)
+    Console().print(words, highlight=False, soft_wrap=True, markup=False)
 
 
 def _say_where(point: ResumePoint, changed: Sequence[Change], *, doing: str = "Going on from") -> None:
@@ -303,13 +334,20 @@ def _say_where(point: ResumePoint, changed: Sequence[Change], *, doing: str = "G
 
 def _evaluate(trainer: L.Trainer, module: RhymeModule, datamodule: PromptDataModule) -> float:
     _note(f"Evaluating on {datamodule.num_validation_prompts:,} held-out prompts")
-    trainer.validate(module, datamodule, verbose=False)
+    _validate(trainer, module, datamodule)
     return module.evaluation_metrics["eval/reward"]
+
+
+def _validate(trainer: L.Trainer, module: RhymeModule, datamodule: PromptDataModule) -> None:
+    settings = {name: module.evaluation.rollout(module.rollout, name) for name in datamodule.validation_names}
+    answers = sum(len(datamodule.validation_loaders[name].prompts) * each.group_size for name, each in settings.items())
+    with module.progress.during("answers of the evaluation", -(-answers // trainer.world_size)):
+        trainer.validate(module, datamodule, verbose=False)
 
 
 def _speedup(
     config: DictConfig, trainer: Any, module: RhymeModule, datamodule: PromptDataModule, step_s: float
-) -> float | None:
+) -> Speedup | None:
     """On the prompts that the next step would have; None without drafts, and for a backend that has no embedded engine."""
     if isinstance(module.drafter, NoDrafter) or not isinstance(module.backend, EmbeddedBackend):
         return None
@@ -317,7 +355,7 @@ def _speedup(
     assert loader is not None
     parts = resolved(config)["module"]
     module.to(trainer.strategy.root_device)  # Lightning has taken it off
-    measured = measure_speedup(
+    return measure_speedup(
         module.policy,
         loader.peek(0).prompts,
         module.rollout,
@@ -329,8 +367,6 @@ def _speedup(
         step_s=step_s,
         autocast=trainer.precision_plugin.forward_context,
     )
-    _note(f"Drafts make rollouts {measured.ratio:.2f} times as fast; {measured.equal:.1%} of answers are the same")
-    return round(measured.ratio, 3)
 
 
 def _write_summary(result: Result, run_dir: Path) -> None:
@@ -343,5 +379,6 @@ def _write_summary(result: Result, run_dir: Path) -> None:
 
 def _say(result: Result, run_dir: Path) -> None:
     Console().print(summary_table(result))
-    files = "summary.json, config.yaml, samples.jsonl, history.rhyme, checkpoints/"
-    _note(f"Everything is in {run_dir}: {files}; curves: tensorboard --logdir {run_dir}")
+    found = [name for name in _LEFT if (run_dir / name).exists()]
+    curves = f"; curves: tensorboard --logdir {run_dir}" if (run_dir / "tensorboard").is_dir() else ""
+    _note(f"Everything is in {run_dir}: {', '.join(found)}{curves}")

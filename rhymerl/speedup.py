@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from statistics import median
+from math import exp, log, sqrt
+from statistics import mean, median, stdev
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from rhymerl.rollout import RolloutSettings, requests_of
 from rhymerl.types import Completion, Prompt, RolloutRequest
 
 _PAIRS = 3
+_STUDENT_T = 4.303  # of the 95 % interval of a mean of three
 _ABOUT_S = 10.0  # of all pairs together
 _PLAIN_TO_DRAFTED = 1.5  # how much longer rollouts without drafts are held to take, to stay within that
 
@@ -32,7 +34,25 @@ class Speedup:
     """What came of the pairs."""
 
     ratio: float  # median of the seconds without drafts over those with
+    low: float  # of its 95 % interval
+    high: float
     equal: float  # share of the answers that are the same; 1 in float64
+
+    @classmethod
+    def of(cls, ratios: Sequence[float], *, equal: float) -> Speedup:
+        """From those of three pairs, whose logarithms are taken for normal: Student's interval, which is wide where they differ."""
+        assert len(ratios) == _PAIRS
+        logs = [log(each) for each in ratios]
+        half = _STUDENT_T * stdev(logs) / sqrt(_PAIRS)
+        return cls(ratio=median(ratios), low=exp(mean(logs) - half), high=exp(mean(logs) + half), equal=equal)
+
+    def __str__(self) -> str:
+        """Two lines, which claim nothing that the pairs do not show."""
+        interval = f"95 % interval {self.low:.2f} to {self.high:.2f}"
+        told = f"Drafts make rollouts {self.ratio:.2f} times as fast ({interval})"
+        if self.low <= 1 <= self.high:
+            told = f"Too short to tell what drafts are worth: {interval} times"
+        return f"{told}\n{self.equal:.1%} of answers are the same with and without drafts"
 
 
 class _Side:
@@ -96,7 +116,7 @@ def measure_speedup(
             f"{type(drafter).__name__}: {1 - equal:.2%} of the answers are others than without drafts, in float64; "
             "drafts must never change a token: please report this"
         )
-    return Speedup(ratio=median(ratios), equal=equal)
+    return Speedup.of(ratios, equal=equal)
 
 
 def num_affordable(num_prompts: int, step_s: float) -> int:

@@ -31,6 +31,7 @@ from rhymerl.errors import ConfigError, RunError
 from rhymerl.ranks.lifeline import is_loopback
 from rhymerl.ranks.parent import end_with_parent
 
+_LIGHTNING_LOGS_EVERY = 50  # steps
 _LOOPBACKS = ("lo", "lo0")  # as Linux and others call it
 
 
@@ -150,14 +151,21 @@ def _check_requeueing(trainer: Any) -> None:
 def prepare_trainer(trainer: L.Trainer) -> None:
     """See `check_trainer`; then, before Lightning lets the ranks meet: on one machine they do so where no other can reach them.
 
-    Raises RunError when the port is taken at which they would meet.
+    Raises RunError when the port is taken at which they would meet. Also lets each step be logged, unless the Trainer was told otherwise.
     """
     try:
         check_trainer(trainer)
+        _log_each_step(trainer)
         _prepare_ranks(trainer)
     except BaseException:
         end_ranks(trainer)
         raise
+
+
+def _log_each_step(trainer: Any) -> None:
+    """Lightning's own interval is for steps of milliseconds. Nothing tells its default from the same number that somebody gave."""
+    if trainer.log_every_n_steps == _LIGHTNING_LOGS_EVERY:
+        trainer.log_every_n_steps = 1
 
 
 def _prepare_ranks(trainer: L.Trainer) -> None:

@@ -15,7 +15,7 @@ from rhymerl.policy import Policy
 from rhymerl.rewards import RewardScorer
 from rhymerl.rollout import RolloutLoop, RolloutSettings
 from rhymerl.schedulers import FIFOScheduler
-from rhymerl.speedup import measure_speedup, num_affordable
+from rhymerl.speedup import Speedup, measure_speedup, num_affordable
 from rhymerl.testing import make_prompt, tiny_policy
 
 PROMPTS = [make_prompt([3 + number, 4, 5], id=str(number)) for number in range(6)]
@@ -130,3 +130,35 @@ def test_other_answers_are_an_error_in_float64_and_a_share_elsewhere(dtype) -> N
 )
 def test_long_rollouts_are_measured_on_fewer_prompts(num_prompts, step_s, expected) -> None:
     assert num_affordable(num_prompts, step_s) == expected
+
+
+@pytest.mark.parametrize(
+    ("ratios", "low", "high", "words"),
+    [
+        # ln: 0.6931, 0.7419, 0.6419; mean 0.6923, deviation 0.0500, half of the interval 4.303 * 0.0500 / sqrt(3) = 0.1242
+        (
+            [2.0, 2.1, 1.9],
+            1.765,
+            2.262,
+            "Drafts make rollouts 2.00 times as fast (95 % interval 1.76 to 2.26)\n99.0% of answers",
+        ),
+        (
+            [0.5, 0.5, 0.5],
+            0.5,
+            0.5,
+            "Drafts make rollouts 0.50 times as fast (95 % interval 0.50 to 0.50)\n99.0% of answers",
+        ),
+        # ln: -0.0943, -0.3567, 0.1823; mean -0.0896, deviation 0.2695, half of it 0.6696
+        (
+            [0.91, 0.7, 1.2],
+            0.468,
+            1.786,
+            "Too short to tell what drafts are worth: 95 % interval 0.47 to 1.79 times\n99.0% of",
+        ),
+    ],
+)
+def test_what_is_said_is_what_the_pairs_show(ratios, low, high, words) -> None:
+    speedup = Speedup.of(ratios, equal=0.99)
+    assert speedup.ratio == sorted(ratios)[1]
+    assert (speedup.low, speedup.high) == pytest.approx((low, high), abs=1e-3)
+    assert str(speedup).startswith(words)

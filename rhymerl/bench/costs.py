@@ -8,11 +8,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
 from rhymerl.budgets import FixedBudget
 from rhymerl.budgets.costs import PassCost
 from rhymerl.drafters.base import Drafter
 from rhymerl.engine.engine import Engine
+from rhymerl.progress import SILENT, ProgressBar
 from rhymerl.types import Draft, RolloutRequest
 
 if TYPE_CHECKING:
@@ -80,15 +83,18 @@ def measure_costs(
     nodes: Sequence[int] = NODES,
     passes: int = 12,
     rounds: int = 3,
+    progress: ProgressBar = SILENT,
 ) -> CostTable:
     """Medians of `passes` decoding passes each, drafting and everything around the forward included.
 
     The least of `rounds` goes over the whole table: what else the machine does at times is no cost of ours.
     """
-    tables = [
-        [[_seconds(model, requests, count, each, passes) for each in nodes] for count in rows] for _ in range(rounds)
-    ]
-    return CostTable(rows, nodes, np.min(tables, axis=0))
+    tables = np.empty((rounds, len(rows), len(nodes)))
+    with progress.during("sizes of passes", tables.size):
+        for number, row, column in np.ndindex(tables.shape):
+            tables[number, row, column] = _seconds(model, requests, rows[row], nodes[column], passes)
+            progress.advance()
+    return CostTable(rows, nodes, tables.min(axis=0))
 
 
 def _seconds(model: PreTrainedModel, requests: Sequence[RolloutRequest], rows: int, nodes: int, passes: int) -> float:
@@ -104,3 +110,17 @@ def _seconds(model: PreTrainedModel, requests: Sequence[RolloutRequest], rows: i
             seconds.append(time.perf_counter() - started)
     engine.withdraw()
     return float(np.median(seconds[3:]))  # after prefill, and the first pass of these shapes
+
+
+def report(table: CostTable) -> None:
+    """Print milliseconds by running requests and nodes."""
+    shown = Table()
+    for name in ("running", *(f"{each:.0f}" for each in table.nodes)):
+        shown.add_column(name, justify="right")
+    for rows, seconds in zip(table.rows, table.table, strict=True):
+        shown.add_row(f"{rows:.0f}", *(f"{1e3 * each:.3g}" for each in seconds))
+    console = Console()
+    console.print(
+        "Milliseconds of a pass, by running requests and draft nodes of each"
+    )  # a title would take the table's width
+    console.print(shown)

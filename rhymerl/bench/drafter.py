@@ -16,6 +16,7 @@ from rhymerl.drafters.history_tree import HistoryTreeDrafter
 from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.history import Answer, HistoryStore
 from rhymerl.history.index import SuffixIndex
+from rhymerl.progress import SILENT, ProgressBar
 from rhymerl.testing import make_prompt
 from rhymerl.types import Prompt, RolloutRequest, SamplingParams
 
@@ -52,28 +53,31 @@ class DrafterBench:
         copy[edited] = self._tokens(int(edited.sum()))
         return copy
 
-    def run(self) -> dict[str, Any]:
+    def run(self, progress: ProgressBar = SILENT) -> dict[str, Any]:
         """One row; times are medians."""
         answers = [self.copy() for _ in range(self.config.answers)]
         prompt = self._tokens(_PROMPT_TOKENS)
         index = SuffixIndex(prompt, answers)  # compiles
-        build = [self._build(prompt, answers) for _ in range(self.config.repeats)]
+        with progress.during("indexes built", self.config.repeats):
+            build = [self._build(prompt, answers, progress) for _ in range(self.config.repeats)]
         row = {
             "answers": self.config.answers,
             "tokens": self.config.tokens,
             "build_us_per_token": 1e6 * float(np.median(build)) / index.num_tokens,
             "bytes_per_token": index.bytes / index.num_tokens,
-            **self._propose(prompt, answers),
+            **self._propose(prompt, answers, progress),
         }
         return {"rows": [row], "environment": environment(), "config": resolved(self.config)}
 
     @staticmethod
-    def _build(prompt: IntArray, answers: Sequence[IntArray]) -> float:
+    def _build(prompt: IntArray, answers: Sequence[IntArray], progress: ProgressBar) -> float:
         started = time.perf_counter()
         SuffixIndex(prompt, answers)
-        return time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        progress.advance()
+        return seconds
 
-    def _propose(self, prompt: IntArray, answers: Sequence[IntArray]) -> dict[str, float]:
+    def _propose(self, prompt: IntArray, answers: Sequence[IntArray], progress: ProgressBar) -> dict[str, float]:
         drafter = instantiate(self.config.drafter, key="drafter")
         batch, siblings = self.config.batch, self.config.siblings
         history = HistoryStore()
@@ -86,12 +90,15 @@ class DrafterBench:
         for request in requests:
             drafter.start(request)
         seconds, counts = [], []
-        for length in range(2 * _PROMPT_TOKENS, self.config.tokens, _STRIDE):
-            views = [context[:length] for context in contexts]
-            started = time.perf_counter()
-            drafts = drafter.propose_batch(requests, views, [self.config.nodes] * batch)
-            seconds.append(time.perf_counter() - started)
-            counts.append(drafts.counts)
+        lengths = range(2 * _PROMPT_TOKENS, self.config.tokens, _STRIDE)
+        with progress.during("proposals", len(lengths)):
+            for length in lengths:
+                views = [context[:length] for context in contexts]
+                started = time.perf_counter()
+                drafts = drafter.propose_batch(requests, views, [self.config.nodes] * batch)
+                seconds.append(time.perf_counter() - started)
+                counts.append(drafts.counts)
+                progress.advance()
         live = {}
         if isinstance(drafter, HistoryTreeDrafter):
             live["live_bytes_per_token"] = drafter.live_bytes / (batch * self.config.tokens)

@@ -16,6 +16,7 @@ from rhymerl.bench.base import environment
 from rhymerl.bench.policy import PolicyBench
 from rhymerl.config import instantiate, resolved
 from rhymerl.errors import ConfigError, require_at_least
+from rhymerl.progress import SILENT, ProgressBar
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,21 +45,24 @@ class MeasureSettings:
 class CostsBench(PolicyBench):
     """Passes of `backend` over the numbers of running requests up to those in `concurrency`."""
 
-    def run(self) -> dict[str, Any]:
+    def run(self, progress: ProgressBar = SILENT) -> dict[str, Any]:
         """What the file holds; `costs` is what is read of it."""
         backend: RolloutBackend = instantiate(self.config.backend, key="backend")
         settings: MeasureSettings = instantiate(self.config.measure, key="measure")
         if isinstance(backend, SGLangBackend):
             result = self._of_sglang(backend, settings)
         elif isinstance(backend, EmbeddedBackend):
-            result = self._of_embedded(settings)
+            result = self._of_embedded(settings, progress)
         else:
             raise ConfigError(f"backend={type(backend).__name__}: expected embedded or sglang")
         return {**result, "environment": environment(), "config": resolved(self.config)}
 
-    def _of_embedded(self, settings: MeasureSettings) -> Mapping[str, Any]:
+    def _of_embedded(self, settings: MeasureSettings, progress: ProgressBar) -> Mapping[str, Any]:
         rows = [each for each in costs.ROWS if each <= max(self.config.concurrency)]
-        table = costs.measure_costs(self.policy.model, self.requests("costs"), rows=rows, **settings.given)
+        table = costs.measure_costs(
+            self.policy.model, self.requests("costs"), rows=rows, progress=progress, **settings.given
+        )
+        costs.report(table)
         return {"engine": "embedded", "costs": table.points()}
 
     def _of_sglang(self, backend: SGLangBackend, settings: MeasureSettings) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from rhymerl.engine.engine import Engine
 from rhymerl.errors import require_at_least
 from rhymerl.history import HistoryStore
 from rhymerl.history.answers import answers_of
+from rhymerl.progress import SILENT, ProgressBar
 from rhymerl.replay import Replay, ReplayTotals
 from rhymerl.testing import OracleDrafter
 from rhymerl.traces import TraceRecord, record_of
@@ -76,17 +78,19 @@ class RolloutBench(PolicyBench):
         super().__init__(config)
         self.history: HistoryStore = instantiate(config.history, key="history")
 
-    def run(self) -> dict[str, Any]:
+    def run(self, progress: ProgressBar = SILENT) -> dict[str, Any]:
         """Rows by concurrency and drafter, and the cost of a pass."""
-        for epoch in range(self.config.epochs):
-            self._learn(epoch)
-        costs = self._costs()
-        rows = [row for concurrency in self.config.concurrency for row in self._compare(concurrency, costs)]
+        with progress.during("epochs of history", self.config.epochs):
+            for epoch in range(self.config.epochs):
+                self._learn(epoch)
+                progress.advance()
+        costs = self._costs(progress)
+        rows = [row for concurrency in self.config.concurrency for row in self._compare(concurrency, costs, progress)]
         return {"rows": rows, "costs": costs.points(), "environment": environment(), "config": resolved(self.config)}
 
-    def _costs(self) -> CostTable:
+    def _costs(self, progress: ProgressBar) -> CostTable:
         rows = [each for each in ROWS if each <= max(self.config.concurrency)]
-        return measure_costs(self.policy.model, self.requests("costs"), rows=rows)
+        return measure_costs(self.policy.model, self.requests("costs"), rows=rows, progress=progress)
 
     def _learn(self, epoch: int) -> None:
         """One epoch of history."""
@@ -115,11 +119,13 @@ class RolloutBench(PolicyBench):
         ]
         return [self._contender(name, drafter, concurrency, epochs=each) for name, drafter, each in drafters]
 
-    def _compare(self, concurrency: int, costs: CostTable) -> Iterator[dict[str, Any]]:
+    def _compare(self, concurrency: int, costs: CostTable, progress: ProgressBar) -> Iterator[dict[str, Any]]:
         contenders = self._contenders(concurrency)
         try:
-            for pair in range(-1, self.config.pairs):  # the first round warms up
-                plain = self._round(contenders, concurrency, pair)
+            with progress.during(f"rounds with {concurrency} running", 1 + self.config.pairs):
+                for pair in range(-1, self.config.pairs):  # the first round warms up
+                    plain = self._round(contenders, concurrency, pair)
+                    progress.advance()
             predicted = {each.name: self._predict(each, concurrency, plain, costs) for each in contenders}
         finally:
             for each in contenders:
@@ -233,20 +239,19 @@ def _rows(
 
 
 def report(result: Mapping[str, Any]) -> None:
-    """Print the rows as a table."""
-    columns = ("drafter", "history_epochs", "concurrency", "tokens_per_s", "speedup", "speedup_low", "fraction_of_oracle",
-               "predicted_speedup", "accept_length", "equal_answers")  # fmt: skip
-    table = Table(title="Rollout speed", title_justify="left")
-    for name in columns:
-        table.add_column(name.replace("_", " "), justify="left" if name == "drafter" else "right")
-    for row in result["rows"]:
-        table.add_row(*(_shown(row[name]) for name in columns))
-    Console().print(table)
-
-
-def _shown(value: object) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-    return str(value)
+    """Print the rows as a table for each number of running requests, which fits 80 columns."""
+    for concurrency, rows in groupby(result["rows"], key=lambda row: row["concurrency"]):
+        table = Table(title=f"Rollout speed, {concurrency} running", title_justify="left", padding=(0, 0))
+        table.add_column("drafter", no_wrap=True)
+        table.add_column("tok/s", justify="right")
+        table.add_column("times as fast", justify="right", no_wrap=True)
+        for name in ("oracle", "predicted", "accept", "equal"):
+            table.add_column(name, justify="right")
+        for row in rows:
+            fast = f"{row['speedup']:.2f} {row['speedup_low']:.2f}-{row['speedup_high']:.2f}"
+            others = ("fraction_of_oracle", "predicted_speedup", "accept_length", "equal_answers")
+            cells = (f"{row[name]:.3g}" if row[name] is not None else "" for name in others)
+            table.add_row(row["drafter"], f"{row['tokens_per_s']:,.0f}", fast, *cells)
+        Console().print(table)
+    words = "with the median's 95 % interval; oracle: share of its speed; predicted: by replay; accept: tokens a pass"
+    Console().print(words, highlight=False, soft_wrap=True)

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import lightning as L
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from rhymerl.progress import about
+
+_KNOWN_AFTER = 3  # steps
+_LINE_S = 60.0
+
 
 class LiveProgress(L.Callback):
-    """A bar on a terminal; elsewhere a plain line every `lines_every` steps. Rank 0 only."""
+    """A bar on a terminal; elsewhere a plain line every `lines_every` steps, or every minute. Rank 0 only."""
 
     def __init__(self, *, lines_every: int = 10) -> None:
         self.lines_every = lines_every
         self._console = Console()
         self._progress: Progress | None = None
         self._task: Any = None
+        self._num_batches = 0  # since this start
+        self._first_at = self._line_at = 0.0  # the end of the first one, and the latest line
+        self._first_done = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._num_batches = 0
         if not trainer.is_global_zero or not self._console.is_terminal:
             return
         total = trainer.estimated_stepping_batches
@@ -45,8 +55,31 @@ class LiveProgress(L.Callback):
         status = status_line(trainer.callback_metrics)
         if self._progress is not None:
             self._progress.update(self._task, completed=_done(trainer), status=status)
-        elif _num_batches(trainer) % self.lines_every == 0 or _num_batches(trainer) == 1:
-            self._console.print(f"step {_done(trainer)}  {status}", highlight=False)
+        else:
+            self._print(trainer, status)
+
+    def _print(self, trainer: L.Trainer, status: str) -> None:
+        """At first the time left is not known: the first step compiles."""
+        now = time.monotonic()
+        self._num_batches += 1
+        if self._num_batches == 1:
+            self._first_at, self._first_done = now, _done(trainer)
+        is_due = self._num_batches in (1, _KNOWN_AFTER) or _num_batches(trainer) % self.lines_every == 0
+        if is_due or now - self._line_at > _LINE_S:
+            self._line_at = now
+            left = f"  {about(self._left_s(trainer, now))} left" if self._is_known(trainer) else ""
+            self._console.print(f"step {_done(trainer)}  {status}{left}", highlight=False)
+
+    def _is_known(self, trainer: L.Trainer) -> bool:
+        return self._num_batches >= _KNOWN_AFTER and _done(trainer) < trainer.estimated_stepping_batches < float("inf")
+
+    def _left_s(self, trainer: L.Trainer, now: float) -> float:
+        done = _done(trainer)
+        return (now - self._first_at) * (trainer.estimated_stepping_batches - done) / (done - self._first_done)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._progress is not None:
+            self._progress.update(self._task, status="evaluating")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._stop()

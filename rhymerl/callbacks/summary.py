@@ -11,8 +11,19 @@ import lightning as L
 from rich.table import Table
 
 from rhymerl.speculation import Speculation
+from rhymerl.speedup import Speedup
 
-_STATE = ("eval_before", "eval_after", "first_rewards", "last_rewards", "seconds", "num_steps", "num_tokens")
+_STATE = (
+    "eval_before",
+    "eval_after",
+    "first_rewards",
+    "last_rewards",
+    "seconds",
+    "num_steps",
+    "num_tokens",
+    "num_calls",
+    "num_failed_calls",
+)
 _WINDOW = 5  # steps that make `reward_first` and `reward_last`
 
 
@@ -27,8 +38,10 @@ class Summary(L.Callback):
         self.seconds = {"wall": 0.0, "rollout": 0.0, "update": 0.0}
         self.num_steps = 0
         self.num_tokens = 0
+        self.num_calls = 0  # of rewards
+        self.num_failed_calls = 0
         self.speculation = Speculation()
-        self.rollout_speedup: float | None = None
+        self.speedup: Speedup | None = None
         self._since: float | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -48,6 +61,8 @@ class Summary(L.Callback):
         rollout: Any = getattr(pl_module, "last_rollout", None)
         if rollout is not None:
             self.speculation.count(sample.completion for sample in rollout.samples)
+            self.num_calls += rollout.failures.num_samples * len(rollout.samples[0].rewards)
+            self.num_failed_calls += sum(rollout.failures.num_failed.values())
         self._lap()
 
     def _lap(self) -> None:
@@ -60,7 +75,7 @@ class Summary(L.Callback):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         for name in _STATE:
-            setattr(self, name, state_dict[name])
+            setattr(self, name, state_dict.get(name, getattr(self, name)))
         self.speculation = Speculation(**state_dict["speculation"])
 
     def result(self) -> dict[str, float | int | None]:
@@ -71,6 +86,7 @@ class Summary(L.Callback):
             "eval_reward_after": self.eval_after,
             "reward_first": _mean(self.first_rewards),
             "reward_last": _mean(self.last_rewards),
+            "reward_failure_rate": self.num_failed_calls / max(self.num_calls, 1),
             "steps": self.num_steps,
             "wall_s": round(self.seconds["wall"], 3),
             "rollout_s": round(rollout_s, 3),
@@ -79,7 +95,9 @@ class Summary(L.Callback):
             "num_tokens": self.num_tokens,
             "spec_accept_rate": round(self.speculation.accept_rate, 4),
             "spec_accept_length": round(self.speculation.accept_length, 4),
-            "rollout_speedup": self.rollout_speedup,
+            "rollout_speedup": round(self.speedup.ratio, 3) if self.speedup else None,
+            "rollout_speedup_low": round(self.speedup.low, 3) if self.speedup else None,
+            "rollout_speedup_high": round(self.speedup.high, 3) if self.speedup else None,
         }
 
 
@@ -94,7 +112,8 @@ def summary_table(result: Mapping[str, float | int | None]) -> Table:
     table.add_column(justify="right")
     for name, value in result.items():
         if value is not None:
-            table.add_row(name, readable(value))
+            is_bad = name == "reward_failure_rate" and value > 0
+            table.add_row(name, readable(value), style="bold red" if is_bad else None)
     return table
 
 

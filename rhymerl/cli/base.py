@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rhymerl.cli.interrupt import Interrupt
 from rhymerl.errors import UsageError
+from rhymerl.progress import SILENT, ProgressBar, ShownProgressBar
+from rhymerl.ranks.first import is_first_rank
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -41,6 +44,7 @@ class ConfiguredCommand(Command):
     """A command on a config: `--config NAME|PATH`, `--print-config`, `--json` and `key=value`."""
 
     default_config: ClassVar[str | None] = None
+    is_told_early: ClassVar[bool] = False  # with a line on stdout before libraries are loaded that take seconds
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.usage = f"rhymerl {self.name} --config NAME|PATH [key=value ...] [--print-config] [--json] [--debug]"
@@ -55,18 +59,27 @@ class ConfiguredCommand(Command):
 
     def run(self, arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> Result | None:
         from rhymerl.config import compose, packaged_names, resolved, to_yaml
+        from rhymerl.config.files import locate
 
         if arguments.config is None:
             raise UsageError(
                 f"rhymerl {self.name} needs --config: a .yaml file, or one of {', '.join(packaged_names())}"
             )
-        config = compose(arguments.config, overrides)
+        if self.is_told_early and not arguments.print_config and "torch" not in sys.modules and is_first_rank():
+            locate(arguments.config)  # else the error is all that is said
+            print(f"rhymerl {self.name}, {arguments.config}: loading torch and Lightning", flush=True)
+        with self.progress().during(f"rhymerl {self.name}: reading the settings"):
+            config = compose(arguments.config, overrides)
         for key, value in self.settings(arguments).items():
             config[key] = value
         if arguments.print_config:
             print(to_yaml(config), end="")
             return resolved(config)
         return self.run_config(config, interrupt)
+
+    def progress(self) -> ProgressBar:
+        """What shows how far the command is, on the first rank."""
+        return ShownProgressBar() if is_first_rank() else SILENT
 
     def settings(self, arguments: Namespace) -> Mapping[str, Any]:
         """Settings that are words of the command line rather than overrides."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Bench(ConfiguredCommand):
-    """measure rollout speed by drafter (rollout), drafting alone (drafter) or the cost of passes (costs); the last line is JSON"""
+    """measure rollout speed by drafter (rollout), drafting alone (drafter) or the cost of passes (costs)"""
 
     name = "bench"
 
@@ -27,24 +26,27 @@ class Bench(ConfiguredCommand):
     def run(self, arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> Result | None:
         arguments.config = arguments.config or f"bench_{arguments.what}"
         self._what = arguments.what
-        result = super().run(arguments, overrides, interrupt)
-        if not (arguments.json or arguments.print_config):
-            print(json.dumps(result))
-        return result
+        return super().run(arguments, overrides, interrupt)
 
     def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result:
+        """Prints a table."""
+        progress = self.progress()
+        loading = progress.during(f"rhymerl bench {self._what}: loading")
         if self._what == "drafter":
-            from rhymerl.bench import drafter
+            with loading:
+                from rhymerl.bench import drafter
 
-            result = drafter.DrafterBench(config).run()
+            result = drafter.DrafterBench(config).run(progress)
             drafter.report(result)
             return result
         if self._what == "costs":
-            from rhymerl.bench.passes import CostsBench
+            with loading:
+                from rhymerl.bench.passes import CostsBench
 
-            return CostsBench(config).run()
-        from rhymerl.bench import rollout
+            return CostsBench(config).run(progress)
+        with loading:
+            from rhymerl.bench import rollout
 
-        result = rollout.RolloutBench(config).run()
+        result = rollout.RolloutBench(config).run(progress)
         rollout.report(result)
         return result

@@ -18,6 +18,7 @@ class Warmstart(ConfiguredCommand):
     """train a small policy on a task's demonstrations (out=DIR); an interrupted one goes on where it was"""
 
     name = "warmstart"
+    is_told_early = True
     default_config = "warmstart_running_sum"
 
     def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result | None:

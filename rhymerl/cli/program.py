@@ -93,9 +93,12 @@ def _hint(command: Command, word: str, following: Sequence[str]) -> str:
 def _run(arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> int:
     try:
         return _dispatch(arguments, overrides, interrupt)
-    except KeyboardInterrupt:
-        return _interrupted(interrupt)
+    except KeyboardInterrupt as error:
+        code = _interrupted(interrupt)
+        _say_notes(error)
+        return code
     except SystemExit as error:  # what Lightning makes of a second Ctrl-C
+        _say_notes(error)
         return error.code if isinstance(error.code, int) else FAILED
     except Exception as error:  # noqa: BLE001 - the last place that can turn an error into an exit code
         if interrupt.was_raised:  # and went astray: this is what a half-imported module then stumbles over
@@ -103,7 +106,9 @@ def _run(arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -
                 traceback.print_exc()
             return _interrupted(interrupt)
         bad_usage = isinstance(error, UsageError) or _is_refused_flag(error)
-        return _complain(_in_one_line(error), BAD_USAGE if bad_usage else FAILED, debug=_debug(arguments))
+        code = _complain(_in_one_line(error), BAD_USAGE if bad_usage else FAILED, debug=_debug(arguments))
+        _say_notes(error)
+        return code
 
 
 def _interrupted(interrupt: Interrupt) -> int:
@@ -145,6 +150,12 @@ def _in_one_line(error: Exception) -> str:
 
 def _debug(arguments: Namespace) -> bool:
     return bool(getattr(arguments, "debug", False))
+
+
+def _say_notes(error: BaseException) -> None:
+    """What our own code has added to it: how to go on."""
+    for note in getattr(error, "__notes__", ()):
+        print(note, file=sys.stderr)
 
 
 def _complain(message: str, code: int, *, debug: bool) -> int:

@@ -27,9 +27,11 @@ class Replay(ConfiguredCommand):
         return {"trace": arguments.trace}
 
     def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result:
-        from rhymerl.replay import judge, report
+        progress = self.progress()
+        with progress.during("rhymerl replay: loading"):
+            from rhymerl.replay import judge, report
 
-        result = judge(config)
+        result = judge(config, progress=progress)
         report(result)
         return result
 
@@ -41,8 +43,10 @@ class Simulate(ConfiguredCommand):
     default_config = "simulate"
 
     def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result:
-        from rhymerl.simulation.judge import judge, report
+        progress = self.progress()
+        with progress.during("rhymerl simulate: loading"):
+            from rhymerl.simulation.judge import judge, report
 
-        result = judge(config)
+        result = judge(config, progress=progress)
         report(result)
         return result

@@ -16,13 +16,16 @@ class Rollout(ConfiguredCommand):
     """answer prompts in several passes, with drafts from the passes before, and record the answers (out=FILE)"""
 
     name = "rollout"
+    is_told_early = True
     default_config = "rollout"
 
     def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result:
-        from rhymerl.generate import generate, report
+        progress = self.progress()
+        with progress.during("rhymerl rollout: loading torch"):
+            from rhymerl.generate import generate, report
 
         if "passes" not in config:
             raise UsageError("rhymerl rollout: the config has no setting 'passes'; build on rollout.yaml")
-        result = generate(config)
+        result = generate(config, progress=progress)
         report(result)
         return result

@@ -21,13 +21,16 @@ class Fit(ConfiguredCommand):
     """train a policy; the run directory gets checkpoints, logs and summary.json"""
 
     name = "fit"
+    is_told_early = True
 
     def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result | None:
-        from rhymerl.callbacks import StopOnRequest
-        from rhymerl.run import fit
-
         _check_is_run(config, self.name)
-        return _said_once(fit(config, callbacks=[StopOnRequest(interrupt)]))
+        progress = self.progress()
+        with progress.during("loading torch and Lightning"):
+            from rhymerl.callbacks import StopOnRequest
+            from rhymerl.run import fit
+
+        return _said_once(fit(config, callbacks=[StopOnRequest(interrupt)], progress=progress))
 
 
 class OnRun(ConfiguredCommand):
@@ -84,6 +87,7 @@ class Evaluate(OnRun):
     """answer the validation prompts: with a run's newest whole checkpoint (RUN), a policy, or ckpt_path=PATH|last|auto"""
 
     name = "evaluate"
+    is_told_early = True
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         super().add_arguments(parser)
@@ -91,10 +95,12 @@ class Evaluate(OnRun):
         parser.usage = f"rhymerl evaluate RUN {options}\n       rhymerl evaluate --config NAME|PATH {options}"
 
     def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result | None:
-        from rhymerl.run import evaluate
-
         _check_is_run(config, self.name)
-        return _said_once(evaluate(config))
+        progress = self.progress()
+        with progress.during("loading torch and Lightning"):
+            from rhymerl.run import evaluate
+
+        return _said_once(evaluate(config, progress=progress))
 
 
 def _may_be_run(word: str) -> bool:

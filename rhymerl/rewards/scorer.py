@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from rhymerl.rewards.base import Reward
 from rhymerl.rewards.calls import Call, Outcome
+from rhymerl.rewards.failures import Failures
 from rhymerl.rewards.local import LocalReward
 from rhymerl.rewards.pool import RewardPool, Task
 
@@ -43,6 +44,7 @@ class RewardScorer:
         self._scores: dict[str, dict[str, float]] = {}
         self._num_failed: Counter[str] = Counter()
         self._logged: set[str] = set()
+        self._failures = Failures()
         pooled = [reward for reward in self.rewards if reward.where == "pool"]
         self._pool = RewardPool(pooled, self._deliver_task, num_workers=num_workers, chunk_size=chunk_size)
         self._local = {
@@ -85,6 +87,7 @@ class RewardScorer:
                 self._run_waiting(reward, keys, extra={"device": device} if reward.takes_device else {})
         self._pool.drain()
         scores, self._scores = self._scores, {}
+        self._failures += Failures(num_samples=len(scores))
         return {key: scores[key] for key in keys}
 
     def metrics(self) -> dict[str, float]:
@@ -92,6 +95,11 @@ class RewardScorer:
         names = [f"rewards/{reward.name}/{kind}" for reward in self.rewards for kind in _FAILURES.values()]
         counts, self._num_failed = self._num_failed, Counter()
         return {name: counts[name] for name in names}
+
+    def failures(self) -> Failures:
+        """Of the samples that were collected since the last call of this."""
+        failures, self._failures = self._failures, Failures()
+        return failures
 
     def close(self) -> None:
         """End the worker processes; unfinished work is lost. May be called twice."""
@@ -139,6 +147,7 @@ class RewardScorer:
             return
         metric = f"rewards/{reward.name}/{_FAILURES[outcome.kind]}"
         self._num_failed[metric] += 1
+        self._failures += Failures(num_failed={reward.name: 1}, first={reward.name: outcome.message})
         if metric not in self._logged:
             self._logged.add(metric)
             _LOG.warning(

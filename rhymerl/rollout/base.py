@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rhymerl.errors import ConfigError, require_at_least
+from rhymerl.rewards.failures import Failures
 from rhymerl.types import Prompt, RolloutRequest, Sample, SamplingParams, Split
 
 
@@ -98,3 +99,4 @@ class Rollout:
 
     samples: list[Sample]
     metrics: Mapping[str, float]
+    failures: Failures = field(default_factory=Failures)  # of the rewards, on all ranks

@@ -15,8 +15,10 @@ from rhymerl.errors import BackendError, ConfigError, RunError
 from rhymerl.history import HistoryStore
 from rhymerl.history.answers import answers_of
 from rhymerl.hooks import Hooks
+from rhymerl.progress import SILENT, ProgressBar
 from rhymerl.ranks import Alone, Ranks
 from rhymerl.rewards import RewardScorer
+from rhymerl.rewards.failures import Failures
 from rhymerl.rollout.ahead import Ahead, Drawn, fingerprint, united
 from rhymerl.rollout.base import Rollout, RolloutSettings, requests_of
 from rhymerl.rollout.conductor import Conductor
@@ -66,6 +68,7 @@ class RolloutLoop:
         run_ahead: RunAhead = "off",
         max_staleness: int = 1,
         lockstep: bool = False,
+        progress: ProgressBar = SILENT,
     ) -> None:
         check_run_ahead(run_ahead, max_staleness)
         self.backend = backend
@@ -75,6 +78,7 @@ class RolloutLoop:
         self.stop_token_ids = tuple(stop_token_ids)
         self.seed = seed
         self.device = device
+        self.progress = progress  # hears of each answer of this rank's
         self.ranks = ranks if ranks is not None else Alone()
         self.run_ahead = run_ahead
         self.history = history if history is not None else HistoryStore()
@@ -125,7 +129,8 @@ class RolloutLoop:
             **staleness_metrics(samples, self.policy_version),
             **self._learn(rounds, epoch, split),
         }
-        return Rollout(samples=samples, metrics=metrics)
+        failures = sum((share.failures for each in rounds for share in each.shares), Failures())
+        return Rollout(samples=samples, metrics=metrics, failures=failures)
 
     def _round(
         self,
@@ -247,6 +252,7 @@ class RolloutLoop:
         request = completion.request
         text = self.decode(completion.token_ids)
         self.scorer.submit(request.id, text, request.prompt.columns)
+        self.progress.advance()
         return text
 
     def _share(self, work: Work, answers: Mapping[str, tuple[Completion, str]], rollout_s: float) -> Share:
@@ -260,6 +266,7 @@ class RolloutLoop:
             metrics={**self.backend.metrics(), **self.scorer.metrics()},
             busy_s=work.part.busy_s,
             rollout_s=rollout_s,
+            failures=self.scorer.failures(),
         )
 
     def _samples(self, requests: Sequence[RolloutRequest], answered: Sequence[Answered]) -> list[Sample]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from rhymerl.rewards.failures import Failures
 from rhymerl.rollout.ahead import Drawn
 from rhymerl.rollout.metrics import over_ranks
 from rhymerl.types import Sample
@@ -28,6 +29,7 @@ class Share:
     metrics: Mapping[str, float]
     busy_s: float
     rollout_s: float
+    failures: Failures = field(default_factory=Failures)  # of the rewards
 
     @property
     def num_tokens(self) -> int:

@@ -15,6 +15,7 @@ from rich.table import Table
 from rhymerl.budgets.costs import CostCurve
 from rhymerl.config import instantiate
 from rhymerl.errors import ConfigError, require_at_least
+from rhymerl.progress import SILENT, ProgressBar
 from rhymerl.run_ahead import RunAhead
 from rhymerl.schedulers.fifo import FIFOScheduler
 from rhymerl.simulation.base import REFERENCE_COSTS, Decoding, LengthSource, StepWork, Timeline
@@ -40,16 +41,17 @@ _SHOWN = {
 }
 
 
-def judge(config: DictConfig) -> dict[str, Any]:
+def judge(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, Any]:
     """What `rhymerl simulate` prints, for a config such as configs/simulate.yaml: means over seeds, and the spread."""
     _check(config)
     source = length_source(config)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for seed in range(config.seed, config.seed + config.seeds):
         works = source.steps(config.steps + _RUN_OUT, seed)
         window = window_of(config, len(works))
-        with _no_collection():
-            timeline, row = compared(config, works, window)
+        words = f"steps with seed {seed}, {len(rows) + 1} of {config.seeds} seeds"
+        with _no_collection(), progress.during(words, 2 * len(works)):  # with the scheduler and with the baseline
+            timeline, row = compared(config, works, window, progress=progress)
         rows.append(row)
         if seed == config.seed and config.gantt is not None:
             draw_gantt(config, works, timeline, window)
@@ -78,11 +80,13 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def compared(config: DictConfig, works: Sequence[StepWork], window: Window) -> tuple[Timeline, dict[str, Any]]:
+def compared(
+    config: DictConfig, works: Sequence[StepWork], window: Window, *, progress: ProgressBar = SILENT
+) -> tuple[Timeline, dict[str, Any]]:
     """The timeline of the configured scheduler, and its figures beside the baseline's on the same work."""
     scheduler = instantiate(config.scheduler, key="scheduler")
-    timeline = simulation(config, scheduler).run(works)
-    barrier = simulation(config, FIFOScheduler(), run_ahead="off").run(works)
+    timeline = simulation(config, scheduler).run(works, progress=progress)
+    barrier = simulation(config, FIFOScheduler(), run_ahead="off").run(works, progress=progress)
     pause = config.train_time if config.pipeline == "colocated" else 0.0
     figures = summary(timeline, window, train_time=pause)
     baseline = step_time(barrier, window, pause)

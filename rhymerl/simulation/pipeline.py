@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rhymerl.errors import ConfigError
+from rhymerl.progress import SILENT, ProgressBar
 from rhymerl.run_ahead import RunAhead, check_run_ahead
 from rhymerl.schedulers.base import Move, Plan, Progress, Scheduler, check_plan
 from rhymerl.simulation.base import Decoding, Pipeline, StepWork, Timeline
@@ -56,7 +57,7 @@ class Simulation:
         self._rebalances = scheduler.listens
         self._learns = type(scheduler).learn is not Scheduler.learn
 
-    def run(self, works: Sequence[StepWork]) -> Timeline:
+    def run(self, works: Sequence[StepWork], *, progress: ProgressBar = SILENT) -> Timeline:
         """All steps. Raises ValueError, naming scheduler and request, for a plan that is no partition."""
         log = _Log(self.num_workers)
         train_time = self.train_time if self.pipeline == "disaggregated" else 0.0
@@ -82,6 +83,7 @@ class Simulation:
                 drafts = np.zeros(len(works[step + 1].requests))
             if self._learns:
                 self.scheduler.learn(samples_of(work, self.decoding))
+            progress.advance()
         return log.timeline()
 
     def _plan(self, work: StepWork, step: int) -> Plan:

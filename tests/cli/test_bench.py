@@ -1,4 +1,4 @@
-"""`rhymerl bench` ends in one JSON object, whatever it prints before."""
+"""`rhymerl bench` ends in a table for people, and with --json in one object."""
 
 from __future__ import annotations
 
@@ -15,21 +15,46 @@ PASSES = [*TINY, "rollout.max_tokens=24", "measure.passes=4", "measure.rounds=1"
 
 def test_drafter(capsys):
     words = ["answers=2", "tokens=220", "batch=4", "siblings=2", "repeats=1"]
-    assert main(["bench", "drafter", *words]) == 0
+    assert main(["bench", "drafter", *words, "--json"]) == 0
     row = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"][0]
     assert 8 <= row["bytes_per_token"] <= 12
     assert row["propose_us"] > 0
-    assert main(["bench", "drafter", *words, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["rows"][0]["batch"] == 4
+    assert row["batch"] == 4
 
 
 def test_rollout(capsys):
-    assert main(["bench", "rollout", *SMALL]) == 0
+    assert main(["bench", "rollout", *SMALL, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert [row["drafter"] for row in rows] == ["none", "ngram", "history_tree_first_epoch", "history_tree", "oracle"]
     wanted = {"concurrency", "tokens_per_s", "speedup", "fraction_of_oracle", "predicted_speedup"}
     assert all(wanted <= row.keys() for row in rows)
     assert rows[0]["speedup"] == rows[-1]["fraction_of_oracle"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["drafter", "answers=2", "tokens=220", "batch=4", "siblings=2", "repeats=1"], ["Drafter", "propose us"]),
+        (["rollout", *SMALL], ["Rollout speed", "history_tree_first_epoch", "oracle"]),
+        (
+            ["costs", *PASSES, "measure.nodes=[0,3]"],
+            ["Milliseconds of a pass, by running requests and draft nodes of each", "running"],
+        ),
+    ],
+    ids=["drafter", "rollout", "costs"],
+)
+def test_a_table_for_people(words, shown, capsys, monkeypatch):
+    """And no JSON; with it the table goes to stderr."""
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["bench", *words]) == 0
+    out, err = capsys.readouterr()
+    assert all(each in out for each in shown)
+    assert "{" not in out
+    assert err == ""
+    assert main(["bench", *words, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert out.count("\n") == 1
+    assert all(each in err for each in shown)
 
 
 def test_costs_are_what_a_budget_reads(capsys, tmp_path):

@@ -73,7 +73,18 @@ def test_a_table_for_people(trace, capsys, monkeypatch):
     assert (code, err) == (0, "")
     assert "Replay" in out
     assert "predicted speed-up" in out
+    assert "assuming that a pass of n tokens takes 1 + n / 64; costs=FILE takes what rhymerl bench costs" in out
     assert "tokens per pass" in out
+
+
+def test_the_prediction_says_what_it_is_from(trace, tmp_path, capsys):
+    (tmp_path / "costs.json").write_text('{"costs": [[1, 1.0], [9, 90.0]]}')
+    words = [trace, "budget=fixed", "budget.nodes=8", f"costs={tmp_path / 'costs.json'}"]
+    assert answer(words, capsys)["predicted_from"] == str(tmp_path / "costs.json")
+    out = run(words, capsys)[1]
+    line = next(line for line in out.splitlines() if line.startswith("predicted speed-up 0."))
+    assert f"with the costs of {tmp_path / 'costs.json'}; below 1 drafts lose: budget=goodput drafts what pays" in line
+    assert "assuming" not in out
 
 
 def test_json_is_one_object_and_the_table_goes_elsewhere(trace, capsys):

@@ -15,3 +15,15 @@ def digits_at_any_time(completion: str) -> float:
     """The same, after a while that nobody knows."""
     time.sleep(random.SystemRandom().uniform(0, 0.01))
     return digits(completion)
+
+
+def broken(completion: str) -> float:
+    """Something that nobody noticed."""
+    raise ZeroDivisionError("no marks today")
+
+
+def broken_for_some(completion: str) -> float:
+    """Depends on the answer alone."""
+    if len(completion) % 2:
+        raise ZeroDivisionError("an odd answer")
+    return digits(completion)

@@ -183,6 +183,6 @@ def test_other_commands(words: list[str], message: str, place: Path, model_dir: 
 def test_from_outside(place: Path, model_dir: Path) -> None:
     words = ["fit", "--config", "grpo_jsonl", f"model.path={model_dir}", "data.train=broken.jsonl", "run_dir=run"]
     done = subprocess.run([sys.executable, "-m", "rhymerl", *words], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
+    assert (done.returncode, done.stdout) == (2, "rhymerl fit, grpo_jsonl: loading torch and Lightning\n")
     assert done.stderr.startswith("error: data.train='broken.jsonl', line 2: not valid JSON: ")
     assert done.stderr.count("\n") == 1

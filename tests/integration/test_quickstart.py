@@ -17,6 +17,7 @@ SUMMARY = [
     "eval_reward_after",
     "reward_first",
     "reward_last",
+    "reward_failure_rate",
     "steps",
     "wall_s",
     "rollout_s",
@@ -26,6 +27,8 @@ SUMMARY = [
     "spec_accept_rate",
     "spec_accept_length",
     "rollout_speedup",
+    "rollout_speedup_low",
+    "rollout_speedup_high",
 ]
 # The names of TRL, for a run without a reference.
 LEARNING = [

@@ -96,7 +96,9 @@ def test_a_run_that_lacks_its_last_evaluation_is_not_finished(half: Path, rhymer
         assert done.code == 0, done.err
         assert "Evaluating on 4 held-out prompts" in done.out
         again = json.loads((half / "summary.json").read_text())
-        assert {**again, "rollout_speedup": 0} == {**summary, "rollout_speedup": 0}
+        timeless = [name for name in summary if "speedup" not in name]
+        assert list(again) == list(summary)
+        assert {name: again[name] for name in timeless} == {name: summary[name] for name in timeless}
 
 
 def test_auto_starts_where_there_is_nothing_and_goes_on_where_there_is_something(

@@ -64,3 +64,13 @@ def test_a_refused_run_leaves_no_directory(more: list[str], settings: list[str],
     done = rhymerl(*settings, f"run_dir={tmp_path / 'runs' / 'mine'}", *more)
     assert done.code != 0
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_last_line_names_what_is_there(settings: list[str], tmp_path: Path, rhymerl: Run) -> None:
+    words = [*settings, "trainer.max_steps=2", "drafter=none", "trainer.limit_val_batches=0"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    last = rhymerl(*words, f"run_dir={one}", "trainer.logger=false").out.splitlines()[-1]
+    assert last == f"Everything is in {one}: summary.json, config.yaml, samples.jsonl, history.rhyme, checkpoints/"
+    last = rhymerl(*words, f"run_dir={two}", "record_rollouts=true").out.splitlines()[-1]
+    assert "samples.jsonl, rollouts.jsonl.gz, history.rhyme, checkpoints/" in last
+    assert last.endswith(f"; curves: tensorboard --logdir {two}")

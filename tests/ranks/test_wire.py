@@ -19,6 +19,7 @@ import rhymerl.ranks
 from rhymerl.errors import RunError
 from rhymerl.ranks.mail import Mail
 from rhymerl.ranks.wire import Wire
+from rhymerl.rewards.failures import Failures
 from rhymerl.rollout import RECORDS
 from rhymerl.rollout.ahead import Drawn
 from rhymerl.rollout.rounds import Answered, Share
@@ -93,10 +94,15 @@ def test_a_share_of_a_step_comes_back_as_it_was():
         return Answered(place=place, drawn=drawn, text=f"\ud800 {place}", rewards={"a": place / 3, "b": math.nan})
 
     share = Share(
-        answered=[answered(place) for place in range(5)], metrics={"x": Ratio(1, 3), "y": 2}, busy_s=1.5, rollout_s=2.0
+        answered=[answered(place) for place in range(5)],
+        metrics={"x": Ratio(1, 3), "y": 2},
+        busy_s=1.5,
+        rollout_s=2.0,
+        failures=Failures(num_samples=5, num_failed={"a": 2}, first={"a": "KeyError: 'b'"}),
     )
     found = there_and_back(share)
     assert replace(found, answered=()).metrics == share.metrics
+    assert found.failures == share.failures
     assert (found.metrics["x"].part, found.metrics["x"].whole) == (1, 3)
     for one, other in zip(found.answered, share.answered, strict=True):
         assert (one.place, one.text, list(one.rewards)) == (other.place, other.text, ["a", "b"])

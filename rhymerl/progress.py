@@ -1,0 +1,104 @@
+"""How far a long command is: one line that is drawn again and again on a terminal, elsewhere a plain line now and then."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+_REDRAW_S = 0.2
+_LINE_S = 30.0
+_KNOWN_AFTER_S = 2.0  # before that a guess at the time left is worth nothing
+
+
+class ProgressBar:
+    """Is told how far something is, and tells nobody: the default of all that may take long, and free."""
+
+    def begin(self, words: str, total: int = 0) -> None:
+        """From now on `words` are what goes on; its parts are `total`, 0 when nobody knows."""
+
+    def advance(self, number: int = 1) -> None:
+        """So many parts more are done; nothing without a `begin`."""
+
+    def end(self) -> None:
+        """It is done, and leaves nothing on a terminal."""
+
+    @contextmanager
+    def during(self, words: str, total: int = 0) -> Iterator[None]:
+        """Within: `begin` to `end`."""
+        self.begin(words, total)
+        try:
+            yield
+        finally:
+            self.end()
+
+
+SILENT = ProgressBar()
+
+
+class ShownProgressBar(ProgressBar):
+    """Tells it on a stream, stderr by default. Whoever prints besides ends it first."""
+
+    def __init__(self, stream: TextIO | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.stream = stream if stream is not None else sys.stderr
+        self.is_terminal = self.stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._clock = clock
+        self._words = ""
+        self._total = self._done = 0
+        self._started = self._next = 0.0
+
+    def begin(self, words: str, total: int = 0) -> None:
+        self._words, self._total, self._done = words, total, 0
+        self._started = self._next = self._clock()
+        if self.is_terminal:
+            self._show(self._started)
+        else:
+            self._next += _LINE_S
+
+    def advance(self, number: int = 1) -> None:
+        self._done += number
+        if self._words and (now := self._clock()) >= self._next:
+            self._show(now)
+
+    def end(self) -> None:
+        if self._words and self.is_terminal:
+            self._write("\r\x1b[K")
+        self._words = ""
+
+    def _show(self, now: float) -> None:
+        text = self._text(now - self._started)
+        if self.is_terminal:
+            self._write(f"\r{text[: _columns(self.stream) - 1]}\x1b[K")
+        else:
+            self._write(f"{text}\n")
+        self._next = now + (_REDRAW_S if self.is_terminal else _LINE_S)
+
+    def _text(self, seconds: float) -> str:
+        if not self._total:
+            return f"{self._words} ..."
+        text = f"{self._words}: {self._done:,} of {self._total:,}"
+        if not 0 < self._done < self._total or seconds < _KNOWN_AFTER_S:
+            return text
+        return f"{text}, {about(seconds * (self._total - self._done) / self._done)} left"
+
+    def _write(self, text: str) -> None:
+        self.stream.write(text)
+        self.stream.flush()
+
+
+def about(seconds: float) -> str:
+    """As people say it: `about 40 s`, `about 12 min`, `about 3 h 20 min`."""
+    if seconds < 90:
+        return f"about {max(1, round(seconds)):.0f} s"
+    minutes = round(seconds / 60)
+    return f"about {minutes} min" if minutes < 90 else f"about {minutes // 60} h {minutes % 60} min"
+
+
+def _columns(stream: TextIO) -> int:
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError):  # it has no descriptor, or no size
+        return 80

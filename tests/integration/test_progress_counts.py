@@ -1,0 +1,128 @@
+"""What long commands tell of their progress adds up, and is shown on a terminal."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rhymerl.bench.drafter import DrafterBench
+from rhymerl.bench.passes import CostsBench
+from rhymerl.bench.rollout import RolloutBench
+from rhymerl.config import compose
+from rhymerl.generate import generate
+from rhymerl.progress import ProgressBar
+from rhymerl.replay import judge as replay
+from rhymerl.run import evaluate, fit
+from rhymerl.simulation.judge import judge as simulate
+from rhymerl.traces import TraceRecord, TraceWriter
+from tests.integration.test_progress import seen_on_a_terminal
+
+TINY = ["task.train_size=1", "rollout.group_size=2", "concurrency=[1]", "rollout.max_tokens=24"]
+
+
+class Counting(ProgressBar):
+    """Every stage: its words, its total, and how much of it was done."""
+
+    def __init__(self) -> None:
+        self.stages: list[list[object]] = []
+        self.is_open = False
+
+    def begin(self, words: str, total: int = 0) -> None:
+        assert not self.is_open
+        self.stages.append([words, total, 0])
+        self.is_open = True
+
+    def advance(self, number: int = 1) -> None:
+        if self.is_open:
+            self.stages[-1][2] += number  # type: ignore[operator]
+
+    def end(self) -> None:
+        self.is_open = False
+
+    def check(self, *expected: tuple[str, int]) -> None:
+        assert not self.is_open
+        assert [tuple(each) for each in self.stages] == [(words, total, total) for words, total in expected]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    with TraceWriter(path) as writer:
+        writer.write(
+            TraceRecord(
+                epoch=epoch,
+                prompt_id="a",
+                sample=sample,
+                prompt_tokens=np.array([1, 2], np.int32),
+                response_tokens=np.arange(3, 9, dtype=np.int32),
+                reward=1.0,
+                finish_reason="stop",
+            )
+            for epoch in range(3)
+            for sample in range(2)
+        )
+    return path
+
+
+def test_replay(trace: Path) -> None:
+    progress = Counting()
+    config = compose("replay", ["from_epoch=1"])
+    config.trace = str(trace)
+    replay(config, progress=progress)
+    progress.check(("answers replayed", 2 * 4))
+
+
+def test_simulate() -> None:
+    progress = Counting()
+    simulate(compose("simulate", ["workers=2", "steps=8", "warm_up=1", "seeds=2"]), progress=progress)
+    progress.check(("steps with seed 0, 1 of 2 seeds", 20), ("steps with seed 1, 2 of 2 seeds", 20))
+
+
+def test_bench() -> None:
+    progress = Counting()
+    RolloutBench(compose("bench_rollout", [*TINY, "epochs=2", "pairs=1"])).run(progress)
+    sizes = len((0, 1, 2, 4, 8, 16, 32)) * 3
+    progress.check(("epochs of history", 2), ("sizes of passes", sizes), ("rounds with 1 running", 2))
+    progress = Counting()
+    CostsBench(compose("bench_costs", [*TINY, "measure.passes=4", "measure.rounds=2", "measure.nodes=[0,3]"])).run(
+        progress
+    )
+    progress.check(("sizes of passes", 4))
+    progress = Counting()
+    words = ["answers=2", "tokens=220", "batch=4", "siblings=2", "repeats=3"]
+    DrafterBench(compose("bench_drafter", words)).run(progress)
+    progress.check(("indexes built", 3), ("proposals", 5))
+
+
+def test_rollouts(model_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+2=?\\n"}\n{"prompt": "3+4=?\\n"}\n')
+    progress = Counting()
+    words = [f"model.path={model_dir}", f"data.prompts={tmp_path / 'prompts.jsonl'}", "data.samples=3", "passes=2"]
+    generate(compose("rollout", [*words, "rollout.max_tokens=8", f"out={tmp_path / 'out.jsonl'}"]), progress=progress)
+    progress.check(("answers of pass 1", 6), ("answers of pass 2", 6))
+
+
+def test_evaluations(settings: list[str], tmp_path: Path) -> None:
+    words = [*settings[2:], f"run_dir={tmp_path / 'run'}", "trainer.max_steps=2", "evaluation.samples=3"]
+    progress = Counting()
+    fit(compose("quickstart", words), progress=progress)
+    whole = ("answers of the evaluation", 12)
+    worth = ("measuring what drafts are worth", 0)
+    assert [tuple(each[:2]) for each in progress.stages] == [whole, whole, worth]
+    assert [each[2] for each in progress.stages] == [12, 12, 0]
+    progress = Counting()
+    evaluate(compose("quickstart", [*words, "ckpt_path=last"]), progress=progress)
+    progress.check(whole)
+
+
+def test_it_is_seen_on_a_terminal(settings: list[str], trace: Path, tmp_path: Path) -> None:
+    shown = seen_on_a_terminal([*settings, "trainer.max_steps=4", f"run_dir={tmp_path / 'run'}"], tmp_path)
+    assert "rhymerl fit: reading the settings ..." in shown
+    assert re.search(r"^answers of the evaluation: 0 of 4$", shown, re.MULTILINE)
+    assert "measuring what drafts are worth ..." in shown
+    shown = seen_on_a_terminal(["replay", str(trace)], tmp_path)
+    assert "answers replayed: 0 of 12" in shown
+    assert "predicted speed-up" in shown

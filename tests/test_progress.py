@@ -1,0 +1,98 @@
+"""Progress on a terminal is one line that goes away; elsewhere a plain line now and then; for a library, nothing."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from rhymerl.progress import ProgressBar, ShownProgressBar, about
+
+
+class Stream(io.StringIO):
+    """Text, as of a terminal or of a file."""
+
+    def __init__(self, *, is_terminal: bool) -> None:
+        super().__init__()
+        self.is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def shown(*, is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[ShownProgressBar, Stream, Clock]:
+    monkeypatch.setenv("TERM", "xterm")
+    stream, clock = Stream(is_terminal=is_terminal), Clock()
+    return ShownProgressBar(stream, clock=clock), stream, clock
+
+
+def test_a_line_on_a_terminal_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress, stream, clock = shown(is_terminal=True, monkeypatch=monkeypatch)
+    with progress.during("answers", 2000):
+        assert stream.getvalue() == "\ranswers: 0 of 2,000\x1b[K"
+        progress.advance(400)
+        assert "400" not in stream.getvalue(), "it was drawn just now"
+        clock.now = 10.0
+        progress.advance(600)
+        assert stream.getvalue().endswith("\ranswers: 1,000 of 2,000, about 10 s left\x1b[K")
+    assert stream.getvalue().endswith("\r\x1b[K")
+    assert "\n" not in stream.getvalue()
+
+
+def test_plain_lines_elsewhere_and_none_for_what_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress, stream, clock = shown(is_terminal=False, monkeypatch=monkeypatch)
+    with progress.during("answers", 4):
+        for clock.now in (10.0, 31.0, 40.0):
+            progress.advance()
+    assert stream.getvalue() == "answers: 2 of 4, about 31 s left\n"
+
+
+def test_an_error_leaves_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress, stream, _ = shown(is_terminal=True, monkeypatch=monkeypatch)
+    with pytest.raises(KeyError), progress.during("loading"):
+        raise KeyError
+    assert stream.getvalue() == "\rloading ...\x1b[K\r\x1b[K"
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    stream = Stream(is_terminal=True)
+    with ShownProgressBar(stream).during("loading"):
+        pass
+    assert stream.getvalue() == ""
+
+
+def test_what_is_not_begun_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress, stream, clock = shown(is_terminal=True, monkeypatch=monkeypatch)
+    clock.now = 100.0
+    progress.advance()
+    progress.end()
+    assert stream.getvalue() == ""
+
+
+def test_silence(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = ProgressBar()
+    with progress.during("answers", 4):
+        progress.advance()
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.1, "about 1 s"),
+        (42.4, "about 42 s"),
+        (100, "about 2 min"),
+        (5000, "about 83 min"),
+        (11990, "about 3 h 20 min"),
+    ],
+)
+def test_times_as_people_say_them(seconds: float, words: str) -> None:
+    assert about(seconds) == words
