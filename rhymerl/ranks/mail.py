@@ -90,7 +90,8 @@ class Mail(Line):
             return News(orders=self._orders.take(), parcels=self._parcels[self._rank].take())
 
     def close(self) -> None:
-        self._parcels[self._rank].clear()
-        if self._rank == 0:
-            self._reports.clear()
-            self._orders.clear()
+        with self._meeting():
+            self._parcels[self._rank].clear()
+            if self._rank == 0:
+                self._reports.clear()
+                self._orders.clear()
