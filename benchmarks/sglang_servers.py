@@ -18,7 +18,7 @@ from rhymerl.backends.sglang.backend import SGLangBackend
 from rhymerl.backends.sglang.server import Server
 from rhymerl.drafters import Drafter, HistoryTreeDrafter, NGramDrafter, NoDrafter
 from rhymerl.history import HistoryStore
-from rhymerl.policy import Policy
+from rhymerl.models.policy import Policy
 from rhymerl.types import Completion, Generated, RolloutRequest
 
 NONE, HISTORY = "none", "history_tree"

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from rhymerl.ranks.group import Group
+from rhymerl.distributed.group import Group
 from rhymerl.rollout import RECORDS
 from rhymerl.rollout.ahead import Drawn
 from rhymerl.rollout.rounds import Answered, Share

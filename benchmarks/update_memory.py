@@ -24,8 +24,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from rhymerl.algos import GRPO
 from rhymerl.testing import make_requests, tiny_policy
+from rhymerl.training.settings import UpdateSettings
+from rhymerl.training.updater import Updater
 from rhymerl.types import Completion, Generated, Sample
-from rhymerl.update import Updater, UpdateSettings
 
 MB = 1e6
 

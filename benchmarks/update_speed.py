@@ -28,10 +28,12 @@ import record
 import torch
 
 from rhymerl.algos import GRPO
-from rhymerl.policy import Policy, PolicySource
+from rhymerl.models.policy import Policy, PolicySource
 from rhymerl.testing import make_prompt
+from rhymerl.training.batches import micro_batches, step_batch, total_tokens
+from rhymerl.training.settings import UpdateSettings
+from rhymerl.training.updater import Updater
 from rhymerl.types import Completion, Generated, RolloutRequest, Sample, SamplingParams
-from rhymerl.update import Updater, UpdateSettings, micro_batches, step_batch, total_tokens
 
 PROMPT_TOKENS = 16
 QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TRL_USAGE_STATS_DISABLED": "1"}

@@ -17,7 +17,7 @@ from rhymerl.types import Completion, Draft, Generated, Prompt, RolloutRequest, 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rhymerl.policy import Policy
+    from rhymerl.models.policy import Policy
     from rhymerl.types import IntArray
 
 ModelType = Literal["qwen2", "qwen3", "llama"]
@@ -41,7 +41,7 @@ def tiny_policy(
     """
     import torch
 
-    from rhymerl.policy import PolicySource
+    from rhymerl.models.policy import PolicySource
 
     init = {
         "model_type": model_type,

@@ -16,7 +16,7 @@ from rhymerl.types import Completion, RolloutRequest, Sample
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rhymerl.policy import Policy
+    from rhymerl.models.policy import Policy
 
 
 class RolloutBackend(ABC):

@@ -16,13 +16,13 @@ from rhymerl.engine.support import prove, refuse_impossible, refuse_unsupported
 from rhymerl.engine.totals import EngineTotals
 from rhymerl.errors import BackendError, ConfigError, require_at_least
 from rhymerl.history import NO_VERSION, HistoryStore
-from rhymerl.policy import num_embeddings
+from rhymerl.models.policy import num_embeddings
 from rhymerl.types import Completion, Ratio, RolloutRequest, Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rhymerl.policy import Policy
+    from rhymerl.models.policy import Policy
 
 
 class EmbeddedBackend(RolloutBackend):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rhymerl.config import instantiate
 from rhymerl.data.base import PlacedRow
 from rhymerl.data.encoding import LengthLimits, PromptEncoder, encode_rows
-from rhymerl.policy import Policy
+from rhymerl.models.policy import Policy
 from rhymerl.rollout import RolloutSettings, requests_of
 from rhymerl.types import Prompt, RolloutRequest
 

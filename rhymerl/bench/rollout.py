@@ -25,10 +25,10 @@ from rhymerl.engine.engine import Engine
 from rhymerl.errors import require_at_least
 from rhymerl.history import HistoryStore
 from rhymerl.history.answers import answers_of
+from rhymerl.history.traces import TraceRecord, record_of
 from rhymerl.progress import SILENT, ProgressBar
-from rhymerl.replay import Replay, ReplayTotals
+from rhymerl.runs.replay import Replay, ReplayTotals
 from rhymerl.testing import OracleDrafter
-from rhymerl.traces import TraceRecord, record_of
 from rhymerl.types import Completion, RolloutRequest, Sample
 
 if TYPE_CHECKING:

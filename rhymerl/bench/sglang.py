@@ -21,7 +21,7 @@ from rhymerl.errors import BackendError, ConfigError
 from rhymerl.types import Completion, RolloutRequest
 
 if TYPE_CHECKING:
-    from rhymerl.policy import Policy
+    from rhymerl.models.policy import Policy
 
 NODES = (0, 1, 3, 7, 15)  # of each request; for each of these an engine is started
 PASSES = 64

@@ -19,9 +19,9 @@ from rhymerl.cli.quiet import quiet
 from rhymerl.cli.replays import Replay, Simulate
 from rhymerl.cli.rollouts import Rollout
 from rhymerl.cli.runs import Evaluate, Fit, Resume
+from rhymerl.distributed.first import is_first_rank
+from rhymerl.distributed.parent import as_launcher, end_with_parent
 from rhymerl.errors import RhymeError, UsageError
-from rhymerl.ranks.first import is_first_rank
-from rhymerl.ranks.parent import as_launcher, end_with_parent
 
 COMMANDS: tuple[Command, ...] = (
     Fit(),

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from rhymerl.tasks.base import Row
 from rhymerl.types import Prompt
 
+ONLY_SET = "validation"  # the name of an evaluation's data set that has no name of its own
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedRow:

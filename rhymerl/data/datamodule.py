@@ -11,14 +11,13 @@ from typing import Any, Protocol, cast
 import lightning as L
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
-from rhymerl.data.base import PlacedRow, columns_of
+from rhymerl.data.base import ONLY_SET, PlacedRow, columns_of
 from rhymerl.data.encoding import LengthLimits, PromptEncoder, encode_rows
 from rhymerl.data.loader import PromptLoader
 from rhymerl.data.sources import DataSource, Setting, read_rows
+from rhymerl.distributed.first import is_first_rank
 from rhymerl.errors import ConfigError
-from rhymerl.evaluation import ONLY_SET
-from rhymerl.policy import Policy
-from rhymerl.ranks.first import is_first_rank
+from rhymerl.models.policy import Policy
 from rhymerl.tasks.base import Task
 from rhymerl.types import Prompt
 

@@ -14,8 +14,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rhymerl.data.base import PlacedRow
+from rhymerl.distributed.first import is_first_rank
 from rhymerl.errors import ConfigError, DataError
-from rhymerl.ranks.first import is_first_rank
 from rhymerl.tasks.base import Row
 from rhymerl.types import Prompt
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from rhymerl.data.base import PlacedRow
 from rhymerl.errors import ConfigError, DataError
-from rhymerl.hub import look_up
+from rhymerl.models.hub import look_up
 from rhymerl.tasks.base import Row
 
 DataSource = str | Path | Sequence[Row]

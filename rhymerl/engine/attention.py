@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from rhymerl.engine.narrow import NarrowLayout, attend
-from rhymerl.policy import evaluating
+from rhymerl.models.policy import evaluating
 
 NAME = "rhymerl"
 # Arguments by which transformers asks for what a token tree would silently break. Not `sliding_window`: the models that

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rhymerl.errors import ConfigError
-from rhymerl.policy import context_tokens, evaluating, named, refusing
-from rhymerl.rope import refuse_changing_rope
+from rhymerl.models.policy import context_tokens, evaluating, named, refusing
+from rhymerl.models.rope import refuse_changing_rope
 from rhymerl.types import RolloutRequest
 
 # Largest difference of log-probs (nats) between a packed tree pass and the model's own forward.

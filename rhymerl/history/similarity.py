@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from rhymerl.traces import TraceRecord
+from rhymerl.history.traces import TraceRecord
 
 if TYPE_CHECKING:
     from rhymerl.types import FloatArray

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from rhymerl.backends.base import RolloutBackend
+from rhymerl.distributed import Alone, Ranks
 from rhymerl.errors import BackendError, ConfigError, RunError
 from rhymerl.history import HistoryStore
 from rhymerl.history.answers import answers_of
 from rhymerl.hooks import Hooks
 from rhymerl.progress import SILENT, ProgressBar
-from rhymerl.ranks import Alone, Ranks
 from rhymerl.rewards import RewardScorer
 from rhymerl.rewards.failures import Failures
 from rhymerl.rollout.ahead import Ahead, Drawn, fingerprint, united
@@ -24,11 +24,11 @@ from rhymerl.rollout.base import Rollout, RolloutSettings, requests_of
 from rhymerl.rollout.conductor import Conductor
 from rhymerl.rollout.groups import groups_that_teach_nothing, replaced
 from rhymerl.rollout.metrics import rollout_metrics, staleness_metrics
+from rhymerl.rollout.modes import RunAhead, check_run_ahead
 from rhymerl.rollout.part import Pace, Part
 from rhymerl.rollout.plans import SharedPlan, make_plan, take_up
 from rhymerl.rollout.rounds import Answered, Round, Share, metrics_of
 from rhymerl.rollout.work import Work
-from rhymerl.run_ahead import RunAhead, check_run_ahead
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.types import Completion, Prompt, RolloutRequest, Sample, Split
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rhymerl.backends.base import RolloutBackend
+from rhymerl.distributed import Parcel
 from rhymerl.errors import BackendError
-from rhymerl.ranks import Parcel
 from rhymerl.rollout.ahead import Drawn
 from rhymerl.rollout.conductor import Report
 from rhymerl.types import Completion, RolloutRequest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rhymerl.ranks import Line
+from rhymerl.distributed import Line
 from rhymerl.rollout.ahead import Ahead, fingerprint
 from rhymerl.rollout.conductor import Conductor
 from rhymerl.rollout.part import Part

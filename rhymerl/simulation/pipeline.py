@@ -9,7 +9,7 @@ import numpy as np
 
 from rhymerl.errors import ConfigError
 from rhymerl.progress import SILENT, ProgressBar
-from rhymerl.run_ahead import RunAhead, check_run_ahead
+from rhymerl.rollout.modes import RunAhead, check_run_ahead
 from rhymerl.schedulers.base import Move, Plan, Progress, Scheduler, check_plan
 from rhymerl.simulation.base import Decoding, Pipeline, StepWork, Timeline
 from rhymerl.simulation.course import Course

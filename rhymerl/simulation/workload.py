@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from rhymerl.errors import ConfigError, require_at_least
+from rhymerl.history.traces import TraceRecord, read_trace
 from rhymerl.simulation.base import LengthSource, StepWork
-from rhymerl.traces import TraceRecord, read_trace
 from rhymerl.types import Prompt, RolloutRequest, SamplingParams
 
 _NO_TOKENS = np.empty(0, np.int32)

@@ -14,7 +14,7 @@ import torch
 
 from rhymerl.data import LengthLimits, PromptBatch, PromptDataModule, PromptEncoder
 from rhymerl.errors import ConfigError, DataError
-from rhymerl.policy import Policy, PolicySource
+from rhymerl.models.policy import Policy, PolicySource
 from rhymerl.tasks import RunningSum
 
 STEPS_PER_PASS = 3  # 7 prompts, 3 a step

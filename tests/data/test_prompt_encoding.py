@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rhymerl.data import LengthLimits, PlacedRow, PromptEncoder, encode_rows
 from rhymerl.errors import ConfigError, DataError
-from rhymerl.policy import character_tokenizer
+from rhymerl.models.policy import character_tokenizer
 from rhymerl.types import Prompt
 
 Place = Callable[[list[dict[str, Any]]], list[PlacedRow]]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rhymerl.history.similarity import length_stability, similarity
-from rhymerl.traces import TraceRecord, read_trace
+from rhymerl.history.traces import TraceRecord, read_trace
 
 RUNNING_SUM = Path(__file__).parents[2] / "benchmarks" / "traces" / "running_sum.jsonl.gz"
 

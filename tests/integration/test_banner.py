@@ -11,8 +11,8 @@ from pathlib import Path
 import lightning as L
 import pytest
 
-from rhymerl.banner import how_to_go_on
-from rhymerl.ranks.first import is_first_rank
+from rhymerl.distributed.first import is_first_rank
+from rhymerl.runs.banner import how_to_go_on
 from tests.integration.conftest import Run
 
 ROOT = Path(__file__).parents[2]

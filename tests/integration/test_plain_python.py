@@ -21,14 +21,14 @@ from rhymerl.algos import GRPO
 from rhymerl.callbacks import Checkpoints
 from rhymerl.drafters import NoDrafter
 from rhymerl.errors import ConfigError
-from rhymerl.evaluation import EvaluationSettings
-from rhymerl.policy import PolicySource
+from rhymerl.models.policy import PolicySource
 from rhymerl.rewards import Reward, exact_match
 from rhymerl.rollout import RolloutSettings
 from rhymerl.tasks import RunningSum
 from rhymerl.testing import tiny_policy
-from rhymerl.trainer import check_trainer, with_environment
-from rhymerl.update import UpdateSettings
+from rhymerl.training.evaluation import EvaluationSettings
+from rhymerl.training.settings import UpdateSettings
+from rhymerl.training.trainer import check_trainer, with_environment
 from tests.conftest import children
 from tests.integration.conftest import assert_same
 from tests.integration.rewards import digits

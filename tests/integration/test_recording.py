@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rhymerl.traces import read_trace
+from rhymerl.history.traces import read_trace
 from tests.integration import programs
 from tests.integration.conftest import Run, checkpoint
 

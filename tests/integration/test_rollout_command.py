@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rhymerl.history.traces import TraceRecord, read_trace
 from rhymerl.testing import tiny_policy
-from rhymerl.traces import TraceRecord, read_trace
 from tests.integration import programs
 from tests.integration.conftest import Run
 

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from rhymerl.errors import ConfigError
-from rhymerl.policy import character_tokenizer
+from rhymerl.models.policy import character_tokenizer
 from rhymerl.rewards import Reward, RewardScorer, check_reward
 from rhymerl.rewards.classifier import _load, classifier_score
 

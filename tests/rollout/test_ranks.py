@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from rhymerl.distributed import Alone
 from rhymerl.errors import BackendError, ConfigError, RunError
-from rhymerl.ranks import Alone
 from rhymerl.rewards import Reward, RewardScorer
 from rhymerl.rollout import Rollout, RolloutLoop, RolloutSettings
 from rhymerl.schedulers import (
@@ -24,7 +24,7 @@ from rhymerl.schedulers import (
     SortedScheduler,
 )
 from rhymerl.testing import make_prompt
-from tests.ranks.threads import Threads, run_ranks
+from tests.distributed.threads import Threads, run_ranks
 from tests.rollout.tokens import TokenBackend, expected
 
 SETTINGS = RolloutSettings(group_size=3, max_tokens=200)

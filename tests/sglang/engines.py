@@ -13,7 +13,7 @@ from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.backends.sglang.backend import SGLangBackend
 from rhymerl.drafters import Drafter, NoDrafter
 from rhymerl.history import Answer, HistoryStore
-from rhymerl.policy import Policy
+from rhymerl.models.policy import Policy
 from rhymerl.types import Completion, RolloutRequest
 from tests.sglang.conftest import CpuEngine
 

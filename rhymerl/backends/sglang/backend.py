@@ -24,7 +24,7 @@ from rhymerl.types import Completion, RolloutRequest, Sample
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rhymerl.policy import Policy
+    from rhymerl.models.policy import Policy
 
 _USUAL_NODES = 7  # without a cost curve
 

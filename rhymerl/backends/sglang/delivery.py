@@ -11,12 +11,12 @@ from rhymerl.backends.sglang import weights
 from rhymerl.backends.sglang.fleet import Fleet
 from rhymerl.backends.sglang.group import WeightGroup
 from rhymerl.backends.sglang.proof import draws_by_seed, prove
-from rhymerl.policy import DTYPES
+from rhymerl.models.policy import DTYPES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rhymerl.policy import Policy
+    from rhymerl.models.policy import Policy
 
 _log = logging.getLogger(__name__)
 NO_WEIGHTS = -1  # instead of a policy version

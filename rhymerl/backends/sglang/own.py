@@ -18,7 +18,7 @@ from rhymerl.drafters.base import Drafter
 from rhymerl.errors import BackendError
 
 if TYPE_CHECKING:
-    from rhymerl.policy import Policy
+    from rhymerl.models.policy import Policy
 
 _DYING_S = 2.0  # from a broken connection to the end of the process
 

@@ -11,11 +11,11 @@ import torch
 from rhymerl.backends.sglang.client import Client
 from rhymerl.backends.sglang.wire import to_custom_params
 from rhymerl.errors import BackendError
-from rhymerl.policy import evaluating
+from rhymerl.models.policy import evaluating
 from rhymerl.types import Prompt, RolloutRequest, SamplingParams
 
 if TYPE_CHECKING:
-    from rhymerl.policy import Policy
+    from rhymerl.models.policy import Policy
 
 _PROMPT, _ANSWER = 8, 8  # tokens
 _TOLERANCE = {"float32": 0.01, "bfloat16": 0.5}  # nats; another model is several off

@@ -26,13 +26,13 @@ from rhymerl.drafters.run_ahead import listens
 from rhymerl.engine.support import refuse_impossible
 from rhymerl.errors import BackendError, ConfigError
 from rhymerl.history import NO_VERSION, HistoryStore
-from rhymerl.policy import DTYPES
+from rhymerl.models.policy import DTYPES
 from rhymerl.types import Completion, Ratio, RolloutRequest, Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rhymerl.policy import Policy
+    from rhymerl.models.policy import Policy
 
 _LOOK_S = 0.2  # how often to see whether the engine is alive while nothing comes back
 _HEALTH_S = 60.0  # for a health check, which is a token; SGLang itself gives up after 20
