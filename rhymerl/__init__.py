@@ -14,7 +14,7 @@ from rhymerl.drafters.base import Drafter
 from rhymerl.errors import BackendError, ConfigError, DataError, RewardError, RhymeError, RunError, UsageError
 from rhymerl.lazy import lazy_names
 from rhymerl.schedulers import FIFOScheduler, Scheduler
-from rhymerl.types import Completion, Draft, Generated, Prompt, RolloutRequest, Sample, SamplingParams
+from rhymerl.types import Completion, Draft, Output, Prompt, RolloutRequest, Sample, SamplingParams
 
 if TYPE_CHECKING:
     from rhymerl.algos.base import Algorithm
@@ -45,8 +45,8 @@ __all__ = [
     "Drafter",
     "EmbeddedBackend",
     "FIFOScheduler",
-    "Generated",
     "NoDrafter",
+    "Output",
     "PolicySource",
     "Prompt",
     "PromptDataModule",

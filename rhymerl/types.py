@@ -88,15 +88,26 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generated:
-    """Tokens drawn so far, each with the behaviour log-prob (nats) and the version of the policy that drew it."""
+class Output:
+    """What has been sampled for a request so far, and what that took. L = tokens."""
 
     token_ids: IntArray  # [L]
-    logprobs: FloatArray  # [L] untruncated log_softmax(logits / temperature)
-    policy_versions: IntArray  # [L]
+    logprobs: (
+        FloatArray  # [L] untruncated log_softmax(logits / temperature), in nats, of the policy that sampled the token
+    )
+    policy_versions: IntArray  # [L] of that policy
+    finish_reason: FinishReason = "withdrawn"
+    num_passes: int = 0  # verify passes in which tokens were emitted
+    num_drafted: int = 0  # draft nodes verified
+    num_accepted: int = 0  # draft nodes that became tokens
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing is left to sample."""
+        return self.finish_reason != "withdrawn"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +120,7 @@ class RolloutRequest:
     seed: int  # 64-bit key of the noise; position = index in the response
     sampling: SamplingParams
     split: Split = "train"
-    generated: Generated | None = None  # go on from these tokens
+    output: Output | None = None  # go on from here
     ahead: IntArray | None = None  # a draft of the whole answer: what the policy before drew with the same noise
 
 
@@ -263,23 +274,35 @@ class Completion:
     """An answer, whole (`stop`, `length`) or withdrawn half-way."""
 
     request: RolloutRequest
-    generated: Generated  # includes what the request brought along
-    finish_reason: FinishReason
-    num_passes: int = 0  # verify passes in which tokens were emitted
-    num_drafted: int = 0  # draft nodes verified
-    num_accepted: int = 0  # draft nodes that became tokens
+    output: Output  # includes what the request brought along
 
     @property
     def token_ids(self) -> IntArray:
-        return self.generated.token_ids
+        return self.output.token_ids
 
     @property
     def logprobs(self) -> FloatArray:
-        return self.generated.logprobs
+        return self.output.logprobs
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.output.finish_reason
+
+    @property
+    def num_passes(self) -> int:
+        return self.output.num_passes
+
+    @property
+    def num_drafted(self) -> int:
+        return self.output.num_drafted
+
+    @property
+    def num_accepted(self) -> int:
+        return self.output.num_accepted
 
     def resume(self) -> RolloutRequest:
         """The request that goes on from here."""
-        return replace(self.request, generated=self.generated)
+        return replace(self.request, output=self.output)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

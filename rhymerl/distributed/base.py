@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parcel:
+class Message:
     """Something for one rank."""
 
     to: int
@@ -22,32 +22,32 @@ class Parcel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class News:
-    """What has come in: rank 0's orders, which all ranks get in the same order, and the values of parcels for this one."""
+class Received:
+    """What has come in: rank 0's commands, which all ranks get in the same order, and the values of messages for this one."""
 
-    orders: list[Any]
-    parcels: list[Any]
-
-
-Decide = Callable[[list[tuple[int, Any]]], Any]  # (rank, report) since the last time -> an order for all, or None
+    commands: list[Any]
+    messages: list[Any]
 
 
-class Line(ABC):
-    """How ranks tell one another what happens while they work. Reports go to rank 0, its orders to all, parcels to one."""
+Decide = Callable[[list[tuple[int, Any]]], Any]  # (rank, report) since the last time -> an command for all, or None
+
+
+class Channel(ABC):
+    """How ranks tell one another what happens while they work. Reports go to rank 0, its commands to all, messages to one."""
 
     @abstractmethod
-    def exchange(self, report: Any, parcels: Sequence[Parcel], decide: Decide, *, waits: bool) -> News:
+    def exchange(self, report: Any, messages: Sequence[Message], decide: Decide, *, waits: bool) -> Received:
         """Send what this rank has (a report of None says nothing) and take what is there for it.
 
-        Rank 0 calls `decide`; the order may be among the news already. A rank with nothing else to do `waits` a moment for some.
+        Rank 0 calls `decide`; the command may be among the news already. A rank with nothing else to do `waits` a moment for some.
         """
 
     def close(self) -> None:
-        """The work is over. Called after a meeting, so that nobody reads any more."""
+        """The work is over. Called after a collective, so that nobody reads any more."""
 
 
 class Ranks(ABC):
-    """This process is `rank` of `size`. Methods are meetings where nothing else is said: all ranks call them, in the same order.
+    """This process is `rank` of `size`. Methods are collectives where nothing else is said: all ranks call them, in the same order.
 
     A rank that ends while others wait for it makes them raise RunError, which says which one and why.
     """
@@ -68,31 +68,31 @@ class Ranks(ABC):
         """Add up each parameter's gradient over the ranks, in place; a missing one counts as zeros, unless no rank has it."""
 
     @abstractmethod
-    def line(self, *, lockstep: bool) -> Line:
-        """A line of its own for each piece of work. In lockstep every exchange is a meeting, and so repeats bit for bit."""
+    def channel(self, *, lockstep: bool) -> Channel:
+        """A channel of its own for each piece of work. In lockstep every exchange is a collective, and so repeats bit for bit."""
 
     def check(self) -> None:
-        """Raise RunError when a rank has ended. No meeting: called wherever a rank waits or works for long."""
+        """Raise RunError when a rank has ended. No collective: called wherever a rank waits or works for long."""
 
     def fail(self, reason: str) -> None:
-        """This rank is about to end because of an error, which the others are told. No meeting."""
+        """This rank is about to end because of an error, which the others are told. No collective."""
 
     def close(self) -> None:
-        """This rank takes part no more; may be called twice. No meeting."""
+        """This rank takes part no more; may be called twice. No collective."""
 
 
-class Lockstep(Line):
-    """Every exchange is a meeting of all ranks, so none goes ahead of another."""
+class LockstepChannel(Channel):
+    """Every exchange is a collective of all ranks, so none goes ahead of another."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
 
-    def exchange(self, report: Any, parcels: Sequence[Parcel], decide: Decide, *, waits: bool) -> News:
-        everything = self._ranks.gather((report, list(parcels)))
+    def exchange(self, report: Any, messages: Sequence[Message], decide: Decide, *, waits: bool) -> Received:
+        everything = self._ranks.gather((report, list(messages)))
         reports = [(rank, said) for rank, (said, _) in enumerate(everything) if said is not None]
-        order = self._ranks.broadcast(decide(reports) if self._ranks.rank == 0 else None)
-        mine = [parcel.value for _, sent in everything for parcel in sent if parcel.to == self._ranks.rank]
-        return News(orders=[] if order is None else [order], parcels=mine)
+        command = self._ranks.broadcast(decide(reports) if self._ranks.rank == 0 else None)
+        mine = [message.value for _, sent in everything for message in sent if message.to == self._ranks.rank]
+        return Received(commands=[] if command is None else [command], messages=mine)
 
 
 class Alone(Ranks):
@@ -110,5 +110,5 @@ class Alone(Ranks):
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Nobody has anything to add."""
 
-    def line(self, *, lockstep: bool) -> Line:
-        return Lockstep(self)
+    def channel(self, *, lockstep: bool) -> Channel:
+        return LockstepChannel(self)

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from rhymerl.distributed.base import Line, Lockstep, Parcel, Ranks
+from rhymerl.distributed.base import Channel, LockstepChannel, Message, Ranks
+from rhymerl.distributed.failure_detector import FailureDetector
 from rhymerl.distributed.gradients import sum_gradients
-from rhymerl.distributed.lifeline import Lifeline
-from rhymerl.distributed.mail import Mail
 from rhymerl.distributed.parent import have_met
 from rhymerl.distributed.secret import VARIABLE, shared_secret
+from rhymerl.distributed.store_channel import StoreChannel
 from rhymerl.distributed.wire import Wire
 from rhymerl.errors import RunError
 from rhymerl.types import Ratio
@@ -50,16 +50,16 @@ class Group(Ranks):
     def __init__(self, records: Iterable[type] = ()) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
-        self._meetings = dist.new_group(backend="gloo", timeout=_PATIENCE)
-        self._num_meetings = 0
-        self._lifeline: Lifeline | None = None
+        self._collectives = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        self._num_collectives = 0
+        self._failure_detector: FailureDetector | None = None
         key = self._key_of_run()
-        self._wire = Wire([Parcel, Ratio, *records], key=key)
+        self._wire = Wire([Message, Ratio, *records], key=key)
         host = os.environ.get("MASTER_ADDR", "localhost")
-        self._lifeline = Lifeline(self.rank, self.size, exchange=self.broadcast, host=host)
+        self._failure_detector = FailureDetector(self.rank, self.size, exchange=self.broadcast, host=host)
         # Private, but the default group's store has no other name.
         self._store = PrefixStore(f"rhymerl/{self.broadcast(secrets.token_hex(16))}", _get_default_store())
-        self._num_lines = 0
+        self._num_channels = 0
         have_met()
         self._before: Any = None  # what SIGTERM did
 
@@ -81,21 +81,21 @@ class Group(Ranks):
     def _send_around(self, mine: bytes) -> list[bytes]:
         """Every rank's bytes, of any lengths, on every rank."""
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        with self._meeting():
-            dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._meetings)
+        with self._collective():
+            dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._collectives)
             found = [
                 _tensor(mine) if r == self.rank else torch.empty(int(n), dtype=torch.uint8) for r, n in enumerate(sizes)
             ]
             for rank, content in enumerate(found):  # not all at once, which would pad each to the longest
-                dist.broadcast(content, src=rank, group=self._meetings)
+                dist.broadcast(content, src=rank, group=self._collectives)
         return [mine if rank == self.rank else content.numpy().tobytes() for rank, content in enumerate(found)]
 
     def _place(self, rank: int) -> str:
-        """Of what that rank says in the current meeting."""
-        return f"meeting/{self._num_meetings}/{rank}"
+        """Of what that rank says in the current collective."""
+        return f"collective/{self._num_collectives}/{rank}"
 
     def gather(self, value: T) -> list[T]:
-        self._num_meetings += 1
+        self._num_collectives += 1
         found = self._send_around(self._wire.pack(value, place=self._place(self.rank)))
         return [
             value if rank == self.rank else self._wire.unpack(message, place=self._place(rank))
@@ -103,34 +103,36 @@ class Group(Ranks):
         ]
 
     def broadcast(self, value: T) -> T:
-        self._num_meetings += 1
+        self._num_collectives += 1
         mine = self._wire.pack(value, place=self._place(0)) if self.rank == 0 else b""
         size = torch.tensor([len(mine)])
-        with self._meeting():
-            dist.broadcast(size, src=0, group=self._meetings)
+        with self._collective():
+            dist.broadcast(size, src=0, group=self._collectives)
             content = _tensor(mine) if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
-            dist.broadcast(content, src=0, group=self._meetings)
+            dist.broadcast(content, src=0, group=self._collectives)
         return value if self.rank == 0 else self._wire.unpack(content.numpy().data, place=self._place(0))
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        with self._meeting():
+        with self._collective():
             sum_gradients(parameters)
 
-    def line(self, *, lockstep: bool) -> Line:
+    def channel(self, *, lockstep: bool) -> Channel:
         self._own_sigterm()
-        self._num_lines += 1
+        self._num_channels += 1
         if lockstep:
-            return Lockstep(self)
-        name = f"line/{self._num_lines}"
-        return Mail(self._store, name, wire=self._wire, rank=self.rank, size=self.size, meeting=self._meeting)
+            return LockstepChannel(self)
+        name = f"channel/{self._num_channels}"
+        return StoreChannel(
+            self._store, name, wire=self._wire, rank=self.rank, size=self.size, collective=self._collective
+        )
 
     def check(self) -> None:
-        if self._lifeline is not None:
-            self._lifeline.check()
+        if self._failure_detector is not None:
+            self._failure_detector.check()
 
     def fail(self, reason: str) -> None:
-        if self._lifeline is not None:
-            self._lifeline.fail(reason)
+        if self._failure_detector is not None:
+            self._failure_detector.fail(reason)
 
     def _own_sigterm(self) -> None:
         """Not before the work begins: Lightning takes the signal when a stage does. A program's own handler keeps it."""
@@ -139,7 +141,7 @@ class Group(Ranks):
             self._before = signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        """One rank that is told to end ends all; Lightning's own way waits for a meeting, which the others never come to."""
+        """One rank that is told to end ends all; Lightning's own way waits for a collective, which the others never come to."""
         self.fail("it was told to end (SIGTERM)")
         raise SystemExit(128 + number)
 
@@ -148,19 +150,19 @@ class Group(Ranks):
             # None: what was there before was not Python's.
             signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)
         self._before = None
-        if self._lifeline is not None:
-            self._lifeline.close()
-        self._lifeline = None
+        if self._failure_detector is not None:
+            self._failure_detector.close()
+        self._failure_detector = None
 
     @contextmanager
-    def _meeting(self) -> Iterator[None]:
+    def _collective(self) -> Iterator[None]:
         """Whoever has ended is told of, also as the reason for a connection that breaks within."""
         self.check()
         try:
             yield
         except RuntimeError:
-            if self._lifeline is not None:
-                self._lifeline.check(wait_s=_EXPLAIN_S)
+            if self._failure_detector is not None:
+                self._failure_detector.check(wait_s=_EXPLAIN_S)
             raise
 
 

@@ -38,7 +38,7 @@ class Wire:
         self._key = key
 
     def pack(self, value: Any, *, place: str) -> bytes:
-        """A message for one `place`, such as a key of a store or a numbered meeting: it is good nowhere else.
+        """A message for one `place`, such as a key of a store or a numbered collective: it is good nowhere else.
 
         Raises TypeError, naming the type, for what does not travel.
         """

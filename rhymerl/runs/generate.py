@@ -26,7 +26,7 @@ from rhymerl.models.policy import Policy
 from rhymerl.progress import SILENT, ProgressBar
 from rhymerl.rewards import RewardScorer, build_rewards, check_columns
 from rhymerl.rollout import Rollout, RolloutLoop, RolloutSettings
-from rhymerl.rollout.speculation import Speculation
+from rhymerl.rollout.metrics import AcceptanceTotals
 from rhymerl.types import Prompt
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Totals:
     forward_passes: int = 0
     seconds: float = 0.0  # of decoding
     rewards: float = 0.0
-    speculation: Speculation = field(default_factory=Speculation)
+    speculation: AcceptanceTotals = field(default_factory=AcceptanceTotals)
 
     def count(self, rollout: Rollout) -> None:
         """Add some prompts' answers."""

@@ -33,7 +33,7 @@ from rhymerl.history.answers import group_advantages
 from rhymerl.history.similarity import length_stability, similarity
 from rhymerl.history.traces import TraceRecord, read_trace
 from rhymerl.progress import SILENT, ProgressBar
-from rhymerl.types import Completion, Draft, DraftBatch, Generated, Prompt, RolloutRequest, Sample, SamplingParams
+from rhymerl.types import Completion, Draft, DraftBatch, Output, Prompt, RolloutRequest, Sample, SamplingParams
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -270,10 +270,13 @@ class _Running:
 
     def completion(self) -> Completion:
         nothing = np.zeros(len(self.record.response_tokens))
-        generated = Generated(
-            token_ids=self.record.response_tokens, logprobs=nothing, policy_versions=nothing.astype(np.int32)
+        output = Output(
+            token_ids=self.record.response_tokens,
+            logprobs=nothing,
+            policy_versions=nothing.astype(np.int32),
+            finish_reason=self.record.finish_reason,
         )
-        return Completion(request=self.request, generated=generated, finish_reason=self.record.finish_reason)
+        return Completion(request=self.request, output=output)
 
 
 def _prompt(record: TraceRecord) -> Prompt:

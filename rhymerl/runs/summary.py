@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 from rich.table import Table
 
-from rhymerl.rollout.speculation import Speculation
+from rhymerl.rollout.metrics import AcceptanceTotals
 from rhymerl.runs.speedup import Speedup
 
 _STATE = (
@@ -40,7 +40,7 @@ class Summary(L.Callback):
         self.num_tokens = 0
         self.num_calls = 0  # of rewards
         self.num_failed_calls = 0
-        self.speculation = Speculation()
+        self.speculation = AcceptanceTotals()
         self.speedup: Speedup | None = None
         self._since: float | None = None
 
@@ -76,7 +76,7 @@ class Summary(L.Callback):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         for name in _STATE:
             setattr(self, name, state_dict.get(name, getattr(self, name)))
-        self.speculation = Speculation(**state_dict["speculation"])
+        self.speculation = AcceptanceTotals(**state_dict["speculation"])
 
     def result(self) -> dict[str, float | int | None]:
         """The figures; `wall_s` is training alone (rollouts, updates, what is between), rewards are means of 5 steps."""

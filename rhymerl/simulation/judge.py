@@ -16,7 +16,7 @@ from rhymerl.budgets.costs import CostCurve
 from rhymerl.config import instantiate
 from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.progress import SILENT, ProgressBar
-from rhymerl.rollout.modes import RunAhead
+from rhymerl.rollout.base import RunAhead
 from rhymerl.schedulers.fifo import FIFOScheduler
 from rhymerl.simulation.base import REFERENCE_COSTS, Decoding, LengthSource, StepWork, Timeline
 from rhymerl.simulation.pipeline import Simulation, check_modes

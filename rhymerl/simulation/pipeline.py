@@ -9,12 +9,12 @@ import numpy as np
 
 from rhymerl.errors import ConfigError
 from rhymerl.progress import SILENT, ProgressBar
-from rhymerl.rollout.modes import RunAhead, check_run_ahead
+from rhymerl.rollout.base import RunAhead, check_run_ahead
 from rhymerl.schedulers.base import Move, Plan, Progress, Scheduler, check_plan
 from rhymerl.simulation.base import Decoding, Pipeline, StepWork, Timeline
 from rhymerl.simulation.course import Course
 from rhymerl.simulation.step import StepRun
-from rhymerl.types import Completion, Generated, Sample
+from rhymerl.types import Completion, Output, Sample
 
 if TYPE_CHECKING:
     from rhymerl.types import FloatArray, IndexArray
@@ -151,10 +151,14 @@ def samples_of(work: StepWork, decoding: Decoding) -> list[Sample]:
         tokens = zeros[:length]
         completion = Completion(
             request=request,
-            generated=Generated(token_ids=tokens, logprobs=_NO_NUMBERS, policy_versions=_NO_TOKENS),
-            finish_reason="length" if is_cut else "stop",
-            num_passes=passes,
-            num_drafted=drafted,
+            output=Output(
+                token_ids=tokens,
+                logprobs=_NO_NUMBERS,
+                policy_versions=_NO_TOKENS,
+                finish_reason="length" if is_cut else "stop",
+                num_passes=passes,
+                num_drafted=drafted,
+            ),
         )
         samples.append(Sample(completion=completion, text="", reward=0.0, rewards=_NO_REWARDS, loss_mask=_NO_MASK))
     return samples

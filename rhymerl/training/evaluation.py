@@ -14,7 +14,7 @@ from rhymerl.rewards.calls import Attempt
 from rhymerl.rewards.hooks import Extract
 from rhymerl.rewards.resolve import find, nearest
 from rhymerl.rollout import RolloutSettings
-from rhymerl.rollout.groups import by_prompt
+from rhymerl.rollout.results import by_prompt
 from rhymerl.types import Sample
 
 _OF_A_SET = ("samples", "temperature", "max_tokens")

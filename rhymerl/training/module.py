@@ -36,7 +36,7 @@ from rhymerl.progress import SILENT
 from rhymerl.rewards import Reward, RewardScorer
 from rhymerl.rewards.failures import Failures
 from rhymerl.rollout import RECORDS, Rollout, RolloutLoop, RolloutSettings
-from rhymerl.rollout.modes import RunAhead, check_run_ahead
+from rhymerl.rollout.base import RunAhead, check_run_ahead
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.schedulers.fifo import FIFOScheduler
 from rhymerl.training.checkpoint import of_this_format

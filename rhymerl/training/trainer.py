@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rhymerl.config.components import instantiate, is_component
 from rhymerl.config.targets import import_target
 from rhymerl.data import PromptDataModule
-from rhymerl.distributed.lifeline import is_loopback
+from rhymerl.distributed.failure_detector import is_loopback
 from rhymerl.distributed.parent import end_with_parent
 from rhymerl.errors import ConfigError, RunError
 

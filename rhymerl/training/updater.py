@@ -314,7 +314,7 @@ def _split(found: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 def _is_drawn_by(version: int, sample: Sample) -> bool:
-    return bool((sample.completion.generated.policy_versions == version).all())
+    return bool((sample.completion.output.policy_versions == version).all())
 
 
 @contextmanager

@@ -32,7 +32,7 @@ def parameters_of(rank: int) -> list[nn.Parameter]:
 
 def sum_in_process(rank: int, num_ranks: int, folder: str) -> None:
     """Saves the gradients that each size of bucket leaves."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=num_ranks)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/collective", rank=rank, world_size=num_ranks)
     outcomes = []
     for bucket_bytes in BUCKET_BYTES:
         parameters = parameters_of(rank)

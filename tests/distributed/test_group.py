@@ -13,18 +13,18 @@ import torch.distributed as dist
 
 from rhymerl.distributed.group import Group
 from rhymerl.errors import RunError
-from rhymerl.types import Generated, Ratio
+from rhymerl.types import Output, Ratio
 
 
 def meet(rank: int, folder: str, secrets: list[str]) -> None:
     """What each rank sees of the others goes to a file."""
     torch.set_num_threads(1)
     os.environ.update(RHYMERL_SECRET=secrets[rank], MASTER_ADDR="127.0.0.1")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/collective", rank=rank, world_size=2)
     try:
-        ranks = Group([Generated])
+        ranks = Group([Output])
         tokens = np.arange(3, dtype=np.int32) + rank
-        mine = Generated(token_ids=tokens, logprobs=-tokens / 7, policy_versions=tokens)
+        mine = Output(token_ids=tokens, logprobs=-tokens / 7, policy_versions=tokens)
         found = ranks.gather([mine, mine])[1 - rank][1]
         said = {
             "tokens": found.token_ids.tolist(),

@@ -16,14 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rhymerl.distributed
-from rhymerl.distributed.mail import Mail
+from rhymerl.distributed.store_channel import StoreChannel
 from rhymerl.distributed.wire import Wire
 from rhymerl.errors import RunError
 from rhymerl.rewards.failures import Failures
 from rhymerl.rollout import RECORDS
-from rhymerl.rollout.ahead import Drawn
-from rhymerl.rollout.rounds import Answered, Share
-from rhymerl.types import Generated, Ratio
+from rhymerl.rollout.results import RankResult, ScoredOutput
+from rhymerl.types import Output, Ratio
 
 KEY = b"known to the ranks"
 
@@ -87,29 +86,36 @@ def test_every_value_comes_back_as_it_was(value):
 
 
 def test_a_share_of_a_step_comes_back_as_it_was():
-    def answered(place: int) -> Answered:
-        tokens = np.arange(place, dtype=np.int32)
-        generated = Generated(token_ids=tokens, logprobs=-tokens / 7, policy_versions=np.full(place, 3, np.int32))
-        drawn = Drawn(generated=generated, finish_reason="stop", num_passes=2, num_drafted=3, num_accepted=1)
-        return Answered(place=place, drawn=drawn, text=f"\ud800 {place}", rewards={"a": place / 3, "b": math.nan})
+    def scored(index: int) -> ScoredOutput:
+        tokens = np.arange(index, dtype=np.int32)
+        output = Output(
+            token_ids=tokens,
+            logprobs=-tokens / 7,
+            policy_versions=np.full(index, 3, np.int32),
+            finish_reason="stop",
+            num_passes=2,
+            num_drafted=3,
+            num_accepted=1,
+        )
+        return ScoredOutput(index=index, output=output, text=f"\ud800 {index}", rewards={"a": index / 3, "b": math.nan})
 
-    share = Share(
-        answered=[answered(place) for place in range(5)],
+    share = RankResult(
+        scored=[scored(index) for index in range(5)],
         metrics={"x": Ratio(1, 3), "y": 2},
         busy_s=1.5,
         rollout_s=2.0,
         failures=Failures(num_samples=5, num_failed={"a": 2}, first={"a": "KeyError: 'b'"}),
     )
     found = there_and_back(share)
-    assert replace(found, answered=()).metrics == share.metrics
+    assert replace(found, scored=()).metrics == share.metrics
     assert found.failures == share.failures
     assert (found.metrics["x"].part, found.metrics["x"].whole) == (1, 3)
-    for one, other in zip(found.answered, share.answered, strict=True):
-        assert (one.place, one.text, list(one.rewards)) == (other.place, other.text, ["a", "b"])
-        assert (one.rewards["a"], one.drawn.finish_reason) == (other.rewards["a"], "stop")
+    for one, other in zip(found.scored, share.scored, strict=True):
+        assert (one.index, one.text, list(one.rewards)) == (other.index, other.text, ["a", "b"])
+        assert (one.rewards["a"], one.output.finish_reason) == (other.rewards["a"], "stop")
         for name in ("token_ids", "logprobs", "policy_versions"):
-            assert same(getattr(one.drawn.generated, name), getattr(other.drawn.generated, name))
-            assert getattr(one.drawn.generated, name).flags.writeable
+            assert same(getattr(one.output, name), getattr(other.output, name))
+            assert getattr(one.output, name).flags.writeable
 
 
 @pytest.mark.parametrize(
@@ -162,7 +168,7 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.parametrize("box", ["line/1/reports", "line/1/orders", "line/1/parcels/0"])
+@pytest.mark.parametrize("box", ["channel/1/reports", "channel/1/commands", "channel/1/messages/0"])
 def test_what_a_stranger_puts_into_the_store_is_not_executed(box, tmp_path):
     from contextlib import nullcontext
 
@@ -170,9 +176,9 @@ def test_what_a_stranger_puts_into_the_store_is_not_executed(box, tmp_path):
     store = dist.HashStore()
     store.add(f"{box}/count", 1)
     store.set(f"{box}/0", bomb)
-    mail = Mail(store, "line/1", wire=WIRE, rank=0, size=2, meeting=nullcontext)
+    channel = StoreChannel(store, "channel/1", wire=WIRE, rank=0, size=2, collective=nullcontext)
     with pytest.raises(RunError, match="another process writes to the ranks' store"):
-        mail.exchange(None, [], lambda reports: None, waits=False)
+        channel.exchange(None, [], lambda reports: None, waits=False)
     assert not (tmp_path / "went off").exists()
     pickle.loads(bomb)
     assert (tmp_path / "went off").exists()

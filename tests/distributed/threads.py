@@ -10,15 +10,15 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from rhymerl.distributed.base import Line, Lockstep, Parcel, Ranks
-from rhymerl.distributed.mail import Mail
+from rhymerl.distributed.base import Channel, LockstepChannel, Message, Ranks
+from rhymerl.distributed.store_channel import StoreChannel
 from rhymerl.distributed.wire import Wire
 from rhymerl.rollout import RECORDS
 from rhymerl.types import Ratio
 
 T = TypeVar("T")
 _WAIT_S = 60
-WIRE = Wire([Parcel, Ratio, *RECORDS], key=b"of the tests alone")
+WIRE = Wire([Message, Ratio, *RECORDS], key=b"of the tests alone")
 
 
 class Threads(Ranks):
@@ -27,13 +27,13 @@ class Threads(Ranks):
     def __init__(self, rank: int, barrier: threading.Barrier, table: list[Any], store: dist.HashStore) -> None:
         self.rank, self.size = rank, len(table)
         self._barrier, self._table, self._store = barrier, table, store
-        self._num_lines = 0
+        self._num_channels = 0
 
     def gather(self, value: T) -> list[T]:
         """What others give comes as they would send it."""
-        messages = self._gather(WIRE.pack(value, place="meeting"))
+        messages = self._gather(WIRE.pack(value, place="collective"))
         return [
-            value if rank == self.rank else WIRE.unpack(message, place="meeting")
+            value if rank == self.rank else WIRE.unpack(message, place="collective")
             for rank, message in enumerate(messages)
         ]
 
@@ -53,16 +53,21 @@ class Threads(Ranks):
             held = [gradient for gradient in gradients if gradient is not None]
             parameter.grad = sum(held) if held else None
 
-    def line(self, *, lockstep: bool) -> Line:
-        self._num_lines += 1
+    def channel(self, *, lockstep: bool) -> Channel:
+        self._num_channels += 1
         if lockstep:
-            return Lockstep(self)
-        return Mail(
-            self._store, f"line/{self._num_lines}", wire=WIRE, rank=self.rank, size=self.size, meeting=self._meeting
+            return LockstepChannel(self)
+        return StoreChannel(
+            self._store,
+            f"channel/{self._num_channels}",
+            wire=WIRE,
+            rank=self.rank,
+            size=self.size,
+            collective=self._collective,
         )
 
     @contextmanager
-    def _meeting(self) -> Iterator[None]:
+    def _collective(self) -> Iterator[None]:
         if self._barrier.broken:
             raise threading.BrokenBarrierError
         yield

@@ -4,6 +4,7 @@ import gzip
 import json
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from rhymerl import traces
 from rhymerl.errors import ConfigError, DataError
 from rhymerl.history.traces import TraceRecord, TraceWriter, read_trace, record_of
 from rhymerl.testing import make_requests
-from rhymerl.types import Completion, Generated, Sample
+from rhymerl.types import Completion, Output, Sample
 
 RUNNING_SUM = Path(__file__).parents[1] / "benchmarks" / "traces" / "running_sum.jsonl.gz"
 ROW = {
@@ -238,6 +239,8 @@ def test_a_withdrawn_answer_is_not_recorded() -> None:
 
 def sample_of(finish_reason: Any) -> Sample:
     tokens = np.array([3, 1], np.int32)
-    generated = Generated(token_ids=tokens, logprobs=np.array([-1.0, -2.0]), policy_versions=np.zeros(2, np.int32))
-    completion = Completion(request=make_requests(1, group_size=2)[1], generated=generated, finish_reason=finish_reason)
+    generated = Output(token_ids=tokens, logprobs=np.array([-1.0, -2.0]), policy_versions=np.zeros(2, np.int32))
+    completion = Completion(
+        request=make_requests(1, group_size=2)[1], output=replace(generated, finish_reason=finish_reason)
+    )
     return Sample(completion=completion, text="", reward=0.5, rewards={}, loss_mask=np.ones(2, np.bool_))

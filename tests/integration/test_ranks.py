@@ -113,7 +113,7 @@ def test_kept_log_probs_are_those_of_the_policy_that_drew_the_token(trained):
         assert len(samples) == len({sample.completion.request.id for sample in samples}) == 12
         logits = {}
         for sample in samples:
-            generated = sample.completion.generated
+            generated = sample.completion.output
             ids = torch.tensor([*sample.prompt.token_ids.tolist(), *generated.token_ids.tolist()])[None]
             logits = {}
             for version in set(generated.policy_versions.tolist()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from rhymerl.models.head import head_logprobs
 from rhymerl.models.logprobs import policy_output, token_batch
 from rhymerl.testing import make_requests, tiny_policy
 from rhymerl.training.batches import micro_batches, total_tokens
-from rhymerl.types import Completion, Generated, RolloutRequest, Sample
+from rhymerl.types import Completion, Output, RolloutRequest, Sample
 
 
 def make_samples(count: int, *, max_tokens: int = 12, vocabulary: int = 19) -> list[Sample]:
@@ -30,10 +31,10 @@ def make_samples(count: int, *, max_tokens: int = 12, vocabulary: int = 19) -> l
 
 
 def answered(request: RolloutRequest, tokens: np.ndarray) -> Sample:
-    generated = Generated(
+    generated = Output(
         token_ids=tokens, logprobs=np.zeros(len(tokens)), policy_versions=np.zeros(len(tokens), np.int32)
     )
-    completion = Completion(request=request, generated=generated, finish_reason="stop")
+    completion = Completion(request=request, output=replace(generated, finish_reason="stop"))
     return Sample(completion=completion, text="", reward=0.0, rewards={}, loss_mask=np.ones(len(tokens), np.bool_))
 
 

@@ -6,8 +6,8 @@ import pickle
 from dataclasses import replace
 
 from rhymerl.history.answers import group_advantages
-from rhymerl.rollout.groups import groups_that_teach_nothing
 from rhymerl.rollout.metrics import over_ranks, rollout_metrics
+from rhymerl.rollout.results import groups_that_teach_nothing
 from rhymerl.types import Ratio
 from tests.training.test_update import scored
 

@@ -15,7 +15,7 @@ from rhymerl.rewards import Reward
 from rhymerl.rollout import RolloutSettings
 from rhymerl.rollout.base import requests_of
 from rhymerl.training.evaluation import EvaluationSettings, evaluation_metrics, majority, pass_at_k, step_name
-from rhymerl.types import Completion, Generated, Prompt, Sample
+from rhymerl.types import Completion, Output, Prompt, Sample
 
 # Rewards of each prompt's answers, what they say, how long they are, and whether they were cut off.
 ANSWERS = {
@@ -42,9 +42,9 @@ def samples(answers: dict[str, list[Any]] = ANSWERS) -> list[Sample]:
 
 def sample(request: Any, reward: float, text: str, length: int, is_cut: bool) -> Sample:
     tokens = np.zeros(length, np.int32)
-    generated = Generated(token_ids=tokens, logprobs=np.zeros(length), policy_versions=tokens)
+    generated = Output(token_ids=tokens, logprobs=np.zeros(length), policy_versions=tokens)
     return Sample(
-        completion=Completion(request=request, generated=generated, finish_reason="length" if is_cut else "stop"),
+        completion=Completion(request=request, output=replace(generated, finish_reason="length" if is_cut else "stop")),
         text=text,
         reward=reward,
         rewards={"exact": reward, "style": float("#" in text)},

@@ -26,7 +26,7 @@ from rhymerl.training.batches import step_batch
 from rhymerl.training.checks import check_algorithm
 from rhymerl.training.settings import UpdateSettings
 from rhymerl.training.updater import Updater
-from rhymerl.types import Completion, Generated, RolloutRequest, Sample
+from rhymerl.types import Completion, Output, RolloutRequest, Sample
 from tests.models.test_logprobs import make_samples
 
 
@@ -40,12 +40,12 @@ def scored(count: int) -> list[Sample]:
         request = RolloutRequest(
             id=str(i), prompt=prompt, sample=i % 4, seed=i, sampling=sample.completion.request.sampling
         )
-        generated = Generated(
+        generated = Output(
             token_ids=sample.completion.token_ids,
             logprobs=-source.random(len(sample)) * 5,
             policy_versions=np.zeros(len(sample), np.int32),
         )
-        completion = Completion(request=request, generated=generated, finish_reason="stop")
+        completion = Completion(request=request, output=replace(generated, finish_reason="stop"))
         reward = float(source.integers(2))
         result.append(Sample(completion=completion, text="", reward=reward, rewards={}, loss_mask=sample.loss_mask))
     return result

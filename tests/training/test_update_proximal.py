@@ -101,5 +101,5 @@ def drawn_by(sample: Sample, version: int, *, last: int) -> Sample:
     """With policy versions, that of its last token apart."""
     versions = np.full(len(sample), version, np.int32)
     versions[-1] = last
-    generated = replace(sample.completion.generated, policy_versions=versions)
-    return replace(sample, completion=replace(sample.completion, generated=generated))
+    generated = replace(sample.completion.output, policy_versions=versions)
+    return replace(sample, completion=replace(sample.completion, output=generated))

@@ -235,7 +235,7 @@ def test_one_sum_a_mini_batch_after_all_backwards_and_one_gather_a_step():
 
 def test_a_gradient_that_one_rank_breaks_stops_all_of_them():
     samples = scored(8)
-    samples[3].completion.generated.logprobs[:] = np.nan
+    samples[3].completion.output.logprobs[:] = np.nan
 
     def work(ranks: Ranks) -> bool:
         with pytest.raises(RunError, match="the gradient is not finite"):

@@ -101,7 +101,7 @@ class _Row:
     def completion(self) -> Completion:
         answer = self.tokens[len(self.request.prompt.token_ids) : self.length]
         reason = "stop" if self.has_stopped else "length" if self.room <= 0 else _reason(self.engine_request)
-        return Completion(request=self.request, generated=without_logprobs(answer), finish_reason=reason)
+        return Completion(request=self.request, output=replace(without_logprobs(answer), finish_reason=reason))
 
 
 def _sampling(params: Any, offset: int) -> SamplingParams:

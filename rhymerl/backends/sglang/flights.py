@@ -17,12 +17,12 @@ from rhymerl.backends.sglang.client import Client
 from rhymerl.backends.sglang.fleet import Fleet
 from rhymerl.backends.sglang.wire import to_custom_params
 from rhymerl.errors import BackendError, ConfigError
-from rhymerl.types import Completion, FinishReason, Generated, RolloutRequest
+from rhymerl.types import Completion, FinishReason, Output, RolloutRequest
 
 _OTHER_FILES = 512  # that a process may have open besides
 
 
-class Line:
+class EngineConnection:
     """One engine, and what is on its way through it: at most `max_sent` requests are with it at a time, the others wait here.
 
     A pass of it has `num_tokens` tokens of each request, its last one among them.
@@ -45,14 +45,11 @@ class Line:
 
 @dataclass(slots=True)
 class Flight:
-    """One request and what its earlier parts came to, before it was taken back and sent anew."""
+    """A request that has been sent to an engine; its `output` is what it was sent with."""
 
     request: RolloutRequest
-    line: Line
+    connection: EngineConnection
     rid: str  # the engine's name for it: of one length, because an engine aborts whatever begins with a name
-    num_passes: int = 0
-    num_drafted: int = 0
-    num_accepted: int = 0
     answer: Future[Any] = field(default_factory=Future)
 
     @property
@@ -69,8 +66,8 @@ class Flights:
 
     def __init__(self, fleet: Fleet, tokens_a_pass: Sequence[int], *, max_sent: int) -> None:
         _make_room_for(max_sent * len(fleet.engines))
-        self.lines = [
-            Line(engine, num_tokens=count, max_sent=max_sent)
+        self.connections = [
+            EngineConnection(engine, num_tokens=count, max_sent=max_sent)
             for engine, count in zip(fleet.engines, tokens_a_pass, strict=True)
         ]
         self.policy_version = 0
@@ -81,42 +78,45 @@ class Flights:
         self._name = uuid.uuid4().hex[:12]  # other trainers may use the same engine
         self._sent = 0
 
-    def send(self, request: RolloutRequest, before: Flight | None = None) -> None:
-        """Let it go; `before` is its flight up to here."""
-        rid, line = f"{self._name}-{self._sent:012d}", self._line_for(request)
-        flight = Flight(request, line, rid) if before is None else replace(before, request=request, line=line, rid=rid)
+    def send(self, request: RolloutRequest) -> None:
+        """Send it to the engine that suits it best, from where its output ends."""
+        rid, connection = f"{self._name}-{self._sent:012d}", self._connection_for(request)
+        flight = Flight(request, connection, rid)
         self._sent += 1
         self.flying[request.id] = flight
-        line.count(request, +1)
-        flight.answer = line.threads.submit(line.engine.post, "/generate", self._content(flight), timeout_s=None)
+        connection.count(request, +1)
+        flight.answer = connection.threads.submit(
+            connection.engine.post, "/generate", self._content(flight), timeout_s=None
+        )
         flight.answer.add_done_callback(lambda _: self._back.put(flight))
 
-    def _line_for(self, request: RolloutRequest) -> Line:
+    def _connection_for(self, request: RolloutRequest) -> EngineConnection:
         """Where its siblings are, who share its prompt's keys and values and are its drafts; else where least is in flight."""
-        with_siblings = (line for line in self.lines if line.prompts[request.prompt.key])
-        return next(with_siblings, None) or min(self.lines, key=lambda line: line.num_flying)
+        with_siblings = (connection for connection in self.connections if connection.prompts[request.prompt.key])
+        return next(with_siblings, None) or min(self.connections, key=lambda connection: connection.num_flying)
 
     def land(self, flight: Flight, *, is_withdrawn: bool = False) -> Completion:
         """The completion of one that is back. Raises BackendError when the engine failed it or gave it up by itself."""
         self._leave(flight)
         if flight.answer.cancelled():
-            return _completion(flight, _NOTHING, "withdrawn")
+            return _completion(flight, _NOTHING)
         answer = flight.answer.result()
         meta = answer["meta_info"]
         kind = meta["finish_reason"]["type"]
         if kind == "abort" and not is_withdrawn:
             raise BackendError(f"the SGLang engine gave up request {flight.request.id}: {meta['finish_reason']}")
         pairs = meta.get("output_token_logprobs") or []
-        self._count(flight, meta, len(pairs))
         self._check_version(flight, meta, len(pairs))
-        return self._ended(_completion(flight, self._generated(flight, pairs), _REASONS.get(kind, "withdrawn")), meta)
+        new = self._output(flight, pairs, meta, _REASONS.get(kind, "withdrawn"))
+        self._totals.update(emitted=len(new), passes=new.num_passes, drafted=new.num_drafted, accepted=new.num_accepted)
+        return _ended(_completion(flight, new), meta)
 
     def _check_version(self, flight: Flight, meta: Mapping[str, Any], num_tokens: int) -> None:
         """An engine may have been started anew behind an address, or be given weights by somebody else."""
         version = meta.get("weight_version")
         if num_tokens and version not in (None, str(self.policy_version)):
             raise BackendError(
-                f"the SGLang engine at {flight.line.engine.url} answered request {flight.request.id} with weights of version {version}, "
+                f"the SGLang engine at {flight.connection.engine.url} answered request {flight.request.id} with weights of version {version}, "
                 f"expected {self.policy_version}: it was started anew, or somebody else gives it weights"
             )
 
@@ -136,34 +136,11 @@ class Flights:
         if flight.answer.done() and flight.failure is None:
             return self.land(flight, is_withdrawn=True)
         self._leave(flight)
-        return _completion(flight, _NOTHING, "withdrawn")
+        return _completion(flight, _NOTHING)
 
     def _leave(self, flight: Flight) -> None:
         del self.flying[flight.request.id]
-        flight.line.count(flight.request, -1)
-
-    def _ended(self, completion: Completion, meta: Mapping[str, Any]) -> Completion:
-        """Cut where the answer ends: of what one pass draws, engines look at the limit before a stop token.
-
-        At neither when told to give up. Raises BackendError for one that was cut short of both.
-        """
-        sampling, generated = completion.request.sampling, completion.generated
-        stops = np.flatnonzero(np.isin(generated.token_ids, sampling.stop_token_ids))[:1] + 1
-        end = min([*stops.tolist(), sampling.max_tokens])
-        if len(generated) < end and completion.finish_reason != "withdrawn":
-            raise BackendError(
-                f"the SGLang engine ended request {completion.request.id} after {len(generated)} of {sampling.max_tokens} tokens "
-                f"({meta['finish_reason']}): it has stop tokens of its own, or its context or its memory for keys and values is too small "
-                "(backend.arguments.max_total_tokens, mem_fraction_static)"
-            )
-        if len(generated) < end:
-            return completion
-        whole = Generated(
-            token_ids=generated.token_ids[:end],
-            logprobs=generated.logprobs[:end],
-            policy_versions=generated.policy_versions[:end],
-        )
-        return replace(completion, generated=whole, finish_reason="stop" if end in stops else "length")
+        flight.connection.count(flight.request, -1)
 
     def wait(self, timeout_s: float) -> list[Flight]:
         """What is back, if the time is not over before. Of those that have landed otherwise nothing is said."""
@@ -194,13 +171,13 @@ class Flights:
 
     def close(self) -> None:
         """Send nothing more, and wait for nothing more."""
-        for line in self.lines:
-            line.threads.shutdown(wait=False, cancel_futures=True)
-            line.engine.hang_up()
+        for connection in self.connections:
+            connection.threads.shutdown(wait=False, cancel_futures=True)
+            connection.engine.hang_up()
 
     def _content(self, flight: Flight) -> dict[str, Any]:
         request, sampling = flight.request, flight.request.sampling
-        answer = request.generated.token_ids if request.generated is not None else np.empty(0, np.int32)
+        answer = request.output.token_ids if request.output is not None else np.empty(0, np.int32)
         return {
             "rid": flight.rid,
             "input_ids": [*request.prompt.token_ids.tolist(), *answer.tolist()],
@@ -217,37 +194,32 @@ class Flights:
             },
         }
 
-    def _generated(self, flight: Flight, pairs: Sequence[Sequence[Any]]) -> Generated:
+    def _output(
+        self, flight: Flight, pairs: Sequence[Sequence[Any]], meta: Mapping[str, Any], reason: FinishReason
+    ) -> Output:
+        """What the engine has sampled since the request was sent."""
         logprobs = np.array([pair[0] for pair in pairs], np.float64)  # JSON has no NaN: there it is null
         if not np.isfinite(logprobs).all():
             raise BackendError(
                 f"the SGLang engine's log-probs of request {flight.request.id} are not finite (policy version "
                 f"{self.policy_version}): the policy's weights have probably diverged"
             )
-        return Generated(
+        verified = int(meta.get("spec_verify_ct") or 0)  # passes after the one that read the prompt
+        num_nodes = flight.connection.num_tokens - 1
+        passes = 1 + verified if num_nodes else len(pairs)
+        return Output(
             token_ids=np.array([pair[1] for pair in pairs], np.int32),
             logprobs=logprobs,
             policy_versions=np.full(len(pairs), self.policy_version, np.int32),
+            finish_reason=reason,
+            num_passes=min(passes, len(pairs)),
+            num_drafted=verified * num_nodes,
+            num_accepted=max(len(pairs) - passes, 0),
         )
-
-    def _count(self, flight: Flight, meta: Mapping[str, Any], num_tokens: int) -> None:
-        verified = int(meta.get("spec_verify_ct") or 0)  # passes after the one that read the prompt
-        num_nodes = flight.line.num_tokens - 1
-        passes = 1 + verified if num_nodes else num_tokens
-        new = {
-            "emitted": num_tokens,
-            "passes": min(passes, num_tokens),
-            "drafted": verified * num_nodes,
-            "accepted": max(num_tokens - passes, 0),
-        }
-        self._totals.update(new)
-        flight.num_passes += new["passes"]
-        flight.num_drafted += new["drafted"]
-        flight.num_accepted += new["accepted"]
 
 
 _REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
-_NOTHING = Generated(token_ids=np.empty(0, np.int32), logprobs=np.empty(0), policy_versions=np.empty(0, np.int32))
+_NOTHING = Output(token_ids=np.empty(0, np.int32), logprobs=np.empty(0), policy_versions=np.empty(0, np.int32))
 
 
 def _make_room_for(num_connections: int) -> None:
@@ -261,18 +233,42 @@ def _make_room_for(num_connections: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def _completion(flight: Flight, new: Generated, reason: FinishReason) -> Completion:
-    before = flight.request.generated or _NOTHING
-    whole = Generated(
+def _completion(flight: Flight, new: Output) -> Completion:
+    """All that there is of the request: what it was sent with, and what is `new`."""
+    before = flight.request.output or _NOTHING
+    whole = Output(
         token_ids=np.concatenate([before.token_ids, new.token_ids]),
         logprobs=np.concatenate([before.logprobs, new.logprobs]),
         policy_versions=np.concatenate([before.policy_versions, new.policy_versions]),
+        finish_reason=new.finish_reason,
+        num_passes=before.num_passes + new.num_passes,
+        num_drafted=before.num_drafted + new.num_drafted,
+        num_accepted=before.num_accepted + new.num_accepted,
     )
-    return Completion(
-        request=flight.request,
-        generated=whole,
-        finish_reason=reason,
-        num_passes=flight.num_passes,
-        num_drafted=flight.num_drafted,
-        num_accepted=flight.num_accepted,
+    return Completion(request=flight.request, output=whole)
+
+
+def _ended(completion: Completion, meta: Mapping[str, Any]) -> Completion:
+    """Cut the answer where it ends: of what one pass samples, engines look at the limit before a stop token.
+
+    A request that was told to give up may have come to neither. Raises BackendError for one that was cut short of both.
+    """
+    sampling, output = completion.request.sampling, completion.output
+    stops = np.flatnonzero(np.isin(output.token_ids, sampling.stop_token_ids))[:1] + 1
+    end = min([*stops.tolist(), sampling.max_tokens])
+    if len(output) < end and output.is_finished:
+        raise BackendError(
+            f"the SGLang engine ended request {completion.request.id} after {len(output)} of {sampling.max_tokens} tokens "
+            f"({meta['finish_reason']}): it has stop tokens of its own, or its context or its memory for keys and values is too small "
+            "(backend.arguments.max_total_tokens, mem_fraction_static)"
+        )
+    if len(output) < end:
+        return completion
+    whole = replace(
+        output,
+        token_ids=output.token_ids[:end],
+        logprobs=output.logprobs[:end],
+        policy_versions=output.policy_versions[:end],
+        finish_reason="stop" if end in stops else "length",
     )
+    return replace(completion, output=whole)

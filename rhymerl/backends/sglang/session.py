@@ -128,7 +128,7 @@ class Session:
             self.follow(self._history)
         left = {flight.rid for flight in without}
         for flight in [each for each in old.flying.values() if each.rid not in left]:
-            self._go_on(flight, old.lose(flight))
+            self._go_on(old.lose(flight))
         self._heard_s = time.monotonic()
 
     def serves(self, policy: Policy, drafter: Drafter) -> bool:
@@ -227,7 +227,7 @@ class Session:
     def progress(self) -> Mapping[str, int]:
         """Tokens that each request in flight was sent with."""
         flying = (flight.request for flight in self._flights.flying.values())
-        return {request.id: len(request.generated) if request.generated else 0 for request in flying}
+        return {request.id: len(request.output) if request.output else 0 for request in flying}
 
     def withdraw(self, ids: Iterable[str] | None) -> list[Completion]:
         """Take them back. One that ends meanwhile, or has ended and was not collected, comes back as it ended."""
@@ -259,7 +259,7 @@ class Session:
                 if time.monotonic() > deadline:
                     raise self._silence("an SGLang engine has not given requests back for so long")
                 with suppress(BackendError):  # whether it is gone is seen by its answers
-                    flight.line.engine.post("/abort_request", {"rid": flight.rid}, timeout_s=_ABORT_S)
+                    flight.connection.engine.post("/abort_request", {"rid": flight.rid}, timeout_s=_ABORT_S)
             self._flights.settle(left, _LOOK_S)
             if self._own is not None:
                 self._own.check()
@@ -278,13 +278,13 @@ class Session:
             self._load(named, version)
         except BackendError as error:
             self._recover(error, version=version)
-        for flight, completion in withdrawn:
-            self._go_on(flight, completion)
+        for _, completion in withdrawn:
+            self._go_on(completion)
 
-    def _go_on(self, flight: Flight, completion: Completion) -> None:
-        """With the tokens that it has, unless it has ended."""
+    def _go_on(self, completion: Completion) -> None:
+        """Send the request on with the tokens that it has, unless it has ended."""
         if completion.finish_reason == "withdrawn":
-            self._flights.send(completion.resume(), flight)
+            self._flights.send(completion.resume())
         else:
             self._landed.append(completion)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
-from rhymerl.types import Generated, Prompt, RolloutRequest, SamplingParams, Split
+from rhymerl.types import Output, Prompt, RolloutRequest, SamplingParams, Split
 
 if TYPE_CHECKING:
     from rhymerl.types import IntArray
@@ -33,7 +33,7 @@ def to_custom_params(request: RolloutRequest, *, news: int) -> dict[str, Any]:
             "split": request.split,
             "prompt_id": request.prompt.id,
             "prompt_key": request.prompt.key,
-            "offset": len(request.generated) if request.generated is not None else 0,
+            "offset": len(request.output) if request.output is not None else 0,
             "news": news,
             **ahead,
         }
@@ -58,7 +58,7 @@ def from_custom_params(
         seed=int(own["seed"]),
         sampling=sampling,
         split=own["split"],
-        generated=without_logprobs(answer) if len(answer) else None,
+        output=without_logprobs(answer) if len(answer) else None,
         ahead=_unpacked(own["ahead"]) if "ahead" in own else None,
     )
 
@@ -138,9 +138,9 @@ def _hash(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=8).digest()
 
 
-def without_logprobs(token_ids: IntArray) -> Generated:
+def without_logprobs(token_ids: IntArray) -> Output:
     """Tokens of which only the trainer knows log-probs (NaN) and versions (-1)."""
-    return Generated(
+    return Output(
         token_ids=token_ids,
         logprobs=np.full(len(token_ids), np.nan),
         policy_versions=np.full(len(token_ids), -1, np.int32),

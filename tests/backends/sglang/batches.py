@@ -52,7 +52,7 @@ class FakeRequest:
 
 def fake(request: RolloutRequest, answer: Sequence[int], *, rid: str | None = None, **params: Any) -> FakeRequest:
     """As it arrives in SGLang; `answer` is all of it, what was generated before included."""
-    before = request.generated.token_ids.tolist() if request.generated is not None else []
+    before = request.output.token_ids.tolist() if request.output is not None else []
     sampling = request.sampling
     given = {
         "custom_params": json.loads(json.dumps(to_custom_params(request, news=0))),
@@ -119,7 +119,7 @@ class Recorder(Drafter):
     def propose(self, request, context, budget):
         self.contexts.append(context)
         done = len(context) - len(request.prompt.token_ids)
-        before = len(request.generated) if request.generated is not None else 0
+        before = len(request.output) if request.output is not None else 0
         answer = self.answers.get(request.id, ())
         if done == before:  # SGLang has no drafts where it reads the prompt
             return Draft(token_ids=[], parents=[])
@@ -138,7 +138,7 @@ class Recorder(Drafter):
         self.told.setdefault(request.id, []).append(what)
 
     def start(self, request):
-        generated = request.generated.token_ids.tolist() if request.generated is not None else []
+        generated = request.output.token_ids.tolist() if request.output is not None else []
         prompt = request.prompt
         known = (request.sample, request.seed, request.split, request.sampling, prompt.id, prompt.key)
         self.note(request, "start", *known, prompt.token_ids.tolist(), generated)

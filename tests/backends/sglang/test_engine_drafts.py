@@ -245,7 +245,7 @@ def test_who_was_taken_out_of_the_queue_may_be_sent_again(rid):
         first.commit(step(drafting, [first, beside], [(), ()])[0])
         drafting.propose([beside], [()])
         before = without_logprobs(np.array(first.output_ids, np.int32))
-        again = fake(replace(request, generated=before), [2, 3] * 10, rid=rid)
+        again = fake(replace(request, output=before), [2, 3] * 10, rid=rid)
         run(drafting, [again])
         drafting.flush()
         assert first.output_ids + again.output_ids == [2, 3] * 10

@@ -67,7 +67,7 @@ def test_all_of_them_have_the_new_weights_before_requests_go_on(engines, flat_po
     assert_whole(done, requests)
     drawn_by = {(seed, place): int(version) for each in engines for seed, place, version in each.drawn}
     for request in requests:
-        versions = done[request.id].generated.policy_versions.tolist()
+        versions = done[request.id].output.policy_versions.tolist()
         assert versions == [drawn_by[request.seed, place] for place in range(len(versions))]
 
 

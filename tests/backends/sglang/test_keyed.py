@@ -32,13 +32,13 @@ def rollout_request(seed: int, *, prompt: int = 5, generated: int = 0, **samplin
         sample=0,
         seed=seed,
         sampling=SamplingParams(**{"max_tokens": 99, **sampling}),
-        generated=without_logprobs(np.arange(generated, dtype=np.int32)) if generated else None,
+        output=without_logprobs(np.arange(generated, dtype=np.int32)) if generated else None,
     )
 
 
 def engine_request(request: RolloutRequest) -> SimpleNamespace:
     """What SGLang has of it."""
-    count = len(request.prompt.token_ids) + (len(request.generated) if request.generated else 0)
+    count = len(request.prompt.token_ids) + (len(request.output) if request.output else 0)
     params = SimpleNamespace(custom_params=to_custom_params(request, news=0))
     return SimpleNamespace(rid="x", origin_input_ids=[0] * count, sampling_params=params)
 
@@ -74,8 +74,7 @@ def our_draw(logits: torch.Tensor, requests: list[RolloutRequest], positions: np
 def test_counters_and_places_in_the_sequence_give_the_noise_of_places_in_the_answer(pairs, prompt, generated):
     numbers, positions = zip(*pairs, strict=True)
     counters = [
-        keyed.first_counter(engine_request(rollout_request(seed, prompt=prompt, generated=generated)))
-        for seed in numbers
+        keyed.first_counter(engine_request(rollout_request(seed, prompt=prompt, output=generated))) for seed in numbers
     ]
     drawn_at = torch.tensor(positions) + prompt - 1  # the place of the token before
     keys = noise_keys_on_device(torch.tensor(counters) + drawn_at)
@@ -116,7 +115,7 @@ def test_the_tokens_are_those_of_the_embedded_engine(batch, each):
     source = np.random.default_rng(1)
     for round_number in range(20):
         requests = [
-            rollout_request(int(source.integers(2**63)) * 2 + 1, prompt=3 + i, generated=i % 3, **batch[i % len(batch)])
+            rollout_request(int(source.integers(2**63)) * 2 + 1, prompt=3 + i, output=i % 3, **batch[i % len(batch)])
             for i in range(7)
         ]
         logits = torch.from_numpy(source.normal(size=(7 * each, V)) * 3).float()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from rhymerl.drafters import Drafter
 from rhymerl.errors import BackendError
 from rhymerl.history import Answer, HistoryStore
 from rhymerl.testing import make_prompt, make_requests
-from rhymerl.types import Completion, Generated, Sample
+from rhymerl.types import Completion, Output, Sample
 
 
 class Listener(Drafter):
@@ -52,8 +53,8 @@ def answer(tokens) -> Answer:
 
 def sample(tokens) -> Sample:
     ids = np.array(tokens, np.int32)
-    generated = Generated(token_ids=ids, logprobs=np.zeros(len(ids)), policy_versions=np.zeros(len(ids), np.int32))
-    completion = Completion(request=make_requests(1)[0], generated=generated, finish_reason="stop")
+    generated = Output(token_ids=ids, logprobs=np.zeros(len(ids)), policy_versions=np.zeros(len(ids), np.int32))
+    completion = Completion(request=make_requests(1)[0], output=replace(generated, finish_reason="stop"))
     return Sample(completion=completion, text="", reward=1.0, rewards={}, loss_mask=np.ones(len(ids), np.bool_))
 
 

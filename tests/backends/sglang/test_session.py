@@ -67,7 +67,7 @@ def test_answers_come_back_whole(engine, flat_policy):
         assert backend.collect() == []
         assert_whole(done, requests)
         assert {each.finish_reason for each in done.values()} == {"stop", "length"}
-        assert all((each.generated.policy_versions == 0).all() for each in done.values())
+        assert all((each.output.policy_versions == 0).all() for each in done.values())
         inputs = {tuple(each) for each in engine.inputs.values()}
         assert {tuple(request.prompt.token_ids.tolist()) for request in requests} == inputs
 
@@ -140,9 +140,9 @@ def test_an_update_goes_through_answers_in_flight(engine, flat_policy, is_late):
     assert_whole(done, requests)
     drawn_by = {(seed, position): int(version) for seed, position, version in engine.drawn}
     for request in requests:
-        versions = done[request.id].generated.policy_versions.tolist()
+        versions = done[request.id].output.policy_versions.tolist()
         assert versions == [drawn_by[request.seed, position] for position in range(len(versions))]
-    assert {0, 1} in [set(each.generated.policy_versions.tolist()) for each in done.values()]
+    assert {0, 1} in [set(each.output.policy_versions.tolist()) for each in done.values()]
 
 
 def test_what_ended_before_an_update_is_collected_or_taken_back_after_it(engine, flat_policy):
@@ -156,7 +156,7 @@ def test_what_ended_before_an_update_is_collected_or_taken_back_after_it(engine,
         done = {each.request.id: each for each in [*back, *backend.collect()]}
         assert [each.request.id for each in back] == [requests[0].id]
         assert_whole(done, requests)
-        assert all((each.generated.policy_versions == 0).all() for each in done.values())
+        assert all((each.output.policy_versions == 0).all() for each in done.values())
         backend.submit(requests)
         soon(lambda: len(engine.inputs) == 12 and not engine.running | engine.waiting)
         synced(backend, flat_policy, 2)
@@ -191,7 +191,7 @@ def test_whatever_is_done_meanwhile_answers_are_the_same(engine, flat_policy, is
                     done.update((each.request.id, each) for each in found)
         assert backend.collect() == []
     assert_whole(done, requests)
-    assert all((np.diff(each.generated.policy_versions) >= 0).all() for each in done.values())
+    assert all((np.diff(each.output.policy_versions) >= 0).all() for each in done.values())
 
 
 def test_the_same_version_again_is_no_update(engine, flat_policy):

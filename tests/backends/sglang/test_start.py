@@ -207,7 +207,7 @@ def test_an_engine_that_dies_unseen_has_a_successor_too(installed, flat_policy, 
                 backend.submit(requests)
         assert_whole(done | all_of(backend, 12 - len(done)), requests)
         assert process_of(backend) != first
-        assert {int(each) for done in done.values() for each in done.generated.policy_versions} <= {0}
+        assert {int(each) for done in done.values() for each in done.output.policy_versions} <= {0}
 
 
 def test_an_engine_that_hangs_is_found_out(installed, flat_policy):

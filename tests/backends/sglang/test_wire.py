@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rhymerl.backends.sglang.wire import from_custom_params, news_of, noise_of, to_custom_params
 from rhymerl.testing import make_prompt
-from rhymerl.types import Generated, RolloutRequest, SamplingParams
+from rhymerl.types import Output, RolloutRequest, SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=9, stop_token_ids=(1,))
 
@@ -49,7 +49,7 @@ def test_whatever_comes_as_our_parameters_is_a_request(own):
     request = from_custom_params(params, "rid", [4, 5, 6], SAMPLING)
     assert request.seed == seed
     assert 0 <= offset <= 2**31
-    assert len(request.prompt.token_ids) + len(request.generated or ()) == 3
+    assert len(request.prompt.token_ids) + len(request.output or ()) == 3
     assert news_of(params) >= 0
     hash(request.id), hash(request.prompt.key)
 
@@ -86,7 +86,7 @@ def test_what_is_malformed_is_taken_for_a_request_of_others(name, value, caplog)
 )
 def test_a_request_arrives_as_it_left(prompt, answer, ahead, seed, sample, split):
     count = len(answer)
-    generated = Generated(
+    generated = Output(
         token_ids=np.array(answer, np.int32), logprobs=np.zeros(count), policy_versions=np.zeros(count, np.int32)
     )
     sent = RolloutRequest(
@@ -96,7 +96,7 @@ def test_a_request_arrives_as_it_left(prompt, answer, ahead, seed, sample, split
         seed=seed,
         sampling=SAMPLING,
         split=split,
-        generated=generated,
+        output=generated,
         ahead=None if ahead is None else np.array(ahead, np.int32),
     )
     params = travelled(sent, news=4)
@@ -105,8 +105,8 @@ def test_a_request_arrives_as_it_left(prompt, answer, ahead, seed, sample, split
         assert getattr(back, name) == getattr(sent, name), name
     assert (back.prompt.id, back.prompt.key) == (sent.prompt.id, sent.prompt.key)
     assert back.prompt.token_ids.tolist() == prompt
-    assert (back.generated.token_ids.tolist() if back.generated else []) == answer
-    assert (back.generated is None) == (count == 0)
+    assert (back.output.token_ids.tolist() if back.output else []) == answer
+    assert (back.output is None) == (count == 0)
     assert back.prompt.token_ids.dtype == np.int32
     assert (back.ahead if back.ahead is None else back.ahead.tolist()) == ahead
     assert back.ahead is None or back.ahead.dtype == np.int32
@@ -119,7 +119,7 @@ def test_what_only_the_trainer_knows_of_earlier_tokens_is_marked():
     request = RolloutRequest(id="1", prompt=make_prompt([4]), sample=0, seed=2, sampling=SAMPLING)
     params = to_custom_params(request, news=0)
     params["rhymerl"]["offset"] = 2
-    generated = from_custom_params(params, "rid", [4, 5, 6], SAMPLING).generated
+    generated = from_custom_params(params, "rid", [4, 5, 6], SAMPLING).output
     assert np.isnan(generated.logprobs).all()
     assert generated.policy_versions.tolist() == [-1, -1]
 
@@ -133,6 +133,6 @@ def test_requests_of_others_are_known_by_their_tokens_and_names(params):
     assert first.prompt.key == again.prompt.key != other.prompt.key
     assert first.seed == other.seed != again.seed
     assert first.id == "a"
-    assert first.generated is None
+    assert first.output is None
     assert noise_of(params, "a") == (first.seed, 0)
     assert news_of(params) == 0

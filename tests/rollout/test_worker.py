@@ -1,11 +1,11 @@
-"""A rank's part of a step, when requests of other ranks come to it late."""
+"""A worker to which requests of others come late."""
 
 from __future__ import annotations
 
 import pytest
 
 from rhymerl.rollout import requests_of
-from rhymerl.rollout.part import Pace, Part
+from rhymerl.rollout.worker import DecodeLimits, Worker
 from tests.rollout.test_ranks import PROMPTS, SETTINGS, length
 from tests.rollout.tokens import TokenBackend, token
 
@@ -13,18 +13,18 @@ REQUESTS = requests_of(PROMPTS[:4], 0, SETTINGS, seed=0, stop_token_ids=())
 FOLLOWING = requests_of(PROMPTS[:2], 1, SETTINGS, seed=0, stop_token_ids=())
 
 
-def part(backend: TokenBackend, queue, *, passes: int) -> Part:
-    return Part(backend, queue, requests=REQUESTS, drawn={}, pace=Pace(max_passes=passes))
+def worker(backend: TokenBackend, queue, *, passes: int) -> Worker:
+    return Worker(backend, queue, requests=REQUESTS, outputs={}, limits=DecodeLimits(max_passes=passes))
 
 
-def hand_over(giver: Part, taker: Part, place: int) -> None:
-    giver.give_away({place: 1})
-    taker.receive([parcel.value for parcel in giver.parcels()])
+def hand_over(giver: Worker, taker: Worker, index: int) -> None:
+    giver.give_back({index: 1})
+    taker.receive([message.value for message in giver.messages()])
 
 
 @pytest.mark.parametrize("comes_late", [False, True])
 def test_one_that_comes_after_the_plan_leaves_the_following_step_to_be_begun(comes_late):
-    giver, taker = (part(TokenBackend(length), REQUESTS[6 * i : 6 * i + 6], passes=4) for i in range(2))
+    giver, taker = (worker(TokenBackend(length), REQUESTS[6 * i : 6 * i + 6], passes=4) for i in range(2))
     giver.decode()
     taker.decode()
     taker.run_ahead(FOLLOWING)
@@ -48,9 +48,9 @@ class Late(TokenBackend):
         return [self._leave(name, "stop" if over[name] else "withdrawn") for name in names]
 
 
-def test_one_that_ends_while_it_is_taken_back_is_not_drawn_further():
-    giver = part(TokenBackend(length), REQUESTS[6:], passes=1)
-    taker = part(Late(length, max_running=9), [], passes=1)
+def test_one_that_ends_while_it_is_taken_back_is_not_sampled_further():
+    giver = worker(TokenBackend(length), REQUESTS[6:], passes=1)
+    taker = worker(Late(length, max_running=9), [], passes=1)
     taker.run_ahead(FOLLOWING)
     for _ in range(3):
         taker.decode()
@@ -59,4 +59,4 @@ def test_one_that_ends_while_it_is_taken_back_is_not_drawn_further():
     for _ in range(200):
         taker.decode()
     ahead = taker.pause()
-    assert {name: len(drawn.generated) for name, drawn in ahead.items()} == {r.id: length(r) for r in FOLLOWING}
+    assert {name: len(output) for name, output in ahead.items()} == {r.id: length(r) for r in FOLLOWING}

@@ -1,4 +1,4 @@
-"""A line through the process group's key-value store: no rank waits for another that still works."""
+"""A channel through the process group's key-value store: no rank waits for another that still works."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from rhymerl.distributed.base import Decide, Line, News, Parcel
+from rhymerl.distributed.base import Channel, Decide, Message, Received
 from rhymerl.distributed.wire import Wire
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ _WAIT_S = 0.05
 _POLL_S = 0.005
 
 
-class Box:
+class MessageQueue:
     """Values under the numbered keys of a store, read in order by each of its readers."""
 
     def __init__(self, store: Store, name: str, wire: Wire) -> None:
@@ -57,8 +57,8 @@ class Box:
         return f"{self._name}/{self._num_read}"
 
 
-class Mail(Line):
-    """Boxes for reports to rank 0, for its orders, and for each rank's parcels; `meeting` is entered for every exchange."""
+class StoreChannel(Channel):
+    """Queues for reports to rank 0, for its commands, and for each rank's messages; `collective` is entered for every exchange."""
 
     def __init__(
         self,
@@ -68,29 +68,29 @@ class Mail(Line):
         wire: Wire,
         rank: int,
         size: int,
-        meeting: Callable[[], AbstractContextManager[None]],
+        collective: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._rank = rank
-        self._meeting = meeting
-        self._reports = Box(store, f"{name}/reports", wire)
-        self._orders = Box(store, f"{name}/orders", wire)
-        self._parcels = [Box(store, f"{name}/parcels/{to}", wire) for to in range(size)]
+        self._collective = collective
+        self._reports = MessageQueue(store, f"{name}/reports", wire)
+        self._commands = MessageQueue(store, f"{name}/commands", wire)
+        self._messages = [MessageQueue(store, f"{name}/messages/{to}", wire) for to in range(size)]
 
-    def exchange(self, report: Any, parcels: Sequence[Parcel], decide: Decide, *, waits: bool) -> News:
-        with self._meeting():
-            for parcel in parcels:
-                self._parcels[parcel.to].put(parcel.value)
+    def exchange(self, report: Any, messages: Sequence[Message], decide: Decide, *, waits: bool) -> Received:
+        with self._collective():
+            for message in messages:
+                self._messages[message.to].put(message.value)
             if report is not None:
                 self._reports.put((self._rank, report))
             if waits:
-                (self._reports if self._rank == 0 else self._orders).wait()
-            order = decide(self._reports.take()) if self._rank == 0 else None
-            if order is not None:
-                self._orders.put(order)
-            return News(orders=self._orders.take(), parcels=self._parcels[self._rank].take())
+                (self._reports if self._rank == 0 else self._commands).wait()
+            command = decide(self._reports.take()) if self._rank == 0 else None
+            if command is not None:
+                self._commands.put(command)
+            return Received(commands=self._commands.take(), messages=self._messages[self._rank].take())
 
     def close(self) -> None:
-        self._parcels[self._rank].clear()
+        self._messages[self._rank].clear()
         if self._rank == 0:
             self._reports.clear()
-            self._orders.clear()
+            self._commands.clear()

@@ -29,8 +29,8 @@ _MESSAGE_BYTES = 4000  # fits into any send buffer: sending never waits
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPALIVE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 
-class Lifeline:
-    """Opened by all ranks in one meeting, with rank 0's `exchange`, which gives every rank what rank 0 gives.
+class FailureDetector:
+    """Opened by all ranks in one collective, with rank 0's `exchange`, which gives every rank what rank 0 gives.
 
     The others reach rank 0 at `host` (MASTER_ADDR), where it listens on its loopback only if that is there. Opening raises RunError when a rank does not arrive. A failure is
     final: a process that has called neither `close` nor `fail` within `grace_s` of one, because it hangs in a
@@ -46,9 +46,9 @@ class Lifeline:
         self._failed = Event()
         self._closed = Event()
         self._links = _listen(size, exchange, host) if rank == 0 else [_connect(rank, exchange, host)]
-        self._thread = Thread(target=self._watch, name="lifeline", daemon=True)
+        self._thread = Thread(target=self._watch, name="failure_detector", daemon=True)
         self._thread.start()
-        _lifelines.add(self)
+        _failure_detectors.add(self)
 
     def check(self, *, wait_s: float = 0.0) -> None:
         """Raise RunError when a rank has ended. For a collective that broke, whose cause may be on its way: `wait_s`."""
@@ -68,19 +68,19 @@ class Lifeline:
         """
         self._part("")
 
-    def _part(self, farewell: str) -> None:
+    def _part(self, last_message: str) -> None:
         if self._closed.is_set():
             return
         self._closed.set()
         for link in self._links:
-            link.send(farewell)
+            link.send(last_message)
             link.hang_up()
         self._thread.join()
         for link in self._links:
             link.socket.close()
 
     def _watch(self) -> None:
-        """The thread. Others are told before this rank knows: it may then close at once, with a mere goodbye."""
+        """The thread. Others are told before this rank knows: it may then close at once, with a mere shutdown."""
         failure = self._first_failure()
         if failure is None or self._closed.is_set():
             return
@@ -96,7 +96,7 @@ class Lifeline:
             os._exit(1)
 
     def _first_failure(self) -> str | None:
-        """Wait until a link has something else than a goodbye to say; None when all have said goodbye."""
+        """Wait until a link has something else than a shutdown to say; None when all have said shutdown."""
         with selectors.DefaultSelector() as selector:
             for link in self._links:
                 selector.register(link.socket, selectors.EVENT_READ, link)
@@ -117,7 +117,7 @@ def _say(line: str) -> None:
 
 
 class _Link:
-    """A connection to `rank`. After a hello, each end says at most one thing: why a rank ends, or goodbye, which is ""."""
+    """A connection to `rank`. After a hello, each end says at most one thing: why a rank ends, or shutdown, which is ""."""
 
     def __init__(self, connection: socket.socket, rank: int = 0) -> None:
         self.socket = connection
@@ -187,27 +187,27 @@ def _listen(size: int, exchange: Callable[[object], object], host: str) -> list[
 def _welcome(listener: socket.socket, expected: dict[str, int]) -> list[_Link]:
     """A link for each of the `expected` hellos. Whoever says anything else, or nothing, is dropped."""
     deadline = monotonic() + _OPEN_TIMEOUT_S
-    guests: list[_Link] = []
+    candidates: list[_Link] = []
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
         while expected and monotonic() < deadline:
             for key, _ in selector.select(deadline - monotonic()):
                 if key.data is None:
                     with suppress(OSError):  # it has gone again
-                        guests.append(_Link(listener.accept()[0]))
-                        selector.register(guests[-1].socket, selectors.EVENT_READ, guests[-1])
+                        candidates.append(_Link(listener.accept()[0]))
+                        selector.register(candidates[-1].socket, selectors.EVENT_READ, candidates[-1])
                 elif (hello := key.data.message()) is not None:
                     selector.unregister(key.fileobj)
                     key.data.rank = expected.pop(hello, 0)
     missing = f"rank {min(expected.values())} has not connected within {_OPEN_TIMEOUT_S:g} s" if expected else ""
-    for guest in guests:
+    for candidate in candidates:
         if missing:
-            guest.send(missing)
-        if missing or not guest.rank:
-            guest.socket.close()
+            candidate.send(missing)
+        if missing or not candidate.rank:
+            candidate.socket.close()
     if missing:
         raise RunError(missing)
-    return [guest for guest in guests if guest.rank]
+    return [candidate for candidate in candidates if candidate.rank]
 
 
 def _connect(rank: int, exchange: Callable[[object], object], host: str) -> _Link:
@@ -221,12 +221,12 @@ def _connect(rank: int, exchange: Callable[[object], object], host: str) -> _Lin
     return link
 
 
-_lifelines: WeakSet[Lifeline] = WeakSet()
+_failure_detectors: WeakSet[FailureDetector] = WeakSet()
 
 
 def _forget_in_child() -> None:
     """The connections are the parent's, and must break when the parent ends."""
-    for link in [link for lifeline in _lifelines for link in lifeline._links]:
+    for link in [link for failure_detector in _failure_detectors for link in failure_detector._links]:
         link.socket.close()
 
 

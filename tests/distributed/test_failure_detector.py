@@ -1,4 +1,4 @@
-"""Three real processes on one lifeline, which the test kills, stops, closes and lets hang."""
+"""Three real processes on one failure_detector, which the test kills, stops, closes and lets hang."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from rhymerl.distributed import lifeline as module
-from rhymerl.distributed.lifeline import Lifeline
+from rhymerl.distributed import failure_detector as module
+from rhymerl.distributed.failure_detector import FailureDetector
 from rhymerl.errors import RunError
 
 SIZE = 3
@@ -27,7 +27,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 def obey(rank: int, pipe: Connection[Any, Any]) -> None:
-    """A rank that checks its lifeline while it waits for orders."""
+    """A rank that checks its failure_detector while it waits for orders."""
 
     def exchange(value: object) -> object:
         if rank:
@@ -35,26 +35,26 @@ def obey(rank: int, pipe: Connection[Any, Any]) -> None:
         pipe.send(value)
         return value
 
-    lifeline = Lifeline(rank, SIZE, exchange=exchange, host="127.0.0.1", grace_s=GRACE_S)
+    failure_detector = FailureDetector(rank, SIZE, exchange=exchange, host="127.0.0.1", grace_s=GRACE_S)
     pipe.send("open")
     orders = {
-        "close": lifeline.close,
-        "fail": lambda: lifeline.fail("ValueError: too bad"),
+        "close": failure_detector.close,
+        "fail": lambda: failure_detector.fail("ValueError: too bad"),
         "fork": lambda: pipe.send(fork()),
         "hang": lambda: (pipe.send("hangs"), ctypes.CDLL(None).sleep(60)),
         "leave": lambda: None,
-        "wait": lambda: lifeline.check(wait_s=10.0),
+        "wait": lambda: failure_detector.check(wait_s=10.0),
     }
     try:
         order = ""
         while order not in ("close", "fail", "leave"):
-            lifeline.check()
+            failure_detector.check()
             if pipe.poll(0.01):
                 order = pipe.recv()
                 orders[order]()
     except RunError as error:
         pipe.send((str(error), time.monotonic()))
-        lifeline.close()
+        failure_detector.close()
 
 
 def fork() -> int:
@@ -216,17 +216,19 @@ def test_forked_child_does_not_keep_its_parent_alive(team: Team, victim: int) ->
 
 def test_rank_that_does_not_arrive_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_OPEN_TIMEOUT_S", 0.3)
-    opened: list[Lifeline] = []
+    opened: list[FailureDetector] = []
 
     def exchange(value: object) -> object:
-        second = Thread(target=lambda: opened.append(Lifeline(1, SIZE, exchange=lambda _: value, host="127.0.0.1")))
+        second = Thread(
+            target=lambda: opened.append(FailureDetector(1, SIZE, exchange=lambda _: value, host="127.0.0.1"))
+        )
         second.start()
         second.join()
         return value
 
     missing = "^rank 2 has not connected within 0.3 s$"
     with pytest.raises(RunError, match=missing):
-        Lifeline(0, SIZE, exchange=exchange, host="")
+        FailureDetector(0, SIZE, exchange=exchange, host="")
     with closing(opened[0]), pytest.raises(RunError, match=missing):
         opened[0].check(wait_s=SOON_S)
 
@@ -236,26 +238,26 @@ def test_failure_that_comes_with_the_hello_is_seen_and_a_stranger_is_dropped() -
 
     def exchange(value: Any) -> object:
         strangers.append(socket.create_connection(("127.0.0.1", value[0])))
-        Lifeline(1, 2, exchange=lambda _: value, host="127.0.0.1").fail("too early")
+        FailureDetector(1, 2, exchange=lambda _: value, host="127.0.0.1").fail("too early")
         return value
 
-    lifeline = Lifeline(0, 2, exchange=exchange, host="")
+    failure_detector = FailureDetector(0, 2, exchange=exchange, host="")
     with strangers[0] as stranger:
         assert stranger.recv(1) == b""
-    with closing(lifeline), pytest.raises(RunError, match="^rank 1 failed: too early$"):
-        lifeline.check(wait_s=SOON_S)
+    with closing(failure_detector), pytest.raises(RunError, match="^rank 1 failed: too early$"):
+        failure_detector.check(wait_s=SOON_S)
 
 
 def test_rank_0_that_cannot_be_reached_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(RunError, match=f"^rank 1 cannot connect to rank 0 at 127.0.0.1:{port}: "):
-        Lifeline(1, 2, exchange=lambda _: (port, "token"), host="127.0.0.1")
+        FailureDetector(1, 2, exchange=lambda _: (port, "token"), host="127.0.0.1")
 
 
 def test_one_rank_is_its_own_lifeline() -> None:
-    lifeline = Lifeline(0, 1, exchange=lambda value: value, host="")
-    lifeline.check()
-    lifeline.close()
-    lifeline.close()
-    lifeline.check()
+    failure_detector = FailureDetector(0, 1, exchange=lambda value: value, host="")
+    failure_detector.check()
+    failure_detector.close()
+    failure_detector.close()
+    failure_detector.check()
