@@ -19,7 +19,7 @@ import record
 import torch
 
 from rhymerl.engine.kv_store import SlotPool
-from rhymerl.engine.rows import Counts, Rows
+from rhymerl.engine.rows import Rows
 from rhymerl.engine.sampler import Sampler
 from rhymerl.testing import make_requests
 
@@ -30,7 +30,7 @@ def make_rows(count: int, *, seed: int) -> Rows:
     """Running rows as the engine keeps them, at T = 1 without truncation."""
     rows = Rows(count, 64, SlotPool(count))
     for request in make_requests(count, seed=seed):
-        rows.enter(request, None, Counts())
+        rows.enter(request, None)
     return rows
 
 

@@ -222,7 +222,8 @@ def test_the_coefficient_stays_while_only_the_critic_learns():
 
 def test_the_batch_knows_limits_and_which_answers_were_cut_off():
     samples = scored(4)
-    cut = replace(samples[2].completion, finish_reason="length")
+    whole = samples[2].completion
+    cut = replace(whole, output=replace(whole.output, finish_reason="length"))
     batch = step_batch([*samples[:2], replace(samples[2], completion=cut), samples[3]])
     assert batch.is_truncated.tolist() == [False, False, True, False]
     assert batch.limits.tolist() == [sample.completion.request.sampling.max_tokens for sample in samples]

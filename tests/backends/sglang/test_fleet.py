@@ -91,7 +91,7 @@ def test_whatever_is_done_meanwhile_answers_are_the_same(engines, flat_policy):
                     backend.submit([each.resume() for each in back if each.finish_reason == "withdrawn"])
                 case _:
                     done.update((each.request.id, each) for each in backend.collect(timeout_s=0.01))
-        lines = backend.session._flights.lines
+        lines = backend.session._flights.connections
         assert [(line.num_flying, dict(line.prompts)) for line in lines] == [(0, {})] * 3
     assert_whole(done, requests)
     assert all(asked(engine) for engine in engines)

@@ -14,7 +14,7 @@ from rhymerl.backends.sglang import keyed
 from rhymerl.backends.sglang.wire import to_custom_params, without_logprobs
 from rhymerl.engine.kv_store import SlotPool
 from rhymerl.engine.noise import noise_keys, noise_keys_on_device
-from rhymerl.engine.rows import Counts, Rows
+from rhymerl.engine.rows import Rows
 from rhymerl.engine.sampler import Sampler
 from rhymerl.testing import make_prompt
 from rhymerl.types import RolloutRequest, SamplingParams
@@ -66,7 +66,7 @@ def sampling_info(requests: list[RolloutRequest]) -> SimpleNamespace:
 def our_draw(logits: torch.Tensor, requests: list[RolloutRequest], positions: np.ndarray, each: int) -> list[int]:
     """The embedded engine's, at response positions [n]."""
     rows = Rows(len(requests), 64, SlotPool(64))
-    owners = np.repeat([rows.enter(request, None, Counts()) for request in requests], each)
+    owners = np.repeat([rows.enter(request, None) for request in requests], each)
     return Sampler(logits, rows).draw(np.arange(len(logits)), owners, positions).tolist()
 
 
@@ -74,7 +74,7 @@ def our_draw(logits: torch.Tensor, requests: list[RolloutRequest], positions: np
 def test_counters_and_places_in_the_sequence_give_the_noise_of_places_in_the_answer(pairs, prompt, generated):
     numbers, positions = zip(*pairs, strict=True)
     counters = [
-        keyed.first_counter(engine_request(rollout_request(seed, prompt=prompt, output=generated))) for seed in numbers
+        keyed.first_counter(engine_request(rollout_request(seed, prompt=prompt, generated=generated))) for seed in numbers
     ]
     drawn_at = torch.tensor(positions) + prompt - 1  # the place of the token before
     keys = noise_keys_on_device(torch.tensor(counters) + drawn_at)
@@ -115,7 +115,7 @@ def test_the_tokens_are_those_of_the_embedded_engine(batch, each):
     source = np.random.default_rng(1)
     for round_number in range(20):
         requests = [
-            rollout_request(int(source.integers(2**63)) * 2 + 1, prompt=3 + i, output=i % 3, **batch[i % len(batch)])
+            rollout_request(int(source.integers(2**63)) * 2 + 1, prompt=3 + i, generated=i % 3, **batch[i % len(batch)])
             for i in range(7)
         ]
         logits = torch.from_numpy(source.normal(size=(7 * each, V)) * 3).float()
