@@ -154,7 +154,7 @@ class RolloutLoop:
             rounds.append(self._round(self._requests(fresh, step, settings, split, number), step, split, None))
             samples = replaced(samples, useless, rounds[-1].samples)
         if split == "train":
-            self.backend.rest()
+            self.backend.sleep()
         metrics = {
             **rollout_metrics(samples),
             **metrics_of(rounds),

@@ -72,7 +72,7 @@ def test_rests_during_updates(policy):
     with sglang(release_memory=True) as backend:
         started(backend, policy, HistoryTreeDrafter())
         for version in (1, 2):
-            backend.rest()
+            backend.sleep()
             with pytest.raises(BackendError, match="sync_weights comes before submit"):
                 backend.submit(requests)
             moved(policy)

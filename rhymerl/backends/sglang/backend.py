@@ -187,8 +187,8 @@ class SGLangBackend(RolloutBackend):
     def follow(self, history: HistoryStore) -> None:
         self.session.follow(history)
 
-    def rest(self) -> None:
-        self.session.rest()
+    def sleep(self) -> None:
+        self.session.sleep()
 
     def metrics(self) -> Mapping[str, float]:
         return self.session.metrics()

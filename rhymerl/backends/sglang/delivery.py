@@ -36,12 +36,12 @@ class Delivery:
         self.folder = folder
         self.version = NO_WEIGHTS
         self.draws_by_seed = True  # until an engine has shown otherwise
-        self.is_resting = False  # the engines have given their memory away, and what was in it
+        self.is_asleep = False  # the engines have given their memory away, and what was in it
         self._group: WeightGroup | None = None
 
     def load(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Nothing may be in flight. Raises BackendError when an engine refuses, or does not compute the policy afterwards."""
-        self.wake()
+        self.wake_up()
         dtype = DTYPES[self.dtype]
         if self.way == "tensor":
             weights.from_tensors(self.fleet, named, dtype, ranks=self.tensor_parallel, version=version)
@@ -70,18 +70,18 @@ class Delivery:
             self._group = WeightGroup(self.fleet, ranks=self.tensor_parallel, device=self.policy.model.device)
         return self._group
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """The engines' memory is free until the next `load`. Nothing may be in flight."""
-        if not self.is_resting:
+        if not self.is_asleep:
             weights.flush(self.fleet)  # memory is given up only when the last pass is over
             self.fleet.post("/release_memory_occupation", {})
-            self.is_resting = True
+            self.is_asleep = True
 
-    def wake(self) -> None:
+    def wake_up(self) -> None:
         """The engines have their memory again, and nothing in it."""
-        if self.is_resting:
+        if self.is_asleep:
             self.fleet.post("/resume_memory_occupation", {})
-            self.is_resting = False
+            self.is_asleep = False
 
     def close(self) -> None:
         """Leave the group, if there is one; engines may have gone."""

@@ -146,7 +146,7 @@ class Session:
             with suppress(BackendError):
                 self._give_up([*self._flights.flying.values()], _PARTING_S)
             with suppress(BackendError):
-                self._delivery.wake()  # for whoever comes next
+                self._delivery.wake_up()  # for whoever comes next
         self._delivery.close()
         self._flights.close()
         self._end()
@@ -167,7 +167,7 @@ class Session:
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         """Let them go. Raises ConfigError, sending none, when one could never be answered: it might end the engine."""
-        if self.version == NO_WEIGHTS or self._delivery.is_resting:
+        if self.version == NO_WEIGHTS or self._delivery.is_asleep:
             raise BackendError("the SGLang engine has no weights yet: sync_weights comes before submit")
         vocabulary = self.policy.model.config.get_text_config().vocab_size
         verifies_by_its_own_rule = max(self._tokens_a_pass) > 1 and not self._delivery.draws_by_seed
@@ -271,7 +271,7 @@ class Session:
 
     def sync_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Requests in flight are taken back, and sent on with their tokens when the weights are there."""
-        if version == self.version and not self._delivery.is_resting:
+        if version == self.version and not self._delivery.is_asleep:
             return
         withdrawn = self._taken_back(None)
         try:
@@ -292,15 +292,15 @@ class Session:
         self._delivery.load(named, version)
         self._flights.policy_version = version
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Give the engines' memory to the update, if that is wanted and nothing is in flight."""
         if not self.settings.release_memory or self._flights.flying:
             return
         try:
-            self._delivery.rest()
+            self._delivery.sleep()
         except BackendError as error:
             self._recover(error)
-            self._delivery.rest()
+            self._delivery.sleep()
 
     # -- history -------------------------------------------------------------------------------------------------------
 

@@ -237,26 +237,26 @@ def test_an_engine_that_gives_nothing_back_is_left_all_the_same(engine, flat_pol
 def test_memory_comes_back_before_it_is_needed(engine, flat_policy):
     with connected(engine, flat_policy, release_memory=True) as backend:
         for version in (1, 1):  # a step without an update needs its memory as well
-            backend.rest()
-            backend.rest()
+            backend.sleep()
+            backend.sleep()
             assert engine.calls[-1] == "/release_memory_occupation"
             synced(backend, flat_policy, version)
         kinds = [each for each in engine.calls if "memory" in each]
         assert kinds == ["/release_memory_occupation", "/resume_memory_occupation"] * 2
         backend.submit(make_requests(2))
-        backend.rest()  # not while something is in flight
+        backend.sleep()  # not while something is in flight
         assert len(all_of(backend, 2)) == 2
 
 
 def test_a_server_that_is_left_has_its_memory_again(engine, flat_policy):
     with connected(engine, flat_policy, release_memory=True) as backend:
-        backend.rest()
+        backend.sleep()
     assert [each for each in engine.calls if "memory" in each][-1] == "/resume_memory_occupation"
 
 
 def test_nothing_is_rested_when_it_is_not_asked_for(engine, flat_policy):
     with connected(engine, flat_policy) as backend:
-        backend.rest()
+        backend.sleep()
     assert not [each for each in engine.calls if "memory" in each]
 
 

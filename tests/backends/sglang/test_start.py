@@ -153,7 +153,7 @@ def test_an_engine_that_hangs_between_steps_has_a_successor(installed, flat_poli
     with started(flat_policy, restarts=1, silence_timeout_s=1, release_memory=True) as backend:
         os.kill(process_of(backend), signal.SIGSTOP)
         if what == "rest":
-            backend.rest()
+            backend.sleep()
         synced(backend, flat_policy, 1)
         requests = make_requests(4)
         backend.submit(requests)
@@ -201,8 +201,8 @@ def test_an_engine_that_dies_unseen_has_a_successor_too(installed, flat_policy, 
                 synced(backend, flat_policy, 1)
                 assert backend.session.version == backend.session._flights.policy_version == 1
             case "rest":
-                backend.rest()
-                assert backend.session._delivery.is_resting, "the successor keeps its memory"
+                backend.sleep()
+                assert backend.session._delivery.is_asleep, "the successor keeps its memory"
                 synced(backend, flat_policy, 0)
                 backend.submit(requests)
         assert_whole(done | all_of(backend, 12 - len(done)), requests)
