@@ -17,11 +17,11 @@ class Resting(ScriptedBackend):
 
 
 def test_a_backend_that_overrides_the_former_name_of_sleep_is_still_told() -> None:
-    backend = Resting()
+    backend = Resting({})
     with pytest.warns(DeprecationWarning, match="Resting.rest is called sleep now"):
         backend.sleep()
     assert backend.times == 1
 
 
 def test_the_former_name_does_what_sleep_does() -> None:
-    ScriptedBackend().rest()
+    ScriptedBackend({}).rest()
