@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from omegaconf import OmegaConf
 
+from rhymerl.backends.remote.process import Server
 from rhymerl.backends.sglang import arguments as server
 from rhymerl.backends.sglang.backend import SGLangBackend
-from rhymerl.backends.sglang.server import Server
 from rhymerl.drafters import Drafter, HistoryTreeDrafter, NGramDrafter, NoDrafter
 from rhymerl.history import HistoryStore
 from rhymerl.models.policy import Policy

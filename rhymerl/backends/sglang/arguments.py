@@ -32,7 +32,7 @@ _REFUSED = {
     "pp_size": _STAGES,
     "pipeline_parallel_size": _STAGES,
 }
-_COPIES = "expected 1; every rank of the trainer has its own engine"  # each would read the one drafter's news
+_COPIES = "expected 1; every rank of the trainer has its own engine"  # each would read the one drafter's feed
 _LOSSY = "expected 1.0; below it drafts change what is drawn"
 _ONE = {  # with a number other than 1
     "dp_size": _COPIES,

@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 from rhymerl.backends.base import RolloutBackend
+from rhymerl.backends.remote.client import Client
+from rhymerl.backends.remote.node import NodePosition
 from rhymerl.backends.sglang.arguments import check, check_for_ranks
-from rhymerl.backends.sglang.client import Client
 from rhymerl.backends.sglang.nodes import best_n
-from rhymerl.backends.sglang.place import Place
 from rhymerl.backends.sglang.session import Session
 from rhymerl.backends.sglang.session_settings import SessionSettings
 from rhymerl.budgets.base import Budget
@@ -117,7 +117,7 @@ class SGLangBackend(RolloutBackend):
         if self._session is not None and self._session.serves(policy, drafter):
             return
         self.close()
-        place = Place.of_this_process()
+        place = NodePosition.of_this_process()
         if place.num_ranks > 1:
             self._refuse_what_ranks_would_share(place)
         settings = SessionSettings(
@@ -137,7 +137,7 @@ class SGLangBackend(RolloutBackend):
         )
         self._session = Session(settings, policy, drafter, addresses=self._addresses)
 
-    def _refuse_what_ranks_would_share(self, place: Place) -> None:
+    def _refuse_what_ranks_would_share(self, place: NodePosition) -> None:
         if self.tensor_parallel > 1 and place.num_here > 1 and not self._addresses:
             raise ConfigError(
                 f"backend.tensor_parallel={self.tensor_parallel}: expected 1 with {place.num_here} ranks on a node, of which each has "

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
+from rhymerl.backends.remote.client import Client
 from rhymerl.backends.sglang import arguments
 from rhymerl.backends.sglang.backend import SGLangBackend
-from rhymerl.backends.sglang.client import Client
-from rhymerl.backends.sglang.plugin import ALGORITHM, VARIABLE
-from rhymerl.backends.sglang.settings import EngineSettings
+from rhymerl.backends.sglang.plugin.names import ALGORITHM, VARIABLE
+from rhymerl.backends.sglang.plugin.settings import EngineSettings
 from rhymerl.config import instantiate, resolved
 from rhymerl.drafters import RunAheadDrafter
 from rhymerl.errors import ConfigError

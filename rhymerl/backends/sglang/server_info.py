@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rhymerl.backends.sglang.client import Client
-from rhymerl.backends.sglang.plugin import ALGORITHM
+from rhymerl.backends.remote.client import Client
+from rhymerl.backends.sglang.plugin.names import ALGORITHM
 from rhymerl.backends.sglang.session_settings import SessionSettings
 from rhymerl.errors import ConfigError
 

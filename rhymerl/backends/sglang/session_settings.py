@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rhymerl.backends.sglang.place import Place
+from rhymerl.backends.remote.node import NodePosition
 from rhymerl.folders import open_folder
 
 
@@ -27,7 +27,7 @@ class SessionSettings:
     folder: str | None  # where the session makes its own
     start_timeout_s: float
     silence_timeout_s: float
-    place: Place
+    place: NodePosition
 
     def opened_folder(self) -> Path | None:
         """Where the session's own folder is made: in `folder`, of which every rank has a part."""

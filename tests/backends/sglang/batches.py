@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from rhymerl.backends.sglang.drafting import EngineDrafting
-from rhymerl.backends.sglang.wire import to_custom_params
+from rhymerl.backends.remote.wire import to_custom_params
+from rhymerl.backends.sglang.plugin.drafting import EngineDrafting
 from rhymerl.drafters import Drafter
 from rhymerl.types import Draft, RolloutRequest
 from tests.backends.sglang.trees import path_of
@@ -55,7 +55,7 @@ def fake(request: RolloutRequest, answer: Sequence[int], *, rid: str | None = No
     before = request.output.token_ids.tolist() if request.output is not None else []
     sampling = request.sampling
     given = {
-        "custom_params": json.loads(json.dumps(to_custom_params(request, news=0))),
+        "custom_params": json.loads(json.dumps(to_custom_params(request, feed=0))),
         "max_new_tokens": sampling.max_tokens - len(before),
         "temperature": sampling.temperature or 1.0,
         "top_k": 1 if sampling.temperature == 0 else sampling.top_k or 2**30,

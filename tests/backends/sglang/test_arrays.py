@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rhymerl.backends.sglang.arrays import TreeArrays, lay_out
+from rhymerl.backends.sglang.plugin.arrays import TreeArrays, lay_out
 from rhymerl.engine.ragged import ragged
 from rhymerl.engine.tree import depths, no_drafts, problems_of, show_ancestors
 from rhymerl.engine.verify import walk

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rhymerl.backends.sglang.drafting import EngineDrafting
+from rhymerl.backends.sglang.plugin.drafting import EngineDrafting
 from rhymerl.budgets import FixedBudget
 from rhymerl.engine.engine import Engine
 from rhymerl.testing import make_requests, tiny_policy

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rhymerl.backends.remote.wire import to_custom_params, without_logprobs
 from rhymerl.backends.sglang import keyed
-from rhymerl.backends.sglang.wire import to_custom_params, without_logprobs
 from rhymerl.engine.kv_store import SlotPool
 from rhymerl.engine.noise import noise_keys, noise_keys_on_device
 from rhymerl.engine.rows import Rows
@@ -39,7 +39,7 @@ def rollout_request(seed: int, *, prompt: int = 5, generated: int = 0, **samplin
 def engine_request(request: RolloutRequest) -> SimpleNamespace:
     """What SGLang has of it."""
     count = len(request.prompt.token_ids) + (len(request.output) if request.output else 0)
-    params = SimpleNamespace(custom_params=to_custom_params(request, news=0))
+    params = SimpleNamespace(custom_params=to_custom_params(request, feed=0))
     return SimpleNamespace(rid="x", origin_input_ids=[0] * count, sampling_params=params)
 
 
@@ -74,7 +74,8 @@ def our_draw(logits: torch.Tensor, requests: list[RolloutRequest], positions: np
 def test_counters_and_places_in_the_sequence_give_the_noise_of_places_in_the_answer(pairs, prompt, generated):
     numbers, positions = zip(*pairs, strict=True)
     counters = [
-        keyed.first_counter(engine_request(rollout_request(seed, prompt=prompt, generated=generated))) for seed in numbers
+        keyed.first_counter(engine_request(rollout_request(seed, prompt=prompt, generated=generated)))
+        for seed in numbers
     ]
     drawn_at = torch.tensor(positions) + prompt - 1  # the place of the token before
     keys = noise_keys_on_device(torch.tensor(counters) + drawn_at)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rhymerl.backends.sglang.drafting import not_yet_known
+from rhymerl.backends.sglang.plugin.drafting import not_yet_known
 
 
 def known(prompt, output, cached, drawn):

@@ -8,7 +8,7 @@ import types
 import pytest
 
 from rhymerl.backends.sglang import probe
-from rhymerl.backends.sglang.probe import Findings
+from rhymerl.backends.sglang.plugin.probe import Findings
 from rhymerl.errors import BackendError
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rhymerl.backends.remote.counters import Counters
 from rhymerl.backends.sglang.backend import SGLangBackend
-from rhymerl.backends.sglang.counters import Counters
-from rhymerl.backends.sglang.drafting import EngineDrafting
+from rhymerl.backends.sglang.plugin.drafting import EngineDrafting
 from rhymerl.drafters import NGramDrafter, NoDrafter, RunAheadDrafter
 from rhymerl.testing import make_requests
 from tests.backends.sglang.batches import fake, run

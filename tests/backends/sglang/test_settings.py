@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from rhymerl.backends.sglang.counters import Counters
-from rhymerl.backends.sglang.plugin import VARIABLE
-from rhymerl.backends.sglang.settings import EngineSettings
+from rhymerl.backends.remote.counters import Counters
+from rhymerl.backends.sglang.plugin.names import VARIABLE
+from rhymerl.backends.sglang.plugin.settings import EngineSettings
 from rhymerl.config import describe
 from rhymerl.drafters import HistoryTreeDrafter, RunAheadDrafter
 from rhymerl.errors import BackendError
@@ -63,7 +63,7 @@ def test_a_class_of_the_users_own_is_found_by_the_trainers_import_path(tmp_path)
     file = settings.open()
     assert json.loads(file.read_text())["drafter"] == config
     code = (
-        "from rhymerl.backends.sglang.settings import EngineSettings\n"
+        "from rhymerl.backends.sglang.plugin.settings import EngineSettings\n"
         "print(EngineSettings.of_this_process().drafting(4, 19).drafter.width)\n"
     )
     environment = {**os.environ, VARIABLE: str(file)}
@@ -76,4 +76,4 @@ def test_the_plugin_does_nothing_in_an_engine_that_is_not_ours(monkeypatch):
 
     monkeypatch.delenv(VARIABLE, raising=False)
     register()
-    assert "rhymerl.backends.sglang.worker" not in sys.modules
+    assert "rhymerl.backends.sglang.plugin.worker" not in sys.modules

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from rhymerl.backends.sglang.client import Client
-from rhymerl.backends.sglang.fleet import Fleet
-from rhymerl.backends.sglang.wire import to_custom_params
+from rhymerl.backends.remote.client import Client
+from rhymerl.backends.remote.fleet import Fleet
+from rhymerl.backends.remote.wire import to_custom_params
 from rhymerl.errors import BackendError, ConfigError
 from rhymerl.types import Completion, FinishReason, Output, RolloutRequest
 
@@ -32,19 +32,19 @@ class EngineConnection:
         self.engine = engine.another()  # which is hung up at the end
         self.num_tokens = num_tokens
         self.threads = ThreadPoolExecutor(max_sent, thread_name_prefix="rhymerl-sglang")
-        self.num_flying = 0
+        self.num_in_flight = 0
         self.prompts: Counter[str] = Counter()  # how many requests of each, by its key
 
     def count(self, request: RolloutRequest, change: int) -> None:
         """One more or one less."""
-        self.num_flying += change
+        self.num_in_flight += change
         self.prompts[request.prompt.key] += change
         if not self.prompts[request.prompt.key]:
             del self.prompts[request.prompt.key]
 
 
 @dataclass(slots=True)
-class Flight:
+class InFlightRequest:
     """A request that has been sent to an engine; its `output` is what it was sent with."""
 
     request: RolloutRequest
@@ -58,7 +58,7 @@ class Flight:
         return self.answer.exception() if self.answer.done() and not self.answer.cancelled() else None
 
 
-class Flights:
+class InFlightRequests:
     """What is in flight through the engines of `fleet`, at most `max_sent` requests with each at a time.
 
     Raises ConfigError when so many connections cannot be open.
@@ -71,94 +71,94 @@ class Flights:
             for engine, count in zip(fleet.engines, tokens_a_pass, strict=True)
         ]
         self.policy_version = 0
-        self.news = 0  # what the drafter has to have read before it drafts
-        self._back: queue.Queue[Flight] = queue.Queue()
+        self.feed = 0  # what the drafter has to have read before it drafts
+        self._back: queue.Queue[InFlightRequest] = queue.Queue()
         self._totals: Counter[str] = Counter()
-        self.flying: dict[str, Flight] = {}  # by the request's id
+        self.requests: dict[str, InFlightRequest] = {}  # by the request's id
         self._name = uuid.uuid4().hex[:12]  # other trainers may use the same engine
         self._sent = 0
 
     def send(self, request: RolloutRequest) -> None:
         """Send it to the engine that suits it best, from where its output ends."""
         rid, connection = f"{self._name}-{self._sent:012d}", self._connection_for(request)
-        flight = Flight(request, connection, rid)
+        sent = InFlightRequest(request, connection, rid)
         self._sent += 1
-        self.flying[request.id] = flight
+        self.requests[request.id] = sent
         connection.count(request, +1)
-        flight.answer = connection.threads.submit(
-            connection.engine.post, "/generate", self._content(flight), timeout_s=None
+        sent.answer = connection.threads.submit(
+            connection.engine.post, "/generate", self._content(sent), timeout_s=None
         )
-        flight.answer.add_done_callback(lambda _: self._back.put(flight))
+        sent.answer.add_done_callback(lambda _: self._back.put(sent))
 
     def _connection_for(self, request: RolloutRequest) -> EngineConnection:
         """Where its siblings are, who share its prompt's keys and values and are its drafts; else where least is in flight."""
         with_siblings = (connection for connection in self.connections if connection.prompts[request.prompt.key])
-        return next(with_siblings, None) or min(self.connections, key=lambda connection: connection.num_flying)
+        return next(with_siblings, None) or min(self.connections, key=lambda connection: connection.num_in_flight)
 
-    def land(self, flight: Flight, *, is_withdrawn: bool = False) -> Completion:
+    def complete(self, sent: InFlightRequest, *, is_withdrawn: bool = False) -> Completion:
         """The completion of one that is back. Raises BackendError when the engine failed it or gave it up by itself."""
-        self._leave(flight)
-        if flight.answer.cancelled():
-            return _completion(flight, _NOTHING)
-        answer = flight.answer.result()
+        self._leave(sent)
+        if sent.answer.cancelled():
+            return _completion(sent, _NOTHING)
+        answer = sent.answer.result()
         meta = answer["meta_info"]
         kind = meta["finish_reason"]["type"]
         if kind == "abort" and not is_withdrawn:
-            raise BackendError(f"the SGLang engine gave up request {flight.request.id}: {meta['finish_reason']}")
+            raise BackendError(f"the SGLang engine gave up request {sent.request.id}: {meta['finish_reason']}")
         pairs = meta.get("output_token_logprobs") or []
-        self._check_version(flight, meta, len(pairs))
-        new = self._output(flight, pairs, meta, _REASONS.get(kind, "withdrawn"))
+        self._check_version(sent, meta, len(pairs))
+        new = self._output(sent, pairs, meta, _REASONS.get(kind, "withdrawn"))
         self._totals.update(emitted=len(new), passes=new.num_passes, drafted=new.num_drafted, accepted=new.num_accepted)
-        return _ended(_completion(flight, new), meta)
+        return _ended(_completion(sent, new), meta)
 
-    def _check_version(self, flight: Flight, meta: Mapping[str, Any], num_tokens: int) -> None:
+    def _check_version(self, sent: InFlightRequest, meta: Mapping[str, Any], num_tokens: int) -> None:
         """An engine may have been started anew behind an address, or be given weights by somebody else."""
         version = meta.get("weight_version")
         if num_tokens and version not in (None, str(self.policy_version)):
             raise BackendError(
-                f"the SGLang engine at {flight.connection.engine.url} answered request {flight.request.id} with weights of version {version}, "
+                f"the SGLang engine at {sent.connection.engine.url} answered request {sent.request.id} with weights of version {version}, "
                 f"expected {self.policy_version}: it was started anew, or somebody else gives it weights"
             )
 
-    def land_all(self, flights: Sequence[Flight], ashore: list[Completion]) -> None:
-        """Add the completions of those that are still in flight to `ashore`, also of those behind one that raises."""
+    def complete_all(self, requests: Sequence[InFlightRequest], completed: list[Completion]) -> None:
+        """Add the completions of those that are still in flight to `completed`, also of those behind one that raises."""
         errors = []
-        for flight in filter(self.has, flights):
+        for sent in filter(self.has, requests):
             try:
-                ashore.append(self.land(flight))
+                completed.append(self.complete(sent))
             except BackendError as error:
                 errors.append(error)
         if errors:
             raise errors[0]
 
-    def lose(self, flight: Flight) -> Completion:
+    def abandon(self, sent: InFlightRequest) -> Completion:
         """The completion of one whose engine is gone: what it was sent with, or its answer if that has come."""
-        if flight.answer.done() and flight.failure is None:
-            return self.land(flight, is_withdrawn=True)
-        self._leave(flight)
-        return _completion(flight, _NOTHING)
+        if sent.answer.done() and sent.failure is None:
+            return self.complete(sent, is_withdrawn=True)
+        self._leave(sent)
+        return _completion(sent, _NOTHING)
 
-    def _leave(self, flight: Flight) -> None:
-        del self.flying[flight.request.id]
-        flight.connection.count(flight.request, -1)
+    def _leave(self, sent: InFlightRequest) -> None:
+        del self.requests[sent.request.id]
+        sent.connection.count(sent.request, -1)
 
-    def wait(self, timeout_s: float) -> list[Flight]:
+    def wait(self, timeout_s: float) -> list[InFlightRequest]:
         """What is back, if the time is not over before. Of those that have landed otherwise nothing is said."""
         try:
             back = [self._back.get(timeout=timeout_s) if timeout_s > 0 else self._back.get_nowait(), *self._drained()]
         except queue.Empty:
             return []
-        return [flight for flight in back if self.has(flight)]
+        return [sent for sent in back if self.has(sent)]
 
-    def has(self, flight: Flight) -> bool:
+    def has(self, sent: InFlightRequest) -> bool:
         """Whether it has not landed yet; its request may fly again."""
-        return self.flying.get(flight.request.id) is flight
+        return self.requests.get(sent.request.id) is sent
 
-    def settle(self, flights: Sequence[Flight], timeout_s: float) -> None:
+    def settle(self, requests: Sequence[InFlightRequest], timeout_s: float) -> None:
         """Wait until all of these are back, or the time is over."""
-        wait([flight.answer for flight in flights], timeout_s)
+        wait([sent.answer for sent in requests], timeout_s)
 
-    def _drained(self) -> list[Flight]:
+    def _drained(self) -> list[InFlightRequest]:
         found = []
         while not self._back.empty():
             found.append(self._back.get())
@@ -175,11 +175,11 @@ class Flights:
             connection.threads.shutdown(wait=False, cancel_futures=True)
             connection.engine.hang_up()
 
-    def _content(self, flight: Flight) -> dict[str, Any]:
-        request, sampling = flight.request, flight.request.sampling
+    def _content(self, sent: InFlightRequest) -> dict[str, Any]:
+        request, sampling = sent.request, sent.request.sampling
         answer = request.output.token_ids if request.output is not None else np.empty(0, np.int32)
         return {
-            "rid": flight.rid,
+            "rid": sent.rid,
             "input_ids": [*request.prompt.token_ids.tolist(), *answer.tolist()],
             "return_logprob": True,
             "logprob_start_len": -1,
@@ -190,22 +190,22 @@ class Flights:
                 "top_p": sampling.top_p,
                 "min_p": sampling.min_p,
                 "stop_token_ids": list(sampling.stop_token_ids),
-                "custom_params": to_custom_params(request, news=self.news),
+                "custom_params": to_custom_params(request, feed=self.feed),
             },
         }
 
     def _output(
-        self, flight: Flight, pairs: Sequence[Sequence[Any]], meta: Mapping[str, Any], reason: FinishReason
+        self, sent: InFlightRequest, pairs: Sequence[Sequence[Any]], meta: Mapping[str, Any], reason: FinishReason
     ) -> Output:
         """What the engine has sampled since the request was sent."""
         logprobs = np.array([pair[0] for pair in pairs], np.float64)  # JSON has no NaN: there it is null
         if not np.isfinite(logprobs).all():
             raise BackendError(
-                f"the SGLang engine's log-probs of request {flight.request.id} are not finite (policy version "
+                f"the SGLang engine's log-probs of request {sent.request.id} are not finite (policy version "
                 f"{self.policy_version}): the policy's weights have probably diverged"
             )
         verified = int(meta.get("spec_verify_ct") or 0)  # passes after the one that read the prompt
-        num_nodes = flight.connection.num_tokens - 1
+        num_nodes = sent.connection.num_tokens - 1
         passes = 1 + verified if num_nodes else len(pairs)
         return Output(
             token_ids=np.array([pair[1] for pair in pairs], np.int32),
@@ -233,9 +233,9 @@ def _make_room_for(num_connections: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def _completion(flight: Flight, new: Output) -> Completion:
+def _completion(sent: InFlightRequest, new: Output) -> Completion:
     """All that there is of the request: what it was sent with, and what is `new`."""
-    before = flight.request.output or _NOTHING
+    before = sent.request.output or _NOTHING
     whole = Output(
         token_ids=np.concatenate([before.token_ids, new.token_ids]),
         logprobs=np.concatenate([before.logprobs, new.logprobs]),
@@ -245,7 +245,7 @@ def _completion(flight: Flight, new: Output) -> Completion:
         num_drafted=before.num_drafted + new.num_drafted,
         num_accepted=before.num_accepted + new.num_accepted,
     )
-    return Completion(request=flight.request, output=whole)
+    return Completion(request=sent.request, output=whole)
 
 
 def _ended(completion: Completion, meta: Mapping[str, Any]) -> Completion:

@@ -19,14 +19,14 @@ from rhymerl.types import Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class News:
+class FeedMessage:
     """Of one step: what has changed in the history, and its samples where the drafter learns from them."""
 
     delta: HistoryDelta | None = None
     samples: Sequence[Sample] = ()
 
 
-class NewsWriter:
+class FeedWriter:
     """The trainer's side; `folder` belongs to one engine and to nobody else, because its files are unpickled."""
 
     def __init__(self, folder: Path) -> None:
@@ -34,17 +34,17 @@ class NewsWriter:
         self.version = 0
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def write(self, news: News) -> None:
+    def write(self, feed: FeedMessage) -> None:
         """The next file."""
         path = _path(self.folder, self.version + 1)
         draft = path.with_suffix(".part")
         with draft.open("wb") as file:
-            pickle.dump(news, file, protocol=5)
+            pickle.dump(feed, file, protocol=5)
         os.replace(draft, path)
         self.version += 1
 
 
-class NewsReader:
+class FeedReader:
     """The engine's side, where `drafter` is."""
 
     def __init__(self, folder: Path, drafter: Drafter) -> None:
@@ -57,16 +57,16 @@ class NewsReader:
         while self.version < version:
             path = _path(self.folder, self.version + 1)
             try:
-                news: News = pickle.loads(path.read_bytes())
+                feed: FeedMessage = pickle.loads(path.read_bytes())
             except FileNotFoundError as error:
                 raise BackendError(f"{path}: the drafter's news are missing; was the folder cleaned?") from error
             self.version += 1
             path.unlink()
-            if news.samples:
-                self.drafter.learn(news.samples)
-            if news.delta is not None:
-                self.drafter.follow(news.delta)
+            if feed.samples:
+                self.drafter.learn(feed.samples)
+            if feed.delta is not None:
+                self.drafter.follow(feed.delta)
 
 
 def _path(folder: Path, version: int) -> Path:
-    return folder / f"{version:09d}.news"
+    return folder / f"{version:09d}.feed"

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from rhymerl.backends.sglang.arrays import TreeArrays, lay_out
-from rhymerl.backends.sglang.counters import Counters
-from rhymerl.backends.sglang.news import NewsReader
-from rhymerl.backends.sglang.wire import from_custom_params, news_of, noise_of, without_logprobs
+from rhymerl.backends.remote.counters import Counters
+from rhymerl.backends.remote.drafter_feed import FeedReader
+from rhymerl.backends.remote.wire import feed_of, from_custom_params, noise_of, without_logprobs
+from rhymerl.backends.sglang.plugin.arrays import TreeArrays, lay_out
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.batches import kept
 from rhymerl.drafters.run_ahead import innermost, listens
@@ -132,14 +132,14 @@ class EngineDrafting:
         n: int,
         *,
         vocabulary: int,
-        news: NewsReader | None = None,
+        feed: FeedReader | None = None,
         counters: Counters | None = None,
     ) -> None:
         self.drafter = drafter
         self._has_complained = False
         self.n = n
         self._vocabulary = vocabulary
-        self._news = news
+        self._feed = feed
         self._counters = counters
         self._rows: dict[int, _Row] = {}  # by the identity of the engine's request: names come again
         self._hears_tokens = listens(drafter, "accept")
@@ -166,15 +166,15 @@ class EngineDrafting:
             row = _Row.of(engine_request, self.n)
             row.request = self._named_apart(row.request, here)
             self._rows[id(engine_request)] = row
-            if self._news is not None:
-                self._catch_up(self._news, news_of(engine_request.sampling_params.custom_params))
+            if self._feed is not None:
+                self._catch_up(self._feed, feed_of(engine_request.sampling_params.custom_params))
             self.drafter.start(row.request)
         return row
 
-    def _catch_up(self, news: NewsReader, version: int) -> None:
+    def _catch_up(self, feed: FeedReader, version: int) -> None:
         """As far as there is something: drafts from what is known are good for any request, whatever its client has written."""
         try:
-            news.catch_up(version)
+            feed.catch_up(version)
         except BackendError as error:
             _log.error("rhymerl: %s; drafts come from what is known until then", error)
 
@@ -232,7 +232,7 @@ class EngineDrafting:
         """
         for key in list(self._rows):
             self._finish(key)
-        if self._news is None or self._news.version == 0:
+        if self._feed is None or self._feed.version == 0:
             self.drafter.follow(_NOTHING_NEW)
 
     def _finish_departed(self, here: Set[int]) -> None:

@@ -14,11 +14,11 @@ from sglang.srt.speculative import ngram_worker
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
-from rhymerl.backends.sglang.arrays import TreeArrays
-from rhymerl.backends.sglang.drafting import EngineDrafting, not_yet_known
-from rhymerl.backends.sglang.masks import full_mask
-from rhymerl.backends.sglang.plugin import ALGORITHM
-from rhymerl.backends.sglang.settings import EngineSettings
+from rhymerl.backends.sglang.plugin.arrays import TreeArrays
+from rhymerl.backends.sglang.plugin.drafting import EngineDrafting, not_yet_known
+from rhymerl.backends.sglang.plugin.masks import full_mask
+from rhymerl.backends.sglang.plugin.names import ALGORITHM
+from rhymerl.backends.sglang.plugin.settings import EngineSettings
 
 _MAKES_MASKS = getattr(ngram_worker, "USE_FULL_MASK", False) and hasattr(ngram_worker, "_is_cpu")
 

@@ -22,8 +22,8 @@ _PACKED = re.compile(r"[A-Za-z0-9+/]*={0,2}")
 _log = logging.getLogger(__name__)
 
 
-def to_custom_params(request: RolloutRequest, *, news: int) -> dict[str, Any]:
-    """The request but for its tokens and sampling parameters; `news` is what the drafter has to have read before."""
+def to_custom_params(request: RolloutRequest, *, feed: int) -> dict[str, Any]:
+    """The request but for its tokens and sampling parameters; `feed` is what the drafter has to have read before."""
     ahead = {} if request.ahead is None else {"ahead": _packed(request.ahead)}
     return {
         KEY: {
@@ -34,7 +34,7 @@ def to_custom_params(request: RolloutRequest, *, news: int) -> dict[str, Any]:
             "prompt_id": request.prompt.id,
             "prompt_key": request.prompt.key,
             "offset": len(request.output) if request.output is not None else 0,
-            "news": news,
+            "feed": feed,
             **ahead,
         }
     }
@@ -83,7 +83,7 @@ def _of_others(rid: str, tokens: IntArray) -> dict[str, Any]:
         "prompt_id": key,
         "prompt_key": key,
         "offset": 0,
-        "news": 0,
+        "feed": 0,
     }
 
 
@@ -95,10 +95,10 @@ def noise_of(params: Mapping[str, Any] | None, rid: str) -> tuple[int, int]:
     return (int(own["seed"]), own["offset"]) if own else (int.from_bytes(_hash(rid.encode()), "little"), 0)
 
 
-def news_of(params: Mapping[str, Any] | None) -> int:
+def feed_of(params: Mapping[str, Any] | None) -> int:
     """What the drafter has to have read before."""
     own = _own(params)
-    return own["news"] if own else 0
+    return own["feed"] if own else 0
 
 
 def _own(params: Any) -> dict[str, Any] | None:
@@ -110,11 +110,11 @@ def _own(params: Any) -> dict[str, Any] | None:
     if not isinstance(own, Mapping):
         return None
     held = {
-        name: own.get(name) for name in ("id", "prompt_id", "prompt_key", "sample", "seed", "split", "offset", "news")
+        name: own.get(name) for name in ("id", "prompt_id", "prompt_key", "sample", "seed", "split", "offset", "feed")
     }
     is_sound = (
         all(isinstance(held[name], str) for name in ("id", "prompt_id", "prompt_key"))
-        and all(_is_count(held[name]) for name in ("sample", "offset", "news"))
+        and all(_is_count(held[name]) for name in ("sample", "offset", "feed"))
         and _SEED.fullmatch(str(held["seed"])) is not None
         and held["split"] in get_args(Split)
     )

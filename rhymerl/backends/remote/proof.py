@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from rhymerl.backends.sglang.client import Client
-from rhymerl.backends.sglang.wire import to_custom_params
+from rhymerl.backends.remote.client import Client
+from rhymerl.backends.remote.wire import to_custom_params
 from rhymerl.errors import BackendError
 from rhymerl.models.policy import evaluating
 from rhymerl.types import Prompt, RolloutRequest, SamplingParams
@@ -53,7 +53,7 @@ def _drawn(client: Client, seed: int) -> list[int]:
         "temperature": sampling.temperature,
         "max_new_tokens": sampling.max_tokens,
         "ignore_eos": True,
-        "custom_params": to_custom_params(request, news=0),
+        "custom_params": to_custom_params(request, feed=0),
     }
     answer = client.post("/generate", {"rid": name, "input_ids": [1], "sampling_params": params})
     return [int(token) for token in answer["output_ids"]]

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rhymerl.backends.sglang.client import Client, NoAnswerError
+from rhymerl.backends.remote.client import Client, NoAnswerError
 from rhymerl.errors import BackendError, ConfigError
 
 _TAIL_LINES = 30
@@ -45,7 +45,7 @@ class Server:
         self._held = [held_port(), held_port()]  # until it listens there: other engines start at the same time
         self.port, group_port = (int(held.getsockname()[1]) for held in self._held)
         self.client = Client("127.0.0.1", self.port)
-        words = [sys.executable, "-m", "rhymerl.backends.sglang.serve", "--host", "127.0.0.1"]
+        words = [sys.executable, "-m", "rhymerl.backends.sglang.plugin.serve", "--host", "127.0.0.1"]
         words += ["--port", str(self.port), "--nccl-port", str(group_port)]
         with log.open("ab") as output:
             self._process = subprocess.Popen(

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rhymerl.backends.sglang.news import News, NewsReader, NewsWriter
+from rhymerl.backends.remote.drafter_feed import FeedMessage, FeedReader, FeedWriter
 from rhymerl.drafters import Drafter
 from rhymerl.errors import BackendError
 from rhymerl.history import Answer, HistoryStore
@@ -59,13 +59,13 @@ def sample(tokens) -> Sample:
 
 
 def test_news_are_heard_once_and_in_order_as_far_as_they_are_needed(tmp_path):
-    writer, reader = NewsWriter(tmp_path / "news"), NewsReader(tmp_path / "news", Listener())
+    writer, reader = FeedWriter(tmp_path / "feed"), FeedReader(tmp_path / "feed", Listener())
     store = history()
-    writer.write(News(delta=store.snapshot()))
-    writer.write(News(samples=[sample([7, 8])]))
+    writer.write(FeedMessage(delta=store.snapshot()))
+    writer.write(FeedMessage(samples=[sample([7, 8])]))
     seen = store.snapshot().version
     store.add(make_prompt([5]), [answer([6])])
-    writer.write(News(delta=store.deltas(seen)))
+    writer.write(FeedMessage(delta=store.deltas(seen)))
     heard = reader.drafter.heard
     reader.catch_up(0)
     assert heard == []
@@ -77,49 +77,49 @@ def test_news_are_heard_once_and_in_order_as_far_as_they_are_needed(tmp_path):
         ("learn", [[7, 8]]),
         ("follow", store.snapshot().version, False, [make_prompt([5]).key]),
     ]
-    assert list((tmp_path / "news").iterdir()) == []
+    assert list((tmp_path / "feed").iterdir()) == []
 
 
 def test_samples_come_before_the_history_that_they_are_in(tmp_path):
-    writer, reader = NewsWriter(tmp_path), NewsReader(tmp_path, Listener())
-    writer.write(News(delta=history().snapshot(), samples=[sample([7])]))
+    writer, reader = FeedWriter(tmp_path), FeedReader(tmp_path, Listener())
+    writer.write(FeedMessage(delta=history().snapshot(), samples=[sample([7])]))
     reader.catch_up(1)
     assert [kind for kind, *_ in reader.drafter.heard] == ["learn", "follow"]
 
 
 def test_a_missing_file_is_named(tmp_path):
-    NewsWriter(tmp_path).write(News())
-    reader = NewsReader(tmp_path, Listener())
-    with pytest.raises(BackendError, match=r"000000002\.news: the drafter's news are missing"):
+    FeedWriter(tmp_path).write(FeedMessage())
+    reader = FeedReader(tmp_path, Listener())
+    with pytest.raises(BackendError, match=r"000000002\.feed: the drafter's news are missing"):
         reader.catch_up(2)
     assert reader.version == 1
 
 
 def test_a_half_written_file_is_no_news(tmp_path):
-    writer = NewsWriter(tmp_path)
+    writer = FeedWriter(tmp_path)
     with pytest.raises((TypeError, AttributeError)):  # cannot be pickled
-        writer.write(News(samples=[lambda: None]))
-    writer.write(News(samples=[sample([1])]))
-    reader = NewsReader(tmp_path, Listener())
+        writer.write(FeedMessage(samples=[lambda: None]))
+    writer.write(FeedMessage(samples=[sample([1])]))
+    reader = FeedReader(tmp_path, Listener())
     reader.catch_up(writer.version)
     assert reader.drafter.heard == [("learn", [[1]])]
     assert writer.version == 1
 
 
 def test_the_folder_belongs_to_its_owner(tmp_path):
-    NewsWriter(tmp_path / "a" / "news")
-    assert (tmp_path / "a" / "news").stat().st_mode & 0o77 == 0
+    FeedWriter(tmp_path / "a" / "feed")
+    assert (tmp_path / "a" / "feed").stat().st_mode & 0o77 == 0
 
 
 def test_another_process_reads_them(tmp_path):
-    writer = NewsWriter(tmp_path)
-    writer.write(News(delta=history().snapshot()))
+    writer = FeedWriter(tmp_path)
+    writer.write(FeedMessage(delta=history().snapshot()))
     code = (
         "import sys; from pathlib import Path\n"
-        "from rhymerl.backends.sglang.news import NewsReader\n"
+        "from rhymerl.backends.remote.drafter_feed import FeedReader\n"
         "from rhymerl.drafters import HistoryTreeDrafter\n"
         "from rhymerl.testing import make_prompt\n"
-        "NewsReader(Path(sys.argv[1]), HistoryTreeDrafter()).catch_up(1)\n"
+        "FeedReader(Path(sys.argv[1]), HistoryTreeDrafter()).catch_up(1)\n"
         "print(len(list(Path(sys.argv[1]).iterdir())))\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)

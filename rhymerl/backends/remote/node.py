@@ -10,7 +10,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class NodePosition:
     """This process is `rank` of `num_ranks`, of which `num_here` are on its node."""
 
     rank: int = 0
@@ -18,7 +18,7 @@ class Place:
     num_here: int = 1
 
     @classmethod
-    def of_this_process(cls) -> Place:
+    def of_this_process(cls) -> NodePosition:
         """By torch's default group, if there is one; then a meeting of all its ranks, but no collective of theirs."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls()

@@ -1,12 +1,10 @@
-"""What SGLang loads in each of its processes (entry point group `sglang.srt.plugins`)."""
+"""What runs inside SGLang: it loads this in each of its processes (entry point group `sglang.srt.plugins`)."""
 
 from __future__ import annotations
 
 import os
 
-VARIABLE = "RHYMERL_SGLANG"  # the path of the engine's settings (settings.py)
-ALGORITHM = "RHYMERL"  # as SGLang knows the drafting worker
-FOLDERS = "rhymerl-sglang-"  # how the names of a session's own folders begin
+from rhymerl.backends.sglang.plugin.names import VARIABLE
 
 
 def register() -> None:
@@ -17,18 +15,18 @@ def register() -> None:
     """
     if not os.environ.get(VARIABLE):
         return
-    from rhymerl.backends.sglang.probe import Findings
-    from rhymerl.backends.sglang.settings import EngineSettings
+    from rhymerl.backends.sglang.plugin.probe import Findings
+    from rhymerl.backends.sglang.plugin.settings import EngineSettings
 
     settings = EngineSettings.of_this_process()
     found = Findings.of_this_version()
     if not found.drawing:
-        from rhymerl.backends.sglang import sampler, verify
+        from rhymerl.backends.sglang.plugin import sampler, verify
 
         sampler.install()
         verify.install()
     if not found.drafting:
-        from rhymerl.backends.sglang import worker
+        from rhymerl.backends.sglang.plugin import worker
 
         worker.install()
     settings.report(found)

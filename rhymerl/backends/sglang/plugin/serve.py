@@ -1,4 +1,4 @@
-"""An SGLang server that does not outlive the trainer: python -m rhymerl.backends.sglang.serve SERVER-ARGUMENTS
+"""An SGLang server that does not outlive the trainer: python -m rhymerl.backends.sglang.plugin.serve SERVER-ARGUMENTS
 
 The trainer holds the other end of standard input. When that closes, however the trainer went, the whole process group ends,
 and the files go that a trainer could not remove which was killed: among them may be a whole model, in memory.
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from rhymerl.backends.sglang.plugin import FOLDERS, VARIABLE
+from rhymerl.backends.sglang.plugin.names import FOLDERS, VARIABLE
 
 
 def main() -> None:

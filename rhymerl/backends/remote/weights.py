@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rhymerl.backends.sglang.client import Client, RefusedError
-from rhymerl.backends.sglang.fleet import Fleet
+from rhymerl.backends.remote.client import Client, RefusedError
+from rhymerl.backends.remote.fleet import Fleet
 from rhymerl.errors import BackendError
 
 if TYPE_CHECKING:

@@ -24,9 +24,9 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 
-from rhymerl.backends.sglang.client import NoAnswerError
-from rhymerl.backends.sglang.fleet import Fleet
-from rhymerl.backends.sglang.weights import buckets, update_session
+from rhymerl.backends.remote.client import NoAnswerError
+from rhymerl.backends.remote.fleet import Fleet
+from rhymerl.backends.remote.weights import buckets, update_session
 from rhymerl.errors import BackendError
 
 _JOIN_S = 120.0  # for all to join, and for a bucket
@@ -53,13 +53,13 @@ class WeightGroup:
         self._name = f"rhymerl_weights_{uuid.uuid4().hex}"
         address, size = _own_address([engine.host for engine in fleet.engines]), 1 + ranks * len(fleet.engines)
         # Not by torch's rendezvous: under torchrun that looks for a store of the launcher's at whatever address it is given.
-        self._meeting: TCPStore | None = TCPStore(
+        self._rendezvous: TCPStore | None = TCPStore(
             address, 0, size, is_master=True, timeout=self._timeout, wait_for_workers=False
         )
         backend = "nccl" if device.type == "cuda" else "gloo"
         content = {
             "master_address": address,
-            "master_port": self._meeting.port,
+            "master_port": self._rendezvous.port,
             "world_size": size,
             "group_name": self._name,
             "backend": backend,
@@ -131,13 +131,13 @@ class WeightGroup:
     @property
     def is_closed(self) -> bool:
         """Also after a failure."""
-        return self._meeting is None
+        return self._rendezvous is None
 
     def close(self) -> None:
         """All leave the group; engines may have gone. May be called twice."""
-        if self._meeting is None:
+        if self._rendezvous is None:
             return
-        self._meeting = None
+        self._rendezvous = None
         leaving = _in_background(self._leave)
         content = {"group_name": self._name}
         with suppress(BackendError):

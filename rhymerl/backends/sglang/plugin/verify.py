@@ -9,7 +9,7 @@ from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.speculative import eagle_utils, ngram_worker
 
 from rhymerl.backends.sglang import keyed
-from rhymerl.backends.sglang.sampler import warn_once
+from rhymerl.backends.sglang.plugin.sampler import warn_once
 
 if TYPE_CHECKING:
     from torch import Tensor

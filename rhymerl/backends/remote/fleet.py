@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
-from rhymerl.backends.sglang.client import Client
+from rhymerl.backends.remote.client import Client
 from rhymerl.errors import BackendError, ConfigError
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rhymerl.backends.sglang.wire import noise_of
+from rhymerl.backends.remote.wire import noise_of
 from rhymerl.engine.draw import draw_on_device, draw_tokens
 from rhymerl.engine.noise import noise_counters, noise_keys_on_device
 from rhymerl.engine.sampler import truncate

@@ -10,16 +10,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rhymerl.backends.sglang.counters import Counters
-from rhymerl.backends.sglang.drafting import EngineDrafting
-from rhymerl.backends.sglang.news import NewsReader
-from rhymerl.backends.sglang.plugin import VARIABLE
-from rhymerl.backends.sglang.probe import Findings
+from rhymerl.backends.remote.counters import Counters
+from rhymerl.backends.remote.drafter_feed import FeedReader
+from rhymerl.backends.sglang.plugin.drafting import EngineDrafting
+from rhymerl.backends.sglang.plugin.names import VARIABLE
+from rhymerl.backends.sglang.plugin.probe import Findings
 from rhymerl.config import describe, instantiate
 from rhymerl.drafters.base import Drafter
 from rhymerl.errors import BackendError, ConfigError
 
-COUNTERS, NEWS = "counters", "news"  # in the folder
+COUNTERS, FEED = "counters", "feed"  # in the folder
 _REPORT = "plugin"
 
 
@@ -90,5 +90,5 @@ class EngineSettings:
         sys.path.extend(path for path in self.paths if path not in sys.path)
         drafter: Drafter = instantiate(self.drafter, key="drafter")
         folder = Path(self.folder)
-        news, counters = NewsReader(folder / NEWS, drafter), Counters(folder / COUNTERS)
-        return EngineDrafting(drafter, n, vocabulary=vocabulary, news=news, counters=counters)
+        feed, counters = FeedReader(folder / FEED, drafter), Counters(folder / COUNTERS)
+        return EngineDrafting(drafter, n, vocabulary=vocabulary, feed=feed, counters=counters)
