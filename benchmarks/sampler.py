@@ -41,19 +41,19 @@ def measure(count: int, logit_std: float, head: torch.Tensor, arguments: Any) ->
     hidden *= logit_std * arguments.hidden**-0.5  # the head's entries have variance 1
     logits = torch.nn.functional.linear(hidden, head)
     rows = make_rows(count, seed=arguments.seed)
-    places = row = np.arange(count)
-    tokens = Sampler(logits, rows).draw(places, row, np.zeros(count, np.int64))
+    indices = row = np.arange(count)
+    tokens = Sampler(logits, rows).draw(indices, row, np.zeros(count, np.int64))
     position = 0
 
     def draw() -> None:
         nonlocal position
         position += 1  # other noise each time
-        Sampler(logits, rows).draw(places, row, np.full(count, position))
+        Sampler(logits, rows).draw(indices, row, np.full(count, position))
 
     ways = {
         "matmul": lambda: torch.nn.functional.linear(hidden, head),
         "draw": draw,
-        "logprobs": lambda: Sampler(logits, rows).logprobs(places, row, tokens),
+        "logprobs": lambda: Sampler(logits, rows).logprobs(indices, row, tokens),
     }
     measures = {name: partial(record.seconds, work) for name, work in ways.items()}
     with torch.no_grad():

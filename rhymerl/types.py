@@ -46,7 +46,7 @@ class Prompt:
     token_ids: IntArray  # [P]; integers of any width may be given
     text: str  # what was tokenized
     columns: Mapping[str, Any] = field(default_factory=dict)  # every other column of the row, for the reward
-    place: str = field(
+    location: str = field(
         default="", repr=False, compare=False
     )  # of the row, for messages: "data.train='a.jsonl', line 3"
 
@@ -215,15 +215,15 @@ class DraftBatch:
             sources=None if (sources == -1).all() else sources.astype(np.int32),
         )
 
-    def spread(self, places: IndexArray, num_requests: int) -> DraftBatch:
+    def spread(self, indices: IndexArray, num_requests: int) -> DraftBatch:
         """These drafts at the ascending `places` [R] among `num_requests` requests, nothing for the others."""
         import numpy as np
 
-        if len(places) == num_requests:
+        if len(indices) == num_requests:
             return self
         counts, match_length = np.zeros(num_requests, np.int64), np.zeros(num_requests, np.int32)
-        counts[places], match_length[places] = self.counts, self.match_length
-        problems = {int(places[r]): problem for r, problem in self.problems.items()}
+        counts[indices], match_length[indices] = self.counts, self.match_length
+        problems = {int(indices[r]): problem for r, problem in self.problems.items()}
         return replace(
             self, starts=np.concatenate([[0], np.cumsum(counts)]), match_length=match_length, problems=problems
         )

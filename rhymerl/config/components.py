@@ -88,7 +88,7 @@ def _fitted(value: Any, name: str, key: str, signature: Signature) -> Any:
     try:
         return fit(value, signature.parameters[name].annotation)
     except Misfit as misfit:
-        raise ConfigError(f"{setting}{misfit.place}={misfit}") from None
+        raise ConfigError(f"{setting}{misfit.location}={misfit}") from None
 
 
 def _blame(key: str, path: str, message: str, signature: Signature) -> str:

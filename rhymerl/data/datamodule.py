@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 import lightning as L
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
-from rhymerl.data.base import ONLY_SET, PlacedRow, columns_of
+from rhymerl.data.base import ONLY_SET, LocatedRow, columns_of
 from rhymerl.data.encoding import LengthLimits, PromptEncoder, encode_rows
 from rhymerl.data.loader import PromptLoader
 from rhymerl.data.sources import DataSource, Setting, read_rows
@@ -240,7 +240,7 @@ class PromptDataModule(L.LightningDataModule):
         loaders = (self.train_loader, *self.validation_loaders.values())
         return [prompt for loader in loaders if loader for prompt in loader.prompts]
 
-    def _validation_rows(self, name: str) -> list[PlacedRow]:
+    def _validation_rows(self, name: str) -> list[LocatedRow]:
         if not isinstance(self.validation, Mapping):
             rows = self._rows("data.validation", self.validation, only_first=self.validation_prompts)
             if self.validation_prompts is not None and len(rows) < self.validation_prompts:
@@ -251,7 +251,7 @@ class PromptDataModule(L.LightningDataModule):
             return rows
         return self._rows(f"data.validation.{name}", self.validation[name], only_first=self.validation_prompts)
 
-    def _rows(self, setting: Setting, source: DataSource | None, *, only_first: int | None = None) -> list[PlacedRow]:
+    def _rows(self, setting: Setting, source: DataSource | None, *, only_first: int | None = None) -> list[LocatedRow]:
         if source is not None:
             return read_rows(source, setting, only_first=only_first)
         if self.task is None:

@@ -59,16 +59,16 @@ class FailureDetector:
 
     def fail(self, reason: str) -> None:
         """Tell the others why this rank ends, and close."""
-        self._part(f"rank {self.rank} failed: {reason}")
+        self._disconnect(f"rank {self.rank} failed: {reason}")
 
     def close(self) -> None:
         """Part from the others in peace, without waiting for them; what they do later is not reported any more.
 
         May be called twice, and after `fail`. When rank 0 closes, the others do not learn of one another any more.
         """
-        self._part("")
+        self._disconnect("")
 
-    def _part(self, last_message: str) -> None:
+    def _disconnect(self, last_message: str) -> None:
         if self._closed.is_set():
             return
         self._closed.set()

@@ -90,27 +90,27 @@ class Group(Ranks):
                 dist.broadcast(content, src=rank, group=self._collectives)
         return [mine if rank == self.rank else content.numpy().tobytes() for rank, content in enumerate(found)]
 
-    def _place(self, rank: int) -> str:
+    def _address(self, rank: int) -> str:
         """Of what that rank says in the current collective."""
         return f"collective/{self._num_collectives}/{rank}"
 
     def gather(self, value: T) -> list[T]:
         self._num_collectives += 1
-        found = self._send_around(self._wire.pack(value, place=self._place(self.rank)))
+        found = self._send_around(self._wire.pack(value, address=self._address(self.rank)))
         return [
-            value if rank == self.rank else self._wire.unpack(message, place=self._place(rank))
+            value if rank == self.rank else self._wire.unpack(message, address=self._address(rank))
             for rank, message in enumerate(found)
         ]
 
     def broadcast(self, value: T) -> T:
         self._num_collectives += 1
-        mine = self._wire.pack(value, place=self._place(0)) if self.rank == 0 else b""
+        mine = self._wire.pack(value, address=self._address(0)) if self.rank == 0 else b""
         size = torch.tensor([len(mine)])
         with self._collective():
             dist.broadcast(size, src=0, group=self._collectives)
             content = _tensor(mine) if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
             dist.broadcast(content, src=0, group=self._collectives)
-        return value if self.rank == 0 else self._wire.unpack(content.numpy().data, place=self._place(0))
+        return value if self.rank == 0 else self._wire.unpack(content.numpy().data, address=self._address(0))
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         with self._collective():

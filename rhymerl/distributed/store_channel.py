@@ -30,13 +30,13 @@ class MessageQueue:
         """Behind what anybody has put in before."""
         number = self._store.add(f"{self._name}/count", 1) - 1
         key = f"{self._name}/{number}"
-        self._store.set(key, self._wire.pack(value, place=key))  # type: ignore[arg-type]
+        self._store.set(key, self._wire.pack(value, address=key))  # type: ignore[arg-type]
 
     def take(self) -> list[Any]:
         """What is new to this reader."""
         values = []
         while self._store.check([self._next]):
-            values.append(self._wire.unpack(self._store.get(self._next), place=self._next))
+            values.append(self._wire.unpack(self._store.get(self._next), address=self._next))
             self._num_read += 1
         return values
 

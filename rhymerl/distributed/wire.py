@@ -37,7 +37,7 @@ class Wire:
         self._by_name = {kind.__name__: kind for kind in self._fields}
         self._key = key
 
-    def pack(self, value: Any, *, place: str) -> bytes:
+    def pack(self, value: Any, *, address: str) -> bytes:
         """A message for one `place`, such as a key of a store or a numbered collective: it is good nowhere else.
 
         Raises TypeError, naming the type, for what does not travel.
@@ -49,21 +49,21 @@ class Wire:
         for array in arrays:
             parts += [array.tobytes(), bytes(-array.nbytes % _ALIGNMENT)]
         content = b"".join(parts)
-        return self._signature(content, place) + content
+        return self._signature(content, address) + content
 
-    def unpack(self, message: bytes | bytearray | memoryview, *, place: str) -> Any:
+    def unpack(self, message: bytes | bytearray | memoryview, *, address: str) -> Any:
         """The value again, its arrays writable. Raises RunError for a message that no rank of this run has sent to this place."""
         signature, content = bytes(message[:_SIGNATURE]), bytearray(message[_SIGNATURE:])
-        if not hmac.compare_digest(signature, self._signature(content, place)):
+        if not hmac.compare_digest(signature, self._signature(content, address)):
             raise RunError(
-                f"a message that no rank of this run has signed ({place}): another process writes to the ranks' store"
+                f"a message that no rank of this run has signed ({address}): another process writes to the ranks' store"
             )
         length = int.from_bytes(content[:_LENGTH], "little")
         arrays = _Arrays(content, _LENGTH + length)
         return self._unpacked(json.loads(content[_LENGTH : _LENGTH + length]), arrays)
 
-    def _signature(self, content: bytes | bytearray, place: str) -> bytes:
-        signed = hmac.new(self._key, place.encode() + b"\0", "sha256")
+    def _signature(self, content: bytes | bytearray, address: str) -> bytes:
+        signed = hmac.new(self._key, address.encode() + b"\0", "sha256")
         signed.update(content)
         return signed.digest()
 
@@ -157,11 +157,11 @@ class _Arrays:
 
     def __init__(self, content: bytearray, start: int) -> None:
         self._content = content
-        self._place = start
+        self._offset = start
 
     def take(self, dtype: str, count: int) -> npt.NDArray[Any]:
-        array = np.frombuffer(self._content, np.dtype(dtype), count, self._place)
-        self._place += array.nbytes + -array.nbytes % _ALIGNMENT
+        array = np.frombuffer(self._content, np.dtype(dtype), count, self._offset)
+        self._offset += array.nbytes + -array.nbytes % _ALIGNMENT
         return array
 
 

@@ -53,8 +53,8 @@ class NGramDrafter(Drafter):
         latest = int(found.positions[0, : len(lengths)][lengths == lengths[0]].max())
         start = int(index.starts[rows[0]])
         # Where that is in the context: in the answer, or in the prompt.
-        place = latest - start + len(group.prompt) if latest >= start else latest - int(index.starts[0])
-        tokens = context[place : place + budget]
+        position = latest - start + len(group.prompt) if latest >= start else latest - int(index.starts[0])
+        tokens = context[position : position + budget]
         return Draft(
             token_ids=tokens,
             parents=np.arange(-1, len(tokens) - 1, dtype=np.int32),

@@ -44,11 +44,11 @@ class RunAheadDrafter(Drafter):
         self, requests: Sequence[RolloutRequest], contexts: Sequence[IntArray], budgets: Sequence[int]
     ) -> DraftBatch:
         agrees = np.array([self._agrees(*each) for each in zip(requests, contexts, strict=True)], np.bool_)
-        places, others = np.flatnonzero(agrees), np.flatnonzero(~agrees)
-        if len(places) == 0:
+        indices, others = np.flatnonzero(agrees), np.flatnonzero(~agrees)
+        if len(indices) == 0:
             return self.inner.propose_batch(requests, contexts, budgets)
-        ahead = [self._ahead[request.id] for request in _at(places, requests)]
-        drafts = _packed(ahead, _at(places, budgets)).spread(places, len(requests))
+        ahead = [self._ahead[request.id] for request in _at(indices, requests)]
+        drafts = _packed(ahead, _at(indices, budgets)).spread(indices, len(requests))
         if len(others) == 0:
             return drafts
         theirs = self.inner.propose_batch(_at(others, requests), _at(others, contexts), _at(others, budgets))
@@ -113,8 +113,8 @@ class _Ahead:
         return self.agreed < len(self.token_ids) and np.array_equal(new, response[start:])
 
 
-def _at(places: IndexArray, values: Sequence[T]) -> list[T]:
-    return [values[place] for place in places.tolist()]
+def _at(indices: IndexArray, values: Sequence[T]) -> list[T]:
+    return [values[index] for index in indices.tolist()]
 
 
 def _packed(ahead: Sequence[_Ahead], budgets: Sequence[int]) -> DraftBatch:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from rhymerl.engine.narrow import NarrowLayout, attend
+from rhymerl.engine.paged_attention import PagedLayout, attend
 from rhymerl.models.policy import evaluating
 
 NAME = "rhymerl"
@@ -44,7 +44,7 @@ class AttentionPlan:
     """All rows of a pass; additive masks are made once, in the dtype that the first layer brings."""
 
     buckets: list[Bucket]
-    narrow: NarrowLayout | None = None
+    paged: PagedLayout | None = None
     _additive: list[Tensor] | None = None
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
@@ -55,8 +55,8 @@ class AttentionPlan:
         kv_heads = keys.shape[1]
         groups = query.shape[1] // kv_heads
         output = values.new_empty(*query.shape[:2], values.shape[2])
-        if self.narrow is not None:
-            n = self.narrow
+        if self.paged is not None:
+            n = self.paged
             arrays = (n.table, n.row, n.seen, n.parent, n.slot)
             attend(query.contiguous().numpy(), keys.numpy(), values.numpy(), *arrays, scale, output.numpy())
         for bucket, mask in zip(self.buckets, self._additive_masks(query, groups), strict=True):

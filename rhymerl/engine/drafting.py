@@ -13,7 +13,7 @@ import numpy.typing as npt
 from rhymerl.budgets.base import Budget, PassOutcome, Pauses
 from rhymerl.compiled import compiled
 from rhymerl.drafters.base import Drafter
-from rhymerl.drafters.batches import kept
+from rhymerl.drafters.batches import keep_nodes
 from rhymerl.drafters.none import NoDrafter
 from rhymerl.drafters.run_ahead import innermost, listens
 from rhymerl.engine.layout import PassLayout
@@ -23,7 +23,7 @@ from rhymerl.engine.totals import NUM_DEPTHS, EngineTotals
 from rhymerl.engine.tree import depths, no_drafts, sound
 from rhymerl.engine.verify import Walk
 from rhymerl.errors import HookError
-from rhymerl.hooks import Hooks, place_of
+from rhymerl.hooks import Hooks, line_of
 from rhymerl.types import Completion, DraftBatch, DraftSource, RolloutRequest, Sample
 
 if TYPE_CHECKING:
@@ -121,14 +121,14 @@ class Drafting:
         self._totals.hits += int(np.count_nonzero(drafts.counts))
         deepest = rows.limit[row] - rows.length[row] - 1  # the last token that fits is drawn at a node
         if (limits > deepest).any():
-            drafts = kept(drafts, depths(drafts) <= deepest[drafts.requests])
+            drafts = keep_nodes(drafts, depths(drafts) <= deepest[drafts.requests])
         with self._in_budget:
             mask = self.budget.trim(requests, drafts)
-        return kept(drafts, mask)
+        return keep_nodes(drafts, mask)
 
     def _complain(self, proposed: str, num_requests: int) -> None:
         own = self._in_drafter.component
-        told = f"{type(own).__name__} proposed {proposed} ({place_of(own, 'propose')})"
+        told = f"{type(own).__name__} proposed {proposed} ({line_of(own, 'propose')})"
         if self._checks:
             raise HookError(told)
         self._totals.bad_drafts += num_requests
@@ -140,7 +140,7 @@ class Drafting:
 
     def tell(self, layout: PassLayout, steps: Walk, *, seconds: float) -> None:
         """Count what was accepted, and let drafter and budget know; before finished rows leave."""
-        if len(layout.node_place):
+        if len(layout.node_index):
             self._count(layout, steps)
         if self._hears_tokens:
             ends = np.cumsum(steps.num_emitted)
@@ -234,8 +234,8 @@ def _tally(
 
 def _outcome(requests: Sequence[RolloutRequest], layout: PassLayout, steps: Walk, seconds: float) -> PassOutcome:
     drafts, reached = layout.drafts, steps.accepted
-    if len(layout.node_place):
-        reached = steps.drawn_at[layout.logit_start[drafts.requests] + 1 + drafts.parents]
+    if len(layout.node_index):
+        reached = steps.sampled_at[layout.logit_start[drafts.requests] + 1 + drafts.parents]
     return PassOutcome(
         requests=requests,
         drafts=drafts,

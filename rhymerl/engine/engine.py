@@ -166,21 +166,21 @@ class Engine:
         start = rows.length[row]
         sampler = Sampler(logits, rows)
         steps = walk(layout, rows, sampler)
-        target, place = row[steps.emitter], start[steps.emitter] + steps.level
-        rows.tokens[target, place] = steps.token
-        rows.logprobs[target, place] = logprobs = sampler.logprobs(steps.place, target, steps.token)
+        target, index = row[steps.emitter], start[steps.emitter] + steps.level
+        rows.tokens[target, index] = steps.token
+        rows.logprobs[target, index] = logprobs = sampler.logprobs(steps.index, target, steps.token)
         if not np.isfinite(logprobs).all():
             raise BackendError(
                 f"the policy's log-probs are not finite (policy version {self.policy_version}): its weights have probably "
                 "diverged; go on from an earlier checkpoint with a smaller update.learning_rate"
             )
-        rows.versions[target, place] = self.policy_version
+        rows.versions[target, index] = self.policy_version
         rows.length[row] = start + steps.num_emitted
         rows.passes[row] += 1
         rows.accepted[row] += steps.num_accepted
         rows.drafted[row] += layout.drafts.counts
         rows.cached[layout.row] += layout.chain
-        if len(layout.node_place):
+        if len(layout.node_index):
             self._keep_accepted(layout, steps)
         return steps
 
@@ -188,8 +188,8 @@ class Engine:
         """Nodes at which something was drawn are cached now; the slots of all others go back."""
         rows = self.rows
         is_node = layout.logit_level > 0
-        kept = steps.drawn_at[is_node]
-        slots, depth = layout.slots[layout.node_place], layout.node_depth[kept]
+        kept = steps.sampled_at[is_node]
+        slots, depth = layout.slots[layout.node_index], layout.node_depth[kept]
         row = layout.row[layout.emits][layout.logit_row[is_node][kept]]
         rows.slots[row, rows.cached[row] + depth - 1] = slots[kept]
         np.add.at(rows.cached, row, 1)

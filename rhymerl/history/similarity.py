@@ -122,8 +122,8 @@ def _medians(records: Iterable[TraceRecord]) -> dict[int, dict[str, float]]:
 
 def _ranks(values: Sequence[float]) -> FloatArray:
     """[N] ranks from 0; equal values share their mean rank."""
-    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ranks: FloatArray = (np.cumsum(counts) - counts + (counts - 1) / 2)[places]
+    _, locations, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks: FloatArray = (np.cumsum(counts) - counts + (counts - 1) / 2)[locations]
     return ranks
 
 

@@ -108,21 +108,21 @@ def read_trace(path: str | Path) -> Iterator[TraceRecord]:
 
     Raises DataError naming the file, the line and what is wrong, when iteration gets there.
     """
-    place = f"trace {str(path)!r}"
+    location = f"trace {str(path)!r}"
     number = 0
     try:
         with gzip.open(path) if Path(path).suffix == ".gz" else Path(path).open("rb") as file:
             while line := file.readline(_LONGEST_LINE_BYTES + 1):
                 number += 1
                 if len(line) > _LONGEST_LINE_BYTES:
-                    raise DataError(f"{place}, line {number}: longer than {_LONGEST_LINE_BYTES / 2**20:.0f} MiB")
-                yield _parse(line, f"{place}, line {number}")
+                    raise DataError(f"{location}, line {number}: longer than {_LONGEST_LINE_BYTES / 2**20:.0f} MiB")
+                yield _parse(line, f"{location}, line {number}")
     except EOFError as error:
-        raise DataError(f"{place}, line {number + 1}: the file is cut off here") from error
+        raise DataError(f"{location}, line {number + 1}: the file is cut off here") from error
     except (OSError, zlib.error) as error:
-        raise DataError(f"{place}: cannot be read: {error}") from error
+        raise DataError(f"{location}: cannot be read: {error}") from error
     if number == 0:
-        raise DataError(f"{place}: the file is empty")
+        raise DataError(f"{location}: the file is empty")
 
 
 def _cut(path: Path, num_bytes: int) -> None:
@@ -152,19 +152,19 @@ def _line_of(record: TraceRecord) -> str:
     return json.dumps(fields, separators=(",", ":")) + "\n"
 
 
-def _parse(line: bytes, place: str) -> TraceRecord:
+def _parse(line: bytes, location: str) -> TraceRecord:
     if not line.endswith(b"\n"):
-        raise DataError(f"{place}: the line is cut off")
+        raise DataError(f"{location}: the line is cut off")
     try:
         row = json.loads(line)
     except ValueError as error:  # broken JSON and broken UTF-8 alike
-        raise DataError(f"{place}: not valid JSON: {error}") from error
+        raise DataError(f"{location}: not valid JSON: {error}") from error
     if not isinstance(row, dict):
-        raise DataError(f"{place}: expected a JSON object, got {_shown(row)}")
+        raise DataError(f"{location}: expected a JSON object, got {_shown(row)}")
     try:
         return _record(row)
     except ValueError as error:
-        raise DataError(f"{place}: {error}") from error
+        raise DataError(f"{location}: {error}") from error
 
 
 def _record(row: dict[str, Any]) -> TraceRecord:

@@ -26,7 +26,7 @@ class TokenBatch:
     """Samples side by side, padded on the right. B = samples, S = prompt and response, T = response."""
 
     input_ids: Tensor  # [B, S]
-    places: Tensor  # [N] flat index into [B, S] of the token before each response token
+    indices: Tensor  # [N] flat index into [B, S] of the token before each response token
     targets: Tensor  # [N] the response tokens
     response: Tensor  # [B, T] bool, where the N response tokens stand; [B, T + 1] with the places behind the last ones
 
@@ -48,11 +48,11 @@ def token_batch(samples: Sequence[Sample], device: torch.device | str, *, behind
     column = np.arange(max(lengths) + behind)
     response = column < np.array(lengths)[:, None] + behind
     before = np.arange(len(samples))[:, None] * width + np.array(prompts)[:, None] - 1 + column
-    places = before[response]
+    indices = before[response]
     return TokenBatch(
         input_ids=torch.from_numpy(ids).to(device),
-        places=torch.from_numpy(places).to(device),
-        targets=torch.from_numpy(ids.take(places + 1, mode="clip")).to(device),
+        indices=torch.from_numpy(indices).to(device),
+        targets=torch.from_numpy(ids.take(indices + 1, mode="clip")).to(device),
         response=torch.from_numpy(response).to(device),
     )
 
@@ -60,7 +60,7 @@ def token_batch(samples: Sequence[Sample], device: torch.device | str, *, behind
 def hidden_states(body: nn.Module, batch: TokenBatch) -> Tensor:
     """Of a model without its head, in front of each response token, [N, H]."""
     hidden: Tensor = body(input_ids=batch.input_ids, use_cache=False).last_hidden_state
-    return hidden.flatten(0, 1)[batch.places]
+    return hidden.flatten(0, 1)[batch.indices]
 
 
 def policy_output(

@@ -152,7 +152,7 @@ def put_back(model: PreTrainedModel, folder: Path) -> None:
 
 
 @contextmanager
-def kept_in_full(model: nn.Module) -> Iterator[None]:
+def in_full_precision(model: nn.Module) -> Iterator[None]:
     """What casts the model within leaves its adapters in float32 or better: small steps would be lost to rounding."""
     before = [(parameter, _in_full(parameter.data)) for parameter in _own_parameters(model)]
     yield

@@ -58,7 +58,7 @@ def _labels(config: dict[str, Any]) -> list[Any]:
     """As transformers reads them: it leaves out of the file the names that it gives by itself."""
     labels = config.get("id2label") or {}
     number = config.get("num_labels") or len(labels) or 2
-    return list(labels.values()) if len(labels) == number else [f"LABEL_{place}" for place in range(number)]
+    return list(labels.values()) if len(labels) == number else [f"LABEL_{index}" for index in range(number)]
 
 
 def _check_label(reward: Reward, labels: list[Any]) -> None:
@@ -142,8 +142,8 @@ def _scores(logits: Any, labels: dict[int, str], label: str | None) -> list[floa
     if logits.shape[1] == 1:
         found: list[float] = logits[:, 0].tolist()
         return found
-    places = {name: place for place, name in labels.items()}
-    if label not in places:
-        raise ValueError(f"label={label!r}: expected one of {', '.join(map(str, places))}, the classifier's")
-    shares: list[float] = logits.softmax(-1)[:, places[label]].tolist()
+    indices = {name: index for index, name in labels.items()}
+    if label not in indices:
+        raise ValueError(f"label={label!r}: expected one of {', '.join(map(str, indices))}, the classifier's")
+    shares: list[float] = logits.softmax(-1)[:, indices[label]].tolist()
     return shares

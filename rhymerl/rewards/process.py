@@ -37,7 +37,7 @@ class WorkerProcess:
     def __init__(self, specs: Sequence[FunctionSpec]) -> None:
         self.connection: Connection[Any, Any]
         self.connection, theirs = Pipe()
-        lifeline_end, self._lifeline = os.pipe()
+        lifeline_end, self._parent_pipe = os.pipe()
         self._mark = f"{_MARK}={os.getpid()}-{secrets.token_hex(8)}"
         name, _, value = self._mark.partition("=")
         fds = (theirs.fileno(), lifeline_end)
@@ -51,7 +51,7 @@ class WorkerProcess:
             )
         except OSError:
             self.connection.close()
-            os.close(self._lifeline)
+            os.close(self._parent_pipe)
             raise
         finally:
             theirs.close()
@@ -72,7 +72,7 @@ class WorkerProcess:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.wait()
-        os.close(self._lifeline)
+        os.close(self._parent_pipe)
         _kill_marked(self._mark)
         if code < 0:
             return f"its process was killed by {signal.Signals(-code).name}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rhymerl.errors import ConfigError, HookError
-from rhymerl.hooks import Hooks, place_of
+from rhymerl.hooks import Hooks, line_of
 from rhymerl.schedulers.base import Plan, Progress, Scheduler, check_moves, check_plan, plan_hash
 from rhymerl.types import RolloutRequest
 
@@ -46,7 +46,7 @@ def make_plan(
     try:
         check_plan(plan, requests, num_workers=num_workers, scheduler=type(scheduler).__name__)
     except ValueError as error:
-        raise HookError(f"{error} ({place_of(scheduler, 'plan')})") from error
+        raise HookError(f"{error} ({line_of(scheduler, 'plan')})") from error
     index = {request.id: number for number, request in enumerate(requests)}
     queues = [[index[request.id] for request in queue] for queue in plan]
     return SharedPlan(queues=queues, digest=plan_hash(plan))
@@ -147,7 +147,7 @@ class Coordinator:
         try:
             check_moves(moves, progress, scheduler=type(self._scheduler).__name__)
         except ValueError as error:
-            raise HookError(f"{error} ({place_of(self._scheduler, 'rebalance')})") from error
+            raise HookError(f"{error} ({line_of(self._scheduler, 'rebalance')})") from error
         number = {self._requests[index].id: index for left in self._left for index in left}
         goals = {number[move.request_id]: move.worker for move in moves}
         goals = {index: worker for index, worker in goals.items() if worker != self._worker[index]}

@@ -51,7 +51,7 @@ class Totals:
     forward_passes: int = 0
     seconds: float = 0.0  # of decoding
     rewards: float = 0.0
-    speculation: AcceptanceTotals = field(default_factory=AcceptanceTotals)
+    acceptance: AcceptanceTotals = field(default_factory=AcceptanceTotals)
 
     def count(self, rollout: Rollout) -> None:
         """Add some prompts' answers."""
@@ -59,18 +59,18 @@ class Totals:
         self.forward_passes += int(rollout.metrics.get("rollout/passes", 0))
         self.seconds += rollout.metrics["timing_s/rollout"]
         self.rewards += sum(sample.reward for sample in rollout.samples)
-        self.speculation.count(sample.completion for sample in rollout.samples)
+        self.acceptance.count(sample.completion for sample in rollout.samples)
 
     def result(self, *, with_reward: bool) -> dict[str, float]:
         """By the names of docs/metrics.md where they are the same thing."""
         figures: dict[str, float] = {
             "answers": self.answers,
-            "tokens": self.speculation.tokens,
+            "tokens": self.acceptance.tokens,
             "forward_passes": self.forward_passes,
             "rollout_s": round(self.seconds, 3),
-            "tokens_per_s": round(self.speculation.tokens / max(self.seconds, 1e-9), 1),
-            "spec_accept_rate": self.speculation.accept_rate,
-            "spec_accept_length": self.speculation.accept_length,
+            "tokens_per_s": round(self.acceptance.tokens / max(self.seconds, 1e-9), 1),
+            "spec_accept_rate": self.acceptance.accept_rate,
+            "spec_accept_length": self.acceptance.accept_length,
         }
         return {**figures, "reward": self.rewards / max(self.answers, 1)} if with_reward else figures
 
@@ -193,7 +193,7 @@ def _repeatable(wanted: bool) -> Iterator[None]:
 
 
 def _note(number: int, of: int, totals: Totals) -> None:
-    tokens, seconds = totals.speculation.tokens, max(totals.seconds, 1e-9)
+    tokens, seconds = totals.acceptance.tokens, max(totals.seconds, 1e-9)
     Console().print(f"pass {number} of {of}  {tokens:,} tokens  {tokens / seconds:,.0f} tok/s", highlight=False)
 
 

@@ -24,7 +24,7 @@ from rhymerl.budgets.fixed import FixedBudget
 from rhymerl.compiled import compiled
 from rhymerl.config import instantiate
 from rhymerl.drafters.base import Drafter
-from rhymerl.drafters.batches import kept
+from rhymerl.drafters.batches import keep_nodes
 from rhymerl.drafters.none import NoDrafter
 from rhymerl.drafters.run_ahead import listens
 from rhymerl.errors import ConfigError, require_at_least
@@ -155,7 +155,7 @@ class Replay:
         is_skipped = self._pauses.take(len(requests))
         drafts = DraftBatch.pack([_NO_DRAFT] * len(running)) if is_skipped else self._drafts(running, requests)
         totals.propose_s += time.perf_counter() - started
-        reached, accepted, num_accepted = _verify(drafts, [each.rest for each in running])
+        reached, accepted, num_accepted = _verify(drafts, [each.remaining for each in running])
         num_tokens = len(running) + len(drafts.token_ids)
         outcome = PassOutcome(
             requests=requests,
@@ -180,7 +180,7 @@ class Replay:
     def _drafts(self, running: Sequence[_Running], requests: Sequence[RolloutRequest]) -> DraftBatch:
         """As the engine asks: no node stands where the last token is drawn, and empty drafts are for who is not asked."""
         limits = np.minimum(self.budget.limits(requests), self.budget.max_nodes)
-        limits[[len(each.rest) <= 1 and each.ends_by_length for each in running]] = 0
+        limits[[len(each.remaining) <= 1 and each.ends_by_length for each in running]] = 0
         askers = np.flatnonzero(limits)
         if len(askers) == 0:
             return DraftBatch.pack([_NO_DRAFT] * len(running))
@@ -188,7 +188,7 @@ class Replay:
         drafts = self.drafter.propose_batch(
             asking, [running[r].context for r in askers.tolist()], limits[askers].tolist()
         )
-        drafts = kept(drafts, self.budget.trim(asking, drafts))
+        drafts = keep_nodes(drafts, self.budget.trim(asking, drafts))
         return drafts.spread(askers, len(running))
 
 
@@ -249,7 +249,7 @@ class _Running:
         return self._tokens[: self._done]
 
     @property
-    def rest(self) -> IntArray:
+    def remaining(self) -> IntArray:
         return self._tokens[self._done :]
 
     @property
@@ -339,19 +339,19 @@ def follow(
 ) -> None:
     """Walk every tree along the recorded answer; an answer's last token is drawn at a node, or it ends the walk."""
     for r in range(len(begins)):
-        node, place = -1, begins[r]
-        while place < ends[r]:
+        node, index = -1, begins[r]
+        while index < ends[r]:
             found = -1
             for n in range(starts[r], starts[r + 1]):
                 if parents[n] == node:
                     reached[n] = True
-                    if token_ids[n] == answers[place]:
+                    if token_ids[n] == answers[index]:
                         found = n
             if found < 0:
                 break
             accepted[found] = True
             num_accepted[r] += 1
-            node, place = found - starts[r], place + 1
+            node, index = found - starts[r], index + 1
 
 
 def report(result: Mapping[str, Any]) -> None:

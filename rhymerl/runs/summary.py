@@ -40,7 +40,7 @@ class Summary(L.Callback):
         self.num_tokens = 0
         self.num_calls = 0  # of rewards
         self.num_failed_calls = 0
-        self.speculation = AcceptanceTotals()
+        self.acceptance = AcceptanceTotals()
         self.speedup: Speedup | None = None
         self._since: float | None = None
 
@@ -60,7 +60,7 @@ class Summary(L.Callback):
         self.num_tokens = int(metrics["num_tokens"])
         rollout: Any = getattr(pl_module, "last_rollout", None)
         if rollout is not None:
-            self.speculation.count(sample.completion for sample in rollout.samples)
+            self.acceptance.count(sample.completion for sample in rollout.samples)
             self.num_calls += rollout.failures.num_samples * len(rollout.samples[0].rewards)
             self.num_failed_calls += sum(rollout.failures.num_failed.values())
         self._lap()
@@ -71,12 +71,12 @@ class Summary(L.Callback):
         self._since = now
 
     def state_dict(self) -> dict[str, Any]:
-        return {**{name: getattr(self, name) for name in _STATE}, "speculation": asdict(self.speculation)}
+        return {**{name: getattr(self, name) for name in _STATE}, "speculation": asdict(self.acceptance)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         for name in _STATE:
             setattr(self, name, state_dict.get(name, getattr(self, name)))
-        self.speculation = AcceptanceTotals(**state_dict["speculation"])
+        self.acceptance = AcceptanceTotals(**state_dict["speculation"])
 
     def result(self) -> dict[str, float | int | None]:
         """The figures; `wall_s` is training alone (rollouts, updates, what is between), rewards are means of 5 steps."""
@@ -93,8 +93,8 @@ class Summary(L.Callback):
             "update_s": round(self.seconds["update"], 3),
             "rollout_tokens_per_s": round(self.num_tokens / rollout_s, 1) if rollout_s else None,
             "num_tokens": self.num_tokens,
-            "spec_accept_rate": round(self.speculation.accept_rate, 4),
-            "spec_accept_length": round(self.speculation.accept_length, 4),
+            "spec_accept_rate": round(self.acceptance.accept_rate, 4),
+            "spec_accept_length": round(self.acceptance.accept_length, 4),
             "rollout_speedup": round(self.speedup.ratio, 3) if self.speedup else None,
             "rollout_speedup_low": round(self.speedup.low, 3) if self.speedup else None,
             "rollout_speedup_high": round(self.speedup.high, 3) if self.speedup else None,

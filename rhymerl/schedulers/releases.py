@@ -43,12 +43,12 @@ def releases(progress: Progress | None, num_workers: int, lengths: LengthPredict
         return longest
     predicted = [lengths.predict(request) for request in progress.requests]
     limits = np.array([request.sampling.max_tokens for request in progress.requests], np.float64)
-    drawn = np.asarray(progress.num_tokens, np.float64)
+    sampled = np.asarray(progress.num_tokens, np.float64)
     tails = np.array([each.tail for each in predicted])
     medians = np.array([each.median for each in predicted])
-    beyond = np.minimum((1 + _AT_LEAST) * drawn, limits)  # of an answer that has outgrown its prediction
-    longer = np.maximum(np.where(drawn < tails, tails, beyond) - drawn, 1.0)
-    likely = np.maximum(np.where(drawn < medians, medians, np.where(drawn < tails, tails, beyond)) - drawn, 1.0)
+    beyond = np.minimum((1 + _AT_LEAST) * sampled, limits)  # of an answer that has outgrown its prediction
+    longer = np.maximum(np.where(sampled < tails, tails, beyond) - sampled, 1.0)
+    likely = np.maximum(np.where(sampled < medians, medians, np.where(sampled < tails, tails, beyond)) - sampled, 1.0)
     np.maximum.at(longest, progress.workers, longer)
     np.add.at(total, progress.workers, likely)
     return cost.times(longest, total)

@@ -60,10 +60,10 @@ class Decoding:
         """Emitted with so many run-ahead tokens verified, 1 + a + a^2 + ...; [redo_nodes + 1]."""
         return np.power(self.redo_acceptance, np.arange(self.redo_nodes + 1)).cumsum()
 
-    def redone(self, drawn: FloatArray) -> FloatArray:
+    def redone(self, sampled: FloatArray) -> FloatArray:
         """Of run-ahead tokens, those up to the first that is not drawn again, it among them; expected."""
         a = self.redo_acceptance
-        return drawn if a == 1 else (1 - np.power(a, drawn)) / (1 - a)
+        return sampled if a == 1 else (1 - np.power(a, sampled)) / (1 - a)
 
     def nodes_that_pay(self, redone: int, others: int) -> int:
         """Run-ahead tokens to verify for each of `redone` requests beside `others` in a pass: those that make the most tokens a unit of time."""

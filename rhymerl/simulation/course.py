@@ -44,10 +44,10 @@ class Course:
         """Pass numbers of all events and their times."""
         plain, redo = self._decoding.verified, 1.0 + self._nodes
         first = np.where(self._drafts > 0, redo, plain)
-        places = np.concatenate([self._enters, self._redone, leaves])
+        indices = np.concatenate([self._enters, self._redone, leaves])
         changes = np.concatenate([first, plain - first, np.full(len(leaves), -plain)])
-        order = np.argsort(places, kind="stable")
-        knots = np.concatenate([[0.0], places[order]])
+        order = np.argsort(indices, kind="stable")
+        knots = np.concatenate([[0.0], indices[order]])
         load = np.concatenate([[0.0], np.cumsum(changes[order])])[:-1]  # in front of each event
         lasting = np.diff(knots)
         cost = np.zeros(len(lasting))
@@ -55,7 +55,7 @@ class Course:
         cost[some] = lasting[some] * self._decoding.pass_cost(load[some])
         return knots, self.start + np.concatenate([[0.0], np.cumsum(cost)])
 
-    def drawn(self, time: float) -> FloatArray:
+    def sampled(self, time: float) -> FloatArray:
         """Tokens that each request has at a time, [n]."""
         if time >= self.end:
             return self.tokens

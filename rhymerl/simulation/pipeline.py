@@ -115,15 +115,15 @@ class Simulation:
 
     def _run_ahead(self, work: StepWork, plan: Plan, free: FloatArray, until: float, log: _Log) -> FloatArray:
         """Tokens of the next step drawn until its policy is there along which it draws again, [R]; colocated workers train instead."""
-        drawn = np.zeros(len(work.requests))
+        sampled = np.zeros(len(work.requests))
         spent = np.zeros(self.num_workers)
         for worker, queue in enumerate(_indices(work, plan)):
             lengths = work.lengths[queue].astype(np.float64)
             course = Course(float(free[worker]), lengths, np.zeros(len(queue)), self.decoding)
-            drawn[queue] = course.drawn(until)
+            sampled[queue] = course.sampled(until)
             spent[worker] = min(course.end, until) - free[worker]
         log.ahead[-1] = spent
-        return self.decoding.redone(drawn)
+        return self.decoding.redone(sampled)
 
 
 def check_modes(run_ahead: str, max_staleness: int, pipeline: str) -> None:

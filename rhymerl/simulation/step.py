@@ -83,14 +83,14 @@ class StepRun:
             self._ask(rebalance, now)
             now += every
 
-    def drawn(self, time: float) -> FloatArray:
+    def sampled(self, time: float) -> FloatArray:
         """Tokens that each request has at a time, which is not before the last move, [R]."""
-        drawn = np.zeros(len(self._before))
+        sampled = np.zeros(len(self._before))
         for queue, course in zip(self._queues, self._courses, strict=True):
             if course.start < time < course.end:
-                drawn[queue] = course.drawn(time)
-        drawn += self._before
-        return np.where(self.finished <= time, self.work.lengths, drawn)
+                sampled[queue] = course.sampled(time)
+        sampled += self._before
+        return np.where(self.finished <= time, self.work.lengths, sampled)
 
     def progress(self, time: float) -> Progress:
         """What is unfinished, for the scheduler."""
@@ -101,7 +101,7 @@ class StepRun:
             planned=self._planned,
             requests=[self.work.requests[number] for number in order.tolist()],
             workers=workers,
-            num_tokens=self.drawn(time)[order].astype(np.int64),
+            num_tokens=self.sampled(time)[order].astype(np.int64),
         )
 
     def tails(self) -> FloatArray:
@@ -117,7 +117,7 @@ class StepRun:
     def _note_stale(self, updated: float, now: float) -> None:
         """Before anything moves after the update."""
         if now >= updated and self.stale_tokens is None:
-            self.stale_tokens = float(self.drawn(updated).sum())
+            self.stale_tokens = float(self.sampled(updated).sum())
 
     def _ask(self, rebalance: Rebalance, time: float) -> None:
         progress = self.progress(time)
@@ -128,14 +128,14 @@ class StepRun:
 
     def _move(self, moves: Sequence[Move], time: float) -> None:
         """Stop the workers that are concerned, hand requests over, and go on."""
-        places = dict(zip(self._order.tolist(), self._workers.tolist(), strict=True))
+        indices = dict(zip(self._order.tolist(), self._workers.tolist(), strict=True))
         goals = {self._index[move.request_id]: move.worker for move in moves}
-        goals = {number: worker for number, worker in goals.items() if places[number] != worker}
-        touched = sorted({*goals.values(), *(places[number] for number in goals)})
+        goals = {number: worker for number, worker in goals.items() if indices[number] != worker}
+        touched = sorted({*goals.values(), *(indices[number] for number in goals)})
         recompute = np.zeros(len(self._queues))
         for worker in touched:
             queue, course = self._queues[worker], self._courses[worker]
-            self._before[queue] += course.drawn(time)
+            self._before[queue] += course.sampled(time)
             left = [number for number in queue.tolist() if self.finished[number] > time]
             self._queues[worker] = np.array([number for number in left if number not in goals], np.int64)
         for number, worker in goals.items():

@@ -95,16 +95,16 @@ def _damage_between(file: BinaryIO, archive: zipfile.ZipFile) -> str | None:
 
 def _checksum_between(file: BinaryIO, records: list[zipfile.ZipInfo], end: int) -> int:
     """CRC-32 of all bytes before `end` but the contents of records, which have checksums of their own."""
-    checksum, place = 0, 0
+    checksum, offset = 0, 0
     for record in sorted(records, key=lambda each: each.header_offset):
         file.seek(record.header_offset)
         _, name_bytes, filling_bytes = _LOCAL.unpack(file.read(_LOCAL.size))
         start = record.header_offset + _LOCAL.size + name_bytes + filling_bytes
-        file.seek(place)
-        checksum = zlib.crc32(file.read(start - place), checksum)
-        place = start + record.compress_size
-    file.seek(place)
-    return zlib.crc32(file.read(end - place), checksum)
+        file.seek(offset)
+        checksum = zlib.crc32(file.read(start - offset), checksum)
+        offset = start + record.compress_size
+    file.seek(offset)
+    return zlib.crc32(file.read(end - offset), checksum)
 
 
 def read_checkpoint(path: Path, *, setting: str = "ckpt_path", is_whole: bool = False) -> dict[str, Any]:

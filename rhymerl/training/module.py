@@ -30,7 +30,7 @@ from rhymerl.drafters.run_ahead import RunAheadDrafter
 from rhymerl.errors import ConfigError
 from rhymerl.history import HistoryStore
 from rhymerl.models.critic import Critic, CriticSettings
-from rhymerl.models.lora import check_adapters, kept_in_full
+from rhymerl.models.lora import check_adapters, in_full_precision
 from rhymerl.models.policy import Policy, PolicySource, fingerprint, frozen
 from rhymerl.progress import SILENT
 from rhymerl.rewards import Reward, RewardScorer
@@ -152,7 +152,7 @@ class RhymeModule(L.LightningModule):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RhymeModule:
         """Lightning casts the whole module under bf16-true, after it has restored a checkpoint."""
-        with kept_in_full(self):
+        with in_full_precision(self):
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
@@ -319,10 +319,10 @@ class RhymeModule(L.LightningModule):
         self._updater.forget()
         self._evaluate_if_due()
 
-    def advantages(self, places: Sequence[int]) -> list[float | None]:
+    def advantages(self, indices: Sequence[int]) -> list[float | None]:
         """Of the samples at these places of `last_rollout`, the mean over their tokens; for callbacks at the end of a step."""
         assert self._updater is not None
-        return self._updater.advantages(places)
+        return self._updater.advantages(indices)
 
     @cached_property
     def _rollout_drafter(self) -> Drafter:

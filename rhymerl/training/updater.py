@@ -112,12 +112,12 @@ class Updater:
         self._batch = batch
         return {**metrics, **found, **times}
 
-    def advantages(self, places: Sequence[int]) -> list[float | None]:
+    def advantages(self, indices: Sequence[int]) -> list[float | None]:
         """Of these samples of the latest step the means over their tokens; None where none is trained, or after `forget`."""
         batch = self._batch
         if batch is None or batch.advantages is None:
-            return [None] * len(places)
-        trained = [batch.advantages[place][batch.mask[place]] for place in places]
+            return [None] * len(indices)
+        trained = [batch.advantages[index][batch.mask[index]] for index in indices]
         return [float(each.mean()) if len(each) else None for each in trained]
 
     def forget(self) -> None:
@@ -148,12 +148,12 @@ class Updater:
         if need not in self.algorithm.needs:
             return []
         if need == "proximal":
-            return [] if self._learns_proximal else self._drawn_otherwise(samples, version)
+            return [] if self._learns_proximal else self._sampled_otherwise(samples, version)
         return list(range(len(samples)))
 
-    def _drawn_otherwise(self, samples: Sequence[Sample], version: int) -> list[int]:
+    def _sampled_otherwise(self, samples: Sequence[Sample], version: int) -> list[int]:
         """The samples whose behaviour log-probs are not those of the policy as it is, but for rounding."""
-        return [i for i, sample in enumerate(samples) if not (self.draws_exactly and _is_drawn_by(version, sample))]
+        return [i for i, sample in enumerate(samples) if not (self.draws_exactly and _is_sampled_by(version, sample))]
 
     @property
     def _learns_proximal(self) -> bool:
@@ -162,7 +162,7 @@ class Updater:
         return is_wanted and self.settings.optimizer_steps == 1 and not self._is_random
 
     def _to_learn(self, samples: Sequence[Sample], version: int) -> Tensor | None:
-        asked = self._drawn_otherwise(samples, version) if self._learns_proximal else []
+        asked = self._sampled_otherwise(samples, version) if self._learns_proximal else []
         return torch.zeros(len(samples), dtype=torch.bool).index_fill(0, torch.tensor(asked), True) if asked else None
 
     def _pass(self, need: Need, samples: Sequence[Sample]) -> Tensor:
@@ -313,7 +313,7 @@ def _split(found: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
     return found.masked_fill(is_behind, 0)[:, :-1], found[is_behind]
 
 
-def _is_drawn_by(version: int, sample: Sample) -> bool:
+def _is_sampled_by(version: int, sample: Sample) -> bool:
     return bool((sample.completion.output.policy_versions == version).all())
 
 

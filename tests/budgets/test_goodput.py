@@ -13,7 +13,7 @@ from rhymerl.budgets import GoodputBudget
 from rhymerl.budgets.acceptance import Acceptance
 from rhymerl.budgets.base import Pauses
 from rhymerl.budgets.costs import CostCurve
-from rhymerl.drafters.batches import closed, kept
+from rhymerl.drafters.batches import closed, keep_nodes
 from rhymerl.errors import ConfigError
 from rhymerl.testing import make_requests
 from rhymerl.types import Draft, DraftBatch
@@ -126,7 +126,7 @@ def passes(
         drafts = DraftBatch.pack([chain(0)] * rows)
         if len(askers):
             drafts = DraftBatch.pack(propose(limits[askers].tolist()))
-            drafts = kept(drafts, budget.trim([requests[asker] for asker in askers], drafts)).spread(askers, rows)
+            drafts = keep_nodes(drafts, budget.trim([requests[asker] for asker in askers], drafts)).spread(askers, rows)
         accepted = closed(drafts, is_right(np.ones(len(drafts.token_ids))).astype(np.bool_))
         taken = seconds(len(drafts.token_ids), len(askers))
         budget.learn(outcome_of(drafts, accepted, seconds=taken, requests=requests))

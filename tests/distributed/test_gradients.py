@@ -22,8 +22,8 @@ def parameters_of(rank: int) -> list[nn.Parameter]:
     made[TRANSPOSED] = nn.Parameter(torch.zeros(5, 3, dtype=torch.float64).t())
     made[LAST] = nn.Parameter(torch.zeros((), dtype=torch.float64))
     missing = {NOBODY, RANK_1 if rank == 0 else RANK_0}
-    for place, parameter in enumerate(made):
-        if place not in missing:
+    for index, parameter in enumerate(made):
+        if index not in missing:
             values = torch.arange(parameter.numel()).view(parameter.shape) + 100 * rank
             parameter.grad = torch.empty_like(parameter).copy_(values)
     made[FROZEN].requires_grad_(False)
@@ -36,9 +36,9 @@ def sum_in_process(rank: int, num_ranks: int, folder: str) -> None:
     outcomes = []
     for bucket_bytes in BUCKET_BYTES:
         parameters = parameters_of(rank)
-        places = [None if parameter.grad is None else parameter.grad.data_ptr() for parameter in parameters]
+        indices = [None if parameter.grad is None else parameter.grad.data_ptr() for parameter in parameters]
         sum_gradients(parameters, bucket_bytes=bucket_bytes)
-        assert all(place in (None, p.grad.data_ptr()) for place, p in zip(places, parameters, strict=True) if place)
+        assert all(index in (None, p.grad.data_ptr()) for index, p in zip(indices, parameters, strict=True) if index)
         outcomes.append([parameter.grad for parameter in parameters])
     sum_gradients([])
     torch.save(outcomes, Path(folder) / f"{rank}.pt")
@@ -50,8 +50,8 @@ def test_two_processes_add_up_their_gradients(tmp_path):
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     mine, other = ([parameter.grad for parameter in parameters_of(rank)] for rank in range(2))
     for gradients in (*first, *second):
-        for place in (EVERYBODY, HALF, TRANSPOSED, LAST):
-            assert torch.equal(gradients[place], mine[place] + other[place]), place
+        for index in (EVERYBODY, HALF, TRANSPOSED, LAST):
+            assert torch.equal(gradients[index], mine[index] + other[index]), index
         assert torch.equal(gradients[RANK_0], mine[RANK_0])
         assert torch.equal(gradients[RANK_1], other[RANK_1])
         assert gradients[NOBODY] is None

@@ -37,7 +37,7 @@ WIRE = Wire([Pair, Ratio, *RECORDS], key=KEY)
 
 
 def there_and_back(value):
-    return WIRE.unpack(WIRE.pack(value, place="here"), place="here")
+    return WIRE.unpack(WIRE.pack(value, address="here"), address="here")
 
 
 def same(left: object, right: object) -> bool:
@@ -125,16 +125,16 @@ def test_a_share_of_a_step_comes_back_as_it_was():
 )
 def test_what_does_not_travel_is_named(value):
     with pytest.raises(TypeError, match="does not travel between ranks"):
-        WIRE.pack(value, place="here")
+        WIRE.pack(value, address="here")
 
 
 def test_a_record_that_the_other_side_does_not_know_is_named():
-    message = WIRE.pack(Pair(left=1, right=2), place="here")
+    message = WIRE.pack(Pair(left=1, right=2), address="here")
     with pytest.raises(RunError, match="has a 'Pair', which this rank does not know"):
-        Wire(key=KEY).unpack(message, place="here")
+        Wire(key=KEY).unpack(message, address="here")
 
 
-MESSAGE = WIRE.pack({"a": [1, 2.5, "x"], "b": np.arange(5)}, place="here")
+MESSAGE = WIRE.pack({"a": [1, 2.5, "x"], "b": np.arange(5)}, address="here")
 
 
 @given(st.integers(0, 8 * len(MESSAGE) - 1))
@@ -142,20 +142,20 @@ def test_one_bit_that_is_changed_is_noticed(bit):
     message = bytearray(MESSAGE)
     message[bit // 8] ^= 1 << bit % 8
     with pytest.raises(RunError, match="no rank of this run has signed"):
-        WIRE.unpack(message, place="here")
+        WIRE.unpack(message, address="here")
 
 
 @given(st.binary(max_size=300) | st.integers(0, len(MESSAGE) - 1).map(MESSAGE.__getitem__).map(lambda n: bytes([n])))
 def test_bytes_of_strangers_are_not_read(content):
     with pytest.raises(RunError, match="no rank of this run has signed"):
-        WIRE.unpack(content, place="here")
+        WIRE.unpack(content, address="here")
 
 
 def test_a_message_is_good_in_its_own_place_and_under_its_own_key_only():
     with pytest.raises(RunError, match=r"signed \(there\)"):
-        WIRE.unpack(MESSAGE, place="there")
+        WIRE.unpack(MESSAGE, address="there")
     with pytest.raises(RunError, match="no rank of this run has signed"):
-        Wire([Pair], key=b"of another run").unpack(MESSAGE, place="here")
+        Wire([Pair], key=b"of another run").unpack(MESSAGE, address="here")
 
 
 class Bomb:

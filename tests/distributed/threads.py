@@ -31,9 +31,9 @@ class Threads(Ranks):
 
     def gather(self, value: T) -> list[T]:
         """What others give comes as they would send it."""
-        messages = self._gather(WIRE.pack(value, place="collective"))
+        messages = self._gather(WIRE.pack(value, address="collective"))
         return [
-            value if rank == self.rank else WIRE.unpack(message, place="collective")
+            value if rank == self.rank else WIRE.unpack(message, address="collective")
             for rank, message in enumerate(messages)
         ]
 

@@ -34,7 +34,7 @@ def test_what_is_trained_on_what_and_where(settings: list[str], tmp_path: Path, 
     done = rhymerl(*settings, f"run_dir='{run_dir}'", "trainer.max_steps=12", "trainer.accelerator=cpu")
     assert done.code == 0, done.err
     lines = done.out.splitlines()
-    first = next(place for place, line in enumerate(lines) if line.startswith("model    "))
+    first = next(index for index, line in enumerate(lines) if line.startswith("model    "))
     assert re.fullmatch(r"model    \w+ForCausalLM, [\d,]+ parameters, all of them trained", lines[first])
     assert lines[first + 1 : first + 5] == [
         "device   cpu, 32-true",

@@ -39,7 +39,7 @@ def write(folder: Path, *, labels: tuple[Any, ...] = ("score",), template: str |
         max_position_embeddings=16,
         pad_token_id=tokenizer.pad_token_id,
         id2label=dict(enumerate(labels)),
-        label2id={name: place for place, name in enumerate(labels)},
+        label2id={name: index for index, name in enumerate(labels)},
     )
     Qwen2ForSequenceClassification(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -161,12 +161,12 @@ def test_what_was_drawn_ahead_survives_a_checkpoint(size):
     state = before.states[0]
     assert state["ahead"]["drawn"], "nobody ran ahead"
     after = Ranked(size=size, run_ahead="keep").run(2, states=[state], first=3)[0]
-    drawn = state["ahead"]["drawn"]
+    sampled = state["ahead"]["drawn"]
     for sample in after[0].samples:
         completion = sample.completion
         assert completion.token_ids.tolist() == expected(completion)
-        if completion.request.id in drawn:
-            kept = drawn[completion.request.id]["token_ids"].tolist()
+        if completion.request.id in sampled:
+            kept = sampled[completion.request.id]["token_ids"].tolist()
             assert completion.token_ids.tolist()[: len(kept)] == kept
             assert completion.output.policy_versions.tolist()[: len(kept)] == [2] * len(kept)
 
@@ -308,8 +308,8 @@ def test_tokens_of_a_policy_that_is_too_old_end_the_run():
     before = Ranked(pass_s=0.0004, run_ahead="keep")
     before.run(3)
     state = before.states[0]
-    for drawn in state["ahead"]["drawn"].values():
-        drawn["policy_versions"] -= 1
+    for sampled in state["ahead"]["drawn"].values():
+        sampled["policy_versions"] -= 1
     with pytest.raises(RunError, match="step 3: a token was sampled 2 updates ago"):
         Ranked(run_ahead="keep").run(1, states=[state], first=3)
 

@@ -13,8 +13,8 @@ from rhymerl.backends.base import RolloutBackend
 from rhymerl.types import Completion, Output, RolloutRequest
 
 
-def token(seed: int, place: int, version: int) -> int:
-    return (seed + 7 * place + 13 * version) % 50 + 2
+def token(seed: int, index: int, version: int) -> int:
+    return (seed + 7 * index + 13 * version) % 50 + 2
 
 
 class TokenBackend(RolloutBackend):
@@ -89,7 +89,7 @@ class TokenBackend(RolloutBackend):
 def expected(completion: Completion) -> list[int]:
     """The tokens that the policies of its versions draw for the request."""
     versions = completion.output.policy_versions.tolist()
-    return [token(completion.request.seed, place, version) for place, version in enumerate(versions)]
+    return [token(completion.request.seed, index, version) for index, version in enumerate(versions)]
 
 
 def plain(request: RolloutRequest) -> RolloutRequest:

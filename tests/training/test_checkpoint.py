@@ -65,8 +65,8 @@ def test_files_of_torch_itself_are_looked_at_too(tmp_path: Path) -> None:
     torch.save(STATE, path)
     assert damage(path) is None
     content = path.read_bytes()
-    place = content.index(STATE["state_dict"]["weight 3"].numpy().tobytes())
-    for bit in range(8 * place, 8 * place + 320):
+    index = content.index(STATE["state_dict"]["weight 3"].numpy().tobytes())
+    for bit in range(8 * index, 8 * index + 320):
         path.write_bytes(flipped(content, bit))
         assert damage(path) is not None
 
@@ -75,9 +75,9 @@ def test_a_damaged_file_says_which_older_one_is_whole(tmp_path: Path) -> None:
     paths = {step: saved(tmp_path / f"step={step}.ckpt") for step in (2, 10, 9)}
     (tmp_path / "last.ckpt").symlink_to("step=10.ckpt")
     content = paths[10].read_bytes()
-    place = content.index(STATE["state_dict"]["weight 1"].numpy().tobytes())
+    index = content.index(STATE["state_dict"]["weight 1"].numpy().tobytes())
     for step in (10, 9):
-        paths[step].write_bytes(flipped(content, 8 * place))
+        paths[step].write_bytes(flipped(content, 8 * index))
     with pytest.raises(ConfigError) as caught:
         read_checkpoint(tmp_path / "last.ckpt")
     assert str(caught.value) == (

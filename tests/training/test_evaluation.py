@@ -107,7 +107,7 @@ def test_pass_at_powers_of_two_and_all(most: int, ks: list[int]) -> None:
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(num_correct: int) -> None:
     from itertools import combinations
 
-    right = [place < num_correct for place in range(5)]
+    right = [index < num_correct for index in range(5)]
     for k in range(1, 6):
         subsets = list(combinations(right, k))
         assert pass_at_k(5, num_correct, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))

@@ -23,7 +23,7 @@ from tests.training.test_update import ActorCritic, first_policy, run_update, sc
 def test_only_answers_with_tokens_of_another_policy_are_passed_over_for_the_proximal_one():
     samples, made = scored(12), ActorCritic()
     stale = [0, max(range(12), key=lambda i: len(samples[i]))]
-    samples = [drawn_by(sample, 1, last=0 if i in stale else 1) for i, sample in enumerate(samples)]
+    samples = [sampled_by(sample, 1, last=0 if i in stale else 1) for i, sample in enumerate(samples)]
     run_update(samples, algorithm=lambda: made, critic=CriticSettings(), steps=2, draws_exactly=True)
     first, second = made.prepared
     assert not (first.proximal_logprobs == first.behaviour_logprobs)[first.mask].any()
@@ -55,15 +55,15 @@ def test_what_the_policy_has_drawn_itself_is_known_also_to_the_only_update():
 
     samples = scored(12)
     stale = [0, max(range(12), key=lambda i: len(samples[i]))]
-    samples = [drawn_by(sample, 0, last=-1 if i in stale else 0) for i, sample in enumerate(samples)]
+    samples = [sampled_by(sample, 0, last=-1 if i in stale else 0) for i, sample in enumerate(samples)]
     looked: list[tuple[Batch, Tensor]] = []
     run_update(samples, algorithm=Looking, draws_exactly=True, micro_batch_tokens=60)
     own = [(b.proximal_logprobs[i], o[i], b.behaviour_logprobs[i], b.mask[i]) for b, o in looked for i in range(len(b))]
     is_own = [torch.equal(proximal[mask], ours[mask]) for proximal, ours, _, mask in own]
-    is_known = [torch.equal(proximal[mask], drawn[mask]) for proximal, _, drawn, mask in own]
+    is_known = [torch.equal(proximal[mask], sampled[mask]) for proximal, _, sampled, mask in own]
     assert (sum(is_own), sum(is_known)) == (2, 10)
     looked.clear()
-    run_update([drawn_by(sample, 0, last=0) for sample in samples], algorithm=Looking, draws_exactly=True)
+    run_update([sampled_by(sample, 0, last=0) for sample in samples], algorithm=Looking, draws_exactly=True)
     assert all(batch.proximal_logprobs is None for batch, _ in looked)
 
 
@@ -97,7 +97,7 @@ def test_with_several_updates_or_a_divergence_in_the_reward_there_is_a_pass():
     assert not timed(GRPO(kl_coef=0.1))
 
 
-def drawn_by(sample: Sample, version: int, *, last: int) -> Sample:
+def sampled_by(sample: Sample, version: int, *, last: int) -> Sample:
     """With policy versions, that of its last token apart."""
     versions = np.full(len(sample), version, np.int32)
     versions[-1] = last

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rhymerl.backends.remote import weights
 from rhymerl.backends.remote.fleet import Fleet
 from rhymerl.backends.remote.proof import draws_by_seed, prove
 from rhymerl.backends.remote.weight_group import WeightGroup
-from rhymerl.backends.remote import weights
 from rhymerl.models.policy import DTYPES
 
 if TYPE_CHECKING:

@@ -40,11 +40,11 @@ def prove(client: Client, policy: Policy, dtype: str) -> None:
 
 def draws_by_seed(client: Client) -> bool:
     """Whether one seed makes one answer and another seed another, as where rhymerl's plugin draws, and else hardly ever."""
-    first, same, other = (_drawn(client, seed) for seed in (1, 1, 2))
+    first, same, other = (_sampled(client, seed) for seed in (1, 1, 2))
     return first == same != other
 
 
-def _drawn(client: Client, seed: int) -> list[int]:
+def _sampled(client: Client, seed: int) -> list[int]:
     name = f"proof-{uuid.uuid4().hex}"
     sampling = SamplingParams(max_tokens=4 * _ANSWER, temperature=2.0)
     prompt = Prompt(id=name, key="proof", token_ids=np.array([1], np.int32), text="")

@@ -117,9 +117,9 @@ class SGLangBackend(RolloutBackend):
         if self._session is not None and self._session.serves(policy, drafter):
             return
         self.close()
-        place = NodePosition.of_this_process()
-        if place.num_ranks > 1:
-            self._refuse_what_ranks_would_share(place)
+        node = NodePosition.of_this_process()
+        if node.num_ranks > 1:
+            self._refuse_what_ranks_would_share(node)
         settings = SessionSettings(
             n=self.num_tokens(drafter, budget),
             max_running=self.max_running,
@@ -133,14 +133,14 @@ class SGLangBackend(RolloutBackend):
             folder=self.folder,
             start_timeout_s=self.start_timeout_s,
             silence_timeout_s=self.silence_timeout_s,
-            place=place,
+            node=node,
         )
         self._session = Session(settings, policy, drafter, addresses=self._addresses)
 
-    def _refuse_what_ranks_would_share(self, place: NodePosition) -> None:
-        if self.tensor_parallel > 1 and place.num_here > 1 and not self._addresses:
+    def _refuse_what_ranks_would_share(self, node: NodePosition) -> None:
+        if self.tensor_parallel > 1 and node.num_here > 1 and not self._addresses:
             raise ConfigError(
-                f"backend.tensor_parallel={self.tensor_parallel}: expected 1 with {place.num_here} ranks on a node, of which each has "
+                f"backend.tensor_parallel={self.tensor_parallel}: expected 1 with {node.num_here} ranks on a node, of which each has "
                 "an engine on its own GPU"
             )
         check_for_ranks(self.arguments)

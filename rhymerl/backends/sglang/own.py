@@ -6,11 +6,12 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rhymerl.backends.remote import weights
 from rhymerl.backends.remote.client import Client, NoAnswerError
 from rhymerl.backends.remote.counters import Counters
 from rhymerl.backends.remote.drafter_feed import FeedWriter
 from rhymerl.backends.remote.process import Server, require_sglang
-from rhymerl.backends.sglang import arguments, weights
+from rhymerl.backends.sglang import arguments
 from rhymerl.backends.sglang.plugin.names import ALGORITHM, VARIABLE
 from rhymerl.backends.sglang.plugin.settings import COUNTERS, FEED, EngineSettings
 from rhymerl.backends.sglang.session_settings import SessionSettings

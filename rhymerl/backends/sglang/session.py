@@ -10,12 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rhymerl.backends.remote import weights
 from rhymerl.backends.remote.client import Client, NoAnswerError
 from rhymerl.backends.remote.delivery import NO_WEIGHTS, Delivery
 from rhymerl.backends.remote.drafter_feed import FeedMessage
 from rhymerl.backends.remote.fleet import Fleet
 from rhymerl.backends.remote.in_flight import InFlightRequest, InFlightRequests
-from rhymerl.backends.sglang import weights
 from rhymerl.backends.sglang.arguments import engine_dtype
 from rhymerl.backends.sglang.own import OwnEngine
 from rhymerl.backends.sglang.plugin.names import FOLDERS
@@ -51,7 +51,7 @@ class Session:
         self.policy = policy
         self.drafter = drafter
         self.folder = Path(tempfile.mkdtemp(prefix=FOLDERS, dir=settings.opened_folder()))
-        copies, in_memory = settings.place.num_here, settings.folder is None
+        copies, in_memory = settings.node.num_here, settings.folder is None
         self.weights_folder = weights.make_folder(self.folder, policy.model, copies=copies, in_memory=in_memory)
         self._own: OwnEngine | None = None
         self._history: HistoryStore | None = None
@@ -68,9 +68,9 @@ class Session:
 
     def _found(self, addresses: Sequence[Client]) -> Sequence[int]:
         """Of each engine at the addresses."""
-        place = self.settings.place
+        node = self.settings.node
         self.fleet = Fleet.at(
-            addresses, rank=place.rank, num_ranks=place.num_ranks, timeout_s=self.settings.silence_timeout_s
+            addresses, rank=node.rank, num_ranks=node.num_ranks, timeout_s=self.settings.silence_timeout_s
         )
         return self.fleet.each(lambda _, engine: tokens_a_pass(engine, self.settings))
 

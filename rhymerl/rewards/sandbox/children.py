@@ -50,8 +50,8 @@ def die_with_parent() -> None:
 
 def keep_only(fds: Sequence[int]) -> None:
     """Make `fds` the descriptors 0, 1, 2 …, and close all others."""
-    for place, fd in enumerate([fcntl.fcntl(fd, fcntl.F_DUPFD, _ABOVE) for fd in fds]):
-        os.dup2(fd, place)
+    for index, fd in enumerate([fcntl.fcntl(fd, fcntl.F_DUPFD, _ABOVE) for fd in fds]):
+        os.dup2(fd, index)
     os.closerange(len(fds), 10 * _ABOVE)
 
 

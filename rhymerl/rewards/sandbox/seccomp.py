@@ -221,7 +221,7 @@ def _anywhere_or_within(argument: int, high_halves: Sequence[int]) -> list[bytes
 
 def _jump_if_any(values: Sequence[int], *, over: int) -> list[bytes]:
     """Skip `over` statements behind these if what was loaded is one of the values."""
-    return [_jump(_EQUAL, value, len(values) - 1 - place + over, 0) for place, value in enumerate(values)]
+    return [_jump(_EQUAL, value, len(values) - 1 - index + over, 0) for index, value in enumerate(values)]
 
 
 def _load(argument: int, *, high: bool = False) -> bytes:

@@ -33,8 +33,8 @@ class FakeRequest:
     def finished(self) -> bool:
         return self.finished_reason is not None
 
-    def draw(self, place: int) -> int:
-        return self.truth[place] if place < len(self.truth) else BEHIND
+    def draw(self, index: int) -> int:
+        return self.truth[index] if index < len(self.truth) else BEHIND
 
     def commit(self, tokens: Sequence[int]) -> None:
         """As its scheduler takes up what a pass has drawn: all of it, whether or not the answer ended before."""
@@ -75,15 +75,15 @@ def fake(request: RolloutRequest, answer: Sequence[int], *, rid: str | None = No
 def step(drafting: EngineDrafting, batch: Sequence[FakeRequest], ahead: Sequence[Sequence[int]]) -> list[list[int]]:
     """One verified pass: the tokens that it draws for each request."""
     trees = drafting.propose(batch, ahead)
-    mask, drawn = trees.mask(), []
+    mask, sampled = trees.mask(), []
     for r, request in enumerate(batch):
         known = [*request.origin_input_ids, *request.output_ids, *ahead[r]]
         assert trees.token_ids[r, 0] == known[-1], "node 0 is not the engine's last token"
         done = len(request.output_ids) + len(ahead[r])
         predictions = np.array([request.draw(done + depth) for depth in mask[r].sum(-1) - 1])
         path = path_of(mask[r], trees.token_ids[r], predictions)
-        drawn.append(predictions[path].tolist())
-    return drawn
+        sampled.append(predictions[path].tolist())
+    return sampled
 
 
 def run(drafting: EngineDrafting, requests: Sequence[FakeRequest], *, overlap: bool = False) -> None:
@@ -95,17 +95,17 @@ def run(drafting: EngineDrafting, requests: Sequence[FakeRequest], *, overlap: b
             batch, ahead = commit(batch, ahead)
             ahead = step(drafting, batch, [()] * len(batch))
         else:
-            drawn = step(drafting, batch, ahead)
-            batch, ahead = commit(batch, ahead, drawn)
+            sampled = step(drafting, batch, ahead)
+            batch, ahead = commit(batch, ahead, sampled)
     drafting.propose([], [])
 
 
-def commit(batch, tokens, drawn=None):
+def commit(batch, tokens, sampled=None):
     """Who goes on, with what was drawn for them."""
     for request, new in zip(batch, tokens, strict=True):
         request.commit(new)
     going = [i for i, request in enumerate(batch) if not request.finished()]
-    return [batch[i] for i in going], [drawn[i] for i in going] if drawn is not None else []
+    return [batch[i] for i in going], [sampled[i] for i in going] if sampled is not None else []
 
 
 class Recorder(Drafter):

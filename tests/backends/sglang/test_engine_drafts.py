@@ -92,8 +92,8 @@ def test_behind_its_end_a_request_is_not_drafted_for():
     drafter = Scripted(*CHAIN)
     drafting, _ = drafting_of(drafter)
     stopped, full = one(answer=[2, 1]), one(3, rid="full")
-    drawn = step(drafting, [stopped, full], [[1, BEHIND], [2, 2]])
-    assert [len(each) for each in drawn] == [1, 1]
+    sampled = step(drafting, [stopped, full], [[1, BEHIND], [2, 2]])
+    assert [len(each) for each in sampled] == [1, 1]
     assert drafter.contexts == []
 
 

@@ -58,17 +58,17 @@ def test_all_of_them_have_the_new_weights_before_requests_go_on(engines, flat_po
     requests = make_requests(24, max_tokens=11)
     with connected(engines, flat_policy) as backend:
         backend.submit(requests)
-        soon(lambda: all(sum(place == 3 for _, place, _ in each.drawn) == 4 for each in engines))
+        soon(lambda: all(sum(index == 3 for _, index, _ in each.sampled) == 4 for each in engines))
         synced(backend, flat_policy, 1)
         assert [each.version for each in engines] == ["1"] * 3
         for engine in engines:
             engine.go.set()
         done = all_of(backend, 24)
     assert_whole(done, requests)
-    drawn_by = {(seed, place): int(version) for each in engines for seed, place, version in each.drawn}
+    sampled_by = {(seed, index): int(version) for each in engines for seed, index, version in each.sampled}
     for request in requests:
         versions = done[request.id].output.policy_versions.tolist()
-        assert versions == [drawn_by[request.seed, place] for place in range(len(versions))]
+        assert versions == [sampled_by[request.seed, index] for index in range(len(versions))]
 
 
 def test_whatever_is_done_meanwhile_answers_are_the_same(engines, flat_policy):

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch.distributed.distributed_c10d import _world
 
+from rhymerl.backends.remote import weight_group as group
 from rhymerl.backends.remote.client import NoAnswerError
 from rhymerl.backends.remote.fleet import Fleet
 from rhymerl.backends.remote.weight_group import WeightGroup
-from rhymerl.backends.sglang import group
 from rhymerl.errors import BackendError
 from tests.backends.sglang.weights_engine import weights_engine
 
@@ -131,7 +131,7 @@ def test_one_that_hangs_is_told_in_our_words(monkeypatch):
 
 INTERRUPTED = """
 import os, signal, sys, threading, torch
-from rhymerl.backends.sglang import group
+from rhymerl.backends.remote import weight_group as group
 from rhymerl.backends.remote.client import Client
 from rhymerl.backends.remote.fleet import Fleet
 

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from rhymerl.backends.remote import weights
 from rhymerl.backends.remote.client import Client
-from rhymerl.backends.sglang import weights
 from rhymerl.backends.sglang.backend import SGLangBackend
 from rhymerl.drafters import NoDrafter
 from rhymerl.errors import BackendError, ConfigError

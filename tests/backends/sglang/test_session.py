@@ -101,7 +101,7 @@ def test_requests_are_taken_back_wherever_they_are(engine, flat_policy):
     requests = make_requests(24, max_tokens=30, stop_token_ids=())
     with connected(engine, flat_policy) as backend:
         backend.submit(requests)
-        soon(lambda: len(engine.waiting) == 12 and sum(position == 2 for _, position, _ in engine.drawn) == 4)
+        soon(lambda: len(engine.waiting) == 12 and sum(position == 2 for _, position, _ in engine.sampled) == 4)
         back = backend.withdraw([requests[0].id, requests[-1].id, "nobody"])
         assert [each.request.id for each in back] == [requests[0].id, requests[-1].id]
         back += backend.withdraw()
@@ -133,15 +133,15 @@ def test_an_update_goes_through_answers_in_flight(engine, flat_policy, is_late):
     requests = make_requests(24, max_tokens=11)
     with connected(engine, flat_policy) as backend:
         backend.submit(requests)
-        soon(lambda: sum(position == 3 for _, position, _ in engine.drawn) == 4)
+        soon(lambda: sum(position == 3 for _, position, _ in engine.sampled) == 4)
         synced(backend, flat_policy, 1)
         engine.go.set()
         done = all_of(backend, len(requests))
     assert_whole(done, requests)
-    drawn_by = {(seed, position): int(version) for seed, position, version in engine.drawn}
+    sampled_by = {(seed, position): int(version) for seed, position, version in engine.sampled}
     for request in requests:
         versions = done[request.id].output.policy_versions.tolist()
-        assert versions == [drawn_by[request.seed, position] for position in range(len(versions))]
+        assert versions == [sampled_by[request.seed, position] for position in range(len(versions))]
     assert {0, 1} in [set(each.output.policy_versions.tolist()) for each in done.values()]
 
 
@@ -296,7 +296,7 @@ def test_progress_is_what_requests_were_sent_with(engine, flat_policy):
     with connected(engine, flat_policy) as backend:
         backend.submit(requests)
         assert list(backend.progress().items()) == [("0/0", 0), ("1/0", 0)]
-        soon(lambda: len(engine.drawn) == 6)
+        soon(lambda: len(engine.sampled) == 6)
         synced(backend, flat_policy, 1)
         assert backend.progress() == {"0/0": 3, "1/0": 3}
         engine.go.set()

@@ -45,10 +45,10 @@ def lay_out(drafts: DraftBatch, roots: IndexArray, n: int) -> TreeArrays:
     """
     token_ids = np.repeat(np.asarray(roots, np.int64)[:, None], n, axis=1)
     parents = np.full((len(drafts), n), -1, np.int64)
-    place = np.arange(len(drafts.token_ids)) - drafts.starts[drafts.requests]
-    assert len(place) == 0 or int(place.max()) < n - 1, "a draft has more nodes than the engine verifies"
-    token_ids[drafts.requests, place + 1] = drafts.token_ids
-    parents[drafts.requests, place + 1] = drafts.parents + 1
+    index = np.arange(len(drafts.token_ids)) - drafts.starts[drafts.requests]
+    assert len(index) == 0 or int(index.max()) < n - 1, "a draft has more nodes than the engine verifies"
+    token_ids[drafts.requests, index + 1] = drafts.token_ids
+    parents[drafts.requests, index + 1] = drafts.parents + 1
     return TreeArrays(token_ids=token_ids, parents=parents)
 
 

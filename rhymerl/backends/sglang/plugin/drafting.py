@@ -15,12 +15,12 @@ from rhymerl.backends.remote.drafter_feed import FeedReader
 from rhymerl.backends.remote.wire import feed_of, from_custom_params, noise_of, without_logprobs
 from rhymerl.backends.sglang.plugin.arrays import TreeArrays, lay_out
 from rhymerl.drafters.base import Drafter
-from rhymerl.drafters.batches import kept
+from rhymerl.drafters.batches import keep_nodes
 from rhymerl.drafters.run_ahead import innermost, listens
 from rhymerl.engine.tree import depths, no_drafts, sound
 from rhymerl.errors import BackendError
 from rhymerl.history import NO_VERSION, HistoryDelta
-from rhymerl.hooks import place_of
+from rhymerl.hooks import line_of
 from rhymerl.types import Completion, DraftBatch, FinishReason, RolloutRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class _Row:
         if self.has_stopped and self.length <= start:
             return
         stops = self.request.sampling.stop_token_ids
-        stop = next((place for place, token in enumerate(new, start + 1) if token in stops), None)
+        stop = next((index for index, token in enumerate(new, start + 1) if token in stops), None)
         limit = given + int(self.engine_request.sampling_params.max_new_tokens)
         self.has_stopped = stop is not None and stop <= limit
         self.length = min(self.end if stop is None else stop, limit)
@@ -210,7 +210,7 @@ class EngineDrafting:
         requests = [row.request for row in asking]
         proposed = self.drafter.propose_batch(requests, [row.context for row in asking], limits[askers].tolist())
         drafts = sound(proposed, requests, limits=limits[askers], vocabulary=self._vocabulary, complain=self._complain)
-        drafts = kept(drafts, depths(drafts) < np.array([row.room for row in asking])[drafts.requests])
+        drafts = keep_nodes(drafts, depths(drafts) < np.array([row.room for row in asking])[drafts.requests])
         return drafts.spread(askers, len(rows))
 
     def _complain(self, proposed: str, num_requests: int) -> None:
@@ -222,7 +222,7 @@ class EngineDrafting:
                 "%s proposed %s (%s): such drafts are left out, and from now on only counted, as spec/bad_drafts",
                 type(own).__name__,
                 proposed,
-                place_of(own, "propose"),
+                line_of(own, "propose"),
             )
 
     def flush(self) -> None:
@@ -252,7 +252,7 @@ class EngineDrafting:
 
 
 def not_yet_known(
-    requests: Sequence[EngineRequest], cached: Sequence[int], drawn: Callable[[], Sequence[Sequence[int]]]
+    requests: Sequence[EngineRequest], cached: Sequence[int], sampled: Callable[[], Sequence[Sequence[int]]]
 ) -> Sequence[Sequence[int]]:
     """Tokens that the last pass has drawn for each request and that are not in its output yet, because results are read a pass later.
 
@@ -264,7 +264,7 @@ def not_yet_known(
     ]
     if not any(missing):
         return [()] * len(missing)
-    return [line[:count] for line, count in zip(drawn(), missing, strict=True)]
+    return [line[:count] for line, count in zip(sampled(), missing, strict=True)]
 
 
 def _reason(engine_request: EngineRequest) -> FinishReason:

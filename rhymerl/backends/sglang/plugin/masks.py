@@ -14,6 +14,6 @@ def full_mask(trees: Tensor, lengths: Tensor, n: int, *, num_tokens: int) -> Ten
     num_lines = len(lengths) * n
     ends = (lengths.long() + n).repeat_interleave(n, output_size=num_lines).cumsum(0)
     mask = torch.ones(n * num_tokens + n * num_lines, dtype=torch.bool, device=trees.device)
-    places = ends[:, None] + torch.arange(-n, 0, device=ends.device)
-    mask[places.view(-1)] = trees
+    indices = ends[:, None] + torch.arange(-n, 0, device=ends.device)
+    mask[indices.view(-1)] = trees
     return mask

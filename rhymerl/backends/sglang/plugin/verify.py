@@ -28,16 +28,16 @@ def keyed_verify(original: Any) -> Any:
                 return original(verify_input, batch, logits_output, grammar_mask, *args, **kwargs)
         n, num_requests = verify_input.draft_token_num, len(batch.seq_lens)
         logits = logits_output.next_token_logits
-        drawn = keyed.draw(logits, batch.sampling_info, verify_input.positions, each=n)
-        return _follow(verify_input, drawn.view(num_requests, n))
+        sampled = keyed.draw(logits, batch.sampling_info, verify_input.positions, each=n)
+        return _follow(verify_input, sampled.view(num_requests, n))
 
     return verify
 
 
-def _follow(verify_input: Any, drawn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _follow(verify_input: Any, sampled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """SGLang's greedy walk, with the draws [R, n] as what the target predicts: tokens, accepted lengths (with the bonus), indices."""
-    num_requests, n = drawn.shape
-    like = torch.empty(0, dtype=torch.int32, device=drawn.device)
+    num_requests, n = sampled.shape
+    like = torch.empty(0, dtype=torch.int32, device=sampled.device)
     predict, lengths = like.new_zeros(num_requests * n), like.new_empty(num_requests)
     index = like.new_full((num_requests, verify_input.max_tree_depth), -1)
     predict, index, lengths = eagle_utils.verify_tree_greedy_func(
@@ -48,7 +48,7 @@ def _follow(verify_input: Any, drawn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         retrieve_index=verify_input.retrieve_index,
         retrieve_next_token=verify_input.retrieve_next_token,
         retrieve_next_sibling=verify_input.retrieve_next_sibling,
-        target_predict=drawn,
+        target_predict=sampled,
         topk=verify_input.tree_topk,
     )
     group = get_tp_group()

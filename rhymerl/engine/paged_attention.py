@@ -27,14 +27,14 @@ SlotArray = npt.NDArray[np.uint64]  # unsigned: no check for indices that count 
 ROOT, CHAIN = -1, -2
 
 
-def is_narrow(width: IndexArray, num_keys: IndexArray) -> npt.NDArray[np.bool_]:
+def suits_paging(width: IndexArray, num_keys: IndexArray) -> npt.NDArray[np.bool_]:
     """Which rows, of so many query tokens and keys, the loop should take."""
-    narrow: npt.NDArray[np.bool_] = (width == 1) | (width * num_keys <= _MOST_PAIRS)
-    return narrow
+    paged: npt.NDArray[np.bool_] = (width == 1) | (width * num_keys <= _MOST_PAIRS)
+    return paged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NarrowLayout:
+class PagedLayout:
     """What the N tokens of a pass see: the leading slots of their row, and below its root their ancestors in the draft tree."""
 
     table: IndexArray  # [R, C] slots of every row, as in `Rows`
