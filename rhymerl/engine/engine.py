@@ -64,8 +64,8 @@ class Engine:
         self.forward = Forward(model, self.kv, autocast=autocast)
         self.rows = Rows(2 * max_running + 16, min(positions, self.kv.num_slots), self.kv.pool)
         self.drafting = Drafting(
-            drafter or NoDrafter(),
-            budget or FixedBudget(),
+            drafter if drafter is not None else NoDrafter(),
+            budget if budget is not None else FixedBudget(),
             self.rows,
             self.totals,
             vocabulary=config.vocab_size,

@@ -108,7 +108,7 @@ class Replay:
         require_at_least("replay", {"max_running": (max_running, 1), "from_epoch": (from_epoch, 0)})
         self.drafter = drafter
         self.budget = budget
-        self.history = history or HistoryStore()
+        self.history = history if history is not None else HistoryStore()
         self.costs = costs
         self.max_running = max_running
         self.from_epoch = from_epoch

@@ -96,16 +96,16 @@ class RhymeModule(L.LightningModule):
         self.automatic_optimization = False
         refuse_lost(model=model, algo=algo, critic=critic, rollout=rollout, update=update, evaluation=evaluation)
         refuse_lost(drafter=drafter, budget=budget, history=history, scheduler=scheduler, backend=backend)
-        self.algo: Algorithm = instantiate(algo) or GRPO()
-        self.critic_settings: CriticSettings = instantiate(critic) or CriticSettings()
-        self.rollout: RolloutSettings = instantiate(rollout) or RolloutSettings()
-        self.update: UpdateSettings = instantiate(update) or UpdateSettings()
-        self.evaluation: EvaluationSettings = instantiate(evaluation) or EvaluationSettings()
-        self.drafter: Drafter = instantiate(drafter) or HistoryTreeDrafter()
-        self.budget: Budget = instantiate(budget) or GoodputBudget()
-        self.history: HistoryStore = instantiate(history) or HistoryStore()
-        self.scheduler: Scheduler = instantiate(scheduler) or FIFOScheduler()
-        self.backend: RolloutBackend = instantiate(backend) or EmbeddedBackend()
+        self.algo: Algorithm = instantiate(algo, default=GRPO)
+        self.critic_settings: CriticSettings = instantiate(critic, default=CriticSettings)
+        self.rollout: RolloutSettings = instantiate(rollout, default=RolloutSettings)
+        self.update: UpdateSettings = instantiate(update, default=UpdateSettings)
+        self.evaluation: EvaluationSettings = instantiate(evaluation, default=EvaluationSettings)
+        self.drafter: Drafter = instantiate(drafter, default=HistoryTreeDrafter)
+        self.budget: Budget = instantiate(budget, default=GoodputBudget)
+        self.history: HistoryStore = instantiate(history, default=HistoryStore)
+        self.scheduler: Scheduler = instantiate(scheduler, default=FIFOScheduler)
+        self.backend: RolloutBackend = instantiate(backend, default=EmbeddedBackend)
         self.run_ahead: RunAhead = run_ahead
         self.max_staleness = max_staleness
         self.rewards = rewards

@@ -84,7 +84,7 @@ class Updater:
         self.draws_exactly = draws_exactly
         self.reference = reference
         self.critic = critic
-        self.ranks = ranks or Alone()
+        self.ranks = ranks if ranks is not None else Alone()
         self._batch: Batch | None = None  # of the latest step, until `forget`
         self._is_random = is_random(model)
 

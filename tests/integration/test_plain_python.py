@@ -20,6 +20,7 @@ from rhymerl import PromptDataModule, RhymeModule
 from rhymerl.algos import GRPO
 from rhymerl.callbacks import Checkpoints
 from rhymerl.drafters import NoDrafter
+from rhymerl.engine.engine import Engine
 from rhymerl.errors import ConfigError
 from rhymerl.models.policy import PolicySource
 from rhymerl.rewards import Reward, exact_match
@@ -394,3 +395,16 @@ def test_no_test_loop(model_dir, prompts):
     module, datamodule = parts(str(model_dir), prompts)
     with pytest.raises(L.fabric.utilities.exceptions.MisconfigurationException, match="No `test_step"):
         L.Trainer(devices=1, **QUIET).test(module, datamodule)
+
+
+class Sized(NoDrafter):
+    """A drafter that has a length, and nothing in it yet."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+def test_an_empty_sized_part_is_not_taken_for_none(model_dir):
+    module = RhymeModule(str(model_dir), drafter=Sized())
+    assert isinstance(module.drafter, Sized)
+    assert isinstance(Engine(module.model, drafter=module.drafter).drafting.drafter, Sized)
