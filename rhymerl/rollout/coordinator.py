@@ -69,12 +69,17 @@ class Command:
     is_done: bool = False  # everything is answered: pause
 
 
+def wants_progress(scheduler: Scheduler) -> bool:
+    """Whether rank 0 has to know how far the answers are."""
+    return scheduler.migrates or type(scheduler).observe is not Scheduler.observe
+
+
 class Coordinator:
     """Asks the scheduler on behalf of all workers.
 
-    `step` is None outside of training, where nothing moves. Otherwise `rebalance` is asked whenever `clock` (without one: the
-    number of calls) has gone on by `every`, if the scheduler has it at all, and right before the plan of `following`. These are the
-    next step's requests, and the plan is made when a worker has nearly nothing left to do.
+    `step` is None outside of training, where nothing moves. Otherwise a scheduler that migrates is asked for moves whenever `clock`
+    (without one: the number of calls) has gone on by `every`, and right before the plan of `following`. These are the next step's
+    requests, and the plan is made when a worker has nearly nothing left to do.
     """
 
     def __init__(
@@ -96,7 +101,7 @@ class Coordinator:
         self._num_calls = 0
         self._clock = clock or (lambda: self._num_calls)
         self._every = every
-        self._listens = step is not None and scheduler.listens
+        self._migrates = step is not None and scheduler.migrates
         self._planned = np.array([len(queue) for queue in plan.queues], np.int64)
         self._left = [dict.fromkeys(queue, 0) for queue in plan.queues]  # by worker: index -> tokens sampled
         self._worker = {index: worker for worker, queue in enumerate(plan.queues) for index in queue}
@@ -115,8 +120,8 @@ class Coordinator:
             return Command(moves={}, is_done=True)
         if self._following is not None and any(map(self._is_nearly_done, range(len(self._left)))):
             return self._plan_following(self._following)
-        if self._listens and self._clock() - self._asked_at >= self._every:
-            moves = self._rebalance()
+        if self._migrates and self._clock() - self._asked_at >= self._every:
+            moves = self._rebalance(self._progress())
             return Command(moves=moves) if moves else None
         return None
 
@@ -134,14 +139,16 @@ class Coordinator:
     def _plan_following(self, following: Sequence[RolloutRequest]) -> Command:
         assert self._step is not None
         self._following = None
-        moves = self._rebalance() if self._listens else {}
+        progress = self._progress()
+        moves = self._rebalance(progress) if self._migrates else {}
+        with Hooks("scheduler", self._scheduler):
+            self._scheduler.observe(progress)
         plan = make_plan(self._scheduler, following, num_workers=len(self._left), step=self._step + 1)
         return Command(moves=moves, plan=plan)
 
-    def _rebalance(self) -> dict[int, int]:
+    def _rebalance(self, progress: Progress) -> dict[int, int]:
         """Ask what moves, and note it. Raises HookError, naming the scheduler, for a move that cannot be."""
         self._asked_at = self._clock()
-        progress = self._progress()
         with Hooks("scheduler", self._scheduler):
             moves = self._scheduler.rebalance(progress)
         try:

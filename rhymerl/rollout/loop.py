@@ -20,7 +20,7 @@ from rhymerl.progress import SILENT, ProgressBar
 from rhymerl.rewards import RewardScorer
 from rhymerl.rewards.failures import Failures
 from rhymerl.rollout.base import Rollout, RolloutSettings, RunAhead, check_run_ahead, requests_of
-from rhymerl.rollout.coordinator import Coordinator, SharedPlan, make_plan
+from rhymerl.rollout.coordinator import Coordinator, SharedPlan, make_plan, wants_progress
 from rhymerl.rollout.metrics import metrics_of, rollout_metrics, staleness_metrics
 from rhymerl.rollout.results import RankResult, SamplingRound, ScoredOutput, groups_that_teach_nothing, replaced
 from rhymerl.rollout.run_ahead import RunAheadState, fingerprint, united
@@ -116,7 +116,7 @@ class RolloutLoop:
         self.history = history if history is not None else HistoryStore()
         self.run_ahead_state: RunAheadState | None = None  # for the next step to come
         self.policy_version = 0
-        follows_clock = scheduler.moves_requests or run_ahead != "off"
+        follows_clock = scheduler.migrates or run_ahead != "off"
         self._lockstep = lockstep and self.ranks.size > 1 and follows_clock
         if self._lockstep and not backend.counts_passes:
             raise ConfigError(
@@ -266,9 +266,10 @@ class RolloutLoop:
 
     @property
     def _limits(self) -> DecodeLimits:
+        reports = wants_progress(self.scheduler)
         if self._lockstep:
-            return DecodeLimits(max_passes=_PASSES, report_every_s=0.0 if self.scheduler.listens else None)
-        every_s = _REBALANCE_S if self.scheduler.listens else None
+            return DecodeLimits(max_passes=_PASSES, report_every_s=0.0 if reports else None)
+        every_s = _REBALANCE_S if reports else None
         return DecodeLimits(timeout_s=_SLICE_S if self.ranks.size > 1 else None, report_every_s=every_s)
 
     # -- its answers ---------------------------------------------------------------------------------------------

@@ -47,22 +47,26 @@ class Scheduler(ABC):
         """
 
     def rebalance(self, progress: Progress) -> list[Move]:
-        """Requests to move now, within their step. Called from time to time while a step is under way.
-
-        With run-ahead it is also called right before the next step's `plan`: what is unfinished then says when each
-        worker becomes free. The moves of that call are made too.
-        """
+        """Return the requests to move now, within their step. Called from time to time while a step is under way."""
         return []
+
+    def observe(self, progress: Progress) -> None:
+        """Note what is unfinished of the step before. With run-ahead this is called just before the next step's `plan`.
+
+        It says when each worker becomes free.
+        """
+
+    @property
+    def migrates(self) -> bool:
+        """Whether `rebalance` may move anything; ranks of a run that repeats bit for bit then keep step."""
+        if type(self).moves_requests is not Scheduler.moves_requests:
+            return self.moves_requests
+        return type(self).rebalance is not Scheduler.rebalance
 
     @property
     def moves_requests(self) -> bool:
-        """Whether `rebalance` may move anything; ranks of a run that repeats bit for bit then keep step."""
-        return self.listens
-
-    @property
-    def listens(self) -> bool:
-        """Whether `rebalance` is there to be asked."""
-        return type(self).rebalance is not Scheduler.rebalance
+        """The former name of `migrates`."""
+        return self.migrates
 
     def learn(self, samples: Sequence[Sample]) -> None:
         """The finished answers of a training step, of all workers, in canonical (prompt, sample) order."""

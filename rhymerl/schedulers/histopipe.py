@@ -103,7 +103,7 @@ class HistoPipeScheduler(PredictingScheduler):
         self._longest, self._beta = dict(state["longest"]), state["beta"]
 
     @property
-    def moves_requests(self) -> bool:
+    def migrates(self) -> bool:
         return self.migrate
 
     def _groups(self, pieces: Sequence[Piece], num_workers: int) -> list[Sequence[Piece]]:

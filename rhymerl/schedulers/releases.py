@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rhymerl.schedulers.base import Move, Progress
+from rhymerl.schedulers.base import Progress
 from rhymerl.schedulers.costs import QueueCost
 from rhymerl.schedulers.lengths import LengthPredictor
 from rhymerl.schedulers.predicting import PredictingScheduler
@@ -18,21 +18,15 @@ _AT_LEAST = 0.1  # an answer beyond its prediction is expected to grow by this s
 
 
 class ReleaseAwareScheduler(PredictingScheduler):
-    """Plans a step with what is unfinished of the one before, which it is told right before."""
+    """Plans a step with what is unfinished of the one before, which it observes right before."""
 
     _progress: Progress | None = None
 
-    def rebalance(self, progress: Progress) -> list[Move]:
-        """Moves nothing; keeps the progress for the next plan."""
+    def observe(self, progress: Progress) -> None:
         self._progress = progress
-        return []
-
-    @property
-    def moves_requests(self) -> bool:
-        return False
 
     def unfinished(self, step: int) -> Progress | None:
-        """Of the step before `step`; None when it is over, or was never begun."""
+        """What is unfinished of the step before `step`; None when it is over, or was never begun."""
         return self._progress if self._progress is not None and self._progress.step == step - 1 else None
 
 

@@ -31,7 +31,7 @@ class Simulation:
     drawn by a policy older than one step.
     draft: the same, but the tokens are drawn again after the update, along the earlier ones as drafts.
     Colocated workers stop while the policy is trained, which takes `train_time`; disaggregated ones go on as `run_ahead` allows.
-    The scheduler is asked to rebalance after each time `rebalance_every`, if it does so at all.
+    The scheduler is asked to rebalance after each time `rebalance_every`, if it migrates requests.
     """
 
     def __init__(
@@ -54,7 +54,6 @@ class Simulation:
         self.train_time = train_time
         self.rebalance_every = rebalance_every
         self.decoding = decoding or Decoding()
-        self._rebalances = scheduler.listens
         self._learns = type(scheduler).learn is not Scheduler.learn
 
     def run(self, works: Sequence[StepWork], *, progress: ProgressBar = SILENT) -> Timeline:
@@ -101,12 +100,13 @@ class Simulation:
 
         def plan_ahead(progress: Progress) -> Sequence[Move]:
             assert following is not None
-            moves = self.scheduler.rebalance(progress)
+            moves = self.scheduler.rebalance(progress) if self.scheduler.migrates else []
+            self.scheduler.observe(progress)
             planned.append(self._plan(following, step + 1))
             return moves
 
         run.run(
-            self.scheduler.rebalance if self._rebalances else None,
+            self.scheduler.rebalance if self.scheduler.migrates else None,
             every=self.rebalance_every,
             once=plan_ahead if following is not None else None,
             updated=updated,
