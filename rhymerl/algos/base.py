@@ -33,13 +33,21 @@ class Batch:
     divergence: Tensor | None = None  # [B] nats from the reference, of an answer's trained tokens
     advantages: Tensor | None = None  # [B, T]
     returns: Tensor | None = None  # [B, T] what the critic learns
+    awaits_proximal: bool = False  # the update's own pass finds `proximal_logprobs`, for the loss alone
 
     def __len__(self) -> int:
         return len(self.rewards)
 
     @property
     def old_logprobs(self) -> Tensor:
-        """Of the policy that the step begins with, [B, T]."""
+        """Log-probs of the policy that the step begins with, [B, T].
+
+        Raises ValueError before the loss unless the algorithm declares by `prepares_by_proximal` that it reads them there.
+        """
+        if self.awaits_proximal:
+            raise ValueError(
+                "old_logprobs are read before the loss: an algorithm that does so declares prepares_by_proximal = True"
+            )
         return self.behaviour_logprobs if self.proximal_logprobs is None else self.proximal_logprobs
 
     @property
@@ -61,7 +69,7 @@ class Batch:
 
     def _each(self, change: Any) -> Self:
         held = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: change(value) for name, value in held.items() if value is not None})
+        return replace(self, **{name: change(value) for name, value in held.items() if isinstance(value, Tensor)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,8 +27,6 @@ from rhymerl.algos.functional.divergences import Estimator
 from rhymerl.algos.functional.ratios import Level
 from rhymerl.algos.settings import require, require_types
 
-_BEFORE_THE_LOSS = ("advantages", "prepare", "metrics", "adapt", "scores", "kl_penalties", "with_returns")
-
 
 @dataclass(kw_only=True, eq=False)
 class PolicyGradient(Algorithm):
@@ -98,8 +96,7 @@ class PolicyGradient(Algorithm):
 
     @property
     def prepares_by_proximal(self) -> bool:
-        are_ours = all(getattr(type(self), name).__module__.startswith(f"{__package__}.") for name in _BEFORE_THE_LOSS)
-        return self._is_in_reward or not are_ours
+        return self._is_in_reward
 
     @property
     def trains_entropy(self) -> bool:
@@ -175,7 +172,7 @@ class PolicyGradient(Algorithm):
         log_ratio = _difference(output.logprobs, batch.old_logprobs, batch.mask)
         ratio = policy_ratio(log_ratio, batch.mask, level=self.ratio_level)
         weight, is_bound = self._correction(batch)
-        tokens = self._surrogate(ratio, batch.advantages, output.logprobs)
+        tokens = self.token_loss(ratio, batch.advantages, output.logprobs)
         found = {
             **metrics.clipping(ratio, batch, totals, low=self.clip_low, high=self.clip_high, dual=self.dual_clip),
             **metrics.off_policy(log_ratio, is_bound, batch, totals),
@@ -194,7 +191,13 @@ class PolicyGradient(Algorithm):
             total = total - self.entropy_coef * masked_sum(output.entropy, batch.mask) / totals.num_tokens
         return total, {**found, "loss": total.detach()}
 
-    def _surrogate(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> Tensor:
+    def token_loss(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> Tensor:
+        """The loss of each token, [B, T], before the correction, the divergence and the mean; override this for another one.
+
+        `ratio` is the current policy over that before the update, [B, T], or [B, 1] where `ratio_level` is of whole answers;
+        `advantages` [B, T]; `logprobs` [B, T] of the current policy. `ratio` and `logprobs` carry the gradient. What is returned
+        outside the mask does not count.
+        """
         if self.surrogate == "cispo":
             return cispo_surrogate(ratio, advantages, logprobs, clip_low=self.clip_low, clip_high=self.clip_high)
         return clipped_surrogate(

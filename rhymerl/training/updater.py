@@ -141,7 +141,7 @@ class Updater:
                     whole[asked, : found.shape[1]] = found
                     batch = replace(batch, **{field: whole})
         with _timed(times, "advantage"):
-            return self.algorithm.prepare(batch)
+            return self.algorithm.prepare(replace(batch, awaits_proximal=self._to_learn(samples, step) is not None))
 
     def _asked(self, need: Need, samples: Sequence[Sample], version: int) -> list[int]:
         """The samples that a pass has to go over."""
@@ -277,7 +277,7 @@ class Updater:
         if work.learns_proximal is not None:
             is_asked = work.learns_proximal[part][:, None].to(self.model.device)
             known = torch.where(is_asked, output.logprobs.detach(), mine.behaviour_logprobs)
-            mine = replace(mine, proximal_logprobs=known)
+            mine = replace(mine, proximal_logprobs=known, awaits_proximal=False)
         return self.algorithm.loss(mine, output, totals)
 
     def _checkpointing(self) -> AbstractContextManager[None]:
