@@ -14,7 +14,7 @@ from rich.table import Table
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.sglang.nodes import best_n
 from rhymerl.bench.costs import CostTable, PathDrafter
-from rhymerl.budgets.costs import CostCurve
+from rhymerl.costs import CostCurve
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
 from rhymerl.errors import BackendError, ConfigError

@@ -12,8 +12,9 @@ import numpy as np
 from rhymerl.budgets.acceptance import Acceptance, largest_part
 from rhymerl.budgets.allowance import Allowance
 from rhymerl.budgets.base import Budget, PassOutcome
-from rhymerl.budgets.costs import CostCurve, LearnedCost, PassCost
+from rhymerl.budgets.learned_cost import LearnedCost
 from rhymerl.budgets.outlook import Outlook
+from rhymerl.costs import CostCurve, PassCost
 from rhymerl.errors import require_at_least
 from rhymerl.types import DraftBatch, Ratio, RolloutRequest
 

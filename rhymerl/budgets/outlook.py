@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from rhymerl.budgets.costs import PassCost
+    from rhymerl.costs import PassCost
     from rhymerl.types import FloatArray
 
 _NODES = np.array([0.0, 0.25, 0.5, 1, 2, 4, 8, 16, 32])  # of a request, on average

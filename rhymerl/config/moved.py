@@ -4,6 +4,7 @@ from __future__ import annotations
 
 _MOVED = {
     "rhymerl.callbacks.teardown": "rhymerl.training.teardown",
+    "rhymerl.budgets.costs": "rhymerl.costs",
     "rhymerl.callbacks.summary": "rhymerl.runs.summary",
     "rhymerl.checkpoint": "rhymerl.training.checkpoint",
     "rhymerl.checks": "rhymerl.training.checks",

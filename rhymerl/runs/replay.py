@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.table import Table
 
 from rhymerl.budgets.base import Budget, PassOutcome, Pauses
-from rhymerl.budgets.costs import CostCurve, PassCost
 from rhymerl.budgets.fixed import FixedBudget
 from rhymerl.compiled import compiled
 from rhymerl.config import instantiate
+from rhymerl.costs import CostCurve, PassCost
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.batches import keep_nodes
 from rhymerl.drafters.none import NoDrafter

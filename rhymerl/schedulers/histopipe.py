@@ -11,9 +11,9 @@ import numpy as np
 
 from rhymerl.costs import Points
 from rhymerl.schedulers.base import Move, Progress
-from rhymerl.schedulers.costs import QueueCost
 from rhymerl.schedulers.migration import outliers_to_running
 from rhymerl.schedulers.predicting import Piece, PredictingScheduler, queue_of
+from rhymerl.schedulers.queue_cost import QueueCost
 from rhymerl.types import RolloutRequest
 
 _PLANS = 3  # two steps may be under way, and an evaluation

@@ -8,8 +8,8 @@ from typing import Any
 
 from rhymerl.costs import Points
 from rhymerl.schedulers.base import Scheduler
-from rhymerl.schedulers.costs import QueueCost
 from rhymerl.schedulers.lengths import LengthPredictor
+from rhymerl.schedulers.queue_cost import QueueCost
 from rhymerl.types import RolloutRequest, Sample
 
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rhymerl.schedulers.base import Progress
-from rhymerl.schedulers.costs import QueueCost
 from rhymerl.schedulers.lengths import LengthPredictor
 from rhymerl.schedulers.predicting import PredictingScheduler
+from rhymerl.schedulers.queue_cost import QueueCost
 
 if TYPE_CHECKING:
     from rhymerl.types import FloatArray

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from rhymerl.budgets.costs import CostCurve
+from rhymerl.costs import CostCurve
 from rhymerl.types import RolloutRequest
 
 if TYPE_CHECKING:

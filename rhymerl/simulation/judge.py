@@ -12,8 +12,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from rhymerl.budgets.costs import CostCurve
 from rhymerl.config import instantiate
+from rhymerl.costs import CostCurve
 from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.progress import SILENT, ProgressBar
 from rhymerl.rollout.base import RunAhead

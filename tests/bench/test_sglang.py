@@ -13,7 +13,7 @@ import rhymerl.bench.sglang
 from rhymerl.backends.sglang.nodes import best_n
 from rhymerl.bench.costs import CostTable, PathDrafter
 from rhymerl.bench.sglang import Flown, SGLangCosts, pass_seconds, result_of
-from rhymerl.budgets.costs import CostCurve
+from rhymerl.costs import CostCurve
 from rhymerl.drafters import NoDrafter
 from rhymerl.errors import BackendError, ConfigError
 from rhymerl.testing import ScriptedBackend, make_requests, tiny_policy

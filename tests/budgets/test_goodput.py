@@ -12,7 +12,7 @@ import pytest
 from rhymerl.budgets import GoodputBudget
 from rhymerl.budgets.acceptance import Acceptance
 from rhymerl.budgets.base import Pauses
-from rhymerl.budgets.costs import CostCurve
+from rhymerl.costs import CostCurve
 from rhymerl.drafters.batches import closed, keep_nodes
 from rhymerl.errors import ConfigError
 from rhymerl.testing import make_requests

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from rhymerl.budgets import AIMDBudget, Budget, FixedBudget
-from rhymerl.budgets.costs import CostCurve
 from rhymerl.config import compose
+from rhymerl.costs import CostCurve
 from rhymerl.drafters import Drafter, HistoryTreeDrafter, NGramDrafter, NoDrafter
 from rhymerl.errors import ConfigError
 from rhymerl.history import HistoryStore

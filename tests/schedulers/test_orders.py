@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from rhymerl.schedulers import HistoPipeScheduler, PacedScheduler, PackedScheduler, SortedScheduler
-from rhymerl.schedulers.costs import QueueCost
 from rhymerl.schedulers.histopipe import cut, linear_workers
 from rhymerl.schedulers.migration import outliers_to_running
 from rhymerl.schedulers.predicting import Piece
+from rhymerl.schedulers.queue_cost import QueueCost
 from tests.schedulers.answers import progress_of, requests_for, samples_for
 
 

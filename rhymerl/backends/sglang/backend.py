@@ -14,7 +14,7 @@ from rhymerl.backends.sglang.nodes import best_n
 from rhymerl.backends.sglang.session import Session
 from rhymerl.backends.sglang.session_settings import SessionSettings
 from rhymerl.budgets.base import Budget
-from rhymerl.budgets.costs import CostCurve
+from rhymerl.costs import CostCurve
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
 from rhymerl.errors import BackendError, ConfigError, require_at_least

@@ -1,16 +1,12 @@
-"""What a pass costs: given as a curve over its tokens, or learned from the passes that have been."""
+"""What a pass costs, learned from the passes that have been."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rhymerl.costs import checked_points, read_points
-from rhymerl.errors import ConfigError
+from rhymerl.costs import PassCost
 
 if TYPE_CHECKING:
     from rhymerl.types import FloatArray, IndexArray
@@ -24,58 +20,6 @@ _TYPICAL = np.array([1.0, 32.0, 64.0, 32.0]) / 4  # features of the pass that th
 _LARGEST_SURPRISE = 3.0  # times what was expected
 _DOUBT = 0.9  # what is left of all that is known after a larger one: many in a row are another machine
 _LEAST_S = 1e-9
-
-
-class PassCost(ABC):
-    """Seconds of a pass over `rows` requests; where they are given, there is nothing to observe."""
-
-    @abstractmethod
-    def seconds(self, rows: int, nodes: FloatArray | IndexArray, asked: int) -> FloatArray:
-        """With so many draft nodes in all (an array of choices), after the drafter was asked for `asked` requests."""
-
-    def observe(self, rows: int, nodes: int, asked: int, seconds: float) -> float:
-        """A pass has taken so long; returns what it is held to have taken."""
-        return float(self.seconds(rows, np.array([nodes]), asked)[0])
-
-    @property
-    def wants_plain(self) -> bool:
-        """Whether to leave the drafter alone for a pass, to see what it costs then."""
-        return False
-
-    @property
-    def is_known(self) -> bool:
-        """Whether enough passes of both kinds have been seen to compare them."""
-        return True
-
-
-class CostCurve(PassCost):
-    """Given: seconds by the tokens of a pass, straight between the points and beyond the last one. Drafting itself is free.
-
-    A unit other than seconds does as well: only ratios count. Raises ConfigError for a curve that is none.
-    """
-
-    def __init__(self, points: Sequence[Sequence[float]], *, setting: str = "budget.costs") -> None:
-        try:
-            pairs = checked_points(points)
-        except ValueError as error:
-            raise ConfigError(f"{setting}={points!r}: {error}") from error
-        self.tokens, self.costs = np.array(pairs).T
-
-    @classmethod
-    def read(cls, path: str | Path, *, setting: str = "budget.costs") -> CostCurve:
-        """From a JSON file {"costs": [[tokens, seconds], ...]}, such as `rhymerl bench costs` prints."""
-        where = f"{setting}={str(path)!r}"
-        try:
-            points = read_points(path)
-        except ValueError as error:
-            raise ConfigError(f"{where}: {error}") from error
-        return cls(points, setting=f"{where}: costs")
-
-    def seconds(self, rows: int, nodes: FloatArray | IndexArray, asked: int) -> FloatArray:
-        tokens = rows + np.asarray(nodes, np.float64)
-        slope = (self.costs[-1] - self.costs[-2]) / (self.tokens[-1] - self.tokens[-2])
-        beyond = np.maximum(tokens - self.tokens[-1], 0) * slope
-        return np.asarray(np.interp(tokens, self.tokens, self.costs) + beyond)
 
 
 class LearnedCost(PassCost):
