@@ -77,6 +77,9 @@ class Ranks(ABC):
     def fail(self, reason: str) -> None:
         """This rank is about to end because of an error, which the others are told. No collective."""
 
+    def explain(self, error: BaseException) -> None:
+        """Add to an error that which rank has ended, where that is why a connection broke. May wait some seconds for it."""
+
     def close(self) -> None:
         """This rank takes part no more; may be called twice. No collective."""
 

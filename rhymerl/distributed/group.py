@@ -130,6 +130,14 @@ class Group(Ranks):
         if self._failure_detector is not None:
             self._failure_detector.check()
 
+    def explain(self, error: BaseException) -> None:
+        if self._failure_detector is None or not isinstance(error, RuntimeError) or isinstance(error, RunError):
+            return
+        try:
+            self._failure_detector.check(wait_s=_EXPLAIN_S)
+        except RunError as reason:
+            error.add_note(f"error: {reason}")
+
     def fail(self, reason: str) -> None:
         if self._failure_detector is not None:
             self._failure_detector.fail(reason)

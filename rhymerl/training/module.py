@@ -247,11 +247,12 @@ class RhymeModule(L.LightningModule):
             self._ranks = None
         self._loop = self._updater = self._scorer = None
 
-    def fail(self, reason: str) -> None:
-        """This rank ends because of an error, which the others are to give as theirs."""
+    def fail(self, error: BaseException) -> None:
+        """End this rank because of an error, which the others are to give as theirs; it may be that one of them has ended."""
         end_ranks(self.trainer)
         if self._ranks is not None:
-            self._ranks.fail(reason)
+            self._ranks.explain(error)
+            self._ranks.fail(str(error) or type(error).__name__)
 
     @contextmanager
     def one_engine(self) -> Iterator[None]:

@@ -10,9 +10,9 @@ AFTER_EXCEPTION = "exception"  # the stage of a teardown that Lightning does not
 
 
 class TeardownOnException(L.Callback):
-    """Tells the module why the fit `fail`s and calls its `teardown`, which Lightning does not do after an exception."""
+    """Tells the module which error ends the fit and calls its `teardown`, which Lightning does not do after an exception."""
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         module: Any = pl_module
-        module.fail(str(exception) or type(exception).__name__)
+        module.fail(exception)
         module.teardown(AFTER_EXCEPTION)
