@@ -119,12 +119,12 @@ class EmbeddedBackend(RolloutBackend):
         return self.engine.progress()
 
     def learn(self, samples: Sequence[Sample]) -> None:
-        self.engine.drafting.learn(samples)
+        self.engine.protocol.learn(samples)
 
     def follow(self, history: HistoryStore) -> None:
         delta = history.deltas(self._followed)
         self._followed = delta.version
-        self.engine.drafting.follow(delta)
+        self.engine.protocol.follow(delta)
 
     def metrics(self) -> Mapping[str, float]:
         totals = dataclasses.replace(self.engine.totals)
@@ -146,10 +146,10 @@ class EmbeddedBackend(RolloutBackend):
             "history/hit_epoch_age": Ratio(new.accepted_age_epochs, new.accepted_history),
             "spec/draft_time_frac": Ratio(new.draft_s, new.busy_s),
             "spec/bad_drafts": new.bad_drafts,
-            **self.engine.drafting.budget.metrics(),
+            **self.engine.protocol.budget.metrics(),
         }
 
     def close(self) -> None:
         if self._engine is not None:
-            self._engine.drafting.close()
+            self._engine.protocol.close()
         self._engine = None

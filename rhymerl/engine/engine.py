@@ -19,6 +19,7 @@ from rhymerl.engine.drafting import Drafting
 from rhymerl.engine.forward import Forward
 from rhymerl.engine.kv_store import KVStore
 from rhymerl.engine.layout import PassLayout, lay_out
+from rhymerl.engine.protocol import DraftingProtocol
 from rhymerl.engine.rows import Rows
 from rhymerl.engine.sampler import Sampler
 from rhymerl.engine.support import refuse_impossible
@@ -63,14 +64,13 @@ class Engine:
         self.kv = KVStore(config.num_hidden_layers, min(kv_tokens, 2 * max_running * positions))
         self.forward = Forward(model, self.kv, autocast=autocast)
         self.rows = Rows(2 * max_running + 16, min(positions, self.kv.num_slots), self.kv.pool)
-        self.drafting = Drafting(
+        self.protocol = DraftingProtocol(
             drafter if drafter is not None else NoDrafter(),
             budget if budget is not None else FixedBudget(),
-            self.rows,
-            self.totals,
             vocabulary=config.vocab_size,
             checks=check_drafts,
         )
+        self.drafting = Drafting(self.protocol, self.rows, self.totals)
         self.admission = Admission(self.rows, max_running=max_running, max_pass_tokens=max_pass_tokens)
         self._allocate()
 
@@ -135,7 +135,7 @@ class Engine:
         """Take back requests, those that have run first, with what has been sampled of them; None = all."""
         started, fresh = self.admission.withdraw(ids)
         for completion in started:
-            self.drafting.finish(completion)
+            self.protocol.finish(completion)
         return [*started, *fresh]
 
     def new_weights(self, policy_version: int) -> None:
@@ -152,7 +152,7 @@ class Engine:
     def _schedule(self) -> PassLayout:
         """Admit requests, choose what each row feeds, and ask for drafts."""
         for request in self.admission.admit():
-            self.drafting.start(request)
+            self.protocol.start(request)
         rows, free = self.rows, self.kv.pool
         row, chain = self.admission.feed()
         emits = np.flatnonzero(rows.is_request[row] & (rows.cached[row] + chain == rows.length[row]))
@@ -206,7 +206,7 @@ class Engine:
 
     def _finish_row(self, row: int, reason: FinishReason) -> Completion:
         completion = self.admission.finish(row, reason)
-        self.drafting.finish(completion)
+        self.protocol.finish(completion)
         return completion
 
     def _account(self, layout: PassLayout, steps: Walk, seconds: float) -> None:

@@ -18,15 +18,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from rhymerl.budgets.base import Budget, PassOutcome, Pauses
+from rhymerl.budgets.base import Budget, PassOutcome
 from rhymerl.budgets.fixed import FixedBudget
 from rhymerl.compiled import compiled
 from rhymerl.config import instantiate
 from rhymerl.costs import CostCurve, PassCost
 from rhymerl.drafters.base import Drafter
-from rhymerl.drafters.batches import keep_nodes
 from rhymerl.drafters.none import NoDrafter
-from rhymerl.drafters.run_ahead import listens
+from rhymerl.engine.protocol import DraftingProtocol
 from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.history import Answer, HistoryStore
 from rhymerl.history.answers import group_advantages
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
 
 _COLUMNS = ("tokens_per_pass", "verified_per_token", "accept_rate", "draft_hit_rate", "propose_us")
 _UNUSED = SamplingParams(max_tokens=1)
+_MOST_TOKENS = 2**20  # that an answer might have gone on for
 _NO_DRAFT = Draft(token_ids=np.empty(0, np.int32), parents=np.empty(0, np.int32))
 _ASSUMED = CostCurve([(0, 1.0), (64, 2.0)])
 _ASSUMPTION = "a pass of n tokens takes 1 + n / 64"
@@ -106,29 +106,27 @@ class Replay:
         progress: ProgressBar = SILENT,
     ) -> None:
         require_at_least("replay", {"max_running": (max_running, 1), "from_epoch": (from_epoch, 0)})
-        self.drafter = drafter
-        self.budget = budget
+        # Which token ids there are, the records do not say.
+        self.protocol = DraftingProtocol(drafter, budget, vocabulary=2**31 - 1)
         self.history = history if history is not None else HistoryStore()
         self.costs = costs
         self.max_running = max_running
         self.from_epoch = from_epoch
-        self._pauses = Pauses(budget.skips)
         self.progress = progress  # hears of each answer
-        self._hears_tokens = listens(drafter, "accept")
 
     def run(self, records: Sequence[TraceRecord]) -> dict[int, ReplayTotals]:
         """Totals by epoch, from `from_epoch` on."""
         totals: dict[int, ReplayTotals] = {}
         delta = self.history.snapshot()
-        self.drafter.follow(delta)
+        self.protocol.follow(delta)
         for epoch, group in groupby(sorted(records, key=lambda record: record.epoch), lambda record: record.epoch):
             answered = list(group)
             if epoch >= self.from_epoch:
                 totals[epoch] = self._replay(answered)
-            self.drafter.learn([_Running(record, number).sample() for number, record in enumerate(answered)])
+            self.protocol.learn([_Running(record, number).sample() for number, record in enumerate(answered)])
             _learn(self.history, answered)
             delta = self.history.deltas(delta.version)
-            self.drafter.follow(delta)
+            self.protocol.follow(delta)
         return totals
 
     def _replay(self, records: Sequence[TraceRecord]) -> ReplayTotals:
@@ -138,21 +136,18 @@ class Replay:
         while waiting or running:
             while waiting and len(running) < self.max_running:
                 running.append(waiting.popleft())
-                self._pauses.end()
-                self.drafter.start(running[-1].request)
-                self.budget.admit(running[-1].request)
+                self.protocol.start(running[-1].request)
             self._step(running, totals)
             for each in [each for each in running if each.is_done]:
                 running.remove(each)
-                self.drafter.finish(each.completion())
-                self.budget.finish(each.request)
+                self.protocol.finish(each.completion())
                 self.progress.advance()
         return totals
 
     def _step(self, running: Sequence[_Running], totals: ReplayTotals) -> None:
         requests = [each.request for each in running]
         started = time.perf_counter()
-        is_skipped = self._pauses.take(len(requests))
+        is_skipped = self.protocol.is_skipped(len(requests))
         drafts = DraftBatch.pack([_NO_DRAFT] * len(running)) if is_skipped else self._drafts(running, requests)
         totals.propose_s += time.perf_counter() - started
         reached, accepted, num_accepted = _verify(drafts, [each.remaining for each in running])
@@ -169,27 +164,25 @@ class Replay:
             is_decoding=True,
         )
         if not is_skipped:
-            self.budget.learn(outcome)
+            self.protocol.learn_outcome(outcome)
         for each, count in zip(running, num_accepted.tolist(), strict=True):
             tokens = each.advance(count + 1)
             totals.tokens += len(tokens)
-            if self._hears_tokens:
-                self.drafter.accept(each.request, tokens, count)
+            if self.protocol.hears_tokens:
+                self.protocol.accept(each.request, tokens, count)
         totals.count(outcome)
 
     def _drafts(self, running: Sequence[_Running], requests: Sequence[RolloutRequest]) -> DraftBatch:
-        """As the engine asks: no node stands where the last token is drawn, and empty drafts are for who is not asked."""
-        limits = np.minimum(self.budget.limits(requests), self.budget.max_nodes)
-        limits[[len(each.remaining) <= 1 and each.ends_by_length for each in running]] = 0
+        """Ask as an engine does: requests that have one token left are not asked for."""
+        room = np.array([each.room for each in running], np.int64)
+        limits = np.minimum(self.protocol.limits(requests), self.protocol.max_nodes)
+        limits[room <= 1] = 0
         askers = np.flatnonzero(limits)
         if len(askers) == 0:
             return DraftBatch.pack([_NO_DRAFT] * len(running))
         asking = [requests[r] for r in askers.tolist()]
-        drafts = self.drafter.propose_batch(
-            asking, [running[r].context for r in askers.tolist()], limits[askers].tolist()
-        )
-        drafts = keep_nodes(drafts, self.budget.trim(asking, drafts))
-        return drafts.spread(askers, len(running))
+        contexts = [running[r].context for r in askers.tolist()]
+        return self.protocol.propose(asking, contexts, limits[askers], room[askers]).spread(askers, len(running))
 
 
 def judge(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, Any]:
@@ -247,6 +240,11 @@ class _Running:
     @property
     def context(self) -> IntArray:
         return self._tokens[: self._done]
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still come; an answer that ended by itself could have gone on."""
+        return len(self.remaining) if self.ends_by_length else len(self._tokens) + _MOST_TOKENS
 
     @property
     def remaining(self) -> IntArray:

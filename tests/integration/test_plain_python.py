@@ -407,4 +407,4 @@ class Sized(NoDrafter):
 def test_an_empty_sized_part_is_not_taken_for_none(model_dir):
     module = RhymeModule(str(model_dir), drafter=Sized())
     assert isinstance(module.drafter, Sized)
-    assert isinstance(Engine(module.model, drafter=module.drafter).drafting.drafter, Sized)
+    assert isinstance(Engine(module.model, drafter=module.drafter).protocol.drafter, Sized)

@@ -14,13 +14,12 @@ from rhymerl.backends.remote.counters import Counters
 from rhymerl.backends.remote.drafter_feed import FeedReader
 from rhymerl.backends.remote.wire import feed_of, from_custom_params, noise_of, without_logprobs
 from rhymerl.backends.sglang.plugin.arrays import TreeArrays, lay_out
+from rhymerl.budgets.fixed import FixedBudget
 from rhymerl.drafters.base import Drafter
-from rhymerl.drafters.batches import keep_nodes
-from rhymerl.drafters.run_ahead import innermost, listens
-from rhymerl.engine.tree import depths, no_drafts, sound
+from rhymerl.engine.protocol import DraftingProtocol
+from rhymerl.engine.tree import no_drafts
 from rhymerl.errors import BackendError
 from rhymerl.history import NO_VERSION, HistoryDelta
-from rhymerl.hooks import line_of
 from rhymerl.types import Completion, DraftBatch, FinishReason, RolloutRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -121,9 +120,7 @@ def _sampling(params: Any, offset: int) -> SamplingParams:
 
 
 class EngineDrafting:
-    """Asks `drafter` for the trees of a running batch, n nodes a request, its last token among them.
-
-    A malformed draft is left out and counted; the request is then decoded plainly.
+    """Drafts by the protocol for SGLang's running batch: trees of n nodes a request, its last token among them.
     """
 
     def __init__(
@@ -135,14 +132,11 @@ class EngineDrafting:
         feed: FeedReader | None = None,
         counters: Counters | None = None,
     ) -> None:
-        self.drafter = drafter
-        self._has_complained = False
+        self.protocol = DraftingProtocol(drafter, FixedBudget(n - 1), vocabulary=vocabulary)
         self.n = n
-        self._vocabulary = vocabulary
         self._feed = feed
         self._counters = counters
         self._rows: dict[int, _Row] = {}  # by the identity of the engine's request: names come again
-        self._hears_tokens = listens(drafter, "accept")
 
     def propose(self, requests: Sequence[EngineRequest], ahead: Sequence[Sequence[int]]) -> TreeArrays:
         """The trees of the batch; `ahead` are tokens of each request that are drawn but not yet in its `output_ids`."""
@@ -168,7 +162,7 @@ class EngineDrafting:
             self._rows[id(engine_request)] = row
             if self._feed is not None:
                 self._catch_up(self._feed, feed_of(engine_request.sampling_params.custom_params))
-            self.drafter.start(row.request)
+            self.protocol.start(row.request)
         return row
 
     def _catch_up(self, feed: FeedReader, version: int) -> None:
@@ -195,35 +189,22 @@ class EngineDrafting:
     def _tell(self, row: _Row) -> None:
         """`accept` of what the pass before has drawn: all but its last token came from the draft."""
         new = row.length - row.num_told
-        if new > 0 and self._hears_tokens:
+        if new > 0 and self.protocol.hears_tokens:
             drafted = row.end - row.num_told - 1
-            self.drafter.accept(row.request, row.tokens[row.num_told : row.length], min(drafted, new))
+            self.protocol.accept(row.request, row.tokens[row.num_told : row.length], min(drafted, new))
         row.num_told = row.length
 
     def _drafts(self, rows: Sequence[_Row]) -> DraftBatch:
-        # The last token that fits is drawn at a node, so no node may stand in its place.
-        limits = np.array([self.n - 1 if row.room > 1 else 0 for row in rows], np.int32)
-        askers = np.flatnonzero(limits)
-        if len(askers) == 0:
+        room = np.array([row.room for row in rows], np.int64)
+        askers = np.flatnonzero(room > 1)
+        if self.protocol.max_nodes == 0 or len(askers) == 0:
             return no_drafts(len(rows))
         asking = [rows[i] for i in askers.tolist()]
-        requests = [row.request for row in asking]
-        proposed = self.drafter.propose_batch(requests, [row.context for row in asking], limits[askers].tolist())
-        drafts = sound(proposed, requests, limits=limits[askers], vocabulary=self._vocabulary, complain=self._complain)
-        drafts = keep_nodes(drafts, depths(drafts) < np.array([row.room for row in asking])[drafts.requests])
+        requests, before = [row.request for row in asking], self.protocol.num_malformed
+        limits = self.protocol.limits(requests)
+        drafts = self.protocol.propose(requests, [row.context for row in asking], limits, room[askers])
+        self._count(bad_drafts=self.protocol.num_malformed - before)
         return drafts.spread(askers, len(rows))
-
-    def _complain(self, proposed: str, num_requests: int) -> None:
-        self._count(bad_drafts=num_requests)
-        if not self._has_complained:
-            self._has_complained = True
-            own = innermost(self.drafter)
-            _log.warning(
-                "%s proposed %s (%s): such drafts are left out, and from now on only counted, as spec/bad_drafts",
-                type(own).__name__,
-                proposed,
-                line_of(own, "propose"),
-            )
 
     def flush(self) -> None:
         """Nothing is in the engine any more: whoever was put back into the queue and taken away there is gone too.
@@ -233,7 +214,7 @@ class EngineDrafting:
         for key in list(self._rows):
             self._finish(key)
         if self._feed is None or self._feed.version == 0:
-            self.drafter.follow(_NOTHING_NEW)
+            self.protocol.follow(_NOTHING_NEW)
 
     def _finish_departed(self, here: Set[int]) -> None:
         """Who has left the batch and has ended is gone for good; others were only put back into the queue."""
@@ -244,7 +225,7 @@ class EngineDrafting:
         row = self._rows.pop(key)
         row.follow(())
         self._tell(row)
-        self.drafter.finish(row.completion())
+        self.protocol.finish(row.completion())
 
     def _count(self, **amounts: float) -> None:
         if self._counters is not None:
