@@ -53,9 +53,8 @@ class PassCost(ABC):
         """A pass has taken so long; returns what it is held to have taken."""
         return float(self.seconds(rows, np.array([nodes]), asked)[0])
 
-    @property
-    def wants_plain(self) -> bool:
-        """Whether to leave the drafter alone for a pass, to see what it costs then."""
+    def wants_plain(self, rows: int) -> bool:
+        """Whether to leave the drafter alone for a pass over so many requests, to see what it costs then."""
         return False
 
     @property

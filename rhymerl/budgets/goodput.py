@@ -121,7 +121,7 @@ class GoodputBudget(Budget):
     def _next_kind(self) -> Kind:
         if not (self._course.drafts or self._allowance.affords_probe):
             return "plain"
-        if self._cost.wants_plain:
+        if self._cost.wants_plain(self._rows):
             return "trial"
         return "draft" if self._course.drafts else "probe"
 

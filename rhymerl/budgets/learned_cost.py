@@ -20,13 +20,18 @@ _TYPICAL = np.array([1.0, 32.0, 64.0, 32.0]) / 4  # features of the pass that th
 _LARGEST_SURPRISE = 3.0  # times what was expected
 _DOUBT = 0.9  # what is left of all that is known after a larger one: many in a row are another machine
 _LEAST_S = 1e-9
+_SIZES = 24  # of batches, by the binary digits of their rows
+_CORRECT_OVER = 32  # passes of a size and kind
+_LARGEST_CORRECTION = 1.5  # times what was expected, a pass
 
 
 class LearnedCost(PassCost):
-    """Learned: seconds = a + b rows + c nodes + d asked, by least squares of relative errors that forgets.
+    """Learned: seconds = (a + b rows + c nodes + d asked) * r, by least squares of relative errors that forgets.
 
-    It is straight, but fitted where passes are. Before the first pass nodes are held to be cheap, so that they are tried.
-    What takes far longer than expected (a compiler ran, or another program) weighs little, as long as that is rare.
+    Passes are not as straight as that, so r corrects it by the size of the batch, for passes with and without drafts apart: the two
+    are compared, and what is a little wrong for one of them would be a loss that nobody notices. Before the first pass nodes are
+    held to be cheap, so that they are tried. What takes far longer than expected (a compiler ran, or another program) weighs
+    little, as long as that is rare.
     """
 
     def __init__(self) -> None:
@@ -38,13 +43,15 @@ class LearnedCost(PassCost):
         self._sums = np.zeros((2, 4))
         self.num_passes = 0
         self._num_of_kind = [0, 0]  # passes without and with asking
+        self._corrections = np.ones((2, _SIZES))  # r by kind and by the binary digits of the rows
+        self._num_of_size = np.zeros((2, _SIZES), np.int64)
         self._since_plain = 0
         self._plain_after = _PLAIN_AFTER[0]
 
-    @property
-    def wants_plain(self) -> bool:
+    def wants_plain(self, rows: int) -> bool:
         """Drafts are compared with passes without them. Where they always seem to pay there would be none to know those by."""
-        return self._since_plain >= self._plain_after or self._num_of_kind[0] < min(self._num_of_kind[1], _ENOUGH)
+        plain, asked = self._num_of_size[:, _size(rows)]
+        return self._since_plain >= self._plain_after or bool(plain < min(asked, _ENOUGH))
 
     @property
     def is_known(self) -> bool:
@@ -52,7 +59,23 @@ class LearnedCost(PassCost):
 
     def seconds(self, rows: int, nodes: FloatArray | IndexArray, asked: int) -> FloatArray:
         constant, per_row, per_node, per_asked = self._weights
-        return np.asarray(constant + per_row * rows + per_asked * asked + per_node * np.asarray(nodes, np.float64))
+        straight = constant + per_row * rows + per_asked * asked + per_node * np.asarray(nodes, np.float64)
+        return np.asarray(self._correction(int(asked > 0), _size(rows)) * straight)
+
+    def _correction(self, kind: int, size: int) -> float:
+        """The r of the nearest size that is known, of the other kind where nothing of this one is."""
+        for each in (kind, 1 - kind):
+            sizes = np.flatnonzero(self._num_of_size[each] >= _ENOUGH)
+            if len(sizes):
+                return float(self._corrections[each, sizes[np.abs(sizes - size).argmin()]])
+        return 1.0
+
+    def _correct(self, kind: int, size: int, ratio: float) -> None:
+        """A pass took `ratio` times what the straight line says."""
+        self._num_of_size[kind, size] += 1
+        before = self._corrections[kind, size]
+        near = min(max(ratio, before / _LARGEST_CORRECTION), before * _LARGEST_CORRECTION)
+        self._corrections[kind, size] += (near - before) / min(self._num_of_size[kind, size], _CORRECT_OVER)
 
     def observe(self, rows: int, nodes: int, asked: int, seconds: float) -> float:
         self._observe(rows, nodes, asked, seconds)
@@ -69,6 +92,7 @@ class LearnedCost(PassCost):
             self._begin(features, seconds)
             return
         expected = float(features @ self._weights)
+        self._correct(int(asked > 0), _size(rows), seconds / expected)
         if seconds > _LARGEST_SURPRISE * expected:
             self._products, self._sums = _DOUBT * self._products, _DOUBT * self._sums
             self._add(features, seconds, seconds)
@@ -112,3 +136,7 @@ class LearnedCost(PassCost):
         self._weights = np.zeros(4)
         self._weights[used] = solved / scale[used]
         self._weights = np.maximum(self._weights, 1e-6 * self._weights.max())
+
+
+def _size(rows: int) -> int:
+    return min(rows.bit_length(), _SIZES - 1)

@@ -20,7 +20,7 @@ from rhymerl.types import Completion, DraftBatch, RolloutRequest, Sample
 
 if TYPE_CHECKING:
     from rhymerl.history.records import HistoryDelta
-    from rhymerl.types import IntArray
+    from rhymerl.types import IndexArray, IntArray
 
 _LOG = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class DraftingProtocol:
             return np.array(self.budget.limits(requests), np.int32)
 
     def propose(
-        self, requests: Sequence[RolloutRequest], contexts: Sequence[IntArray], limits: IntArray, room: IntArray
+        self, requests: Sequence[RolloutRequest], contexts: Sequence[IntArray], limits: IntArray, room: IntArray | IndexArray
     ) -> DraftBatch:
         """Ask for at most `limits` [R] nodes each, drop malformed drafts, and keep what the budget takes.
 

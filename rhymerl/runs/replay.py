@@ -174,7 +174,7 @@ class Replay:
 
     def _drafts(self, running: Sequence[_Running], requests: Sequence[RolloutRequest]) -> DraftBatch:
         """Ask as an engine does: requests that have one token left are not asked for."""
-        room = np.array([each.room for each in running], np.int64)
+        room = np.array([each.room for each in running], np.int32)
         limits = np.minimum(self.protocol.limits(requests), self.protocol.max_nodes)
         limits[room <= 1] = 0
         askers = np.flatnonzero(limits)

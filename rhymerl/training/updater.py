@@ -139,7 +139,8 @@ class Updater:
                         found, final = _split(found, [len(samples[i]) for i in asked])
                         batch = replace(batch, final_values=final)
                     whole[asked, : found.shape[1]] = found
-                    batch = replace(batch, **{field: whole})
+                    found_in: Any = {field: whole}
+                    batch = replace(batch, **found_in)
         with _timed(times, "advantage"):
             return self.algorithm.prepare(replace(batch, awaits_proximal=self._to_learn(samples, step) is not None))
 

@@ -213,6 +213,30 @@ def test_drafts_that_begin_to_pay_are_found(rows, scores):
     assert sum(asked == rows for asked, _ in rhyming[600:]) > 0.9 * 600
 
 
+def test_costs_that_are_not_straight_do_not_hide_a_loss():
+    """Passes over few requests cost less than a line through those over many says, so drafts there seem to pay and lose."""
+    luck, budget = np.random.default_rng(0), GoodputBudget()
+    lost = total = 0.0
+    for step in range(60):
+        for rows, plain in ((64, 2.6), (32, 2.2), (8, 1.5), (2, 1.0)):
+
+            def seconds(nodes: int, asked: int, plain: float = plain) -> float:
+                return plain + 0.003 * asked + 0.01 * nodes + 0.75 * (asked > 0)
+
+            found = passes(
+                budget,
+                12,
+                rows=rows,
+                propose=guesses(3, 0.6),
+                is_right=lambda nodes: luck.random(len(nodes)) < 0.4,
+                seconds=seconds,
+            )
+            if step >= 10:
+                total += 12 * plain
+                lost += sum(seconds(nodes, asked) - plain * (1 + 0.62 * min(nodes / rows / 3, 1)) for asked, nodes in found)
+    assert lost < 0.03 * total
+
+
 def test_what_pays_in_a_small_batch_only_is_drafted_for_there_at_once():
     """Nodes cost what they bring with 64 requests, and next to nothing with 4; each step begins full and ends thin."""
     curve = [(0, 1.0), (16, 1.02), (64, 1.4), (512, 12.0)]

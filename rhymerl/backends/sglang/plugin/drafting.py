@@ -120,8 +120,7 @@ def _sampling(params: Any, offset: int) -> SamplingParams:
 
 
 class EngineDrafting:
-    """Drafts by the protocol for SGLang's running batch: trees of n nodes a request, its last token among them.
-    """
+    """Drafts by the protocol for SGLang's running batch: trees of n nodes a request, its last token among them."""
 
     def __init__(
         self,
@@ -195,7 +194,7 @@ class EngineDrafting:
         row.num_told = row.length
 
     def _drafts(self, rows: Sequence[_Row]) -> DraftBatch:
-        room = np.array([row.room for row in rows], np.int64)
+        room = np.array([row.room for row in rows], np.int32)
         askers = np.flatnonzero(room > 1)
         if self.protocol.max_nodes == 0 or len(askers) == 0:
             return no_drafts(len(rows))
