@@ -74,7 +74,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """Of the whole mini-batch over all ranks: the denominators of sums, so that the parts of any split add up to one loss."""
+    """Denominators of sums over the whole mini-batch and all ranks.
+
+    With them the parts of any split add up to one loss.
+    """
 
     num_tokens: int  # trained tokens, at least 1
     num_samples: int
@@ -134,7 +137,10 @@ class Algorithm(ABC):
         return replace(batch, advantages=self.advantages(batch))
 
     def metrics(self, batch: Batch) -> dict[str, float]:
-        """Of a whole step, once a step on every rank, after its updates; `batch` is as `prepare` returned it."""
+        """Return metrics of a whole step; it is called once a step on every rank, after its updates.
+
+        `batch` is as `prepare` returned it.
+        """
         return {}
 
     def adapt(self, batch: Batch) -> None:

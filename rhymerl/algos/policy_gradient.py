@@ -145,7 +145,7 @@ class PolicyGradient(Algorithm):
             self._kl_coef *= 1 + 0.1 * error
 
     def _total_kl(self, batch: Batch) -> float:
-        """As `prepare` found it, unless the batch is another."""
+        """Return the sum of the batch's divergences: those that `prepare` found, else those of `old_logprobs`."""
         of_answers = (
             self._divergence(batch.old_logprobs, batch).sum(-1) if batch.divergence is None else batch.divergence
         )
@@ -205,7 +205,7 @@ class PolicyGradient(Algorithm):
         )
 
     def _divergence(self, logprobs: Tensor, batch: Batch) -> Tensor:
-        """From the reference, [B, T] and 0 outside the mask."""
+        """Return the divergence from the reference, [B, T] and 0 outside the mask."""
         assert batch.reference_logprobs is not None, "the reference is asked for in `needs`"
         log_ratio = _difference(logprobs, batch.reference_logprobs, batch.mask)
         return divergence(log_ratio, torch.zeros_like(log_ratio), estimator=self.kl_estimator)

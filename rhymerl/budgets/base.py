@@ -39,10 +39,11 @@ class Budget(ABC):
         """The most nodes that a request may ever get in a pass; 0 turns drafting off. Read once, by the engine."""
 
     def skips(self, num_requests: int, num_passes: int) -> int:
-        """For how many passes, this one included, the drafter is left alone; asked first, when `num_passes` have begun since the last time.
+        """Return for how many passes, this one included, the drafter is left alone.
 
-        That holds as long as the same `num_requests` are running. Nothing is asked meanwhile, and `learn` hears nothing of
-        these passes: so passes without drafts cost next to nothing.
+        The engine asks this first, when `num_passes` have begun since the last time. That holds as long as the same
+        `num_requests` are running. Nothing is asked meanwhile, and `learn` hears nothing of these passes: so passes
+        without drafts cost next to nothing.
         """
         return 0
 

@@ -111,7 +111,7 @@ class Wire:
     # -- and back ----------------------------------------------------------------------------------------------------
 
     def _unpacked(self, node: Any, arrays: _Arrays) -> Any:
-        """In the order in which it was packed, in which the arrays follow one another."""
+        """Unpack in the order of packing, in which the arrays follow one another."""
         if isinstance(node, list):
             return node if set(map(type, node)) <= _PLAIN else [self._unpacked(each, arrays) for each in node]
         if not isinstance(node, dict):

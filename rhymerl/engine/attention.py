@@ -121,7 +121,10 @@ AttentionInterface.register(NAME, packed_attention)
 
 @contextmanager
 def packed(model: PreTrainedModel) -> Iterator[None]:
-    """Within: the model runs in eval mode with packed attention, in inference mode. After: as it was, module by module."""
+    """Context in which the model runs in eval and inference mode, with packed attention.
+
+    Afterwards it is as it was, module by module.
+    """
     implementation = model.config._attn_implementation
     with evaluating(model), torch.inference_mode():
         model.config._attn_implementation = NAME

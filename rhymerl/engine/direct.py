@@ -102,7 +102,10 @@ class _Layer:
 
 
 class DirectForward:
-    """Of a model for which `can_be_direct` holds, over a KV store that has been allocated, in torch's operations on any device."""
+    """Runs a model for which `can_be_direct` holds, in torch's operations on any device.
+
+    Its KV store has been allocated.
+    """
 
     def __init__(self, model: Any, store: KVStore) -> None:
         body = model.model

@@ -1,4 +1,7 @@
-"""Between the engine and its drafter and budget: asks, checks, trims, and tells what came of it. E = emitting rows."""
+"""The link between the engine and its drafter and budget. E = emitting rows.
+
+It asks for drafts, checks and trims them, and reports what came of them.
+"""
 
 from __future__ import annotations
 

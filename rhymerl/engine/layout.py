@@ -1,4 +1,4 @@
-"""From rows to one forward pass: which tokens are fed, where they stand, what they may see.
+"""Lay rows out for one forward pass: which tokens are fed, where they stand, what they may see.
 
 A row feeds its uncached tokens as a chain and hangs its draft below the last of them, the root. Prefill,
 plain decoding and tree verification are the same thing with other counts.

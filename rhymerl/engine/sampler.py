@@ -1,4 +1,4 @@
-"""From logits to tokens and log-probs. n = draws, V = vocabulary."""
+"""Sample tokens from logits, with their log-probs. n = draws, V = vocabulary."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class SuffixIndex:
 
     @property
     def bytes(self) -> int:
-        """Of all arrays."""
+        """The bytes of all arrays."""
         return sum(each.nbytes for each in (self.text, self.starts, self.order, self.fill, self.sequence))
 
     def matches(

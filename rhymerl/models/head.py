@@ -151,7 +151,10 @@ def _entropy(everything: Tensor) -> Tensor:
 def _gradient(
     everything: Tensor, targets: Tensor, entropy: Tensor, of_logprobs: Tensor | None, of_entropy: Tensor | None
 ) -> Tensor:
-    """Of the scaled logits z, [N, V]: with p = exp(everything), log p(target) has 1[target] - p and the entropy -p (log p + entropy)."""
+    """Return the gradient with respect to the scaled logits z, [N, V].
+
+    With p = exp(everything), that of log p(target) is 1[target] - p, and that of the entropy is -p (log p + entropy).
+    """
     gradient = everything.clamp(min=_LEAST).exp_()
     if of_entropy is not None:
         weight = everything.clamp(min=_LEAST).add_(entropy[:, None]).mul_(of_entropy[:, None])

@@ -58,7 +58,7 @@ def token_batch(samples: Sequence[Sample], device: torch.device | str, *, behind
 
 
 def hidden_states(body: nn.Module, batch: TokenBatch) -> Tensor:
-    """Of a model without its head, in front of each response token, [N, H]."""
+    """Return the states of a model without its head in front of each response token, [N, H]."""
     hidden: Tensor = body(input_ids=batch.input_ids, use_cache=False).last_hidden_state
     return hidden.flatten(0, 1)[batch.indices]
 

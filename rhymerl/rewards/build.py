@@ -1,4 +1,4 @@
-"""From what users write to a list of rewards, and to what a checkpoint can hold of it."""
+"""Build a list of rewards from what users write, and what a checkpoint can hold of it."""
 
 from __future__ import annotations
 

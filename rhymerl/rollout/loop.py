@@ -311,7 +311,7 @@ class RolloutLoop:
         )
 
     def _samples(self, requests: Sequence[RolloutRequest], scored: Sequence[ScoredOutput]) -> list[Sample]:
-        """In canonical order. Raises BackendError unless each request has exactly one answer."""
+        """Return the samples in canonical order. Raises BackendError unless each request has exactly one answer."""
         if sorted(each.index for each in scored) != list(range(len(requests))):
             raise BackendError(f"{len(scored)} answers to {len(requests)} requests: some were lost or came twice")
         return [self._sample(requests[each.index], each) for each in sorted(scored, key=lambda each: each.index)]

@@ -178,7 +178,10 @@ class Replay:
         totals.count(outcome)
 
     def _drafts(self, running: Sequence[_Running], requests: Sequence[RolloutRequest]) -> DraftBatch:
-        """As the engine asks: no node stands where the last token is drawn, and empty drafts are for who is not asked."""
+        """Return the drafts that the engine would ask for.
+
+        No node stands where the last token is sampled, and requests that are not asked for have empty drafts.
+        """
         limits = np.minimum(self.budget.limits(requests), self.budget.max_nodes)
         limits[[len(each.remaining) <= 1 and each.ends_by_length for each in running]] = 0
         askers = np.flatnonzero(limits)

@@ -40,7 +40,10 @@ class Speedup:
 
     @classmethod
     def of(cls, ratios: Sequence[float], *, equal: float) -> Speedup:
-        """From those of three pairs, whose logarithms are taken for normal: Student's interval, which is wide where they differ."""
+        """Build it from the ratios of three pairs: Student's interval, which is wide where they differ.
+
+        Their logarithms are taken for normal.
+        """
         assert len(ratios) == _PAIRS
         logs = [log(each) for each in ratios]
         half = _STUDENT_T * stdev(logs) / sqrt(_PAIRS)

@@ -61,7 +61,7 @@ class Decoding:
         return np.power(self.redo_acceptance, np.arange(self.redo_nodes + 1)).cumsum()
 
     def redone(self, sampled: FloatArray) -> FloatArray:
-        """Of run-ahead tokens, those up to the first that is not drawn again, it among them; expected."""
+        """Return how many run-ahead tokens are expected up to the first that is not sampled again, it among them."""
         a = self.redo_acceptance
         return sampled if a == 1 else (1 - np.power(a, sampled)) / (1 - a)
 
@@ -73,7 +73,7 @@ class Decoding:
         return int((tokens / cost).argmax())
 
     def pass_cost(self, load: FloatArray) -> FloatArray:
-        """Of passes that verify so many tokens."""
+        """Return the cost of passes that verify so many tokens."""
         return self.costs.seconds(0, load, 0)
 
 

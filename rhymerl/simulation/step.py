@@ -115,7 +115,7 @@ class StepRun:
         return found
 
     def _note_stale(self, updated: float, now: float) -> None:
-        """Before anything moves after the update."""
+        """Note how many tokens are stale, before anything moves after the update."""
         if now >= updated and self.stale_tokens is None:
             self.stale_tokens = float(self.sampled(updated).sum())
 

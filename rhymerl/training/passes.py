@@ -54,7 +54,7 @@ def _lines(
     max_tokens: int,
     behind: bool,
 ) -> npt.NDArray[np.floating]:
-    """For the samples at `mine`, in that order and one after the other, without padding."""
+    """Return the values of the samples at `mine`, in that order and one after the other, without padding."""
     lines: dict[int, npt.NDArray[np.floating]] = {}
     with torch.no_grad():
         for part in micro_batches(samples, mine, max_tokens):

@@ -113,7 +113,10 @@ class Updater:
         return {**metrics, **found, **times}
 
     def advantages(self, indices: Sequence[int]) -> list[float | None]:
-        """Of these samples of the latest step the means over their tokens; None where none is trained, or after `forget`."""
+        """Return the mean advantage over the tokens of each of these samples of the latest step.
+
+        None where none is trained, or after `forget`.
+        """
         batch = self._batch
         if batch is None or batch.advantages is None:
             return [None] * len(indices)
@@ -281,7 +284,10 @@ class Updater:
         return self.algorithm.loss(mine, output, totals)
 
     def _checkpointing(self) -> AbstractContextManager[None]:
-        """Within, the layers of the models keep their inputs only. Not outside, where an engine runs the same layers."""
+        """Context in which the layers of the models keep their inputs only.
+
+        It is off outside, where an engine runs the same layers.
+        """
         if not self.settings.activation_checkpointing:
             return nullcontext()
         own = self.critic.body if self.critic is not None else None
@@ -308,7 +314,7 @@ class Updater:
 
 
 def _split(found: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Of the tokens, [B, T] with zeros in the padding, and of what is behind the last one, [B]; from [B, T + 1]."""
+    """Split [B, T + 1] into the tokens, [B, T] with zeros in the padding, and what is behind the last one, [B]."""
     is_behind = torch.arange(found.shape[1]) == torch.tensor(lengths)[:, None]
     return found.masked_fill(is_behind, 0)[:, :-1], found[is_behind]
 

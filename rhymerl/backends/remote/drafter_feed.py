@@ -20,7 +20,7 @@ from rhymerl.types import Sample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedMessage:
-    """Of one step: what has changed in the history, and its samples where the drafter learns from them."""
+    """The history's changes of one step, and its samples where the drafter learns from them."""
 
     delta: HistoryDelta | None = None
     samples: Sequence[Sample] = ()

@@ -110,7 +110,10 @@ class WeightGroup:
         self._meanwhile("/update_weights_from_distributed", contents, _in_background(broadcast))
 
     def _meanwhile(self, path: str, contents: Sequence[Mapping[str, Any]], here: Future[None]) -> None:
-        """Until the engines have done their part as well. Whoever fails first is told, an engine before `here`; then all part."""
+        """Wait until `here` and the engines' part of it are done.
+
+        The first failure is raised, an engine's before that of `here`; then all leave the group.
+        """
         there = [
             _in_background(partial(engine.post, path, content, timeout_s=self.fleet.timeout_s))
             for engine, content in zip(self.fleet.engines, contents, strict=True)
@@ -147,7 +150,10 @@ class WeightGroup:
         wait([leaving], _PARTING_S)
 
     def _leave(self) -> None:
-        """Beside the engines: a group ends when nothing is under way in it, which may need that they have left."""
+        """Leave at the same time as the engines.
+
+        A group ends when nothing is under way in it, which may need that they have left.
+        """
         wait([self._joining])
         group, self._group = self._group, None
         if group in _world.pg_map:  # it goes with the default group, where that has been destroyed before
@@ -155,7 +161,7 @@ class WeightGroup:
 
 
 def _in_background(action: Callable[[], Any]) -> Future[Any]:
-    """In a thread that the interpreter's end does not wait for."""
+    """Run `action` in a thread that the interpreter's end does not wait for."""
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -182,7 +188,10 @@ def _told_of_errors() -> Iterator[None]:
 
 
 def _own_address(hosts: Sequence[str]) -> str:
-    """Of this machine, as all `hosts` see it: not that of its loopback where one of them is another machine."""
+    """Return this machine's address as all `hosts` see it.
+
+    It is not that of its loopback where one of them is another machine.
+    """
     addresses = [_seen_from(host) for host in hosts]
     return next((address for address in addresses if not address.startswith(("127.", "::1"))), addresses[0])
 

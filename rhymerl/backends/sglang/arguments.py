@@ -85,7 +85,10 @@ def words(
     context_tokens: int | None,
     more: Mapping[str, Any],
 ) -> list[str]:
-    """As typed behind `python -m sglang.launch_server`; `n` tokens a request and pass, 1 without drafts."""
+    """Return the arguments as typed behind `python -m sglang.launch_server`.
+
+    `n` is the tokens a request and pass, 1 without drafts.
+    """
     ours: dict[str, Any] = {
         "model_path": model_path,
         "dtype": dtype,

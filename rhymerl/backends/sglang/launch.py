@@ -74,6 +74,6 @@ def _listens_at(host: str) -> str:
 
 
 def shell_line(launch: dict[str, Any]) -> str:
-    """To be pasted into a shell."""
+    """Return the launch as a line to paste into a shell."""
     variables = [f"{name}={shlex.quote(value)}" for name, value in launch["environment"].items()]
     return " ".join([*variables, "python -m sglang.launch_server", *map(shlex.quote, launch["arguments"])])

@@ -49,7 +49,10 @@ def enter(folders: Sequence[str], *, spare: users.User | None) -> None:
 
 
 def _unshare(spare: users.User | None) -> None:
-    """With a user namespace, for which nobody needs a right; else, as root where these are switched off, without."""
+    """Enter new namespaces, with a user namespace, for which nobody needs a right.
+
+    Where user namespaces are switched off, root enters the others without one.
+    """
     own = users.own()
     finish = _map_from_outside([own, spare]) if spare else lambda entered: False
     try:

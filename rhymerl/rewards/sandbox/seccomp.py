@@ -203,7 +203,10 @@ def _none_of(argument: int, bits: int, error: int) -> list[bytes]:
 
 
 def _one_of(argument: int, values: Sequence[int], error: int = errno.EPERM) -> list[bytes]:
-    """Of 32 bits: the high half is 0."""
+    """Return instructions that allow an argument these values only.
+
+    It has 32 bits: the high half must be 0.
+    """
     low = [_load(argument), *_jump_if_any(values, over=1)]
     return [_load(argument, high=True), _jump(_EQUAL, 0, 0, len(low)), *low, _refuse(error)]
 

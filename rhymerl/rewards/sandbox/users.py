@@ -56,7 +56,7 @@ def check(user: User, *, folders: Sequence[str], apart: bool) -> None:
 
 
 def become(user: User) -> None:
-    """For good, once the capabilities are dropped too. Raises OSError."""
+    """Become the user for good, once the capabilities are dropped too. Raises OSError."""
     if user == own():
         return
     os.setgroups([])
@@ -79,7 +79,7 @@ def limit_processes() -> None:
 
 
 def _spare_id(path: str) -> int | None:
-    """In the upper half of the widest range that is mapped here."""
+    """Return an id in the upper half of the widest range that is mapped here."""
     with open(path) as file:
         ranges = [[int(word) for word in line.split()] for line in file]
     first, _, count = max(ranges, key=lambda entry: entry[2], default=(0, 0, 0))

@@ -25,7 +25,7 @@ class TreeArrays:
 
     @classmethod
     def unflat(cls, flat: npt.NDArray[np.int64]) -> TreeArrays:
-        """From `flat`'s array."""
+        """Build it from `flat`'s array."""
         n = flat.shape[1] // 2
         return cls(token_ids=flat[:, :n], parents=flat[:, n:])
 

@@ -1,4 +1,7 @@
-"""Between SGLang's running batch and a rhymerl drafter: the same hooks, in the same order, as our own engine calls them."""
+"""The link between SGLang's running batch and a rhymerl drafter.
+
+It calls the same hooks, in the same order, as our own engine does.
+"""
 
 from __future__ import annotations
 
@@ -172,7 +175,10 @@ class EngineDrafting:
         return row
 
     def _catch_up(self, feed: FeedReader, version: int) -> None:
-        """As far as there is something: drafts from what is known are good for any request, whatever its client has written."""
+        """Read the feed as far as there is something.
+
+        Drafts from what is known are good for any request, whatever its client has written.
+        """
         try:
             feed.catch_up(version)
         except BackendError as error:

@@ -78,7 +78,7 @@ def _truncates(sampling_info: Any) -> bool:
 
 @contextmanager
 def without_seeds(batch: Any) -> Iterator[None]:
-    """Within, the batch is as SGLang made it: some of its ways of sampling refuse seeds."""
+    """Context in which the batch is as SGLang made it: some of its ways of sampling refuse seeds."""
     info = batch.sampling_info
     if info is None:
         yield

@@ -60,7 +60,7 @@ class Findings:
             )
 
     def to_json(self) -> str:
-        """For `from_json` in another process."""
+        """Return it as JSON, for `from_json` in another process."""
         return json.dumps(asdict(self))
 
     @classmethod

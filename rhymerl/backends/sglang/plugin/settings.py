@@ -33,7 +33,7 @@ class EngineSettings:
 
     @classmethod
     def of(cls, drafter: Drafter, folder: Path) -> EngineSettings:
-        """With the import path of this process, so that a class of the user's own is found there too.
+        """Describe a drafter, with this process's import path, so that a class of the user's own is found there too.
 
         Raises ConfigError for a drafter that cannot be built again in the engine's process.
         """

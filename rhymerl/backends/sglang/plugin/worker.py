@@ -25,7 +25,7 @@ _MAKES_MASKS = getattr(ngram_worker, "USE_FULL_MASK", False) and hasattr(ngram_w
 
 @contextmanager
 def _bare_trees() -> Iterator[None]:
-    """Within, SGLang leaves the trees' own masks as they are; elsewhere nobody would complete them."""
+    """Context in which SGLang leaves the trees' own masks as they are; elsewhere nobody would complete them."""
     if not _MAKES_MASKS:
         yield
         return
@@ -109,7 +109,7 @@ class HistoryWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
 
 
 class HistoryAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
-    """To the rest of SGLang it is n-gram speculation, whatever it is asked."""
+    """Speculation by our worker, which the rest of SGLang takes for n-gram speculation, whatever it asks."""
 
     def create_worker(self, server_args: Any) -> type:
         """The worker's class."""
