@@ -178,7 +178,7 @@ class _Lock:
             self.close()
 
     def close(self) -> None:
-        """Close the lock in a forked child, which must not hold what is its parent's."""
+        """Close the file. A forked child does so as well: it must not hold what is its parent's."""
         if self._descriptor is not None:
             os.close(self._descriptor)
         self._descriptor = None

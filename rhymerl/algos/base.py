@@ -23,7 +23,7 @@ class Batch:
     rewards: Tensor  # [B]
     groups: Tensor  # [B] int64, equal for the samples of one prompt
     mask: Tensor  # [B, T] bool, tokens that are trained
-    behaviour_logprobs: Tensor  # [B, T] of the policies that drew the tokens
+    behaviour_logprobs: Tensor  # [B, T] of the policies that sampled the tokens
     limits: Tensor  # [B] int64, the most tokens that each answer could have had
     is_truncated: Tensor  # [B] bool, cut off at its limit
     proximal_logprobs: Tensor | None = None  # [B, T] before the first update; None: as behaviour
@@ -64,7 +64,7 @@ class Batch:
         return self._each(lambda value: value.to(dtype) if value.ndim == 2 and value.is_floating_point() else value)
 
     def to(self, device: torch.device | str) -> Self:
-        """The same on a device."""
+        """Return the batch on a device."""
         return self._each(lambda value: value.to(device))
 
     def _each(self, change: Any) -> Self:
@@ -148,7 +148,7 @@ class Algorithm(ABC):
 
     @property
     def may_stop(self) -> bool:
-        """Whether `stops` is to be asked, for which the ranks meet after each mini-batch."""
+        """Whether `stops` is to be asked, which takes a collective after each mini-batch."""
         return type(self).stops is not Algorithm.stops
 
     def stops(self, metrics: Mapping[str, float]) -> bool:

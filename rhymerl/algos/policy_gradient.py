@@ -47,7 +47,7 @@ class PolicyGradient(Algorithm):
     kl_estimator: Estimator = "k3"
     kl_unbiased: bool = True  # in the loss: weighted with the ratio, so that its expected gradient is the divergence's
     kl_target: float | None = None  # nats an answer; in the reward: the coefficient adapts to it
-    correction: Literal["none", "truncated", "masked"] = "truncated"  # of the policies that drew the tokens
+    correction: Literal["none", "truncated", "masked"] = "truncated"  # of the policies that sampled the tokens
     correction_level: Level = "token"
     correction_floor: float | None = None
     correction_cap: float | None = 2.0
@@ -237,5 +237,5 @@ class PolicyGradient(Algorithm):
 
 
 def _difference(left: Tensor, right: Tensor, mask: Tensor) -> Tensor:
-    """[B, T], 0 outside the mask whatever stands there."""
+    """Return the difference [B, T], 0 outside the mask whatever stands there."""
     return (left - right).masked_fill(~mask, 0)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassOutcome:
-    """What came of one pass. R = requests that drew tokens in it, N = nodes that were verified."""
+    """What came of one pass. R = requests that sampled tokens in it, N = nodes that were verified."""
 
     requests: Sequence[RolloutRequest]  # [R]
     drafts: DraftBatch  # R, N: as verified; many may be empty
@@ -62,7 +62,7 @@ class Budget(ABC):
         return np.ones(len(drafts.token_ids), np.bool_)
 
     def learn(self, outcome: PassOutcome) -> None:
-        """A pass is over; called after each one in which requests drew tokens, unless it was skipped."""
+        """A pass is over; called after each one in which requests sampled tokens, unless it was skipped."""
 
     def finish(self, request: RolloutRequest) -> None:
         """A request left for good: drop what is kept for it."""

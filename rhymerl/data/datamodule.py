@@ -269,7 +269,7 @@ def _limits_of(name: str, limits: LengthLimits, evaluation: _Evaluation) -> Leng
 
 
 def _check_names(validation: object) -> None:
-    """They are parts of metrics' names."""
+    """Check the names of validation sets, which are parts of metrics' names."""
     if isinstance(validation, Mapping):
         if not validation:
             raise ConfigError("data.validation={}: expected at least one data set, or null")

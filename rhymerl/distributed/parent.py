@@ -33,7 +33,7 @@ def as_launcher() -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """The kernel kills this process as soon as its parent ends, until the ranks have met: they cannot tell one another before.
+    """Have the kernel kill this process as soon as its parent ends, until there is a failure detector.
 
     For ranks that rank 0 has started, as Lightning's launcher does. Where rank 0 was not `as_launcher`, that is when its command
     is the same: a shell, or a program of the user's that starts all ranks, may well end before them. Raises SystemExit when rank 0 is

@@ -38,7 +38,7 @@ class Wire:
         self._key = key
 
     def pack(self, value: Any, *, address: str) -> bytes:
-        """A message for one `place`, such as a key of a store or a numbered collective: it is good nowhere else.
+        """Return a message for one `address`, such as a store's key or a numbered collective: it is good nowhere else.
 
         Raises TypeError, naming the type, for what does not travel.
         """
@@ -52,7 +52,10 @@ class Wire:
         return self._signature(content, address) + content
 
     def unpack(self, message: bytes | bytearray | memoryview, *, address: str) -> Any:
-        """The value again, its arrays writable. Raises RunError for a message that no rank of this run has sent to this place."""
+        """Return the value again, its arrays writable.
+
+        Raises RunError for a message that no rank of this run has sent to this address.
+        """
         signature, content = bytes(message[:_SIGNATURE]), bytearray(message[_SIGNATURE:])
         if not hmac.compare_digest(signature, self._signature(content, address)):
             raise RunError(

@@ -117,7 +117,7 @@ class DirectForward:
     def __call__(
         self, token_ids: Tensor, positions: Tensor, logit_indices: Tensor | None, plan: AttentionPlan
     ) -> Tensor:
-        """Logits [M, vocabulary] at `logit_places` [M] (None = at all) of the packed tokens [N]."""
+        """Return logits [M, vocabulary] at `logit_indices` [M] (None = at all) of the packed tokens [N]."""
         hidden = self._embed(token_ids)
         cos, sin = self._rotary(hidden, positions[None])
         change = torch.zeros_like(hidden)

@@ -122,7 +122,7 @@ class Drafting:
         drafts = sound(drafts, requests, limits=limits, vocabulary=self._vocabulary, complain=self._complain)
         self._totals.asks += len(row)
         self._totals.hits += int(np.count_nonzero(drafts.counts))
-        deepest = rows.limit[row] - rows.length[row] - 1  # the last token that fits is drawn at a node
+        deepest = rows.limit[row] - rows.length[row] - 1  # the last token that fits is sampled at a node
         if (limits > deepest).any():
             drafts = keep_nodes(drafts, depths(drafts) <= deepest[drafts.requests])
         with self._in_budget:

@@ -28,7 +28,7 @@ class BucketLayout:
 
     kv_slots: IndexArray  # [B, S]
     mask: BoolArray  # [B, Q, S]
-    queries: IndexArray  # [B, Q] places in the packed pass
+    queries: IndexArray  # [B, Q] indices into the packed pass
     valid: BoolArray  # [B, Q]
 
 

@@ -50,7 +50,7 @@ def sorted_by_context(text: IntArray, reach: int) -> IntArray:
             count[digit] += 1
         order, other = other, order
         shift += 11
-    # A rank is the place of the first of its equals, so it also says where they are to be put.
+    # A rank is the position of the first of its equals, so it also says where they are to be put.
     rank = np.empty(size, np.int32)
     first = 0
     for i in range(size):

@@ -131,7 +131,7 @@ def _slices(count: int, size: int) -> Iterator[slice]:
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    """[N, V] in float32 or better."""
+    """Return the log-softmax, [N, V] in float32 or better."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if temperature != 1:
         logits = logits / temperature
@@ -143,7 +143,7 @@ def _chosen(everything: Tensor, targets: Tensor) -> Tensor:
 
 
 def _entropy(everything: Tensor) -> Tensor:
-    """[N, V] -> [N]."""
+    """Return the entropy of each line: [N, V] -> [N]."""
     held = everything.clamp(min=_LEAST)
     return -(held.exp() * held).sum(-1) if held.requires_grad else -held.exp().mul_(held).sum(-1)
 

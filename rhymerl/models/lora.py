@@ -59,7 +59,7 @@ class LoRA:
             _inject(config, model)
 
     def _found_in(self, model: PreTrainedModel) -> list[str]:
-        """Names of layers. Not peft's own "all-linear", which means parameters too that are no layers."""
+        """Return names of layers. Peft's own "all-linear" is not used: it means parameters too that are no layers."""
         head = model.get_output_embeddings()
         is_tied = model.config.get_text_config().tie_word_embeddings
         layers = {

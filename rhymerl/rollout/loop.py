@@ -171,7 +171,7 @@ class RolloutLoop:
         split: Split,
         following: list[RolloutRequest] | None,
     ) -> SamplingRound:
-        """All answers to these requests, on every rank."""
+        """Return all answers to these requests, on every rank."""
         started = time.perf_counter()
         current = self._begin(requests, step, following, split)
         answers = self._answer(current)
@@ -192,7 +192,7 @@ class RolloutLoop:
         )
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        """The policy of the steps to come."""
+        """Hand over the policy of the steps to come."""
         self.policy_version = policy_version
         self.backend.sync_weights(named_tensors, policy_version)
 

@@ -302,7 +302,7 @@ def _parts(config: DictConfig) -> tuple[PromptDataModule, RhymeModule]:
 def _take_up_history(
     config: DictConfig, module: RhymeModule, datamodule: PromptDataModule, *, is_resumed: bool
 ) -> None:
-    """An earlier run's answers, if any were named; a resumed run has its own."""
+    """Take up an earlier run's answers, if any were named; a resumed run has its own."""
     path = config.history_file
     if path is not None and is_resumed:
         _note(f"history_file={path!r} is not read: the checkpoint has the run's own history")

@@ -50,7 +50,7 @@ class Speedup:
         return cls(ratio=median(ratios), low=exp(mean(logs) - half), high=exp(mean(logs) + half), equal=equal)
 
     def __str__(self) -> str:
-        """Two lines, which claim nothing that the pairs do not show."""
+        """Return two lines, which claim nothing that the pairs do not show."""
         interval = f"95 % interval {self.low:.2f} to {self.high:.2f}"
         told = f"Drafts make rollouts {self.ratio:.2f} times as fast ({interval})"
         if self.low <= 1 <= self.high:

@@ -43,7 +43,7 @@ class QueueCost:
         return (self.base * longest + self.per_token * self.verified * total) / self.tokens_per_pass
 
     def learn(self, samples: Sequence[Sample]) -> None:
-        """Acceptance, from answers that say how many passes they took."""
+        """Learn acceptance from answers that say how many passes they took."""
         done = [sample.completion for sample in samples if sample.completion.num_passes]
         passes = sum(each.num_passes for each in done)
         if not passes:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def log_step(trainer: Any, metrics: Mapping[str, float], num_rollouts: int) -> dict[str, float]:
     """Log to the loggers every `log_every_n_steps` and to a bar; return what the loggers got.
 
-    Callbacks that monitor a metric find it in `trainer.callback_metrics`. Not through a module's `log`, whose
-    bookkeeping of each metric costs more than a small model's forward pass.
+    Callbacks that monitor a metric find it in `trainer.callback_metrics`. A module's `log` is not used: its bookkeeping
+    of each metric costs more than a small model's forward pass.
     """
     trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
     if trainer.progress_bar_callback is not None:

@@ -283,7 +283,7 @@ class RhymeModule(L.LightningModule):
         self._evaluate_if_due()
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> STEP_OUTPUT:
-        """One rollout step; `batch` is the same list of prompts on every rank."""
+        """Run one rollout step; `batch` is the same list of prompts on every rank."""
         assert self._loop is not None and self._updater is not None
         started = time.perf_counter()
         step = self.num_rollouts

@@ -116,7 +116,7 @@ class UpdateSettings:
         return torch.optim.AdamW(groups, lr=self.learning_rate, betas=(first, second), fused=True)
 
     def _groups(self, parameters: Iterable[nn.Parameter], learning_rate: float) -> list[dict[str, Any]]:
-        """Biases and norms (one-dimensional parameters) do not decay."""
+        """Return the parameter groups: biases and norms (one-dimensional parameters) do not decay."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         kinds = (
             ([p for p in trained if p.ndim > 1], self.weight_decay),

@@ -1,4 +1,4 @@
-"""Estimates of the divergence from a reference policy, from the tokens that were drawn. All [B, T], in nats."""
+"""Estimates of the divergence from a reference policy, from the tokens that were sampled. All [B, T], in nats."""
 
 from __future__ import annotations
 

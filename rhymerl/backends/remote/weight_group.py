@@ -30,7 +30,7 @@ from rhymerl.backends.remote.weights import buckets, update_session
 from rhymerl.errors import BackendError
 
 _JOIN_S = 120.0  # for all to join, and for a bucket
-_SETTLE_S = 1.0  # from the first failure: an engine may have the reason, and another may be on its way to the meeting
+_SETTLE_S = 1.0  # from the first failure: an engine may have the reason, and another may still be about to join
 _PARTING_S = 10.0
 _ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
@@ -70,7 +70,7 @@ class WeightGroup:
 
     def _join(self, content: Mapping[str, Any]) -> None:
         """A group besides the default one, made as SGLang makes its side of it."""
-        # A connection as the engines have theirs: whoever waits at it fails as soon as there is no meeting any more.
+        # A connection as the engines have theirs: whoever waits at it fails as soon as the store is gone.
         address, port, size = content["master_address"], content["master_port"], content["world_size"]
         store = PrefixStore(self._name, TCPStore(address, port, size, timeout=self._timeout, wait_for_workers=False))
         backend, name = dist.Backend(content["backend"]), cast(Any, self._name)
@@ -80,7 +80,7 @@ class WeightGroup:
         self._group = group
 
     def send(self, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, *, version: int) -> None:
-        """All of them, a bucket at a time."""
+        """Send all of them, a bucket at a time."""
         with update_session(self.fleet):
             for bucket in buckets(named, dtype):
                 self._send(bucket, dtype, version)
@@ -133,7 +133,7 @@ class WeightGroup:
 
     @property
     def is_closed(self) -> bool:
-        """Also after a failure."""
+        """Whether the group is closed, which it also is after a failure."""
         return self._rendezvous is None
 
     def close(self) -> None:

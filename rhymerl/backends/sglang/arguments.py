@@ -47,7 +47,7 @@ _OF_ONE_ENGINE = dict.fromkeys(
 
 
 def check(arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an argument that is ours to set, or with which drafts would change what is drawn."""
+    """Raise ConfigError for an argument that is ours to set, or with which drafts would change what is sampled."""
     for name, value in arguments.items():
         _refuse(name, value, _REFUSED)
         if value not in (None, 1):

@@ -1,4 +1,4 @@
-"""Engines from a session's start to its end: requests in flight, weights, and the news of the drafter."""
+"""Engines from a session's start to its end: requests in flight, weights, and the feed of the drafter."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def _run_program(job: dict[str, Any], given: str, *, filtered: bool) -> dict[str
 
 
 def _read_all(fd: int, *, max_bytes: int) -> str | None:
-    """None when it is more than `max_bytes`."""
+    """Read all there is; None when it is more than `max_bytes`."""
     parts, size = [], 0
     while part := os.read(fd, _CHUNK_BYTES):
         size += len(part)

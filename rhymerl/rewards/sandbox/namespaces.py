@@ -96,7 +96,7 @@ def _map_from_outside(kept: Sequence[users.User]) -> Callable[[bool], bool]:
 
 
 def _map(process: int, kept: Sequence[users.User]) -> None:
-    """These users and groups, under their own numbers. Raises OSError."""
+    """Map these users and groups under their own numbers. Raises OSError."""
     for kind in ("uid", "gid"):
         with open(f"/proc/{process}/{kind}_map", "w") as file:
             file.write("\n".join(f"{getattr(user, kind)} {getattr(user, kind)} 1" for user in kept))

@@ -141,7 +141,7 @@ def install(*, memory_mb: int) -> None:
 
 
 def compiled(*, memory_mb: int) -> bytes:
-    """The filter of this process and its children, which map memory around the same place."""
+    """The filter of this process and its children, which map memory around the same address."""
     return _compiled(memory_mb // 2**12)
 
 
@@ -152,7 +152,7 @@ def _compiled(further: int) -> bytes:
 
 
 def install_program(program: bytes) -> None:
-    """The same with any filter."""
+    """Do the same with any filter."""
     buffer = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HP", len(program) // 8, ctypes.addressof(buffer))
     prctl(PR_SET_NO_NEW_PRIVS, 1)

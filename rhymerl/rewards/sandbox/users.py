@@ -24,12 +24,12 @@ class User(NamedTuple):
 
 
 def own() -> User:
-    """The one that this process is."""
+    """Return the user that this process is."""
     return User(os.geteuid(), os.getegid())
 
 
 def spare() -> User | None:
-    """One that nobody is, another for each process; None where this process is not root or there is root alone."""
+    """Return a user that nobody is, another for each process; None unless this process is root, or with root alone."""
     uid, gid = (_spare_id(f"/proc/self/{name}") for name in ("uid_map", "gid_map"))
     return None if os.geteuid() != 0 or uid is None or gid is None else User(uid, gid)
 
@@ -65,7 +65,7 @@ def become(user: User) -> None:
 
 
 def limit_processes() -> None:
-    """Those of this process's user, for good. Raises OSError where the kernel does not count them."""
+    """Limit the processes of this process's user, for good. Raises OSError where the kernel does not count them."""
     resource.setrlimit(resource.RLIMIT_NPROC, (1, MAX_PROCESSES))
     try:
         child = os.fork()

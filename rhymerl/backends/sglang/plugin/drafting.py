@@ -148,7 +148,7 @@ class EngineDrafting:
         self._hears_tokens = listens(drafter, "accept")
 
     def propose(self, requests: Sequence[EngineRequest], ahead: Sequence[Sequence[int]]) -> TreeArrays:
-        """The trees of the batch; `ahead` are tokens of each request that are drawn but not yet in its `output_ids`."""
+        """Return the trees of the batch; `ahead` are each request's sampled tokens that its `output_ids` lack yet."""
         started = time.perf_counter()
         here = {id(request) for request in requests}
         self._finish_departed(here)
@@ -199,7 +199,7 @@ class EngineDrafting:
         return request if name == request.id else replace(request, id=name)
 
     def _tell(self, row: _Row) -> None:
-        """`accept` of what the pass before has drawn: all but its last token came from the draft."""
+        """`accept` of what the pass before has sampled: all but its last token came from the draft."""
         new = row.length - row.num_told
         if new > 0 and self._hears_tokens:
             drafted = row.end - row.num_told - 1
@@ -207,7 +207,7 @@ class EngineDrafting:
         row.num_told = row.length
 
     def _drafts(self, rows: Sequence[_Row]) -> DraftBatch:
-        # The last token that fits is drawn at a node, so no node may stand in its place.
+        # The last token that fits is sampled at a node, so no node may stand in its place.
         limits = np.array([self.n - 1 if row.room > 1 else 0 for row in rows], np.int32)
         askers = np.flatnonzero(limits)
         if len(askers) == 0:
@@ -260,9 +260,10 @@ class EngineDrafting:
 def not_yet_known(
     requests: Sequence[EngineRequest], cached: Sequence[int], sampled: Callable[[], Sequence[Sequence[int]]]
 ) -> Sequence[Sequence[int]]:
-    """Tokens that the last pass has drawn for each request and that are not in its output yet, because results are read a pass later.
+    """Return the tokens that the last pass has sampled for each request and that are not in its output yet.
 
-    `cached` tokens of each request have keys and values: all but its last one. `drawn` is only asked when some are missing.
+    Results are read a pass later. `cached` tokens of each request have keys and values: all but its last one. `sampled`
+    is only called when some are missing.
     """
     missing = [
         length + 1 - len(request.origin_input_ids) - len(request.output_ids)

@@ -25,7 +25,7 @@ _REPORT = "plugin"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """The drafter's config, where its class is imported from, and the folder in which trainer and engine meet."""
+    """The drafter's config, where its class is imported from, and the folder that trainer and engine share."""
 
     drafter: Mapping[str, Any]
     folder: str
@@ -76,7 +76,7 @@ class EngineSettings:
 
     @staticmethod
     def read_report(folder: Path) -> Findings:
-        """What the engine that meets the trainer in `folder` lacks. Raises BackendError when it has not loaded the plugin."""
+        """Return what the engine with this `folder` lacks. Raises BackendError when it has not loaded the plugin."""
         try:
             return Findings.from_json((folder / _REPORT).read_text())
         except FileNotFoundError as error:
