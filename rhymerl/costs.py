@@ -47,7 +47,10 @@ class PassCost(ABC):
 
     @abstractmethod
     def seconds(self, rows: int, nodes: FloatArray | IndexArray, asked: int) -> FloatArray:
-        """With so many draft nodes in all (an array of choices), after the drafter was asked for `asked` requests."""
+        """Return the time of a pass with so many draft nodes in all (an array of choices).
+
+        The drafter was asked for `asked` requests before it.
+        """
 
     def observe(self, rows: int, nodes: int, asked: int, seconds: float) -> float:
         """A pass has taken so long; returns what it is held to have taken."""
@@ -78,7 +81,7 @@ class CostCurve(PassCost):
 
     @classmethod
     def read(cls, path: str | Path, *, setting: str = "budget.costs") -> CostCurve:
-        """From a JSON file {"costs": [[tokens, seconds], ...]}, such as `rhymerl bench costs` prints."""
+        """Read a curve from a JSON file {"costs": [[tokens, seconds], ...]}, such as `rhymerl bench costs` prints."""
         where = f"{setting}={str(path)!r}"
         try:
             points = read_points(path)

@@ -23,9 +23,10 @@ def line_of(component: object, hook: str) -> str:
 
 
 class Hooks:
-    """`with hooks:` around calls of a component, `setting` being that which names it: an exception becomes a HookError.
+    """Turns exceptions of a component into HookErrors: `with hooks:` stands around its calls.
 
-    It names the last line of the component's own file that led there. Errors of rhymerl's own pass as they are.
+    `setting` is the one that names the component. A HookError names the last line of the component's own file that led
+    there. Errors of rhymerl's own pass as they are.
     """
 
     __slots__ = ("component", "setting")

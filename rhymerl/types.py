@@ -62,7 +62,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn. Raises ValueError naming the field that is out of range.
+    """How tokens are sampled. Raises ValueError naming the field that is out of range.
 
     The order of truncation is temperature, top-k, top-p, min-p, as in most engines.
     """
@@ -121,7 +121,7 @@ class RolloutRequest:
     sampling: SamplingParams
     split: Split = "train"
     output: Output | None = None  # go on from here
-    ahead: IntArray | None = None  # a draft of the whole answer: what the policy before drew with the same noise
+    ahead: IntArray | None = None  # a draft of the whole answer: what the policy before sampled with the same noise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +216,7 @@ class DraftBatch:
         )
 
     def spread(self, indices: IndexArray, num_requests: int) -> DraftBatch:
-        """These drafts at the ascending `places` [R] among `num_requests` requests, nothing for the others."""
+        """Return these drafts at the ascending `indices` [R] among `num_requests` requests, nothing for the others."""
         import numpy as np
 
         if len(indices) == num_requests:

@@ -47,7 +47,7 @@ class PolicyGradient(Algorithm):
     kl_estimator: Estimator = "k3"
     kl_unbiased: bool = True  # in the loss: weighted with the ratio, so that its expected gradient is the divergence's
     kl_target: float | None = None  # nats an answer; in the reward: the coefficient adapts to it
-    correction: Literal["none", "truncated", "masked"] = "truncated"  # of the policies that drew the tokens
+    correction: Literal["none", "truncated", "masked"] = "truncated"  # of the policies that sampled the tokens
     correction_level: Level = "token"
     correction_floor: float | None = None
     correction_cap: float | None = 2.0
@@ -145,7 +145,7 @@ class PolicyGradient(Algorithm):
             self._kl_coef *= 1 + 0.1 * error
 
     def _total_kl(self, batch: Batch) -> float:
-        """As `prepare` found it, unless the batch is another."""
+        """Return the sum of the batch's divergences: those that `prepare` found, else those of `old_logprobs`."""
         of_answers = (
             self._divergence(batch.old_logprobs, batch).sum(-1) if batch.divergence is None else batch.divergence
         )
@@ -205,7 +205,7 @@ class PolicyGradient(Algorithm):
         )
 
     def _divergence(self, logprobs: Tensor, batch: Batch) -> Tensor:
-        """From the reference, [B, T] and 0 outside the mask."""
+        """Return the divergence from the reference, [B, T] and 0 outside the mask."""
         assert batch.reference_logprobs is not None, "the reference is asked for in `needs`"
         log_ratio = _difference(logprobs, batch.reference_logprobs, batch.mask)
         return divergence(log_ratio, torch.zeros_like(log_ratio), estimator=self.kl_estimator)
@@ -237,5 +237,5 @@ class PolicyGradient(Algorithm):
 
 
 def _difference(left: Tensor, right: Tensor, mask: Tensor) -> Tensor:
-    """[B, T], 0 outside the mask whatever stands there."""
+    """Return the difference [B, T], 0 outside the mask whatever stands there."""
     return (left - right).masked_fill(~mask, 0)

@@ -32,6 +32,6 @@ class PolicyBench:
         return encode_rows([LocatedRow(location="task", row=row) for row in task.rows("train")], encoder, limits)
 
     def requests(self, step: str) -> list[RolloutRequest]:
-        """For all prompts, with noise of that step."""
+        """Return requests for all prompts, with the noise of that step."""
         stop_token_ids = self.policy.stop_token_ids
         return requests_of(self.prompts, step, self.rollout, seed=self.config.seed, stop_token_ids=stop_token_ids)

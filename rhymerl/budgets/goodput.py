@@ -126,7 +126,10 @@ class GoodputBudget(Budget):
         return "draft" if self._course.drafts else "probe"
 
     def _probed(self, requests: Sequence[RolloutRequest]) -> list[int]:
-        """Neighbours, which often have their prompt in common, others each time; those with tokens drawn ahead before all."""
+        """Return the requests to probe: neighbours, which often have their prompt in common, others each time.
+
+        Those with tokens sampled ahead come first.
+        """
         rows, course = len(requests), self._course
         ahead = [index for index, request in enumerate(requests) if request.ahead is not None]
         course.probes += 1
@@ -264,7 +267,7 @@ class _Course:
 
 @dataclass(slots=True)
 class _Report:
-    """Since the last metrics."""
+    """What has happened since the last metrics."""
 
     passes: int = 0
     paused: int = 0

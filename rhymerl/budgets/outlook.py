@@ -37,7 +37,7 @@ class Outlook:
         return float((plain * (1 + self._tokens) / cost.seconds(rows, rows * _NODES, rows)).max())
 
     def state_dict(self) -> dict[str, Any]:
-        """In plain containers."""
+        """Return the state in plain containers."""
         return {"tokens": None if self._tokens is None else self._tokens.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -107,7 +107,7 @@ def sample_row(sample: Sample) -> dict[str, Any]:
 
 
 def lines_of(rows: Iterable[Row]) -> str:
-    """As JSON lines; a column's value that JSON does not know is told in words."""
+    """Return rows as JSON lines; a column's value that JSON does not know is written as its text."""
     return "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
 
 

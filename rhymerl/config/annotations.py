@@ -25,7 +25,7 @@ _NOT_JUDGED = (Any, object, type, abc.Callable, abc.Iterator, abc.Hashable)
 
 
 class Misfit(Exception):  # noqa: N818 - not an error of the program's, and always turned into one that names the setting
-    """`value` at `place` (such as `.weight` or `[0]`) within the judged value is not what `expected` says."""
+    """`value` at `location` (such as `.weight` or `[0]`) within the judged value is not what `expected` says."""
 
     def __init__(self, value: Any, expected: str, *, location: str = "") -> None:
         super().__init__(f"{value!r}: expected {expected}")

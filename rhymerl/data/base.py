@@ -13,7 +13,7 @@ ONLY_SET = "validation"  # the name of an evaluation's data set that has no name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocatedRow:
-    """A row and its origin: `PlacedRow(place="data.train='a.jsonl', line 3", row={"prompt": "1+1=?"})`."""
+    """A row and its origin: `LocatedRow(location="data.train='a.jsonl', line 3", row={"prompt": "1+1=?"})`."""
 
     location: str  # begins every error message about the row
     row: Row

@@ -196,7 +196,7 @@ class PromptDataModule(L.LightningDataModule):
         return self.train_loader
 
     def val_dataloader(self) -> PromptLoader | list[PromptLoader] | CombinedLoader:
-        """With no loaders, for which Lightning skips validation, when a fit has no validation data."""
+        """Return the validation loaders; without validation data there are none, and Lightning skips validation."""
         loaders = list(self.validation_loaders.values())
         if not loaders:
             return _NoLoaders([], "sequential")
@@ -217,12 +217,12 @@ class PromptDataModule(L.LightningDataModule):
 
     @property
     def validation_names(self) -> list[str]:
-        """Of the validation sets, in their order; one that was given without a name is `validation`."""
+        """The names of the validation sets, in their order; one that was given without a name is `validation`."""
         return list(self.validation) if isinstance(self.validation, Mapping) else [ONLY_SET]
 
     @property
     def num_validation_prompts(self) -> int:
-        """Of all sets; known after `setup`."""
+        """The number of prompts in all validation sets; known after `setup`."""
         return sum(len(loader.prompts) for loader in self.validation_loaders.values())
 
     @property
@@ -269,7 +269,7 @@ def _limits_of(name: str, limits: LengthLimits, evaluation: _Evaluation) -> Leng
 
 
 def _check_names(validation: object) -> None:
-    """They are parts of metrics' names."""
+    """Check the names of validation sets, which are parts of metrics' names."""
     if isinstance(validation, Mapping):
         if not validation:
             raise ConfigError("data.validation={}: expected at least one data set, or null")

@@ -1,4 +1,4 @@
-"""From rows to prompts: chat template, tokens, ids and keys, and every check that needs the tokenizer."""
+"""Encode rows as prompts: chat template, tokens, ids and keys, and every check that needs the tokenizer."""
 
 from __future__ import annotations
 

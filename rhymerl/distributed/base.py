@@ -39,7 +39,8 @@ class Channel(ABC):
     def exchange(self, report: Any, messages: Sequence[Message], decide: Decide, *, waits: bool) -> Received:
         """Send what this rank has (a report of None says nothing) and take what is there for it.
 
-        Rank 0 calls `decide`; the command may be among the news already. A rank with nothing else to do `waits` a moment for some.
+        Rank 0 calls `decide`; the command may be among what is returned already. A rank with nothing else to do
+        `waits` a moment for some.
         """
 
     def close(self) -> None:

@@ -111,7 +111,7 @@ class FailureDetector:
 
 
 def _say(line: str) -> None:
-    """Past sys.stderr, whose lock the main thread may hold."""
+    """Write a line past sys.stderr, whose lock the main thread may hold."""
     with suppress(OSError):
         os.write(2, f"{line}\n".encode(errors="replace"))
 

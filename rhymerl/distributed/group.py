@@ -64,7 +64,7 @@ class Group(Ranks):
         self._before: Any = None  # what SIGTERM did
 
     def _key_of_run(self) -> bytes:
-        """Of the secret and something that each rank has made up, so that no message of another run is good in this one."""
+        """Derive a key from the secret and a nonce of each rank: no message of another run is good in this one."""
         secret = shared_secret()
         mine = secrets.token_bytes(_NONCE_BYTES)
         nonces = self._send_around(mine)
@@ -91,7 +91,7 @@ class Group(Ranks):
         return [mine if rank == self.rank else content.numpy().tobytes() for rank, content in enumerate(found)]
 
     def _address(self, rank: int) -> str:
-        """Of what that rank says in the current collective."""
+        """Return the address of what that rank says in the current collective."""
         return f"collective/{self._num_collectives}/{rank}"
 
     def gather(self, value: T) -> list[T]:
@@ -164,7 +164,7 @@ class Group(Ranks):
 
     @contextmanager
     def _collective(self) -> Iterator[None]:
-        """Whoever has ended is told of, also as the reason for a connection that breaks within."""
+        """Context of a collective: a rank that has ended is an error, also when a connection breaks within."""
         self.check()
         try:
             yield

@@ -19,7 +19,7 @@ _SET, _GET = 1, 2  # PR_SET_PDEATHSIG, PR_GET_PDEATHSIG
 
 @contextmanager
 def as_launcher() -> Iterator[None]:
-    """Within: a rank that is started from here knows by whom."""
+    """Context in which a rank that is started from here knows by whom."""
     before = os.environ.get(_LAUNCHER)
     if "LOCAL_RANK" not in os.environ:
         os.environ[_LAUNCHER] = str(os.getpid())
@@ -33,7 +33,7 @@ def as_launcher() -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """The kernel kills this process as soon as its parent ends, until the ranks have met: they cannot tell one another before.
+    """Have the kernel kill this process as soon as its parent ends, until there is a failure detector.
 
     For ranks that rank 0 has started, as Lightning's launcher does. Where rank 0 was not `as_launcher`, that is when its command
     is the same: a shell, or a program of the user's that starts all ranks, may well end before them. Raises SystemExit when rank 0 is
@@ -49,7 +49,10 @@ def end_with_parent() -> None:
 
 
 def have_met() -> None:
-    """From now on the end of another rank is noticed here; but if this one is stopped, it has to go on to do so."""
+    """Let this process go on when its parent ends: from now on it detects the end of another rank itself.
+
+    If it is stopped, it has to go on to do so.
+    """
     if _get() == signal.SIGKILL:
         _set(signal.SIGCONT)
 

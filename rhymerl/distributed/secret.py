@@ -57,7 +57,7 @@ def _of_file(path: Path) -> bytes:
 
 
 def _make(path: Path) -> None:
-    """Whole or not at all, and once: ranks begin at the same time."""
+    """Make the file whole or not at all, and once: ranks begin at the same time."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     mine = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     handle = os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -27,7 +27,7 @@ class MessageQueue:
         self._num_read = 0
 
     def put(self, value: Any) -> None:
-        """Behind what anybody has put in before."""
+        """Put a value behind what anybody has put in before."""
         number = self._store.add(f"{self._name}/count", 1) - 1
         key = f"{self._name}/{number}"
         self._store.set(key, self._wire.pack(value, address=key))  # type: ignore[arg-type]
@@ -41,7 +41,10 @@ class MessageQueue:
         return values
 
     def wait(self) -> None:
-        """Until there is something new, or a moment has passed. A store's own wait warns of every moment that has."""
+        """Wait until there is something new, or a moment has passed.
+
+        A store's own wait warns whenever its moment has passed.
+        """
         until = time.monotonic() + _WAIT_S
         while not self._store.check([self._next]) and time.monotonic() < until:
             time.sleep(_POLL_S)

@@ -38,7 +38,7 @@ class Wire:
         self._key = key
 
     def pack(self, value: Any, *, address: str) -> bytes:
-        """A message for one `place`, such as a key of a store or a numbered collective: it is good nowhere else.
+        """Return a message for one `address`, such as a store's key or a numbered collective: it is good nowhere else.
 
         Raises TypeError, naming the type, for what does not travel.
         """
@@ -52,7 +52,10 @@ class Wire:
         return self._signature(content, address) + content
 
     def unpack(self, message: bytes | bytearray | memoryview, *, address: str) -> Any:
-        """The value again, its arrays writable. Raises RunError for a message that no rank of this run has sent to this place."""
+        """Return the value again, its arrays writable.
+
+        Raises RunError for a message that no rank of this run has sent to this address.
+        """
         signature, content = bytes(message[:_SIGNATURE]), bytearray(message[_SIGNATURE:])
         if not hmac.compare_digest(signature, self._signature(content, address)):
             raise RunError(
@@ -111,7 +114,7 @@ class Wire:
     # -- and back ----------------------------------------------------------------------------------------------------
 
     def _unpacked(self, node: Any, arrays: _Arrays) -> Any:
-        """In the order in which it was packed, in which the arrays follow one another."""
+        """Unpack in the order of packing, in which the arrays follow one another."""
         if isinstance(node, list):
             return node if set(map(type, node)) <= _PLAIN else [self._unpacked(each, arrays) for each in node]
         if not isinstance(node, dict):

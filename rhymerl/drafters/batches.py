@@ -102,7 +102,7 @@ def _renumber(mask: BoolArray, parents: IntArray, starts: IndexArray, new_starts
 
 
 def placed(drafts: DraftBatch, indices: IndexArray, num_requests: int) -> DraftBatch:
-    """What was proposed for the requests at the ascending `places` alone, nothing for the others of `num_requests`.
+    """Return what was proposed for the requests at the ascending `indices`, nothing for the others of `num_requests`.
 
     A batch that does not fit together is a problem of each request that it was for.
     """

@@ -1,4 +1,4 @@
-"""Compiled: from the places where a context's suffixes stand to a draft tree, the most probable node first.
+"""Compiled: grow a draft tree from the positions of a context's suffixes, the most probable node first.
 
 Every occurrence votes for the token that followed it, with a weight that grows with the length of the shared suffix. A
 node keeps the occurrences that agree with its path, so its children's probabilities come from what followed there.
@@ -62,7 +62,7 @@ def _join(
     all_scores: FloatArray,
     all_sources: npt.NDArray[np.int8],
 ) -> None:
-    """Lines [L, most] one behind the other."""
+    """Join lines [L, most] one behind the other."""
     for line in range(len(starts) - 1):
         for index in range(starts[line], starts[line + 1]):
             node = index - starts[line]
@@ -233,7 +233,7 @@ def grow_tree(
     scores: FloatArray,
     sources: npt.NDArray[np.int8],
 ) -> int:
-    """Write at most `budget` nodes; returns how many. Moves `place` along.
+    """Write at most `budget` nodes; returns how many. Moves `index` along.
 
     An open child is a run first ... last - 1 of the occurrences, those that agree with its path; so there are never more
     children than occurrences. `escape` is the weight of something that has not been seen.

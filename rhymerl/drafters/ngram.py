@@ -1,4 +1,4 @@
-"""Prompt lookup: drafts what followed the latest place where the context's last tokens stand in the context itself."""
+"""Prompt lookup: drafts what followed the latest earlier occurrence of the context's last tokens in the context."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rhymerl.types import Completion, Draft, DraftSource, RolloutRequest
 if TYPE_CHECKING:
     from rhymerl.types import IntArray
 
-_MOST = 16  # places with the longest suffix among which the latest is looked for
+_MOST = 16  # positions with the longest suffix among which the latest is looked for
 _NOTHING = Draft(token_ids=np.empty(0, np.int32), parents=np.empty(0, np.int32))
 
 

@@ -1,4 +1,4 @@
-"""Drafts from what the policy before drew for the same request with the same noise; behind that, another drafter's."""
+"""Drafts from what the previous policy sampled for the same request with the same noise; then another drafter's."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _RATE = 0.95
 class RunAheadDrafter(Drafter):
     """A request that has tokens `ahead` gets those that follow its response, as one path, as long as all of the response agrees.
 
-    Both were drawn with the same noise, so a token is wrong only where the update has moved that very draw. After the first that
-    was, or behind the last, the request is `inner`'s for good, as are all requests without such tokens.
+    Both were sampled with the same noise, so a token is wrong only where the update has moved that very draw. After the
+    first that was, or behind the last, the request is `inner`'s for good, as are all requests without such tokens.
     """
 
     def __init__(self, inner: Drafter) -> None:
@@ -101,7 +101,7 @@ def innermost(drafter: Drafter) -> Drafter:
 
 @dataclass(slots=True)
 class _Ahead:
-    """The tokens drawn ahead, and how many of them the response has, in the same places."""
+    """The tokens sampled ahead, and how many of them the response has, at the same positions."""
 
     token_ids: IntArray
     agreed: int = 0

@@ -111,7 +111,7 @@ class Admission:
         self.prefixes.clear()
 
     def _preempt(self, row: int) -> None:
-        """Back to the head of the queue; its tokens stay, its keys and values are computed again."""
+        """Put the request back at the head of the queue; its tokens stay, its keys and values are computed again."""
         request = self._rows.completion(row, "withdrawn").resume()
         self._leave(row)
         self._waiting.appendleft(request)

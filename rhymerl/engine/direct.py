@@ -102,7 +102,10 @@ class _Layer:
 
 
 class DirectForward:
-    """Of a model for which `can_be_direct` holds, over a KV store that has been allocated, in torch's operations on any device."""
+    """Runs a model for which `can_be_direct` holds, in torch's operations on any device.
+
+    Its KV store has been allocated.
+    """
 
     def __init__(self, model: Any, store: KVStore) -> None:
         body = model.model
@@ -114,7 +117,7 @@ class DirectForward:
     def __call__(
         self, token_ids: Tensor, positions: Tensor, logit_indices: Tensor | None, plan: AttentionPlan
     ) -> Tensor:
-        """Logits [M, vocabulary] at `logit_places` [M] (None = at all) of the packed tokens [N]."""
+        """Return logits [M, vocabulary] at `logit_indices` [M] (None = at all) of the packed tokens [N]."""
         hidden = self._embed(token_ids)
         cos, sin = self._rotary(hidden, positions[None])
         change = torch.zeros_like(hidden)

@@ -185,7 +185,7 @@ class Engine:
         return steps
 
     def _keep_accepted(self, layout: PassLayout, steps: Walk) -> None:
-        """Nodes at which something was drawn are cached now; the slots of all others go back."""
+        """Nodes at which something was sampled are cached now; the slots of all others go back."""
         rows = self.rows
         is_node = layout.logit_level > 0
         kept = steps.sampled_at[is_node]
@@ -196,7 +196,7 @@ class Engine:
         rows.pool.give(slots[~kept])
 
     def _finish(self, layout: PassLayout, steps: Walk) -> list[Completion]:
-        """Free the rows that drew a stop token or reached their limit."""
+        """Free the rows that sampled a stop token or reached their limit."""
         rows, row = self.rows, layout.row[layout.emits]
         full = rows.length[row] == rows.limit[row]
         return [

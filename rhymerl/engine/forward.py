@@ -42,7 +42,7 @@ class Forward:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Within: passes may run. Entering and leaving walks all modules."""
+        """Context in which passes may run. Entering and leaving walks all modules."""
         with packed(self.model):
             self._device = self.model.device
             self._direct = self._direct_forward()
@@ -80,7 +80,10 @@ class Forward:
     # -- the direct forward ----------------------------------------------------------------------------------------
 
     def _direct_forward(self) -> DirectForward | None:
-        """Over the model's modules as they are now; None where there is none, or it does not compute the same."""
+        """Return the direct forward over the model's modules as they are now.
+
+        None where there is none, or where it does not compute the same.
+        """
         modules = list(self.model.modules())
         if not (self.store.is_allocated and can_be_direct(self.model, modules)):
             return None

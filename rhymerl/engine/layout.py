@@ -1,4 +1,4 @@
-"""From rows to one forward pass: which tokens are fed, where they stand, what they may see.
+"""Lay rows out for one forward pass: which tokens are fed, where they stand, what they may see.
 
 A row feeds its uncached tokens as a chain and hangs its draft below the last of them, the root. Prefill,
 plain decoding and tree verification are the same thing with other counts.
@@ -28,7 +28,7 @@ class BucketLayout:
 
     kv_slots: IndexArray  # [B, S]
     mask: BoolArray  # [B, Q, S]
-    queries: IndexArray  # [B, Q] places in the packed pass
+    queries: IndexArray  # [B, Q] indices into the packed pass
     valid: BoolArray  # [B, Q]
 
 

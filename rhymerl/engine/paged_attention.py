@@ -40,7 +40,7 @@ class PagedLayout:
     table: IndexArray  # [R, C] slots of every row, as in `Rows`
     row: IndexArray  # [N] line of the table; below 0 for tokens that are left to others
     seen: IndexArray  # [N] leading slots of that line
-    parent: IndexArray  # [N] place of a draft node's parent in the pass, ROOT for the uppermost, CHAIN for no node
+    parent: IndexArray  # [N] index of a draft node's parent in the pass, ROOT for the uppermost, CHAIN for no node
     slot: IndexArray  # [N]
 
 

@@ -78,7 +78,11 @@ class DraftingProtocol:
             return np.array(self.budget.limits(requests), np.int32)
 
     def propose(
-        self, requests: Sequence[RolloutRequest], contexts: Sequence[IntArray], limits: IntArray, room: IntArray | IndexArray
+        self,
+        requests: Sequence[RolloutRequest],
+        contexts: Sequence[IntArray],
+        limits: IntArray,
+        room: IntArray | IndexArray,
     ) -> DraftBatch:
         """Ask for at most `limits` [R] nodes each, drop malformed drafts, and keep what the budget takes.
 

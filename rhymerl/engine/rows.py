@@ -3,7 +3,7 @@
 A row is either a running request or a prefix: a prompt's tokens but the last, computed once and read by all samples of
 its group. R = rows, C = the longest sequence. Of a row's `length` tokens the first `cached` have keys and
 values, and of those the first `shared` belong to its prefix. A running row always has at least one token
-that is not cached: its last one, the root from which the next token is drawn.
+that is not cached: its last one, the root from which the next token is sampled.
 """
 
 from __future__ import annotations

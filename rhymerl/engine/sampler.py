@@ -1,4 +1,4 @@
-"""From logits to tokens and log-probs. n = draws, V = vocabulary."""
+"""Sample tokens from logits, with their log-probs. n = draws, V = vocabulary."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rhymerl.engine.noise import keys_at
 from rhymerl.engine.ragged import IndexArray
 from rhymerl.engine.rows import Rows
 
-_FEW = 2**17  # logits: drawing from them all costs less than going back and forth between drawing and walking
+_FEW = 2**17  # logits: sampling from them all costs less than going back and forth between sampling and walking
 
 
 def truncate(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -40,11 +40,11 @@ class Sampler:
 
     @property
     def draws_ahead(self) -> bool:
-        """Whether to draw at all places at once, also at those that may not be reached."""
+        """Whether to draw at all indices at once, also at those that may not be reached."""
         return self._logits.numel() <= _FEW
 
     def draw(self, indices: IndexArray, row: IndexArray, positions: IndexArray) -> npt.NDArray[np.int32]:
-        """The target's own token at each of logits[places], for rows `row` at response `positions`; each [n]."""
+        """Return the target's own token at each of logits[indices], for rows `row` at response `positions`, [n]."""
         rows = self._rows
         keys, scale = keys_at(rows.counter[row], positions), rows.draw_scale[row]
         logits = self._logits
@@ -59,7 +59,7 @@ class Sampler:
         return sampled.to(torch.int32).cpu().numpy()
 
     def _truncated(self, indices: IndexArray, row: IndexArray) -> Tensor:
-        """A copy of the logits at these places, truncated, [n, V]."""
+        """Return a copy of the logits at these indices, truncated, [n, V]."""
         rows, lines = self._rows, self._logits[_index(indices, self._logits)]
         temperature = np.where(rows.temperature[row] > 0, rows.temperature[row], 1.0)
         top_k, *others = rows.top_k[row], temperature, rows.top_p[row], rows.min_p[row]
@@ -67,7 +67,7 @@ class Sampler:
         return truncate(lines, temperatures, torch.from_numpy(top_k).to(lines.device), top_p, min_p)
 
     def logprobs(self, indices: IndexArray, row: IndexArray, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
-        """Untruncated log_softmax(logits / T)[token] at each place, [n], in nats; T = 0 uses 1."""
+        """Return the untruncated log_softmax(logits / T)[token] at each index, [n], in nats; T = 0 uses 1."""
         logits, scale = self._logits, self._rows.logprob_scale[row]
         if logits.device.type == "cpu":
             out = np.empty(len(indices))

@@ -20,7 +20,7 @@ _TOO_MANY, _UNKNOWN_TOKEN, _ORDER, _TWINS = 1, 2, 3, 4
 
 
 def no_drafts(num_requests: int) -> DraftBatch:
-    """Nothing for anybody."""
+    """Return empty drafts for all requests."""
     return DraftBatch(
         token_ids=np.empty(0, np.int32),
         parents=np.empty(0, np.int32),

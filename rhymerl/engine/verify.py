@@ -1,6 +1,6 @@
-"""Lossless verification: draw the target's own token at a node, emit it, go on to the child that carries it.
+"""Lossless verification: sample the target's own token at a node, emit it, go on to the child that carries it.
 
-Every row walks its tree as far as tokens have been drawn. Where logits are few, all are drawn from at once; else
+Every row walks its tree as far as tokens have been sampled. Where logits are few, all are sampled from at once; else
 only those at nodes that are reached, all rows side by side, one level at a time.
 """
 
@@ -28,15 +28,15 @@ _ROOT, _DONE = -1, -2  # where a row stands, when it is at none of its nodes
 class Walk:
     """What a pass emitted. E = emitting rows (as in `PassLayout.emits`), M = their logits, K = nodes, T = tokens emitted."""
 
-    index: IndexArray  # [T] the logits that each token was drawn from, row by row
+    index: IndexArray  # [T] the logits that each token was sampled from, row by row
     emitter: IndexArray  # [T] which of the E
-    level: IndexArray  # [T] 0 = drawn at the root
+    level: IndexArray  # [T] 0 = sampled at the root
     token: npt.NDArray[np.int32]  # [T]
-    ended: BoolArray  # [E] the row has drawn a stop token
+    ended: BoolArray  # [E] the row has sampled a stop token
     num_emitted: IndexArray  # [E]
     num_accepted: IndexArray  # [E] emitted tokens that were drafted
-    sampled_at: BoolArray  # [M] the row came there and drew
-    accepted: BoolArray  # [K] the node became a token; nothing is drawn at one that ends the row
+    sampled_at: BoolArray  # [M] the row came there and sampled
+    accepted: BoolArray  # [K] the node became a token; nothing is sampled at one that ends the row
 
 
 def walk(layout: PassLayout, rows: Rows, sampler: Sampler) -> Walk:
@@ -86,7 +86,7 @@ def _follow(
     sampled_at: BoolArray,
     accepted: BoolArray,
 ) -> None:
-    """Move every row on to the first node at which nothing has been drawn (drawn[M] < 0), or to its end."""
+    """Move every row on to the first node at which nothing has been sampled (sampled[M] < 0), or to its end."""
     for e in range(len(stands_at)):
         first, end, here = starts[e], starts[e + 1], stands_at[e]
         while here != _DONE:

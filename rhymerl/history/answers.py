@@ -1,4 +1,4 @@
-"""From the rewards of a group to what the history keeps of its answers."""
+"""What the history keeps of a group's answers, chosen by their rewards."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ NO_VERSION = -1  # of a reader that has been told nothing
 
 
 class HistoryStore:
-    """Past answers by prompt, within a window of epochs and caps on tokens and prompts.
+    """Keeps past answers by prompt, within a window of epochs and caps on tokens and prompts.
 
     Of each prompt the newest `window` epochs stay, fewer where they alone have more than `max_tokens`. Then, where
     `max_tokens` (of all answers) or `max_prompts` is passed, the prompts whose last `add` is longest ago go, each with

@@ -109,7 +109,7 @@ class ValueHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(()))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[N, H] -> [N]."""
+        """Return the value of each state: [N, H] -> [N]."""
         with torch.autocast(hidden.device.type, enabled=False):
             return hidden.to(self.weight.dtype) @ self.weight + self.bias
 

@@ -131,7 +131,7 @@ def _slices(count: int, size: int) -> Iterator[slice]:
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    """[N, V] in float32 or better."""
+    """Return the log-softmax, [N, V] in float32 or better."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if temperature != 1:
         logits = logits / temperature
@@ -143,7 +143,7 @@ def _chosen(everything: Tensor, targets: Tensor) -> Tensor:
 
 
 def _entropy(everything: Tensor) -> Tensor:
-    """[N, V] -> [N]."""
+    """Return the entropy of each line: [N, V] -> [N]."""
     held = everything.clamp(min=_LEAST)
     return -(held.exp() * held).sum(-1) if held.requires_grad else -held.exp().mul_(held).sum(-1)
 
@@ -151,7 +151,10 @@ def _entropy(everything: Tensor) -> Tensor:
 def _gradient(
     everything: Tensor, targets: Tensor, entropy: Tensor, of_logprobs: Tensor | None, of_entropy: Tensor | None
 ) -> Tensor:
-    """Of the scaled logits z, [N, V]: with p = exp(everything), log p(target) has 1[target] - p and the entropy -p (log p + entropy)."""
+    """Return the gradient with respect to the scaled logits z, [N, V].
+
+    With p = exp(everything), that of log p(target) is 1[target] - p, and that of the entropy is -p (log p + entropy).
+    """
     gradient = everything.clamp(min=_LEAST).exp_()
     if of_entropy is not None:
         weight = everything.clamp(min=_LEAST).add_(entropy[:, None]).mul_(of_entropy[:, None])

@@ -28,16 +28,19 @@ class TokenBatch:
     input_ids: Tensor  # [B, S]
     indices: Tensor  # [N] flat index into [B, S] of the token before each response token
     targets: Tensor  # [N] the response tokens
-    response: Tensor  # [B, T] bool, where the N response tokens stand; [B, T + 1] with the places behind the last ones
+    response: Tensor  # [B, T] bool, where the N response tokens stand; [B, T + 1] with positions behind the last ones
 
     def spread(self, values: Tensor) -> Tensor:
-        """What is of each response token, [N], at its place in [B, T]; zeros in the padding."""
+        """Return the value of each response token, [N], at its index in [B, T]; zeros in the padding."""
         blank = torch.zeros(self.response.shape, dtype=values.dtype, device=values.device)
         return blank.masked_scatter(self.response, values)
 
 
 def token_batch(samples: Sequence[Sample], device: torch.device | str, *, behind: bool = False) -> TokenBatch:
-    """Lay samples out for one forward pass; with `behind`, the place of each answer's last token counts too, whose target means nothing."""
+    """Lay samples out for one forward pass.
+
+    With `behind`, the position of each answer's last token counts too; its target means nothing.
+    """
     prompts = [len(sample.prompt.token_ids) for sample in samples]
     lengths = [len(sample) for sample in samples]
     width = max(p + n for p, n in zip(prompts, lengths, strict=True))
@@ -58,7 +61,7 @@ def token_batch(samples: Sequence[Sample], device: torch.device | str, *, behind
 
 
 def hidden_states(body: nn.Module, batch: TokenBatch) -> Tensor:
-    """Of a model without its head, in front of each response token, [N, H]."""
+    """Return the states of a model without its head in front of each response token, [N, H]."""
     hidden: Tensor = body(input_ids=batch.input_ids, use_cache=False).last_hidden_state
     return hidden.flatten(0, 1)[batch.indices]
 

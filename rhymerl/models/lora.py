@@ -59,7 +59,7 @@ class LoRA:
             _inject(config, model)
 
     def _found_in(self, model: PreTrainedModel) -> list[str]:
-        """Names of layers. Not peft's own "all-linear", which means parameters too that are no layers."""
+        """Return names of layers. Peft's own "all-linear" is not used: it means parameters too that are no layers."""
         head = model.get_output_embeddings()
         is_tied = model.config.get_text_config().tie_word_embeddings
         layers = {
@@ -108,7 +108,7 @@ def check_adapters(model: nn.Module) -> None:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Within, the model is what it was before it was adapted."""
+    """Context in which the model is what it was before it was adapted."""
     layers = _adapted(model).values()
     for layer in layers:
         layer.enable_adapters(False)
@@ -120,7 +120,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def merged(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Of `tensors`, parameters or state of the model, those of one without adapters that computes the same.
+    """Yield `tensors`, parameters or state of the model, as those of one without adapters that computes the same.
 
     They come one after another, so that no second copy of the model is held.
     """
@@ -189,13 +189,13 @@ def _adapted(model: nn.Module) -> dict[str, Any]:
 
 
 def _own_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Of its adapters."""
+    """Return the parameters of the model's adapters."""
     parts = [getattr(layer, part) for layer in _adapted(model).values() for part in layer.adapter_layer_names]
     return [parameter for part in parts for parameter in part.parameters()]
 
 
 def _own_names(layer_name: str, layer: Any) -> Iterator[str]:
-    """Of the adapters' tensors in a layer."""
+    """Yield the names of the adapters' tensors in a layer."""
     for part in layer.adapter_layer_names:
         for name in getattr(layer, part).state_dict():
             yield f"{layer_name}.{part}.{name}"

@@ -85,7 +85,10 @@ def named(model: PreTrainedModel) -> str:
 
 @contextmanager
 def refusing(message: str) -> Iterator[None]:
-    """Within: what a forward pass of a model that nobody has tried may raise becomes a ConfigError that begins with `message`."""
+    """Context in which what a forward pass of an untried model may raise becomes a ConfigError.
+
+    Its text begins with `message`.
+    """
     try:
         yield
     except torch.OutOfMemoryError:
@@ -244,7 +247,7 @@ class PolicySource:
 
 @contextmanager
 def _naming(setting: str) -> Iterator[None]:
-    """Within: whatever the parsers of model files stumble over is a ConfigError in one line."""
+    """Context in which whatever the parsers of model files stumble over is a ConfigError in one line."""
     try:
         yield
     except Exception as error:  # transformers raises anything there, and tokenizers bare Exceptions

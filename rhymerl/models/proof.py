@@ -68,7 +68,7 @@ def _check_causal(model: PreTrainedModel, ids: Tensor, states: Tensor) -> None:
 
 
 def _check_head(model: PreTrainedModel, ids: Tensor, states: Tensor) -> None:
-    """At the states as they are and at larger ones, whose logits would show a cap."""
+    """Check the head at the states as they are and at larger ones, whose logits would show a cap."""
     head: Any = model.get_output_embeddings()
     if not isinstance(head, nn.Module):
         raise ConfigError(
@@ -99,7 +99,7 @@ def _scaled_input(head: nn.Module, factor: float) -> Iterator[None]:
 
 
 def _differ(left: Tensor, right: Tensor) -> bool:
-    """By more than rounding; NaN differs from everything."""
+    """Whether they differ by more than rounding; NaN differs from everything."""
     tolerance = _TOLERANCE.get(right.dtype, _TOLERANCE[torch.bfloat16])
     difference = (left.double() - right.double()).abs().max()
     return not bool(difference <= tolerance * right.double().abs().max())

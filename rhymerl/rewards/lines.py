@@ -25,7 +25,7 @@ class StrayBytesError(Exception):
 
 
 def line_of(message: Started | Outcome) -> bytes:
-    """With its end."""
+    """Return the message as a line, with its end."""
     kind = "started" if isinstance(message, Started) else "outcome"
     return json.dumps([kind, *message]).encode() + b"\n"
 

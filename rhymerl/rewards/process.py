@@ -29,7 +29,7 @@ _MARK = "RHYMERL_REWARD_WORKER"  # in the environment of a worker and of all tha
 class WorkerProcess:
     """A Python process at the other end of `connection`, in a process group of its own.
 
-    Its lifeline is a pipe whose closing kills the group: that also happens when this process dies in any way.
+    A pipe from this process kills the group when it closes: that also happens when this process dies in any way.
     A group of its own also keeps Ctrl-C away from it, and lets `end` reach what the user's code has started; daemons, which
     leave the group, are found by a mark in their environment. Raises OSError when it cannot be started.
     """
@@ -80,7 +80,7 @@ class WorkerProcess:
 
 
 def _kill_marked(mark: str) -> None:
-    """Where there is a /proc to look for them in."""
+    """Kill the marked processes, where there is a /proc to look for them in."""
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
             if mark.encode() in path.read_bytes().split(b"\0"):

@@ -171,7 +171,7 @@ class RolloutLoop:
         split: Split,
         following: list[RolloutRequest] | None,
     ) -> SamplingRound:
-        """All answers to these requests, on every rank."""
+        """Return all answers to these requests, on every rank."""
         started = time.perf_counter()
         current = self._begin(requests, step, following, split)
         answers = self._answer(current)
@@ -192,7 +192,7 @@ class RolloutLoop:
         )
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        """The policy of the steps to come."""
+        """Hand over the policy of the steps to come."""
         self.policy_version = policy_version
         self.backend.sync_weights(named_tensors, policy_version)
 
@@ -311,7 +311,7 @@ class RolloutLoop:
         )
 
     def _samples(self, requests: Sequence[RolloutRequest], scored: Sequence[ScoredOutput]) -> list[Sample]:
-        """In canonical order. Raises BackendError unless each request has exactly one answer."""
+        """Return the samples in canonical order. Raises BackendError unless each request has exactly one answer."""
         if sorted(each.index for each in scored) != list(range(len(requests))):
             raise BackendError(f"{len(scored)} answers to {len(requests)} requests: some were lost or came twice")
         return [self._sample(requests[each.index], each) for each in sorted(scored, key=lambda each: each.index)]

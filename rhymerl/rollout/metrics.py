@@ -45,7 +45,7 @@ def _deviation(rewards: Sequence[float]) -> float:
 
 
 def staleness_metrics(samples: Sequence[Sample], step: int) -> dict[str, float]:
-    """How many updates older than the step's policy the policies were that drew its tokens."""
+    """How many updates older than the step's policy the policies were that sampled its tokens."""
     ages = step - np.concatenate([sample.completion.output.policy_versions for sample in samples])
     return {"off_policy/staleness/mean": float(ages.mean()), "off_policy/staleness/max": float(ages.max())}
 

@@ -64,7 +64,7 @@ def groups_that_teach_nothing(samples: Sequence[Sample]) -> list[str]:
 
 
 def replaced(samples: Sequence[Sample], useless: Sequence[str], fresh: Sequence[Sample]) -> list[Sample]:
-    """Put the fresh groups that teach something in the places of the first of the `useless` ones."""
+    """Replace the first of the `useless` groups by the fresh ones that teach something."""
     groups = by_prompt(fresh)
     for prompt_id in groups_that_teach_nothing(fresh):
         del groups[prompt_id]

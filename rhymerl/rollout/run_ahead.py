@@ -26,7 +26,7 @@ class RunAheadState:
     outputs: Mapping[str, Output]
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers, strings and tensors."""
+        """Return the state as numbers, strings and tensors."""
         return {
             "step": self.step,
             "asked": self.asked,

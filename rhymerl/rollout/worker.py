@@ -166,7 +166,7 @@ class Worker:
     # -- the following step ----------------------------------------------------------------------------------------
 
     def run_ahead(self, queue: Sequence[RolloutRequest]) -> None:
-        """From when nothing of this step is left here, decode the queue of the following one."""
+        """Decode the queue of the following step as soon as nothing of this step is left here."""
         self._following = list(queue)
 
     def _begin_ahead(self, requests: Sequence[tuple[RolloutRequest, Output | None]]) -> None:

@@ -62,7 +62,10 @@ def how_to_go_on(run_dir: Path) -> str | None:
 
 @contextmanager
 def noting_how_to_go_on(run_dir: Path) -> Iterator[None]:
-    """Within: what ends the run, other than wrong input, carries `how_to_go_on` as a note, on the first rank."""
+    """Context in which what ends the run carries `how_to_go_on` as a note, on the first rank.
+
+    Errors of wrong input carry none.
+    """
     try:
         yield
     except BaseException as error:

@@ -42,7 +42,7 @@ def start_with(path: str | Path, module: RhymeModule, datamodule: PromptDataModu
 
 
 def next_epochs(history: HistoryStore) -> dict[Split, int]:
-    """By split, the first epoch that is newer than all there are."""
+    """Return by split the first epoch that is newer than all there are."""
     epochs: dict[Split, int] = {"train": 0, "validation": 0}
     for change in history.snapshot():
         epochs[change.split] = max(epochs[change.split], change.added[-1].epoch + 1)
@@ -50,5 +50,5 @@ def next_epochs(history: HistoryStore) -> dict[Split, int]:
 
 
 def _fingerprint(module: RhymeModule, datamodule: PromptDataModule) -> str:
-    """Of all that makes prompts into token ids."""
+    """Return the fingerprint of all that makes prompts into token ids."""
     return tokenizer_fingerprint(module.policy.tokenizer, datamodule.chat_template_kwargs or {}).hex()

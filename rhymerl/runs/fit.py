@@ -281,7 +281,7 @@ class _LastPoint(L.Callback):
 
 @contextmanager
 def _full_disk(run_dir: Path) -> Iterator[None]:
-    """Within: no space left is one line, whoever meets it."""
+    """Context in which no space left is an error of one line, whoever meets it."""
     try:
         yield
     except OSError as error:
@@ -302,7 +302,7 @@ def _parts(config: DictConfig) -> tuple[PromptDataModule, RhymeModule]:
 def _take_up_history(
     config: DictConfig, module: RhymeModule, datamodule: PromptDataModule, *, is_resumed: bool
 ) -> None:
-    """An earlier run's answers, if any were named; a resumed run has its own."""
+    """Take up an earlier run's answers, if any were named; a resumed run has its own."""
     path = config.history_file
     if path is not None and is_resumed:
         _note(f"history_file={path!r} is not read: the checkpoint has the run's own history")
@@ -347,7 +347,10 @@ def _validate(trainer: L.Trainer, module: RhymeModule, datamodule: PromptDataMod
 def _speedup(
     config: DictConfig, trainer: Any, module: RhymeModule, datamodule: PromptDataModule, step_s: float
 ) -> Speedup | None:
-    """On the prompts that the next step would have; None without drafts, and for a backend that has no embedded engine."""
+    """Measure the speedup on the prompts that the next step would have.
+
+    None without drafts, and for a backend that has no embedded engine.
+    """
     if isinstance(module.drafter, NoDrafter) or not isinstance(module.backend, EmbeddedBackend):
         return None
     loader = datamodule.train_loader

@@ -62,7 +62,7 @@ class Totals:
         self.acceptance.count(sample.completion for sample in rollout.samples)
 
     def result(self, *, with_reward: bool) -> dict[str, float]:
-        """By the names of docs/metrics.md where they are the same thing."""
+        """Return the figures, by the names of docs/metrics.md where they are the same thing."""
         figures: dict[str, float] = {
             "answers": self.answers,
             "tokens": self.acceptance.tokens,
@@ -181,7 +181,7 @@ def _loop(
 
 @contextmanager
 def _repeatable(wanted: bool) -> Iterator[None]:
-    """Within: torch takes algorithms that repeat bit for bit, if that is wanted."""
+    """Context in which torch takes algorithms that repeat bit for bit, if that is wanted."""
     before = torch.are_deterministic_algorithms_enabled()
     if wanted:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when a GPU is first used

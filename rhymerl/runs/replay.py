@@ -335,7 +335,7 @@ def follow(
     accepted: BoolArray,
     num_accepted: IndexArray,
 ) -> None:
-    """Walk every tree along the recorded answer; an answer's last token is drawn at a node, or it ends the walk."""
+    """Walk every tree along the recorded answer; an answer's last token is sampled at a node, or it ends the walk."""
     for r in range(len(begins)):
         node, index = -1, begins[r]
         while index < ends[r]:

@@ -35,7 +35,7 @@ class ResumePoint:
     notes: tuple[str, ...]  # what to tell about the choice
 
     def read(self) -> dict[str, Any]:
-        """All of it, with the tensors left on the disk: as long as it is held, a removed file takes room there."""
+        """Read all of it, with the tensors left on the disk: as long as it is held, a removed file takes room there."""
         return read_checkpoint(self.path, is_whole=True)
 
 
@@ -61,7 +61,7 @@ def resume_point(config: DictConfig) -> ResumePoint | None:
 
 
 def _newest(run_dir: Path) -> tuple[Path | None, tuple[str, ...]]:
-    """And what is wrong with those that are newer."""
+    """Return the newest whole checkpoint, and what is wrong with those that are newer."""
     newest = newest_whole(run_dir / "checkpoints")
     notes = tuple(f"{path} is damaged: {reason}" for path, reason in newest.damaged.items())
     if newest.path is None and notes:
@@ -114,6 +114,6 @@ def check_weights(there: Mapping[str, torch.Tensor], here: Mapping[str, torch.Te
 
 
 def policy_weights(checkpoint: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Those of a module without what has learned beside the policy."""
+    """Return the policy's weights in those of a module, which may have trained others beside it."""
     weights = checkpoint["state_dict"].items()
     return {name.removeprefix("model."): each for name, each in weights if name.startswith("model.")}

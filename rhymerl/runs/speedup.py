@@ -40,14 +40,17 @@ class Speedup:
 
     @classmethod
     def of(cls, ratios: Sequence[float], *, equal: float) -> Speedup:
-        """From those of three pairs, whose logarithms are taken for normal: Student's interval, which is wide where they differ."""
+        """Build it from the ratios of three pairs: Student's interval, which is wide where they differ.
+
+        Their logarithms are taken for normal.
+        """
         assert len(ratios) == _PAIRS
         logs = [log(each) for each in ratios]
         half = _STUDENT_T * stdev(logs) / sqrt(_PAIRS)
         return cls(ratio=median(ratios), low=exp(mean(logs) - half), high=exp(mean(logs) + half), equal=equal)
 
     def __str__(self) -> str:
-        """Two lines, which claim nothing that the pairs do not show."""
+        """Return two lines, which claim nothing that the pairs do not show."""
         interval = f"95 % interval {self.low:.2f} to {self.high:.2f}"
         told = f"Drafts make rollouts {self.ratio:.2f} times as fast ({interval})"
         if self.low <= 1 <= self.high:

@@ -25,7 +25,7 @@ class Progress:
     planned: IndexArray  # [W] requests that were planned for each worker
     requests: Sequence[RolloutRequest]  # [U] the unfinished ones, by worker and then in the order of its queue
     workers: IndexArray  # [U] who has each of them now
-    num_tokens: IndexArray  # [U] drawn so far; 0 while a request waits
+    num_tokens: IndexArray  # [U] sampled so far; 0 while a request waits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -95,7 +95,7 @@ class HistoPipeScheduler(PredictingScheduler):
         return outliers_to_running(progress, np.array(longest), alpha=self.alpha, beta=self._beta)
 
     def state_dict(self) -> dict[str, Any]:
-        """With what `rebalance` needs of steps that are planned already."""
+        """Return the state, with what `rebalance` needs of steps that are planned already."""
         return {**super().state_dict(), "longest": dict(self._longest), "beta": self._beta}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -55,7 +55,7 @@ class PredictingScheduler(Scheduler):
         self.lengths = LengthPredictor(momentum=momentum, tail=tail)
 
     def pieces(self, requests: Sequence[RolloutRequest], num_workers: int) -> list[Piece]:
-        """In data order."""
+        """Return the pieces in data order."""
         groups: dict[str, list[RolloutRequest]] = {}
         for request in requests:
             groups.setdefault(request.prompt.id, []).append(request)

@@ -35,15 +35,15 @@ class QueueCost:
         self.verified = 1.0
 
     def time(self, longest: float, total: float) -> float:
-        """Of a queue with `total` tokens, the longest answer of which has `longest`."""
+        """Return the time of a queue with `total` tokens, the longest answer of which has `longest`."""
         return (self.base * longest + self.per_token * self.verified * total) / self.tokens_per_pass
 
     def times(self, longest: FloatArray, total: FloatArray) -> FloatArray:
-        """Of many queues at once."""
+        """Return the times of many queues at once."""
         return (self.base * longest + self.per_token * self.verified * total) / self.tokens_per_pass
 
     def learn(self, samples: Sequence[Sample]) -> None:
-        """Acceptance, from answers that say how many passes they took."""
+        """Learn acceptance from answers that say how many passes they took."""
         done = [sample.completion for sample in samples if sample.completion.num_passes]
         passes = sum(each.num_passes for each in done)
         if not passes:

@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 
 
 class Course:
-    """A queue of n requests from time `start` on: `tokens` [n] to draw, the first `drafts` [n] of them along run-ahead tokens.
+    """A queue of n requests from time `start` on, with `tokens` [n] to sample.
 
-    Requests enter in order, as many side by side as `decoding.max_running` allows. How many run-ahead tokens a pass verifies
-    follows from the first batch. Between two events (a request enters, has used
-    up its drafts, or ends) every pass is alike, so the time of an event is a sum over the events before.
+    The first `drafts` [n] of them are along run-ahead tokens. Requests enter in order, as many side by side as
+    `decoding.max_running` allows. How many run-ahead tokens a pass verifies follows from the first batch. Between two
+    events (a request enters, has used up its drafts, or ends) every pass is alike, so the time of an event is a sum
+    over the events before.
     """
 
     def __init__(self, start: float, tokens: FloatArray, drafts: FloatArray, decoding: Decoding) -> None:

@@ -27,9 +27,9 @@ class Simulation:
     """`num_workers` workers answer one step after another.
 
     off: a step begins everywhere when the policy that the step before has trained is there.
-    keep: a worker that has finished its queue begins that of the next step, if all older steps have been trained; so no token is
-    drawn by a policy older than one step.
-    draft: the same, but the tokens are drawn again after the update, along the earlier ones as drafts.
+    keep: a worker that has finished its queue begins that of the next step, if all older steps have been trained; so no
+    token is sampled by a policy older than one step.
+    draft: the same, but the tokens are sampled again after the update, along the earlier ones as drafts.
     Colocated workers stop while the policy is trained, which takes `train_time`; disaggregated ones go on as `run_ahead` allows.
     The scheduler is asked to rebalance after each time `rebalance_every`, if it migrates requests.
     """
@@ -57,7 +57,7 @@ class Simulation:
         self._learns = type(scheduler).learn is not Scheduler.learn
 
     def run(self, works: Sequence[StepWork], *, progress: ProgressBar = SILENT) -> Timeline:
-        """All steps. Raises ValueError, naming scheduler and request, for a plan that is no partition."""
+        """Run all steps. Raises ValueError, naming scheduler and request, for a plan that is no partition."""
         log = _Log(self.num_workers)
         train_time = self.train_time if self.pipeline == "disaggregated" else 0.0
         trained = [0.0, 0.0]  # of the two steps before
@@ -114,7 +114,10 @@ class Simulation:
         return planned[0] if planned else None
 
     def _run_ahead(self, work: StepWork, plan: Plan, free: FloatArray, until: float, log: _Log) -> FloatArray:
-        """Tokens of the next step drawn until its policy is there along which it draws again, [R]; colocated workers train instead."""
+        """Return how many tokens of the next step are sampled until its policy is there, [R].
+
+        That policy samples again along them. Colocated workers train instead.
+        """
         sampled = np.zeros(len(work.requests))
         spent = np.zeros(self.num_workers)
         for worker, queue in enumerate(_indices(work, plan)):

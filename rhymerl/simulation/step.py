@@ -20,8 +20,8 @@ Rebalance = Callable[[Progress], Sequence[Move]]
 class StepRun:
     """Decodes the queues `plan` (indices into the step's requests) from `starts` [W] on.
 
-    `drafts` [R] are run-ahead tokens along which an answer is drawn again. What a moved request has drawn is recomputed on its new
-    worker in one pass that verifies so many tokens more.
+    `drafts` [R] are run-ahead tokens along which an answer is sampled again. What a moved request has sampled is
+    recomputed on its new worker in one pass that verifies so many tokens more.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class StepRun:
         self.finished = np.full(len(work.requests), np.nan)
         self._planned = np.array([len(queue) for queue in plan], np.int64)
         self._drafts = drafts
-        self._before = np.zeros(len(work.requests))  # tokens drawn before the present course
+        self._before = np.zeros(len(work.requests))  # tokens sampled before the present course
         self._queues = [np.asarray(queue, np.int64) for queue in plan]
         self._at = np.zeros(len(work.requests), np.int64)  # [R] the worker that each request is on
         for worker, queue in enumerate(self._queues):
@@ -65,7 +65,7 @@ class StepRun:
     def run(self, rebalance: Rebalance | None, *, every: float, once: Rebalance | None, updated: float) -> None:
         """Ask `rebalance` after each time `every`, and `once` when the first worker is free but not before `updated`.
 
-        That is when the step's own policy is there; what has been drawn until then is stale.
+        That is when the step's own policy is there; what has been sampled until then is stale.
         """
         now = float(self.starts.min()) + every
         while True:
@@ -115,7 +115,7 @@ class StepRun:
         return found
 
     def _note_stale(self, updated: float, now: float) -> None:
-        """Before anything moves after the update."""
+        """Note how many tokens are stale, before anything moves after the update."""
         if now >= updated and self.stale_tokens is None:
             self.stale_tokens = float(self.sampled(updated).sum())
 
@@ -156,7 +156,7 @@ class StepRun:
         self.num_moves += len(goals)
 
     def _put_in_order(self) -> None:
-        """All requests by worker and queue, as `progress` shows them."""
+        """Put all requests in order by worker and queue, as `progress` shows them."""
         self._order = np.concatenate(self._queues)
         self._workers = np.repeat(np.arange(len(self._queues)), [len(queue) for queue in self._queues])
         self._finished_in_order = self.finished[self._order]

@@ -1,1 +1,1 @@
-"""Under Lightning: the module, its optimizer steps, and what of it is kept."""
+"""Training under Lightning: the module, its optimizer steps, and what of it is kept."""

@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 
 def log_step(trainer: Any, metrics: Mapping[str, float], num_rollouts: int) -> dict[str, float]:
-    """To the loggers every `log_every_n_steps`, to a bar, and to whoever monitors `trainer.callback_metrics`; returns what was logged.
+    """Log to the loggers every `log_every_n_steps` and to a bar; return what the loggers got.
 
-    Not through a module's `log`, whose bookkeeping of each metric costs more than a small model's forward pass.
+    Callbacks that monitor a metric find it in `trainer.callback_metrics`. A module's `log` is not used: its bookkeeping
+    of each metric costs more than a small model's forward pass.
     """
     trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
     if trainer.progress_bar_callback is not None:
@@ -41,7 +42,7 @@ def log_metrics(logger: Any, metrics: Mapping[str, float], step: int) -> None:
 
 
 def _file_writer(logger: Any) -> FileWriter | None:
-    """Of Lightning's own TensorBoard logger, as it comes; other ranks than the first have none."""
+    """Return the writer of Lightning's own TensorBoard logger, as it comes; other ranks than the first have none."""
     if type(logger) is not TensorBoardLogger or logger._prefix:
         return None
     from torch.utils.tensorboard import SummaryWriter

@@ -256,7 +256,7 @@ class RhymeModule(L.LightningModule):
 
     @contextmanager
     def one_engine(self) -> Iterator[None]:
-        """Within: fits and validations that follow one another share an engine that takes long to bring up."""
+        """Context in which fits and validations share an engine, which may take long to bring up."""
         self._shares_engine = True
         try:
             yield
@@ -283,7 +283,7 @@ class RhymeModule(L.LightningModule):
         self._evaluate_if_due()
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> STEP_OUTPUT:
-        """One rollout step; `batch` is the same list of prompts on every rank."""
+        """Run one rollout step; `batch` is the same list of prompts on every rank."""
         assert self._loop is not None and self._updater is not None
         started = time.perf_counter()
         step = self.num_rollouts
@@ -321,7 +321,10 @@ class RhymeModule(L.LightningModule):
         self._evaluate_if_due()
 
     def advantages(self, indices: Sequence[int]) -> list[float | None]:
-        """Of the samples at these places of `last_rollout`, the mean over their tokens; for callbacks at the end of a step."""
+        """Return the mean advantage over the tokens of each sample at these indices of `last_rollout`.
+
+        Callbacks call it at the end of a step.
+        """
         assert self._updater is not None
         return self._updater.advantages(indices)
 

@@ -29,8 +29,8 @@ def over_samples(
 ) -> Tensor:
     """What `work` says of every response token, [B, T] in float64 with zeros in the padding, in the host's memory.
 
-    With `behind` also what it says behind the last one, [B, T + 1]. A meeting: each rank does the work for its share of the
-    samples, and gets the whole.
+    With `behind` it also has what `work` says behind the last one, [B, T + 1]. This is a collective: each rank does the
+    work for its share of the samples, and gets the whole.
     """
     dealt = deal([total_tokens(sample) for sample in samples], ranks.size)
     mine = dealt[ranks.rank]
@@ -54,7 +54,7 @@ def _lines(
     max_tokens: int,
     behind: bool,
 ) -> npt.NDArray[np.floating]:
-    """For the samples at `mine`, in that order and one after the other, without padding."""
+    """Return the values of the samples at `mine`, in that order and one after the other, without padding."""
     lines: dict[int, npt.NDArray[np.floating]] = {}
     with torch.no_grad():
         for part in micro_batches(samples, mine, max_tokens):

@@ -82,7 +82,10 @@ class UpdateSettings:
 
     @property
     def optimizer_steps(self) -> int:
-        """Of a rollout step, at most: fewer where there are fewer samples, or where the algorithm stops early."""
+        """The number of optimizer steps of a rollout step, at most.
+
+        There are fewer where there are fewer samples, or where the algorithm stops early.
+        """
         return self.epochs * self.mini_batches
 
     def check(self, model: PreTrainedModel, longest_tokens: int) -> None:
@@ -113,7 +116,7 @@ class UpdateSettings:
         return torch.optim.AdamW(groups, lr=self.learning_rate, betas=(first, second), fused=True)
 
     def _groups(self, parameters: Iterable[nn.Parameter], learning_rate: float) -> list[dict[str, Any]]:
-        """Biases and norms (one-dimensional parameters) do not decay."""
+        """Return the parameter groups: biases and norms (one-dimensional parameters) do not decay."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         kinds = (
             ([p for p in trained if p.ndim > 1], self.weight_decay),
@@ -149,11 +152,11 @@ class Rates:
     """What an optimizer and its schedule were made with: learning rates, decays, betas."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Of an optimizer with its schedule, before a checkpoint is loaded into them."""
+        """Keep the settings of an optimizer with its schedule, before a checkpoint is loaded into them."""
         self._groups = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
 
     def put_back(self, optimizer: torch.optim.Optimizer, schedule: LambdaLR) -> None:
-        """In the place of those that a checkpoint has brought; the schedule stays where it is."""
+        """Put the settings back over those that a checkpoint has brought; the schedule stays where it is."""
         schedule.base_lrs = [group["initial_lr"] for group in self._groups]
         rates = [
             base * factor(schedule.last_epoch)

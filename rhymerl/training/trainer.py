@@ -149,9 +149,10 @@ def _check_requeueing(trainer: Any) -> None:
 
 
 def prepare_trainer(trainer: L.Trainer) -> None:
-    """See `check_trainer`; then, before Lightning lets the ranks meet: on one machine they do so where no other can reach them.
+    """Check as `check_trainer` does, and prepare the ranks before Lightning opens the process group.
 
-    Raises RunError when the port is taken at which they would meet. Also lets each step be logged, unless the Trainer was told otherwise.
+    On one machine its store listens where no other machine can reach it. Raises RunError when its port is taken.
+    Each step is logged, unless the Trainer was told otherwise.
     """
     try:
         check_trainer(trainer)
@@ -169,7 +170,7 @@ def _log_each_step(trainer: Any) -> None:
 
 
 def _prepare_ranks(trainer: L.Trainer) -> None:
-    if dist.is_initialized():  # they have met
+    if dist.is_initialized():  # there is a process group already
         return
     end_with_parent()
     strategy = trainer.strategy
@@ -205,7 +206,7 @@ def _store_on_loopback(port: int, num_ranks: int) -> Any:
 
 
 def end_ranks(trainer: L.Trainer) -> None:
-    """Rank 0 fails before the ranks have met: those that it has started would wait for it for long."""
+    """End the ranks that rank 0 has started, where it fails before there is a process group: they would wait long."""
     launcher = trainer.strategy.launcher
     if isinstance(launcher, _SubprocessScriptLauncher) and not dist.is_initialized():
         launcher.kill(signal.SIGKILL)
@@ -220,7 +221,7 @@ def with_environment(plugins: Sequence[Any] | None) -> list[Any]:
 
 
 def _is_environment(plugin: Any) -> bool:
-    """As an object, or as its node."""
+    """Whether a plugin, an object or its node, is a cluster environment."""
     kind = import_target(plugin["_target_"], setting="trainer.plugins") if is_component(plugin) else type(plugin)
     return isinstance(kind, type) and issubclass(kind, ClusterEnvironment)
 

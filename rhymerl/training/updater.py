@@ -89,9 +89,10 @@ class Updater:
         self._is_random = is_random(model)
 
     def run(self, samples: Sequence[Sample], step: int, *, optimizer: Any, schedule: LambdaLR) -> Mapping[str, float]:
-        """All mini-batches of the step, in an order that follows from (seed, step); returns metrics.
+        """Run all mini-batches of the step, in an order that follows from (seed, step); returns metrics.
 
-        A meeting: every rank gives all samples of the step in the same order, and gets the same metrics but for times.
+        This is a collective: every rank gives all samples of the step in the same order. All get the same metrics but
+        for times.
         """
         times: dict[str, float] = {}
         batch = self._prepared(samples, step, times)
@@ -113,7 +114,10 @@ class Updater:
         return {**metrics, **found, **times}
 
     def advantages(self, indices: Sequence[int]) -> list[float | None]:
-        """Of these samples of the latest step the means over their tokens; None where none is trained, or after `forget`."""
+        """Return the mean advantage over the tokens of each of these samples of the latest step.
+
+        None where none is trained, or after `forget`.
+        """
         batch = self._batch
         if batch is None or batch.advantages is None:
             return [None] * len(indices)
@@ -167,7 +171,7 @@ class Updater:
         return torch.zeros(len(samples), dtype=torch.bool).index_fill(0, torch.tensor(asked), True) if asked else None
 
     def _pass(self, need: Need, samples: Sequence[Sample]) -> Tensor:
-        """[B, T]."""
+        """Return what a pass over all samples finds for a `need`, [B, T]."""
         work = {"proximal": self._proximal, "reference": self._of_reference, "values": self._values}[need]
         models = [model for model in (self.model, self.reference, self.critic) if model is not None]
         with ExitStack() as modes:
@@ -208,7 +212,7 @@ class Updater:
     # -- mini-batches ----------------------------------------------------------------------------------------------
 
     def _train(self, work: _Work, step: int) -> dict[str, float]:
-        """All epochs of mini-batches; returns their metrics, of all ranks."""
+        """Run all epochs of mini-batches; returns their metrics, of all ranks."""
         dropout = int(np.random.default_rng([self.seed, step, _DROPOUT]).integers(2**62))
         torch.manual_seed(dropout + self.ranks.rank)
         mine: list[dict[str, float]] = []
@@ -229,11 +233,11 @@ class Updater:
                 yield part.tolist()
 
     def _over_ranks(self, mine: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
-        """A meeting: what all ranks together found in each mini-batch."""
+        """Return what all ranks together found in each mini-batch; this is a collective."""
         return [_merged(each, mean=False) for each in zip(*self.ranks.gather(mine), strict=True)]
 
     def _mini_batch(self, work: _Work, chosen: list[int]) -> dict[str, float]:
-        """This rank's part of the metrics."""
+        """Return this rank's part of the metrics."""
         totals = Totals(num_tokens=max(1, int(work.batch.mask[chosen].sum())), num_samples=len(chosen))
         dealt = deal([total_tokens(work.samples[i]) for i in chosen], self.ranks.size)
         mine = [chosen[i] for i in dealt[self.ranks.rank]]
@@ -251,7 +255,7 @@ class Updater:
         return {name: [p for p in model.parameters() if p.requires_grad] for name, model in models.items()}
 
     def _backward(self, work: _Work, chosen: list[int], totals: Totals) -> dict[str, float]:
-        """Gradients of the samples of this rank; their metrics, none where there are no samples."""
+        """Add up gradients of the samples of this rank; returns their metrics, none where there are no samples."""
         collected: list[Mapping[str, Tensor]] = []
         with self.no_sync(), self._checkpointing():
             for part in micro_batches(work.samples, chosen, self.settings.micro_batch_tokens):
@@ -282,7 +286,10 @@ class Updater:
         return self.algorithm.loss(mine, output, totals)
 
     def _checkpointing(self) -> AbstractContextManager[None]:
-        """Within, the layers of the models keep their inputs only. Not outside, where an engine runs the same layers."""
+        """Context in which the layers of the models keep their inputs only.
+
+        It is off outside, where an engine runs the same layers.
+        """
         if not self.settings.activation_checkpointing:
             return nullcontext()
         own = self.critic.body if self.critic is not None else None
@@ -309,7 +316,7 @@ class Updater:
 
 
 def _split(found: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Of the tokens, [B, T] with zeros in the padding, and of what is behind the last one, [B]; from [B, T + 1]."""
+    """Split [B, T + 1] into the tokens, [B, T] with zeros in the padding, and what is behind the last one, [B]."""
     is_behind = torch.arange(found.shape[1]) == torch.tensor(lengths)[:, None]
     return found.masked_fill(is_behind, 0)[:, :-1], found[is_behind]
 

@@ -52,7 +52,7 @@ class Client:
         return cls(parts.hostname, port or kind.default_port, path=parts.path, scheme=parts.scheme)
 
     def another(self) -> Client:
-        """To the same place; it may `hang_up` by itself."""
+        """Return another client of the same server; it may `hang_up` by itself."""
         return Client(self.host, self.port, path=self.path, scheme=self.scheme)
 
     @property
@@ -99,7 +99,10 @@ class Client:
             raise RefusedError(f"the SGLang engine at {self.url} refused {path} (HTTP {status}): {answer}")
 
     def hang_up(self) -> None:
-        """Whoever waits for an answer, in whatever thread, gets a NoAnswerError instead, and so does whoever asks later."""
+        """Close all connections: every call that waits for an answer, in any thread, raises NoAnswerError.
+
+        Later calls raise it too.
+        """
         self._is_over = True
         for connection in [*self._open]:
             if connection.sock is not None:

@@ -20,7 +20,7 @@ class Counters:
         self._reported = np.array(self._values)
 
     def add(self, **amounts: float) -> None:
-        """Count."""
+        """Add amounts to the counts."""
         for name, amount in amounts.items():
             self._values[NAMES.index(name)] += amount
 

@@ -23,7 +23,10 @@ NO_WEIGHTS = -1  # instead of a policy version
 
 
 class Delivery:
-    """To engines of `tensor_parallel` ranks each, in `dtype`, by `way`: tensor, disk or distributed; files go to `folder`."""
+    """Delivers weights to engines of `tensor_parallel` ranks each, in `dtype`.
+
+    `way` is tensor, disk or distributed; files go to `folder`.
+    """
 
     def __init__(
         self, fleet: Fleet, policy: Policy, *, way: str, dtype: str, tensor_parallel: int, folder: Path

@@ -1,7 +1,8 @@
 """What the trainer tells the drafter in an engine's process: history and scored samples, in numbered files of one folder.
 
-A request names the news that it needs, so nothing is sent on the engine's own wires, and a drafter has read what the step before has
-brought when the first request of the next one arrives. Each file is written whole, read once and then removed by the reader.
+A request names the version of the feed that it needs, so nothing is sent on the engine's own wires. A drafter has read
+what the step before has brought when the first request of the next one arrives. Each file is written whole, read once
+and then removed by the reader.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rhymerl.types import Sample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedMessage:
-    """Of one step: what has changed in the history, and its samples where the drafter learns from them."""
+    """The history's changes of one step, and its samples where the drafter learns from them."""
 
     delta: HistoryDelta | None = None
     samples: Sequence[Sample] = ()
@@ -35,7 +36,7 @@ class FeedWriter:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def write(self, feed: FeedMessage) -> None:
-        """The next file."""
+        """Write the next file."""
         path = _path(self.folder, self.version + 1)
         draft = path.with_suffix(".part")
         with draft.open("wb") as file:

@@ -54,11 +54,11 @@ class Fleet:
             return list(threads.map(action, range(len(self.engines)), self.engines))
 
     def post(self, path: str, content: Mapping[str, Any]) -> None:
-        """To all of them. Raises as `Client.post` does."""
+        """Post to all engines. Raises as `Client.post` does."""
         self.post_each(path, [content] * len(self.engines))
 
     def post_each(self, path: str, contents: Sequence[Mapping[str, Any]]) -> None:
-        """To each its own."""
+        """Post to each engine its own content."""
         self.each(lambda i, engine: engine.post(path, contents[i], timeout_s=self.timeout_s))
 
 

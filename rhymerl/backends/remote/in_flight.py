@@ -36,7 +36,7 @@ class EngineConnection:
         self.prompts: Counter[str] = Counter()  # how many requests of each, by its key
 
     def count(self, request: RolloutRequest, change: int) -> None:
-        """One more or one less."""
+        """Count one more or one less."""
         self.num_in_flight += change
         self.prompts[request.prompt.key] += change
         if not self.prompts[request.prompt.key]:

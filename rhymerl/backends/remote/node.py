@@ -19,7 +19,10 @@ class NodePosition:
 
     @classmethod
     def of_this_process(cls) -> NodePosition:
-        """By torch's default group, if there is one; then a meeting of all its ranks, but no collective of theirs."""
+        """Return this process's position in torch's default group, if there is one.
+
+        All of its ranks have to call this then: they exchange host names through its store, without a collective.
+        """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls()
         rank, size = dist.get_rank(), dist.get_world_size()

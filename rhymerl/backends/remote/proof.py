@@ -60,7 +60,7 @@ def _sampled(client: Client, seed: int) -> list[int]:
 
 
 def _logprobs(policy: Policy, prompt: list[int], answer: list[int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Of each token of the answer, [tokens], at temperature 1."""
+    """Return the log-prob of each token of the answer, [tokens], at temperature 1."""
     tokens = torch.tensor([[*prompt, *answer]], device=policy.model.device)
     with evaluating(policy.model), torch.no_grad():
         logits = policy.model(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1]

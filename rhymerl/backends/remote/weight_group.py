@@ -30,7 +30,7 @@ from rhymerl.backends.remote.weights import buckets, update_session
 from rhymerl.errors import BackendError
 
 _JOIN_S = 120.0  # for all to join, and for a bucket
-_SETTLE_S = 1.0  # from the first failure: an engine may have the reason, and another may be on its way to the meeting
+_SETTLE_S = 1.0  # from the first failure: an engine may have the reason, and another may still be about to join
 _PARTING_S = 10.0
 _ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
@@ -70,7 +70,7 @@ class WeightGroup:
 
     def _join(self, content: Mapping[str, Any]) -> None:
         """A group besides the default one, made as SGLang makes its side of it."""
-        # A connection as the engines have theirs: whoever waits at it fails as soon as there is no meeting any more.
+        # A connection as the engines have theirs: whoever waits at it fails as soon as the store is gone.
         address, port, size = content["master_address"], content["master_port"], content["world_size"]
         store = PrefixStore(self._name, TCPStore(address, port, size, timeout=self._timeout, wait_for_workers=False))
         backend, name = dist.Backend(content["backend"]), cast(Any, self._name)
@@ -80,7 +80,7 @@ class WeightGroup:
         self._group = group
 
     def send(self, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, *, version: int) -> None:
-        """All of them, a bucket at a time."""
+        """Send all of them, a bucket at a time."""
         with update_session(self.fleet):
             for bucket in buckets(named, dtype):
                 self._send(bucket, dtype, version)
@@ -110,7 +110,10 @@ class WeightGroup:
         self._meanwhile("/update_weights_from_distributed", contents, _in_background(broadcast))
 
     def _meanwhile(self, path: str, contents: Sequence[Mapping[str, Any]], here: Future[None]) -> None:
-        """Until the engines have done their part as well. Whoever fails first is told, an engine before `here`; then all part."""
+        """Wait until `here` and the engines' part of it are done.
+
+        The first failure is raised, an engine's before that of `here`; then all leave the group.
+        """
         there = [
             _in_background(partial(engine.post, path, content, timeout_s=self.fleet.timeout_s))
             for engine, content in zip(self.fleet.engines, contents, strict=True)
@@ -130,7 +133,7 @@ class WeightGroup:
 
     @property
     def is_closed(self) -> bool:
-        """Also after a failure."""
+        """Whether the group is closed, which it also is after a failure."""
         return self._rendezvous is None
 
     def close(self) -> None:
@@ -147,7 +150,10 @@ class WeightGroup:
         wait([leaving], _PARTING_S)
 
     def _leave(self) -> None:
-        """Beside the engines: a group ends when nothing is under way in it, which may need that they have left."""
+        """Leave at the same time as the engines.
+
+        A group ends when nothing is under way in it, which may need that they have left.
+        """
         wait([self._joining])
         group, self._group = self._group, None
         if group in _world.pg_map:  # it goes with the default group, where that has been destroyed before
@@ -155,7 +161,7 @@ class WeightGroup:
 
 
 def _in_background(action: Callable[[], Any]) -> Future[Any]:
-    """In a thread that the interpreter's end does not wait for."""
+    """Run `action` in a thread that the interpreter's end does not wait for."""
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -182,7 +188,10 @@ def _told_of_errors() -> Iterator[None]:
 
 
 def _own_address(hosts: Sequence[str]) -> str:
-    """Of this machine, as all `hosts` see it: not that of its loopback where one of them is another machine."""
+    """Return this machine's address as all `hosts` see it.
+
+    It is not that of its loopback where one of them is another machine.
+    """
     addresses = [_seen_from(host) for host in hosts]
     return next((address for address in addresses if not address.startswith(("127.", "::1"))), addresses[0])
 

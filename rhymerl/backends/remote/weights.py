@@ -58,7 +58,7 @@ def _shared(copies: list[tuple[str, Tensor]], ranks: int, version: int) -> dict[
 def from_disk(
     fleet: Fleet, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, folder: Path, *, version: int
 ) -> None:
-    """Through a checkpoint in `folder`, which has the model's config; the weights are removed afterwards."""
+    """Send the weights through a checkpoint in `folder`, which has the model's config; they are removed afterwards."""
     file = folder / "model.safetensors"
     tensors = {name: _ready(tensor, dtype).cpu().contiguous() for name, tensor in named}
     try:

@@ -64,7 +64,7 @@ def from_custom_params(
 
 
 def _packed(token_ids: IntArray) -> str:
-    """As text: between SGLang's processes a mapping in custom_params holds no lists."""
+    """Pack token ids as text: between SGLang's processes a mapping in custom_params holds no lists."""
     return base64.b64encode(np.asarray(token_ids, "<i4").tobytes()).decode()
 
 

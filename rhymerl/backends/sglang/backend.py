@@ -178,7 +178,10 @@ class SGLangBackend(RolloutBackend):
         self.session.sync_weights(named_tensors, policy_version)
 
     def progress(self) -> Mapping[str, int]:
-        """What each request brought along, and nothing of what the engine has drawn since: it tells when an answer ends."""
+        """Return how many tokens each request brought along.
+
+        What the engine has sampled since is not known: it tells when an answer ends.
+        """
         return self.session.progress()
 
     def learn(self, samples: Sequence[Sample]) -> None:
@@ -194,7 +197,7 @@ class SGLangBackend(RolloutBackend):
         return self.session.metrics()
 
     def release(self) -> None:
-        """Its process stays."""
+        """Expect new weights for the next stage; the engine's process stays."""
         self.session.expect_new_weights()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The engine that a session starts itself: its process, and the files in which its drafter meets the trainer."""
+"""The engine that a session starts itself: its process, and the files that its drafter shares with the trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines from a session's start to its end: requests in flight, weights, and the news of the drafter."""
+"""Engines from a session's start to its end: requests in flight, weights, and the feed of the drafter."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Session:
             raise
 
     def _found(self, addresses: Sequence[Client]) -> Sequence[int]:
-        """Of each engine at the addresses."""
+        """Find the engines at the addresses; return how many tokens a request and pass each of them has."""
         node = self.settings.node
         self.fleet = Fleet.at(
             addresses, rank=node.rank, num_ranks=node.num_ranks, timeout_s=self.settings.silence_timeout_s
@@ -75,7 +75,7 @@ class Session:
         return self.fleet.each(lambda _, engine: tokens_a_pass(engine, self.settings))
 
     def _started(self) -> Sequence[int]:
-        """Of the one engine that is ours."""
+        """Start the one engine that is ours; return how many tokens a request and pass it has."""
         self._own = OwnEngine(
             self.settings,
             self.policy,
@@ -88,7 +88,7 @@ class Session:
         return [self.settings.n]
 
     def _connect(self) -> None:
-        """To the engines of the fleet, which have no weights yet."""
+        """Connect to the engines of the fleet, which have no weights yet."""
         is_shared = self.policy.model.device.type == "cuda" and self._own is not None
         way = self.settings.weights if self.settings.weights != "auto" else "tensor" if is_shared else "disk"
         self._delivery = Delivery(
@@ -162,7 +162,7 @@ class Session:
 
     @property
     def version(self) -> int:
-        """Of the weights in the engines."""
+        """The version of the weights in the engines."""
         return self._delivery.version
 
     # -- requests --------------------------------------------------------------------------------------------------
@@ -187,7 +187,10 @@ class Session:
             self._in_flight.send(request)
 
     def collect(self, timeout_s: float | None) -> list[Completion]:
-        """At least one, unless nothing is in flight or the time is over. Raises BackendError when the engine has died."""
+        """Return at least one completion, unless nothing is in flight or the time is over.
+
+        Raises BackendError when the engine has died.
+        """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while self._in_flight.requests and not self._completed:
             left = _LOOK_S if deadline is None else min(_LOOK_S, deadline - time.monotonic())
@@ -240,7 +243,10 @@ class Session:
         return back
 
     def _taken_back(self, wanted: set[str] | None) -> list[tuple[InFlightRequest, Completion]]:
-        """With a dead engine the tokens that it has drawn for them are lost; others are sent to its successor."""
+        """Take the requests back with the tokens that they have.
+
+        The tokens that a dead engine has sampled for them are lost; other requests are sent to its successor.
+        """
         requests = [each for name, each in self._in_flight.requests.items() if wanted is None or name in wanted]
         before = self._in_flight
         try:

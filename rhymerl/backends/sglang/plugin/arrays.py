@@ -25,7 +25,7 @@ class TreeArrays:
 
     @classmethod
     def unflat(cls, flat: npt.NDArray[np.int64]) -> TreeArrays:
-        """From `flat`'s array."""
+        """Build it from `flat`'s array."""
         n = flat.shape[1] // 2
         return cls(token_ids=flat[:, :n], parents=flat[:, n:])
 
@@ -41,7 +41,8 @@ def lay_out(drafts: DraftBatch, roots: IndexArray, n: int) -> TreeArrays:
     """The drafts of R requests, at most n - 1 nodes each, below their last tokens `roots` [R].
 
     Siblings are distinct (the engine has checked the drafts). What is left of n is filled with orphans: children of nobody. Filling
-    that were children of the root could be accepted, and twins would be drawn too often where a verifier accepts by chance.
+    that were children of the root could be accepted, and twins would be sampled too often where a verifier accepts by
+    chance.
     """
     token_ids = np.repeat(np.asarray(roots, np.int64)[:, None], n, axis=1)
     parents = np.full((len(drafts), n), -1, np.int64)

@@ -1,4 +1,7 @@
-"""Between SGLang's running batch and a rhymerl drafter: the same hooks, in the same order, as our own engine calls them."""
+"""The link between SGLang's running batch and a rhymerl drafter.
+
+It calls the same hooks, in the same order, as our own engine does.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +141,7 @@ class EngineDrafting:
         self._rows: dict[int, _Row] = {}  # by the identity of the engine's request: names come again
 
     def propose(self, requests: Sequence[EngineRequest], ahead: Sequence[Sequence[int]]) -> TreeArrays:
-        """The trees of the batch; `ahead` are tokens of each request that are drawn but not yet in its `output_ids`."""
+        """Return the trees of the batch; `ahead` are each request's sampled tokens that its `output_ids` lack yet."""
         started = time.perf_counter()
         here = {id(request) for request in requests}
         self._finish_departed(here)
@@ -165,7 +168,10 @@ class EngineDrafting:
         return row
 
     def _catch_up(self, feed: FeedReader, version: int) -> None:
-        """As far as there is something: drafts from what is known are good for any request, whatever its client has written."""
+        """Read the feed as far as there is something.
+
+        Drafts from what is known are good for any request, whatever its client has written.
+        """
         try:
             feed.catch_up(version)
         except BackendError as error:
@@ -186,7 +192,7 @@ class EngineDrafting:
         return request if name == request.id else replace(request, id=name)
 
     def _tell(self, row: _Row) -> None:
-        """`accept` of what the pass before has drawn: all but its last token came from the draft."""
+        """`accept` of what the pass before has sampled: all but its last token came from the draft."""
         new = row.length - row.num_told
         if new > 0 and self.protocol.hears_tokens:
             drafted = row.end - row.num_told - 1
@@ -234,9 +240,10 @@ class EngineDrafting:
 def not_yet_known(
     requests: Sequence[EngineRequest], cached: Sequence[int], sampled: Callable[[], Sequence[Sequence[int]]]
 ) -> Sequence[Sequence[int]]:
-    """Tokens that the last pass has drawn for each request and that are not in its output yet, because results are read a pass later.
+    """Return the tokens that the last pass has sampled for each request and that are not in its output yet.
 
-    `cached` tokens of each request have keys and values: all but its last one. `drawn` is only asked when some are missing.
+    Results are read a pass later. `cached` tokens of each request have keys and values: all but its last one. `sampled`
+    is only called when some are missing.
     """
     missing = [
         length + 1 - len(request.origin_input_ids) - len(request.output_ids)

@@ -1,8 +1,8 @@
 """The project's own draw inside SGLang: noise keyed by request and position, so that drafts change the speed and nothing else.
 
-SGLang keeps one number a request for seeded sampling (`sampling_seed`). Here it is the request's noise counter less the place of its
-first token, so that adding a token's position in the sequence gives the counter of its draw, whether the token is drawn
-by the ordinary sampler or at a node of a tree. n = draws, V = vocabulary.
+SGLang keeps one number a request for seeded sampling (`sampling_seed`). Here it is the request's noise counter less the
+position of its first token, so that adding a token's position in the sequence gives the counter of its draw, whether
+the token is sampled by the ordinary sampler or at a node of a tree. n = draws, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ def first_counter(engine_request: Any) -> int:
     seed, offset = noise_of(engine_request.sampling_params.custom_params, str(engine_request.rid))
     counter = int(noise_counters(np.array([seed % 2**64], np.uint64))[0])
     prompt = len(engine_request.origin_input_ids) - offset
-    unsigned = (counter + 1 - prompt) % 2**64  # a token is drawn at the position before its own
+    unsigned = (counter + 1 - prompt) % 2**64  # a token is sampled at the position before its own
     return unsigned - 2**64 if unsigned >= 2**63 else unsigned
 
 
 def draw(logits: Tensor, sampling_info: Any, positions: Tensor, *, each: int) -> Tensor:
-    """The tokens drawn at `positions` [n] from clean logits [n, V], [n] int64; each request owns `each` lines in a row.
+    """Return the tokens sampled at `positions` [n] from clean logits [n, V], [n] int64.
+
+    Each request owns `each` lines in a row.
 
     Noise and truncation only touch copies, of some lines at a time.
     """
@@ -78,7 +80,7 @@ def _truncates(sampling_info: Any) -> bool:
 
 @contextmanager
 def without_seeds(batch: Any) -> Iterator[None]:
-    """Within, the batch is as SGLang made it: some of its ways of sampling refuse seeds."""
+    """Context in which the batch is as SGLang made it: some of its ways of sampling refuse seeds."""
     info = batch.sampling_info
     if info is None:
         yield

@@ -41,7 +41,7 @@ _DRAWING = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """Names that are not there: for our drafters, and for our way of drawing tokens."""
+    """Names that are not there: for our drafters, and for our way of sampling tokens."""
 
     drafting: Sequence[str] = ()
     drawing: Sequence[str] = ()
@@ -52,7 +52,7 @@ class Findings:
         return cls(drafting=_missing(_DRAFTING), drawing=_missing(_DRAWING))
 
     def check(self, *, drafts: bool, on_cpu: bool) -> None:
-        """Raise BackendError where drafts are wanted and cannot be had, or would change what is drawn."""
+        """Raise BackendError where drafts are wanted and cannot be had, or would change what is sampled."""
         missing = [*self.drafting, *(self.drawing if on_cpu else ())]  # SGLang's own verification is greedy on a CPU
         if drafts and missing:
             raise BackendError(
@@ -60,7 +60,7 @@ class Findings:
             )
 
     def to_json(self) -> str:
-        """For `from_json` in another process."""
+        """Return it as JSON, for `from_json` in another process."""
         return json.dumps(asdict(self))
 
     @classmethod

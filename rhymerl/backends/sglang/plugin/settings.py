@@ -25,7 +25,7 @@ _REPORT = "plugin"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """The drafter's config, where its class is imported from, and the folder in which trainer and engine meet."""
+    """The drafter's config, where its class is imported from, and the folder that trainer and engine share."""
 
     drafter: Mapping[str, Any]
     folder: str
@@ -33,7 +33,7 @@ class EngineSettings:
 
     @classmethod
     def of(cls, drafter: Drafter, folder: Path) -> EngineSettings:
-        """With the import path of this process, so that a class of the user's own is found there too.
+        """Describe a drafter, with this process's import path, so that a class of the user's own is found there too.
 
         Raises ConfigError for a drafter that cannot be built again in the engine's process.
         """
@@ -76,7 +76,7 @@ class EngineSettings:
 
     @staticmethod
     def read_report(folder: Path) -> Findings:
-        """What the engine that meets the trainer in `folder` lacks. Raises BackendError when it has not loaded the plugin."""
+        """Return what the engine with this `folder` lacks. Raises BackendError when it has not loaded the plugin."""
         try:
             return Findings.from_json((folder / _REPORT).read_text())
         except FileNotFoundError as error:

@@ -25,7 +25,7 @@ _MAKES_MASKS = getattr(ngram_worker, "USE_FULL_MASK", False) and hasattr(ngram_w
 
 @contextmanager
 def _bare_trees() -> Iterator[None]:
-    """Within, SGLang leaves the trees' own masks as they are; elsewhere nobody would complete them."""
+    """Context in which SGLang leaves the trees' own masks as they are; elsewhere nobody would complete them."""
     if not _MAKES_MASKS:
         yield
         return
@@ -46,7 +46,7 @@ class _NoCorpus:
         """Nothing is kept of requests here."""
 
     def reset(self) -> None:
-        """Nothing to forget."""
+        """Do nothing: there is nothing to forget."""
 
 
 class HistoryWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
@@ -94,7 +94,7 @@ class HistoryWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
         return trees.token_ids.reshape(-1), trees.mask().reshape(-1)
 
     def _shared(self, trees: TreeArrays | None, num_requests: int) -> TreeArrays:
-        """Rank 0's trees."""
+        """Return rank 0's trees."""
         group = get_tp_group()
         if group.world_size == 1:
             assert trees is not None
@@ -105,11 +105,11 @@ class HistoryWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
         return TreeArrays.unflat(shared.numpy())
 
     def _update_ngram_corpus(self, batch: Any) -> None:
-        """Nothing: the drafter reads the requests' own tokens at the next pass."""
+        """Do nothing: the drafter reads the requests' own tokens at the next pass."""
 
 
 class HistoryAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
-    """To the rest of SGLang it is n-gram speculation, whatever it is asked."""
+    """Speculation by our worker, which the rest of SGLang takes for n-gram speculation, whatever it asks."""
 
     def create_worker(self, server_args: Any) -> type:
         """The worker's class."""
