@@ -12,7 +12,7 @@ import torch.distributed as dist
 from sglang.srt.layers.sampler import Sampler, register_sampler_backend
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-from rhymerl.backends.sglang import keyed
+from rhymerl.backends.sglang.plugin import keyed
 
 log = logging.getLogger(__name__)
 _NAMES = ("pytorch", "flashinfer")  # SGLang settles on one of these by itself

@@ -8,7 +8,7 @@ import torch
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.speculative import eagle_utils, ngram_worker
 
-from rhymerl.backends.sglang import keyed
+from rhymerl.backends.sglang.plugin import keyed
 from rhymerl.backends.sglang.plugin.sampler import warn_once
 
 if TYPE_CHECKING:
