@@ -112,7 +112,7 @@ class PolicyGradient(Algorithm):
     def kl_penalties(self, batch: Batch) -> Tensor:
         """What the divergence takes off the reward of each token, [B, T]."""
         if not self._is_in_reward:
-            return torch.zeros_like(batch.old_logprobs)
+            return torch.zeros_like(batch.behaviour_logprobs)
         return self._kl_coef * self._divergence(batch.old_logprobs, batch)
 
     @property

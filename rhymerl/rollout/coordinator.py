@@ -79,7 +79,8 @@ class Coordinator:
 
     `step` is None outside of training, where nothing moves. Otherwise a scheduler that migrates is asked for moves whenever `clock`
     (without one: the number of calls) has gone on by `every`, and right before the plan of `following`. These are the next step's
-    requests, and the plan is made when a worker has nearly nothing left to do.
+    requests, and the plan is made when a worker has nearly nothing left to do. Where what is begun ahead is kept (`keeps`), the
+    scheduler observes what is unfinished then; otherwise all workers begin the next step together.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Coordinator:
         *,
         step: int | None,
         following: Sequence[RolloutRequest] | None,
+        keeps: bool,
         every: float,
         clock: Callable[[], float] | None = None,
     ) -> None:
@@ -98,6 +100,7 @@ class Coordinator:
         self._requests = requests
         self._step = step
         self._following = following
+        self._keeps = keeps
         self._num_calls = 0
         self._clock = clock or (lambda: self._num_calls)
         self._every = every
@@ -141,8 +144,9 @@ class Coordinator:
         self._following = None
         progress = self._progress()
         moves = self._rebalance(progress) if self._migrates else {}
-        with Hooks("scheduler", self._scheduler):
-            self._scheduler.observe(progress)
+        if self._keeps:
+            with Hooks("scheduler", self._scheduler):
+                self._scheduler.observe(progress)
         plan = make_plan(self._scheduler, following, num_workers=len(self._left), step=self._step + 1)
         return Command(moves=moves, plan=plan)
 

@@ -253,6 +253,7 @@ class RolloutLoop:
                 plan,
                 step=step if isinstance(step, int) and split == "train" else None,
                 following=following,
+                keeps=self.run_ahead == "keep",
                 every=_REBALANCE_EXCHANGES if self._lockstep else _REBALANCE_S,
                 clock=None if self._lockstep else time.monotonic,
             ),

@@ -51,9 +51,9 @@ class Scheduler(ABC):
         return []
 
     def observe(self, progress: Progress) -> None:
-        """Note what is unfinished of the step before. With run-ahead this is called just before the next step's `plan`.
+        """Note what is unfinished of the step before, which says when each worker becomes free.
 
-        It says when each worker becomes free.
+        This is called just before the next step's `plan` with `run_ahead=keep`; otherwise all workers begin a step together.
         """
 
     @property

@@ -101,7 +101,8 @@ class Simulation:
         def plan_ahead(progress: Progress) -> Sequence[Move]:
             assert following is not None
             moves = self.scheduler.rebalance(progress) if self.scheduler.migrates else []
-            self.scheduler.observe(progress)
+            if self.run_ahead == "keep":
+                self.scheduler.observe(progress)
             planned.append(self._plan(following, step + 1))
             return moves
 

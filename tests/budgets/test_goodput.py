@@ -233,7 +233,9 @@ def test_costs_that_are_not_straight_do_not_hide_a_loss():
             )
             if step >= 10:
                 total += 12 * plain
-                lost += sum(seconds(nodes, asked) - plain * (1 + 0.62 * min(nodes / rows / 3, 1)) for asked, nodes in found)
+                lost += sum(
+                    seconds(nodes, asked) - plain * (1 + 0.62 * min(nodes / rows / 3, 1)) for asked, nodes in found
+                )
     assert lost < 0.03 * total
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rhymerl import traces
+from rhymerl.history import traces
 from rhymerl.errors import ConfigError, DataError
 from rhymerl.history.traces import TraceRecord, TraceWriter, read_trace, record_of
 from rhymerl.testing import make_requests
 from rhymerl.types import Completion, Output, Sample
 
-RUNNING_SUM = Path(__file__).parents[1] / "benchmarks" / "traces" / "running_sum.jsonl.gz"
+RUNNING_SUM = Path(__file__).parents[2] / "benchmarks" / "traces" / "running_sum.jsonl.gz"
 ROW = {
     "epoch": 0,
     "prompt_id": "7",

@@ -32,7 +32,7 @@ def test_it_drafts_as_asked_and_what_a_trainer_has_drawn_ahead(tmp_path, drafter
 def test_the_line_is_one_for_a_shell(tmp_path):
     launch = launched(tmp_path / "a place", "backend.environment.NAME='two words'")
     line = shlex.split(shell_line(launch))
-    assert f"{VARIABLE}={tmp_path / 'a index' / 'served' / 'engine.json'}" in line
+    assert f"{VARIABLE}={tmp_path / 'a place' / 'served' / 'engine.json'}" in line
     assert "NAME=two words" in line
     assert line[line.index("--model-path") + 1] == "policy"
 
