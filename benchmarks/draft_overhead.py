@@ -27,7 +27,7 @@ import record
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.budgets import GoodputBudget
 from rhymerl.drafters import Drafter, HistoryTreeDrafter, NoDrafter
-from rhymerl.policy import Policy, PolicySource
+from rhymerl.models.policy import Policy, PolicySource
 from rhymerl.rewards import RewardScorer
 from rhymerl.rollout import RolloutLoop, RolloutSettings
 from rhymerl.schedulers.fifo import FIFOScheduler

@@ -15,10 +15,10 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from rhymerl.algos.grpo import GRPO
 from rhymerl.data import PromptDataModule
-from rhymerl.module import RhymeModule
 from rhymerl.rewards import Reward
 from rhymerl.rollout import RolloutSettings
-from rhymerl.update import UpdateSettings
+from rhymerl.training.module import RhymeModule
+from rhymerl.training.settings import UpdateSettings
 
 
 class Clock(L.Callback):

@@ -155,7 +155,7 @@ def checkout(commit: str) -> Iterator[Path]:
 
 def prepare(folder: Path, *, seed: int) -> None:
     """Policy, prompts and config that both trees use."""
-    from rhymerl.policy import PolicySource
+    from rhymerl.models.policy import PolicySource
 
     folder.mkdir()
     PolicySource(init=echo_task.MODEL, characters=echo_task.CHARACTERS, seed=seed).load().save(folder / "policy")

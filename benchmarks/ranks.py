@@ -25,11 +25,11 @@ from rhymerl import PromptDataModule, RhymeModule
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.budgets import GoodputBudget
 from rhymerl.drafters import HistoryTreeDrafter, NoDrafter
-from rhymerl.policy import PolicySource
+from rhymerl.models.policy import PolicySource
 from rhymerl.rollout import RolloutSettings
 from rhymerl.schedulers import FIFOScheduler, HistoPipeScheduler, PacedScheduler
 from rhymerl.tasks.running_sum import RunningSum, running_sum_reward
-from rhymerl.update import UpdateSettings
+from rhymerl.training.settings import UpdateSettings
 
 ROWS: Mapping[str, tuple[type, str, type]] = {
     "fifo, off, none": (FIFOScheduler, "off", NoDrafter),

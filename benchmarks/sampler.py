@@ -19,7 +19,7 @@ import record
 import torch
 
 from rhymerl.engine.kv_store import SlotPool
-from rhymerl.engine.rows import Counts, Rows
+from rhymerl.engine.rows import Rows
 from rhymerl.engine.sampler import Sampler
 from rhymerl.testing import make_requests
 
@@ -30,7 +30,7 @@ def make_rows(count: int, *, seed: int) -> Rows:
     """Running rows as the engine keeps them, at T = 1 without truncation."""
     rows = Rows(count, 64, SlotPool(count))
     for request in make_requests(count, seed=seed):
-        rows.enter(request, None, Counts())
+        rows.enter(request, None)
     return rows
 
 
@@ -41,19 +41,19 @@ def measure(count: int, logit_std: float, head: torch.Tensor, arguments: Any) ->
     hidden *= logit_std * arguments.hidden**-0.5  # the head's entries have variance 1
     logits = torch.nn.functional.linear(hidden, head)
     rows = make_rows(count, seed=arguments.seed)
-    places = row = np.arange(count)
-    tokens = Sampler(logits, rows).draw(places, row, np.zeros(count, np.int64))
+    indices = row = np.arange(count)
+    tokens = Sampler(logits, rows).draw(indices, row, np.zeros(count, np.int64))
     position = 0
 
     def draw() -> None:
         nonlocal position
         position += 1  # other noise each time
-        Sampler(logits, rows).draw(places, row, np.full(count, position))
+        Sampler(logits, rows).draw(indices, row, np.full(count, position))
 
     ways = {
         "matmul": lambda: torch.nn.functional.linear(hidden, head),
         "draw": draw,
-        "logprobs": lambda: Sampler(logits, rows).logprobs(places, row, tokens),
+        "logprobs": lambda: Sampler(logits, rows).logprobs(indices, row, tokens),
     }
     measures = {name: partial(record.seconds, work) for name, work in ways.items()}
     with torch.no_grad():

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from omegaconf import OmegaConf
 
+from rhymerl.backends.remote.process import Server
 from rhymerl.backends.sglang import arguments as server
 from rhymerl.backends.sglang.backend import SGLangBackend
-from rhymerl.backends.sglang.server import Server
 from rhymerl.drafters import Drafter, HistoryTreeDrafter, NGramDrafter, NoDrafter
 from rhymerl.history import HistoryStore
-from rhymerl.policy import Policy
-from rhymerl.types import Completion, Generated, RolloutRequest
+from rhymerl.models.policy import Policy
+from rhymerl.types import Completion, Output, RolloutRequest
 
 NONE, HISTORY = "none", "history_tree"
 STOCK, STOCK_NGRAM = "stock", "ngram"  # those without anything of ours
@@ -125,15 +125,15 @@ def completion(request: RolloutRequest, answer: Mapping[str, Any], *, nodes: int
     passes = min(1 + verified, len(tokens)) if nodes else len(tokens)
     return Completion(
         request=request,
-        generated=Generated(
+        output=Output(
             token_ids=tokens[:end],
             logprobs=np.array([pair[0] for pair in pairs[:end]], np.float64),
             policy_versions=np.zeros(end, np.int32),
+            finish_reason="stop" if len(stops) else "length",
+            num_passes=passes,
+            num_drafted=verified * nodes,
+            num_accepted=len(tokens) - passes,
         ),
-        finish_reason="stop" if len(stops) else "length",
-        num_passes=passes,
-        num_drafted=verified * nodes,
-        num_accepted=len(tokens) - passes,
     )
 
 

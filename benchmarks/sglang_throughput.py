@@ -45,9 +45,9 @@ from sglang_work import SIZES, Work, make_policy, make_prompts
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.history import HistoryStore
 from rhymerl.history.answers import answers_of
-from rhymerl.policy import Policy
+from rhymerl.models.policy import Policy
 from rhymerl.rollout import RolloutSettings
-from rhymerl.speculation import Speculation
+from rhymerl.rollout.metrics import AcceptanceTotals
 from rhymerl.types import Completion, RolloutRequest, Sample
 
 EQUAL = 0.97  # of the answers in float32, where passes of other shapes round in other ways
@@ -71,8 +71,8 @@ class Round:
         return speculation_of([self]).tokens / self.seconds
 
 
-def speculation_of(rounds: Sequence[Round]) -> Speculation:
-    total = Speculation()
+def speculation_of(rounds: Sequence[Round]) -> AcceptanceTotals:
+    total = AcceptanceTotals()
     for each in rounds:
         total.count(each.answers)
     return total

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from rhymerl.data.prompts import PromptSource
-from rhymerl.policy import Policy, PolicySource
+from rhymerl.models.policy import Policy, PolicySource
 from rhymerl.rollout import RolloutSettings, requests_of
 from rhymerl.tasks import RunningSum
 from rhymerl.testing import make_prompt

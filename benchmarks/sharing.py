@@ -1,7 +1,7 @@
-"""What it costs that every rank gets every answer of a step: the meeting in which they are shared, by tokens.
+"""What it costs that every rank gets every answer of a step: the collective in which they are shared, by tokens.
 
 Ranks on this machine, over gloo, each with an equal part of a step's answers, which are random tokens with log-probs, versions,
-text and reward; `share_us` is the time of the meeting a token of the whole step, `bytes` what one token is on the wire. History is fed
+text and reward; `share_us` is the time of the collective a token of the whole step, `bytes` what one token is on the wire. History is fed
 from these answers. The update needs them anyway, because its samples are dealt to ranks by length.
 
     python benchmarks/sharing.py
@@ -22,11 +22,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from rhymerl.ranks.group import Group
+from rhymerl.distributed.group import Group
 from rhymerl.rollout import RECORDS
-from rhymerl.rollout.ahead import Drawn
-from rhymerl.rollout.rounds import Answered, Share
-from rhymerl.types import Generated
+from rhymerl.rollout.results import RankResult, ScoredOutput
+from rhymerl.types import Output
 
 
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
@@ -51,7 +50,7 @@ def measure(rank: int, arguments: argparse.Namespace, port: int, results: Any) -
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=arguments.ranks)
     ranks = Group(RECORDS)
     for length in arguments.lengths:
-        share = make_share(arguments.answers // arguments.ranks, length, seed=rank)
+        share = make_result(arguments.answers // arguments.ranks, length, seed=rank)
         num_tokens = share.num_tokens * arguments.ranks
         times = [record.seconds(partial(ranks.gather, share)) for _ in range(arguments.repeats + 1)][1:]
         if rank == 0:
@@ -65,19 +64,20 @@ def measure(rank: int, arguments: argparse.Namespace, port: int, results: Any) -
     dist.destroy_process_group()
 
 
-def make_share(count: int, length: int, *, seed: int) -> Share:
+def make_result(count: int, length: int, *, seed: int) -> RankResult:
     source = np.random.default_rng(seed)
-    answered = []
-    for place in range(count):
-        generated = Generated(
+    scored = []
+    for index in range(count):
+        output = Output(
             token_ids=source.integers(0, 150_000, length, dtype=np.int32),
             logprobs=-source.random(length),
             policy_versions=np.zeros(length, np.int32),
+            finish_reason="stop",
+            num_passes=length,
         )
-        drawn = Drawn(generated=generated, finish_reason="stop", num_passes=length, num_drafted=0, num_accepted=0)
         text = "x" * 4 * length  # about four characters a token
-        answered.append(Answered(place=place, drawn=drawn, text=text, rewards={"reward": 1.0}))
-    return Share(answered=answered, metrics={}, busy_s=0.0, rollout_s=0.0)
+        scored.append(ScoredOutput(index=index, output=output, text=text, rewards={"reward": 1.0}))
+    return RankResult(scored=scored, metrics={}, busy_s=0.0, rollout_s=0.0)
 
 
 if __name__ == "__main__":

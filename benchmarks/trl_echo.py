@@ -28,7 +28,7 @@ from typing import Any
 import echo_task
 import record
 
-from rhymerl.policy import PolicySource
+from rhymerl.models.policy import PolicySource
 
 HERE = Path(__file__).parent
 ENVIRONMENT = {

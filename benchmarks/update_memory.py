@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from rhymerl.algos import GRPO
 from rhymerl.testing import make_requests, tiny_policy
-from rhymerl.types import Completion, Generated, Sample
-from rhymerl.update import Updater, UpdateSettings
+from rhymerl.training.settings import UpdateSettings
+from rhymerl.training.updater import Updater
+from rhymerl.types import Completion, Output, Sample
 
 MB = 1e6
 
@@ -45,8 +47,8 @@ def make_samples(count: int, length: int) -> list[Sample]:
     samples = []
     for number, request in enumerate(make_requests(count, prompt_tokens=(8, 8), max_tokens=length)):
         tokens = np.full(length, 2, np.int32)
-        generated = Generated(token_ids=tokens, logprobs=np.zeros(length), policy_versions=np.zeros(length, np.int32))
-        completion = Completion(request=request, generated=generated, finish_reason="length")
+        generated = Output(token_ids=tokens, logprobs=np.zeros(length), policy_versions=np.zeros(length, np.int32))
+        completion = Completion(request=request, output=replace(generated, finish_reason="length"))
         mask = np.ones(length, np.bool_)
         samples.append(Sample(completion=completion, text="", reward=float(number % 2), rewards={}, loss_mask=mask))
     return samples

@@ -28,10 +28,12 @@ import record
 import torch
 
 from rhymerl.algos import GRPO
-from rhymerl.policy import Policy, PolicySource
+from rhymerl.models.policy import Policy, PolicySource
 from rhymerl.testing import make_prompt
-from rhymerl.types import Completion, Generated, RolloutRequest, Sample, SamplingParams
-from rhymerl.update import Updater, UpdateSettings, micro_batches, step_batch, total_tokens
+from rhymerl.training.batches import micro_batches, step_batch, total_tokens
+from rhymerl.training.settings import UpdateSettings
+from rhymerl.training.updater import Updater
+from rhymerl.types import Completion, Output, RolloutRequest, Sample, SamplingParams
 
 PROMPT_TOKENS = 16
 QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TRL_USAGE_STATS_DISABLED": "1"}
@@ -60,13 +62,13 @@ def make_samples(arguments: Any) -> list[Sample]:
         if number % 4 == 0:
             prompt = make_prompt(source.integers(2, 17, PROMPT_TOKENS).tolist(), id=str(number))
         length = int(source.integers(arguments.longest // 4, arguments.longest, endpoint=True))
-        generated = Generated(
+        generated = Output(
             token_ids=source.integers(2, 17, length).astype(np.int32),
             logprobs=np.zeros(length),
             policy_versions=np.zeros(length, np.int32),
         )
         request = RolloutRequest(id=str(number), prompt=prompt, sample=number % 4, seed=number, sampling=sampling)
-        completion = Completion(request=request, generated=generated, finish_reason="stop")
+        completion = Completion(request=request, output=replace(generated, finish_reason="stop"))
         reward = float(source.integers(2))
         mask = np.ones(length, np.bool_)
         samples.append(Sample(completion=completion, text="", reward=reward, rewards={}, loss_mask=mask))

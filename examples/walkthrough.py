@@ -12,8 +12,8 @@ import warnings
 from lightning import Trainer
 
 from rhymerl import GRPO, PolicySource, PromptDataModule, Reward, RhymeModule, RolloutSettings, UpdateSettings
-from rhymerl.evaluation import EvaluationSettings
 from rhymerl.tasks import Task
+from rhymerl.training.evaluation import EvaluationSettings
 
 LETTERS = "abcdefgh"
 

@@ -14,7 +14,7 @@ from rhymerl.drafters.base import Drafter
 from rhymerl.errors import BackendError, ConfigError, DataError, RewardError, RhymeError, RunError, UsageError
 from rhymerl.lazy import lazy_names
 from rhymerl.schedulers import FIFOScheduler, Scheduler
-from rhymerl.types import Completion, Draft, Generated, Prompt, RolloutRequest, Sample, SamplingParams
+from rhymerl.types import Completion, Draft, Output, Prompt, RolloutRequest, Sample, SamplingParams
 
 if TYPE_CHECKING:
     from rhymerl.algos.base import Algorithm
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from rhymerl.backends.sglang.backend import SGLangBackend
     from rhymerl.data import PromptDataModule
     from rhymerl.drafters.none import NoDrafter
-    from rhymerl.module import RhymeModule
-    from rhymerl.policy import PolicySource
+    from rhymerl.models.policy import PolicySource
     from rhymerl.rewards import Reward
     from rhymerl.rollout import RolloutLoop, RolloutSettings
     from rhymerl.tasks import Task
-    from rhymerl.update import UpdateSettings
+    from rhymerl.training.module import RhymeModule
+    from rhymerl.training.settings import UpdateSettings
     from rhymerl.version import __version__
 
 __all__ = [
@@ -45,8 +45,8 @@ __all__ = [
     "Drafter",
     "EmbeddedBackend",
     "FIFOScheduler",
-    "Generated",
     "NoDrafter",
+    "Output",
     "PolicySource",
     "Prompt",
     "PromptDataModule",
@@ -78,16 +78,16 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of ours
             "GRPO": "algos.grpo",
             "NoDrafter": "drafters.none",
             "PPO": "algos.ppo",
-            "PolicySource": "policy",
+            "PolicySource": "models.policy",
             "PromptDataModule": "data",
             "Reward": "rewards",
-            "RhymeModule": "module",
+            "RhymeModule": "training.module",
             "RolloutBackend": "backends.base",
             "RolloutLoop": "rollout",
             "RolloutSettings": "rollout",
             "SGLangBackend": "backends.sglang.backend",
             "Task": "tasks",
-            "UpdateSettings": "update",
+            "UpdateSettings": "training.settings",
             "__version__": "version",
         },
     )

@@ -1,13 +1,21 @@
-"""Curves of what a pass costs by its tokens, as `rhymerl bench costs` prints them and settings give them."""
+"""What a pass costs by its tokens: curves, as `rhymerl bench costs` prints them and settings give them."""
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rhymerl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rhymerl.types import FloatArray, IndexArray
 
 Points = Sequence[Sequence[float]]  # [tokens, seconds], tokens rising
 
@@ -32,3 +40,57 @@ def checked_points(points: Points) -> list[tuple[float, float]]:
     if len(pairs) < 2 or not rising or pairs[0][1] <= 0 or not finite:
         raise ValueError(expected)
     return pairs
+
+
+class PassCost(ABC):
+    """Seconds of a pass over `rows` requests; where they are given, there is nothing to observe."""
+
+    @abstractmethod
+    def seconds(self, rows: int, nodes: FloatArray | IndexArray, asked: int) -> FloatArray:
+        """Return the time of a pass with so many draft nodes in all (an array of choices).
+
+        The drafter was asked for `asked` requests before it.
+        """
+
+    def observe(self, rows: int, nodes: int, asked: int, seconds: float) -> float:
+        """A pass has taken so long; returns what it is held to have taken."""
+        return float(self.seconds(rows, np.array([nodes]), asked)[0])
+
+    def wants_plain(self, rows: int) -> bool:
+        """Whether to leave the drafter alone for a pass over so many requests, to see what it costs then."""
+        return False
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough passes of both kinds have been seen to compare them."""
+        return True
+
+
+class CostCurve(PassCost):
+    """Given: seconds by the tokens of a pass, straight between the points and beyond the last one. Drafting itself is free.
+
+    A unit other than seconds does as well: only ratios count. Raises ConfigError for a curve that is none.
+    """
+
+    def __init__(self, points: Sequence[Sequence[float]], *, setting: str = "budget.costs") -> None:
+        try:
+            pairs = checked_points(points)
+        except ValueError as error:
+            raise ConfigError(f"{setting}={points!r}: {error}") from error
+        self.tokens, self.costs = np.array(pairs).T
+
+    @classmethod
+    def read(cls, path: str | Path, *, setting: str = "budget.costs") -> CostCurve:
+        """Read a curve from a JSON file {"costs": [[tokens, seconds], ...]}, such as `rhymerl bench costs` prints."""
+        where = f"{setting}={str(path)!r}"
+        try:
+            points = read_points(path)
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}") from error
+        return cls(points, setting=f"{where}: costs")
+
+    def seconds(self, rows: int, nodes: FloatArray | IndexArray, asked: int) -> FloatArray:
+        tokens = rows + np.asarray(nodes, np.float64)
+        slope = (self.costs[-1] - self.costs[-2]) / (self.tokens[-1] - self.tokens[-2])
+        beyond = np.maximum(tokens - self.tokens[-1], 0) * slope
+        return np.asarray(np.interp(tokens, self.tokens, self.costs) + beyond)

@@ -178,7 +178,7 @@ class _Lock:
             self.close()
 
     def close(self) -> None:
-        """Of a forked child: it must not hold what is its parent's."""
+        """Close the file. A forked child does so as well: it must not hold what is its parent's."""
         if self._descriptor is not None:
             os.close(self._descriptor)
         self._descriptor = None
@@ -205,7 +205,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Within: a file that cannot be written is a RunError that names it, and what is left on its device."""
+    """Context in which a failed write is a RunError that names the file, and what is left on its device."""
     try:
         yield
     except OSError as error:

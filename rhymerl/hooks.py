@@ -16,16 +16,17 @@ def class_path(component: object) -> str:
     return f"{type(component).__module__}.{type(component).__qualname__}"
 
 
-def place_of(component: object, hook: str) -> str:
+def line_of(component: object, hook: str) -> str:
     """Where the class has this hook: `my_module.py:12`; its module where there is no such file."""
     code = getattr(inspect.unwrap(getattr(type(component), hook)), "__code__", None)
     return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}" if code is not None else class_path(component)
 
 
 class Hooks:
-    """`with hooks:` around calls of a component, `setting` being that which names it: an exception becomes a HookError.
+    """Turns exceptions of a component into HookErrors: `with hooks:` stands around its calls.
 
-    It names the last line of the component's own file that led there. Errors of rhymerl's own pass as they are.
+    `setting` is the one that names the component. A HookError names the last line of the component's own file that led
+    there. Errors of rhymerl's own pass as they are.
     """
 
     __slots__ = ("component", "setting")

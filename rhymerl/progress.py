@@ -18,17 +18,17 @@ class ProgressBar:
     """Is told how far something is, and tells nobody: the default of all that may take long, and free."""
 
     def begin(self, words: str, total: int = 0) -> None:
-        """From now on `words` are what goes on; its parts are `total`, 0 when nobody knows."""
+        """Say that `words` are what goes on from now on, in `total` parts; 0 when nobody knows."""
 
     def advance(self, number: int = 1) -> None:
-        """So many parts more are done; nothing without a `begin`."""
+        """Count so many parts more as done; do nothing without a `begin`."""
 
     def end(self) -> None:
         """It is done, and leaves nothing on a terminal."""
 
     @contextmanager
     def during(self, words: str, total: int = 0) -> Iterator[None]:
-        """Within: `begin` to `end`."""
+        """Context between `begin` and `end`."""
         self.begin(words, total)
         try:
             yield
@@ -90,7 +90,7 @@ class ShownProgressBar(ProgressBar):
 
 
 def about(seconds: float) -> str:
-    """As people say it: `about 40 s`, `about 12 min`, `about 3 h 20 min`."""
+    """Return a duration as people say it: `about 40 s`, `about 12 min`, `about 3 h 20 min`."""
     if seconds < 90:
         return f"about {max(1, round(seconds)):.0f} s"
     minutes = round(seconds / 60)

@@ -12,12 +12,12 @@ import numpy as np
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
-from rhymerl.types import Completion, Draft, Generated, Prompt, RolloutRequest, SamplingParams
+from rhymerl.types import Completion, Draft, Output, Prompt, RolloutRequest, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rhymerl.policy import Policy
+    from rhymerl.models.policy import Policy
     from rhymerl.types import IntArray
 
 ModelType = Literal["qwen2", "qwen3", "llama"]
@@ -41,7 +41,7 @@ def tiny_policy(
     """
     import torch
 
-    from rhymerl.policy import PolicySource
+    from rhymerl.models.policy import PolicySource
 
     init = {
         "model_type": model_type,
@@ -173,7 +173,7 @@ class ScriptedBackend(RolloutBackend):
         """Scripted answers follow no weights."""
 
     def progress(self) -> Mapping[str, int]:
-        return {r.id: len(r.generated) if r.generated else 0 for r in reversed(self._waiting)}
+        return {r.id: len(r.output) if r.output else 0 for r in reversed(self._waiting)}
 
     def close(self) -> None:
         if self._drafter is not None:
@@ -183,5 +183,11 @@ class ScriptedBackend(RolloutBackend):
     @staticmethod
     def _completion(request: RolloutRequest, tokens: Sequence[int], reason: Any) -> Completion:
         ids = np.asarray(tokens, np.int32)
-        generated = Generated(token_ids=ids, logprobs=np.zeros(len(ids)), policy_versions=np.zeros(len(ids), np.int32))
-        return Completion(request=request, generated=generated, finish_reason=reason, num_passes=1)
+        output = Output(
+            token_ids=ids,
+            logprobs=np.zeros(len(ids)),
+            policy_versions=np.zeros(len(ids), np.int32),
+            finish_reason=reason,
+            num_passes=1,
+        )
+        return Completion(request=request, output=output)

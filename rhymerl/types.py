@@ -46,7 +46,7 @@ class Prompt:
     token_ids: IntArray  # [P]; integers of any width may be given
     text: str  # what was tokenized
     columns: Mapping[str, Any] = field(default_factory=dict)  # every other column of the row, for the reward
-    place: str = field(
+    location: str = field(
         default="", repr=False, compare=False
     )  # of the row, for messages: "data.train='a.jsonl', line 3"
 
@@ -62,7 +62,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn. Raises ValueError naming the field that is out of range.
+    """How tokens are sampled. Raises ValueError naming the field that is out of range.
 
     The order of truncation is temperature, top-k, top-p, min-p, as in most engines.
     """
@@ -88,15 +88,26 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generated:
-    """Tokens drawn so far, each with the behaviour log-prob (nats) and the version of the policy that drew it."""
+class Output:
+    """What has been sampled for a request so far, and what that took. L = tokens."""
 
     token_ids: IntArray  # [L]
-    logprobs: FloatArray  # [L] untruncated log_softmax(logits / temperature)
-    policy_versions: IntArray  # [L]
+    logprobs: (
+        FloatArray  # [L] untruncated log_softmax(logits / temperature), in nats, of the policy that sampled the token
+    )
+    policy_versions: IntArray  # [L] of that policy
+    finish_reason: FinishReason = "withdrawn"
+    num_passes: int = 0  # verify passes in which tokens were emitted
+    num_drafted: int = 0  # draft nodes verified
+    num_accepted: int = 0  # draft nodes that became tokens
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing is left to sample."""
+        return self.finish_reason != "withdrawn"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +120,8 @@ class RolloutRequest:
     seed: int  # 64-bit key of the noise; position = index in the response
     sampling: SamplingParams
     split: Split = "train"
-    generated: Generated | None = None  # go on from these tokens
-    ahead: IntArray | None = None  # a draft of the whole answer: what the policy before drew with the same noise
+    output: Output | None = None  # go on from here
+    ahead: IntArray | None = None  # a draft of the whole answer: what the policy before sampled with the same noise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,15 +215,15 @@ class DraftBatch:
             sources=None if (sources == -1).all() else sources.astype(np.int32),
         )
 
-    def spread(self, places: IndexArray, num_requests: int) -> DraftBatch:
-        """These drafts at the ascending `places` [R] among `num_requests` requests, nothing for the others."""
+    def spread(self, indices: IndexArray, num_requests: int) -> DraftBatch:
+        """Return these drafts at the ascending `indices` [R] among `num_requests` requests, nothing for the others."""
         import numpy as np
 
-        if len(places) == num_requests:
+        if len(indices) == num_requests:
             return self
         counts, match_length = np.zeros(num_requests, np.int64), np.zeros(num_requests, np.int32)
-        counts[places], match_length[places] = self.counts, self.match_length
-        problems = {int(places[r]): problem for r, problem in self.problems.items()}
+        counts[indices], match_length[indices] = self.counts, self.match_length
+        problems = {int(indices[r]): problem for r, problem in self.problems.items()}
         return replace(
             self, starts=np.concatenate([[0], np.cumsum(counts)]), match_length=match_length, problems=problems
         )
@@ -263,23 +274,35 @@ class Completion:
     """An answer, whole (`stop`, `length`) or withdrawn half-way."""
 
     request: RolloutRequest
-    generated: Generated  # includes what the request brought along
-    finish_reason: FinishReason
-    num_passes: int = 0  # verify passes in which tokens were emitted
-    num_drafted: int = 0  # draft nodes verified
-    num_accepted: int = 0  # draft nodes that became tokens
+    output: Output  # includes what the request brought along
 
     @property
     def token_ids(self) -> IntArray:
-        return self.generated.token_ids
+        return self.output.token_ids
 
     @property
     def logprobs(self) -> FloatArray:
-        return self.generated.logprobs
+        return self.output.logprobs
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.output.finish_reason
+
+    @property
+    def num_passes(self) -> int:
+        return self.output.num_passes
+
+    @property
+    def num_drafted(self) -> int:
+        return self.output.num_drafted
+
+    @property
+    def num_accepted(self) -> int:
+        return self.output.num_accepted
 
     def resume(self) -> RolloutRequest:
         """The request that goes on from here."""
-        return replace(self.request, generated=self.generated)
+        return replace(self.request, output=self.output)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

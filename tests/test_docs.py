@@ -17,11 +17,11 @@ from rhymerl import GRPO, PromptDataModule, Reward, RhymeModule, RolloutSettings
 from rhymerl.algos import PPO, Algorithm
 from rhymerl.cli import main
 from rhymerl.config import compose, resolved
-from rhymerl.evaluation import EvaluationSettings
-from rhymerl.policy import Policy
+from rhymerl.models.policy import Policy
 from rhymerl.schedulers import SortedScheduler
 from rhymerl.tasks import RunningSum
 from rhymerl.testing import tiny_policy
+from rhymerl.training.evaluation import EvaluationSettings
 from tests.documents import PAGES, ROOT, blocks, code_spans, prose, reader_in, table_after, write_files
 
 DOCS = ROOT / "docs"

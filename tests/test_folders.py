@@ -15,8 +15,8 @@ import torch
 from rhymerl.callbacks import AtomicCheckpointIO
 from rhymerl.errors import ConfigError, RunError
 from rhymerl.folders import RunFolder, check_folder, writing
-from rhymerl.traces import TraceWriter
-from tests.test_traces import step
+from rhymerl.history.traces import TraceWriter
+from tests.history.test_traces import step
 
 HOLD = """
 import sys, time

@@ -23,7 +23,7 @@ class Batch:
     rewards: Tensor  # [B]
     groups: Tensor  # [B] int64, equal for the samples of one prompt
     mask: Tensor  # [B, T] bool, tokens that are trained
-    behaviour_logprobs: Tensor  # [B, T] of the policies that drew the tokens
+    behaviour_logprobs: Tensor  # [B, T] of the policies that sampled the tokens
     limits: Tensor  # [B] int64, the most tokens that each answer could have had
     is_truncated: Tensor  # [B] bool, cut off at its limit
     proximal_logprobs: Tensor | None = None  # [B, T] before the first update; None: as behaviour
@@ -33,13 +33,21 @@ class Batch:
     divergence: Tensor | None = None  # [B] nats from the reference, of an answer's trained tokens
     advantages: Tensor | None = None  # [B, T]
     returns: Tensor | None = None  # [B, T] what the critic learns
+    awaits_proximal: bool = False  # the update's own pass finds `proximal_logprobs`, for the loss alone
 
     def __len__(self) -> int:
         return len(self.rewards)
 
     @property
     def old_logprobs(self) -> Tensor:
-        """Of the policy that the step begins with, [B, T]."""
+        """Log-probs of the policy that the step begins with, [B, T].
+
+        Raises ValueError before the loss unless the algorithm declares by `prepares_by_proximal` that it reads them there.
+        """
+        if self.awaits_proximal:
+            raise ValueError(
+                "old_logprobs are read before the loss: an algorithm that does so declares prepares_by_proximal = True"
+            )
         return self.behaviour_logprobs if self.proximal_logprobs is None else self.proximal_logprobs
 
     @property
@@ -56,17 +64,20 @@ class Batch:
         return self._each(lambda value: value.to(dtype) if value.ndim == 2 and value.is_floating_point() else value)
 
     def to(self, device: torch.device | str) -> Self:
-        """The same on a device."""
+        """Return the batch on a device."""
         return self._each(lambda value: value.to(device))
 
     def _each(self, change: Any) -> Self:
         held = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: change(value) for name, value in held.items() if value is not None})
+        return replace(self, **{name: change(value) for name, value in held.items() if isinstance(value, Tensor)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """Of the whole mini-batch over all ranks: the denominators of sums, so that the parts of any split add up to one loss."""
+    """Denominators of sums over the whole mini-batch and all ranks.
+
+    With them the parts of any split add up to one loss.
+    """
 
     num_tokens: int  # trained tokens, at least 1
     num_samples: int
@@ -126,7 +137,10 @@ class Algorithm(ABC):
         return replace(batch, advantages=self.advantages(batch))
 
     def metrics(self, batch: Batch) -> dict[str, float]:
-        """Of a whole step, once a step on every rank, after its updates; `batch` is as `prepare` returned it."""
+        """Return metrics of a whole step; it is called once a step on every rank, after its updates.
+
+        `batch` is as `prepare` returned it.
+        """
         return {}
 
     def adapt(self, batch: Batch) -> None:
@@ -134,7 +148,7 @@ class Algorithm(ABC):
 
     @property
     def may_stop(self) -> bool:
-        """Whether `stops` is to be asked, for which the ranks meet after each mini-batch."""
+        """Whether `stops` is to be asked, which takes a collective after each mini-batch."""
         return type(self).stops is not Algorithm.stops
 
     def stops(self, metrics: Mapping[str, float]) -> bool:

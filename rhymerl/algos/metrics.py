@@ -36,7 +36,7 @@ def off_policy(log_ratio: Tensor, is_bound: Tensor, batch: Batch, totals: Totals
 
 @torch.no_grad()
 def sampling(logprobs: Tensor, batch: Batch, totals: Totals) -> dict[str, Tensor]:
-    """How far the trainer's policy is from the one that drew the tokens.
+    """How far the trainer's policy is from the one that sampled the tokens.
 
     The policy before the step's first update; where the batch has none of its own, the current one.
     """

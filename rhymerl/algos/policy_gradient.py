@@ -27,8 +27,6 @@ from rhymerl.algos.functional.divergences import Estimator
 from rhymerl.algos.functional.ratios import Level
 from rhymerl.algos.settings import require, require_types
 
-_BEFORE_THE_LOSS = ("advantages", "prepare", "metrics", "adapt", "scores", "kl_penalties", "with_returns")
-
 
 @dataclass(kw_only=True, eq=False)
 class PolicyGradient(Algorithm):
@@ -49,7 +47,7 @@ class PolicyGradient(Algorithm):
     kl_estimator: Estimator = "k3"
     kl_unbiased: bool = True  # in the loss: weighted with the ratio, so that its expected gradient is the divergence's
     kl_target: float | None = None  # nats an answer; in the reward: the coefficient adapts to it
-    correction: Literal["none", "truncated", "masked"] = "truncated"  # of the policies that drew the tokens
+    correction: Literal["none", "truncated", "masked"] = "truncated"  # of the policies that sampled the tokens
     correction_level: Level = "token"
     correction_floor: float | None = None
     correction_cap: float | None = 2.0
@@ -98,8 +96,7 @@ class PolicyGradient(Algorithm):
 
     @property
     def prepares_by_proximal(self) -> bool:
-        are_ours = all(getattr(type(self), name).__module__.startswith(f"{__package__}.") for name in _BEFORE_THE_LOSS)
-        return self._is_in_reward or not are_ours
+        return self._is_in_reward
 
     @property
     def trains_entropy(self) -> bool:
@@ -115,7 +112,7 @@ class PolicyGradient(Algorithm):
     def kl_penalties(self, batch: Batch) -> Tensor:
         """What the divergence takes off the reward of each token, [B, T]."""
         if not self._is_in_reward:
-            return torch.zeros_like(batch.old_logprobs)
+            return torch.zeros_like(batch.behaviour_logprobs)
         return self._kl_coef * self._divergence(batch.old_logprobs, batch)
 
     @property
@@ -148,7 +145,7 @@ class PolicyGradient(Algorithm):
             self._kl_coef *= 1 + 0.1 * error
 
     def _total_kl(self, batch: Batch) -> float:
-        """As `prepare` found it, unless the batch is another."""
+        """Return the sum of the batch's divergences: those that `prepare` found, else those of `old_logprobs`."""
         of_answers = (
             self._divergence(batch.old_logprobs, batch).sum(-1) if batch.divergence is None else batch.divergence
         )
@@ -175,7 +172,7 @@ class PolicyGradient(Algorithm):
         log_ratio = _difference(output.logprobs, batch.old_logprobs, batch.mask)
         ratio = policy_ratio(log_ratio, batch.mask, level=self.ratio_level)
         weight, is_bound = self._correction(batch)
-        tokens = self._surrogate(ratio, batch.advantages, output.logprobs)
+        tokens = self.token_loss(ratio, batch.advantages, output.logprobs)
         found = {
             **metrics.clipping(ratio, batch, totals, low=self.clip_low, high=self.clip_high, dual=self.dual_clip),
             **metrics.off_policy(log_ratio, is_bound, batch, totals),
@@ -194,7 +191,13 @@ class PolicyGradient(Algorithm):
             total = total - self.entropy_coef * masked_sum(output.entropy, batch.mask) / totals.num_tokens
         return total, {**found, "loss": total.detach()}
 
-    def _surrogate(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> Tensor:
+    def token_loss(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> Tensor:
+        """The loss of each token, [B, T], before the correction, the divergence and the mean; override this for another one.
+
+        `ratio` is the current policy over that before the update, [B, T], or [B, 1] where `ratio_level` is of whole answers;
+        `advantages` [B, T]; `logprobs` [B, T] of the current policy. `ratio` and `logprobs` carry the gradient. What is returned
+        outside the mask does not count.
+        """
         if self.surrogate == "cispo":
             return cispo_surrogate(ratio, advantages, logprobs, clip_low=self.clip_low, clip_high=self.clip_high)
         return clipped_surrogate(
@@ -202,7 +205,7 @@ class PolicyGradient(Algorithm):
         )
 
     def _divergence(self, logprobs: Tensor, batch: Batch) -> Tensor:
-        """From the reference, [B, T] and 0 outside the mask."""
+        """Return the divergence from the reference, [B, T] and 0 outside the mask."""
         assert batch.reference_logprobs is not None, "the reference is asked for in `needs`"
         log_ratio = _difference(logprobs, batch.reference_logprobs, batch.mask)
         return divergence(log_ratio, torch.zeros_like(log_ratio), estimator=self.kl_estimator)
@@ -234,5 +237,5 @@ class PolicyGradient(Algorithm):
 
 
 def _difference(left: Tensor, right: Tensor, mask: Tensor) -> Tensor:
-    """[B, T], 0 outside the mask whatever stands there."""
+    """Return the difference [B, T], 0 outside the mask whatever stands there."""
     return (left - right).masked_fill(~mask, 0)

@@ -16,7 +16,10 @@ def require(holds: bool, name: str, value: object, expected: str) -> None:
 
 
 def require_types(algorithm: Any) -> None:
-    """Of a dataclass, that settings are one of those that their type lists, and finite; a config has been checked already."""
+    """Check that a dataclass's settings are among those that their types list, and finite.
+
+    A config has been checked already.
+    """
     for field in (each for each in dataclasses.fields(algorithm) if each.init):
         value = getattr(algorithm, field.name)
         if get_origin(field.type) is Literal:

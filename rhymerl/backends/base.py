@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +17,7 @@ from rhymerl.types import Completion, RolloutRequest, Sample
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rhymerl.policy import Policy
+    from rhymerl.models.policy import Policy
 
 
 class RolloutBackend(ABC):
@@ -81,8 +82,15 @@ class RolloutBackend(ABC):
     def follow(self, history: HistoryStore) -> None:
         """Let the drafter know what is new in `history`, which stays the trainer's; the first call after `start` brings all of it."""
 
+    def sleep(self) -> None:
+        """Give memory back, if that is wanted: nothing is in flight and the next `submit` comes after an update."""
+        if type(self).rest is not RolloutBackend.rest:
+            warnings.warn(f"{type(self).__name__}.rest is called sleep now", DeprecationWarning, stacklevel=2)
+            self.rest()
+
     def rest(self) -> None:
-        """Nothing is in flight and the next `submit` comes after an update: give memory back, if that is wanted."""
+        """Do what `sleep` does: its former name."""
+        self.sleep()
 
     def metrics(self) -> Mapping[str, float]:
         """What happened since the last call, by metric name; then reset.

@@ -16,13 +16,13 @@ from rhymerl.engine.support import prove, refuse_impossible, refuse_unsupported
 from rhymerl.engine.totals import EngineTotals
 from rhymerl.errors import BackendError, ConfigError, require_at_least
 from rhymerl.history import NO_VERSION, HistoryStore
-from rhymerl.policy import num_embeddings
+from rhymerl.models.policy import num_embeddings
 from rhymerl.types import Completion, Ratio, RolloutRequest, Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rhymerl.policy import Policy
+    from rhymerl.models.policy import Policy
 
 
 class EmbeddedBackend(RolloutBackend):
@@ -119,12 +119,12 @@ class EmbeddedBackend(RolloutBackend):
         return self.engine.progress()
 
     def learn(self, samples: Sequence[Sample]) -> None:
-        self.engine.drafting.learn(samples)
+        self.engine.protocol.learn(samples)
 
     def follow(self, history: HistoryStore) -> None:
         delta = history.deltas(self._followed)
         self._followed = delta.version
-        self.engine.drafting.follow(delta)
+        self.engine.protocol.follow(delta)
 
     def metrics(self) -> Mapping[str, float]:
         totals = dataclasses.replace(self.engine.totals)
@@ -146,10 +146,10 @@ class EmbeddedBackend(RolloutBackend):
             "history/hit_epoch_age": Ratio(new.accepted_age_epochs, new.accepted_history),
             "spec/draft_time_frac": Ratio(new.draft_s, new.busy_s),
             "spec/bad_drafts": new.bad_drafts,
-            **self.engine.drafting.budget.metrics(),
+            **self.engine.protocol.budget.metrics(),
         }
 
     def close(self) -> None:
         if self._engine is not None:
-            self._engine.drafting.close()
+            self._engine.protocol.close()
         self._engine = None

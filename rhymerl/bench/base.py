@@ -24,7 +24,7 @@ class Ratio:
 
     @classmethod
     def of(cls, baseline: Sequence[float], measured: Sequence[float]) -> Ratio:
-        """From seconds of the same work, pair by pair; the interval is the bootstrap's."""
+        """Build it from seconds of the same work, pair by pair; the interval is the bootstrap's."""
         ratios = np.array(baseline) / np.array(measured)
         draws = np.random.default_rng(0).choice(ratios, (_RESAMPLES, len(ratios)))
         low, high = np.quantile(np.median(draws, axis=1), [0.025, 0.975])

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rhymerl.budgets import FixedBudget
-from rhymerl.budgets.costs import PassCost
+from rhymerl.costs import PassCost
 from rhymerl.drafters.base import Drafter
 from rhymerl.engine.engine import Engine
 from rhymerl.progress import SILENT, ProgressBar

@@ -54,7 +54,7 @@ class DrafterBench:
         return copy
 
     def run(self, progress: ProgressBar = SILENT) -> dict[str, Any]:
-        """One row; times are medians."""
+        """Return one row; times are medians."""
         answers = [self.copy() for _ in range(self.config.answers)]
         prompt = self._tokens(_PROMPT_TOKENS)
         index = SuffixIndex(prompt, answers)  # compiles

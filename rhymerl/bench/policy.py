@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rhymerl.config import instantiate
-from rhymerl.data.base import PlacedRow
+from rhymerl.data.base import LocatedRow
 from rhymerl.data.encoding import LengthLimits, PromptEncoder, encode_rows
-from rhymerl.policy import Policy
+from rhymerl.models.policy import Policy
 from rhymerl.rollout import RolloutSettings, requests_of
 from rhymerl.types import Prompt, RolloutRequest
 
@@ -29,9 +29,9 @@ class PolicyBench:
         task = instantiate(self.config.task, key="task")
         encoder = PromptEncoder(self.policy.tokenizer)
         limits = LengthLimits(context_tokens=self.policy.context_tokens, max_tokens=self.rollout.max_tokens)
-        return encode_rows([PlacedRow(place="task", row=row) for row in task.rows("train")], encoder, limits)
+        return encode_rows([LocatedRow(location="task", row=row) for row in task.rows("train")], encoder, limits)
 
     def requests(self, step: str) -> list[RolloutRequest]:
-        """For all prompts, with noise of that step."""
+        """Return requests for all prompts, with the noise of that step."""
         stop_token_ids = self.policy.stop_token_ids
         return requests_of(self.prompts, step, self.rollout, seed=self.config.seed, stop_token_ids=stop_token_ids)

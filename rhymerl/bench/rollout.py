@@ -25,10 +25,10 @@ from rhymerl.engine.engine import Engine
 from rhymerl.errors import require_at_least
 from rhymerl.history import HistoryStore
 from rhymerl.history.answers import answers_of
+from rhymerl.history.traces import TraceRecord, record_of
 from rhymerl.progress import SILENT, ProgressBar
-from rhymerl.replay import Replay, ReplayTotals
+from rhymerl.runs.replay import Replay, ReplayTotals
 from rhymerl.testing import OracleDrafter
-from rhymerl.traces import TraceRecord, record_of
 from rhymerl.types import Completion, RolloutRequest, Sample
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class RolloutBench(PolicyBench):
         return measure_costs(self.policy.model, self.requests("costs"), rows=rows, progress=progress)
 
     def _learn(self, epoch: int) -> None:
-        """One epoch of history."""
+        """Learn one epoch of history."""
         requests = self.requests(f"history {epoch}")
         plain = self._contender(NONE, NoDrafter(), max(self.config.concurrency), epochs=0)
         for prompt, group in answers_of([_unscored(each) for each in _in_order(plain.run(requests), requests)], epoch):
@@ -107,7 +107,7 @@ class RolloutBench(PolicyBench):
         return Contender(name=name, drafter=drafter, engine=engine, history=history, epochs=epochs)
 
     def _contenders(self, concurrency: int) -> list[Contender]:
-        """None first: its answers are the oracle's."""
+        """Return the contenders, no drafter first: its answers are the oracle's."""
         epochs = self.config.epochs
         name = _short_name(self.config.drafter["_target_"])
         with_history = [(name if each else name + FIRST_EPOCH, each) for each in sorted({0, epochs})]
@@ -178,7 +178,7 @@ def _short_name(target: str) -> str:
 
 
 def _rotated(contenders: Sequence[Contender], pair: int) -> list[Contender]:
-    """None first, for the oracle's sake; the others take turns in going next."""
+    """Put no drafter first, for the oracle's sake; the others take turns in going next."""
     first, *others = contenders
     turn = pair % len(others)
     return [first, *others[turn:], *others[:turn]]

@@ -14,14 +14,14 @@ from rich.table import Table
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.sglang.nodes import best_n
 from rhymerl.bench.costs import CostTable, PathDrafter
-from rhymerl.budgets.costs import CostCurve
+from rhymerl.costs import CostCurve
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
 from rhymerl.errors import BackendError, ConfigError
 from rhymerl.types import Completion, RolloutRequest
 
 if TYPE_CHECKING:
-    from rhymerl.policy import Policy
+    from rhymerl.models.policy import Policy
 
 NODES = (0, 1, 3, 7, 15)  # of each request; for each of these an engine is started
 PASSES = 64
@@ -41,7 +41,7 @@ class Flown:
 
     @property
     def num_passes(self) -> int:
-        """Of the engine, if all requests were in them side by side."""
+        """The number of the engine's passes, if all requests were in them side by side."""
         return max(self.passes)
 
     @property
@@ -52,10 +52,11 @@ class Flown:
 
 
 def pass_seconds(short: Sequence[Flown], long: Sequence[Flown]) -> float:
-    """Of one of the passes that long answers take and short ones do not, so that starts, prefills and ends cancel out.
+    """Return the time of one of the passes that long answers take and short ones do not.
 
-    The least of either counts: what else the machine does at times is no cost of ours. Raises BackendError when the time
-    between them cannot be told from noise, or when not all requests were in the same passes.
+    Starts, prefills and ends cancel out. The least time of either counts: what else the machine does at times is no
+    cost of ours. Raises BackendError when the time between them cannot be told from noise, or when not all requests
+    were in the same passes.
     """
     one, two = (min(each, key=lambda flown: flown.took_s) for each in (short, long))
     if not two.ran_side_by_side:
@@ -106,7 +107,7 @@ class SGLangCosts:
         self.rounds = rounds
 
     def run(self) -> CostTable:
-        """All of it; says how far it is."""
+        """Run all of it; says how far it is."""
         say(f"SGLang engines to start, one after another: {len(self.nodes)}; each takes 20 to 60 s")
         columns = [self._of_engine(nodes) for nodes in self.nodes]
         return CostTable(self.rows, self.nodes, np.array(columns).T)

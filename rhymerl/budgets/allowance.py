@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _SHARE = 0.005  # of a pass that each pass adds
-_MOST = 8.0  # saved up: enough for some bad passes among good ones, and few enough that drafts which no longer pay are soon noticed
+_MOST = 2.0  # saved up: enough for some bad passes among good ones, and few enough that drafts which no longer pay are soon noticed
 _LATELY = 0.7
 _CHEAPEST = 0.05
 

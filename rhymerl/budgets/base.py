@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassOutcome:
-    """What came of one pass. R = requests that drew tokens in it, N = nodes that were verified."""
+    """What came of one pass. R = requests that sampled tokens in it, N = nodes that were verified."""
 
     requests: Sequence[RolloutRequest]  # [R]
     drafts: DraftBatch  # R, N: as verified; many may be empty
@@ -39,10 +39,11 @@ class Budget(ABC):
         """The most nodes that a request may ever get in a pass; 0 turns drafting off. Read once, by the engine."""
 
     def skips(self, num_requests: int, num_passes: int) -> int:
-        """For how many passes, this one included, the drafter is left alone; asked first, when `num_passes` have begun since the last time.
+        """Return for how many passes, this one included, the drafter is left alone.
 
-        That holds as long as the same `num_requests` are running. Nothing is asked meanwhile, and `learn` hears nothing of
-        these passes: so passes without drafts cost next to nothing.
+        The engine asks this first, when `num_passes` have begun since the last time. That holds as long as the same
+        `num_requests` are running. Nothing is asked meanwhile, and `learn` hears nothing of these passes: so passes
+        without drafts cost next to nothing.
         """
         return 0
 
@@ -61,7 +62,7 @@ class Budget(ABC):
         return np.ones(len(drafts.token_ids), np.bool_)
 
     def learn(self, outcome: PassOutcome) -> None:
-        """A pass is over; called after each one in which requests drew tokens, unless it was skipped."""
+        """A pass is over; called after each one in which requests sampled tokens, unless it was skipped."""
 
     def finish(self, request: RolloutRequest) -> None:
         """A request left for good: drop what is kept for it."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class FixedBudget(Budget):
-    """At most `nodes` nodes a request and pass, none of them less probable than `min_probability`.
+    """Allows at most `nodes` nodes a request and pass, none of them less probable than `min_probability`.
 
     A node without a score is kept.
     """

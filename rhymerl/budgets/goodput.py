@@ -12,8 +12,9 @@ import numpy as np
 from rhymerl.budgets.acceptance import Acceptance, largest_part
 from rhymerl.budgets.allowance import Allowance
 from rhymerl.budgets.base import Budget, PassOutcome
-from rhymerl.budgets.costs import CostCurve, LearnedCost, PassCost
+from rhymerl.budgets.learned_cost import LearnedCost
 from rhymerl.budgets.outlook import Outlook
+from rhymerl.costs import CostCurve, PassCost
 from rhymerl.errors import require_at_least
 from rhymerl.types import DraftBatch, Ratio, RolloutRequest
 
@@ -66,7 +67,9 @@ class GoodputBudget(Budget):
         self._allowance = Allowance()
         self._outlook = Outlook()
         self._course = _Course(reach=float(min(_PROBE_NODES, nodes)))
-        self._promised = self._kept = 0.0  # tokens expected of verified nodes, and accepted ones, of late
+        self._expected_lately = self._accepted_lately = (
+            0.0  # tokens expected of verified nodes, and accepted ones, of late
+        )
         self._kind: Kind = "draft"  # of the pass under way
         self._rows = 0  # of the pass under way
         self._asked = 0  # of these, those that the drafter was asked for
@@ -118,14 +121,17 @@ class GoodputBudget(Budget):
     def _next_kind(self) -> Kind:
         if not (self._course.drafts or self._allowance.affords_probe):
             return "plain"
-        if self._cost.wants_plain:
+        if self._cost.wants_plain(self._rows):
             return "trial"
         return "draft" if self._course.drafts else "probe"
 
     def _probed(self, requests: Sequence[RolloutRequest]) -> list[int]:
-        """Neighbours, which often have their prompt in common, others each time; those with tokens drawn ahead before all."""
+        """Return the requests to probe: neighbours, which often have their prompt in common, others each time.
+
+        Those with tokens sampled ahead come first.
+        """
         rows, course = len(requests), self._course
-        ahead = [place for place, request in enumerate(requests) if request.ahead is not None]
+        ahead = [index for index, request in enumerate(requests) if request.ahead is not None]
         course.probes += 1
         neighbours = [(course.probes * _PROBED + i) % rows for i in range(_PROBED)]
         return list(dict.fromkeys([*ahead[:_PROBED], *neighbours]))[:_PROBED]
@@ -205,13 +211,13 @@ class GoodputBudget(Budget):
             remember = _REMEMBER_PROBE
             self._acceptance.fade(remember)
         self._acceptance.learn(outcome.drafts, outcome.reached, outcome.accepted)
-        self._promised = remember * self._promised + self._expected
-        self._kept = remember * self._kept + float(outcome.num_accepted.sum())
+        self._expected_lately = remember * self._expected_lately + self._expected
+        self._accepted_lately = remember * self._accepted_lately + float(outcome.num_accepted.sum())
 
     @property
     def _calibration(self) -> float:
         """Accepted over expected of what was verified lately, at most 1: the nodes chosen are those whose estimate is too good."""
-        return min((self._kept + _BENEFIT) / (self._promised + _BENEFIT), 1.0)
+        return min((self._accepted_lately + _BENEFIT) / (self._expected_lately + _BENEFIT), 1.0)
 
     def _plain_seconds(self, rows: int) -> float:
         return float(self._cost.seconds(rows, np.zeros(1), 0)[0])
@@ -225,8 +231,8 @@ class GoodputBudget(Budget):
             "allowance": asdict(self._allowance),
             "outlook": self._outlook.state_dict(),
             "course": asdict(self._course),
-            "promised": self._promised,
-            "kept": self._kept,
+            "expected": self._expected_lately,
+            "accepted": self._accepted_lately,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -234,7 +240,7 @@ class GoodputBudget(Budget):
         self._allowance = Allowance(**state["allowance"])
         self._outlook.load_state_dict(state["outlook"])
         self._course = _Course(**state["course"])
-        self._promised, self._kept = state["promised"], state["kept"]
+        self._expected_lately, self._accepted_lately = state["expected"], state["accepted"]
 
     def metrics(self) -> Mapping[str, float]:
         report, self._report = self._report, _Report()
@@ -261,7 +267,7 @@ class _Course:
 
 @dataclass(slots=True)
 class _Report:
-    """Since the last metrics."""
+    """What has happened since the last metrics."""
 
     passes: int = 0
     paused: int = 0

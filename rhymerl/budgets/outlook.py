@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from rhymerl.budgets.costs import PassCost
+    from rhymerl.costs import PassCost
     from rhymerl.types import FloatArray
 
 _NODES = np.array([0.0, 0.25, 0.5, 1, 2, 4, 8, 16, 32])  # of a request, on average
@@ -37,7 +37,7 @@ class Outlook:
         return float((plain * (1 + self._tokens) / cost.seconds(rows, rows * _NODES, rows)).max())
 
     def state_dict(self) -> dict[str, Any]:
-        """In plain containers."""
+        """Return the state in plain containers."""
         return {"tokens": None if self._tokens is None else self._tokens.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

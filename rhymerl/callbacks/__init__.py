@@ -5,7 +5,6 @@ from rhymerl.callbacks.progress import LiveProgress
 from rhymerl.callbacks.recording import RecordRollouts
 from rhymerl.callbacks.samples import SampleTable, WriteAnswers
 from rhymerl.callbacks.stop import StopOnRequest
-from rhymerl.callbacks.summary import Summary
 
 __all__ = [
     "AtomicCheckpointIO",
@@ -14,6 +13,5 @@ __all__ = [
     "RecordRollouts",
     "SampleTable",
     "StopOnRequest",
-    "Summary",
     "WriteAnswers",
 ]

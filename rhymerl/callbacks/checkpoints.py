@@ -12,9 +12,9 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from rhymerl.checkpoint import damage, seal, step_of
 from rhymerl.errors import ConfigError
 from rhymerl.folders import writing
+from rhymerl.training.checkpoint import damage, seal, step_of
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

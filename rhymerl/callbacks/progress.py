@@ -59,7 +59,7 @@ class LiveProgress(L.Callback):
             self._print(trainer, status)
 
     def _print(self, trainer: L.Trainer, status: str) -> None:
-        """At first the time left is not known: the first step compiles."""
+        """Print a line when one is due; the time left is unknown at first, because the first step compiles."""
         now = time.monotonic()
         self._num_batches += 1
         if self._num_batches == 1:

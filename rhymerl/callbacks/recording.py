@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning as L
 
-from rhymerl.traces import TraceWriter, record_of
+from rhymerl.history.traces import TraceWriter, record_of
 
 
 class RecordRollouts(L.Callback):

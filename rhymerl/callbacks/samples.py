@@ -56,10 +56,10 @@ class SampleTable(L.Callback):
             return
         # A stride, so that the samples are not all of one group.
         chosen = range(len(rollout.samples))[:: max(1, len(rollout.samples) // self.num_samples)][: self.num_samples]
-        advantages = getattr(pl_module, "advantages", lambda places: [None] * len(places))(chosen)
+        advantages = getattr(pl_module, "advantages", lambda indices: [None] * len(indices))(chosen)
         rows = [
-            {"step": step, **sample_row(rollout.samples[place]), "advantage": advantage}
-            for place, advantage in zip(chosen, advantages, strict=True)
+            {"step": step, **sample_row(rollout.samples[index]), "advantage": advantage}
+            for index, advantage in zip(chosen, advantages, strict=True)
         ]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with writing(self.path), self.path.open("a", **_TEXT) as file:
@@ -107,7 +107,7 @@ def sample_row(sample: Sample) -> dict[str, Any]:
 
 
 def lines_of(rows: Iterable[Row]) -> str:
-    """As JSON lines; a column's value that JSON does not know is told in words."""
+    """Return rows as JSON lines; a column's value that JSON does not know is written as its text."""
     return "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
 
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rhymerl.cli.interrupt import Interrupt
+from rhymerl.distributed.first import is_first_rank
 from rhymerl.errors import UsageError
 from rhymerl.progress import SILENT, ProgressBar, ShownProgressBar
-from rhymerl.ranks.first import is_first_rank
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

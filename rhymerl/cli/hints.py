@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def did_you_mean_option(word: str, following: Sequence[str], parser: ArgumentParser) -> str:
-    """For a word that begins with a dash: the nearest option, else the override that it would be without (`--seed 3`: `seed=3`)."""
+    """Suggest for a word that begins with a dash the nearest option, else an override (`--seed 3`: `seed=3`)."""
     name, equals, value = word.partition("=")
     near = get_close_matches(name, [each for action in parser._actions for each in action.option_strings], n=1)
     if near:
@@ -21,7 +21,7 @@ def did_you_mean_option(word: str, following: Sequence[str], parser: ArgumentPar
 
 
 def did_you_mean_config(word: str) -> str:
-    """For a bare word: the config that it names, or nearly so, and the run that goes on."""
+    """Suggest for a bare word the config that it names, or nearly so, or to resume the run that it names."""
     from rhymerl.config.files import nearest_file, packaged_names
 
     if Path(word, "config.yaml").is_file():

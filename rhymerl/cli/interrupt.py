@@ -34,7 +34,7 @@ class Interrupt:
         return 128 + self.signal
 
     def hold(self) -> None:
-        """From now on the first signal only sets `requested`; the holder looks at it between two steps."""
+        """Let the first signal from now on only set `requested`; the holder looks at it between two steps."""
         self._held = True
         self._take()  # again: Lightning takes SIGTERM when a fit begins
 
@@ -75,7 +75,7 @@ class Interrupt:
         print(f"\nStopping after this step; {words}.", file=sys.stderr)
 
     def _as_usual(self, number: int) -> None:
-        """In a forked child, which its parent must be able to end."""
+        """Handle a signal as usual in a forked child, which its parent must be able to end."""
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         signal.signal(number, signal.SIG_DFL)

@@ -47,7 +47,7 @@ class Export(Command):
         parser.add_argument("out", metavar="OUT", help="the directory to write")
 
     def run(self, arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> None:
-        from rhymerl.export import export
+        from rhymerl.runs.export import export
 
         if overrides:
             raise UsageError(f"rhymerl export takes RUN and OUT only, not {overrides[0]!r}")

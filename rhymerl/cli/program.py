@@ -19,9 +19,9 @@ from rhymerl.cli.quiet import quiet
 from rhymerl.cli.replays import Replay, Simulate
 from rhymerl.cli.rollouts import Rollout
 from rhymerl.cli.runs import Evaluate, Fit, Resume
+from rhymerl.distributed.first import is_first_rank
+from rhymerl.distributed.parent import as_launcher, end_with_parent
 from rhymerl.errors import RhymeError, UsageError
-from rhymerl.ranks.first import is_first_rank
-from rhymerl.ranks.parent import as_launcher, end_with_parent
 
 COMMANDS: tuple[Command, ...] = (
     Fit(),
@@ -50,9 +50,9 @@ def main(argv: Sequence[str] | None = None, *, commands: Sequence[Command] = COM
     arguments, overrides = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     if arguments.name is not None:
         overrides = arguments.command.claim(arguments, overrides)
-    for place, word in enumerate(overrides):
+    for index, word in enumerate(overrides):
         if word.startswith("-") or ("=" not in word and not word.startswith("~")):
-            hint = _hint(arguments.command, word, overrides[place + 1 :])
+            hint = _hint(arguments.command, word, overrides[index + 1 :])
             parser.error(f"{word!r}: expected an option of rhymerl {arguments.name}, or an override key=value{hint}")
     with as_launcher(), Interrupt() as interrupt, quiet():
         code = _run(arguments, overrides, interrupt)

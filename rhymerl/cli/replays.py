@@ -29,7 +29,7 @@ class Replay(ConfiguredCommand):
     def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result:
         progress = self.progress()
         with progress.during("rhymerl replay: loading"):
-            from rhymerl.replay import judge, report
+            from rhymerl.runs.replay import judge, report
 
         result = judge(config, progress=progress)
         report(result)

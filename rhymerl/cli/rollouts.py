@@ -22,7 +22,7 @@ class Rollout(ConfiguredCommand):
     def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result:
         progress = self.progress()
         with progress.during("rhymerl rollout: loading torch"):
-            from rhymerl.generate import generate, report
+            from rhymerl.runs.generate import generate, report
 
         if "passes" not in config:
             raise UsageError("rhymerl rollout: the config has no setting 'passes'; build on rollout.yaml")

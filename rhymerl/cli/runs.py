@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from rhymerl.cli.base import ConfiguredCommand, Result
 from rhymerl.cli.hints import did_you_mean_config
 from rhymerl.cli.interrupt import Interrupt
+from rhymerl.distributed.first import is_first_rank
 from rhymerl.errors import UsageError
-from rhymerl.ranks.first import is_first_rank
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -28,7 +28,7 @@ class Fit(ConfiguredCommand):
         progress = self.progress()
         with progress.during("loading torch and Lightning"):
             from rhymerl.callbacks import StopOnRequest
-            from rhymerl.run import fit
+            from rhymerl.runs.fit import fit
 
         return _said_once(fit(config, callbacks=[StopOnRequest(interrupt)], progress=progress))
 
@@ -98,7 +98,7 @@ class Evaluate(OnRun):
         _check_is_run(config, self.name)
         progress = self.progress()
         with progress.during("loading torch and Lightning"):
-            from rhymerl.run import evaluate
+            from rhymerl.runs.fit import evaluate
 
         return _said_once(evaluate(config, progress=progress))
 

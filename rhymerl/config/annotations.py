@@ -25,13 +25,13 @@ _NOT_JUDGED = (Any, object, type, abc.Callable, abc.Iterator, abc.Hashable)
 
 
 class Misfit(Exception):  # noqa: N818 - not an error of the program's, and always turned into one that names the setting
-    """`value` at `place` (such as `.weight` or `[0]`) within the judged value is not what `expected` says."""
+    """`value` at `location` (such as `.weight` or `[0]`) within the judged value is not what `expected` says."""
 
-    def __init__(self, value: Any, expected: str, *, place: str = "") -> None:
+    def __init__(self, value: Any, expected: str, *, location: str = "") -> None:
         super().__init__(f"{value!r}: expected {expected}")
         self.value = value
         self.expected = expected
-        self.place = place
+        self.location = location
 
 
 def is_component(value: object) -> bool:
@@ -136,7 +136,7 @@ def _fit_union(value: Any, annotation: Any, members: tuple[Any, ...]) -> Any:
         converted.append(fitted)
     if converted:
         return converted[0]
-    inner = misfits[0] if len(misfits) == 1 else next((misfit for misfit in misfits if misfit.place), None)
+    inner = misfits[0] if len(misfits) == 1 else next((misfit for misfit in misfits if misfit.location), None)
     raise inner or Misfit(value, in_words(annotation))
 
 
@@ -168,11 +168,11 @@ def _fit_sequence(value: Any, kind: Any, arguments: tuple[Any, ...]) -> Any:
     )
 
 
-def _fit_inside(value: Any, annotation: Any, place: str) -> Any:
+def _fit_inside(value: Any, annotation: Any, location: str) -> Any:
     try:
         return fit(value, annotation)
     except Misfit as misfit:
-        raise Misfit(misfit.value, misfit.expected, place=place + misfit.place) from None
+        raise Misfit(misfit.value, misfit.expected, location=location + misfit.location) from None
 
 
 def _fit_class(value: Any, kind: type) -> Any:

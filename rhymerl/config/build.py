@@ -45,7 +45,7 @@ def build(name_or_path: str | Path, overrides: Sequence[str]) -> DictConfig:
 
 
 def _split(overrides: Sequence[Override], chain: Sequence[ConfigFile]) -> tuple[Choices, list[Override]]:
-    """Choices of groups apart from values."""
+    """Split choices of groups from values."""
     groups = {group for file in chain for group in file.choices}
     groups |= {str(name) for file in chain for name in file.body if (packaged_directory() / str(name)).is_dir()}
     chosen: Choices = {}

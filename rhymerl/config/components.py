@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import PurePath
 from types import FunctionType
@@ -16,14 +16,14 @@ from rhymerl.errors import ConfigError
 _LEADING_NAME = re.compile(r"(\w+)[=.\[]")
 
 
-def instantiate(node: object, *, key: str = "") -> Any:
-    """Build what `node` describes: every mapping with a `_target_`, inner ones first, in lists and mappings too.
+def instantiate(node: object, *, key: str = "", default: Callable[[], Any] | None = None) -> Any:
+    """Build what `node` describes: every mapping with a `_target_`, inner ones first, in lists and mappings too; None is a `default`.
 
     Anything else, such as an object already built, is returned as it is. Raises ConfigError naming the setting
     whose value is wrong, also for a ValueError or TypeError of the constructor. `key` is where the node stands, for
     these errors; a node of a composed config knows it.
     """
-    return _build(node, key)
+    return default() if node is None and default is not None else _build(node, key)
 
 
 def _full_key(node: object) -> str:
@@ -88,7 +88,7 @@ def _fitted(value: Any, name: str, key: str, signature: Signature) -> Any:
     try:
         return fit(value, signature.parameters[name].annotation)
     except Misfit as misfit:
-        raise ConfigError(f"{setting}{misfit.place}={misfit}") from None
+        raise ConfigError(f"{setting}{misfit.location}={misfit}") from None
 
 
 def _blame(key: str, path: str, message: str, signature: Signature) -> str:

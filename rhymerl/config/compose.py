@@ -1,4 +1,4 @@
-"""From a config name and overrides to checked settings."""
+"""Compose a config name and overrides into checked settings."""
 
 from __future__ import annotations
 

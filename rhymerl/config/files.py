@@ -100,8 +100,8 @@ def _read(path: Path) -> ConfigFile:
     except (OSError, UnicodeDecodeError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
     except YAMLError as error:
-        place = getattr(error, "problem_mark", None)
-        line = f" line {place.line + 1}" if place else ""
+        location = getattr(error, "problem_mark", None)
+        line = f" line {location.line + 1}" if location else ""
         raise ConfigError(f"{path}{line}: not YAML: {getattr(error, 'problem', None) or error}") from error
     if not isinstance(body, DictConfig):
         raise ConfigError(f"{path}: expected a mapping of settings")

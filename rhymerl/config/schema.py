@@ -161,7 +161,7 @@ def _check_type(config: DictConfig, key: str, annotation: Any) -> None:
     try:
         fitted = fit(value, annotation)
     except Misfit as misfit:
-        raise ConfigError(f"{key}{misfit.place}={misfit}") from None
+        raise ConfigError(f"{key}{misfit.location}={misfit}") from None
     if isinstance(fitted, bool | int | float | str) and type(fitted) is not type(value):
         above, _, name = key.rpartition(".")
         find(config, above)[name] = fitted

@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from rhymerl.config.moved import current_path
 from rhymerl.errors import ConfigError
 from rhymerl.types import MaybeInfinite
 
@@ -58,7 +59,7 @@ def import_target(path: Any, *, setting: str) -> Callable[..., Any]:
         raise ConfigError(f"{setting}={path!r}: expected a dotted class path such as my_module.MyClass")
     _look_in_current_directory()
     found: Any
-    found, names = _import_module_part(path, setting)
+    found, names = _import_module_part(current_path(path), setting)
     for name in names:
         if not hasattr(found, name):
             near = did_you_mean(name, dir(found)) or _hidden_here(found)

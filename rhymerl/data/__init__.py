@@ -1,6 +1,6 @@
 """Prompts: read rows, encode them once, deal them out in an order that a resumed run continues."""
 
-from rhymerl.data.base import PlacedRow, PromptBatch
+from rhymerl.data.base import LocatedRow, PromptBatch
 from rhymerl.data.datamodule import PromptDataModule
 from rhymerl.data.encoding import LengthLimits, PromptEncoder, encode_rows
 from rhymerl.data.loader import PromptLoader
@@ -9,7 +9,7 @@ from rhymerl.data.sources import read_rows
 
 __all__ = [
     "LengthLimits",
-    "PlacedRow",
+    "LocatedRow",
     "PromptBatch",
     "PromptDataModule",
     "PromptEncoder",

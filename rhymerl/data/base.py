@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from rhymerl.tasks.base import Row
 from rhymerl.types import Prompt
 
+ONLY_SET = "validation"  # the name of an evaluation's data set that has no name of its own
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlacedRow:
-    """A row and its origin: `PlacedRow(place="data.train='a.jsonl', line 3", row={"prompt": "1+1=?"})`."""
+class LocatedRow:
+    """A row and its origin: `LocatedRow(location="data.train='a.jsonl', line 3", row={"prompt": "1+1=?"})`."""
 
-    place: str  # begins every error message about the row
+    location: str  # begins every error message about the row
     row: Row
 
 
@@ -25,7 +27,7 @@ def columns_of(prompts: Collection[Prompt]) -> tuple[list[str], dict[str, str]]:
         if len(prompt.columns) < len(every):
             for name in every:
                 if name not in prompt.columns:
-                    lacking.setdefault(name, prompt.place)
+                    lacking.setdefault(name, prompt.location)
     return [name for name in every if name not in lacking], lacking
 
 

@@ -11,14 +11,13 @@ from typing import Any, Protocol, cast
 import lightning as L
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
-from rhymerl.data.base import PlacedRow, columns_of
+from rhymerl.data.base import ONLY_SET, LocatedRow, columns_of
 from rhymerl.data.encoding import LengthLimits, PromptEncoder, encode_rows
 from rhymerl.data.loader import PromptLoader
 from rhymerl.data.sources import DataSource, Setting, read_rows
+from rhymerl.distributed.first import is_first_rank
 from rhymerl.errors import ConfigError
-from rhymerl.evaluation import ONLY_SET
-from rhymerl.policy import Policy
-from rhymerl.ranks.first import is_first_rank
+from rhymerl.models.policy import Policy
 from rhymerl.tasks.base import Task
 from rhymerl.types import Prompt
 
@@ -197,7 +196,7 @@ class PromptDataModule(L.LightningDataModule):
         return self.train_loader
 
     def val_dataloader(self) -> PromptLoader | list[PromptLoader] | CombinedLoader:
-        """With no loaders, for which Lightning skips validation, when a fit has no validation data."""
+        """Return the validation loaders; without validation data there are none, and Lightning skips validation."""
         loaders = list(self.validation_loaders.values())
         if not loaders:
             return _NoLoaders([], "sequential")
@@ -218,12 +217,12 @@ class PromptDataModule(L.LightningDataModule):
 
     @property
     def validation_names(self) -> list[str]:
-        """Of the validation sets, in their order; one that was given without a name is `validation`."""
+        """The names of the validation sets, in their order; one that was given without a name is `validation`."""
         return list(self.validation) if isinstance(self.validation, Mapping) else [ONLY_SET]
 
     @property
     def num_validation_prompts(self) -> int:
-        """Of all sets; known after `setup`."""
+        """The number of prompts in all validation sets; known after `setup`."""
         return sum(len(loader.prompts) for loader in self.validation_loaders.values())
 
     @property
@@ -241,7 +240,7 @@ class PromptDataModule(L.LightningDataModule):
         loaders = (self.train_loader, *self.validation_loaders.values())
         return [prompt for loader in loaders if loader for prompt in loader.prompts]
 
-    def _validation_rows(self, name: str) -> list[PlacedRow]:
+    def _validation_rows(self, name: str) -> list[LocatedRow]:
         if not isinstance(self.validation, Mapping):
             rows = self._rows("data.validation", self.validation, only_first=self.validation_prompts)
             if self.validation_prompts is not None and len(rows) < self.validation_prompts:
@@ -252,7 +251,7 @@ class PromptDataModule(L.LightningDataModule):
             return rows
         return self._rows(f"data.validation.{name}", self.validation[name], only_first=self.validation_prompts)
 
-    def _rows(self, setting: Setting, source: DataSource | None, *, only_first: int | None = None) -> list[PlacedRow]:
+    def _rows(self, setting: Setting, source: DataSource | None, *, only_first: int | None = None) -> list[LocatedRow]:
         if source is not None:
             return read_rows(source, setting, only_first=only_first)
         if self.task is None:
@@ -270,7 +269,7 @@ def _limits_of(name: str, limits: LengthLimits, evaluation: _Evaluation) -> Leng
 
 
 def _check_names(validation: object) -> None:
-    """They are parts of metrics' names."""
+    """Check the names of validation sets, which are parts of metrics' names."""
     if isinstance(validation, Mapping):
         if not validation:
             raise ConfigError("data.validation={}: expected at least one data set, or null")

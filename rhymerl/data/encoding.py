@@ -1,4 +1,4 @@
-"""From rows to prompts: chat template, tokens, ids and keys, and every check that needs the tokenizer."""
+"""Encode rows as prompts: chat template, tokens, ids and keys, and every check that needs the tokenizer."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rhymerl.data.base import PlacedRow
+from rhymerl.data.base import LocatedRow
+from rhymerl.distributed.first import is_first_rank
 from rhymerl.errors import ConfigError, DataError
-from rhymerl.ranks.first import is_first_rank
 from rhymerl.tasks.base import Row
 from rhymerl.types import Prompt
 
@@ -35,9 +35,9 @@ class LengthLimits:
     max_prompt_tokens: int | None = None
     setting: str = "rollout.max_tokens"
 
-    def check(self, num_tokens: int, place: str) -> None:
+    def check(self, num_tokens: int, location: str) -> None:
         """Raise DataError for a prompt of `num_tokens` that is too long."""
-        found = f"{place}: the prompt has {num_tokens} tokens"
+        found = f"{location}: the prompt has {num_tokens} tokens"
         if self.max_prompt_tokens is not None and num_tokens > self.max_prompt_tokens:
             raise DataError(f"{found}, more than data.max_prompt_tokens={self.max_prompt_tokens}")
         if num_tokens >= self.context_tokens:
@@ -80,22 +80,22 @@ class PromptEncoder:
         # With fewer tokens than bytes some characters have no token at all, and would vanish without a word.
         self._knows: dict[str, bool] | None = {} if len(tokenizer) < 256 else None
 
-    def encode(self, placed: PlacedRow, *, prompt_id: str) -> Prompt:
+    def encode(self, located: LocatedRow, *, prompt_id: str) -> Prompt:
         """Raises DataError, naming the row, when it has no prompt or one that cannot be encoded."""
-        text, token_ids = self._tokenize(placed)
+        text, token_ids = self._tokenize(located)
         if not len(token_ids):
-            raise DataError(f"{placed.place}: the prompt is empty; expected at least one token")
+            raise DataError(f"{located.location}: the prompt is empty; expected at least one token")
         unknown = self._unknown_part(text, token_ids)
         if unknown is not None:
-            raise DataError(f"{placed.place}: the prompt has {unknown!r}, which the tokenizer does not know")
+            raise DataError(f"{located.location}: the prompt has {unknown!r}, which the tokenizer does not know")
         token_ids.flags.writeable = False
         return Prompt(
             id=prompt_id,
             key=hashlib.blake2b(self.fingerprint + token_ids.tobytes(), digest_size=16).hexdigest(),
             token_ids=token_ids,
             text=text,
-            columns={name: value for name, value in placed.row.items() if name not in (self.prompt_column, "id")},
-            place=placed.place,
+            columns={name: value for name, value in located.row.items() if name not in (self.prompt_column, "id")},
+            location=located.location,
         )
 
     def warn(self) -> None:
@@ -108,18 +108,18 @@ class PromptEncoder:
                 self.prompt_column,
             )
 
-    def _tokenize(self, placed: PlacedRow) -> tuple[str, IntArray]:
-        prompt = placed.row.get(self.prompt_column)
+    def _tokenize(self, located: LocatedRow) -> tuple[str, IntArray]:
+        prompt = located.row.get(self.prompt_column)
         if prompt is None:
-            columns = ", ".join(map(repr, placed.row)) or "none"
+            columns = ", ".join(map(repr, located.row)) or "none"
             raise DataError(
-                f"{placed.place}: data.prompt_column={self.prompt_column!r}: no such column; it has {columns}"
+                f"{located.location}: data.prompt_column={self.prompt_column!r}: no such column; it has {columns}"
             )
         if not isinstance(prompt, str):
-            text = self._render(prompt, placed.place)
+            text = self._render(prompt, located.location)
             return text, self._token_ids(text, add_special_tokens=False)
         if self.tokenizer.chat_template and self.plain_text_at is None:
-            self.plain_text_at = placed.place
+            self.plain_text_at = located.location
         begins_itself = bool(self.tokenizer.bos_token) and prompt.startswith(str(self.tokenizer.bos_token))
         return prompt, self._token_ids(prompt, add_special_tokens=not begins_itself)
 
@@ -139,13 +139,13 @@ class PromptEncoder:
             token_ids = token_ids[:end]
         return np.asarray(token_ids, dtype=np.int32)
 
-    def _render(self, messages: object, place: str) -> str:
+    def _render(self, messages: object, location: str) -> str:
         from jinja2 import TemplateError
 
-        _check_messages(messages, f"{place}: {self.prompt_column!r}")
+        _check_messages(messages, f"{location}: {self.prompt_column!r}")
         if not self.tokenizer.chat_template:
             raise DataError(
-                f"{place}: the prompt is chat messages, but the tokenizer has no chat template; "
+                f"{location}: the prompt is chat messages, but the tokenizer has no chat template; "
                 "use a string prompt or an instruction-tuned model (model.path)"
             )
         try:
@@ -153,7 +153,7 @@ class PromptEncoder:
                 cast(Any, messages), tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs
             )
         except TemplateError as error:
-            raise DataError(f"{place}: the tokenizer's chat template refuses these messages: {error}") from error
+            raise DataError(f"{location}: the tokenizer's chat template refuses these messages: {error}") from error
         return str(rendered)
 
     def _unknown_part(self, text: str, token_ids: IntArray) -> str | None:
@@ -171,27 +171,27 @@ class PromptEncoder:
         return next((text[start:end] for token, (start, end) in pairs if token == self._unknown_id), text)
 
 
-def encode_rows(rows: Iterable[PlacedRow], encoder: PromptEncoder, limits: LengthLimits) -> list[Prompt]:
+def encode_rows(rows: Iterable[LocatedRow], encoder: PromptEncoder, limits: LengthLimits) -> list[Prompt]:
     """Encode and check every row. A prompt's id is the row's `id`, else a hash of the row.
 
     A row that repeats an earlier one word for word is kept, as `<id>#2`, `<id>#3` and so on: repeating rows
     is how data sets weigh them. Different rows with one id are a DataError.
     """
-    places: dict[str, str] = {}  # by final id
+    locations: dict[str, str] = {}  # by final id
     copies: dict[tuple[str, bytes], int] = {}
     prompts = []
-    for placed in rows:
-        digest = _row_digest(placed)
-        base = _row_id(placed, digest)
+    for located in rows:
+        digest = _row_digest(located)
+        base = _row_id(located, digest)
         copies[base, digest] = copy = copies.get((base, digest), 0) + 1
         prompt_id = base if copy == 1 else f"{base}#{copy}"
-        if prompt_id in places:
+        if prompt_id in locations:
             raise DataError(
-                f"{placed.place}: id {prompt_id!r} is already that of a different row ({places[prompt_id]})"
+                f"{located.location}: id {prompt_id!r} is already that of a different row ({locations[prompt_id]})"
             )
-        places[prompt_id] = placed.place
-        prompt = encoder.encode(placed, prompt_id=prompt_id)
-        limits.check(len(prompt.token_ids), placed.place)
+        locations[prompt_id] = located.location
+        prompt = encoder.encode(located, prompt_id=prompt_id)
+        limits.check(len(prompt.token_ids), located.location)
         prompts.append(prompt)
     return prompts
 
@@ -247,20 +247,20 @@ def _describe(value: object) -> str:
     return "an empty list" if value == [] else f"of type {type(value).__name__}"
 
 
-def _row_id(placed: PlacedRow, digest: bytes) -> str:
-    given = placed.row.get("id")
+def _row_id(located: LocatedRow, digest: bytes) -> str:
+    given = located.row.get("id")
     if given is None:
         return digest.hex()
     if isinstance(given, bool) or not isinstance(given, str | int):
-        raise DataError(f"{placed.place}: id={given!r} is {_describe(given)}; expected a string or an integer")
+        raise DataError(f"{located.location}: id={given!r} is {_describe(given)}; expected a string or an integer")
     return str(given)
 
 
-def _row_digest(placed: PlacedRow) -> bytes:
+def _row_digest(located: LocatedRow) -> bytes:
     try:
-        text = _canonical_json(placed.row)
+        text = _canonical_json(located.row)
     except (TypeError, ValueError) as error:
-        raise DataError(f"{placed.place}: a column cannot be written as JSON: {error}") from error
+        raise DataError(f"{located.location}: a column cannot be written as JSON: {error}") from error
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 

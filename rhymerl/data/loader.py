@@ -44,7 +44,7 @@ class PromptLoader:
         self._latest_order: tuple[int, npt.NDArray[np.intp]] | None = None  # of one epoch: saves sorting
 
     def __len__(self) -> int:
-        """Steps in a pass."""
+        """Return the number of steps in a pass."""
         return -(-len(self.prompts) // self.prompts_per_step)
 
     def __iter__(self) -> Iterator[PromptBatch]:

@@ -8,7 +8,7 @@ from typing import Any
 from rhymerl.data.encoding import LengthLimits, PromptEncoder, encode_rows
 from rhymerl.data.sources import DataSource, read_rows
 from rhymerl.errors import ConfigError, require_at_least
-from rhymerl.policy import Policy
+from rhymerl.models.policy import Policy
 from rhymerl.tasks.base import Task
 from rhymerl.types import Prompt
 

@@ -12,9 +12,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from rhymerl.data.base import PlacedRow
+from rhymerl.data.base import LocatedRow
 from rhymerl.errors import ConfigError, DataError
-from rhymerl.hub import look_up
+from rhymerl.models.hub import look_up
 from rhymerl.tasks.base import Row
 
 DataSource = str | Path | Sequence[Row]
@@ -25,7 +25,7 @@ Setting = str  # data.train, data.validation, data.validation.NAME or data.promp
 _LOOKS_LIKE_A_FILE = re.compile(r"^[./~]|/.*/|\.(jsonl?|ndjson|gz|parquet|csv|tsv|txt)$")
 
 
-def read_rows(source: DataSource, setting: Setting, *, only_first: int | None = None) -> list[PlacedRow]:
+def read_rows(source: DataSource, setting: Setting, *, only_first: int | None = None) -> list[LocatedRow]:
     """Read every row of `source` (or the first `only_first`), each with its place for error messages.
 
     `source` is a path to a file (`.parquet`, else JSON lines, plain or `.gz`), a directory or hub name that
@@ -35,11 +35,11 @@ def read_rows(source: DataSource, setting: Setting, *, only_first: int | None = 
     needs a package that is not installed.
     """
     reader = _from_path(source, setting) if isinstance(source, str | Path) else _from_objects(source, setting)
-    rows: list[PlacedRow] = []
-    for placed in reader:
+    rows: list[LocatedRow] = []
+    for located in reader:
         if len(rows) == only_first:
             break
-        rows.append(placed)
+        rows.append(located)
     if not rows:
         raise DataError(f"{_name(setting, source)}: the data set is empty; expected at least one row")
     return rows
@@ -49,35 +49,39 @@ def _name(setting: str, source: DataSource) -> str:
     return f"{setting}={str(source)!r}" if isinstance(source, str | Path) else setting
 
 
-def _from_path(source: str | Path, setting: Setting) -> Iterator[PlacedRow]:
-    path, place = Path(source).expanduser(), _name(setting, source)
+def _from_path(source: str | Path, setting: Setting) -> Iterator[LocatedRow]:
+    path, location = Path(source).expanduser(), _name(setting, source)
     if path.is_dir():
-        return _from_objects(_load_data_set(str(path), setting), place)
+        return _from_objects(_load_data_set(str(path), setting), location)
     if not path.exists():
         name = str(source).partition(":")[0]
         is_directory = bool(name) and Path(name).expanduser().is_dir()
         if not is_directory and (isinstance(source, Path) or _LOOKS_LIKE_A_FILE.search(source)):
-            raise DataError(f"{place}: no such file; expected a .jsonl, .jsonl.gz or .parquet file")
-        return _from_objects(_load_data_set(str(source), setting), place)
-    return _from_objects(_read_parquet(path, place), place) if path.suffix == ".parquet" else _read_jsonl(path, place)
+            raise DataError(f"{location}: no such file; expected a .jsonl, .jsonl.gz or .parquet file")
+        return _from_objects(_load_data_set(str(source), setting), location)
+    return (
+        _from_objects(_read_parquet(path, location), location)
+        if path.suffix == ".parquet"
+        else _read_jsonl(path, location)
+    )
 
 
-def _from_objects(rows: Iterable[Any], place: str) -> Iterator[PlacedRow]:
+def _from_objects(rows: Iterable[Any], location: str) -> Iterator[LocatedRow]:
     if isinstance(rows, Mapping):
-        raise DataError(f"{place}: expected a path or a list of rows, got a {type(rows).__name__}")
+        raise DataError(f"{location}: expected a path or a list of rows, got a {type(rows).__name__}")
     for number, row in enumerate(rows, start=1):
-        where = f"{place}, row {number}"
+        where = f"{location}, row {number}"
         if not isinstance(row, Mapping):
             raise DataError(f"{where}: expected an object with columns, got a {type(row).__name__}")
-        yield PlacedRow(place=where, row=dict(row))
+        yield LocatedRow(location=where, row=dict(row))
 
 
-def _read_jsonl(path: Path, place: str) -> Iterator[PlacedRow]:
+def _read_jsonl(path: Path, location: str) -> Iterator[LocatedRow]:
     """Lines are counted from 1; blank ones are passed over, as is a byte order mark."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             for number in count(1):
-                where = f"{place}, line {number}"
+                where = f"{location}, line {number}"
                 line = file.readline(_LONGEST_LINE_BYTES + 1)
                 if not line:
                     return
@@ -86,9 +90,9 @@ def _read_jsonl(path: Path, place: str) -> Iterator[PlacedRow]:
                         f"{where}: longer than {_LONGEST_LINE_BYTES / 2**20:.0f} MiB; expected one row a line"
                     )
                 if line.strip():
-                    yield PlacedRow(place=where, row=_parse_line(line, where))
+                    yield LocatedRow(location=where, row=_parse_line(line, where))
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{place}: cannot be read: {error}") from error
+        raise DataError(f"{location}: cannot be read: {error}") from error
 
 
 def _parse_line(line: bytes, where: str) -> Row:
@@ -101,26 +105,26 @@ def _parse_line(line: bytes, where: str) -> Row:
     return row
 
 
-def _read_parquet(path: Path, place: str) -> list[Any]:
-    parquet = _import_extra("pyarrow.parquet", place)
+def _read_parquet(path: Path, location: str) -> list[Any]:
+    parquet = _import_extra("pyarrow.parquet", location)
     try:
         rows: list[Any] = parquet.read_table(path).to_pylist()
     except (OSError, ValueError) as error:  # pyarrow's own errors derive from these
-        raise DataError(f"{place}: cannot be read as parquet: {error}") from error
+        raise DataError(f"{location}: cannot be read as parquet: {error}") from error
     return rows
 
 
 def _load_data_set(source: str, setting: Setting) -> Iterable[Any]:
     """One split of a saved data set (directory) or of one on the hub."""
-    place = f"{setting}={source!r}"
+    location = f"{setting}={source!r}"
     name, config, split = _parse_name(source, setting)
     directory = Path(name).expanduser()
-    datasets = _import_extra("datasets", place)
+    datasets = _import_extra("datasets", location)
     if not directory.is_dir():
         look_up(name, setting, kind="dataset")
     is_saved = (directory / "dataset_dict.json").is_file() or (directory / "state.json").is_file()
     if is_saved and config is not None:
-        raise ConfigError(f"{place}: a saved data set has no configs; expected '{name}:{split}'")
+        raise ConfigError(f"{location}: a saved data set has no configs; expected '{name}:{split}'")
     name = str(directory) if directory.is_dir() else name
     load: Callable[[], Any] = (
         (lambda: datasets.load_from_disk(name)) if is_saved else (lambda: datasets.load_dataset(name, config))
@@ -129,19 +133,19 @@ def _load_data_set(source: str, setting: Setting) -> Iterable[Any]:
         data_set = load()
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise DataError(f"{place}: neither a file nor a data set that `datasets` can load: {reason}") from error
-    return _split_of(data_set, split, setting, place=place)
+        raise DataError(f"{location}: neither a file nor a data set that `datasets` can load: {reason}") from error
+    return _split_of(data_set, split, setting, location=location)
 
 
-def _split_of(data_set: Any, split: str | None, setting: Setting, *, place: str) -> Iterable[Any]:
+def _split_of(data_set: Any, split: str | None, setting: Setting, *, location: str) -> Iterable[Any]:
     if not isinstance(data_set, Mapping):
         if split is not None:
-            raise DataError(f"{place}: the data set was saved without splits; leave ':{split}' out")
+            raise DataError(f"{location}: the data set was saved without splits; leave ':{split}' out")
         return data_set  # type: ignore[no-any-return]
     wanted = split or ("validation" if setting.startswith("data.validation") else "train")
     if wanted not in data_set:
         raise DataError(
-            f"{place}: the data set has no split {wanted!r}; it has {', '.join(map(repr, data_set))} "
+            f"{location}: the data set has no split {wanted!r}; it has {', '.join(map(repr, data_set))} "
             "(name one as in 'DIR:split', 'owner/name:split' or 'owner/name:config:split')"
         )
     return data_set[wanted]  # type: ignore[no-any-return]
@@ -159,9 +163,9 @@ def _parse_name(source: str, setting: str) -> tuple[str, str | None, str | None]
     return name, rest[0] if len(rest) == 2 else None, rest[-1] if rest else None
 
 
-def _import_extra(module: str, place: str) -> Any:
+def _import_extra(module: str, location: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise ConfigError(f"{place}: reading it needs {package}: pip install 'rhymerl[data]'") from error
+        raise ConfigError(f"{location}: reading it needs {package}: pip install 'rhymerl[data]'") from error

@@ -63,7 +63,7 @@ def closed(drafts: DraftBatch, mask: BoolArray) -> BoolArray:
     return found
 
 
-def kept(drafts: DraftBatch, mask: BoolArray) -> DraftBatch:
+def keep_nodes(drafts: DraftBatch, mask: BoolArray) -> DraftBatch:
     """The nodes of the ancestor-closed part of `mask` [N], with parents renumbered."""
     if mask.all():
         return drafts
@@ -89,29 +89,29 @@ def _close(mask: BoolArray, parents: IntArray, starts: IndexArray) -> None:
 
 @compiled
 def _renumber(mask: BoolArray, parents: IntArray, starts: IndexArray, new_starts: IndexArray, new: IntArray) -> None:
-    place = np.empty(len(mask), np.int32)  # of a kept node among its request's
+    index = np.empty(len(mask), np.int32)  # of a kept node among its request's
     total = 0
     for r in range(len(starts) - 1):
         new_starts[r] = total
         for node in range(starts[r], starts[r + 1]):
             if mask[node]:
-                place[node] = total - new_starts[r]
-                new[total] = parents[node] if parents[node] < 0 else place[starts[r] + parents[node]]
+                index[node] = total - new_starts[r]
+                new[total] = parents[node] if parents[node] < 0 else index[starts[r] + parents[node]]
                 total += 1
     new_starts[len(starts) - 1] = total
 
 
-def placed(drafts: DraftBatch, places: IndexArray, num_requests: int) -> DraftBatch:
-    """What was proposed for the requests at the ascending `places` alone, nothing for the others of `num_requests`.
+def placed(drafts: DraftBatch, indices: IndexArray, num_requests: int) -> DraftBatch:
+    """Return what was proposed for the requests at the ascending `indices`, nothing for the others of `num_requests`.
 
     A batch that does not fit together is a problem of each request that it was for.
     """
     try:
-        drafts = tidied(drafts, len(places))
+        drafts = tidied(drafts, len(indices))
     except ValueError as error:
-        nothing = DraftBatch.pack([_NOTHING] * len(places))
-        drafts = replace(nothing, problems=dict.fromkeys(range(len(places)), str(error)))
-    return drafts.spread(places, num_requests)
+        nothing = DraftBatch.pack([_NOTHING] * len(indices))
+        drafts = replace(nothing, problems=dict.fromkeys(range(len(indices)), str(error)))
+    return drafts.spread(indices, num_requests)
 
 
 def merged(one: DraftBatch, other: DraftBatch) -> DraftBatch:

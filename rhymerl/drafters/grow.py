@@ -1,4 +1,4 @@
-"""Compiled: from the places where a context's suffixes stand to a draft tree, the most probable node first.
+"""Compiled: grow a draft tree from the positions of a context's suffixes, the most probable node first.
 
 Every occurrence votes for the token that followed it, with a weight that grows with the length of the shared suffix. A
 node keeps the occurrences that agree with its path, so its children's probabilities come from what followed there.
@@ -62,12 +62,12 @@ def _join(
     all_scores: FloatArray,
     all_sources: npt.NDArray[np.int8],
 ) -> None:
-    """Lines [L, most] one behind the other."""
+    """Join lines [L, most] one behind the other."""
     for line in range(len(starts) - 1):
-        for place in range(starts[line], starts[line + 1]):
-            node = place - starts[line]
-            all_token_ids[place], all_parents[place] = token_ids[line, node], parents[line, node]
-            all_scores[place], all_sources[place] = scores[line, node], sources[line, node]
+        for index in range(starts[line], starts[line + 1]):
+            node = index - starts[line]
+            all_token_ids[index], all_parents[index] = token_ids[line, node], parents[line, node]
+            all_scores[index], all_sources[index] = scores[line, node], sources[line, node]
 
 
 @compiled
@@ -121,7 +121,7 @@ def grow_trees(
     when there are more than `max_branches`.
     """
     most = live_positions.shape[1] + sealed_positions.shape[1]
-    place, shared = np.empty(most, np.int64), np.empty(most, np.int64)
+    index, shared = np.empty(most, np.int64), np.empty(most, np.int64)
     weight, favour = np.empty(most, np.float64), np.empty(most, np.float64)
     source = np.empty(most, np.int8)
     for r in range(len(rows)):
@@ -130,13 +130,13 @@ def grow_trees(
             region = region_of(live_starts, live_positions[r, i])
             own = region == rows[r] or region == 0
             if use_own if own else use_siblings:
-                place[size], shared[size] = live_positions[r, i], live_lengths[r, i]
+                index[size], shared[size] = live_positions[r, i], live_lengths[r, i]
                 weight[size], favour[size] = 1.0, 0.0
                 source[size] = OWN if own else SIBLING
                 size += 1
         for i in range(sealed_counts[r]):
             region = region_of(sealed_starts, sealed_positions[r, i])
-            place[size], shared[size] = sealed_positions[r, i], sealed_lengths[r, i]
+            index[size], shared[size] = sealed_positions[r, i], sealed_lengths[r, i]
             weight[size], favour[size] = sealed_weights[region], sealed_favours[region]
             source[size] = HISTORY + min(sealed_ages[region], MOST_AGE)
             size += 1
@@ -150,7 +150,7 @@ def grow_trees(
         counts[line] = grow_tree(
             live_text,
             sealed_text,
-            place,
+            index,
             weight,
             favour,
             source,
@@ -220,7 +220,7 @@ def take_out(
 def grow_tree(
     live_text: IntArray,
     sealed_text: IntArray,
-    place: IndexArray,
+    index: IndexArray,
     weight: FloatArray,
     favour: FloatArray,
     source: npt.NDArray[np.int8],
@@ -233,7 +233,7 @@ def grow_tree(
     scores: FloatArray,
     sources: npt.NDArray[np.int8],
 ) -> int:
-    """Write at most `budget` nodes; returns how many. Moves `place` along.
+    """Write at most `budget` nodes; returns how many. Moves `index` along.
 
     An open child is a run first ... last - 1 of the occurrences, those that agree with its path; so there are never more
     children than occurrences. `escape` is the weight of something that has not been seen.
@@ -248,7 +248,7 @@ def grow_tree(
         total = escape
         for i in range(begin, end):
             m = member[i]
-            follows[m] = sealed_text[place[m]] if source[m] >= HISTORY else live_text[place[m]]
+            follows[m] = sealed_text[index[m]] if source[m] >= HISTORY else live_text[index[m]]
             total += weight[m]
         before = num_open
         num_open = open_children(member, follows, weight, favour, begin, end, first, last, score, rank, num_open)
@@ -265,7 +265,7 @@ def grow_tree(
         heaviest = member[begin]
         for i in range(begin, end):
             m = member[i]
-            place[m] += 1
+            index[m] += 1
             if weight[m] > weight[heaviest]:
                 heaviest = m
         token_ids[nodes], parents[nodes] = follows[heaviest], parent[best]

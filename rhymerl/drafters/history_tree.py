@@ -121,12 +121,12 @@ class HistoryTreeDrafter(Drafter):
 
     @property
     def bytes(self) -> int:
-        """Of all indexes, over earlier answers and over running ones."""
+        """The bytes of all indexes, over earlier answers and over running ones."""
         return self._history.bytes + self.live_bytes
 
     @property
     def live_bytes(self) -> int:
-        """Of the indexes over running answers, room to grow included."""
+        """The bytes of the indexes over running answers, room to grow included."""
         return sum(group.index.bytes for group in self._groups.values())
 
     # -- drafts --------------------------------------------------------------------------------------------------

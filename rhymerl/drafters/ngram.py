@@ -1,4 +1,4 @@
-"""Prompt lookup: drafts what followed the latest place where the context's last tokens stand in the context itself."""
+"""Prompt lookup: drafts what followed the latest earlier occurrence of the context's last tokens in the context."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rhymerl.types import Completion, Draft, DraftSource, RolloutRequest
 if TYPE_CHECKING:
     from rhymerl.types import IntArray
 
-_MOST = 16  # places with the longest suffix among which the latest is looked for
+_MOST = 16  # positions with the longest suffix among which the latest is looked for
 _NOTHING = Draft(token_ids=np.empty(0, np.int32), parents=np.empty(0, np.int32))
 
 
@@ -53,8 +53,8 @@ class NGramDrafter(Drafter):
         latest = int(found.positions[0, : len(lengths)][lengths == lengths[0]].max())
         start = int(index.starts[rows[0]])
         # Where that is in the context: in the answer, or in the prompt.
-        place = latest - start + len(group.prompt) if latest >= start else latest - int(index.starts[0])
-        tokens = context[place : place + budget]
+        position = latest - start + len(group.prompt) if latest >= start else latest - int(index.starts[0])
+        tokens = context[position : position + budget]
         return Draft(
             token_ids=tokens,
             parents=np.arange(-1, len(tokens) - 1, dtype=np.int32),

@@ -1,4 +1,4 @@
-"""Drafts from what the policy before drew for the same request with the same noise; behind that, another drafter's."""
+"""Drafts from what the previous policy sampled for the same request with the same noise; then another drafter's."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _RATE = 0.95
 class RunAheadDrafter(Drafter):
     """A request that has tokens `ahead` gets those that follow its response, as one path, as long as all of the response agrees.
 
-    Both were drawn with the same noise, so a token is wrong only where the update has moved that very draw. After the first that
-    was, or behind the last, the request is `inner`'s for good, as are all requests without such tokens.
+    Both were sampled with the same noise, so a token is wrong only where the update has moved that very draw. After the
+    first that was, or behind the last, the request is `inner`'s for good, as are all requests without such tokens.
     """
 
     def __init__(self, inner: Drafter) -> None:
@@ -44,11 +44,11 @@ class RunAheadDrafter(Drafter):
         self, requests: Sequence[RolloutRequest], contexts: Sequence[IntArray], budgets: Sequence[int]
     ) -> DraftBatch:
         agrees = np.array([self._agrees(*each) for each in zip(requests, contexts, strict=True)], np.bool_)
-        places, others = np.flatnonzero(agrees), np.flatnonzero(~agrees)
-        if len(places) == 0:
+        indices, others = np.flatnonzero(agrees), np.flatnonzero(~agrees)
+        if len(indices) == 0:
             return self.inner.propose_batch(requests, contexts, budgets)
-        ahead = [self._ahead[request.id] for request in _at(places, requests)]
-        drafts = _packed(ahead, _at(places, budgets)).spread(places, len(requests))
+        ahead = [self._ahead[request.id] for request in _at(indices, requests)]
+        drafts = _packed(ahead, _at(indices, budgets)).spread(indices, len(requests))
         if len(others) == 0:
             return drafts
         theirs = self.inner.propose_batch(_at(others, requests), _at(others, contexts), _at(others, budgets))
@@ -101,7 +101,7 @@ def innermost(drafter: Drafter) -> Drafter:
 
 @dataclass(slots=True)
 class _Ahead:
-    """The tokens drawn ahead, and how many of them the response has, in the same places."""
+    """The tokens sampled ahead, and how many of them the response has, at the same positions."""
 
     token_ids: IntArray
     agreed: int = 0
@@ -113,8 +113,8 @@ class _Ahead:
         return self.agreed < len(self.token_ids) and np.array_equal(new, response[start:])
 
 
-def _at(places: IndexArray, values: Sequence[T]) -> list[T]:
-    return [values[place] for place in places.tolist()]
+def _at(indices: IndexArray, values: Sequence[T]) -> list[T]:
+    return [values[index] for index in indices.tolist()]
 
 
 def _packed(ahead: Sequence[_Ahead], budgets: Sequence[int]) -> DraftBatch:

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from rhymerl.engine.narrow import NarrowLayout, attend
-from rhymerl.policy import evaluating
+from rhymerl.engine.paged_attention import PagedLayout, attend
+from rhymerl.models.policy import evaluating
 
 NAME = "rhymerl"
 # Arguments by which transformers asks for what a token tree would silently break. Not `sliding_window`: the models that
@@ -31,7 +31,7 @@ class Bucket:
 
     kv_slots: Tensor  # [rows * S] slots to read; padding reads slot 0
     mask: Tensor  # [rows, Q, S] True = visible
-    queries: Tensor | None  # [rows, Q] places in the packed pass; None = rows are the pass, one token each
+    queries: Tensor | None  # [rows, Q] indices into the packed pass; None = rows are the pass, one token each
     valid: Tensor | None  # [rows, Q] which of them are real; None = all
 
     @property
@@ -44,7 +44,7 @@ class AttentionPlan:
     """All rows of a pass; additive masks are made once, in the dtype that the first layer brings."""
 
     buckets: list[Bucket]
-    narrow: NarrowLayout | None = None
+    paged: PagedLayout | None = None
     _additive: list[Tensor] | None = None
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
@@ -55,8 +55,8 @@ class AttentionPlan:
         kv_heads = keys.shape[1]
         groups = query.shape[1] // kv_heads
         output = values.new_empty(*query.shape[:2], values.shape[2])
-        if self.narrow is not None:
-            n = self.narrow
+        if self.paged is not None:
+            n = self.paged
             arrays = (n.table, n.row, n.seen, n.parent, n.slot)
             attend(query.contiguous().numpy(), keys.numpy(), values.numpy(), *arrays, scale, output.numpy())
         for bucket, mask in zip(self.buckets, self._additive_masks(query, groups), strict=True):
@@ -72,7 +72,7 @@ class AttentionPlan:
     def _attend_bucket(
         bucket: Bucket, mask: Tensor, query: Tensor, keys: Tensor, values: Tensor, scale: float
     ) -> Tensor:
-        """[rows * Q, heads, dim]."""
+        """Attend over the rows of a bucket; -> [rows * Q, heads, dim]."""
         (rows, width, seen), kv_heads = bucket.shape, keys.shape[1]
         chosen = query if bucket.queries is None else query[bucket.queries.flatten()]
         q = chosen.reshape(rows, width, kv_heads, -1, query.shape[2]).permute(0, 2, 3, 1, 4).flatten(2, 3)
@@ -83,7 +83,7 @@ class AttentionPlan:
         return out.reshape(rows * width, query.shape[1], -1)
 
     def _additive_masks(self, query: Tensor, groups: int) -> list[Tensor]:
-        """[rows, 1, groups * Q, S] with 0 where visible and -inf elsewhere."""
+        """Return masks [rows, 1, groups * Q, S] with 0 where visible and -inf elsewhere."""
         if self._additive is None:
             self._additive = [self._additive_mask(bucket, query, groups) for bucket in self.buckets]
         return self._additive
@@ -121,7 +121,10 @@ AttentionInterface.register(NAME, packed_attention)
 
 @contextmanager
 def packed(model: PreTrainedModel) -> Iterator[None]:
-    """Within: the model runs in eval mode with packed attention, in inference mode. After: as it was, module by module."""
+    """Context in which the model runs in eval and inference mode, with packed attention.
+
+    Afterwards it is as it was, module by module.
+    """
     implementation = model.config._attn_implementation
     with evaluating(model), torch.inference_mode():
         model.config._attn_implementation = NAME

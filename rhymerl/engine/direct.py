@@ -102,7 +102,10 @@ class _Layer:
 
 
 class DirectForward:
-    """Of a model for which `can_be_direct` holds, over a KV store that has been allocated, in torch's operations on any device."""
+    """Runs a model for which `can_be_direct` holds, in torch's operations on any device.
+
+    Its KV store has been allocated.
+    """
 
     def __init__(self, model: Any, store: KVStore) -> None:
         body = model.model
@@ -112,9 +115,9 @@ class DirectForward:
         self._head = _Projection.of(model.lm_head)
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, logit_places: Tensor | None, plan: AttentionPlan
+        self, token_ids: Tensor, positions: Tensor, logit_indices: Tensor | None, plan: AttentionPlan
     ) -> Tensor:
-        """Logits [M, vocabulary] at `logit_places` [M] (None = at all) of the packed tokens [N]."""
+        """Return logits [M, vocabulary] at `logit_indices` [M] (None = at all) of the packed tokens [N]."""
         hidden = self._embed(token_ids)
         cos, sin = self._rotary(hidden, positions[None])
         change = torch.zeros_like(hidden)
@@ -128,7 +131,7 @@ class DirectForward:
             change = layer.output(seen.flatten(1))
             change = layer.mlp(self._normalised(layer.mlp_norm, hidden, change))
         normed = self._normalised(self._norm, hidden, change)
-        return self._head(normed if logit_places is None else normed[logit_places])
+        return self._head(normed if logit_indices is None else normed[logit_indices])
 
     def _normalised(self, norm: _Norm, hidden: Tensor, change: Tensor) -> Tensor:
         """Add the change to `hidden` [N, H] in place; returns the norm of that."""

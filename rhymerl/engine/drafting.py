@@ -1,8 +1,7 @@
-"""Between the engine and its drafter and budget: asks, checks, trims, and tells what came of it. E = emitting rows."""
+"""What an engine adds to the drafting protocol: limits by its slots, and counts of what was accepted. E = emitting rows."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -10,164 +9,76 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from rhymerl.budgets.base import Budget, PassOutcome, Pauses
+from rhymerl.budgets.base import PassOutcome
 from rhymerl.compiled import compiled
-from rhymerl.drafters.base import Drafter
-from rhymerl.drafters.batches import kept
-from rhymerl.drafters.none import NoDrafter
-from rhymerl.drafters.run_ahead import innermost, listens
 from rhymerl.engine.layout import PassLayout
+from rhymerl.engine.protocol import DraftingProtocol
 from rhymerl.engine.ragged import IndexArray
 from rhymerl.engine.rows import Rows
 from rhymerl.engine.totals import NUM_DEPTHS, EngineTotals
-from rhymerl.engine.tree import depths, no_drafts, sound
+from rhymerl.engine.tree import no_drafts
 from rhymerl.engine.verify import Walk
-from rhymerl.errors import HookError
-from rhymerl.hooks import Hooks, place_of
-from rhymerl.types import Completion, DraftBatch, DraftSource, RolloutRequest, Sample
+from rhymerl.types import DraftBatch, DraftSource, RolloutRequest
 
 if TYPE_CHECKING:
-    from rhymerl.history.records import HistoryDelta
     from rhymerl.types import BoolArray, IntArray
 
-_LOG = logging.getLogger(__name__)
 _RUN_AHEAD, _HISTORY = int(DraftSource.RUN_AHEAD), int(DraftSource.HISTORY)
 
 
 class Drafting:
-    """The drafts of an engine's passes. Without a drafter, or with a budget of nothing, every pass is without drafts.
+    """The drafts of an engine's passes. Without a drafter, or with a budget of nothing, every pass is without drafts."""
 
-    With `checks` a malformed draft raises HookError; otherwise it is left out, counted, and told about once. What drafter or budget
-    raise becomes a HookError, too.
-    """
-
-    def __init__(
-        self, drafter: Drafter, budget: Budget, rows: Rows, totals: EngineTotals, *, vocabulary: int, checks: bool
-    ) -> None:
-        self.drafter = drafter
-        self.budget = budget
-        self.max_nodes = 0 if isinstance(drafter, NoDrafter) else budget.max_nodes
+    def __init__(self, protocol: DraftingProtocol, rows: Rows, totals: EngineTotals) -> None:
+        self.protocol = protocol
         self._rows = rows
         self._totals = totals
-        self._vocabulary = vocabulary
-        self._checks = checks
         self._requests: list[RolloutRequest] = []  # of the rows that emit in the pass under way
-        self._pauses = Pauses(self._skips)
         self._is_skipped = True  # the drafter is left alone in it
         self._nothing = no_drafts(0)
-        own = innermost(drafter)
-        self._in_drafter, self._in_budget = Hooks("drafter", own), Hooks("budget", budget)
-        self._has_complained = False
-        self._hears_tokens = self.max_nodes > 0 and listens(drafter, "accept")
-        self._hears_outcomes = type(budget).learn is not Budget.learn
-
-    def start(self, request: RolloutRequest) -> None:
-        """A request enters for the first time."""
-        self._pauses.end()
-        with self._in_drafter:
-            self.drafter.start(request)
-        with self._in_budget:
-            self.budget.admit(request)
-
-    def finish(self, completion: Completion) -> None:
-        """A request that was started leaves for good."""
-        with self._in_drafter:
-            self.drafter.finish(completion)
-        with self._in_budget:
-            self.budget.finish(completion.request)
-
-    # -- before the pass -------------------------------------------------------------------------------------
 
     def ask(self, row: IndexArray, *, spare: int) -> DraftBatch:
-        """What is verified below the roots of the rows `row` [E]: at most `spare` nodes in all."""
-        self._is_skipped = self.max_nodes == 0 or len(row) == 0 or self._pauses.take(len(row))
-        if not self._is_skipped or self._hears_tokens:
+        """Return what is verified below the roots of the rows `row` [E]: at most `spare` nodes in all."""
+        self._is_skipped = self.protocol.is_skipped(len(row))
+        if not self._is_skipped or self.protocol.hears_tokens:
             self._requests = [request for each in row.tolist() if (request := self._rows.request[each]) is not None]
         if self._is_skipped:
             return self._no_drafts(len(row))
         started = time.perf_counter()
-        limits = self._limits(row, max(spare, 0))
+        rows, limits = self._rows, self.protocol.limits(self._requests)
+        _fit(limits, row, rows.length, rows.limit, rows.context, self.protocol.max_nodes, max(spare, 0))
         askers = np.flatnonzero(limits)
         drafts = self._no_drafts(len(row))
         if len(askers):
-            requests = [self._requests[asker] for asker in askers.tolist()]
-            drafts = self._asked(row[askers], limits[askers], requests).spread(askers, len(row))
+            drafts = self._proposed(row[askers], askers, limits[askers]).spread(askers, len(row))
         self._totals.draft_s += time.perf_counter() - started
         return drafts
 
-    def _skips(self, num_requests: int, num_passes: int) -> int:
-        with self._in_budget:
-            return self.budget.skips(num_requests, num_passes)
+    def _proposed(self, row: IndexArray, askers: IndexArray, limits: IntArray) -> DraftBatch:
+        protocol, rows, totals = self.protocol, self._rows, self._totals
+        requests = [self._requests[asker] for asker in askers.tolist()]
+        drafts = protocol.propose(requests, rows.contexts_of(row), limits, rows.limit[row] - rows.length[row])
+        totals.asks, totals.hits, totals.bad_drafts = protocol.num_asked, protocol.num_hits, protocol.num_malformed
+        return drafts
 
     def _no_drafts(self, num_rows: int) -> DraftBatch:
         if len(self._nothing) != num_rows:
             self._nothing = no_drafts(num_rows)
         return self._nothing
 
-    def _limits(self, row: IndexArray, spare: int) -> IntArray:
-        """How many nodes each row may have, [E]."""
-        with self._in_budget:
-            rows, limits = self._rows, np.array(self.budget.limits(self._requests), np.int32)
-        _fit(limits, row, rows.length, rows.limit, rows.context, self.max_nodes, spare)
-        return limits
-
-    def _asked(self, row: IndexArray, limits: IntArray, requests: Sequence[RolloutRequest]) -> DraftBatch:
-        """The drafts of the asking rows, checked, and cut to what can be emitted and what the budget takes."""
-        rows = self._rows
-        with self._in_drafter:
-            drafts = self.drafter.propose_batch(requests, rows.contexts_of(row), limits.tolist())
-        drafts = sound(drafts, requests, limits=limits, vocabulary=self._vocabulary, complain=self._complain)
-        self._totals.asks += len(row)
-        self._totals.hits += int(np.count_nonzero(drafts.counts))
-        deepest = rows.limit[row] - rows.length[row] - 1  # the last token that fits is drawn at a node
-        if (limits > deepest).any():
-            drafts = kept(drafts, depths(drafts) <= deepest[drafts.requests])
-        with self._in_budget:
-            mask = self.budget.trim(requests, drafts)
-        return kept(drafts, mask)
-
-    def _complain(self, proposed: str, num_requests: int) -> None:
-        own = self._in_drafter.component
-        told = f"{type(own).__name__} proposed {proposed} ({place_of(own, 'propose')})"
-        if self._checks:
-            raise HookError(told)
-        self._totals.bad_drafts += num_requests
-        if not self._has_complained:
-            self._has_complained = True
-            _LOG.warning("%s: such drafts are left out, and from now on only counted, as spec/bad_drafts", told)
-
-    # -- after the pass --------------------------------------------------------------------------------------
-
     def tell(self, layout: PassLayout, steps: Walk, *, seconds: float) -> None:
         """Count what was accepted, and let drafter and budget know; before finished rows leave."""
-        if len(layout.node_place):
+        if len(layout.node_index):
             self._count(layout, steps)
-        if self._hears_tokens:
+        if self.protocol.hears_tokens:
             ends = np.cumsum(steps.num_emitted)
             starts, ends = (ends - steps.num_emitted).tolist(), ends.tolist()
-            with self._in_drafter:
-                for request, start, end, accepted in zip(
-                    self._requests, starts, ends, steps.num_accepted.tolist(), strict=True
-                ):
-                    self.drafter.accept(request, steps.token[start:end], accepted)
-        if self._hears_outcomes and not self._is_skipped:
-            with self._in_budget:
-                self.budget.learn(_outcome(self._requests, layout, steps, seconds))
-
-    # -- between steps ---------------------------------------------------------------------------------------
-
-    def learn(self, samples: Sequence[Sample]) -> None:
-        """The drafter's hook of that name, like the two that follow."""
-        with self._in_drafter:
-            self.drafter.learn(samples)
-
-    def follow(self, delta: HistoryDelta) -> None:
-        with self._in_drafter:
-            self.drafter.follow(delta)
-
-    def close(self) -> None:
-        with self._in_drafter:
-            self.drafter.close()
+            for request, start, end, accepted in zip(
+                self._requests, starts, ends, steps.num_accepted.tolist(), strict=True
+            ):
+                self.protocol.accept(request, steps.token[start:end], accepted)
+        if self.protocol.hears_outcomes and not self._is_skipped:
+            self.protocol.learn_outcome(_outcome(self._requests, layout, steps, seconds))
 
     def _count(self, layout: PassLayout, steps: Walk) -> None:
         totals, drafts = self._totals, layout.drafts
@@ -234,8 +145,8 @@ def _tally(
 
 def _outcome(requests: Sequence[RolloutRequest], layout: PassLayout, steps: Walk, seconds: float) -> PassOutcome:
     drafts, reached = layout.drafts, steps.accepted
-    if len(layout.node_place):
-        reached = steps.drawn_at[layout.logit_start[drafts.requests] + 1 + drafts.parents]
+    if len(layout.node_index):
+        reached = steps.sampled_at[layout.logit_start[drafts.requests] + 1 + drafts.parents]
     return PassOutcome(
         requests=requests,
         drafts=drafts,

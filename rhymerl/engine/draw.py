@@ -1,6 +1,6 @@
 """The draw: the race of engine/noise.py, compiled for the CPU at about a nanosecond a token, and in torch for any device.
 
-Beside it, for the CPU, the log-probs of what was drawn.
+Beside it, for the CPU, the log-probs of what was sampled.
 On the CPU a token can only win when w < p / p_best-so-far, and both a bound of that ratio and the leading 32 bits of w
 are cheap, so the logarithms are taken for a handful of tokens a row and the answer is still exact.
 """
@@ -47,9 +47,9 @@ def draw_tokens(
     keys: KeyArray,
     out: npt.NDArray[np.int32],
 ) -> None:
-    """out[i] = the token drawn from row rows[i] of logits [*, vocabulary] with keys[i]; an inverse temperature of 0 is greedy.
+    """Write out[i] = the token sampled from row rows[i] of logits [*, vocabulary] with keys[i].
 
-    -inf marks tokens that may not be drawn; ties go to the smallest id.
+    An inverse temperature of 0 is greedy. -inf marks tokens that may not be sampled; ties go to the smallest id.
     """
 
     def mix(x: np.uint32) -> np.uint32:

@@ -42,7 +42,7 @@ class Forward:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Within: passes may run. Entering and leaving walks all modules."""
+        """Context in which passes may run. Entering and leaving walks all modules."""
         with packed(self.model):
             self._device = self.model.device
             self._direct = self._direct_forward()
@@ -56,18 +56,18 @@ class Forward:
 
     def _run(self, direct: DirectForward | None, store: KVStore, layout: PassLayout) -> Tensor:
         device = self._device
-        arrays = (layout.slots, layout.token_ids, layout.positions, layout.logit_places)
-        store.write_slots, token_ids, positions, places = (torch.from_numpy(each).to(device) for each in arrays)
-        plan = AttentionPlan([_bucket(each, layout.num_tokens, device) for each in layout.buckets], layout.narrow)
+        arrays = (layout.slots, layout.token_ids, layout.positions, layout.logit_indices)
+        store.write_slots, token_ids, positions, indices = (torch.from_numpy(each).to(device) for each in arrays)
+        plan = AttentionPlan([_bucket(each, layout.num_tokens, device) for each in layout.buckets], layout.paged)
         with self.autocast():
             if direct is not None:
-                return direct(token_ids, positions, None if len(places) == len(token_ids) else places, plan)
+                return direct(token_ids, positions, None if len(indices) == len(token_ids) else indices, plan)
             logits: Tensor = self.model(
                 input_ids=token_ids[None],
                 position_ids=positions[None],
                 past_key_values=store,
                 use_cache=True,
-                logits_to_keep=places,
+                logits_to_keep=indices,
                 rhymerl_plan=plan,
             ).logits[0]
             return logits
@@ -80,7 +80,10 @@ class Forward:
     # -- the direct forward ----------------------------------------------------------------------------------------
 
     def _direct_forward(self) -> DirectForward | None:
-        """Over the model's modules as they are now; None where there is none, or it does not compute the same."""
+        """Return the direct forward over the model's modules as they are now.
+
+        None where there is none, or where it does not compute the same.
+        """
         modules = list(self.model.modules())
         if not (self.store.is_allocated and can_be_direct(self.model, modules)):
             return None
@@ -113,7 +116,9 @@ class Forward:
         """Log-probs [M, vocabulary] of a pass over a store of its own."""
         store = self.store.smaller(64)
         rows, source = Rows(2, 64, store.pool), np.random.default_rng(0)
-        prompts = [source.integers(0, vocabulary, length, dtype=np.int32) for length in (7, 40)]  # narrow, and wide
+        prompts = [
+            source.integers(0, vocabulary, length, dtype=np.int32) for length in (7, 40)
+        ]  # of few queries, and of many
         tree = Draft(token_ids=np.array([0, 0, 1, 0]) % vocabulary, parents=np.array([-1, 0, -1, 2]))
         row = np.array([rows.enter_prefix(prompt).row for prompt in prompts])
         layout = lay_out(

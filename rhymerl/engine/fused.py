@@ -30,7 +30,7 @@ def add_rms_norm(
 
 @compiled
 def rms_norm(heads: SingleArray, weight: SingleArray, epsilon: float) -> None:
-    """In place, of each head by itself: [N, heads, dim], weight [dim]."""
+    """Normalize each head by itself, in place: [N, heads, dim], weight [dim]."""
     tokens, num_heads, width = heads.shape
     for n in range(tokens):
         for head in range(num_heads):

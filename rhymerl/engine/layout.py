@@ -1,4 +1,4 @@
-"""From rows to one forward pass: which tokens are fed, where they stand, what they may see.
+"""Lay rows out for one forward pass: which tokens are fed, where they stand, what they may see.
 
 A row feeds its uncached tokens as a chain and hangs its draft below the last of them, the root. Prefill,
 plain decoding and tree verification are the same thing with other counts.
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rhymerl.compiled import compiled
-from rhymerl.engine.narrow import CHAIN, ROOT, NarrowLayout, is_narrow
+from rhymerl.engine.paged_attention import CHAIN, ROOT, PagedLayout, suits_paging
 from rhymerl.engine.ragged import IndexArray
 from rhymerl.engine.rows import Rows
 from rhymerl.engine.tree import show_ancestors
@@ -28,7 +28,7 @@ class BucketLayout:
 
     kv_slots: IndexArray  # [B, S]
     mask: BoolArray  # [B, Q, S]
-    queries: IndexArray  # [B, Q] places in the packed pass
+    queries: IndexArray  # [B, Q] indices into the packed pass
     valid: BoolArray  # [B, Q]
 
 
@@ -43,14 +43,14 @@ class PassLayout:
     token_ids: IndexArray  # [N]
     positions: IndexArray  # [N]
     slots: IndexArray  # [N] where keys and values go
-    node_place: IndexArray  # [K] of each node in the packed pass
+    node_index: IndexArray  # [K] of each node in the packed pass
     node_depth: IndexArray  # [K] from 1
-    logit_places: IndexArray  # [M] tokens whose logits are needed: every root, then its draft nodes
+    logit_indices: IndexArray  # [M] tokens whose logits are needed: every root, then its draft nodes
     logit_start: IndexArray  # [E] where each emitting row's logits begin
     logit_row: IndexArray  # [M] which of the E
     logit_level: IndexArray  # [M] 0 = root, else the node's depth
     buckets: list[BucketLayout]
-    narrow: NarrowLayout | None  # tokens that the compiled attention takes
+    paged: PagedLayout | None  # tokens that the compiled attention takes
 
     @property
     def num_tokens(self) -> int:
@@ -67,23 +67,23 @@ def lay_out(
 ) -> PassLayout:
     """Take slots for all fed tokens and describe the pass. The caller has checked that there are enough slots.
 
-    `drafts` hang below the roots of the rows `emits`. Prefix rows come before the rows that read them. With `compiled` narrow
-    rows are laid out for engine/narrow.py, and only the wide ones go into buckets.
+    `drafts` hang below the roots of the rows `emits`. Prefix rows come before the rows that read them. With `compiled`, rows of few
+    queries are laid out for engine/paged_attention.py, and only the others go into buckets.
     """
     width = chain.copy()
     width[emits] += drafts.counts
-    narrow = is_narrow(width, rows.cached[row] + width) if compiled else np.zeros(len(row), np.bool_)
+    paged = suits_paging(width, rows.cached[row] + width) if compiled else np.zeros(len(row), np.bool_)
     slots = rows.pool.take(int(width.sum()))
     token_ids, positions, parent, seen, reader = np.empty((5, len(slots)), np.int64)
-    node_place, node_depth = np.empty((2, len(drafts.parents)), np.int64)
-    logit_places, logit_row, logit_level = np.empty((3, len(emits) + len(drafts.parents)), np.int64)
+    node_index, node_depth = np.empty((2, len(drafts.parents)), np.int64)
+    logit_indices, logit_row, logit_level = np.empty((3, len(emits) + len(drafts.parents)), np.int64)
     _fill(
         *(rows.tokens, rows.slots, rows.cached, rows.shared, rows.prefix_row),
-        *(row, chain, emits, narrow, slots),
+        *(row, chain, emits, paged, slots),
         *(drafts.token_ids, drafts.parents, drafts.starts),
         *(token_ids, positions, parent, seen, reader),
-        *(node_place, node_depth),
-        *(logit_places, logit_row, logit_level),
+        *(node_index, node_depth),
+        *(logit_indices, logit_row, logit_level),
     )
     return PassLayout(
         row=row,
@@ -93,16 +93,14 @@ def lay_out(
         token_ids=token_ids,
         positions=positions,
         slots=slots,
-        node_place=node_place,
+        node_index=node_index,
         node_depth=node_depth,
-        logit_places=logit_places,
+        logit_indices=logit_indices,
         logit_start=drafts.starts[:-1] + np.arange(len(emits)),
         logit_row=logit_row,
         logit_level=logit_level,
-        buckets=[] if narrow.all() else _buckets(rows, row, chain, width, emits, drafts, ~narrow),
-        narrow=NarrowLayout(table=rows.slots, row=reader, seen=seen, parent=parent, slot=slots)
-        if narrow.any()
-        else None,
+        buckets=[] if paged.all() else _buckets(rows, row, chain, width, emits, drafts, ~paged),
+        paged=PagedLayout(table=rows.slots, row=reader, seen=seen, parent=parent, slot=slots) if paged.any() else None,
     )
 
 
@@ -116,7 +114,7 @@ def _fill(
     row: IndexArray,
     chain: IndexArray,
     emits: IndexArray,
-    narrow: BoolArray,
+    paged: BoolArray,
     slots: IndexArray,
     node_tokens: IntArray,
     node_parents: IntArray,
@@ -126,13 +124,13 @@ def _fill(
     parent: IndexArray,
     seen: IndexArray,
     reader: IndexArray,
-    node_place: IndexArray,
+    node_index: IndexArray,
     node_depth: IndexArray,
-    logit_places: IndexArray,
+    logit_indices: IndexArray,
     logit_row: IndexArray,
     logit_level: IndexArray,
 ) -> None:
-    """Write what stands in `PassLayout` and `NarrowLayout` about each token, node and logit; rows learn their new slots."""
+    """Write what stands in `PassLayout` and `PagedLayout` about each token, node and logit; rows learn their new slots."""
     n, m, e = 0, 0, 0
     for f in range(len(row)):
         r = row[f]
@@ -146,7 +144,7 @@ def _fill(
             token_ids[n], positions[n], seen[n] = tokens[r, j], j, j + 1
             n += 1
         if e < len(emits) and emits[e] == f:
-            logit_places[m], logit_row[m], logit_level[m] = n - 1, e, 0
+            logit_indices[m], logit_row[m], logit_level[m] = n - 1, e, 0
             m += 1
             root, tree = base + chain[f], n
             for k in range(node_starts[e], node_starts[e + 1]):
@@ -155,14 +153,14 @@ def _fill(
                 row_slots[r, root + n - tree] = slots[n]
                 token_ids[n], positions[n], seen[n] = node_tokens[k], root - 1 + depth, root
                 parent[n] = ROOT if above < 0 else tree + above
-                node_place[k], node_depth[k] = n, depth
-                logit_places[m], logit_row[m], logit_level[m] = n, e, depth
+                node_index[k], node_depth[k] = n, depth
+                logit_indices[m], logit_row[m], logit_level[m] = n, e, depth
                 n, m = n + 1, m + 1
             e += 1
         for each in range(first, first + chain[f]):
             parent[each] = CHAIN
         for each in range(first, n):
-            reader[each] = r if narrow[f] else -1
+            reader[each] = r if paged[f] else -1
 
 
 def _buckets(

@@ -70,7 +70,10 @@ def noise_keys_on_device(counters: Tensor) -> Tensor:
 
 
 def _splitmix64_tensor(value: Tensor) -> Tensor:
-    """On int64, whose products and sums wrap as those of uint64 do; `>>` copies the sign, so that is masked out."""
+    """Compute splitmix64 on int64, whose products and sums wrap as those of uint64 do.
+
+    `>>` copies the sign, so that is masked out.
+    """
     value = value - 0x61C8864680B583EB
     value = (value ^ ((value >> 30) & (2**34 - 1))) * -0x40A7B892E31B1A47
     value = (value ^ ((value >> 27) & (2**37 - 1))) * -0x6B2FB644ECCEEE15

@@ -3,7 +3,7 @@
 A row is either a running request or a prefix: a prompt's tokens but the last, computed once and read by all samples of
 its group. R = rows, C = the longest sequence. Of a row's `length` tokens the first `cached` have keys and
 values, and of those the first `shared` belong to its prefix. A running row always has at least one token
-that is not cached: its last one, the root from which the next token is drawn.
+that is not cached: its last one, the root from which the next token is sampled.
 """
 
 from __future__ import annotations
@@ -18,22 +18,12 @@ import numpy.typing as npt
 from rhymerl.engine.kv_store import SlotPool
 from rhymerl.engine.noise import noise_counters
 from rhymerl.engine.ragged import IndexArray
-from rhymerl.types import Completion, FinishReason, Generated, RolloutRequest
+from rhymerl.types import Completion, FinishReason, Output, RolloutRequest
 
 if TYPE_CHECKING:
     from rhymerl.types import BoolArray, IntArray
 
 NOBODY = -1
-
-
-@dataclass(slots=True)
-class Counts:
-    """What a request has cost so far; survives preemption."""
-
-    is_started: bool = False  # it has entered before
-    passes: int = 0
-    drafted: int = 0
-    accepted: int = 0
 
 
 @dataclass(slots=True)
@@ -71,9 +61,9 @@ class Rows:
     truncates: BoolArray = field(init=False)  # [R] top-k, top-p or min-p is on
     stop_ids: npt.NDArray[np.int32] = field(init=False)  # [R, most stop ids], filled up with NOBODY
     is_request: BoolArray = field(init=False)  # [R] False for prefixes and free rows
-    passes: IndexArray = field(init=False)  # [R] as in Counts
-    drafted: IndexArray = field(init=False)  # [R]
-    accepted: IndexArray = field(init=False)  # [R]
+    passes: IndexArray = field(init=False)  # [R] in which the request got tokens
+    drafted: IndexArray = field(init=False)  # [R] nodes verified
+    accepted: IndexArray = field(init=False)  # [R] nodes that became tokens
     prefix_row: IndexArray = field(init=False)  # [R] the prefix's row, or NOBODY
     request: list[RolloutRequest | None] = field(init=False)
     prefix: list[Prefix | None] = field(init=False)
@@ -110,21 +100,23 @@ class Rows:
         self.cached[row] = self.shared[row] = 0
         return Prefix(row=row, tokens=tokens.tobytes())
 
-    def enter(self, request: RolloutRequest, prefix: Prefix | None, counts: Counts) -> int:
-        """A row for a request, with what it generated before; the prefix's slots are read, not owned."""
+    def enter(self, request: RolloutRequest, prefix: Prefix | None) -> int:
+        """A row for a request, with its output so far; the prefix's slots are read, not owned."""
         row = self._free.pop()
-        prompt, generated = request.prompt.token_ids, request.generated
-        start, end = len(prompt), len(prompt) + (len(generated) if generated else 0)
+        prompt, output = request.prompt.token_ids, request.output
+        start, end = len(prompt), len(prompt) + (len(output) if output else 0)
         self.tokens[row, :start] = prompt
-        if generated:
-            self.tokens[row, start:end] = generated.token_ids
-            self.logprobs[row, start:end] = generated.logprobs
-            self.versions[row, start:end] = generated.policy_versions
+        self.passes[row] = self.drafted[row] = self.accepted[row] = 0
+        if output is not None:
+            self.tokens[row, start:end] = output.token_ids
+            self.logprobs[row, start:end] = output.logprobs
+            self.versions[row, start:end] = output.policy_versions
+            self.passes[row], self.drafted[row] = output.num_passes, output.num_drafted
+            self.accepted[row] = output.num_accepted
         self.length[row], self.prompt_length[row] = end, start
         self.limit[row] = start + request.sampling.max_tokens
         self.cached[row] = self.shared[row] = start - 1 if prefix else 0
         self._set_sampling(row, request)
-        self.passes[row], self.drafted[row], self.accepted[row] = counts.passes, counts.drafted, counts.accepted
         self.request[row], self.prefix[row], self.is_request[row] = request, prefix, True
         if prefix:
             prefix.num_readers += 1
@@ -149,29 +141,27 @@ class Rows:
         tokens.flags.writeable = False
         return [tokens[each, :length] for each, length in zip(row.tolist(), self.length[row].tolist(), strict=True)]
 
-    def counts(self, row: int) -> Counts:
-        """What the row's request has cost so far."""
-        passes, drafted, accepted = (int(each[row]) for each in (self.passes, self.drafted, self.accepted))
-        return Counts(is_started=True, passes=passes, drafted=drafted, accepted=accepted)
+    def id(self, row: int) -> str:
+        """The id of the row's request."""
+        request = self.request[row]
+        assert request is not None
+        return request.id
 
     def completion(self, row: int, reason: FinishReason) -> Completion:
         """The row's answer so far."""
-        request, counts = self.request[row], self.counts(row)
+        request = self.request[row]
         assert request is not None
         response = slice(self.prompt_length[row], self.length[row])
-        generated = Generated(
+        output = Output(
             token_ids=self.tokens[row, response].copy(),
             logprobs=self.logprobs[row, response].copy(),
             policy_versions=self.versions[row, response].copy(),
-        )
-        return Completion(
-            request=request,
-            generated=generated,
             finish_reason=reason,
-            num_passes=counts.passes,
-            num_drafted=counts.drafted,
-            num_accepted=counts.accepted,
+            num_passes=int(self.passes[row]),
+            num_drafted=int(self.drafted[row]),
+            num_accepted=int(self.accepted[row]),
         )
+        return Completion(request=request, output=output)
 
     def _set_sampling(self, row: int, request: RolloutRequest) -> None:
         sampling = request.sampling

@@ -1,4 +1,4 @@
-"""From logits to tokens and log-probs. n = draws, V = vocabulary."""
+"""Sample tokens from logits, with their log-probs. n = draws, V = vocabulary."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rhymerl.engine.noise import keys_at
 from rhymerl.engine.ragged import IndexArray
 from rhymerl.engine.rows import Rows
 
-_FEW = 2**17  # logits: drawing from them all costs less than going back and forth between drawing and walking
+_FEW = 2**17  # logits: sampling from them all costs less than going back and forth between sampling and walking
 
 
 def truncate(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -40,40 +40,40 @@ class Sampler:
 
     @property
     def draws_ahead(self) -> bool:
-        """Whether to draw at all places at once, also at those that may not be reached."""
+        """Whether to draw at all indices at once, also at those that may not be reached."""
         return self._logits.numel() <= _FEW
 
-    def draw(self, places: IndexArray, row: IndexArray, positions: IndexArray) -> npt.NDArray[np.int32]:
-        """The target's own token at each of logits[places], for rows `row` at response `positions`; each [n]."""
+    def draw(self, indices: IndexArray, row: IndexArray, positions: IndexArray) -> npt.NDArray[np.int32]:
+        """Return the target's own token at each of logits[indices], for rows `row` at response `positions`, [n]."""
         rows = self._rows
         keys, scale = keys_at(rows.counter[row], positions), rows.draw_scale[row]
         logits = self._logits
         if rows.truncates[row].any():
-            logits, places = self._truncated(places, row), np.arange(len(places))
+            logits, indices = self._truncated(indices, row), np.arange(len(indices))
         if logits.device.type == "cpu":
-            out = np.empty(len(places), np.int32)
-            draw_tokens(logits.numpy(), places, scale, keys, out)
+            out = np.empty(len(indices), np.int32)
+            draw_tokens(logits.numpy(), indices, scale, keys, out)
             return out
         scales = torch.from_numpy(scale).to(logits.device)
-        drawn = draw_on_device(logits[_index(places, logits)], scales, _index(keys, logits))
-        return drawn.to(torch.int32).cpu().numpy()
+        sampled = draw_on_device(logits[_index(indices, logits)], scales, _index(keys, logits))
+        return sampled.to(torch.int32).cpu().numpy()
 
-    def _truncated(self, places: IndexArray, row: IndexArray) -> Tensor:
-        """A copy of the logits at these places, truncated, [n, V]."""
-        rows, lines = self._rows, self._logits[_index(places, self._logits)]
+    def _truncated(self, indices: IndexArray, row: IndexArray) -> Tensor:
+        """Return a copy of the logits at these indices, truncated, [n, V]."""
+        rows, lines = self._rows, self._logits[_index(indices, self._logits)]
         temperature = np.where(rows.temperature[row] > 0, rows.temperature[row], 1.0)
         top_k, *others = rows.top_k[row], temperature, rows.top_p[row], rows.min_p[row]
         temperatures, top_p, min_p = (torch.from_numpy(each).to(lines) for each in others)
         return truncate(lines, temperatures, torch.from_numpy(top_k).to(lines.device), top_p, min_p)
 
-    def logprobs(self, places: IndexArray, row: IndexArray, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
-        """Untruncated log_softmax(logits / T)[token] at each place, [n], in nats; T = 0 uses 1."""
+    def logprobs(self, indices: IndexArray, row: IndexArray, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
+        """Return the untruncated log_softmax(logits / T)[token] at each index, [n], in nats; T = 0 uses 1."""
         logits, scale = self._logits, self._rows.logprob_scale[row]
         if logits.device.type == "cpu":
-            out = np.empty(len(places))
-            chosen_logprobs(logits.numpy(), places, scale, tokens, out)
+            out = np.empty(len(indices))
+            chosen_logprobs(logits.numpy(), indices, scale, tokens, out)
             return out
-        scales, index = torch.from_numpy(scale).to(logits.device), _index(places, logits)
+        scales, index = torch.from_numpy(scale).to(logits.device), _index(indices, logits)
         norm = log_norms(logits[index], scales)
         return (logits[index, _index(tokens, logits)].double() * scales - norm).cpu().numpy()
 

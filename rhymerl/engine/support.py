@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rhymerl.errors import ConfigError
-from rhymerl.policy import context_tokens, evaluating, named, refusing
-from rhymerl.rope import refuse_changing_rope
+from rhymerl.models.policy import context_tokens, evaluating, named, refusing
+from rhymerl.models.rope import refuse_changing_rope
 from rhymerl.types import RolloutRequest
 
 # Largest difference of log-probs (nats) between a packed tree pass and the model's own forward.
@@ -130,7 +130,7 @@ def _tree_logits(
 
 def refuse_impossible(request: RolloutRequest, context: int, *, vocabulary: int | None = None) -> None:
     """Raise ConfigError for a request that could never be answered within `context` tokens, of which there are `vocabulary`."""
-    sampling, generated = request.sampling, request.generated
+    sampling, generated = request.sampling, request.output
     num_prompt = len(request.prompt.token_ids)
     if num_prompt == 0:
         raise ConfigError(f"request {request.id}: the prompt has no tokens")

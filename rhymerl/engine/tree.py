@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rhymerl.compiled import compiled
-from rhymerl.drafters.batches import kept, tidied
+from rhymerl.drafters.batches import keep_nodes, tidied
 from rhymerl.engine.ragged import IndexArray
 from rhymerl.types import DraftBatch, RolloutRequest
 
@@ -20,7 +20,7 @@ _TOO_MANY, _UNKNOWN_TOKEN, _ORDER, _TWINS = 1, 2, 3, 4
 
 
 def no_drafts(num_requests: int) -> DraftBatch:
-    """Nothing for anybody."""
+    """Return empty drafts for all requests."""
     return DraftBatch(
         token_ids=np.empty(0, np.int32),
         parents=np.empty(0, np.int32),
@@ -50,7 +50,7 @@ def sound(
         return drafts
     worst = min(problems)
     complain(f"a bad draft for request {requests[worst].id}: {problems[worst]}", len(problems))
-    return kept(drafts, ~np.isin(drafts.requests, list(problems)))
+    return keep_nodes(drafts, ~np.isin(drafts.requests, list(problems)))
 
 
 def problems_of(drafts: DraftBatch, *, limits: IntArray, vocabulary: int) -> dict[int, str]:

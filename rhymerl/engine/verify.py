@@ -1,6 +1,6 @@
-"""Lossless verification: draw the target's own token at a node, emit it, go on to the child that carries it.
+"""Lossless verification: sample the target's own token at a node, emit it, go on to the child that carries it.
 
-Every row walks its tree as far as tokens have been drawn. Where logits are few, all are drawn from at once; else
+Every row walks its tree as far as tokens have been sampled. Where logits are few, all are sampled from at once; else
 only those at nodes that are reached, all rows side by side, one level at a time.
 """
 
@@ -28,15 +28,15 @@ _ROOT, _DONE = -1, -2  # where a row stands, when it is at none of its nodes
 class Walk:
     """What a pass emitted. E = emitting rows (as in `PassLayout.emits`), M = their logits, K = nodes, T = tokens emitted."""
 
-    place: IndexArray  # [T] the logits that each token was drawn from, row by row
+    index: IndexArray  # [T] the logits that each token was sampled from, row by row
     emitter: IndexArray  # [T] which of the E
-    level: IndexArray  # [T] 0 = drawn at the root
+    level: IndexArray  # [T] 0 = sampled at the root
     token: npt.NDArray[np.int32]  # [T]
-    ended: BoolArray  # [E] the row has drawn a stop token
+    ended: BoolArray  # [E] the row has sampled a stop token
     num_emitted: IndexArray  # [E]
     num_accepted: IndexArray  # [E] emitted tokens that were drafted
-    drawn_at: BoolArray  # [M] the row came there and drew
-    accepted: BoolArray  # [K] the node became a token; nothing is drawn at one that ends the row
+    sampled_at: BoolArray  # [M] the row came there and sampled
+    accepted: BoolArray  # [K] the node became a token; nothing is sampled at one that ends the row
 
 
 def walk(layout: PassLayout, rows: Rows, sampler: Sampler) -> Walk:
@@ -44,36 +44,36 @@ def walk(layout: PassLayout, rows: Rows, sampler: Sampler) -> Walk:
     row, drafts = layout.row[layout.emits], layout.drafts
     position = rows.length[row] - rows.prompt_length[row]
     room, stop_ids = rows.limit[row] - rows.length[row], rows.stop_ids[row]
-    drawn = np.full(len(layout.logit_row), -1, np.int32)
-    drawn_at, accepted = np.zeros(len(drawn), np.bool_), np.zeros(len(drafts.parents), np.bool_)
+    sampled = np.full(len(layout.logit_row), -1, np.int32)
+    sampled_at, accepted = np.zeros(len(sampled), np.bool_), np.zeros(len(drafts.parents), np.bool_)
     stands_at = np.full(len(row), _ROOT, np.int64)
     num_emitted, num_accepted = np.zeros(len(row), np.int64), np.zeros(len(row), np.int64)
     ended = np.zeros(len(row), np.bool_)
-    state = (stands_at, num_emitted, num_accepted, ended, drawn_at, accepted)
-    wanted = np.arange(len(drawn)) if sampler.draws_ahead else layout.logit_start
+    state = (stands_at, num_emitted, num_accepted, ended, sampled_at, accepted)
+    wanted = np.arange(len(sampled)) if sampler.draws_ahead else layout.logit_start
     while len(wanted):
         owner = layout.logit_row[wanted]
-        drawn[wanted] = sampler.draw(wanted, row[owner], position[owner] + layout.logit_level[wanted])
-        _follow(drawn, drafts.token_ids, drafts.parents, drafts.starts, stop_ids, room, *state)
+        sampled[wanted] = sampler.draw(wanted, row[owner], position[owner] + layout.logit_level[wanted])
+        _follow(sampled, drafts.token_ids, drafts.parents, drafts.starts, stop_ids, room, *state)
         standing = np.flatnonzero(stands_at != _DONE)
         wanted = layout.logit_start[standing] + 1 + stands_at[standing]
-    place = np.flatnonzero(drawn_at)
+    index = np.flatnonzero(sampled_at)
     return Walk(
-        place=place,
-        emitter=layout.logit_row[place],
-        level=layout.logit_level[place],
-        token=drawn[place],
+        index=index,
+        emitter=layout.logit_row[index],
+        level=layout.logit_level[index],
+        token=sampled[index],
         ended=ended,
         num_emitted=num_emitted,
         num_accepted=num_accepted,
-        drawn_at=drawn_at,
+        sampled_at=sampled_at,
         accepted=accepted,
     )
 
 
 @compiled
 def _follow(
-    drawn: IntArray,
+    sampled: IntArray,
     token_ids: IntArray,
     parents: IntArray,
     starts: IndexArray,
@@ -83,18 +83,18 @@ def _follow(
     num_emitted: IndexArray,
     num_accepted: IndexArray,
     ended: BoolArray,
-    drawn_at: BoolArray,
+    sampled_at: BoolArray,
     accepted: BoolArray,
 ) -> None:
-    """Move every row on to the first node at which nothing has been drawn (drawn[M] < 0), or to its end."""
+    """Move every row on to the first node at which nothing has been sampled (sampled[M] < 0), or to its end."""
     for e in range(len(stands_at)):
         first, end, here = starts[e], starts[e + 1], stands_at[e]
         while here != _DONE:
-            place = first + e + 1 + here
-            token = drawn[place]
+            index = first + e + 1 + here
+            token = sampled[index]
             if token < 0:
                 break
-            drawn_at[place] = True
+            sampled_at[index] = True
             num_emitted[e] += 1
             for stop in stop_ids[e]:
                 ended[e] |= stop == token

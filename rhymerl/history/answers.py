@@ -1,4 +1,4 @@
-"""From the rewards of a group to what the history keeps of its answers."""
+"""What the history keeps of a group's answers, chosen by their rewards."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def answers_of(samples: Sequence[Sample], epoch: int) -> Iterator[tuple[Prompt, 
 
 def _answer(sample: Sample, number: int, advantage: float, epoch: int) -> Answer:
     completion = sample.completion
-    versions = completion.generated.policy_versions
+    versions = completion.output.policy_versions
     return Answer(
         token_ids=completion.token_ids,
         reward=sample.reward,

@@ -32,10 +32,10 @@ class Entry:
 
     def check_integrity(self, window: int) -> None:
         """Raise AssertionError when the answers are none, out of order, outside the window or open to change."""
-        places = list(self.answers)
-        assert places
-        assert places == sorted(places) == [(answer.epoch, answer.sample) for answer in self.answers.values()]
-        assert places[-1][0] - places[0][0] < window
+        locations = list(self.answers)
+        assert locations
+        assert locations == sorted(locations) == [(answer.epoch, answer.sample) for answer in self.answers.values()]
+        assert locations[-1][0] - locations[0][0] < window
         assert self.added_at.keys() == self.answers.keys()
         assert max(self.added_at.values()) <= self.changed_at <= self.used_at
         for tokens in (self.token_ids, *(answer.token_ids for answer in self.answers.values())):
@@ -90,9 +90,9 @@ def united(known: Mapping[Place, Answer], answers: Iterable[Answer]) -> dict[Pla
     """One answer an (epoch, sample), in their order: that of the newer policy, else the one that came first."""
     chosen = dict(known)
     for answer in answers:
-        place = answer.epoch, answer.sample
-        if place not in chosen or chosen[place].policy_version < answer.policy_version:
-            chosen[place] = answer
+        location = answer.epoch, answer.sample
+        if location not in chosen or chosen[location].policy_version < answer.policy_version:
+            chosen[location] = answer
     return dict(sorted(chosen.items()))
 
 
@@ -107,7 +107,7 @@ def fitting(answers: dict[Place, Answer], *, window: int, max_tokens: int | None
         if max_tokens is not None and num_tokens > max_tokens:
             first = max(first, epoch + 1)
             break
-    return {place: answer for place, answer in answers.items() if place[0] >= first}
+    return {location: answer for location, answer in answers.items() if location[0] >= first}
 
 
 def check_answer(answer: Answer) -> None:

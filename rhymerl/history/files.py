@@ -42,12 +42,12 @@ def write_sections(path: str | Path, sections: Mapping[str, bytearray], *, token
 
 def read_sections(path: str | Path, *, tokenizer: str) -> dict[str, bytes]:
     """All sections, checked. Raises DataError naming the file and what is wrong with it."""
-    place = f"history file {str(path)!r}"
+    location = f"history file {str(path)!r}"
     try:
         with Path(path).open("rb") as file:
-            return _read(file, place, tokenizer)
+            return _read(file, location, tokenizer)
     except OSError as error:
-        raise DataError(f"{place}: cannot be read: {error.strerror}") from error
+        raise DataError(f"{location}: cannot be read: {error.strerror}") from error
 
 
 def _write(file: BinaryIO, sections: Mapping[str, bytearray], tokenizer: str) -> None:
@@ -59,20 +59,20 @@ def _write(file: BinaryIO, sections: Mapping[str, bytearray], tokenizer: str) ->
         file.write(data)
 
 
-def _read(file: BinaryIO, place: str, tokenizer: str) -> dict[str, bytes]:
-    header = _read_header(file, place)
+def _read(file: BinaryIO, location: str, tokenizer: str) -> dict[str, bytes]:
+    header = _read_header(file, location)
     if header.tokenizer != tokenizer:
         raise DataError(
-            f"{place}: its token ids are those of the tokenizer {header.tokenizer!r}, but this run has {tokenizer!r}"
+            f"{location}: its token ids are those of the tokenizer {header.tokenizer!r}, but this run has {tokenizer!r}"
         )
     sections = {}
     for name, num_bytes, checksum in header.sections:
-        data = _take(file, num_bytes, place)
+        data = _take(file, num_bytes, location)
         if zlib.crc32(data) != checksum:
-            raise DataError(f"{place}: corrupt: the checksum of its section {name!r} differs")
+            raise DataError(f"{location}: corrupt: the checksum of its section {name!r} differs")
         sections[name] = data
     if file.read(1):
-        raise DataError(f"{place}: corrupt: it goes on after its last section")
+        raise DataError(f"{location}: corrupt: it goes on after its last section")
     return sections
 
 
@@ -82,31 +82,31 @@ class _Header:
     sections: list[tuple[str, int, int]]  # name, bytes, CRC-32
 
 
-def _read_header(file: BinaryIO, place: str) -> _Header:
+def _read_header(file: BinaryIO, location: str) -> _Header:
     start = file.read(len(MAGIC))
     if not MAGIC.startswith(start):
-        raise DataError(f"{place}: not a history file")
+        raise DataError(f"{location}: not a history file")
     file.seek(0)
-    _, version, num_bytes, checksum = _PREFIX.unpack(_take(file, _PREFIX.size, place))
+    _, version, num_bytes, checksum = _PREFIX.unpack(_take(file, _PREFIX.size, location))
     if version > FORMAT:
-        raise DataError(f"{place}: its format {version} is newer than {FORMAT}, the newest that this rhymerl reads")
-    header = _take(file, num_bytes, place)
+        raise DataError(f"{location}: its format {version} is newer than {FORMAT}, the newest that this rhymerl reads")
+    header = _take(file, num_bytes, location)
     if version < 1 or zlib.crc32(header) != checksum:
-        raise DataError(f"{place}: corrupt: the checksum of its header differs")
-    return _parsed(header, place)
+        raise DataError(f"{location}: corrupt: the checksum of its header differs")
+    return _parsed(header, location)
 
 
-def _parsed(content: bytes, place: str) -> _Header:
+def _parsed(content: bytes, location: str) -> _Header:
     """A checksum does not say who wrote the header."""
     try:
         known = json.loads(content)
         sections = [(name, num_bytes, checksum) for name, num_bytes, checksum in known["sections"]]
         header = _Header(tokenizer=known["tokenizer"], sections=sections)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise DataError(f"{place}: corrupt: its header cannot be read") from error
+        raise DataError(f"{location}: corrupt: its header cannot be read") from error
     kinds = [isinstance(header.tokenizer, str), *(_is_section(*each) for each in sections)]
     if not all(kinds) or len({name for name, *_ in sections}) < len(sections):
-        raise DataError(f"{place}: corrupt: its header does not list sections")
+        raise DataError(f"{location}: corrupt: its header does not list sections")
     return header
 
 
@@ -114,11 +114,11 @@ def _is_section(name: object, num_bytes: object, checksum: object) -> bool:
     return isinstance(name, str) and type(num_bytes) is int and num_bytes >= 0 and type(checksum) is int
 
 
-def _take(file: BinaryIO, num_bytes: int, place: str) -> bytes:
+def _take(file: BinaryIO, num_bytes: int, location: str) -> bytes:
     """Looks first whether they are there: what a header claims may be more than there is memory."""
     here = file.tell()
     left = file.seek(0, os.SEEK_END) - here
     if left < num_bytes:
-        raise DataError(f"{place}: truncated: it ends {num_bytes - left} bytes too early")
+        raise DataError(f"{location}: truncated: it ends {num_bytes - left} bytes too early")
     file.seek(here)
     return file.read(num_bytes)

@@ -35,7 +35,7 @@ class SuffixIndex:
     """Answers to one prompt, sealed: `text`, 4 bytes a token, and its positions sorted by what stands before them, 4 more.
 
     Before each answer `text` repeats the prompt's last REACH tokens, so the first tokens of an answer have a
-    context too; after it stands NO_TOKEN. `starts` [A] are the answers' first places there.
+    context too; after it stands NO_TOKEN. `starts` [A] are the answers' first positions there.
     """
 
     def __init__(self, prompt: IntArray, answers: Sequence[IntArray]) -> None:
@@ -66,7 +66,7 @@ class SuffixIndex:
 
     @property
     def bytes(self) -> int:
-        """Of all arrays."""
+        """The bytes of all arrays."""
         return sum(each.nbytes for each in (self.text, self.starts, self.order, self.fill, self.sequence))
 
     def matches(
@@ -161,7 +161,7 @@ class LiveIndex(SuffixIndex):
         self.num_tokens += len(token_ids)
 
     def _widen(self) -> None:
-        """Twice the room for every answer."""
+        """Give every answer twice the room."""
         width = REACH + 2 * (self._width - REACH)
         num_rows = len(self.starts) - 1
         text = np.empty(self._rows_begin + max(num_rows, 1) * width, np.int32)

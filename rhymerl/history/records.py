@@ -27,7 +27,7 @@ class Answer:
     reward: float
     advantage: float
     finish_reason: AnswerEnd
-    policy_version: int  # of the weights that drew its last token
+    policy_version: int  # of the weights that sampled its last token
     epoch: int  # pass over the data, from 0
     sample: int  # which of its group's answers, from 0
 

@@ -89,7 +89,7 @@ class SealedHistory:
         self._stale.add(name)
 
     def _build(self, name: Name) -> None:
-        """In the background; an older one that is being built is not waited for."""
+        """Build an index in the background; an older one that is being built is not waited for."""
         self._stale.discard(name)
         self._building[name] = self._submit(self._make(name))
 
@@ -125,7 +125,7 @@ class SealedHistory:
 
     @property
     def bytes(self) -> int:
-        """Of all indexes that are built; the answers' own arrays are the store's."""
+        """The bytes of all indexes that are built; the answers' own arrays are the store's."""
         built = [pending.result() for pending in self._building.values() if pending.done()]
         return sum(sealed.index.bytes for sealed in (*self._sealed.values(), *built))
 

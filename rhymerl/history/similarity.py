@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from rhymerl.traces import TraceRecord
+from rhymerl.history.traces import TraceRecord
 
 if TYPE_CHECKING:
     from rhymerl.types import FloatArray
@@ -82,7 +82,7 @@ def length_stability(records: Iterable[TraceRecord], *, num_groups: int = 8) -> 
 
 
 def _groups(records: Sequence[TraceRecord]) -> tuple[Indices, Indices]:
-    """For each record the number of its (epoch, prompt), and that of the epoch before, -1 where there is none."""
+    """Return for each record the number of its (epoch, prompt) and that of the epoch before, -1 where there is none."""
     names = [(record.epoch, record.prompt_id) for record in records]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     before = [numbers.get((epoch - 1, prompt_id), -1) for epoch, prompt_id in names]
@@ -103,14 +103,14 @@ def _num_matched(records: Sequence[TraceRecord], lengths: Indices, group: Indice
 
 
 def _grams(tokens: Indices) -> Indices:
-    """[N - 3] a number below N for each 4 tokens in a row, the same for the same tokens."""
+    """Return [N - 3] a number below N for each 4 tokens in a row, the same for the same tokens."""
     ids = np.unique(tokens, return_inverse=True)[1]
     pairs = np.unique(ids[:-1] * len(ids) + ids[1:], return_inverse=True)[1]
     return np.unique(pairs[:-2] * len(ids) + pairs[2:], return_inverse=True)[1]
 
 
 def _medians(records: Iterable[TraceRecord]) -> dict[int, dict[str, float]]:
-    """epoch -> prompt id -> median length."""
+    """Return median lengths: epoch -> prompt id -> median length."""
     lengths: dict[int, dict[str, list[int]]] = {}
     for record in records:
         lengths.setdefault(record.epoch, {}).setdefault(record.prompt_id, []).append(len(record.response_tokens))
@@ -121,9 +121,9 @@ def _medians(records: Iterable[TraceRecord]) -> dict[int, dict[str, float]]:
 
 
 def _ranks(values: Sequence[float]) -> FloatArray:
-    """[N] ranks from 0; equal values share their mean rank."""
-    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ranks: FloatArray = (np.cumsum(counts) - counts + (counts - 1) / 2)[places]
+    """Return ranks [N] from 0; equal values share their mean rank."""
+    _, locations, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks: FloatArray = (np.cumsum(counts) - counts + (counts - 1) / 2)[locations]
     return ranks
 
 

@@ -28,7 +28,7 @@ NO_VERSION = -1  # of a reader that has been told nothing
 
 
 class HistoryStore:
-    """Past answers by prompt, within a window of epochs and caps on tokens and prompts.
+    """Keeps past answers by prompt, within a window of epochs and caps on tokens and prompts.
 
     Of each prompt the newest `window` epochs stay, fewer where they alone have more than `max_tokens`. Then, where
     `max_tokens` (of all answers) or `max_prompts` is passed, the prompts whose last `add` is longest ago go, each with
@@ -135,18 +135,18 @@ class HistoryStore:
 
     def _update(self, name: Name, entry: Entry, after: Mapping[Place, Answer]) -> None:
         before = entry.answers
-        new = {place for place, answer in after.items() if before.get(place) is not answer}
+        new = {location for location, answer in after.items() if before.get(location) is not answer}
         if not new and len(after) == len(before):
             return
-        kept = {place: self._keep(answer) if place in new else answer for place, answer in after.items()}
-        for place, answer in before.items():
-            if kept.get(place) is not answer:
+        kept = {location: self._keep(answer) if location in new else answer for location, answer in after.items()}
+        for location, answer in before.items():
+            if kept.get(location) is not answer:
                 self._drop(answer)
         if not new.isdisjoint(before):  # readers cannot replace an answer, so they learn the prompt anew
             self._log.add(name, self.version)
             entry.added_at = {}
         entry.answers = kept
-        entry.added_at = {place: entry.added_at.get(place, self.version) for place in kept}
+        entry.added_at = {location: entry.added_at.get(location, self.version) for location in kept}
         entry.changed_at = self.version
 
     def _keep(self, answer: Answer) -> Answer:
@@ -185,8 +185,8 @@ class HistoryStore:
         fresh = self._tokens.fresh()
         for entry in self._entries.values():
             entry.token_ids = fresh.put(entry.token_ids)
-            for place, answer in entry.answers.items():
-                entry.answers[place] = replace(answer, token_ids=fresh.put(answer.token_ids))
+            for location, answer in entry.answers.items():
+                entry.answers[location] = replace(answer, token_ids=fresh.put(answer.token_ids))
         self._tokens = fresh
 
     # -- readers -------------------------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ def _change(name: Name, entry: Entry, *, since: int, is_forgotten: bool) -> Prom
         is_forgotten=is_forgotten,
         first_epoch=first_epoch,
         prompt_token_ids=entry.token_ids,
-        added=tuple(answer for place, answer in entry.answers.items() if entry.added_at[place] > since),
+        added=tuple(answer for location, answer in entry.answers.items() if entry.added_at[location] > since),
     )
 
 

@@ -50,7 +50,7 @@ def sorted_by_context(text: IntArray, reach: int) -> IntArray:
             count[digit] += 1
         order, other = other, order
         shift += 11
-    # A rank is the place of the first of its equals, so it also says where they are to be put.
+    # A rank is the position of the first of its equals, so it also says where they are to be put.
     rank = np.empty(size, np.int32)
     first = 0
     for i in range(size):
@@ -172,7 +172,7 @@ def collect(
     lengths: IntArray,
     counts: IntArray,
 ) -> None:
-    """For each query end: the positions with the longest shared suffixes, longest first, as many as fit.
+    """Find for each query end the positions with the longest shared suffixes, longest first, as many as fit.
 
     Writes positions [R, M], lengths [R, M] and counts [R]; suffixes below `shortest` (at least 1) tokens are left out.
     """
@@ -211,7 +211,10 @@ def collect(
 
 @compiled
 def positions_in_order(order: IntArray, is_position: BoolArray) -> IntArray:
-    """From indices sorted by what ends at them to positions sorted by left context; `is_position` has one entry more."""
+    """Return positions sorted by left context, from indices sorted by what ends at them.
+
+    `is_position` has one entry more.
+    """
     out = np.empty(len(order) + 1, np.int32)
     count = 0
     if is_position[0]:

@@ -25,10 +25,10 @@ def argument_error(reward: Reward, name: str, expected: str) -> ConfigError:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """A finite one, and not a truth value."""
+    """Whether it is a finite number, and not a truth value."""
     return not isinstance(value, bool) and isinstance(value, Real) and isfinite(value)
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """Not a truth value."""
+    """Whether it is an integer, and not a truth value."""
     return not isinstance(value, bool) and isinstance(value, Integral)

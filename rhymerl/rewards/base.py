@@ -106,7 +106,7 @@ class Reward:
 
     @property
     def extract(self) -> Extract | None:
-        """From a text to the answer that the function looks at in it, where it says so."""
+        """The function from a text to the answer that the reward looks at in it, or None where it has none."""
         return getattr(self.call, "extract", None)
 
     @property

@@ -1,4 +1,4 @@
-"""From what users write to a list of rewards, and to what a checkpoint can hold of it."""
+"""Build a list of rewards from what users write, and what a checkpoint can hold of it."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _dotted_name(function: object) -> str | None:
 
 
 def _plain_data(value: object) -> Any:
-    """Not so much as a function by its name: a reward's argument would then be another one."""
+    """Return plain data, which excludes functions by their names: a reward's argument would then be another one."""
     if isinstance(value, Mapping):
         return {key: _plain_data(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -55,10 +55,10 @@ def _config(reward: Reward) -> dict[str, Any]:
 
 
 def _labels(config: dict[str, Any]) -> list[Any]:
-    """As transformers reads them: it leaves out of the file the names that it gives by itself."""
+    """Return the labels as transformers reads them: the file lacks the names that it gives by itself."""
     labels = config.get("id2label") or {}
     number = config.get("num_labels") or len(labels) or 2
-    return list(labels.values()) if len(labels) == number else [f"LABEL_{place}" for place in range(number)]
+    return list(labels.values()) if len(labels) == number else [f"LABEL_{index}" for index in range(number)]
 
 
 def _check_label(reward: Reward, labels: list[Any]) -> None:
@@ -118,7 +118,10 @@ def _load(path: str, device: str) -> tuple[Any, Any]:
 
 
 def _longest(config: Any, tokenizer: Any, max_tokens: int | None) -> int | None:
-    """In tokens; None where nothing limits them. RoBERTa and its like have more positions than they read: their tokenizers know."""
+    """Return how many tokens the model reads; None where nothing limits them.
+
+    RoBERTa and its like have more positions than they read: their tokenizers know.
+    """
     limits = (getattr(config, "max_position_embeddings", None), tokenizer.model_max_length, max_tokens)
     return min((limit for limit in limits if limit is not None and 0 < limit < _NO_LIMIT), default=None)
 
@@ -142,8 +145,8 @@ def _scores(logits: Any, labels: dict[int, str], label: str | None) -> list[floa
     if logits.shape[1] == 1:
         found: list[float] = logits[:, 0].tolist()
         return found
-    places = {name: place for place, name in labels.items()}
-    if label not in places:
-        raise ValueError(f"label={label!r}: expected one of {', '.join(map(str, places))}, the classifier's")
-    shares: list[float] = logits.softmax(-1)[:, places[label]].tolist()
+    indices = {name: index for index, name in labels.items()}
+    if label not in indices:
+        raise ValueError(f"label={label!r}: expected one of {', '.join(map(str, indices))}, the classifier's")
+    shares: list[float] = logits.softmax(-1)[:, indices[label]].tolist()
     return shares

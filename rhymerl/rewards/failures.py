@@ -11,7 +11,7 @@ from rhymerl.rewards.base import Reward
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failures:
-    """Of some samples, each of which is one call of each reward."""
+    """Failed calls of rewards on some samples, each of which is one call of each reward."""
 
     num_samples: int = 0
     num_failed: Mapping[str, int] = field(default_factory=dict)  # by the reward's name, where any has

@@ -32,10 +32,10 @@ def boxed_answer(text: str) -> str | None:
     r"""What stands in the last `\boxed{…}`, braces within included; None when there is none that ends."""
     start = text.rfind(r"\boxed{")
     depth = 0
-    for place in range(start + len(r"\boxed"), len(text)) if start >= 0 else ():
-        depth += (text[place] == "{") - (text[place] == "}")
+    for index in range(start + len(r"\boxed"), len(text)) if start >= 0 else ():
+        depth += (text[index] == "{") - (text[index] == "}")
         if depth == 0:
-            return text[start + len(r"\boxed{") : place].strip()
+            return text[start + len(r"\boxed{") : index].strip()
     return None
 
 

@@ -25,7 +25,7 @@ class StrayBytesError(Exception):
 
 
 def line_of(message: Started | Outcome) -> bytes:
-    """With its end."""
+    """Return the message as a line, with its end."""
     kind = "started" if isinstance(message, Started) else "outcome"
     return json.dumps([kind, *message]).encode() + b"\n"
 
@@ -35,16 +35,16 @@ class LineReader:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._rest = b""
+        self._remainder = b""
 
     def read(self) -> Iterator[Started | Outcome]:
         """What there is by now; waits only where there is nothing. Raises EOFError at the end, OSError and StrayBytesError."""
         data = os.read(self._fd, _MAX_LINE_BYTES)
         if not data:
             raise EOFError
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        *lines, self._remainder = (self._remainder + data).split(b"\n")
         yield from map(_parse, lines)
-        if len(self._rest) > _MAX_LINE_BYTES:
+        if len(self._remainder) > _MAX_LINE_BYTES:
             raise StrayBytesError
 
 

@@ -29,7 +29,7 @@ _MARK = "RHYMERL_REWARD_WORKER"  # in the environment of a worker and of all tha
 class WorkerProcess:
     """A Python process at the other end of `connection`, in a process group of its own.
 
-    Its lifeline is a pipe whose closing kills the group: that also happens when this process dies in any way.
+    A pipe from this process kills the group when it closes: that also happens when this process dies in any way.
     A group of its own also keeps Ctrl-C away from it, and lets `end` reach what the user's code has started; daemons, which
     leave the group, are found by a mark in their environment. Raises OSError when it cannot be started.
     """
@@ -37,7 +37,7 @@ class WorkerProcess:
     def __init__(self, specs: Sequence[FunctionSpec]) -> None:
         self.connection: Connection[Any, Any]
         self.connection, theirs = Pipe()
-        lifeline_end, self._lifeline = os.pipe()
+        lifeline_end, self._parent_pipe = os.pipe()
         self._mark = f"{_MARK}={os.getpid()}-{secrets.token_hex(8)}"
         name, _, value = self._mark.partition("=")
         fds = (theirs.fileno(), lifeline_end)
@@ -51,7 +51,7 @@ class WorkerProcess:
             )
         except OSError:
             self.connection.close()
-            os.close(self._lifeline)
+            os.close(self._parent_pipe)
             raise
         finally:
             theirs.close()
@@ -72,7 +72,7 @@ class WorkerProcess:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.wait()
-        os.close(self._lifeline)
+        os.close(self._parent_pipe)
         _kill_marked(self._mark)
         if code < 0:
             return f"its process was killed by {signal.Signals(-code).name}"
@@ -80,7 +80,7 @@ class WorkerProcess:
 
 
 def _kill_marked(mark: str) -> None:
-    """Where there is a /proc to look for them in."""
+    """Kill the marked processes, where there is a /proc to look for them in."""
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
             if mark.encode() in path.read_bytes().split(b"\0"):

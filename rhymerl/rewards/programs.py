@@ -39,7 +39,7 @@ def _is_expression(value: object) -> bool:
 
 
 def open_sandbox(arguments: Mapping[str, Any]) -> Sandbox:
-    """For all answers."""
+    """Return the sandbox that runs all answers."""
     from rhymerl.rewards.sandbox.run import Sandbox
 
     return Sandbox()

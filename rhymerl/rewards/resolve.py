@@ -1,4 +1,4 @@
-"""From the dotted name of a user's function to the function, and back."""
+"""Find a user's function by its dotted name, and the name by the function."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class RewardScorer:
         return {name: counts[name] for name in names}
 
     def failures(self) -> Failures:
-        """Of the samples that were collected since the last call of this."""
+        """Return the failures of the samples that were collected since the last call of this."""
         failures, self._failures = self._failures, Failures()
         return failures
 

@@ -55,7 +55,7 @@ def main(connection_fd: int, lifeline_fd: int) -> None:
 
 
 def _die_with_parent(lifeline_fd: int) -> None:
-    """Have the kernel kill this process group, stuck C code and all, when the parent's lifeline closes."""
+    """Have the kernel kill this process group, stuck C code and all, when the parent's end of the pipe closes."""
     if sys.platform == "linux":
         import fcntl
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.rewards.failures import Failures
 from rhymerl.types import Prompt, RolloutRequest, Sample, SamplingParams, Split
+
+# What a worker does that has finished its queue while others have not.
+RunAhead = Literal["off", "draft", "keep"]
 
 
 class RolloutSettings:
@@ -59,6 +63,23 @@ class RolloutSettings:
             )
         except ValueError as error:
             raise ConfigError(f"rollout.{error}") from error
+
+
+def check_run_ahead(run_ahead: str, max_staleness: int) -> None:
+    """Raise ConfigError for a mode that does not exist, or that the staleness allowed (in steps) rules out.
+
+    off: it waits. draft: it begins the next step, whose tokens are sampled again after the update, along the earlier ones as
+    drafts. keep: it begins the next step, and its tokens stay in the answers.
+    """
+    if run_ahead not in ("off", "draft", "keep"):
+        raise ConfigError(f"run_ahead={run_ahead!r}: expected one of off, draft, keep")
+    if max_staleness not in (0, 1):
+        raise ConfigError(f"max_staleness={max_staleness}: expected 0 or 1")
+    if run_ahead == "keep" and max_staleness == 0:
+        raise ConfigError(
+            "max_staleness=0: run_ahead=keep trains on tokens of the policy before; expected max_staleness=1, or "
+            "run_ahead=draft or off"
+        )
 
 
 def request_seed(run_seed: int, step: int | str, prompt: Prompt, sample: int, round_number: int = 0) -> int:

@@ -5,32 +5,28 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from rhymerl.backends.base import RolloutBackend
+from rhymerl.distributed import Alone, Channel, Ranks
 from rhymerl.errors import BackendError, ConfigError, RunError
 from rhymerl.history import HistoryStore
 from rhymerl.history.answers import answers_of
 from rhymerl.hooks import Hooks
 from rhymerl.progress import SILENT, ProgressBar
-from rhymerl.ranks import Alone, Ranks
 from rhymerl.rewards import RewardScorer
 from rhymerl.rewards.failures import Failures
-from rhymerl.rollout.ahead import Ahead, Drawn, fingerprint, united
-from rhymerl.rollout.base import Rollout, RolloutSettings, requests_of
-from rhymerl.rollout.conductor import Conductor
-from rhymerl.rollout.groups import groups_that_teach_nothing, replaced
-from rhymerl.rollout.metrics import rollout_metrics, staleness_metrics
-from rhymerl.rollout.part import Pace, Part
-from rhymerl.rollout.plans import SharedPlan, make_plan, take_up
-from rhymerl.rollout.rounds import Answered, Round, Share, metrics_of
-from rhymerl.rollout.work import Work
-from rhymerl.run_ahead import RunAhead, check_run_ahead
+from rhymerl.rollout.base import Rollout, RolloutSettings, RunAhead, check_run_ahead, requests_of
+from rhymerl.rollout.coordinator import Coordinator, SharedPlan, make_plan, wants_progress
+from rhymerl.rollout.metrics import metrics_of, rollout_metrics, staleness_metrics
+from rhymerl.rollout.results import RankResult, SamplingRound, ScoredOutput, groups_that_teach_nothing, replaced
+from rhymerl.rollout.run_ahead import RunAheadState, fingerprint, united
+from rhymerl.rollout.worker import DecodeLimits, Worker
 from rhymerl.schedulers.base import Scheduler
-from rhymerl.types import Completion, Prompt, RolloutRequest, Sample, Split
+from rhymerl.types import Completion, Output, Prompt, RolloutRequest, Sample, Split
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,6 +39,42 @@ _SLICE_S = 0.02  # between two exchanges with the other ranks
 _REBALANCE_S = 0.5
 _PASSES = 16  # the same in lockstep, where time is counted in exchanges
 _REBALANCE_EXCHANGES = 4
+
+
+@dataclass(slots=True, kw_only=True)
+class StepInProgress:
+    """A step as one rank sees it: its requests, this rank's worker, and the channel to the others."""
+
+    step: int | str
+    requests: list[RolloutRequest]
+    following: list[RolloutRequest] | None
+    resumes: bool  # run-ahead state is for this step
+    worker: Worker
+    coordinator: Coordinator
+    channel: Channel
+    following_plan: SharedPlan | None = None
+
+    def exchange(self, *, rank: int) -> bool:
+        """Tell the other ranks what is new, and follow what they say; returns whether all are done."""
+        worker = self.worker
+        received = self.channel.exchange(
+            worker.report(), worker.messages(), self.coordinator.decide, waits=not worker.is_busy
+        )
+        worker.receive(received.messages)
+        for command in received.commands:
+            worker.give_back(command.moves)
+            if command.plan is not None and self.following is not None:
+                self.following_plan = command.plan
+                worker.run_ahead(command.plan.queue(self.following, worker=rank))
+        return any(command.is_done for command in received.commands)
+
+    def run_ahead_state(self) -> RunAheadState | None:
+        """What this rank has of the following step, once all are done with this one; None without a plan for it."""
+        outputs = self.worker.pause()
+        if self.following is None or self.following_plan is None:
+            return None
+        asked = fingerprint(self.following)
+        return RunAheadState(step=int(self.step) + 1, asked=asked, plan=self.following_plan, outputs=outputs)
 
 
 class RolloutLoop:
@@ -78,13 +110,13 @@ class RolloutLoop:
         self.stop_token_ids = tuple(stop_token_ids)
         self.seed = seed
         self.device = device
-        self.progress = progress  # hears of each answer of this rank's
+        self.progress = progress  # hears of each answer of this rank
         self.ranks = ranks if ranks is not None else Alone()
         self.run_ahead = run_ahead
         self.history = history if history is not None else HistoryStore()
-        self.ahead: Ahead | None = None  # drawn for the next step to come
+        self.run_ahead_state: RunAheadState | None = None  # for the next step to come
         self.policy_version = 0
-        follows_clock = scheduler.moves_requests or run_ahead != "off"
+        follows_clock = scheduler.migrates or run_ahead != "off"
         self._lockstep = lockstep and self.ranks.size > 1 and follows_clock
         if self._lockstep and not backend.counts_passes:
             raise ConfigError(
@@ -115,21 +147,21 @@ class RolloutLoop:
         rounds = [self._round(requests, step, split, self._following(following, step, settings))]
         samples = rounds[0].samples
         for number in range(1, settings.dynamic_sampling + 1 if replacements is not None else 1):
-            dull = groups_that_teach_nothing(samples)
-            fresh = list(itertools.islice(replacements or (), len(dull)))
+            useless = groups_that_teach_nothing(samples)
+            fresh = list(itertools.islice(replacements or (), len(useless)))
             if not fresh:
                 break
             rounds.append(self._round(self._requests(fresh, step, settings, split, number), step, split, None))
-            samples = replaced(samples, dull, rounds[-1].samples)
+            samples = replaced(samples, useless, rounds[-1].samples)
         if split == "train":
-            self.backend.rest()
+            self.backend.sleep()
         metrics = {
             **rollout_metrics(samples),
             **metrics_of(rounds),
             **staleness_metrics(samples, self.policy_version),
             **self._learn(rounds, epoch, split),
         }
-        failures = sum((share.failures for each in rounds for share in each.shares), Failures())
+        failures = sum((result.failures for each in rounds for result in each.by_rank), Failures())
         return Rollout(samples=samples, metrics=metrics, failures=failures)
 
     def _round(
@@ -138,27 +170,29 @@ class RolloutLoop:
         step: int | str,
         split: Split,
         following: list[RolloutRequest] | None,
-    ) -> Round:
-        """All answers to these requests, on every rank."""
+    ) -> SamplingRound:
+        """Return all answers to these requests, on every rank."""
         started = time.perf_counter()
-        work = self._open(requests, step, following, split)
-        answers = self._answer(work)
-        if following is not None or work.takes_ahead:
-            self.ahead = work.ahead()
+        current = self._begin(requests, step, following, split)
+        answers = self._answer(current)
+        if following is not None or current.resumes:
+            self.run_ahead_state = current.run_ahead_state()
         rollout_s = time.perf_counter() - started
-        shares = self.ranks.gather(self._share(work, answers, rollout_s))
-        work.line.close()
-        samples = self._samples(requests, [each for share in shares for each in share.answered])
+        results = self.ranks.gather(self._result(current, answers, rollout_s))
+        current.channel.close()
+        samples = self._samples(requests, [each for result in results for each in result.scored])
         age = self.policy_version - min(
-            int(s.completion.generated.policy_versions.min(initial=self.policy_version)) for s in samples
+            int(s.completion.output.policy_versions.min(initial=self.policy_version)) for s in samples
         )
         if age > (self.run_ahead == "keep"):
-            raise RunError(f"step {step}: a token was drawn {age} updates ago")
+            raise RunError(f"step {step}: a token was sampled {age} updates ago")
         scored_s = time.perf_counter() - started - rollout_s
-        return Round(samples=samples, shares=shares, num_moves=work.conductor.num_moves, scored_s=scored_s)
+        return SamplingRound(
+            samples=samples, by_rank=results, num_moves=current.coordinator.num_moves, scored_s=scored_s
+        )
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        """The policy of the steps to come."""
+        """Hand over the policy of the steps to come."""
         self.policy_version = policy_version
         self.backend.sync_weights(named_tensors, policy_version)
 
@@ -189,39 +223,41 @@ class RolloutLoop:
             return None
         return self._requests(prompts, step + 1, settings)
 
-    def _open(
+    def _begin(
         self,
         requests: list[RolloutRequest],
         step: int | str,
         following: list[RolloutRequest] | None,
         split: Split,
-    ) -> Work:
-        taken = self.ahead if split == "train" and self.ahead is not None and self.ahead.step == step else None
+    ) -> StepInProgress:
+        found = self.run_ahead_state if split == "train" else None
+        taken = found if found is not None and found.step == step else None
         # It may be of before a resume with other settings.
-        ahead = taken if taken is not None and taken.asked == fingerprint(requests) else None
-        drawn = ahead.drawn if ahead is not None else {}
-        plan = ahead.plan if ahead is not None and len(ahead.plan.queues) == self.ranks.size else None
+        state = taken if taken is not None and taken.asked == fingerprint(requests) else None
+        outputs = state.outputs if state is not None else {}
+        plan = state.plan if state is not None and len(state.plan.queues) == self.ranks.size else None
         plan = plan or self._plan(requests, step)
-        queue = take_up(plan, requests, rank=self.ranks.rank)[self.ranks.rank]
+        queue = plan.queue(requests, worker=self.ranks.rank)
         if self.run_ahead == "draft":
-            queue = [_with_draft(request, drawn.get(request.id)) for request in queue]
-        drawn = drawn if self.run_ahead == "keep" else {}
-        return Work(
+            queue = [_with_draft(request, outputs.get(request.id)) for request in queue]
+        outputs = outputs if self.run_ahead == "keep" else {}
+        return StepInProgress(
             step=step,
             requests=requests,
             following=following,
-            takes_ahead=taken is not None,
-            part=Part(self.backend, queue, requests=requests, drawn=drawn, pace=self._pace),
-            conductor=Conductor(
+            resumes=taken is not None,
+            worker=Worker(self.backend, queue, requests=requests, outputs=outputs, limits=self._limits),
+            coordinator=Coordinator(
                 self.scheduler,
                 requests,
                 plan,
                 step=step if isinstance(step, int) and split == "train" else None,
                 following=following,
+                keeps=self.run_ahead == "keep",
                 every=_REBALANCE_EXCHANGES if self._lockstep else _REBALANCE_S,
                 clock=None if self._lockstep else time.monotonic,
             ),
-            line=self.ranks.line(lockstep=self._lockstep),
+            channel=self.ranks.channel(lockstep=self._lockstep),
         )
 
     def _plan(self, requests: list[RolloutRequest], step: int | str) -> SharedPlan:
@@ -230,22 +266,26 @@ class RolloutLoop:
         return cast(SharedPlan, self.ranks.broadcast(plan))
 
     @property
-    def _pace(self) -> Pace:
+    def _limits(self) -> DecodeLimits:
+        reports = wants_progress(self.scheduler)
         if self._lockstep:
-            return Pace(max_passes=_PASSES, report_every_s=0.0 if self.scheduler.listens else None)
-        every_s = _REBALANCE_S if self.scheduler.listens else None
-        return Pace(timeout_s=_SLICE_S if self.ranks.size > 1 else None, report_every_s=every_s)
+            return DecodeLimits(max_passes=_PASSES, report_every_s=0.0 if reports else None)
+        every_s = _REBALANCE_S if reports else None
+        return DecodeLimits(timeout_s=_SLICE_S if self.ranks.size > 1 else None, report_every_s=every_s)
 
     # -- its answers ---------------------------------------------------------------------------------------------
 
-    def _answer(self, work: Work) -> dict[str, tuple[Completion, str]]:
-        """Until all ranks are done: this one's completions and their texts by request id; each is scored the moment it is done."""
+    def _answer(self, current: StepInProgress) -> dict[str, tuple[Completion, str]]:
+        """Decode until all ranks are done; returns this one's completions and their texts by request id.
+
+        Each is scored the moment it is done.
+        """
         answers: dict[str, tuple[Completion, str]] = {}
         is_done = False
         while not is_done:
-            for completion in work.part.decode():
+            for completion in current.worker.decode():
                 answers[completion.request.id] = completion, self._score(completion)
-            is_done = work.exchange(rank=self.ranks.rank)
+            is_done = current.exchange(rank=self.ranks.rank)
         return answers
 
     def _score(self, completion: Completion) -> str:
@@ -255,40 +295,42 @@ class RolloutLoop:
         self.progress.advance()
         return text
 
-    def _share(self, work: Work, answers: Mapping[str, tuple[Completion, str]], rollout_s: float) -> Share:
-        order = [(place, request.id) for place, request in enumerate(work.requests) if request.id in answers]
+    def _result(
+        self, current: StepInProgress, answers: Mapping[str, tuple[Completion, str]], rollout_s: float
+    ) -> RankResult:
+        order = [(index, request.id) for index, request in enumerate(current.requests) if request.id in answers]
         scores = self.scorer.collect(device=self.device, order=[name for _, name in order])
-        return Share(
-            answered=[
-                Answered(place=place, drawn=Drawn.of(answers[name][0]), text=answers[name][1], rewards=scores[name])
-                for place, name in order
+        return RankResult(
+            scored=[
+                ScoredOutput(index=index, output=answers[name][0].output, text=answers[name][1], rewards=scores[name])
+                for index, name in order
             ],
             metrics={**self.backend.metrics(), **self.scorer.metrics()},
-            busy_s=work.part.busy_s,
+            busy_s=current.worker.busy_s,
             rollout_s=rollout_s,
             failures=self.scorer.failures(),
         )
 
-    def _samples(self, requests: Sequence[RolloutRequest], answered: Sequence[Answered]) -> list[Sample]:
-        """In canonical order. Raises BackendError unless each request has exactly one answer."""
-        if sorted(each.place for each in answered) != list(range(len(requests))):
-            raise BackendError(f"{len(answered)} answers to {len(requests)} requests: some were lost or came twice")
-        return [self._sample(requests[each.place], each) for each in sorted(answered, key=lambda each: each.place)]
+    def _samples(self, requests: Sequence[RolloutRequest], scored: Sequence[ScoredOutput]) -> list[Sample]:
+        """Return the samples in canonical order. Raises BackendError unless each request has exactly one answer."""
+        if sorted(each.index for each in scored) != list(range(len(requests))):
+            raise BackendError(f"{len(scored)} answers to {len(requests)} requests: some were lost or came twice")
+        return [self._sample(requests[each.index], each) for each in sorted(scored, key=lambda each: each.index)]
 
-    def _sample(self, request: RolloutRequest, answered: Answered) -> Sample:
-        rewards = answered.rewards
+    def _sample(self, request: RolloutRequest, scored: ScoredOutput) -> Sample:
+        rewards = scored.rewards
         return Sample(
-            completion=answered.drawn.completion(request),
-            text=answered.text,
+            completion=Completion(request=request, output=scored.output),
+            text=scored.text,
             reward=sum(reward.weight * rewards[reward.name] for reward in self.scorer.rewards),
             rewards=rewards,
-            loss_mask=np.ones(len(answered.drawn.generated), np.bool_),
+            loss_mask=np.ones(len(scored.output), np.bool_),
         )
 
     # -- its end -------------------------------------------------------------------------------------------------
 
-    def _learn(self, rounds: Sequence[Round], epoch: int, split: Split) -> dict[str, float]:
-        """Drafter, scheduler and history, from replaced groups too; returns what they and the conductor have to say."""
+    def _learn(self, rounds: Sequence[SamplingRound], epoch: int, split: Split) -> dict[str, float]:
+        """Drafter, scheduler and history, from replaced groups too; returns what they and the coordinator have to say."""
         samples = [sample for each in rounds for sample in each.samples]
         metrics = {"sched/migration_rate": sum(each.num_moves for each in rounds) / len(samples)}
         if split == "train":
@@ -308,14 +350,15 @@ class RolloutLoop:
     # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What all ranks have drawn for the next step. Called on all of them."""
-        ahead = united(self.ranks.gather(self.ahead))
-        return {"ahead": ahead.state_dict() if ahead is not None else None}
+        """The run-ahead state of all ranks together. Called on all of them."""
+        state = united(self.ranks.gather(self.run_ahead_state))
+        return {"ahead": state.state_dict() if state is not None else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `state_dict` returned, on as many ranks as there were or on others."""
-        self.ahead = Ahead.of_state(state["ahead"]) if state["ahead"] is not None else None
+        ahead = state["ahead"]
+        self.run_ahead_state = RunAheadState.of_state(ahead) if ahead is not None else None
 
 
-def _with_draft(request: RolloutRequest, drawn: Drawn | None) -> RolloutRequest:
-    return replace(request, ahead=drawn.generated.token_ids) if drawn is not None else request
+def _with_draft(request: RolloutRequest, output: Output | None) -> RolloutRequest:
+    return replace(request, ahead=output.token_ids) if output is not None else request

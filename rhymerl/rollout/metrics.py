@@ -1,14 +1,15 @@
-"""What is logged of a rollout."""
+"""What is logged of a rollout, whichever backend it ran on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from rhymerl.history.answers import are_alike
-from rhymerl.rollout.groups import by_prompt
-from rhymerl.types import Ratio, Sample
+from rhymerl.rollout.results import SamplingRound, by_prompt
+from rhymerl.types import Completion, Ratio, Sample
 
 
 def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
@@ -44,9 +45,25 @@ def _deviation(rewards: Sequence[float]) -> float:
 
 
 def staleness_metrics(samples: Sequence[Sample], step: int) -> dict[str, float]:
-    """How many updates older than the step's policy the policies were that drew its tokens."""
-    ages = step - np.concatenate([sample.completion.generated.policy_versions for sample in samples])
+    """How many updates older than the step's policy the policies were that sampled its tokens."""
+    ages = step - np.concatenate([sample.completion.output.policy_versions for sample in samples])
     return {"off_policy/staleness/mean": float(ages.mean()), "off_policy/staleness/max": float(ages.max())}
+
+
+def metrics_of(rounds: Sequence[SamplingRound]) -> dict[str, float]:
+    """Times and rates of all rounds together."""
+    results = [result for each in rounds for result in each.by_rank]
+    rollout_s = sum(each.rollout_s for each in rounds)
+    busy_s, num_ranks = sum(result.busy_s for result in results), len(rounds[0].by_rank)
+    first, *others = (len({sample.prompt.id for sample in each.samples}) for each in rounds)
+    return {
+        **over_ranks([result.metrics for result in results], [result.busy_s for result in results]),
+        "timing_s/rollout": rollout_s,
+        "timing_s/reward": sum(each.scored_s for each in rounds),  # what was not hidden behind the rollout
+        "rollout/tokens_per_s": sum(result.num_tokens for result in results) / max(rollout_s, 1e-9),
+        "rollout/bubble_frac": max(0.0, 1 - busy_s / max(num_ranks * rollout_s, 1e-9)),
+        "rollout/replaced_groups": sum(others) / first,
+    }
 
 
 def over_ranks(each: Sequence[Mapping[str, float]], weights: Sequence[float]) -> dict[str, float]:
@@ -64,3 +81,31 @@ def _over_ranks(name: str, each: Sequence[Mapping[str, float]], weights: Sequenc
         return float(sum(value for value, _ in found))
     total = sum(weight for _, weight in found)
     return sum(value * weight for value, weight in found) / total if total else float(found[0][0])
+
+
+@dataclass(slots=True)
+class AcceptanceTotals:
+    """How far drafts carried whole answers."""
+
+    tokens: int = 0
+    request_passes: int = 0  # an answer's passes in which it got tokens
+    drafted: int = 0  # draft nodes verified
+    accepted: int = 0  # draft nodes that became tokens
+
+    def count(self, completions: Iterable[Completion]) -> None:
+        """Add answers."""
+        for completion in completions:
+            self.tokens += len(completion.token_ids)
+            self.request_passes += completion.num_passes
+            self.drafted += completion.num_drafted
+            self.accepted += completion.num_accepted
+
+    @property
+    def accept_rate(self) -> float:
+        """Drafted tokens that were accepted, over those that were verified; 0 without drafts."""
+        return self.accepted / max(self.drafted, 1)
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens a pass and answer; 1 without drafts."""
+        return self.tokens / max(self.request_passes, 1)

@@ -25,7 +25,7 @@ class Progress:
     planned: IndexArray  # [W] requests that were planned for each worker
     requests: Sequence[RolloutRequest]  # [U] the unfinished ones, by worker and then in the order of its queue
     workers: IndexArray  # [U] who has each of them now
-    num_tokens: IndexArray  # [U] drawn so far; 0 while a request waits
+    num_tokens: IndexArray  # [U] sampled so far; 0 while a request waits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,22 +47,26 @@ class Scheduler(ABC):
         """
 
     def rebalance(self, progress: Progress) -> list[Move]:
-        """Requests to move now, within their step. Called from time to time while a step is under way.
-
-        With run-ahead it is also called right before the next step's `plan`: what is unfinished then says when each
-        worker becomes free. The moves of that call are made too.
-        """
+        """Return the requests to move now, within their step. Called from time to time while a step is under way."""
         return []
+
+    def observe(self, progress: Progress) -> None:
+        """Note what is unfinished of the step before, which says when each worker becomes free.
+
+        This is called just before the next step's `plan` with `run_ahead=keep`; otherwise all workers begin a step together.
+        """
+
+    @property
+    def migrates(self) -> bool:
+        """Whether `rebalance` may move anything; ranks of a run that repeats bit for bit then keep step."""
+        if type(self).moves_requests is not Scheduler.moves_requests:
+            return self.moves_requests
+        return type(self).rebalance is not Scheduler.rebalance
 
     @property
     def moves_requests(self) -> bool:
-        """Whether `rebalance` may move anything; ranks of a run that repeats bit for bit then keep step."""
-        return self.listens
-
-    @property
-    def listens(self) -> bool:
-        """Whether `rebalance` is there to be asked."""
-        return type(self).rebalance is not Scheduler.rebalance
+        """The former name of `migrates`."""
+        return self.migrates
 
     def learn(self, samples: Sequence[Sample]) -> None:
         """The finished answers of a training step, of all workers, in canonical (prompt, sample) order."""

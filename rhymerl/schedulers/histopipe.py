@@ -11,9 +11,9 @@ import numpy as np
 
 from rhymerl.costs import Points
 from rhymerl.schedulers.base import Move, Progress
-from rhymerl.schedulers.costs import QueueCost
 from rhymerl.schedulers.migration import outliers_to_running
 from rhymerl.schedulers.predicting import Piece, PredictingScheduler, queue_of
+from rhymerl.schedulers.queue_cost import QueueCost
 from rhymerl.types import RolloutRequest
 
 _PLANS = 3  # two steps may be under way, and an evaluation
@@ -95,7 +95,7 @@ class HistoPipeScheduler(PredictingScheduler):
         return outliers_to_running(progress, np.array(longest), alpha=self.alpha, beta=self._beta)
 
     def state_dict(self) -> dict[str, Any]:
-        """With what `rebalance` needs of steps that are planned already."""
+        """Return the state, with what `rebalance` needs of steps that are planned already."""
         return {**super().state_dict(), "longest": dict(self._longest), "beta": self._beta}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -103,7 +103,7 @@ class HistoPipeScheduler(PredictingScheduler):
         self._longest, self._beta = dict(state["longest"]), state["beta"]
 
     @property
-    def moves_requests(self) -> bool:
+    def migrates(self) -> bool:
         return self.migrate
 
     def _groups(self, pieces: Sequence[Piece], num_workers: int) -> list[Sequence[Piece]]:

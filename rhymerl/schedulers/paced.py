@@ -101,7 +101,10 @@ class PacedScheduler(ReleaseAwareScheduler):
         return ends
 
     def _end_by_slots(self, line: _Line, start: int, left: float, slots: int) -> int:
-        """As many as run side by side, or more if slots that are always taken, and the longest answer after that, take no longer."""
+        """Return where the stretch from `start` ends: after as many requests as run side by side, or more.
+
+        There are more if slots that are always taken, and the longest answer after that, take no longer.
+        """
         passes = left / self.cost.time(1.0, slots) - line.tails[start]
         return max(line.end(line.counts, start, slots), line.end(line.totals, start, passes * slots))
 

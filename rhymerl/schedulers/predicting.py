@@ -8,8 +8,8 @@ from typing import Any
 
 from rhymerl.costs import Points
 from rhymerl.schedulers.base import Scheduler
-from rhymerl.schedulers.costs import QueueCost
 from rhymerl.schedulers.lengths import LengthPredictor
+from rhymerl.schedulers.queue_cost import QueueCost
 from rhymerl.types import RolloutRequest, Sample
 
 
@@ -55,7 +55,7 @@ class PredictingScheduler(Scheduler):
         self.lengths = LengthPredictor(momentum=momentum, tail=tail)
 
     def pieces(self, requests: Sequence[RolloutRequest], num_workers: int) -> list[Piece]:
-        """In data order."""
+        """Return the pieces in data order."""
         groups: dict[str, list[RolloutRequest]] = {}
         for request in requests:
             groups.setdefault(request.prompt.id, []).append(request)

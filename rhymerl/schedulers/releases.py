@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rhymerl.schedulers.base import Move, Progress
-from rhymerl.schedulers.costs import QueueCost
+from rhymerl.schedulers.base import Progress
 from rhymerl.schedulers.lengths import LengthPredictor
 from rhymerl.schedulers.predicting import PredictingScheduler
+from rhymerl.schedulers.queue_cost import QueueCost
 
 if TYPE_CHECKING:
     from rhymerl.types import FloatArray
@@ -18,21 +18,15 @@ _AT_LEAST = 0.1  # an answer beyond its prediction is expected to grow by this s
 
 
 class ReleaseAwareScheduler(PredictingScheduler):
-    """Plans a step with what is unfinished of the one before, which it is told right before."""
+    """Plans a step with what is unfinished of the one before, which it observes right before."""
 
     _progress: Progress | None = None
 
-    def rebalance(self, progress: Progress) -> list[Move]:
-        """Moves nothing; keeps the progress for the next plan."""
+    def observe(self, progress: Progress) -> None:
         self._progress = progress
-        return []
-
-    @property
-    def moves_requests(self) -> bool:
-        return False
 
     def unfinished(self, step: int) -> Progress | None:
-        """Of the step before `step`; None when it is over, or was never begun."""
+        """What is unfinished of the step before `step`; None when it is over, or was never begun."""
         return self._progress if self._progress is not None and self._progress.step == step - 1 else None
 
 
@@ -43,12 +37,12 @@ def releases(progress: Progress | None, num_workers: int, lengths: LengthPredict
         return longest
     predicted = [lengths.predict(request) for request in progress.requests]
     limits = np.array([request.sampling.max_tokens for request in progress.requests], np.float64)
-    drawn = np.asarray(progress.num_tokens, np.float64)
+    sampled = np.asarray(progress.num_tokens, np.float64)
     tails = np.array([each.tail for each in predicted])
     medians = np.array([each.median for each in predicted])
-    beyond = np.minimum((1 + _AT_LEAST) * drawn, limits)  # of an answer that has outgrown its prediction
-    longer = np.maximum(np.where(drawn < tails, tails, beyond) - drawn, 1.0)
-    likely = np.maximum(np.where(drawn < medians, medians, np.where(drawn < tails, tails, beyond)) - drawn, 1.0)
+    beyond = np.minimum((1 + _AT_LEAST) * sampled, limits)  # of an answer that has outgrown its prediction
+    longer = np.maximum(np.where(sampled < tails, tails, beyond) - sampled, 1.0)
+    likely = np.maximum(np.where(sampled < medians, medians, np.where(sampled < tails, tails, beyond)) - sampled, 1.0)
     np.maximum.at(longest, progress.workers, longer)
     np.add.at(total, progress.workers, likely)
     return cost.times(longest, total)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from rhymerl.budgets.costs import CostCurve
+from rhymerl.costs import CostCurve
 from rhymerl.types import RolloutRequest
 
 if TYPE_CHECKING:
@@ -43,9 +43,9 @@ class Decoding:
     """How fast a worker decodes. Its time unit is that of `costs`; tokens may be fractions.
 
     A pass over running requests verifies `verified` tokens for each and emits `tokens_per_pass` of them. A request is redone along
-    its run-ahead tokens up to the first that the next policy does not draw again, as `RunAheadDrafter` does it; each is drawn again
-    with probability `redo_acceptance`, and a pass verifies as many of them as pay, as `GoodputBudget` chooses them, but no more
-    than `redo_nodes`.
+    its run-ahead tokens up to the first that the next policy does not sample again, as `RunAheadDrafter` does it. Each
+    is sampled again with probability `redo_acceptance`. A pass verifies as many of them as pay, as `GoodputBudget`
+    chooses them, but no more than `redo_nodes`.
     """
 
     costs: CostCurve = field(default_factory=lambda: REFERENCE_COSTS)
@@ -60,10 +60,10 @@ class Decoding:
         """Emitted with so many run-ahead tokens verified, 1 + a + a^2 + ...; [redo_nodes + 1]."""
         return np.power(self.redo_acceptance, np.arange(self.redo_nodes + 1)).cumsum()
 
-    def redone(self, drawn: FloatArray) -> FloatArray:
-        """Of run-ahead tokens, those up to the first that is not drawn again, it among them; expected."""
+    def redone(self, sampled: FloatArray) -> FloatArray:
+        """Return how many run-ahead tokens are expected up to the first that is not sampled again, it among them."""
         a = self.redo_acceptance
-        return drawn if a == 1 else (1 - np.power(a, drawn)) / (1 - a)
+        return sampled if a == 1 else (1 - np.power(a, sampled)) / (1 - a)
 
     def nodes_that_pay(self, redone: int, others: int) -> int:
         """Run-ahead tokens to verify for each of `redone` requests beside `others` in a pass: those that make the most tokens a unit of time."""
@@ -73,7 +73,7 @@ class Decoding:
         return int((tokens / cost).argmax())
 
     def pass_cost(self, load: FloatArray) -> FloatArray:
-        """Of passes that verify so many tokens."""
+        """Return the cost of passes that verify so many tokens."""
         return self.costs.seconds(0, load, 0)
 
 
@@ -83,11 +83,11 @@ class Timeline:
 
     starts: FloatArray  # [S, W] a worker begins its queue
     ends: FloatArray  # [S, W] and has finished it; equal to the start of an empty queue
-    ahead: FloatArray  # [S, W] time spent on drawing tokens of the next step that are drawn again
+    ahead: FloatArray  # [S, W] time spent on sampling tokens of the next step that are sampled again
     done: FloatArray  # [S] the last worker has finished
     trained: FloatArray  # [S] the policy that this step's answers have trained is there
     tokens: FloatArray  # [S] response tokens
-    stale_tokens: FloatArray  # [S] of these, drawn by the policy before
+    stale_tokens: FloatArray  # [S] of these, sampled by the policy before
     staleness: IndexArray  # [S] the oldest policy in a step's answers, in steps
     moves: IndexArray  # [S] requests that went to another worker
     tails: FloatArray  # [S, W] time in which at most a quarter of a worker's requests were left

@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 
 
 class Course:
-    """A queue of n requests from time `start` on: `tokens` [n] to draw, the first `drafts` [n] of them along run-ahead tokens.
+    """A queue of n requests from time `start` on, with `tokens` [n] to sample.
 
-    Requests enter in order, as many side by side as `decoding.max_running` allows. How many run-ahead tokens a pass verifies
-    follows from the first batch. Between two events (a request enters, has used
-    up its drafts, or ends) every pass is alike, so the time of an event is a sum over the events before.
+    The first `drafts` [n] of them are along run-ahead tokens. Requests enter in order, as many side by side as
+    `decoding.max_running` allows. How many run-ahead tokens a pass verifies follows from the first batch. Between two
+    events (a request enters, has used up its drafts, or ends) every pass is alike, so the time of an event is a sum
+    over the events before.
     """
 
     def __init__(self, start: float, tokens: FloatArray, drafts: FloatArray, decoding: Decoding) -> None:
@@ -44,10 +45,10 @@ class Course:
         """Pass numbers of all events and their times."""
         plain, redo = self._decoding.verified, 1.0 + self._nodes
         first = np.where(self._drafts > 0, redo, plain)
-        places = np.concatenate([self._enters, self._redone, leaves])
+        indices = np.concatenate([self._enters, self._redone, leaves])
         changes = np.concatenate([first, plain - first, np.full(len(leaves), -plain)])
-        order = np.argsort(places, kind="stable")
-        knots = np.concatenate([[0.0], places[order]])
+        order = np.argsort(indices, kind="stable")
+        knots = np.concatenate([[0.0], indices[order]])
         load = np.concatenate([[0.0], np.cumsum(changes[order])])[:-1]  # in front of each event
         lasting = np.diff(knots)
         cost = np.zeros(len(lasting))
@@ -55,7 +56,7 @@ class Course:
         cost[some] = lasting[some] * self._decoding.pass_cost(load[some])
         return knots, self.start + np.concatenate([[0.0], np.cumsum(cost)])
 
-    def drawn(self, time: float) -> FloatArray:
+    def sampled(self, time: float) -> FloatArray:
         """Tokens that each request has at a time, [n]."""
         if time >= self.end:
             return self.tokens

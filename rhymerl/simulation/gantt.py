@@ -26,7 +26,10 @@ def check_path(path: Path) -> None:
 
 
 def draw(panels: Mapping[str, Timeline], window: Window, path: Path) -> None:
-    """One panel a timeline, on the same time axis, as PNG: a row a worker, a colour a step, white where nothing is done."""
+    """Draw one panel a timeline, on the same time axis, as PNG.
+
+    It has a row a worker and a colour a step, and is white where nothing is done.
+    """
     check_path(path)
     from matplotlib.figure import Figure
 

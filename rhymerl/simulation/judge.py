@@ -12,11 +12,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from rhymerl.budgets.costs import CostCurve
 from rhymerl.config import instantiate
+from rhymerl.costs import CostCurve
 from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.progress import SILENT, ProgressBar
-from rhymerl.run_ahead import RunAhead
+from rhymerl.rollout.base import RunAhead
 from rhymerl.schedulers.fifo import FIFOScheduler
 from rhymerl.simulation.base import REFERENCE_COSTS, Decoding, LengthSource, StepWork, Timeline
 from rhymerl.simulation.pipeline import Simulation, check_modes

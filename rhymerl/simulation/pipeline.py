@@ -9,12 +9,12 @@ import numpy as np
 
 from rhymerl.errors import ConfigError
 from rhymerl.progress import SILENT, ProgressBar
-from rhymerl.run_ahead import RunAhead, check_run_ahead
+from rhymerl.rollout.base import RunAhead, check_run_ahead
 from rhymerl.schedulers.base import Move, Plan, Progress, Scheduler, check_plan
 from rhymerl.simulation.base import Decoding, Pipeline, StepWork, Timeline
 from rhymerl.simulation.course import Course
 from rhymerl.simulation.step import StepRun
-from rhymerl.types import Completion, Generated, Sample
+from rhymerl.types import Completion, Output, Sample
 
 if TYPE_CHECKING:
     from rhymerl.types import FloatArray, IndexArray
@@ -27,11 +27,11 @@ class Simulation:
     """`num_workers` workers answer one step after another.
 
     off: a step begins everywhere when the policy that the step before has trained is there.
-    keep: a worker that has finished its queue begins that of the next step, if all older steps have been trained; so no token is
-    drawn by a policy older than one step.
-    draft: the same, but the tokens are drawn again after the update, along the earlier ones as drafts.
+    keep: a worker that has finished its queue begins that of the next step, if all older steps have been trained; so no
+    token is sampled by a policy older than one step.
+    draft: the same, but the tokens are sampled again after the update, along the earlier ones as drafts.
     Colocated workers stop while the policy is trained, which takes `train_time`; disaggregated ones go on as `run_ahead` allows.
-    The scheduler is asked to rebalance after each time `rebalance_every`, if it does so at all.
+    The scheduler is asked to rebalance after each time `rebalance_every`, if it migrates requests.
     """
 
     def __init__(
@@ -54,11 +54,10 @@ class Simulation:
         self.train_time = train_time
         self.rebalance_every = rebalance_every
         self.decoding = decoding or Decoding()
-        self._rebalances = scheduler.listens
         self._learns = type(scheduler).learn is not Scheduler.learn
 
     def run(self, works: Sequence[StepWork], *, progress: ProgressBar = SILENT) -> Timeline:
-        """All steps. Raises ValueError, naming scheduler and request, for a plan that is no partition."""
+        """Run all steps. Raises ValueError, naming scheduler and request, for a plan that is no partition."""
         log = _Log(self.num_workers)
         train_time = self.train_time if self.pipeline == "disaggregated" else 0.0
         trained = [0.0, 0.0]  # of the two steps before
@@ -101,12 +100,14 @@ class Simulation:
 
         def plan_ahead(progress: Progress) -> Sequence[Move]:
             assert following is not None
-            moves = self.scheduler.rebalance(progress)
+            moves = self.scheduler.rebalance(progress) if self.scheduler.migrates else []
+            if self.run_ahead == "keep":
+                self.scheduler.observe(progress)
             planned.append(self._plan(following, step + 1))
             return moves
 
         run.run(
-            self.scheduler.rebalance if self._rebalances else None,
+            self.scheduler.rebalance if self.scheduler.migrates else None,
             every=self.rebalance_every,
             once=plan_ahead if following is not None else None,
             updated=updated,
@@ -114,16 +115,19 @@ class Simulation:
         return planned[0] if planned else None
 
     def _run_ahead(self, work: StepWork, plan: Plan, free: FloatArray, until: float, log: _Log) -> FloatArray:
-        """Tokens of the next step drawn until its policy is there along which it draws again, [R]; colocated workers train instead."""
-        drawn = np.zeros(len(work.requests))
+        """Return how many tokens of the next step are sampled until its policy is there, [R].
+
+        That policy samples again along them. Colocated workers train instead.
+        """
+        sampled = np.zeros(len(work.requests))
         spent = np.zeros(self.num_workers)
         for worker, queue in enumerate(_indices(work, plan)):
             lengths = work.lengths[queue].astype(np.float64)
             course = Course(float(free[worker]), lengths, np.zeros(len(queue)), self.decoding)
-            drawn[queue] = course.drawn(until)
+            sampled[queue] = course.sampled(until)
             spent[worker] = min(course.end, until) - free[worker]
         log.ahead[-1] = spent
-        return self.decoding.redone(drawn)
+        return self.decoding.redone(sampled)
 
 
 def check_modes(run_ahead: str, max_staleness: int, pipeline: str) -> None:
@@ -151,10 +155,14 @@ def samples_of(work: StepWork, decoding: Decoding) -> list[Sample]:
         tokens = zeros[:length]
         completion = Completion(
             request=request,
-            generated=Generated(token_ids=tokens, logprobs=_NO_NUMBERS, policy_versions=_NO_TOKENS),
-            finish_reason="length" if is_cut else "stop",
-            num_passes=passes,
-            num_drafted=drafted,
+            output=Output(
+                token_ids=tokens,
+                logprobs=_NO_NUMBERS,
+                policy_versions=_NO_TOKENS,
+                finish_reason="length" if is_cut else "stop",
+                num_passes=passes,
+                num_drafted=drafted,
+            ),
         )
         samples.append(Sample(completion=completion, text="", reward=0.0, rewards=_NO_REWARDS, loss_mask=_NO_MASK))
     return samples

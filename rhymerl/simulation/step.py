@@ -20,8 +20,8 @@ Rebalance = Callable[[Progress], Sequence[Move]]
 class StepRun:
     """Decodes the queues `plan` (indices into the step's requests) from `starts` [W] on.
 
-    `drafts` [R] are run-ahead tokens along which an answer is drawn again. What a moved request has drawn is recomputed on its new
-    worker in one pass that verifies so many tokens more.
+    `drafts` [R] are run-ahead tokens along which an answer is sampled again. What a moved request has sampled is
+    recomputed on its new worker in one pass that verifies so many tokens more.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class StepRun:
         self.finished = np.full(len(work.requests), np.nan)
         self._planned = np.array([len(queue) for queue in plan], np.int64)
         self._drafts = drafts
-        self._before = np.zeros(len(work.requests))  # tokens drawn before the present course
+        self._before = np.zeros(len(work.requests))  # tokens sampled before the present course
         self._queues = [np.asarray(queue, np.int64) for queue in plan]
         self._at = np.zeros(len(work.requests), np.int64)  # [R] the worker that each request is on
         for worker, queue in enumerate(self._queues):
@@ -65,7 +65,7 @@ class StepRun:
     def run(self, rebalance: Rebalance | None, *, every: float, once: Rebalance | None, updated: float) -> None:
         """Ask `rebalance` after each time `every`, and `once` when the first worker is free but not before `updated`.
 
-        That is when the step's own policy is there; what has been drawn until then is stale.
+        That is when the step's own policy is there; what has been sampled until then is stale.
         """
         now = float(self.starts.min()) + every
         while True:
@@ -83,14 +83,14 @@ class StepRun:
             self._ask(rebalance, now)
             now += every
 
-    def drawn(self, time: float) -> FloatArray:
+    def sampled(self, time: float) -> FloatArray:
         """Tokens that each request has at a time, which is not before the last move, [R]."""
-        drawn = np.zeros(len(self._before))
+        sampled = np.zeros(len(self._before))
         for queue, course in zip(self._queues, self._courses, strict=True):
             if course.start < time < course.end:
-                drawn[queue] = course.drawn(time)
-        drawn += self._before
-        return np.where(self.finished <= time, self.work.lengths, drawn)
+                sampled[queue] = course.sampled(time)
+        sampled += self._before
+        return np.where(self.finished <= time, self.work.lengths, sampled)
 
     def progress(self, time: float) -> Progress:
         """What is unfinished, for the scheduler."""
@@ -101,7 +101,7 @@ class StepRun:
             planned=self._planned,
             requests=[self.work.requests[number] for number in order.tolist()],
             workers=workers,
-            num_tokens=self.drawn(time)[order].astype(np.int64),
+            num_tokens=self.sampled(time)[order].astype(np.int64),
         )
 
     def tails(self) -> FloatArray:
@@ -115,9 +115,9 @@ class StepRun:
         return found
 
     def _note_stale(self, updated: float, now: float) -> None:
-        """Before anything moves after the update."""
+        """Note how many tokens are stale, before anything moves after the update."""
         if now >= updated and self.stale_tokens is None:
-            self.stale_tokens = float(self.drawn(updated).sum())
+            self.stale_tokens = float(self.sampled(updated).sum())
 
     def _ask(self, rebalance: Rebalance, time: float) -> None:
         progress = self.progress(time)
@@ -128,14 +128,14 @@ class StepRun:
 
     def _move(self, moves: Sequence[Move], time: float) -> None:
         """Stop the workers that are concerned, hand requests over, and go on."""
-        places = dict(zip(self._order.tolist(), self._workers.tolist(), strict=True))
+        indices = dict(zip(self._order.tolist(), self._workers.tolist(), strict=True))
         goals = {self._index[move.request_id]: move.worker for move in moves}
-        goals = {number: worker for number, worker in goals.items() if places[number] != worker}
-        touched = sorted({*goals.values(), *(places[number] for number in goals)})
+        goals = {number: worker for number, worker in goals.items() if indices[number] != worker}
+        touched = sorted({*goals.values(), *(indices[number] for number in goals)})
         recompute = np.zeros(len(self._queues))
         for worker in touched:
             queue, course = self._queues[worker], self._courses[worker]
-            self._before[queue] += course.drawn(time)
+            self._before[queue] += course.sampled(time)
             left = [number for number in queue.tolist() if self.finished[number] > time]
             self._queues[worker] = np.array([number for number in left if number not in goals], np.int64)
         for number, worker in goals.items():
@@ -156,7 +156,7 @@ class StepRun:
         self.num_moves += len(goals)
 
     def _put_in_order(self) -> None:
-        """All requests by worker and queue, as `progress` shows them."""
+        """Put all requests in order by worker and queue, as `progress` shows them."""
         self._order = np.concatenate(self._queues)
         self._workers = np.repeat(np.arange(len(self._queues)), [len(queue) for queue in self._queues])
         self._finished_in_order = self.finished[self._order]

@@ -28,7 +28,7 @@ class Window:
 
 
 def step_time(timeline: Timeline, window: Window, train_time: float) -> float:
-    """Of a step within the window; `train_time` is what stops all workers."""
+    """Return the time of a step within the window; `train_time` is what stops all workers."""
     start, end = window.bounds(timeline)
     return (end - start) / (window.last - window.first) + train_time
 

@@ -1,4 +1,4 @@
-"""Lengths of answers, drawn or recorded."""
+"""Lengths of answers, sampled or recorded."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from rhymerl.errors import ConfigError, require_at_least
+from rhymerl.history.traces import TraceRecord, read_trace
 from rhymerl.simulation.base import LengthSource, StepWork
-from rhymerl.traces import TraceRecord, read_trace
 from rhymerl.types import Prompt, RolloutRequest, SamplingParams
 
 _NO_TOKENS = np.empty(0, np.int32)
@@ -95,7 +95,8 @@ def _request(name: str, sample: int, sampling: SamplingParams) -> RolloutRequest
 class RecordedLengths(LengthSource):
     """The lengths of a trace, epoch by epoch, `prompts_per_step` prompts a step in the order of the file.
 
-    What is left of an epoch is a smaller step. Nothing is drawn: every seed gives the same. Raises DataError for a broken file.
+    What is left of an epoch is a smaller step. Nothing is sampled: every seed gives the same. Raises DataError for a
+    broken file.
     """
 
     def __init__(self, trace: str | Path, *, prompts_per_step: int) -> None:

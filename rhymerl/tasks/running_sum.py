@@ -60,10 +60,10 @@ class RunningSum(Task):
 def _slip(number: int, random_source: random.Random) -> int:
     """The same number with one digit changed; the leading digit stays above zero."""
     digits = list(str(number))
-    place = random_source.randrange(len(digits))
-    lowest = 1 if place == 0 and len(digits) > 1 else 0
-    choices = [digit for digit in "0123456789"[lowest:] if digit != digits[place]]
-    digits[place] = random_source.choice(choices)
+    index = random_source.randrange(len(digits))
+    lowest = 1 if index == 0 and len(digits) > 1 else 0
+    choices = [digit for digit in "0123456789"[lowest:] if digit != digits[index]]
+    digits[index] = random_source.choice(choices)
     return int("".join(digits))
 
 

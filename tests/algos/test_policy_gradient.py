@@ -325,17 +325,31 @@ def test_a_divergence_in_the_reward_is_not_in_the_loss():
     assert "kl" not in penalised().loss(ready, output_of(logprobs), totals_of(ready))[1]
 
 
-def test_a_subclass_that_reads_the_batch_before_the_loss_gets_the_proximal_logprobs():
-    class Reads(GRPO):
-        def advantages(self, batch):
-            return super().advantages(batch) * (batch.old_logprobs > -1)
+class Reads(GRPO):
+    """Reads log-probs of the policy before the update in its advantages."""
 
-    class Loses(GRPO):
-        def loss(self, batch, output, totals):
-            return super().loss(batch, output, totals)
+    def advantages(self, batch):
+        return super().advantages(batch) * (batch.old_logprobs > -1)
 
-    assert [kind().prepares_by_proximal for kind in (GRPO, PPO, Reads, Loses)] == [False, False, True, False]
+
+def test_who_reads_old_logprobs_before_the_loss_declares_it():
+    assert not any(kind().prepares_by_proximal for kind in (GRPO, PPO, Reads))
     assert GRPO(kl_coef=0.1, kl_in="reward").prepares_by_proximal
+    batch, _ = make_batch()
+    Reads().prepare(batch)
+    with pytest.raises(ValueError, match="declares prepares_by_proximal = True"):
+        Reads().prepare(replace(batch, awaits_proximal=True))
+
+
+def test_a_users_token_loss_is_the_loss():
+    class Plain(GRPO):
+        def token_loss(self, ratio, advantages, logprobs):
+            return -advantages * logprobs
+
+    batch, logprobs = make_batch()
+    ready = GRPO(correction="none").prepare(batch)
+    expected = -(ready.advantages * logprobs * ready.mask).sum() / ready.mask.sum()
+    close(loss_of(Plain(correction="none"), ready, logprobs), expected)
 
 
 def test_a_divergence_that_is_of_tokens_is_not_left_out_of_a_scale():

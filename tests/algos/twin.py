@@ -16,14 +16,14 @@ def plain_loss(settings: Any, batch: Batch, logprobs: list[list[float]], entropy
         tokens = [t for t in range(batch.mask.shape[1]) if batch.mask[i, t]]
         now = {t: logprobs[i][t] for t in tokens}
         old = {t: float(batch.proximal_logprobs[i, t]) for t in tokens}
-        drawn = {t: float(batch.behaviour_logprobs[i, t]) for t in tokens}
+        sampled = {t: float(batch.behaviour_logprobs[i, t]) for t in tokens}
         of_answer = math.exp(sum(now[t] - old[t] for t in tokens) / len(tokens))
-        drift = math.exp(sum(old[t] - drawn[t] for t in tokens))
+        drift = math.exp(sum(old[t] - sampled[t] for t in tokens))
         losses = []
         for t in tokens:
             ratio = math.exp(now[t] - old[t]) if settings.ratio_level == "token" else of_answer
             advantage = float(batch.advantages[i, t])
-            weight = math.exp(old[t] - drawn[t]) if settings.correction_level == "token" else drift
+            weight = math.exp(old[t] - sampled[t]) if settings.correction_level == "token" else drift
             kl = settings.kl_coef * plain_divergence(settings, now[t], float(batch.reference_logprobs[i, t]))
             bounded = plain_weight(settings, weight)
             if settings.kl_unbiased:

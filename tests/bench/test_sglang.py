@@ -13,7 +13,7 @@ import rhymerl.bench.sglang
 from rhymerl.backends.sglang.nodes import best_n
 from rhymerl.bench.costs import CostTable, PathDrafter
 from rhymerl.bench.sglang import Flown, SGLangCosts, pass_seconds, result_of
-from rhymerl.budgets.costs import CostCurve
+from rhymerl.costs import CostCurve
 from rhymerl.drafters import NoDrafter
 from rhymerl.errors import BackendError, ConfigError
 from rhymerl.testing import ScriptedBackend, make_requests, tiny_policy
@@ -116,7 +116,10 @@ class PacedBackend(ScriptedBackend):
         self.submitted.append(requests)
 
     def collect(self, timeout_s=None, *, max_passes=None):
-        done = [replace(each, num_passes=len(each.token_ids)) for each in super().collect(timeout_s)]
+        done = [
+            replace(each, output=replace(each.output, num_passes=len(each.token_ids)))
+            for each in super().collect(timeout_s)
+        ]
         self.clock.now += 0.5 + 0.001 * (1 + len(done) + self.nodes) * max(each.num_passes for each in done)
         return done
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rhymerl.budgets.costs import CostCurve, LearnedCost, PassCost
+from rhymerl.budgets.learned_cost import LearnedCost
+from rhymerl.costs import CostCurve, PassCost
 from rhymerl.errors import ConfigError
 
 EXPECTED = "expected at least two [tokens, seconds], tokens rising, seconds above 0 and not falling"

@@ -12,8 +12,8 @@ import pytest
 from rhymerl.budgets import GoodputBudget
 from rhymerl.budgets.acceptance import Acceptance
 from rhymerl.budgets.base import Pauses
-from rhymerl.budgets.costs import CostCurve
-from rhymerl.drafters.batches import closed, kept
+from rhymerl.costs import CostCurve
+from rhymerl.drafters.batches import closed, keep_nodes
 from rhymerl.errors import ConfigError
 from rhymerl.testing import make_requests
 from rhymerl.types import Draft, DraftBatch
@@ -126,7 +126,7 @@ def passes(
         drafts = DraftBatch.pack([chain(0)] * rows)
         if len(askers):
             drafts = DraftBatch.pack(propose(limits[askers].tolist()))
-            drafts = kept(drafts, budget.trim([requests[asker] for asker in askers], drafts)).spread(askers, rows)
+            drafts = keep_nodes(drafts, budget.trim([requests[asker] for asker in askers], drafts)).spread(askers, rows)
         accepted = closed(drafts, is_right(np.ones(len(drafts.token_ids))).astype(np.bool_))
         taken = seconds(len(drafts.token_ids), len(askers))
         budget.learn(outcome_of(drafts, accepted, seconds=taken, requests=requests))
@@ -211,6 +211,32 @@ def test_drafts_that_begin_to_pay_are_found(rows, scores):
     assert np.mean([asked for asked, _ in useless[1000:]]) < 0.1 * rows + 1
     rhyming = passes(budget, 1200, rows=rows, propose=guesses(8, scores[1]), is_right=np.ones_like, seconds=seconds)
     assert sum(asked == rows for asked, _ in rhyming[600:]) > 0.9 * 600
+
+
+def test_costs_that_are_not_straight_do_not_hide_a_loss():
+    """Passes over few requests cost less than a line through those over many says, so drafts there seem to pay and lose."""
+    luck, budget = np.random.default_rng(0), GoodputBudget()
+    lost = total = 0.0
+    for step in range(60):
+        for rows, plain in ((64, 2.6), (32, 2.2), (8, 1.5), (2, 1.0)):
+
+            def seconds(nodes: int, asked: int, plain: float = plain) -> float:
+                return plain + 0.003 * asked + 0.01 * nodes + 0.75 * (asked > 0)
+
+            found = passes(
+                budget,
+                12,
+                rows=rows,
+                propose=guesses(3, 0.6),
+                is_right=lambda nodes: luck.random(len(nodes)) < 0.4,
+                seconds=seconds,
+            )
+            if step >= 10:
+                total += 12 * plain
+                lost += sum(
+                    seconds(nodes, asked) - plain * (1 + 0.62 * min(nodes / rows / 3, 1)) for asked, nodes in found
+                )
+    assert lost < 0.03 * total
 
 
 def test_what_pays_in_a_small_batch_only_is_drafted_for_there_at_once():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rhymerl.cli import main
-from rhymerl.traces import TraceRecord, TraceWriter
+from rhymerl.history.traces import TraceRecord, TraceWriter
 
 COLUMNS = {"tokens_per_pass", "verified_per_token", "accept_rate", "propose_us"}
 

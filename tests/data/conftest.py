@@ -7,8 +7,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rhymerl.data import LengthLimits, PlacedRow
-from rhymerl.policy import character_tokenizer
+from rhymerl.data import LengthLimits, LocatedRow
+from rhymerl.models.policy import character_tokenizer
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
@@ -53,6 +53,6 @@ def limits() -> LengthLimits:
 
 
 @pytest.fixture
-def place() -> Callable[[Iterable[dict[str, Any]]], list[PlacedRow]]:
+def location() -> Callable[[Iterable[dict[str, Any]]], list[LocatedRow]]:
     """Rows as a reader hands them over."""
-    return lambda rows: [PlacedRow(place=f"rows, row {n}", row=row) for n, row in enumerate(rows, start=1)]
+    return lambda rows: [LocatedRow(location=f"rows, row {n}", row=row) for n, row in enumerate(rows, start=1)]

@@ -14,7 +14,7 @@ import torch
 
 from rhymerl.data import LengthLimits, PromptBatch, PromptDataModule, PromptEncoder
 from rhymerl.errors import ConfigError, DataError
-from rhymerl.policy import Policy, PolicySource
+from rhymerl.models.policy import Policy, PolicySource
 from rhymerl.tasks import RunningSum
 
 STEPS_PER_PASS = 3  # 7 prompts, 3 a step
@@ -147,9 +147,9 @@ def test_a_resumed_run_consumes_what_an_uninterrupted_one_does(
     for first in range(0, PASSES * STEPS_PER_PASS, STEPS_PER_PASS):
         assert sorted(sum(whole.consumed[first : first + STEPS_PER_PASS], [])) == [str(i) for i in range(7)]
     assert whole.ahead[:-1] == whole.consumed[1:]
-    places = sorted(tmp_path.glob("*.ckpt"))
-    assert len(places) > PASSES * STEPS_PER_PASS
-    for path in places:
+    locations = sorted(tmp_path.glob("*.ckpt"))
+    assert len(locations) > PASSES * STEPS_PER_PASS
+    for path in locations:
         done = int(path.stem.rpartition("_")[2])
         resumed = Consumer(policy)
         make_trainer(tmp_path, **flags).fit(resumed, datamodule=data(), ckpt_path=path, weights_only=True)
@@ -173,12 +173,12 @@ def test_a_step_that_was_cut_short_is_repeated(policy: Policy, tmp_path: Path, c
 
 def test_resuming_on_changed_data_is_refused(policy: Policy, tmp_path: Path) -> None:
     make_trainer(tmp_path, max_epochs=1, callbacks=[Saver(tmp_path)]).fit(Consumer(policy), datamodule=data())
-    for place in ("batch_end_1", "epoch_end_3"):
+    for location in ("batch_end_1", "epoch_end_3"):
         with pytest.raises(ConfigError, match=r"data\.train: 6 prompts, but the checkpoint was written with 7"):
             make_trainer(tmp_path, max_epochs=2).fit(
                 Consumer(policy),
                 datamodule=data(train=ROWS[1:]),
-                ckpt_path=tmp_path / f"{place}.ckpt",
+                ckpt_path=tmp_path / f"{location}.ckpt",
                 weights_only=True,
             )
 

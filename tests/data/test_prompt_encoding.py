@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rhymerl.data import LengthLimits, PlacedRow, PromptEncoder, encode_rows
+from rhymerl.data import LengthLimits, LocatedRow, PromptEncoder, encode_rows
 from rhymerl.errors import ConfigError, DataError
-from rhymerl.policy import character_tokenizer
+from rhymerl.models.policy import character_tokenizer
 from rhymerl.types import Prompt
 
-Place = Callable[[list[dict[str, Any]]], list[PlacedRow]]
+Place = Callable[[list[dict[str, Any]]], list[LocatedRow]]
 MakeBpe = Callable[..., PreTrainedTokenizerBase]
 CHAT = [{"role": "user", "content": "hi"}]
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], **settings: Any) -> Prompt:
-    return PromptEncoder(tokenizer, **settings).encode(PlacedRow(place="row 1", row=row), prompt_id="0")
+    return PromptEncoder(tokenizer, **settings).encode(LocatedRow(location="row 1", row=row), prompt_id="0")
 
 
 def test_a_string_becomes_its_tokens(characters: PreTrainedTokenizerBase) -> None:
@@ -100,7 +100,7 @@ def test_names_what_is_wrong_with_a_prompt(make_bpe: MakeBpe, row: dict[str, Any
 
 
 def test_plain_text_for_a_chat_model_is_said_once(
-    make_bpe: MakeBpe, characters: PreTrainedTokenizerBase, place: Place, caplog: pytest.LogCaptureFixture
+    make_bpe: MakeBpe, characters: PreTrainedTokenizerBase, location: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
     for tokenizer, rows, count in (
         (make_bpe(), [{"prompt": CHAT}, {"prompt": "2"}, {"prompt": "3"}], 1),
@@ -110,8 +110,8 @@ def test_plain_text_for_a_chat_model_is_said_once(
     ):
         caplog.clear()
         encoder = PromptEncoder(tokenizer)
-        for placed in place(rows):
-            encoder.encode(placed, prompt_id="1")
+        for located in location(rows):
+            encoder.encode(located, prompt_id="1")
         encoder.warn()
         assert [record.getMessage()[:33] for record in caplog.records] == ["rows, row 2: 'prompt' is plain te"] * count
 
@@ -146,29 +146,29 @@ def test_names_a_character_that_the_tokenizer_lacks(characters: PreTrainedTokeni
 )
 def test_names_a_prompt_that_is_too_long(
     characters: PreTrainedTokenizerBase,
-    place: Place,
+    location: Place,
     num_tokens: int,
     max_prompt_tokens: int | None,
     message: str,
 ) -> None:
     limits = LengthLimits(context_tokens=64, max_tokens=8, max_prompt_tokens=max_prompt_tokens)
-    rows = place([{"prompt": "1"}, {"prompt": "1" * num_tokens}])
+    rows = location([{"prompt": "1"}, {"prompt": "1" * num_tokens}])
     with pytest.raises(DataError, match=r"^rows, row 2: the prompt has " + message):
         encode_rows(rows, PromptEncoder(characters), limits)
 
 
-def test_the_longest_prompt_that_fits_is_taken(characters: PreTrainedTokenizerBase, place: Place) -> None:
+def test_the_longest_prompt_that_fits_is_taken(characters: PreTrainedTokenizerBase, location: Place) -> None:
     limits = LengthLimits(context_tokens=64, max_tokens=8, max_prompt_tokens=56)
-    (prompt,) = encode_rows(place([{"prompt": "1" * 56}]), PromptEncoder(characters), limits)
+    (prompt,) = encode_rows(location([{"prompt": "1" * 56}]), PromptEncoder(characters), limits)
     assert len(prompt.token_ids) == 56
 
 
-def ids_of(rows: list[PlacedRow], tokenizer: PreTrainedTokenizerBase, limits: LengthLimits) -> list[str]:
+def ids_of(rows: list[LocatedRow], tokenizer: PreTrainedTokenizerBase, limits: LengthLimits) -> list[str]:
     return [prompt.id for prompt in encode_rows(rows, PromptEncoder(tokenizer), limits)]
 
 
 def test_ids_are_the_rows_own_or_a_hash(
-    characters: PreTrainedTokenizerBase, place: Place, limits: LengthLimits
+    characters: PreTrainedTokenizerBase, location: Place, limits: LengthLimits
 ) -> None:
     rows = [
         {"prompt": "1", "id": "a"},
@@ -176,13 +176,13 @@ def test_ids_are_the_rows_own_or_a_hash(
         {"prompt": "1", "x": 2},
         {"x": 2, "prompt": "1"},
     ]
-    first, second, third, again = ids_of(place(rows), characters, limits)
+    first, second, third, again = ids_of(location(rows), characters, limits)
     assert (first, second, again) == ("a", "5", f"{third}#2")
-    assert ids_of(place(rows[2:3]), characters, limits) == [third]
+    assert ids_of(location(rows[2:3]), characters, limits) == [third]
 
 
-def test_repeated_rows_are_kept(characters: PreTrainedTokenizerBase, place: Place, limits: LengthLimits) -> None:
-    rows = place([{"prompt": "1", "id": "a"}] * 3)
+def test_repeated_rows_are_kept(characters: PreTrainedTokenizerBase, location: Place, limits: LengthLimits) -> None:
+    rows = location([{"prompt": "1", "id": "a"}] * 3)
     assert ids_of(rows, characters, limits) == ["a", "a#2", "a#3"]
 
 
@@ -195,28 +195,28 @@ def test_repeated_rows_are_kept(characters: PreTrainedTokenizerBase, place: Plac
     ],
 )
 def test_one_id_for_different_rows_is_refused(
-    rows: list[dict[str, Any]], characters: PreTrainedTokenizerBase, place: Place, limits: LengthLimits
+    rows: list[dict[str, Any]], characters: PreTrainedTokenizerBase, location: Place, limits: LengthLimits
 ) -> None:
     message = r"rows, row \d: id '.*' is already that of a different row \(rows, row 1\)"
     with pytest.raises(DataError, match=message):
-        ids_of(place(rows), characters, limits)
+        ids_of(location(rows), characters, limits)
 
 
 @pytest.mark.parametrize("value", [True, 1.5, ["a"]])
 def test_an_id_of_another_type_is_refused(
-    value: object, characters: PreTrainedTokenizerBase, place: Place, limits: LengthLimits
+    value: object, characters: PreTrainedTokenizerBase, location: Place, limits: LengthLimits
 ) -> None:
     with pytest.raises(DataError, match="expected a string or an integer"):
-        ids_of(place([{"prompt": "1", "id": value}]), characters, limits)
+        ids_of(location([{"prompt": "1", "id": value}]), characters, limits)
 
 
 def test_columns_beyond_json_have_an_id(
-    characters: PreTrainedTokenizerBase, place: Place, limits: LengthLimits
+    characters: PreTrainedTokenizerBase, location: Place, limits: LengthLimits
 ) -> None:
     rows = [{"prompt": "1", "x": x} for x in (b"a", b"b", np.arange(3), np.float32(1), datetime.date(2026, 1, 2))]
-    assert len(set(ids_of(place(rows), characters, limits))) == 5
+    assert len(set(ids_of(location(rows), characters, limits))) == 5
     with pytest.raises(DataError, match=r"row 1: a column cannot be written as JSON: a set"):
-        ids_of(place([{"prompt": "1", "x": {1}}]), characters, limits)
+        ids_of(location([{"prompt": "1", "x": {1}}]), characters, limits)
 
 
 def test_a_key_follows_tokens_tokenizer_and_template(make_bpe: MakeBpe) -> None:
@@ -243,7 +243,7 @@ def test_a_key_survives_use_and_saving(make_bpe: MakeBpe, tmp_path: Path) -> Non
     assert loaded.token_ids.tolist() == before.token_ids.tolist()
 
 
-def test_ids_and_keys_are_these_in_every_process(place: Place, limits: LengthLimits) -> None:
-    rows = place([{"prompt": "1", "b": 1, "a": 2}])
+def test_ids_and_keys_are_these_in_every_process(location: Place, limits: LengthLimits) -> None:
+    rows = location([{"prompt": "1", "b": 1, "a": 2}])
     (prompt,) = encode_rows(rows, PromptEncoder(character_tokenizer("01")), limits)
     assert (prompt.id, prompt.key) == ("7a17820747c0fdef", "98ee89374f8f978dfd9f8700f6a02f19")

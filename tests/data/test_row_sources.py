@@ -17,7 +17,7 @@ LINES = "\n".join(map(json.dumps, ROWS)) + "\n"
 
 
 def rows_of(source: Any) -> list[dict[str, Any]]:
-    return [placed.row for placed in read_rows(source, "data.train")]
+    return [located.row for located in read_rows(source, "data.train")]
 
 
 @pytest.mark.parametrize("text", [LINES, LINES.strip(), "\ufeff" + LINES, LINES.replace("\n", "\r\n\n")])
@@ -37,7 +37,7 @@ def test_takes_rows_as_they_are_and_copies_them() -> None:
 
 
 def test_reads_the_first_rows_only() -> None:
-    assert [placed.row for placed in read_rows(ROWS, "data.validation", only_first=1)] == ROWS[:1]
+    assert [located.row for located in read_rows(ROWS, "data.validation", only_first=1)] == ROWS[:1]
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,8 @@ def test_names_an_archive_with_any_wrong_byte(tmp_path: Path) -> None:
     """The first rows may be read before; none of them is taken."""
     content = gzip.compress(LINES.encode() * 50, mtime=0)
     path = tmp_path / "a.jsonl.gz"
-    for place in range(10, len(content)):
-        path.write_bytes(content[:place] + bytes([content[place] ^ 0xFF]) + content[place + 1 :])
+    for location in range(10, len(content)):
+        path.write_bytes(content[:location] + bytes([content[location] ^ 0xFF]) + content[location + 1 :])
         with pytest.raises(DataError, match=r"^data\.train=.*a\.jsonl\.gz"):
             rows_of(path)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from rhymerl.testing import make_prompt
-from rhymerl.types import Completion, FinishReason, Generated, Prompt, RolloutRequest, SamplingParams, Split
+from rhymerl.types import Completion, FinishReason, Output, Prompt, RolloutRequest, SamplingParams, Split
 
 
 def request(prompt: Prompt, sample: int = 0, *, split: Split = "train", name: str | None = None) -> RolloutRequest:
@@ -27,17 +27,17 @@ def requests(prompt_tokens: Sequence[int], count: int) -> list[RolloutRequest]:
     return [request(prompt, sample) for sample in range(count)]
 
 
-def generated(tokens: Sequence[int]) -> Generated:
+def generated(tokens: Sequence[int]) -> Output:
     ids = np.array(tokens, np.int32)
-    return Generated(token_ids=ids, logprobs=np.zeros(len(ids)), policy_versions=np.zeros(len(ids), np.int32))
+    return Output(token_ids=ids, logprobs=np.zeros(len(ids)), policy_versions=np.zeros(len(ids), np.int32))
 
 
 def resumed(request: RolloutRequest, tokens: Sequence[int]) -> RolloutRequest:
-    return replace(request, generated=generated(tokens))
+    return replace(request, output=generated(tokens))
 
 
 def completion(request: RolloutRequest, tokens: Sequence[int], reason: FinishReason = "stop") -> Completion:
-    return Completion(request=request, generated=generated(tokens), finish_reason=reason)
+    return Completion(request=request, output=replace(generated(tokens), finish_reason=reason))
 
 
 def context(request: RolloutRequest, tokens: Sequence[int]) -> np.ndarray:

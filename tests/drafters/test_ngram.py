@@ -21,9 +21,9 @@ def looked_up(tokens: Sequence[int], min_match: int, max_match: int) -> tuple[in
     """The longest suffix that has come before, and all places behind it."""
     for length in range(min(max_match, len(tokens) - 1), min_match - 1, -1):
         suffix = tokens[len(tokens) - length :]
-        places = [k for k in range(length, len(tokens)) if tokens[k - length : k] == suffix]
-        if places:
-            return length, places
+        indices = [k for k in range(length, len(tokens)) if tokens[k - length : k] == suffix]
+        if indices:
+            return length, indices
     return 0, []
 
 
@@ -43,12 +43,12 @@ def test_what_followed_the_latest_place_of_the_longest_suffix(prompt, pieces, mi
         answer += piece
         tokens = [*prompt, *answer]
         draft = drafter.propose(asking, context(asking, answer), budget)
-        length, places = looked_up(tokens, min_match, min_match + more)
+        length, indices = looked_up(tokens, min_match, min_match + more)
         assert draft.match_length == length
         assert draft.parents.tolist() == list(range(-1, len(draft) - 1))
-        continuations = [tokens[place : place + budget] for place in places]
-        if len(places) <= 16:
-            assert draft.token_ids.tolist() == (continuations[-1] if places else [])
+        continuations = [tokens[index : index + budget] for index in indices]
+        if len(indices) <= 16:
+            assert draft.token_ids.tolist() == (continuations[-1] if indices else [])
         else:  # only so many are looked at
             assert draft.token_ids.tolist() in continuations
     drafter.finish(completion(asking, answer))

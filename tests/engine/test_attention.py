@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rhymerl.engine.narrow import CHAIN, ROOT, attend
+from rhymerl.engine.paged_attention import CHAIN, ROOT, attend
 
 HEADS, KV_HEADS, SLOTS, LEADING = 4, 2, 60, 21
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rhymerl.drafters.batches import closed, kept
+from rhymerl.drafters.batches import closed, keep_nodes
 from rhymerl.types import Draft, DraftBatch
 
 
@@ -58,7 +58,7 @@ def test_keeping_a_part_leaves_the_paths_as_they_were(singles, data):
     count = len(batch.token_ids)
     wanted = np.array(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)), np.bool_)
     mask = closed(batch, wanted)
-    part = kept(batch, wanted)
+    part = keep_nodes(batch, wanted)
     for r, draft in enumerate(singles):
         mine = slice(batch.starts[r], batch.starts[r + 1])
         with_ancestors = []

@@ -48,9 +48,9 @@ def compiled(logits, scales, keys):
 def test_tokens_are_those_of_the_compiled_draw(vocabulary, dtype, at_once, monkeypatch):
     monkeypatch.setattr(draw, "_AT_ONCE", at_once)
     given_ = problem(301, vocabulary, dtype)
-    drawn = on_device(*given_)
-    assert drawn.dtype == torch.int64
-    np.testing.assert_array_equal(drawn.numpy(), compiled(*given_))
+    sampled = on_device(*given_)
+    assert sampled.dtype == torch.int64
+    np.testing.assert_array_equal(sampled.numpy(), compiled(*given_))
 
 
 def test_of_equal_logits_the_greedy_draw_takes_the_first():

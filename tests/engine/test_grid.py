@@ -18,7 +18,7 @@ from rhymerl.drafters import Drafter, HistoryTreeDrafter, NGramDrafter
 from rhymerl.engine.engine import Engine
 from rhymerl.history import HistoryStore
 from rhymerl.history.answers import answers_of
-from rhymerl.policy import Policy
+from rhymerl.models.policy import Policy
 from rhymerl.testing import OracleDrafter, RandomTreeDrafter, make_requests, tiny_policy
 from rhymerl.types import Completion, RolloutRequest, Sample
 from tests.engine.test_lossless import MODELS, assert_same

@@ -133,7 +133,7 @@ def test_new_weights_in_flight_mark_the_tokens_with_their_version():
     while engine.has_work:
         done += engine.run()
     for completion in done:
-        assert completion.generated.policy_versions.tolist() == [0] * 5 + [7] * 19
+        assert completion.output.policy_versions.tolist() == [0] * 5 + [7] * 19
 
 
 def test_more_prompts_than_rows():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rhymerl.logprobs import policy_output, token_batch
+from rhymerl.models.logprobs import policy_output, token_batch
 from rhymerl.testing import make_requests, tiny_policy
 from rhymerl.types import Sample
 from tests.engine.test_lossless import answers

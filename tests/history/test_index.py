@@ -51,16 +51,16 @@ def found_lengths(index: SuffixIndex, found: Matches, r: int = 0) -> dict[Place,
     positions, lengths = found.positions[r, :count].tolist(), found.lengths[r, :count].tolist()
     assert lengths == sorted(lengths, reverse=True)
     numbers = [int(np.searchsorted(index.starts, position, side="right")) - 1 for position in positions]
-    places = [
+    locations = [
         (number, position - int(index.starts[number])) for number, position in zip(numbers, positions, strict=True)
     ]
-    assert len(set(places)) == count
-    return dict(zip(places, lengths, strict=True))
+    assert len(set(locations)) == count
+    return dict(zip(locations, lengths, strict=True))
 
 
 def check(index: SuffixIndex, found: Matches, expected: dict[Place, int], *, most: int, shortest: int = 1) -> None:
     """The longest ones, as many as fit; among equals any."""
-    long_enough = {place: length for place, length in expected.items() if length >= shortest}
+    long_enough = {location: length for location, length in expected.items() if length >= shortest}
     got = found_lengths(index, found)
     assert sorted(got.values(), reverse=True) == sorted(long_enough.values(), reverse=True)[:most]
     assert got.items() <= long_enough.items()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rhymerl.history.similarity import length_stability, similarity
-from rhymerl.traces import TraceRecord, read_trace
+from rhymerl.history.traces import TraceRecord, read_trace
 
 RUNNING_SUM = Path(__file__).parents[2] / "benchmarks" / "traces" / "running_sum.jsonl.gz"
 
@@ -30,17 +30,17 @@ def record(epoch: int, prompt_id: str, tokens: Sequence[int]) -> TraceRecord:
 
 def walk(answer: list[int], earlier: list[list[int]]) -> int:
     """Matched tokens, by the words of the definition."""
-    place = num_matched = 0
-    while place < len(answer):
+    location = num_matched = 0
+    while location < len(answer):
         runs = [
-            common(answer[place:], other[start:])
+            common(answer[location:], other[start:])
             for other in earlier
             for start in range(3, len(other))
-            if place >= 3 and other[start - 3 : start] == answer[place - 3 : place]
+            if location >= 3 and other[start - 3 : start] == answer[location - 3 : location]
         ]
         longest = max(runs, default=0)
         num_matched += longest
-        place += longest or 1
+        location += longest or 1
     return num_matched
 
 

@@ -86,18 +86,18 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def assert_same(one: Any, two: Any, place: str = "") -> None:
+def assert_same(one: Any, two: Any, location: str = "") -> None:
     """Equal to the last bit, tensors within containers too."""
-    assert type(one) is type(two), place
+    assert type(one) is type(two), location
     if isinstance(one, dict):
-        assert list(one) == list(two), place
+        assert list(one) == list(two), location
         for name in one:
-            assert_same(one[name], two[name], f"{place}.{name}")
+            assert_same(one[name], two[name], f"{location}.{name}")
     elif isinstance(one, list | tuple):
-        assert len(one) == len(two), place
+        assert len(one) == len(two), location
         for index, (left, right) in enumerate(zip(one, two, strict=True)):
-            assert_same(left, right, f"{place}[{index}]")
+            assert_same(left, right, f"{location}[{index}]")
     elif isinstance(one, torch.Tensor):
-        assert torch.equal(one, two), place
+        assert torch.equal(one, two), location
     else:
-        assert one == two, place
+        assert one == two, location

@@ -19,7 +19,7 @@ from rhymerl.drafters import HistoryTreeDrafter
 from rhymerl.tasks import Task
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["rhymerl.run", "rhymerl.warmstart", "tests.integration.programs"])
+_CONTEXT.set_forkserver_preload(["rhymerl.runs.fit", "rhymerl.runs.warmstart", "tests.integration.programs"])
 
 
 def start(words: Sequence[str], output: Path) -> ForkServerProcess:

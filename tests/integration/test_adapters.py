@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rhymerl.lora import is_adapted
+from rhymerl.models.lora import is_adapted
 from tests.integration.conftest import Run, assert_same, checkpoint
 from tests.integration.ranked import run_ranks
 from tests.integration.test_ranks_command import main

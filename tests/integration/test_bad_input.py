@@ -18,7 +18,7 @@ GOOD = {"prompt": "1+1=?\n", "answer": "2"}
 
 
 @pytest.fixture
-def place(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def index(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A current directory with good and bad files of all kinds."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "good.jsonl").write_text(json.dumps(GOOD) + "\n")
@@ -130,7 +130,7 @@ def place(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> P
         ("trainer.default_root_dir=x", "run_dir"),
     ],
 )
-def test_one_line_and_exit_code_2(words: str, message: str, place: Path, model_dir: Path, rhymerl: Run) -> None:
+def test_one_line_and_exit_code_2(words: str, message: str, index: Path, model_dir: Path, rhymerl: Run) -> None:
     good = [
         f"model.path={model_dir}",
         "data.train=good.jsonl",
@@ -150,7 +150,7 @@ def test_one_line_and_exit_code_2(words: str, message: str, place: Path, model_d
     assert not Path("run").exists()
 
 
-def test_a_full_disk(place: Path, model_dir: Path, rhymerl: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk(index: Path, model_dir: Path, rhymerl: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**40, 2**40, 2**20))
     done = rhymerl("fit", "--config=grpo_jsonl", f"model.path={model_dir}", "data.train=good.jsonl", "run_dir=run")
@@ -172,7 +172,7 @@ def test_a_full_disk(place: Path, model_dir: Path, rhymerl: Run, monkeypatch: py
         (["fit", "--config=warmstart_running_sum"], "rhymerl fit: the config has no section 'module'"),
     ],
 )
-def test_other_commands(words: list[str], message: str, place: Path, model_dir: Path, rhymerl: Run) -> None:
+def test_other_commands(words: list[str], message: str, index: Path, model_dir: Path, rhymerl: Run) -> None:
     done = rhymerl(*(word.replace("MODEL", str(model_dir)) for word in words))
     assert done.code == 2, done.err
     assert done.err.startswith("error: ")
@@ -180,7 +180,7 @@ def test_other_commands(words: list[str], message: str, place: Path, model_dir: 
     assert message in done.err
 
 
-def test_from_outside(place: Path, model_dir: Path) -> None:
+def test_from_outside(index: Path, model_dir: Path) -> None:
     words = ["fit", "--config", "grpo_jsonl", f"model.path={model_dir}", "data.train=broken.jsonl", "run_dir=run"]
     done = subprocess.run([sys.executable, "-m", "rhymerl", *words], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "rhymerl fit, grpo_jsonl: loading torch and Lightning\n")

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rhymerl.policy import Policy, PolicySource, character_tokenizer
+from rhymerl.models.policy import Policy, PolicySource, character_tokenizer
 from rhymerl.testing import tiny_policy
 from tests.engine.test_support import LATENT, SMALL
 from tests.integration.conftest import Run
-from tests.test_rope import LONGROPE
+from tests.models.test_rope import LONGROPE
 
 
 def family(model_type: str, **settings: Any) -> Policy:

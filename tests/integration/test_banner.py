@@ -11,8 +11,8 @@ from pathlib import Path
 import lightning as L
 import pytest
 
-from rhymerl.banner import how_to_go_on
-from rhymerl.ranks.first import is_first_rank
+from rhymerl.distributed.first import is_first_rank
+from rhymerl.runs.banner import how_to_go_on
 from tests.integration.conftest import Run
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,7 @@ def test_what_is_trained_on_what_and_where(settings: list[str], tmp_path: Path, 
     done = rhymerl(*settings, f"run_dir='{run_dir}'", "trainer.max_steps=12", "trainer.accelerator=cpu")
     assert done.code == 0, done.err
     lines = done.out.splitlines()
-    first = next(place for place, line in enumerate(lines) if line.startswith("model    "))
+    first = next(index for index, line in enumerate(lines) if line.startswith("model    "))
     assert re.fullmatch(r"model    \w+ForCausalLM, [\d,]+ parameters, all of them trained", lines[first])
     assert lines[first + 1 : first + 5] == [
         "device   cpu, 32-true",

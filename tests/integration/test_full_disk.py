@@ -13,8 +13,8 @@ import pytest
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from rhymerl.callbacks import SampleTable
-from rhymerl.checkpoint import newest_whole
 from rhymerl.errors import RunError
+from rhymerl.training.checkpoint import newest_whole
 from tests.integration import programs
 from tests.integration.conftest import Run
 from tests.integration.test_resume import assert_same_runs, words_for
@@ -80,7 +80,7 @@ def test_no_room_for_samples(settings: list[str], tmp_path: Path, rhymerl: Run) 
             self.path.symlink_to("/dev/full")
 
     from rhymerl.config import compose
-    from rhymerl.run import fit
+    from rhymerl.runs.fit import fit
 
     config = compose("quickstart", [*settings[2:], f"run_dir={tmp_path / 'run'}"])
     with pytest.raises(RunError, match=f"^{table}: cannot be written: No space left on device"):

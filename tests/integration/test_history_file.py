@@ -118,8 +118,8 @@ def test_a_resumed_run_has_its_own(first: Path, words: list[str], tmp_path: Path
     assert_same(one["state_dict"], two["state_dict"])
 
 
-def changed(content: bytes, place: int) -> bytes:
-    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+def changed(content: bytes, index: int) -> bytes:
+    return content[:index] + bytes([content[index] ^ 1]) + content[index + 1 :]
 
 
 BROKEN: dict[str, tuple[Any, str]] = {

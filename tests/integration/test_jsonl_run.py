@@ -54,7 +54,7 @@ async def vowels(completion, *, answer, wanted="aeiou"):
 
 
 @pytest.fixture(scope="module", params=[(True, True), (False, False)], ids=["tied, chat", "untied, strings"])
-def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def index(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a model, data and a reward, as a user would have."""
     tied, chat = request.param
     path = tmp_path_factory.mktemp("user")
@@ -90,8 +90,8 @@ WORDS = [
 ]
 
 
-def test_train_evaluate_resume_export(place: Path, monkeypatch: pytest.MonkeyPatch, rhymerl: Run) -> None:
-    monkeypatch.chdir(place)
+def test_train_evaluate_resume_export(index: Path, monkeypatch: pytest.MonkeyPatch, rhymerl: Run) -> None:
+    monkeypatch.chdir(index)
     done = rhymerl("fit", *WORDS, "trainer.max_steps=3", "--json")
     assert done.code == 0, done.err
     summary = json.loads(done.out)

@@ -20,15 +20,16 @@ from rhymerl import PromptDataModule, RhymeModule
 from rhymerl.algos import GRPO
 from rhymerl.callbacks import Checkpoints
 from rhymerl.drafters import NoDrafter
+from rhymerl.engine.engine import Engine
 from rhymerl.errors import ConfigError
-from rhymerl.evaluation import EvaluationSettings
-from rhymerl.policy import PolicySource
+from rhymerl.models.policy import PolicySource
 from rhymerl.rewards import Reward, exact_match
 from rhymerl.rollout import RolloutSettings
 from rhymerl.tasks import RunningSum
 from rhymerl.testing import tiny_policy
-from rhymerl.trainer import check_trainer, with_environment
-from rhymerl.update import UpdateSettings
+from rhymerl.training.evaluation import EvaluationSettings
+from rhymerl.training.settings import UpdateSettings
+from rhymerl.training.trainer import check_trainer, with_environment
 from tests.conftest import children
 from tests.integration.conftest import assert_same
 from tests.integration.rewards import digits
@@ -394,3 +395,16 @@ def test_no_test_loop(model_dir, prompts):
     module, datamodule = parts(str(model_dir), prompts)
     with pytest.raises(L.fabric.utilities.exceptions.MisconfigurationException, match="No `test_step"):
         L.Trainer(devices=1, **QUIET).test(module, datamodule)
+
+
+class Sized(NoDrafter):
+    """A drafter that has a length, and nothing in it yet."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+def test_an_empty_sized_part_is_not_taken_for_none(model_dir):
+    module = RhymeModule(str(model_dir), drafter=Sized())
+    assert isinstance(module.drafter, Sized)
+    assert isinstance(Engine(module.model, drafter=module.drafter).protocol.drafter, Sized)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from rhymerl.algos import PPO
 from rhymerl.config import compose
-from rhymerl.critic import CriticSettings
+from rhymerl.models.critic import CriticSettings
 from tests.integration import training
 from tests.integration.conftest import Run, assert_same, checkpoint
 from tests.integration.ranked import run_ranks

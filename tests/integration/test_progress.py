@@ -8,7 +8,7 @@ import re
 import select
 from pathlib import Path
 
-from rhymerl.callbacks.summary import readable
+from rhymerl.runs.summary import readable
 from tests.integration import programs
 from tests.integration.conftest import Run
 

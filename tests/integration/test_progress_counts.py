@@ -12,12 +12,12 @@ from rhymerl.bench.drafter import DrafterBench
 from rhymerl.bench.passes import CostsBench
 from rhymerl.bench.rollout import RolloutBench
 from rhymerl.config import compose
-from rhymerl.generate import generate
+from rhymerl.history.traces import TraceRecord, TraceWriter
 from rhymerl.progress import ProgressBar
-from rhymerl.replay import judge as replay
-from rhymerl.run import evaluate, fit
+from rhymerl.runs.fit import evaluate, fit
+from rhymerl.runs.generate import generate
+from rhymerl.runs.replay import judge as replay
 from rhymerl.simulation.judge import judge as simulate
-from rhymerl.traces import TraceRecord, TraceWriter
 from tests.integration.test_progress import seen_on_a_terminal
 
 TINY = ["task.train_size=1", "rollout.group_size=2", "concurrency=[1]", "rollout.max_tokens=24"]

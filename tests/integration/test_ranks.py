@@ -113,7 +113,7 @@ def test_kept_log_probs_are_those_of_the_policy_that_drew_the_token(trained):
         assert len(samples) == len({sample.completion.request.id for sample in samples}) == 12
         logits = {}
         for sample in samples:
-            generated = sample.completion.generated
+            generated = sample.completion.output
             ids = torch.tensor([*sample.prompt.token_ids.tolist(), *generated.token_ids.tolist()])[None]
             logits = {}
             for version in set(generated.policy_versions.tolist()):
@@ -121,9 +121,9 @@ def test_kept_log_probs_are_those_of_the_policy_that_drew_the_token(trained):
                 with torch.no_grad():
                     logits[version] = model(ids).logits[0].log_softmax(-1)
             first = len(sample.prompt.token_ids)
-            for place, (token, version) in enumerate(zip(generated.token_ids, generated.policy_versions, strict=True)):
-                expected = logits[int(version)][first + place - 1, int(token)]
-                assert abs(float(expected) - generated.logprobs[place]) < 1e-6
+            for index, (token, version) in enumerate(zip(generated.token_ids, generated.policy_versions, strict=True)):
+                expected = logits[int(version)][first + index - 1, int(token)]
+                assert abs(float(expected) - generated.logprobs[index]) < 1e-6
                 ages.append(step - int(version))
     assert set(ages) == {0, 1}
 

@@ -99,7 +99,7 @@ def test_ctrl_c_on_one_rank_stops_both_after_the_step(settings, tmp_path):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_told_to_end_either_rank_saves_at_the_end_of_the_step(rank, settings, tmp_path):
-    """Lightning would answer SIGTERM in the middle of a step, with a meeting that the other rank never comes to."""
+    """Lightning would answer SIGTERM in the middle of a step, with a collective that the other rank never comes to."""
     stops = f"algo={{_target_: tests.integration.test_ranks_command.ToldToEnd, rank: {rank}}}"
     words = words_for(settings, tmp_path / "run", stops, "checkpoint.every_n_steps=100")
     processes = start_ranks(2, main, words, output=tmp_path / "output")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rhymerl.traces import read_trace
+from rhymerl.history.traces import read_trace
 from tests.integration import programs
 from tests.integration.conftest import Run, checkpoint
 
@@ -36,8 +36,8 @@ def whole(whole_dir: Path, settings: list[str], rhymerl: Run) -> Path:
 
 def test_every_answer_by_pass_and_ready_for_replay(whole: Path, rhymerl: Run) -> None:
     records = list(read_trace(whole / NAME))
-    places = {(each.epoch, each.prompt_id, each.sample) for each in records}
-    assert len(places) == len(records) == 2 * NUM_PROMPTS * GROUP
+    indices = {(each.epoch, each.prompt_id, each.sample) for each in records}
+    assert len(indices) == len(records) == 2 * NUM_PROMPTS * GROUP
     assert [each.epoch for each in records] == [0] * NUM_PROMPTS * GROUP + [1] * NUM_PROMPTS * GROUP
     num_tokens = sum(len(each.response_tokens) for each in records)
     assert num_tokens == json.loads((whole / "summary.json").read_text())["num_tokens"]

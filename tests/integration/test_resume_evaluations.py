@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rhymerl.checkpoint import step_of
 from rhymerl.history import HistoryStore
+from rhymerl.training.checkpoint import step_of
 from tests.integration import programs
 from tests.integration.conftest import assert_same, checkpoint
 from tests.integration.ranked import said, start_ranks

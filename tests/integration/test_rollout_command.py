@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rhymerl.history.traces import TraceRecord, read_trace
 from rhymerl.testing import tiny_policy
-from rhymerl.traces import TraceRecord, read_trace
 from tests.integration import programs
 from tests.integration.conftest import Run
 
@@ -21,7 +21,7 @@ LAST = 2  # of three passes
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a model, prompts and some things that are neither."""
     path = tmp_path_factory.mktemp("place")
     tiny_policy(context=128, peaked=5.0).save(path / "model")
@@ -34,8 +34,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def inside(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(place)
+def inside(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(index)
 
 
 def words(out: str | Path, *more: str) -> list[str]:
@@ -94,8 +94,8 @@ def test_the_same_answers_from_every_drafter(rhymerl: Run, tmp_path: Path) -> No
 
 def test_what_is_recorded(rhymerl: Run, tmp_path: Path) -> None:
     records, said = recorded(rhymerl, tmp_path / "a.jsonl", "data.samples=2")
-    places = [(each.epoch, each.prompt_id, each.sample) for each in records]
-    assert len(places) == len(set(places)) == 3 * len(PROMPTS) * 2
+    indices = [(each.epoch, each.prompt_id, each.sample) for each in records]
+    assert len(indices) == len(set(indices)) == 3 * len(PROMPTS) * 2
     assert [each.epoch for each in records] == sorted(each.epoch for each in records)
     assert {each.epoch for each in records} == {0, 1, 2}
     assert all(each.reward == 0.0 for each in records)
@@ -175,8 +175,8 @@ def test_a_killed_run_leaves_whole_lines(rhymerl: Run, tmp_path: Path) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_one_line_and_exit_code_2(changed: list[str], message: str, place: Path, tmp_path: Path, rhymerl: Run) -> None:
-    before = sorted(place.rglob("*"))
+def test_one_line_and_exit_code_2(changed: list[str], message: str, index: Path, tmp_path: Path, rhymerl: Run) -> None:
+    before = sorted(index.rglob("*"))
     done = rhymerl(*words(tmp_path / "a.jsonl", *changed))
     assert done.code == 2, done.err
     assert done.err.startswith("error: ")
@@ -184,8 +184,8 @@ def test_one_line_and_exit_code_2(changed: list[str], message: str, place: Path,
     assert message in done.err
     assert done.out == ""
     assert not (tmp_path / "a.jsonl").exists()
-    assert sorted(place.rglob("*")) == before
-    assert (place / "there.jsonl").read_text() == "mine\n"
+    assert sorted(index.rglob("*")) == before
+    assert (index / "there.jsonl").read_text() == "mine\n"
 
 
 def test_a_config_of_another_command(rhymerl: Run) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rhymerl.checkpoint import newest_whole
+from rhymerl.training.checkpoint import newest_whole
 from tests.integration import programs
 from tests.integration.conftest import Run, checkpoint
 from tests.integration.test_resume import assert_same_runs, words_for

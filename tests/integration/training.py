@@ -12,8 +12,8 @@ import torch
 from rhymerl import PromptDataModule, RhymeModule
 from rhymerl.rollout import RolloutSettings
 from rhymerl.testing import tiny_policy
+from rhymerl.training.settings import UpdateSettings
 from rhymerl.types import Sample
-from rhymerl.update import UpdateSettings
 
 PROMPTS = [{"prompt": f"{i}+{i}=?\n", "answer": str(2 * i)} for i in range(6)]
 REWARD = "tests.integration.rewards.digits"

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from rhymerl.errors import ConfigError
-from rhymerl.policy import character_tokenizer
+from rhymerl.models.policy import character_tokenizer
 from rhymerl.rewards import Reward, RewardScorer, check_reward
 from rhymerl.rewards.classifier import _load, classifier_score
 
@@ -39,7 +39,7 @@ def write(folder: Path, *, labels: tuple[Any, ...] = ("score",), template: str |
         max_position_embeddings=16,
         pad_token_id=tokenizer.pad_token_id,
         id2label=dict(enumerate(labels)),
-        label2id={name: place for place, name in enumerate(labels)},
+        label2id={name: index for index, name in enumerate(labels)},
     )
     Qwen2ForSequenceClassification(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -207,8 +207,8 @@ def test_attacks_gain_nothing_and_leave_nothing(kind: str, missing: list[str], t
     assert {name: words for name, (passed, words) in after.found.items() if passed or not words} == {}
     assert after.processes_left == 0
     assert after.files == {"secret": SECRET}
-    places = [Path(tempfile.gettempdir()), Path.home(), Path()]
-    assert [place for place in places if (place / "written-7351").exists()] == []
+    indices = [Path(tempfile.gettempdir()), Path.home(), Path()]
+    assert [index for index in indices if (index / "written-7351").exists()] == []
     assert after.refusal.startswith(
         "rewards.code.function='rhymerl.rewards.code': this machine offers" if missing else ""
     )

@@ -37,13 +37,13 @@ LAST = Reward(lambda completion, *, answer: float(answer), name="answer", where=
 
 def test_samples_come_in_canonical_order_with_their_rewards():
     result = loop(rewards=[LENGTH, LAST]).run(PROMPTS, 4, RolloutSettings(group_size=3))
-    places = [(s.prompt.id, s.completion.request.sample) for s in result.samples]
-    assert places == [(str(number), sample) for number in range(6) for sample in range(3)]
+    indices = [(s.prompt.id, s.completion.request.sample) for s in result.samples]
+    assert indices == [(str(number), sample) for number in range(6) for sample in range(3)]
     for sample in result.samples:
-        number, place = int(sample.prompt.id), sample.completion.request.sample
-        assert sample.rewards == {"length": 1 + place, "answer": number}
-        assert sample.reward == 1 + place + 10 * number
-        assert sample.text == " ".join([str(2 + place)] * (1 + place))
+        number, index = int(sample.prompt.id), sample.completion.request.sample
+        assert sample.rewards == {"length": 1 + index, "answer": number}
+        assert sample.reward == 1 + index + 10 * number
+        assert sample.text == " ".join([str(2 + index)] * (1 + index))
         assert sample.loss_mask.all()
         assert len(sample.loss_mask) == len(sample)
 

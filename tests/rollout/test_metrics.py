@@ -6,10 +6,10 @@ import pickle
 from dataclasses import replace
 
 from rhymerl.history.answers import group_advantages
-from rhymerl.rollout.groups import groups_that_teach_nothing
 from rhymerl.rollout.metrics import over_ranks, rollout_metrics
+from rhymerl.rollout.results import groups_that_teach_nothing
 from rhymerl.types import Ratio
-from tests.test_update import scored
+from tests.training.test_update import scored
 
 
 def test_a_ratio_is_a_number_that_knows_its_parts():

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from rhymerl.distributed import Alone
 from rhymerl.errors import BackendError, ConfigError, RunError
-from rhymerl.ranks import Alone
 from rhymerl.rewards import Reward, RewardScorer
 from rhymerl.rollout import Rollout, RolloutLoop, RolloutSettings
 from rhymerl.schedulers import (
@@ -24,7 +24,7 @@ from rhymerl.schedulers import (
     SortedScheduler,
 )
 from rhymerl.testing import make_prompt
-from tests.ranks.threads import Threads, run_ranks
+from tests.distributed.threads import Threads, run_ranks
 from tests.rollout.tokens import TokenBackend, expected
 
 SETTINGS = RolloutSettings(group_size=3, max_tokens=200)
@@ -126,7 +126,7 @@ def test_kept_tokens_are_those_of_the_policy_that_drew_them_at_most_one_update_a
     for step, rollout in enumerate(steps):
         assert len(rollout.samples) == len({s.completion.request.id for s in rollout.samples}) == 4 * 3
         for sample in rollout.samples:
-            versions = sample.completion.generated.policy_versions
+            versions = sample.completion.output.policy_versions
             assert set(versions.tolist()) <= {step - 1, step}
             assert (np.diff(versions) >= 0).all()
             assert sample.completion.token_ids.tolist() == expected(sample.completion)
@@ -148,7 +148,7 @@ def test_moved_requests_go_on_where_they_were_and_are_counted():
 def test_in_lockstep_nothing_follows_the_clock():
     def passes(pass_s: float) -> list[list[float]]:
         ranked = Ranked(Restless, pass_s=pass_s, run_ahead="keep", lockstep=True).run(4)
-        versions = [s.completion.generated.policy_versions.tolist() for r in ranked[0] for s in r.samples]
+        versions = [s.completion.output.policy_versions.tolist() for r in ranked[0] for s in r.samples]
         return [[rollout.metrics["passes"] for rollout in ranked[0]], versions]
 
     assert passes(0.0) == passes(0.002)
@@ -161,14 +161,14 @@ def test_what_was_drawn_ahead_survives_a_checkpoint(size):
     state = before.states[0]
     assert state["ahead"]["drawn"], "nobody ran ahead"
     after = Ranked(size=size, run_ahead="keep").run(2, states=[state], first=3)[0]
-    drawn = state["ahead"]["drawn"]
+    sampled = state["ahead"]["drawn"]
     for sample in after[0].samples:
         completion = sample.completion
         assert completion.token_ids.tolist() == expected(completion)
-        if completion.request.id in drawn:
-            kept = drawn[completion.request.id]["token_ids"].tolist()
+        if completion.request.id in sampled:
+            kept = sampled[completion.request.id]["token_ids"].tolist()
             assert completion.token_ids.tolist()[: len(kept)] == kept
-            assert completion.generated.policy_versions.tolist()[: len(kept)] == [2] * len(kept)
+            assert completion.output.policy_versions.tolist()[: len(kept)] == [2] * len(kept)
 
 
 def test_a_validation_in_between_leaves_what_was_drawn_ahead_alone():
@@ -185,7 +185,7 @@ def test_a_validation_in_between_leaves_what_was_drawn_ahead_alone():
         assert len(rollout.samples) == 12
         for sample in rollout.samples:
             assert sample.completion.token_ids.tolist() == expected(sample.completion)
-            assert set(sample.completion.generated.policy_versions.tolist()) <= {step - 1, step}
+            assert set(sample.completion.output.policy_versions.tolist()) <= {step - 1, step}
 
 
 def test_more_ranks_than_samples():
@@ -263,7 +263,7 @@ def test_groups_that_teach_nothing_are_replaced_and_ranks_agree():
         loop.scorer = RewardScorer([Reward(reward, name="reward", where="main")])
         stream = iter(prompts[4:12])
         rollout = loop.run(prompts[:4], 0, settings, following=prompts[:4], replacements=stream)
-        ahead = loop.ahead
+        ahead = loop.run_ahead_state
         assert ahead is None or ahead.step == 1
         return rollout, loop.history.num_answers, len(list(stream))
 
@@ -308,9 +308,9 @@ def test_tokens_of_a_policy_that_is_too_old_end_the_run():
     before = Ranked(pass_s=0.0004, run_ahead="keep")
     before.run(3)
     state = before.states[0]
-    for drawn in state["ahead"]["drawn"].values():
-        drawn["policy_versions"] -= 1
-    with pytest.raises(RunError, match="step 3: a token was drawn 2 updates ago"):
+    for sampled in state["ahead"]["drawn"].values():
+        sampled["policy_versions"] -= 1
+    with pytest.raises(RunError, match="step 3: a token was sampled 2 updates ago"):
         Ranked(run_ahead="keep").run(1, states=[state], first=3)
 
 
@@ -326,7 +326,7 @@ def test_what_was_drawn_under_other_settings_is_drawn_anew(run_ahead):
         return loop.run(prompts(3), 3, RolloutSettings(group_size=2, max_tokens=200))
 
     for sample in run_ranks(3, work)[0].samples:
-        assert set(sample.completion.generated.policy_versions.tolist()) == {3}
+        assert set(sample.completion.output.policy_versions.tolist()) == {3}
 
 
 class Losing(TokenBackend):

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from rhymerl.backends.base import RolloutBackend
-from rhymerl.types import Completion, Generated, RolloutRequest
+from rhymerl.types import Completion, Output, RolloutRequest
 
 
-def token(seed: int, place: int, version: int) -> int:
-    return (seed + 7 * place + 13 * version) % 50 + 2
+def token(seed: int, index: int, version: int) -> int:
+    return (seed + 7 * index + 13 * version) % 50 + 2
 
 
 class TokenBackend(RolloutBackend):
@@ -34,7 +34,7 @@ class TokenBackend(RolloutBackend):
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         for request in requests:
             assert request.id not in self.answers
-            before = request.generated
+            before = request.output
             tokens = before.token_ids.tolist() if before else []
             versions = before.policy_versions.tolist() if before else []
             self.answers[request.id] = request, tokens, versions
@@ -63,13 +63,14 @@ class TokenBackend(RolloutBackend):
 
     def _leave(self, name: str, reason: Any) -> Completion:
         request, tokens, versions = self.answers.pop(name)
-        generated = Generated(
+        output = Output(
             token_ids=np.array(tokens, np.int32),
             logprobs=-np.array(tokens, np.float64),
             policy_versions=np.array(versions, np.int32),
+            finish_reason=reason,
+            num_passes=len(tokens),  # one token a pass
         )
-        new = len(tokens) - (len(request.generated) if request.generated else 0)
-        return Completion(request=request, generated=generated, finish_reason=reason, num_passes=new)
+        return Completion(request=request, output=output)
 
     def withdraw(self, ids: Iterable[str] | None = None) -> list[Completion]:
         wanted = list(self.answers) if ids is None else [name for name in ids if name in self.answers]
@@ -87,10 +88,10 @@ class TokenBackend(RolloutBackend):
 
 def expected(completion: Completion) -> list[int]:
     """The tokens that the policies of its versions draw for the request."""
-    versions = completion.generated.policy_versions.tolist()
-    return [token(completion.request.seed, place, version) for place, version in enumerate(versions)]
+    versions = completion.output.policy_versions.tolist()
+    return [token(completion.request.seed, index, version) for index, version in enumerate(versions)]
 
 
 def plain(request: RolloutRequest) -> RolloutRequest:
     """Without what it brings along."""
-    return replace(request, generated=None, ahead=None)
+    return replace(request, output=None, ahead=None)

@@ -10,7 +10,7 @@ import numpy as np
 
 from rhymerl.schedulers import Progress
 from rhymerl.testing import make_prompt
-from rhymerl.types import Completion, Generated, RolloutRequest, Sample, SamplingParams
+from rhymerl.types import Completion, Output, RolloutRequest, Sample, SamplingParams
 
 PLAIN = SamplingParams(max_tokens=1000)
 
@@ -43,10 +43,14 @@ def answered(
     tokens = np.zeros(length, np.int32)
     completion = Completion(
         request=request,
-        generated=Generated(token_ids=tokens, logprobs=np.zeros(length), policy_versions=tokens),
-        finish_reason=reason,
-        num_passes=passes,
-        num_drafted=drafted,
+        output=Output(
+            token_ids=tokens,
+            logprobs=np.zeros(length),
+            policy_versions=tokens,
+            finish_reason=reason,
+            num_passes=passes,
+            num_drafted=drafted,
+        ),
     )
     return Sample(completion=completion, text="", reward=0.0, rewards={}, loss_mask=np.ones(length, np.bool_))
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rhymerl.schedulers import LengthPredictor
-from rhymerl.schedulers.costs import QueueCost
+from rhymerl.schedulers.queue_cost import QueueCost
 from tests.schedulers.answers import answered, requests_for, samples_for
 
 FIRST, SECOND = requests_for(2)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from rhymerl.schedulers import HistoPipeScheduler, PacedScheduler, PackedScheduler, SortedScheduler
-from rhymerl.schedulers.costs import QueueCost
 from rhymerl.schedulers.histopipe import cut, linear_workers
 from rhymerl.schedulers.migration import outliers_to_running
 from rhymerl.schedulers.predicting import Piece
+from rhymerl.schedulers.queue_cost import QueueCost
 from tests.schedulers.answers import progress_of, requests_for, samples_for
 
 
@@ -44,7 +44,7 @@ def test_packed_knows_who_is_free_first():
     plan = scheduler.plan(requests, 2, 1)
     assert prompts(plan) == [["0"], ["1", "2", "3"]]  # beside a longer answer a shorter one costs next to nothing
     # Worker 0 has still 95 tokens of prompt 0 to go, worker 1 nothing: now that one gets the longest.
-    scheduler.rebalance(progress_of(plan, [[5], [None] * 3]))
+    scheduler.observe(progress_of(plan, [[5], [None] * 3]))
     assert prompts(scheduler.plan(requests, 2, 2)) == [["1"], ["0", "2", "3"]]
     assert prompts(scheduler.plan(requests, 2, 7)) == prompts(plan)  # that was another step's progress
 
@@ -156,7 +156,7 @@ def test_paced_halves_take_turns_while_workers_run_ahead():
     first = scheduler.plan(requests, 4, 1)
     assert all(first)  # nobody runs ahead yet
     tokens = [[10] * 4, [10] * 4, [None] * 4, [None] * 4]
-    scheduler.rebalance(progress_of(first, tokens))
+    scheduler.observe(progress_of(first, tokens))
     assert [bool(queue) for queue in scheduler.plan(requests, 4, 2)] == [False, False, True, True]
 
 

@@ -66,6 +66,7 @@ def test_every_plan_is_a_partition(make, known, num_prompts, group_size, num_wor
     progress = progress_of(plan, counts, step=step)
     moves = scheduler.rebalance(progress)
     check_moves(moves, progress, scheduler="it")
+    scheduler.observe(progress)
     scheduler.plan(requests[:1], 1, 0)
     following = scheduler.plan(requests, num_workers, step + 1)
     check_plan(following, requests, num_workers=num_workers, scheduler="it")
@@ -157,8 +158,22 @@ def test_a_scheduler_of_ones_own_needs_a_plan_and_nothing_else():
     plan = mine.plan(requests, 2, 0)
     check_plan(plan, requests, num_workers=2, scheduler="Mine")
     assert mine.rebalance(progress_of(plan, [[1, 2], [3]])) == []
+    assert (mine.migrates, mine.moves_requests) == (False, False)
+    mine.observe(progress_of(plan, [[1, 2], [3]]))
     assert (mine.learn([]), mine.metrics(), mine.state_dict(), mine.load_state_dict({})) == (None, {}, {}, None)
     assert Move(request_id="0/0", worker=1).worker == 1
+
+
+def test_the_former_name_of_the_flag_goes_on_counting():
+    class Moving(FIFOScheduler):
+        def rebalance(self, progress):
+            return []
+
+    class Quiet(Moving):
+        moves_requests = False
+
+    assert (Moving().migrates, Moving().moves_requests) == (True, True)
+    assert not Quiet().migrates
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.backends.sglang.backend import SGLangBackend
 from rhymerl.drafters import Drafter, NoDrafter
 from rhymerl.history import Answer, HistoryStore
-from rhymerl.policy import Policy
+from rhymerl.models.policy import Policy
 from rhymerl.types import Completion, RolloutRequest
 from tests.sglang.conftest import CpuEngine
 
@@ -32,7 +32,7 @@ def started(backend: RolloutBackend, policy: Policy, drafter: Drafter | None = N
     backend.start(policy, drafter or NoDrafter())
     backend.sync_weights(policy.model.named_parameters(), 0)
     if isinstance(backend, SGLangBackend):
-        for line in backend.session._flights.lines:
+        for line in backend.session._in_flight.connections:
             everybody = threading.Barrier(line.threads._max_workers + 1)
             for _ in range(line.threads._max_workers):
                 line.threads.submit(everybody.wait)

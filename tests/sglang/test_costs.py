@@ -10,7 +10,7 @@ import pytest
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.sglang.nodes import best_n
 from rhymerl.bench.sglang import SGLangCosts, result_of
-from rhymerl.budgets.costs import CostCurve
+from rhymerl.costs import CostCurve
 from rhymerl.drafters import HistoryTreeDrafter, NoDrafter
 from rhymerl.testing import make_requests, tiny_policy
 from tests.sglang.engines import sglang

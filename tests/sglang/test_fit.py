@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from rhymerl.cli import main
+from rhymerl.history.traces import read_trace
 from rhymerl.testing import tiny_policy
-from rhymerl.traces import read_trace
 from tests.sglang.conftest import CpuEngine
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900), pytest.mark.usefixtures("cpu_engine")]

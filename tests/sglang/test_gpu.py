@@ -46,7 +46,7 @@ def test_memory_comes_and_goes(policy):
     with engine(release_memory=True) as backend:
         started(backend, policy, HistoryTreeDrafter())
         before = answered(backend, requests)
-        backend.rest()
+        backend.sleep()
         free = torch.cuda.mem_get_info()[0]
         backend.sync_weights(policy.model.named_parameters(), 1)
         assert torch.cuda.mem_get_info()[0] < free

@@ -58,7 +58,7 @@ def test_new_weights_and_an_old_history(policy, weights):
         answers = answered(backend, requests)
         metrics = backend.metrics()
         assert equal(answers, embedded(policy, requests)) >= 0.95
-        assert all((each.generated.policy_versions == 1).all() for each in answers.values())
+        assert all((each.output.policy_versions == 1).all() for each in answers.values())
         assert metrics["spec/draft_hit_rate"] > 0.9  # what the drafter knows outlives the flush
         assert metrics["rollout/spec_accept_length"] > 1.5
         asked = make_requests(6, seed=4, temperature=0.0, max_tokens=20, stop_token_ids=())
@@ -72,7 +72,7 @@ def test_rests_during_updates(policy):
     with sglang(release_memory=True) as backend:
         started(backend, policy, HistoryTreeDrafter())
         for version in (1, 2):
-            backend.rest()
+            backend.sleep()
             with pytest.raises(BackendError, match="sync_weights comes before submit"):
                 backend.submit(requests)
             moved(policy)
@@ -108,7 +108,7 @@ def test_an_update_while_requests_are_in_flight(policy):
         done = {}
         while len(done) < len(requests):
             done.update((each.request.id, each) for each in backend.collect())
-    versions = [each.generated.policy_versions for each in done.values()]
+    versions = [each.output.policy_versions for each in done.values()]
     assert all(len(each) == 200 and (np.diff(each) >= 0).all() for each in versions)
     assert any({0, 1} == set(each.tolist()) for each in versions)
 

@@ -45,7 +45,7 @@ def ngram_worker():
 @pytest.mark.parametrize("fails", [False, True])
 def test_masks_are_only_ours_where_we_complete_them(ngram_worker, monkeypatch, fails):
     """A version that prepares its batches elsewhere makes whole masks, as it did before."""
-    from rhymerl.backends.sglang.worker import HistoryWorker
+    from rhymerl.backends.sglang.plugin.worker import HistoryWorker
 
     trees, seen = torch.eye(N, dtype=torch.bool).flatten(), []
 
@@ -78,7 +78,7 @@ def test_masks_are_only_ours_where_we_complete_them(ngram_worker, monkeypatch, f
 def test_the_plugin_leaves_masks_alone(ngram_worker, monkeypatch):
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    from rhymerl.backends.sglang import worker
+    from rhymerl.backends.sglang.plugin import worker
 
     monkeypatch.setattr(SpeculativeAlgorithm, "register", lambda *name, **settings: lambda factory: factory)
     worker.install()
@@ -108,7 +108,7 @@ def test_ranks_go_on_from_the_same_tokens(tmp_path, with_logprobs):
 
 def sampler_and_batch():
     """For three requests whose own draws are none of those that the first rank has."""
-    from rhymerl.backends.sglang.sampler import KeyedSampler
+    from rhymerl.backends.sglang.plugin.sampler import KeyedSampler
 
     sampler = object.__new__(KeyedSampler)
     torch.nn.Module.__init__(sampler)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from rhymerl.backends.remote.process import held_port
 from rhymerl.backends.sglang.backend import SGLangBackend
-from rhymerl.backends.sglang.server import held_port
 from rhymerl.cli import main
 from rhymerl.drafters import HistoryTreeDrafter
 from rhymerl.testing import make_requests, tiny_policy

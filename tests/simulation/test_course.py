@@ -26,7 +26,7 @@ def test_a_queue_by_hand():
     assert it.end == pytest.approx(last)
     assert it.firsts.tolist() == [10, 10, 10]
     # One and a half passes from the end the longest has drawn 6.5 of 8 tokens.
-    assert it.drawn(last - 1.5 * (1 + 1 / 128)).tolist() == pytest.approx([4, 2, 6.5])
+    assert it.sampled(last - 1.5 * (1 + 1 / 128)).tolist() == pytest.approx([4, 2, 6.5])
 
 
 def test_slots_by_hand():
@@ -41,7 +41,7 @@ def test_tokens_drawn_ahead_are_verified_several_at_a_time():
     # With 3 nodes and acceptance 1 a pass emits 4 tokens and verifies 4: 8 tokens in 2 passes of 1 + 4/128, 5 more in 5 plain ones.
     it = course([13], drafts=[8], redo_acceptance=1.0, redo_nodes=3)
     assert it.end == pytest.approx(2 * (1 + 4 / 128) + 5 * (1 + 1 / 128))
-    assert it.drawn(1 + 4 / 128).tolist() == pytest.approx([4])
+    assert it.sampled(1 + 4 / 128).tolist() == pytest.approx([4])
 
 
 def test_drafts_make_passes_dearer_and_fewer():
@@ -63,4 +63,4 @@ def test_as_a_simulator_of_single_passes(lengths, max_running, start):
     end, ends = decoded(start, lengths, max_running)
     assert it.end == pytest.approx(end)
     assert it.ends.tolist() == pytest.approx(ends)
-    assert it.drawn(it.end).tolist() == lengths
+    assert it.sampled(it.end).tolist() == lengths

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rhymerl.errors import ConfigError, DataError
+from rhymerl.history.traces import TraceRecord, TraceWriter
 from rhymerl.simulation import RecordedLengths, SyntheticLengths
-from rhymerl.traces import TraceRecord, TraceWriter
 
 
 def logs(works) -> np.ndarray:

@@ -32,7 +32,7 @@ def group_advantages(
 
 
 def group_sums(values: Tensor, groups: Tensor) -> Tensor:
-    """For each sample the sum over its group; [B] -> [B]."""
+    """Return for each sample the sum over its group; [B] -> [B]."""
     index = groups.unique(return_inverse=True)[1]
     sums: Tensor = values.new_zeros(len(values)).index_add_(0, index, values)
     return sums[index]
@@ -60,7 +60,7 @@ def at_last_token(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def sums_from_here(values: Tensor) -> Tensor:
-    """Of each token and those that follow it, [B, T]."""
+    """Return the sum over each token and those that follow it, [B, T]."""
     return values.flip(-1).cumsum(-1).flip(-1)
 
 

@@ -1,4 +1,4 @@
-"""Estimates of the divergence from a reference policy, from the tokens that were drawn. All [B, T], in nats."""
+"""Estimates of the divergence from a reference policy, from the tokens that were sampled. All [B, T], in nats."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Estimator = Literal["k1", "k2", "k3"]
 
 
 def divergence(logprobs: Tensor, reference: Tensor, *, estimator: Estimator) -> Tensor:
-    """Of KL(policy || reference) for tokens drawn from the policy: joschu.net/blog/kl-approx.html.
+    """Estimate KL(policy || reference) for tokens sampled from the policy: joschu.net/blog/kl-approx.html.
 
     With r = reference / policy, k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r.
     """

@@ -48,7 +48,10 @@ def cispo_surrogate(
 
 
 def importance_weight(log_weight: Tensor, *, level: Level) -> Tensor:
-    """Of each token [B, T], or the product over the answer's tokens [B, 1]; `log_weight` [B, T] is 0 outside the mask."""
+    """Return the weight of each token [B, T], or the product over the answer's tokens [B, 1].
+
+    `log_weight` [B, T] is 0 outside the mask.
+    """
     return (log_weight if level == "token" else log_weight.sum(-1, keepdim=True)).exp()
 
 

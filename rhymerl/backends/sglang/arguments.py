@@ -32,7 +32,7 @@ _REFUSED = {
     "pp_size": _STAGES,
     "pipeline_parallel_size": _STAGES,
 }
-_COPIES = "expected 1; every rank of the trainer has its own engine"  # each would read the one drafter's news
+_COPIES = "expected 1; every rank of the trainer has its own engine"  # each would read the one drafter's feed
 _LOSSY = "expected 1.0; below it drafts change what is drawn"
 _ONE = {  # with a number other than 1
     "dp_size": _COPIES,
@@ -47,7 +47,7 @@ _OF_ONE_ENGINE = dict.fromkeys(
 
 
 def check(arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an argument that is ours to set, or with which drafts would change what is drawn."""
+    """Raise ConfigError for an argument that is ours to set, or with which drafts would change what is sampled."""
     for name, value in arguments.items():
         _refuse(name, value, _REFUSED)
         if value not in (None, 1):
@@ -85,7 +85,10 @@ def words(
     context_tokens: int | None,
     more: Mapping[str, Any],
 ) -> list[str]:
-    """As typed behind `python -m sglang.launch_server`; `n` tokens a request and pass, 1 without drafts."""
+    """Return the arguments as typed behind `python -m sglang.launch_server`.
+
+    `n` is the tokens a request and pass, 1 without drafts.
+    """
     ours: dict[str, Any] = {
         "model_path": model_path,
         "dtype": dtype,

@@ -7,14 +7,14 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 from rhymerl.backends.base import RolloutBackend
+from rhymerl.backends.remote.client import Client
+from rhymerl.backends.remote.node import NodePosition
 from rhymerl.backends.sglang.arguments import check, check_for_ranks
-from rhymerl.backends.sglang.client import Client
 from rhymerl.backends.sglang.nodes import best_n
-from rhymerl.backends.sglang.place import Place
 from rhymerl.backends.sglang.session import Session
 from rhymerl.backends.sglang.session_settings import SessionSettings
 from rhymerl.budgets.base import Budget
-from rhymerl.budgets.costs import CostCurve
+from rhymerl.costs import CostCurve
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
 from rhymerl.errors import BackendError, ConfigError, require_at_least
@@ -24,7 +24,7 @@ from rhymerl.types import Completion, RolloutRequest, Sample
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rhymerl.policy import Policy
+    from rhymerl.models.policy import Policy
 
 _USUAL_NODES = 7  # without a cost curve
 
@@ -117,9 +117,9 @@ class SGLangBackend(RolloutBackend):
         if self._session is not None and self._session.serves(policy, drafter):
             return
         self.close()
-        place = Place.of_this_process()
-        if place.num_ranks > 1:
-            self._refuse_what_ranks_would_share(place)
+        node = NodePosition.of_this_process()
+        if node.num_ranks > 1:
+            self._refuse_what_ranks_would_share(node)
         settings = SessionSettings(
             n=self.num_tokens(drafter, budget),
             max_running=self.max_running,
@@ -133,14 +133,14 @@ class SGLangBackend(RolloutBackend):
             folder=self.folder,
             start_timeout_s=self.start_timeout_s,
             silence_timeout_s=self.silence_timeout_s,
-            place=place,
+            node=node,
         )
         self._session = Session(settings, policy, drafter, addresses=self._addresses)
 
-    def _refuse_what_ranks_would_share(self, place: Place) -> None:
-        if self.tensor_parallel > 1 and place.num_here > 1 and not self._addresses:
+    def _refuse_what_ranks_would_share(self, node: NodePosition) -> None:
+        if self.tensor_parallel > 1 and node.num_here > 1 and not self._addresses:
             raise ConfigError(
-                f"backend.tensor_parallel={self.tensor_parallel}: expected 1 with {place.num_here} ranks on a node, of which each has "
+                f"backend.tensor_parallel={self.tensor_parallel}: expected 1 with {node.num_here} ranks on a node, of which each has "
                 "an engine on its own GPU"
             )
         check_for_ranks(self.arguments)
@@ -178,7 +178,10 @@ class SGLangBackend(RolloutBackend):
         self.session.sync_weights(named_tensors, policy_version)
 
     def progress(self) -> Mapping[str, int]:
-        """What each request brought along, and nothing of what the engine has drawn since: it tells when an answer ends."""
+        """Return how many tokens each request brought along.
+
+        What the engine has sampled since is not known: it tells when an answer ends.
+        """
         return self.session.progress()
 
     def learn(self, samples: Sequence[Sample]) -> None:
@@ -187,14 +190,14 @@ class SGLangBackend(RolloutBackend):
     def follow(self, history: HistoryStore) -> None:
         self.session.follow(history)
 
-    def rest(self) -> None:
-        self.session.rest()
+    def sleep(self) -> None:
+        self.session.sleep()
 
     def metrics(self) -> Mapping[str, float]:
         return self.session.metrics()
 
     def release(self) -> None:
-        """Its process stays."""
+        """Expect new weights for the next stage; the engine's process stays."""
         self.session.expect_new_weights()
 
     def close(self) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
+from rhymerl.backends.remote.client import Client
 from rhymerl.backends.sglang import arguments
 from rhymerl.backends.sglang.backend import SGLangBackend
-from rhymerl.backends.sglang.client import Client
-from rhymerl.backends.sglang.plugin import ALGORITHM, VARIABLE
-from rhymerl.backends.sglang.settings import EngineSettings
+from rhymerl.backends.sglang.plugin.names import ALGORITHM, VARIABLE
+from rhymerl.backends.sglang.plugin.settings import EngineSettings
 from rhymerl.config import instantiate, resolved
 from rhymerl.drafters import RunAheadDrafter
 from rhymerl.errors import ConfigError
@@ -34,7 +34,7 @@ def launch_line(config: DictConfig) -> dict[str, Any]:
     drafter, source = instantiate(config.drafter, key="drafter"), instantiate(config.model, key="model")
     if source.path is None:
         raise ConfigError("model.path=None: expected a directory or hub name, which a server reads its model from")
-    # A trainer that runs ahead may come: without tokens drawn ahead it is the drafter alone.
+    # A trainer that runs ahead may come: without tokens sampled ahead it is the drafter alone.
     settings = EngineSettings.of(RunAheadDrafter(drafter), open_folder(config.out, setting="out").resolve()).open()
     words = arguments.words(
         model_path=source.path,
@@ -74,6 +74,6 @@ def _listens_at(host: str) -> str:
 
 
 def shell_line(launch: dict[str, Any]) -> str:
-    """To be pasted into a shell."""
+    """Return the launch as a line to paste into a shell."""
     variables = [f"{name}={shlex.quote(value)}" for name, value in launch["environment"].items()]
     return " ".join([*variables, "python -m sglang.launch_server", *map(shlex.quote, launch["arguments"])])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rhymerl.budgets.costs import PassCost
+from rhymerl.costs import PassCost
 
 LARGEST = 32  # tokens a request and pass, its last token among them
 

@@ -1,4 +1,4 @@
-"""The engine that a session starts itself: its process, and the files in which its drafter meets the trainer."""
+"""The engine that a session starts itself: its process, and the files that its drafter shares with the trainer."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rhymerl.backends.sglang import arguments, weights
-from rhymerl.backends.sglang.client import Client, NoAnswerError
-from rhymerl.backends.sglang.counters import Counters
-from rhymerl.backends.sglang.news import NewsWriter
-from rhymerl.backends.sglang.plugin import ALGORITHM, VARIABLE
-from rhymerl.backends.sglang.server import Server, require_sglang
+from rhymerl.backends.remote import weights
+from rhymerl.backends.remote.client import Client, NoAnswerError
+from rhymerl.backends.remote.counters import Counters
+from rhymerl.backends.remote.drafter_feed import FeedWriter
+from rhymerl.backends.remote.process import Server, require_sglang
+from rhymerl.backends.sglang import arguments
+from rhymerl.backends.sglang.plugin.names import ALGORITHM, VARIABLE
+from rhymerl.backends.sglang.plugin.settings import COUNTERS, FEED, EngineSettings
 from rhymerl.backends.sglang.session_settings import SessionSettings
-from rhymerl.backends.sglang.settings import COUNTERS, NEWS, EngineSettings
 from rhymerl.drafters.base import Drafter
 from rhymerl.errors import BackendError
 
 if TYPE_CHECKING:
-    from rhymerl.policy import Policy
+    from rhymerl.models.policy import Policy
 
 _DYING_S = 2.0  # from a broken connection to the end of the process
 
@@ -27,7 +28,7 @@ class OwnEngine:
     """Runs when it is made, until `close`; `renew` puts another in its place, `restarts` times at most."""
 
     server: Server
-    news: NewsWriter
+    feed: FeedWriter
     counters: Counters
 
     def __init__(
@@ -48,8 +49,8 @@ class OwnEngine:
         require_sglang(memory_saver=saves_memory)
         file = EngineSettings.of(self.drafter, self.folder).open()
         self.counters = Counters(self.folder / COUNTERS)
-        shutil.rmtree(self.folder / NEWS, ignore_errors=True)
-        self.news = NewsWriter(self.folder / NEWS)
+        shutil.rmtree(self.folder / FEED, ignore_errors=True)
+        self.feed = FeedWriter(self.folder / FEED)
         self.server = Server(
             self._words(saves_memory), {VARIABLE: str(file), **self.settings.environment}, self.folder / "engine.log"
         )

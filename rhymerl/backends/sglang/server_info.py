@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rhymerl.backends.sglang.client import Client
-from rhymerl.backends.sglang.plugin import ALGORITHM
+from rhymerl.backends.remote.client import Client
+from rhymerl.backends.sglang.plugin.names import ALGORITHM
 from rhymerl.backends.sglang.session_settings import SessionSettings
 from rhymerl.errors import ConfigError
 
@@ -16,7 +16,7 @@ _LOSSY = ("speculative_accept_threshold_single", "speculative_accept_threshold_a
 def tokens_a_pass(engine: Client, settings: SessionSettings) -> int:
     """How many tokens each request has in a pass, its last one among them: 1 without drafts.
 
-    Raises ConfigError for a server whose drafts change what is drawn, or that is not what the settings say.
+    Raises ConfigError for a server whose drafts change what is sampled, or that is not what the settings say.
     """
     info = engine.get_if_known("/server_info")
     if not isinstance(info, Mapping):  # it does not say
@@ -28,7 +28,7 @@ def tokens_a_pass(engine: Client, settings: SessionSettings) -> int:
 
 def _faults(info: Mapping[str, Any], settings: SessionSettings) -> Iterator[str]:
     drafts = info.get("speculative_algorithm")
-    # SGLang's n-grams bias what is drawn; draft models would be given the policy's weights.
+    # SGLang's n-grams bias what is sampled; draft models would be given the policy's weights.
     if drafts not in (None, ALGORITHM):
         yield f"speculative_algorithm={drafts}; expected none, or {ALGORITHM} as rhymerl sglang-args starts it"
     for name in _LOSSY:

@@ -1,4 +1,4 @@
-"""Engines from a session's start to its end: requests in flight, weights, and the news of the drafter."""
+"""Engines from a session's start to its end: requests in flight, weights, and the feed of the drafter."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rhymerl.backends.sglang import weights
+from rhymerl.backends.remote import weights
+from rhymerl.backends.remote.client import Client, NoAnswerError
+from rhymerl.backends.remote.delivery import NO_WEIGHTS, Delivery
+from rhymerl.backends.remote.drafter_feed import FeedMessage
+from rhymerl.backends.remote.fleet import Fleet
+from rhymerl.backends.remote.in_flight import InFlightRequest, InFlightRequests
 from rhymerl.backends.sglang.arguments import engine_dtype
-from rhymerl.backends.sglang.client import Client, NoAnswerError
-from rhymerl.backends.sglang.delivery import NO_WEIGHTS, Delivery
-from rhymerl.backends.sglang.fleet import Fleet
-from rhymerl.backends.sglang.flights import Flight, Flights
-from rhymerl.backends.sglang.news import News
 from rhymerl.backends.sglang.own import OwnEngine
-from rhymerl.backends.sglang.plugin import FOLDERS
+from rhymerl.backends.sglang.plugin.names import FOLDERS
 from rhymerl.backends.sglang.server_info import tokens_a_pass
 from rhymerl.backends.sglang.session_settings import SessionSettings
 from rhymerl.drafters.base import Drafter
@@ -26,13 +26,13 @@ from rhymerl.drafters.run_ahead import listens
 from rhymerl.engine.support import refuse_impossible
 from rhymerl.errors import BackendError, ConfigError
 from rhymerl.history import NO_VERSION, HistoryStore
-from rhymerl.policy import DTYPES
+from rhymerl.models.policy import DTYPES
 from rhymerl.types import Completion, Ratio, RolloutRequest, Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rhymerl.policy import Policy
+    from rhymerl.models.policy import Policy
 
 _LOOK_S = 0.2  # how often to see whether the engine is alive while nothing comes back
 _HEALTH_S = 60.0  # for a health check, which is a token; SGLang itself gives up after 20
@@ -51,12 +51,12 @@ class Session:
         self.policy = policy
         self.drafter = drafter
         self.folder = Path(tempfile.mkdtemp(prefix=FOLDERS, dir=settings.opened_folder()))
-        copies, in_memory = settings.place.num_here, settings.folder is None
+        copies, in_memory = settings.node.num_here, settings.folder is None
         self.weights_folder = weights.make_folder(self.folder, policy.model, copies=copies, in_memory=in_memory)
         self._own: OwnEngine | None = None
         self._history: HistoryStore | None = None
         self._followed = NO_VERSION
-        self._landed: list[Completion] = []  # ended, and not collected yet
+        self._completed: list[Completion] = []  # ended, and not collected yet
         self._reported_s = self._heard_s = time.monotonic()
         try:
             weights.write_config(policy.model, self.weights_folder)
@@ -67,15 +67,15 @@ class Session:
             raise
 
     def _found(self, addresses: Sequence[Client]) -> Sequence[int]:
-        """Of each engine at the addresses."""
-        place = self.settings.place
+        """Find the engines at the addresses; return how many tokens a request and pass each of them has."""
+        node = self.settings.node
         self.fleet = Fleet.at(
-            addresses, rank=place.rank, num_ranks=place.num_ranks, timeout_s=self.settings.silence_timeout_s
+            addresses, rank=node.rank, num_ranks=node.num_ranks, timeout_s=self.settings.silence_timeout_s
         )
         return self.fleet.each(lambda _, engine: tokens_a_pass(engine, self.settings))
 
     def _started(self) -> Sequence[int]:
-        """Of the one engine that is ours."""
+        """Start the one engine that is ours; return how many tokens a request and pass it has."""
         self._own = OwnEngine(
             self.settings,
             self.policy,
@@ -88,7 +88,7 @@ class Session:
         return [self.settings.n]
 
     def _connect(self) -> None:
-        """To the engines of the fleet, which have no weights yet."""
+        """Connect to the engines of the fleet, which have no weights yet."""
         is_shared = self.policy.model.device.type == "cuda" and self._own is not None
         way = self.settings.weights if self.settings.weights != "auto" else "tensor" if is_shared else "disk"
         self._delivery = Delivery(
@@ -99,24 +99,26 @@ class Session:
             tensor_parallel=self.settings.tensor_parallel,
             folder=self.weights_folder,
         )
-        self._flights = Flights(self.fleet, self._tokens_a_pass, max_sent=_SENT * self.settings.max_running)
+        self._in_flight = InFlightRequests(self.fleet, self._tokens_a_pass, max_sent=_SENT * self.settings.max_running)
 
     @property
     def _dtype(self) -> str:
         own = next(name for name, dtype in DTYPES.items() if dtype == self.policy.model.dtype)
         return engine_dtype(self.settings.dtype, own)
 
-    def _recover(self, error: BackendError, *, version: int | None = None, without: Sequence[Flight] = ()) -> None:
+    def _recover(
+        self, error: BackendError, *, version: int | None = None, without: Sequence[InFlightRequest] = ()
+    ) -> None:
         """A new engine with the policy's weights as `version`, by default the old one's, in the place of one that is dead or hangs.
 
-        What was in flight is sent again from where it was last sent, but for the flights `without`; what had come back before has
+        What was in flight is sent again from where it was last sent, but for the requests `without`; what had come back before has
         landed. The policy has not changed since the old one's version. Raises its death, or `error`, where it may not be started again
         or is none of ours; there is no other successor for one that fails before it has its weights.
         """
         if self._own is None:
             raise error
         self._own.renew(error)
-        old, version = self._flights, self.version if version is None else version
+        old, version = self._in_flight, self.version if version is None else version
         self._delivery.close()
         old.close()
         self.fleet = Fleet([self._own.client], timeout_s=self.settings.silence_timeout_s)
@@ -126,9 +128,9 @@ class Session:
         self._followed = NO_VERSION
         if self._history is not None:
             self.follow(self._history)
-        left = {flight.rid for flight in without}
-        for flight in [each for each in old.flying.values() if each.rid not in left]:
-            self._go_on(flight, old.lose(flight))
+        left = {sent.rid for sent in without}
+        for sent in [each for each in old.requests.values() if each.rid not in left]:
+            self._go_on(old.abandon(sent))
         self._heard_s = time.monotonic()
 
     def serves(self, policy: Policy, drafter: Drafter) -> bool:
@@ -144,11 +146,11 @@ class Session:
         """End the engine, whatever it is doing, and remove its files. One that was there before is only left."""
         if self._own is None:
             with suppress(BackendError):
-                self._give_up([*self._flights.flying.values()], _PARTING_S)
+                self._give_up([*self._in_flight.requests.values()], _PARTING_S)
             with suppress(BackendError):
-                self._delivery.wake()  # for whoever comes next
+                self._delivery.wake_up()  # for whoever comes next
         self._delivery.close()
-        self._flights.close()
+        self._in_flight.close()
         self._end()
         self.drafter.close()
 
@@ -160,14 +162,14 @@ class Session:
 
     @property
     def version(self) -> int:
-        """Of the weights in the engines."""
+        """The version of the weights in the engines."""
         return self._delivery.version
 
     # -- requests --------------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         """Let them go. Raises ConfigError, sending none, when one could never be answered: it might end the engine."""
-        if self.version == NO_WEIGHTS or self._delivery.is_resting:
+        if self.version == NO_WEIGHTS or self._delivery.is_asleep:
             raise BackendError("the SGLang engine has no weights yet: sync_weights comes before submit")
         vocabulary = self.policy.model.config.get_text_config().vocab_size
         verifies_by_its_own_rule = max(self._tokens_a_pass) > 1 and not self._delivery.draws_by_seed
@@ -179,30 +181,33 @@ class Session:
                 )
             if request.sampling.min_p and verifies_by_its_own_rule:
                 raise ConfigError(f"min_p={request.sampling.min_p}: expected 0; this SGLang verifies drafts without it")
-        if not self._flights.flying:
+        if not self._in_flight.requests:
             self._heard_s = time.monotonic()
         for request in requests:
-            self._flights.send(request)
+            self._in_flight.send(request)
 
     def collect(self, timeout_s: float | None) -> list[Completion]:
-        """At least one, unless nothing is in flight or the time is over. Raises BackendError when the engine has died."""
+        """Return at least one completion, unless nothing is in flight or the time is over.
+
+        Raises BackendError when the engine has died.
+        """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while self._flights.flying and not self._landed:
+        while self._in_flight.requests and not self._completed:
             left = _LOOK_S if deadline is None else min(_LOOK_S, deadline - time.monotonic())
-            back = self._flights.wait(max(left, 0.0))
+            back = self._in_flight.wait(max(left, 0.0))
             try:
                 self._look(back)
             except NoAnswerError as error:
                 self._recover(error)
-            self._flights.land_all(back, self._landed)
+            self._in_flight.complete_all(back, self._completed)
             if deadline is not None and time.monotonic() >= deadline:
                 break
-        landed, self._landed = self._landed, []
+        landed, self._completed = self._completed, []
         return landed
 
-    def _look(self, back: Sequence[Flight]) -> None:
+    def _look(self, back: Sequence[InFlightRequest]) -> None:
         """Raise NoAnswerError when an engine is dead, or has been silent for long and is not well."""
-        failures = [flight.failure for flight in back if flight.failure is not None]
+        failures = [sent.failure for sent in back if sent.failure is not None]
         if back:
             self._heard_s = time.monotonic()
         if self._own is not None and (failures or not back):
@@ -226,81 +231,84 @@ class Session:
 
     def progress(self) -> Mapping[str, int]:
         """Tokens that each request in flight was sent with."""
-        flying = (flight.request for flight in self._flights.flying.values())
-        return {request.id: len(request.generated) if request.generated else 0 for request in flying}
+        requests = (sent.request for sent in self._in_flight.requests.values())
+        return {request.id: len(request.output) if request.output else 0 for request in requests}
 
     def withdraw(self, ids: Iterable[str] | None) -> list[Completion]:
         """Take them back. One that ends meanwhile, or has ended and was not collected, comes back as it ended."""
         wanted = None if ids is None else set(ids)
         back = [completion for _, completion in self._taken_back(wanted)]
-        back += [each for each in self._landed if wanted is None or each.request.id in wanted]
-        self._landed = [each for each in self._landed if wanted is not None and each.request.id not in wanted]
+        back += [each for each in self._completed if wanted is None or each.request.id in wanted]
+        self._completed = [each for each in self._completed if wanted is not None and each.request.id not in wanted]
         return back
 
-    def _taken_back(self, wanted: set[str] | None) -> list[tuple[Flight, Completion]]:
-        """With a dead engine the tokens that it has drawn for them are lost; others are sent to its successor."""
-        flights = [each for name, each in self._flights.flying.items() if wanted is None or name in wanted]
-        before = self._flights
-        try:
-            self._give_up(flights, self.settings.silence_timeout_s)
-        except BackendError as error:
-            self._recover(error, without=flights)
-            return [(flight, before.lose(flight)) for flight in flights]
-        return [(flight, before.land(flight, is_withdrawn=True)) for flight in flights]
+    def _taken_back(self, wanted: set[str] | None) -> list[tuple[InFlightRequest, Completion]]:
+        """Take the requests back with the tokens that they have.
 
-    def _give_up(self, flights: Sequence[Flight], patience_s: float) -> None:
+        The tokens that a dead engine has sampled for them are lost; other requests are sent to its successor.
+        """
+        requests = [each for name, each in self._in_flight.requests.items() if wanted is None or name in wanted]
+        before = self._in_flight
+        try:
+            self._give_up(requests, self.settings.silence_timeout_s)
+        except BackendError as error:
+            self._recover(error, without=requests)
+            return [(sent, before.abandon(sent)) for sent in requests]
+        return [(sent, before.complete(sent, is_withdrawn=True)) for sent in requests]
+
+    def _give_up(self, requests: Sequence[InFlightRequest], patience_s: float) -> None:
         """Return when all of them are back. Raises BackendError when one has failed, or stays away for too long."""
-        for flight in flights:
-            flight.answer.cancel()
+        for sent in requests:
+            sent.answer.cancel()
         deadline = time.monotonic() + patience_s
-        while left := [flight for flight in flights if not flight.answer.done()]:
+        while left := [sent for sent in requests if not sent.answer.done()]:
             # Again and again: what is on its way to the engine is not known there yet.
-            for flight in left:
+            for sent in left:
                 if time.monotonic() > deadline:
                     raise self._silence("an SGLang engine has not given requests back for so long")
                 with suppress(BackendError):  # whether it is gone is seen by its answers
-                    flight.line.engine.post("/abort_request", {"rid": flight.rid}, timeout_s=_ABORT_S)
-            self._flights.settle(left, _LOOK_S)
+                    sent.connection.engine.post("/abort_request", {"rid": sent.rid}, timeout_s=_ABORT_S)
+            self._in_flight.settle(left, _LOOK_S)
             if self._own is not None:
                 self._own.check()
-        for flight in flights:
-            if flight.failure is not None:
-                raise flight.failure
+        for sent in requests:
+            if sent.failure is not None:
+                raise sent.failure
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def sync_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Requests in flight are taken back, and sent on with their tokens when the weights are there."""
-        if version == self.version and not self._delivery.is_resting:
+        if version == self.version and not self._delivery.is_asleep:
             return
         withdrawn = self._taken_back(None)
         try:
             self._load(named, version)
         except BackendError as error:
             self._recover(error, version=version)
-        for flight, completion in withdrawn:
-            self._go_on(flight, completion)
+        for _, completion in withdrawn:
+            self._go_on(completion)
 
-    def _go_on(self, flight: Flight, completion: Completion) -> None:
-        """With the tokens that it has, unless it has ended."""
+    def _go_on(self, completion: Completion) -> None:
+        """Send the request on with the tokens that it has, unless it has ended."""
         if completion.finish_reason == "withdrawn":
-            self._flights.send(completion.resume(), flight)
+            self._in_flight.send(completion.resume())
         else:
-            self._landed.append(completion)
+            self._completed.append(completion)
 
     def _load(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
         self._delivery.load(named, version)
-        self._flights.policy_version = version
+        self._in_flight.policy_version = version
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Give the engines' memory to the update, if that is wanted and nothing is in flight."""
-        if not self.settings.release_memory or self._flights.flying:
+        if not self.settings.release_memory or self._in_flight.requests:
             return
         try:
-            self._delivery.rest()
+            self._delivery.sleep()
         except BackendError as error:
             self._recover(error)
-            self._delivery.rest()
+            self._delivery.sleep()
 
     # -- history -------------------------------------------------------------------------------------------------------
 
@@ -311,22 +319,22 @@ class Session:
             return
         delta = history.deltas(self._followed)
         self._followed = delta.version
-        self._tell(self._own, News(delta=delta))
+        self._tell(self._own, FeedMessage(delta=delta))
 
     def learn(self, samples: Sequence[Sample]) -> None:
         """Tell the drafter, if it wants to know."""
         if self._own is not None and self.settings.n > 1 and listens(self.drafter, "learn"):
-            self._tell(self._own, News(samples=samples))
+            self._tell(self._own, FeedMessage(samples=samples))
 
-    def _tell(self, engine: OwnEngine, news: News) -> None:
-        engine.news.write(news)
-        self._flights.news = engine.news.version
+    def _tell(self, engine: OwnEngine, feed: FeedMessage) -> None:
+        engine.feed.write(feed)
+        self._in_flight.feed = engine.feed.version
 
     # -- metrics -------------------------------------------------------------------------------------------------------
 
     def metrics(self) -> Mapping[str, float]:
         """What came back since the last call, and what the drafter counted."""
-        totals = self._flights.totals()
+        totals = self._in_flight.totals()
         result = {
             "rollout/spec_accept_length": Ratio(totals["emitted"], totals["passes"]),
             "rollout/spec_accept_rate": Ratio(totals["accepted"], totals["drafted"]),

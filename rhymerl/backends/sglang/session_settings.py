@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rhymerl.backends.sglang.place import Place
+from rhymerl.backends.remote.node import NodePosition
 from rhymerl.folders import open_folder
 
 
@@ -27,11 +27,11 @@ class SessionSettings:
     folder: str | None  # where the session makes its own
     start_timeout_s: float
     silence_timeout_s: float
-    place: Place
+    node: NodePosition
 
     def opened_folder(self) -> Path | None:
         """Where the session's own folder is made: in `folder`, of which every rank has a part."""
         if self.folder is None:
             return None
-        part = f"rank{self.place.rank}" if self.place.num_ranks > 1 else ""
+        part = f"rank{self.node.rank}" if self.node.num_ranks > 1 else ""
         return open_folder(Path(self.folder, part), setting="backend.folder").resolve()

@@ -52,7 +52,7 @@ def _offer_functions(code: str) -> None:
 
 
 def _run_programs(job: dict[str, Any], *, filtered: bool) -> None:
-    """For each input asked for, run the code in a process of its own, and reply with its output and exit code."""
+    """Run the code in a process of its own for each input asked for; reply with its output and exit code."""
     while True:
         try:
             given = read_message(_REQUESTS, max_bytes=_MAX_MESSAGE_BYTES)
@@ -87,7 +87,7 @@ def _run_program(job: dict[str, Any], given: str, *, filtered: bool) -> dict[str
 
 
 def _read_all(fd: int, *, max_bytes: int) -> str | None:
-    """None when it is more than `max_bytes`."""
+    """Read all there is; None when it is more than `max_bytes`."""
     parts, size = [], 0
     while part := os.read(fd, _CHUNK_BYTES):
         size += len(part)

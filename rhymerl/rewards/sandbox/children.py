@@ -44,26 +44,26 @@ def fork(work: Callable[[], None]) -> int:
 
 
 def die_with_parent() -> None:
-    """Again, where this process has changed its user or its user namespace since."""
+    """End with the parent; to be called again where this process has changed its user or its user namespace since."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def keep_only(fds: Sequence[int]) -> None:
     """Make `fds` the descriptors 0, 1, 2 …, and close all others."""
-    for place, fd in enumerate([fcntl.fcntl(fd, fcntl.F_DUPFD, _ABOVE) for fd in fds]):
-        os.dup2(fd, place)
+    for index, fd in enumerate([fcntl.fcntl(fd, fcntl.F_DUPFD, _ABOVE) for fd in fds]):
+        os.dup2(fd, index)
     os.closerange(len(fds), 10 * _ABOVE)
 
 
 def limit(job: dict[str, Any]) -> None:
-    """Memory and processor time, for good."""
+    """Limit memory and processor time, for good."""
     seconds = int(job["time_limit_s"]) + _SPARE_S
     for kind, value in ((resource.RLIMIT_AS, job["memory_mb"] * 2**20), (resource.RLIMIT_CPU, seconds)):
         resource.setrlimit(kind, (value, value))
 
 
 def confine(job: dict[str, Any], *, filtered: bool) -> None:
-    """All limits, and the filter of system calls."""
+    """Set all limits, and the filter of system calls."""
     limit(job)
     for kind, value in ((resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, _MAX_FILES)):
         resource.setrlimit(kind, (value, value))

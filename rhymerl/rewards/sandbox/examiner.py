@@ -74,7 +74,7 @@ def _try_program(test: dict[str, Any], replies: int, requests: int) -> dict[str,
 
 
 def _lines(text: str) -> list[str]:
-    """Without white space at the ends of lines and empty lines at the end."""
+    """Return the lines without white space at their ends and without empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
@@ -116,7 +116,10 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _run_tests(code: CodeType, names: dict[str, Any], entry_point: str | None, offered: dict[str, Any]) -> None:
-    """As in HumanEval, tests may define `check(candidate)`, which then gets the entry point: the answer's, not one of the tests."""
+    """Run the tests, which may define `check(candidate)`, as in HumanEval.
+
+    It then gets the entry point: the answer's, not one of the tests.
+    """
     exec(code, names)
     if entry_point and "check" in code.co_names and callable(names.get("check")):
         names["check"](eval(entry_point, offered))
@@ -127,7 +130,7 @@ def _refuse(value: Any) -> Any:
 
 
 def _as_lists(value: Any) -> Any:
-    """As JSON would have it, in which the expected value was written."""
+    """Return a value as JSON would have it, in which the expected value was written."""
     if isinstance(value, list | tuple):
         return [_as_lists(item) for item in value]
     return {str(key): _as_lists(item) for key, item in value.items()} if isinstance(value, dict) else value

@@ -21,7 +21,7 @@ _NODES = (
 
 @contextmanager
 def expressions_only(packages: Sequence[str], *, is_harmless: Callable[[Any], bool]) -> Iterator[None]:
-    """Within, these packages' own calls of `eval` evaluate expressions only, with harmless names in them.
+    """Context in which these packages' own calls of `eval` evaluate expressions only, with harmless names in them.
 
     They raise ValueError for everything else. Other packages' calls are as ever: the standard library makes classes so.
     """

@@ -40,6 +40,6 @@ def prctl(option: int, value: int) -> None:
 
 
 def drop_capabilities() -> None:
-    """All of them, for good together with no_new_privs. Raises OSError."""
+    """Drop all capabilities, for good together with no_new_privs. Raises OSError."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
     call("capset", header, (ctypes.c_uint32 * 6)())

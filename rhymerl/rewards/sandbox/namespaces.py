@@ -49,7 +49,10 @@ def enter(folders: Sequence[str], *, spare: users.User | None) -> None:
 
 
 def _unshare(spare: users.User | None) -> None:
-    """With a user namespace, for which nobody needs a right; else, as root where these are switched off, without."""
+    """Enter new namespaces, with a user namespace, for which nobody needs a right.
+
+    Where user namespaces are switched off, root enters the others without one.
+    """
     own = users.own()
     finish = _map_from_outside([own, spare]) if spare else lambda entered: False
     try:
@@ -93,7 +96,7 @@ def _map_from_outside(kept: Sequence[users.User]) -> Callable[[bool], bool]:
 
 
 def _map(process: int, kept: Sequence[users.User]) -> None:
-    """These users and groups, under their own numbers. Raises OSError."""
+    """Map these users and groups under their own numbers. Raises OSError."""
     for kind in ("uid", "gid"):
         with open(f"/proc/{process}/{kind}_map", "w") as file:
             file.write("\n".join(f"{getattr(user, kind)} {getattr(user, kind)} 1" for user in kept))

@@ -129,7 +129,10 @@ def run(job: Job) -> Report:
 
 
 def _read(report: int, *, limit_s: float) -> bytes:
-    """Until the sandbox is done. It keeps the time itself; that it might not is its own fault."""
+    """Read the report until the sandbox is done.
+
+    The sandbox keeps the time itself; if it does not, that is a SandboxError.
+    """
     data = b""
     give_up = monotonic() + limit_s
     poll = select.poll()

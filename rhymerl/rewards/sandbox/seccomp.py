@@ -141,7 +141,7 @@ def install(*, memory_mb: int) -> None:
 
 
 def compiled(*, memory_mb: int) -> bytes:
-    """The filter of this process and its children, which map memory around the same place."""
+    """The filter of this process and its children, which map memory around the same address."""
     return _compiled(memory_mb // 2**12)
 
 
@@ -152,7 +152,7 @@ def _compiled(further: int) -> bytes:
 
 
 def install_program(program: bytes) -> None:
-    """The same with any filter."""
+    """Do the same with any filter."""
     buffer = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HP", len(program) // 8, ctypes.addressof(buffer))
     prctl(PR_SET_NO_NEW_PRIVS, 1)
@@ -203,7 +203,10 @@ def _none_of(argument: int, bits: int, error: int) -> list[bytes]:
 
 
 def _one_of(argument: int, values: Sequence[int], error: int = errno.EPERM) -> list[bytes]:
-    """Of 32 bits: the high half is 0."""
+    """Return instructions that allow an argument these values only.
+
+    It has 32 bits: the high half must be 0.
+    """
     low = [_load(argument), *_jump_if_any(values, over=1)]
     return [_load(argument, high=True), _jump(_EQUAL, 0, 0, len(low)), *low, _refuse(error)]
 
@@ -221,7 +224,7 @@ def _anywhere_or_within(argument: int, high_halves: Sequence[int]) -> list[bytes
 
 def _jump_if_any(values: Sequence[int], *, over: int) -> list[bytes]:
     """Skip `over` statements behind these if what was loaded is one of the values."""
-    return [_jump(_EQUAL, value, len(values) - 1 - place + over, 0) for place, value in enumerate(values)]
+    return [_jump(_EQUAL, value, len(values) - 1 - index + over, 0) for index, value in enumerate(values)]
 
 
 def _load(argument: int, *, high: bool = False) -> bytes:

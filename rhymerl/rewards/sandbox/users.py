@@ -24,12 +24,12 @@ class User(NamedTuple):
 
 
 def own() -> User:
-    """The one that this process is."""
+    """Return the user that this process is."""
     return User(os.geteuid(), os.getegid())
 
 
 def spare() -> User | None:
-    """One that nobody is, another for each process; None where this process is not root or there is root alone."""
+    """Return a user that nobody is, another for each process; None unless this process is root, or with root alone."""
     uid, gid = (_spare_id(f"/proc/self/{name}") for name in ("uid_map", "gid_map"))
     return None if os.geteuid() != 0 or uid is None or gid is None else User(uid, gid)
 
@@ -56,7 +56,7 @@ def check(user: User, *, folders: Sequence[str], apart: bool) -> None:
 
 
 def become(user: User) -> None:
-    """For good, once the capabilities are dropped too. Raises OSError."""
+    """Become the user for good, once the capabilities are dropped too. Raises OSError."""
     if user == own():
         return
     os.setgroups([])
@@ -65,7 +65,7 @@ def become(user: User) -> None:
 
 
 def limit_processes() -> None:
-    """Those of this process's user, for good. Raises OSError where the kernel does not count them."""
+    """Limit the processes of this process's user, for good. Raises OSError where the kernel does not count them."""
     resource.setrlimit(resource.RLIMIT_NPROC, (1, MAX_PROCESSES))
     try:
         child = os.fork()
@@ -79,7 +79,7 @@ def limit_processes() -> None:
 
 
 def _spare_id(path: str) -> int | None:
-    """In the upper half of the widest range that is mapped here."""
+    """Return an id in the upper half of the widest range that is mapped here."""
     with open(path) as file:
         ranges = [[int(word) for word in line.split()] for line in file]
     first, _, count = max(ranges, key=lambda entry: entry[2], default=(0, 0, 0))

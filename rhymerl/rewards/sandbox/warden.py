@@ -92,7 +92,10 @@ def _try(missing: dict[str, str], wall: str, put_up: Callable[[], None]) -> None
 
 
 def _give_up_rights(user: users.User) -> None:
-    """For good. The answer's process is the same user's, and may not look into this one."""
+    """Give up all rights for good.
+
+    The answer's process is the same user's, and may not look into this one.
+    """
     os.setpgrp()  # the group of whoever started all this can be killed from within it
     users.become(user)
     die_with_parent()
@@ -102,7 +105,7 @@ def _give_up_rights(user: users.User) -> None:
 
 
 def _wait(over: int, seconds: float) -> None:
-    """Until the examiner is gone, nobody reads the report any more, or the time is up."""
+    """Wait until the examiner is gone, nobody reads the report any more, or the time is up."""
     poll = select.poll()
     poll.register(over, select.POLLIN)
     poll.register(_REPORT, 0)  # which tells of errors alone

@@ -40,7 +40,7 @@ def read_message(fd: int, *, max_bytes: int) -> Any:
 
 
 def whole_messages(data: bytes) -> list[Any]:
-    """Those in `data`, from one who is believed; the last may have been cut off."""
+    """Return the whole messages in `data`, from a trusted sender; the last may have been cut off."""
     messages = []
     while len(data) >= _LENGTH_BYTES:
         end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")

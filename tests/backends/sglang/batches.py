@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from rhymerl.backends.sglang.drafting import EngineDrafting
-from rhymerl.backends.sglang.wire import to_custom_params
+from rhymerl.backends.remote.wire import to_custom_params
+from rhymerl.backends.sglang.plugin.drafting import EngineDrafting
 from rhymerl.drafters import Drafter
 from rhymerl.types import Draft, RolloutRequest
 from tests.backends.sglang.trees import path_of
@@ -33,8 +33,8 @@ class FakeRequest:
     def finished(self) -> bool:
         return self.finished_reason is not None
 
-    def draw(self, place: int) -> int:
-        return self.truth[place] if place < len(self.truth) else BEHIND
+    def draw(self, index: int) -> int:
+        return self.truth[index] if index < len(self.truth) else BEHIND
 
     def commit(self, tokens: Sequence[int]) -> None:
         """As its scheduler takes up what a pass has drawn: all of it, whether or not the answer ended before."""
@@ -52,10 +52,10 @@ class FakeRequest:
 
 def fake(request: RolloutRequest, answer: Sequence[int], *, rid: str | None = None, **params: Any) -> FakeRequest:
     """As it arrives in SGLang; `answer` is all of it, what was generated before included."""
-    before = request.generated.token_ids.tolist() if request.generated is not None else []
+    before = request.output.token_ids.tolist() if request.output is not None else []
     sampling = request.sampling
     given = {
-        "custom_params": json.loads(json.dumps(to_custom_params(request, news=0))),
+        "custom_params": json.loads(json.dumps(to_custom_params(request, feed=0))),
         "max_new_tokens": sampling.max_tokens - len(before),
         "temperature": sampling.temperature or 1.0,
         "top_k": 1 if sampling.temperature == 0 else sampling.top_k or 2**30,
@@ -75,15 +75,15 @@ def fake(request: RolloutRequest, answer: Sequence[int], *, rid: str | None = No
 def step(drafting: EngineDrafting, batch: Sequence[FakeRequest], ahead: Sequence[Sequence[int]]) -> list[list[int]]:
     """One verified pass: the tokens that it draws for each request."""
     trees = drafting.propose(batch, ahead)
-    mask, drawn = trees.mask(), []
+    mask, sampled = trees.mask(), []
     for r, request in enumerate(batch):
         known = [*request.origin_input_ids, *request.output_ids, *ahead[r]]
         assert trees.token_ids[r, 0] == known[-1], "node 0 is not the engine's last token"
         done = len(request.output_ids) + len(ahead[r])
         predictions = np.array([request.draw(done + depth) for depth in mask[r].sum(-1) - 1])
         path = path_of(mask[r], trees.token_ids[r], predictions)
-        drawn.append(predictions[path].tolist())
-    return drawn
+        sampled.append(predictions[path].tolist())
+    return sampled
 
 
 def run(drafting: EngineDrafting, requests: Sequence[FakeRequest], *, overlap: bool = False) -> None:
@@ -95,17 +95,17 @@ def run(drafting: EngineDrafting, requests: Sequence[FakeRequest], *, overlap: b
             batch, ahead = commit(batch, ahead)
             ahead = step(drafting, batch, [()] * len(batch))
         else:
-            drawn = step(drafting, batch, ahead)
-            batch, ahead = commit(batch, ahead, drawn)
+            sampled = step(drafting, batch, ahead)
+            batch, ahead = commit(batch, ahead, sampled)
     drafting.propose([], [])
 
 
-def commit(batch, tokens, drawn=None):
+def commit(batch, tokens, sampled=None):
     """Who goes on, with what was drawn for them."""
     for request, new in zip(batch, tokens, strict=True):
         request.commit(new)
     going = [i for i, request in enumerate(batch) if not request.finished()]
-    return [batch[i] for i in going], [drawn[i] for i in going] if drawn is not None else []
+    return [batch[i] for i in going], [sampled[i] for i in going] if sampled is not None else []
 
 
 class Recorder(Drafter):
@@ -119,7 +119,7 @@ class Recorder(Drafter):
     def propose(self, request, context, budget):
         self.contexts.append(context)
         done = len(context) - len(request.prompt.token_ids)
-        before = len(request.generated) if request.generated is not None else 0
+        before = len(request.output) if request.output is not None else 0
         answer = self.answers.get(request.id, ())
         if done == before:  # SGLang has no drafts where it reads the prompt
             return Draft(token_ids=[], parents=[])
@@ -138,7 +138,7 @@ class Recorder(Drafter):
         self.told.setdefault(request.id, []).append(what)
 
     def start(self, request):
-        generated = request.generated.token_ids.tolist() if request.generated is not None else []
+        generated = request.output.token_ids.tolist() if request.output is not None else []
         prompt = request.prompt
         known = (request.sample, request.seed, request.split, request.sampling, prompt.id, prompt.key)
         self.note(request, "start", *known, prompt.token_ids.tolist(), generated)

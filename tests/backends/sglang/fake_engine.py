@@ -62,7 +62,7 @@ class FakeEngine:
         self.answers: dict[str, tuple[int, Any]] = {}
         self.meta: dict[str, Any] = {}  # in the place of what it would say of a request
         self.version = "default"
-        self.drawn: list[tuple[int, int, str]] = []  # seed, position, version
+        self.sampled: list[tuple[int, int, str]] = []  # seed, position, version
         self.inputs: dict[str, list[int]] = {}  # of rollouts, by rid
         self.calls: list[str] = []
         self.running: set[str] = set()
@@ -173,7 +173,7 @@ class FakeEngine:
 
         def draw() -> None:
             if _is_rollout(params):
-                self.drawn.append((seed, offset + len(tokens), self.version))
+                self.sampled.append((seed, offset + len(tokens), self.version))
             tokens.append(token(seed, offset + len(tokens)))
 
         while len(tokens) < params["max_new_tokens"]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rhymerl.backends.sglang.arrays import TreeArrays, lay_out
+from rhymerl.backends.sglang.plugin.arrays import TreeArrays, lay_out
 from rhymerl.engine.ragged import ragged
 from rhymerl.engine.tree import depths, no_drafts, problems_of, show_ancestors
 from rhymerl.engine.verify import walk
@@ -32,13 +32,13 @@ def test_nodes_follow_the_root_and_see_themselves_and_their_ancestors(batch):
     arrays = laid_out(batch)
     mask = arrays.mask()
     assert arrays.token_ids[:, 0].tolist() == list(range(100, 100 + len(batch)))
-    place = np.arange(len(batch.token_ids)) - batch.starts[batch.requests] + 1
-    assert arrays.token_ids[batch.requests, place].tolist() == batch.token_ids.tolist()
-    assert (mask.sum(-1)[batch.requests, place] - 1).tolist() == depths(batch).tolist()
+    index = np.arange(len(batch.token_ids)) - batch.starts[batch.requests] + 1
+    assert arrays.token_ids[batch.requests, index].tolist() == batch.token_ids.tolist()
+    assert (mask.sum(-1)[batch.requests, index] - 1).tolist() == depths(batch).tolist()
     expected = np.ones((len(batch), N, N), np.bool_)
-    root = np.ones(len(place), np.int64)
-    show_ancestors(expected, batch.requests, place, root, batch.parents, batch.starts)
-    assert mask[batch.requests, place].tolist() == expected[batch.requests, place].astype(int).tolist()
+    root = np.ones(len(index), np.int64)
+    show_ancestors(expected, batch.requests, index, root, batch.parents, batch.starts)
+    assert mask[batch.requests, index].tolist() == expected[batch.requests, index].astype(int).tolist()
 
 
 @given(batches())
@@ -82,8 +82,8 @@ def emitted(batch: DraftBatch, predictions: np.ndarray) -> list[np.ndarray]:
         logit_start=logits.start,
         logit_level=np.zeros(logits.total, np.int64),
     )
-    drawn = predictions[logits.row, logits.offset]
-    sampler = SimpleNamespace(draws_ahead=True, draw=lambda places, row, positions: drawn[places])
+    sampled = predictions[logits.row, logits.offset]
+    sampler = SimpleNamespace(draws_ahead=True, draw=lambda indices, row, positions: sampled[indices])
     steps = walk(layout, rows, sampler)
     return np.split(steps.token, np.cumsum(steps.num_emitted)[:-1])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rhymerl.backends.sglang.counters import NAMES, Counters
+from rhymerl.backends.remote.counters import NAMES, Counters
 
 
 def test_what_was_counted_since_the_last_look(tmp_path):

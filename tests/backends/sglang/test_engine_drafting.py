@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rhymerl.backends.sglang.drafting import EngineDrafting
+from rhymerl.backends.sglang.plugin.drafting import EngineDrafting
 from rhymerl.budgets import FixedBudget
 from rhymerl.engine.engine import Engine
 from rhymerl.testing import make_requests, tiny_policy
@@ -36,10 +36,10 @@ def problem():
     requests = [*new, *short, *one]
     for request in new[::3]:
         count = len(answers[request.id]) // 2
-        generated = whole[request.id].generated
+        generated = whole[request.id].output
         if count:
             part = {name: getattr(generated, name)[:count] for name in ("token_ids", "logprobs", "policy_versions")}
-            resumed = replace(request, id=f"on {request.id}", generated=replace(generated, **part))
+            resumed = replace(request, id=f"on {request.id}", output=replace(generated, **part))
             requests.append(resumed)
             answers[resumed.id] = answers[request.id]
     return requests, answers
@@ -47,7 +47,7 @@ def problem():
 
 def decoded(requests, answers):
     """Those that are more than a first token: the others end where the prompt is read, and no drafter hears of them."""
-    return [r for r in requests if len(answers[r.id]) - (len(r.generated) if r.generated else 0) > 1]
+    return [r for r in requests if len(answers[r.id]) - (len(r.output) if r.output else 0) > 1]
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapping"])

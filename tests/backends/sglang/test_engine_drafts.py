@@ -1,4 +1,4 @@
-"""The drafts themselves on their way into SGLang: their limits, bad ones, contexts, news."""
+"""The drafts themselves on their way into SGLang: their limits, bad ones, contexts, feed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rhymerl.backends.sglang.counters import Counters
-from rhymerl.backends.sglang.drafting import EngineDrafting
-from rhymerl.backends.sglang.news import News, NewsReader, NewsWriter
-from rhymerl.backends.sglang.wire import without_logprobs
+from rhymerl.backends.remote.counters import Counters
+from rhymerl.backends.remote.drafter_feed import FeedMessage, FeedReader, FeedWriter
+from rhymerl.backends.remote.wire import without_logprobs
+from rhymerl.backends.sglang.plugin.drafting import EngineDrafting
 from rhymerl.drafters import Drafter, HistoryTreeDrafter
 from rhymerl.history import HistoryStore
 from rhymerl.testing import RandomTreeDrafter, make_requests
@@ -92,8 +92,8 @@ def test_behind_its_end_a_request_is_not_drafted_for():
     drafter = Scripted(*CHAIN)
     drafting, _ = drafting_of(drafter)
     stopped, full = one(answer=[2, 1]), one(3, rid="full")
-    drawn = step(drafting, [stopped, full], [[1, BEHIND], [2, 2]])
-    assert [len(each) for each in drawn] == [1, 1]
+    sampled = step(drafting, [stopped, full], [[1, BEHIND], [2, 2]])
+    assert [len(each) for each in sampled] == [1, 1]
     assert drafter.contexts == []
 
 
@@ -245,7 +245,7 @@ def test_who_was_taken_out_of_the_queue_may_be_sent_again(rid):
         first.commit(step(drafting, [first, beside], [(), ()])[0])
         drafting.propose([beside], [()])
         before = without_logprobs(np.array(first.output_ids, np.int32))
-        again = fake(replace(request, generated=before), [2, 3] * 10, rid=rid)
+        again = fake(replace(request, output=before), [2, 3] * 10, rid=rid)
         run(drafting, [again])
         drafting.flush()
         assert first.output_ids + again.output_ids == [2, 3] * 10
@@ -259,16 +259,16 @@ def test_who_was_taken_out_of_the_queue_may_be_sent_again(rid):
 @pytest.mark.parametrize("has_news", [False, True], ids=["by hand", "of a trainer"])
 def test_what_is_indexed_of_answers_ends_with_their_policy(has_news, tmp_path):
     """Where a trainer tells of its history it says when; a server by hand is told of new weights only."""
-    writer, drafter = NewsWriter(tmp_path / "news"), HistoryTreeDrafter(deterministic=True)
-    drafting, _ = drafting_of(drafter, news=NewsReader(tmp_path / "news", drafter))
+    writer, drafter = FeedWriter(tmp_path / "feed"), HistoryTreeDrafter(deterministic=True)
+    drafting, _ = drafting_of(drafter, feed=FeedReader(tmp_path / "feed", drafter))
     if has_news:
-        writer.write(News(delta=HistoryStore().snapshot()))
+        writer.write(FeedMessage(delta=HistoryStore().snapshot()))
     sizes = []
     for epoch in range(20):
         requests = [replace(each, id=f"{epoch}/{each.id}") for each in make_requests(4, group_size=2, max_tokens=30)]
         batch = [fake(each, [2 + epoch % 7] * 40) for each in requests]
         for request in batch:
-            request.sampling_params.custom_params["rhymerl"]["news"] = writer.version
+            request.sampling_params.custom_params["rhymerl"]["feed"] = writer.version
         run(drafting, batch)
         assert drafter.live_bytes > 0, "siblings that come later find nothing"
         drafting.flush()
@@ -284,13 +284,13 @@ def test_news_that_a_request_needs_are_heard_before_it_starts(tmp_path):
         def follow(self, delta):
             heard.append(sorted(self.told))
 
-    writer, drafter = NewsWriter(tmp_path / "news"), Listener()
-    drafting, _ = drafting_of(drafter, news=NewsReader(tmp_path / "news", drafter))
+    writer, drafter = FeedWriter(tmp_path / "feed"), Listener()
+    drafting, _ = drafting_of(drafter, feed=FeedReader(tmp_path / "feed", drafter))
     for _ in range(2):
-        writer.write(News(delta=HistoryStore().snapshot()))
+        writer.write(FeedMessage(delta=HistoryStore().snapshot()))
     old, new = one(rid="old"), one(rid="new")
-    for request, news in ((old, 1), (new, 2)):
-        request.sampling_params.custom_params["rhymerl"] |= {"news": news, "id": request.rid}
+    for request, feed in ((old, 1), (new, 2)):
+        request.sampling_params.custom_params["rhymerl"] |= {"feed": feed, "id": request.rid}
     drafting.propose([old], [()])
     assert heard == [[]]
     drafting.propose([old, new], [(), ()])
@@ -298,14 +298,14 @@ def test_news_that_a_request_needs_are_heard_before_it_starts(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "own", [{"id": "x"}, {"news": 99}, {"offset": 10**12}, {"ahead": "!"}, {"seed": {}}, None, []], ids=str
+    "own", [{"id": "x"}, {"feed": 99}, {"offset": 10**12}, {"ahead": "!"}, {"seed": {}}, None, []], ids=str
 )
 def test_a_malformed_parameter_costs_its_own_request_only(own, tmp_path):
     """As one of another client's, on a server that is the trainer's or not."""
     drafts = []
     for malformed in (True, False):
         drafter = Recorder()
-        drafting, _ = drafting_of(drafter, news=NewsReader(tmp_path / "news", drafter))
+        drafting, _ = drafting_of(drafter, feed=FeedReader(tmp_path / "feed", drafter))
         good, bad = fake(make_requests(1, max_tokens=6)[0], [2, 3] * 5), one(6, rid="bad")
         if malformed:
             whole = bad.sampling_params.custom_params["rhymerl"]

@@ -9,9 +9,9 @@ from collections import Counter
 
 import pytest
 
+from rhymerl.backends.remote.client import Client
+from rhymerl.backends.remote.fleet import Fleet
 from rhymerl.backends.sglang.backend import SGLangBackend
-from rhymerl.backends.sglang.client import Client
-from rhymerl.backends.sglang.fleet import Fleet
 from rhymerl.errors import BackendError, ConfigError
 from rhymerl.testing import RandomTreeDrafter, make_requests
 from tests.backends.sglang.fake_engine import FakeEngine
@@ -58,17 +58,17 @@ def test_all_of_them_have_the_new_weights_before_requests_go_on(engines, flat_po
     requests = make_requests(24, max_tokens=11)
     with connected(engines, flat_policy) as backend:
         backend.submit(requests)
-        soon(lambda: all(sum(place == 3 for _, place, _ in each.drawn) == 4 for each in engines))
+        soon(lambda: all(sum(index == 3 for _, index, _ in each.sampled) == 4 for each in engines))
         synced(backend, flat_policy, 1)
         assert [each.version for each in engines] == ["1"] * 3
         for engine in engines:
             engine.go.set()
         done = all_of(backend, 24)
     assert_whole(done, requests)
-    drawn_by = {(seed, place): int(version) for each in engines for seed, place, version in each.drawn}
+    sampled_by = {(seed, index): int(version) for each in engines for seed, index, version in each.sampled}
     for request in requests:
-        versions = done[request.id].generated.policy_versions.tolist()
-        assert versions == [drawn_by[request.seed, place] for place in range(len(versions))]
+        versions = done[request.id].output.policy_versions.tolist()
+        assert versions == [sampled_by[request.seed, index] for index in range(len(versions))]
 
 
 def test_whatever_is_done_meanwhile_answers_are_the_same(engines, flat_policy):
@@ -91,15 +91,15 @@ def test_whatever_is_done_meanwhile_answers_are_the_same(engines, flat_policy):
                     backend.submit([each.resume() for each in back if each.finish_reason == "withdrawn"])
                 case _:
                     done.update((each.request.id, each) for each in backend.collect(timeout_s=0.01))
-        lines = backend.session._flights.lines
-        assert [(line.num_flying, dict(line.prompts)) for line in lines] == [(0, {})] * 3
+        lines = backend.session._in_flight.connections
+        assert [(line.num_in_flight, dict(line.prompts)) for line in lines] == [(0, {})] * 3
     assert_whole(done, requests)
     assert all(asked(engine) for engine in engines)
 
 
 @pytest.mark.parametrize("path", ["/update_weights_from_disk", "/flush_cache"])
 def test_one_that_refuses_is_enough_to_fail(engines, flat_policy, path, monkeypatch):
-    monkeypatch.setattr("rhymerl.backends.sglang.weights._SETTLE_S", 0.2)
+    monkeypatch.setattr("rhymerl.backends.remote.weights._SETTLE_S", 0.2)
     with connected(engines, flat_policy) as backend:
         engines[1].answers[path] = 400, {"success": False, "message": "no room"}
         with pytest.raises(BackendError, match=rf"refused {path} \(HTTP 400\): .*no room"):

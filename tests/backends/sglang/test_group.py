@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch.distributed.distributed_c10d import _world
 
-from rhymerl.backends.sglang import group
-from rhymerl.backends.sglang.client import NoAnswerError
-from rhymerl.backends.sglang.fleet import Fleet
-from rhymerl.backends.sglang.group import WeightGroup
+from rhymerl.backends.remote import weight_group as group
+from rhymerl.backends.remote.client import NoAnswerError
+from rhymerl.backends.remote.fleet import Fleet
+from rhymerl.backends.remote.weight_group import WeightGroup
 from rhymerl.errors import BackendError
 from tests.backends.sglang.weights_engine import weights_engine
 
@@ -131,9 +131,9 @@ def test_one_that_hangs_is_told_in_our_words(monkeypatch):
 
 INTERRUPTED = """
 import os, signal, sys, threading, torch
-from rhymerl.backends.sglang import group
-from rhymerl.backends.sglang.client import Client
-from rhymerl.backends.sglang.fleet import Fleet
+from rhymerl.backends.remote import weight_group as group
+from rhymerl.backends.remote.client import Client
+from rhymerl.backends.remote.fleet import Fleet
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it, as shells do in the background
 group._PARTING_S = 3.0
@@ -155,9 +155,9 @@ def test_an_interrupted_trainer_does_not_wait_for_one_that_hangs():
 
 KILLED = """
 import os, sys, torch
-from rhymerl.backends.sglang.client import Client
-from rhymerl.backends.sglang.fleet import Fleet
-from rhymerl.backends.sglang.group import WeightGroup
+from rhymerl.backends.remote.client import Client
+from rhymerl.backends.remote.fleet import Fleet
+from rhymerl.backends.remote.weight_group import WeightGroup
 
 WeightGroup(Fleet([Client.at(sys.argv[1])]), ranks=1, device=torch.device("cpu"))
 os._exit(0)

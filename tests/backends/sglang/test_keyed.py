@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rhymerl.backends.sglang import keyed
-from rhymerl.backends.sglang.wire import to_custom_params, without_logprobs
+from rhymerl.backends.remote.wire import to_custom_params, without_logprobs
+from rhymerl.backends.sglang.plugin import keyed
 from rhymerl.engine.kv_store import SlotPool
 from rhymerl.engine.noise import noise_keys, noise_keys_on_device
-from rhymerl.engine.rows import Counts, Rows
+from rhymerl.engine.rows import Rows
 from rhymerl.engine.sampler import Sampler
 from rhymerl.testing import make_prompt
 from rhymerl.types import RolloutRequest, SamplingParams
@@ -32,14 +32,14 @@ def rollout_request(seed: int, *, prompt: int = 5, generated: int = 0, **samplin
         sample=0,
         seed=seed,
         sampling=SamplingParams(**{"max_tokens": 99, **sampling}),
-        generated=without_logprobs(np.arange(generated, dtype=np.int32)) if generated else None,
+        output=without_logprobs(np.arange(generated, dtype=np.int32)) if generated else None,
     )
 
 
 def engine_request(request: RolloutRequest) -> SimpleNamespace:
     """What SGLang has of it."""
-    count = len(request.prompt.token_ids) + (len(request.generated) if request.generated else 0)
-    params = SimpleNamespace(custom_params=to_custom_params(request, news=0))
+    count = len(request.prompt.token_ids) + (len(request.output) if request.output else 0)
+    params = SimpleNamespace(custom_params=to_custom_params(request, feed=0))
     return SimpleNamespace(rid="x", origin_input_ids=[0] * count, sampling_params=params)
 
 
@@ -66,7 +66,7 @@ def sampling_info(requests: list[RolloutRequest]) -> SimpleNamespace:
 def our_draw(logits: torch.Tensor, requests: list[RolloutRequest], positions: np.ndarray, each: int) -> list[int]:
     """The embedded engine's, at response positions [n]."""
     rows = Rows(len(requests), 64, SlotPool(64))
-    owners = np.repeat([rows.enter(request, None, Counts()) for request in requests], each)
+    owners = np.repeat([rows.enter(request, None) for request in requests], each)
     return Sampler(logits, rows).draw(np.arange(len(logits)), owners, positions).tolist()
 
 
@@ -77,8 +77,8 @@ def test_counters_and_places_in_the_sequence_give_the_noise_of_places_in_the_ans
         keyed.first_counter(engine_request(rollout_request(seed, prompt=prompt, generated=generated)))
         for seed in numbers
     ]
-    drawn_at = torch.tensor(positions) + prompt - 1  # the place of the token before
-    keys = noise_keys_on_device(torch.tensor(counters) + drawn_at)
+    sampled_at = torch.tensor(positions) + prompt - 1  # the place of the token before
+    keys = noise_keys_on_device(torch.tensor(counters) + sampled_at)
     assert keys.tolist() == noise_keys(np.array(numbers, np.uint64), np.array(positions)).tolist()
 
 
@@ -121,19 +121,19 @@ def test_the_tokens_are_those_of_the_embedded_engine(batch, each):
         ]
         logits = torch.from_numpy(source.normal(size=(7 * each, V)) * 3).float()
         clean = logits.clone()
-        places = np.repeat(np.arange(7) + round_number, each) + np.tile(np.arange(each), 7)
-        in_sequence = torch.from_numpy(places + np.repeat(np.arange(7) + 3, each) - 1)
-        drawn = keyed.draw(logits, sampling_info(requests), in_sequence, each=each)
-        assert drawn.tolist() == our_draw(logits, requests, places, each)
-        assert drawn.dtype == torch.int64
+        indices = np.repeat(np.arange(7) + round_number, each) + np.tile(np.arange(each), 7)
+        in_sequence = torch.from_numpy(indices + np.repeat(np.arange(7) + 3, each) - 1)
+        sampled = keyed.draw(logits, sampling_info(requests), in_sequence, each=each)
+        assert sampled.tolist() == our_draw(logits, requests, indices, each)
+        assert sampled.dtype == torch.int64
         assert torch.equal(logits, clean), "noise or truncation touched the clean logits"
 
 
 def test_logits_of_half_precision_are_drawn_from_as_they_are():
     requests = [rollout_request(seed) for seed in range(50)]
     logits = torch.randn(50, V).bfloat16()
-    drawn = keyed.draw(logits, sampling_info(requests), torch.full((50,), 4), each=1)
-    assert drawn.tolist() == our_draw(logits.float(), requests, np.zeros(50, np.int64), 1)
+    sampled = keyed.draw(logits, sampling_info(requests), torch.full((50,), 4), each=1)
+    assert sampled.tolist() == our_draw(logits.float(), requests, np.zeros(50, np.int64), 1)
 
 
 @pytest.mark.parametrize(

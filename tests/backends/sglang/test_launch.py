@@ -9,7 +9,7 @@ import shlex
 import pytest
 
 from rhymerl.backends.sglang.launch import launch_line, shell_line
-from rhymerl.backends.sglang.plugin import VARIABLE
+from rhymerl.backends.sglang.plugin.names import VARIABLE
 from rhymerl.config import compose
 from rhymerl.errors import ConfigError
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rhymerl.backends.sglang.nodes import LARGEST, best_n
-from rhymerl.budgets.costs import CostCurve
+from rhymerl.costs import CostCurve
 
 FLAT = CostCurve([[1, 1.0], [10_000, 1.001]])
 STEEP = CostCurve([[1, 1.0], [2, 2.0]])

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from rhymerl.backends.sglang.drafting import not_yet_known
+from rhymerl.backends.sglang.plugin.drafting import not_yet_known
 
 
-def known(prompt, output, cached, drawn):
+def known(prompt, output, cached, sampled):
     """A request, how many of its tokens have keys and values, and what its last pass drew."""
-    return SimpleNamespace(origin_input_ids=prompt, output_ids=output), cached, [*drawn, *[0] * (4 - len(drawn))]
+    return SimpleNamespace(origin_input_ids=prompt, output_ids=output), cached, [*sampled, *[0] * (4 - len(sampled))]
 
 
 @pytest.mark.parametrize(
@@ -23,8 +23,8 @@ def known(prompt, output, cached, drawn):
     ],
 )
 def test_overlapping(batch, expected):
-    requests, cached, drawn = zip(*batch, strict=True)
-    assert [list(tokens) for tokens in not_yet_known(requests, cached, lambda: drawn)] == expected
+    requests, cached, sampled = zip(*batch, strict=True)
+    assert [list(tokens) for tokens in not_yet_known(requests, cached, lambda: sampled)] == expected
 
 
 def test_in_turn_nothing_is_copied_from_the_device():

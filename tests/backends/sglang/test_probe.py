@@ -7,8 +7,8 @@ import types
 
 import pytest
 
-from rhymerl.backends.sglang import probe
-from rhymerl.backends.sglang.probe import Findings
+from rhymerl.backends.sglang.plugin import probe
+from rhymerl.backends.sglang.plugin.probe import Findings
 from rhymerl.errors import BackendError
 
 
@@ -18,12 +18,12 @@ def version(monkeypatch):
     modules = {}
     for module, names in [*probe._DRAFTING.items(), *probe._DRAWING.items()]:
         for name in names:
-            place = modules.setdefault(module, types.ModuleType(module))
+            index = modules.setdefault(module, types.ModuleType(module))
             *owner, last = name.split(".")
             for each in owner:
-                place.__dict__.setdefault(each, types.SimpleNamespace())
-                place = getattr(place, each)
-            setattr(place, last, None)
+                index.__dict__.setdefault(each, types.SimpleNamespace())
+                index = getattr(index, each)
+            setattr(index, last, None)
     for parent in {name.rpartition(".")[0] for name in modules} | {"sglang", "sglang.srt"}:
         modules.setdefault(parent, types.ModuleType(parent))
     for name, module in modules.items():

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rhymerl.backends.remote.fleet import Fleet
+from rhymerl.backends.remote.node import NodePosition
+from rhymerl.backends.remote.process import held_port
+from rhymerl.backends.remote.weight_group import WeightGroup
 from rhymerl.backends.sglang.arguments import check_for_ranks
 from rhymerl.backends.sglang.backend import SGLangBackend
-from rhymerl.backends.sglang.fleet import Fleet
-from rhymerl.backends.sglang.group import WeightGroup
-from rhymerl.backends.sglang.place import Place
-from rhymerl.backends.sglang.server import held_port
 from rhymerl.drafters import HistoryTreeDrafter, NoDrafter
 from rhymerl.errors import ConfigError
 from rhymerl.testing import make_requests
@@ -110,14 +110,14 @@ def refused(**settings: object) -> str:
 
 
 def refuse(rank: int) -> dict:
-    here = Place.of_this_process()
+    here = NodePosition.of_this_process()
     messages = [
         refused(tensor_parallel=2),
         refused(arguments={"base-gpu-id": 3}),
     ]
     dist.barrier()
     name, socket.gethostname = socket.gethostname, lambda: f"node {rank}"
-    apart = Place.of_this_process()
+    apart = NodePosition.of_this_process()
     dist.barrier()
     socket.gethostname = name
     return {"messages": messages, "here": [here.rank, here.num_ranks, here.num_here], "apart": apart.num_here}
@@ -134,7 +134,7 @@ def test_what_ranks_would_share_is_refused(ranks):
 
 
 def test_one_process_is_alone():
-    assert Place.of_this_process() == Place(rank=0, num_ranks=1, num_here=1)
+    assert NodePosition.of_this_process() == NodePosition(rank=0, num_ranks=1, num_here=1)
     check_for_ranks({"mem_fraction_static": 0.5})
 
 

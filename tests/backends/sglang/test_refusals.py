@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from rhymerl.backends.sglang import weights
+from rhymerl.backends.remote import weights
+from rhymerl.backends.remote.client import Client
 from rhymerl.backends.sglang.backend import SGLangBackend
-from rhymerl.backends.sglang.client import Client
 from rhymerl.drafters import NoDrafter
 from rhymerl.errors import BackendError, ConfigError
 from rhymerl.testing import RandomTreeDrafter, make_requests

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rhymerl.backends.remote.counters import Counters
 from rhymerl.backends.sglang.backend import SGLangBackend
-from rhymerl.backends.sglang.counters import Counters
-from rhymerl.backends.sglang.drafting import EngineDrafting
+from rhymerl.backends.sglang.plugin.drafting import EngineDrafting
 from rhymerl.drafters import NGramDrafter, NoDrafter, RunAheadDrafter
 from rhymerl.testing import make_requests
 from tests.backends.sglang.batches import fake, run
@@ -43,7 +43,7 @@ def test_they_are_drafts_as_far_as_they_are_right(right, overlap, tmp_path):
         assert asked.output_ids[: len(answer)] == answer
         most = needed(len(answer), min(right, len(answer)))
         assert counters.since()["asks"] in (most, most + overlap)
-        assert drafting.drafter._ahead == {}
+        assert drafting.protocol.drafter._ahead == {}
 
 
 def test_beside_requests_without_them():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rhymerl.backends.sglang.serve import left_behind
+from rhymerl.backends.sglang.plugin.serve import left_behind
 from tests.backends.sglang.test_server import ENVIRONMENT, HOME, PATH, gone
 
 TRAINER = """

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rhymerl.backends.sglang.server import Server
+from rhymerl.backends.remote.process import Server
 from rhymerl.errors import BackendError
 
 HOME = Path(__file__).parents[3]
@@ -55,7 +55,7 @@ def gone(pid: int) -> bool:
 
 @pytest.mark.parametrize("fault", ["", "clings"])
 def test_a_server_starts_and_leaves_no_process_behind(start, fault, monkeypatch):
-    monkeypatch.setattr("rhymerl.backends.sglang.server._GRACE_S", 0.5)
+    monkeypatch.setattr("rhymerl.backends.remote.process._GRACE_S", 0.5)
     server = start("--mem-fraction-static", "0.5", FAKE_FAULT=fault)
     server.wait_until_ready(60)
     assert server.is_alive
@@ -115,7 +115,7 @@ def test_only_the_end_of_a_long_log_is_told(start):
 def test_a_server_ends_with_its_trainer(tmp_path, how):
     code = (
         "import sys, time; from pathlib import Path\n"
-        "from rhymerl.backends.sglang.server import Server\n"
+        "from rhymerl.backends.remote.process import Server\n"
         "server = Server([], {'PYTHONPATH': sys.argv[1]}, Path(sys.argv[2]))\n"
         "server.wait_until_ready(60)\n"
         "print(server._process.pid, flush=True)\n"

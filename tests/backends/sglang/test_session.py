@@ -67,7 +67,7 @@ def test_answers_come_back_whole(engine, flat_policy):
         assert backend.collect() == []
         assert_whole(done, requests)
         assert {each.finish_reason for each in done.values()} == {"stop", "length"}
-        assert all((each.generated.policy_versions == 0).all() for each in done.values())
+        assert all((each.output.policy_versions == 0).all() for each in done.values())
         inputs = {tuple(each) for each in engine.inputs.values()}
         assert {tuple(request.prompt.token_ids.tolist()) for request in requests} == inputs
 
@@ -101,7 +101,7 @@ def test_requests_are_taken_back_wherever_they_are(engine, flat_policy):
     requests = make_requests(24, max_tokens=30, stop_token_ids=())
     with connected(engine, flat_policy) as backend:
         backend.submit(requests)
-        soon(lambda: len(engine.waiting) == 12 and sum(position == 2 for _, position, _ in engine.drawn) == 4)
+        soon(lambda: len(engine.waiting) == 12 and sum(position == 2 for _, position, _ in engine.sampled) == 4)
         back = backend.withdraw([requests[0].id, requests[-1].id, "nobody"])
         assert [each.request.id for each in back] == [requests[0].id, requests[-1].id]
         back += backend.withdraw()
@@ -133,16 +133,16 @@ def test_an_update_goes_through_answers_in_flight(engine, flat_policy, is_late):
     requests = make_requests(24, max_tokens=11)
     with connected(engine, flat_policy) as backend:
         backend.submit(requests)
-        soon(lambda: sum(position == 3 for _, position, _ in engine.drawn) == 4)
+        soon(lambda: sum(position == 3 for _, position, _ in engine.sampled) == 4)
         synced(backend, flat_policy, 1)
         engine.go.set()
         done = all_of(backend, len(requests))
     assert_whole(done, requests)
-    drawn_by = {(seed, position): int(version) for seed, position, version in engine.drawn}
+    sampled_by = {(seed, position): int(version) for seed, position, version in engine.sampled}
     for request in requests:
-        versions = done[request.id].generated.policy_versions.tolist()
-        assert versions == [drawn_by[request.seed, position] for position in range(len(versions))]
-    assert {0, 1} in [set(each.generated.policy_versions.tolist()) for each in done.values()]
+        versions = done[request.id].output.policy_versions.tolist()
+        assert versions == [sampled_by[request.seed, position] for position in range(len(versions))]
+    assert {0, 1} in [set(each.output.policy_versions.tolist()) for each in done.values()]
 
 
 def test_what_ended_before_an_update_is_collected_or_taken_back_after_it(engine, flat_policy):
@@ -156,7 +156,7 @@ def test_what_ended_before_an_update_is_collected_or_taken_back_after_it(engine,
         done = {each.request.id: each for each in [*back, *backend.collect()]}
         assert [each.request.id for each in back] == [requests[0].id]
         assert_whole(done, requests)
-        assert all((each.generated.policy_versions == 0).all() for each in done.values())
+        assert all((each.output.policy_versions == 0).all() for each in done.values())
         backend.submit(requests)
         soon(lambda: len(engine.inputs) == 12 and not engine.running | engine.waiting)
         synced(backend, flat_policy, 2)
@@ -191,7 +191,7 @@ def test_whatever_is_done_meanwhile_answers_are_the_same(engine, flat_policy, is
                     done.update((each.request.id, each) for each in found)
         assert backend.collect() == []
     assert_whole(done, requests)
-    assert all((np.diff(each.generated.policy_versions) >= 0).all() for each in done.values())
+    assert all((np.diff(each.output.policy_versions) >= 0).all() for each in done.values())
 
 
 def test_the_same_version_again_is_no_update(engine, flat_policy):
@@ -237,26 +237,26 @@ def test_an_engine_that_gives_nothing_back_is_left_all_the_same(engine, flat_pol
 def test_memory_comes_back_before_it_is_needed(engine, flat_policy):
     with connected(engine, flat_policy, release_memory=True) as backend:
         for version in (1, 1):  # a step without an update needs its memory as well
-            backend.rest()
-            backend.rest()
+            backend.sleep()
+            backend.sleep()
             assert engine.calls[-1] == "/release_memory_occupation"
             synced(backend, flat_policy, version)
         kinds = [each for each in engine.calls if "memory" in each]
         assert kinds == ["/release_memory_occupation", "/resume_memory_occupation"] * 2
         backend.submit(make_requests(2))
-        backend.rest()  # not while something is in flight
+        backend.sleep()  # not while something is in flight
         assert len(all_of(backend, 2)) == 2
 
 
 def test_a_server_that_is_left_has_its_memory_again(engine, flat_policy):
     with connected(engine, flat_policy, release_memory=True) as backend:
-        backend.rest()
+        backend.sleep()
     assert [each for each in engine.calls if "memory" in each][-1] == "/resume_memory_occupation"
 
 
 def test_nothing_is_rested_when_it_is_not_asked_for(engine, flat_policy):
     with connected(engine, flat_policy) as backend:
-        backend.rest()
+        backend.sleep()
     assert not [each for each in engine.calls if "memory" in each]
 
 
@@ -296,7 +296,7 @@ def test_progress_is_what_requests_were_sent_with(engine, flat_policy):
     with connected(engine, flat_policy) as backend:
         backend.submit(requests)
         assert list(backend.progress().items()) == [("0/0", 0), ("1/0", 0)]
-        soon(lambda: len(engine.drawn) == 6)
+        soon(lambda: len(engine.sampled) == 6)
         synced(backend, flat_policy, 1)
         assert backend.progress() == {"0/0": 3, "1/0": 3}
         engine.go.set()

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from rhymerl.backends.sglang.counters import Counters
-from rhymerl.backends.sglang.plugin import VARIABLE
-from rhymerl.backends.sglang.settings import EngineSettings
+from rhymerl.backends.remote.counters import Counters
+from rhymerl.backends.sglang.plugin.names import VARIABLE
+from rhymerl.backends.sglang.plugin.settings import EngineSettings
 from rhymerl.config import describe
 from rhymerl.drafters import HistoryTreeDrafter, RunAheadDrafter
 from rhymerl.errors import BackendError
@@ -29,9 +29,9 @@ def test_the_drafter_is_built_again_as_it_was(wraps, tmp_path):
     Counters(tmp_path / "counters", new=True)
     drafter = wraps(HistoryTreeDrafter(window=3))
     drafting = EngineSettings.of(drafter, tmp_path).drafting(4, 19)
-    assert describe(drafting.drafter) == describe(drafter)
+    assert describe(drafting.protocol.drafter) == describe(drafter)
     assert drafting.n == 4
-    drafting.drafter.close()
+    drafting.protocol.drafter.close()
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,8 @@ def test_a_class_of_the_users_own_is_found_by_the_trainers_import_path(tmp_path)
     file = settings.open()
     assert json.loads(file.read_text())["drafter"] == config
     code = (
-        "from rhymerl.backends.sglang.settings import EngineSettings\n"
-        "print(EngineSettings.of_this_process().drafting(4, 19).drafter.width)\n"
+        "from rhymerl.backends.sglang.plugin.settings import EngineSettings\n"
+        "print(EngineSettings.of_this_process().drafting(4, 19).protocol.drafter.width)\n"
     )
     environment = {**os.environ, VARIABLE: str(file)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
@@ -76,4 +76,4 @@ def test_the_plugin_does_nothing_in_an_engine_that_is_not_ours(monkeypatch):
 
     monkeypatch.delenv(VARIABLE, raising=False)
     register()
-    assert "rhymerl.backends.sglang.worker" not in sys.modules
+    assert "rhymerl.backends.sglang.plugin.worker" not in sys.modules

@@ -11,9 +11,9 @@ import time
 
 import pytest
 
+from rhymerl.backends.remote.process import require_sglang
 from rhymerl.backends.sglang.backend import SGLangBackend
-from rhymerl.backends.sglang.plugin import VARIABLE
-from rhymerl.backends.sglang.server import require_sglang
+from rhymerl.backends.sglang.plugin.names import VARIABLE
 from rhymerl.drafters import Drafter, HistoryTreeDrafter, NoDrafter, RunAheadDrafter
 from rhymerl.errors import BackendError, ConfigError
 from rhymerl.history import HistoryStore
@@ -29,7 +29,7 @@ def installed(monkeypatch):
     monkeypatch.syspath_prepend(str(PATH))
     monkeypatch.setattr("rhymerl.backends.sglang.session._HEALTH_S", 0.5)
     monkeypatch.setattr("rhymerl.backends.sglang.session._ABORT_S", 0.2)
-    monkeypatch.setattr("rhymerl.backends.sglang.server._GRACE_S", 0.5)
+    monkeypatch.setattr("rhymerl.backends.remote.process._GRACE_S", 0.5)
 
 
 @contextlib.contextmanager
@@ -86,15 +86,15 @@ def test_news_are_written_for_drafters_that_want_them(installed, flat_policy):
         backend.follow(history)
         backend.learn([])
         backend.follow(history)
-        assert sorted(each.name for each in (backend.session.folder / "news").iterdir()) == [
-            "000000001.news",
-            "000000002.news",
+        assert sorted(each.name for each in (backend.session.folder / "feed").iterdir()) == [
+            "000000001.feed",
+            "000000002.feed",
         ]
-        assert backend.session._flights.news == 2
-    for drafter, news in ((Reward(), 1), (RunAheadDrafter(Reward()), 1), (RunAheadDrafter(HistoryTreeDrafter()), 0)):
+        assert backend.session._in_flight.feed == 2
+    for drafter, feed in ((Reward(), 1), (RunAheadDrafter(Reward()), 1), (RunAheadDrafter(HistoryTreeDrafter()), 0)):
         with started(flat_policy, drafter) as backend:
             backend.learn([])
-            assert backend.session._flights.news == news
+            assert backend.session._in_flight.feed == feed
 
 
 @pytest.mark.parametrize("what", ["collect", "withdraw", "sync"])
@@ -129,8 +129,8 @@ def test_a_killed_engine_is_started_again_when_that_is_asked_for(installed, flat
         done |= all_of(backend, len(requests) - len(done))
         assert_whole(done, requests)
         assert process_of(backend) != first
-        assert backend.session.version == backend.session._flights.policy_version == 0
-        assert backend.session._flights.news == 1, "the new engine's drafter knows no history"
+        assert backend.session.version == backend.session._in_flight.policy_version == 0
+        assert backend.session._in_flight.feed == 1, "the new engine's drafter knows no history"
         os.kill(process_of(backend), signal.SIGKILL)
         backend.submit([make_requests(1, seed=5)[0]])
         with pytest.raises(BackendError, match="has died"):
@@ -153,7 +153,7 @@ def test_an_engine_that_hangs_between_steps_has_a_successor(installed, flat_poli
     with started(flat_policy, restarts=1, silence_timeout_s=1, release_memory=True) as backend:
         os.kill(process_of(backend), signal.SIGSTOP)
         if what == "rest":
-            backend.rest()
+            backend.sleep()
         synced(backend, flat_policy, 1)
         requests = make_requests(4)
         backend.submit(requests)
@@ -199,15 +199,15 @@ def test_an_engine_that_dies_unseen_has_a_successor_too(installed, flat_policy, 
                 done = {each.request.id: each for each in back if each.finish_reason != "withdrawn"}
             case "sync":
                 synced(backend, flat_policy, 1)
-                assert backend.session.version == backend.session._flights.policy_version == 1
+                assert backend.session.version == backend.session._in_flight.policy_version == 1
             case "rest":
-                backend.rest()
-                assert backend.session._delivery.is_resting, "the successor keeps its memory"
+                backend.sleep()
+                assert backend.session._delivery.is_asleep, "the successor keeps its memory"
                 synced(backend, flat_policy, 0)
                 backend.submit(requests)
         assert_whole(done | all_of(backend, 12 - len(done)), requests)
         assert process_of(backend) != first
-        assert {int(each) for done in done.values() for each in done.generated.policy_versions} <= {0}
+        assert {int(each) for done in done.values() for each in done.output.policy_versions} <= {0}
 
 
 def test_an_engine_that_hangs_is_found_out(installed, flat_policy):

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rhymerl.backends.sglang.wire import from_custom_params, news_of, noise_of, to_custom_params
+from rhymerl.backends.remote.wire import feed_of, from_custom_params, noise_of, to_custom_params
 from rhymerl.testing import make_prompt
-from rhymerl.types import Generated, RolloutRequest, SamplingParams
+from rhymerl.types import Output, RolloutRequest, SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=9, stop_token_ids=(1,))
 
 
-def travelled(request: RolloutRequest, *, news: int = 0):
+def travelled(request: RolloutRequest, *, feed: int = 0):
     """Its custom_params as they arrive: through JSON, and with what SGLang puts beside them."""
-    return {**json.loads(json.dumps(to_custom_params(request, news=news))), "__req__": object()}
+    return {**json.loads(json.dumps(to_custom_params(request, feed=feed))), "__req__": object()}
 
 
 json_values = st.recursive(
@@ -34,7 +34,7 @@ WHOLE = {
     "prompt_id": "p",
     "prompt_key": "k",
     "offset": 1,
-    "news": 0,
+    "feed": 0,
 }
 
 
@@ -49,8 +49,8 @@ def test_whatever_comes_as_our_parameters_is_a_request(own):
     request = from_custom_params(params, "rid", [4, 5, 6], SAMPLING)
     assert request.seed == seed
     assert 0 <= offset <= 2**31
-    assert len(request.prompt.token_ids) + len(request.generated or ()) == 3
-    assert news_of(params) >= 0
+    assert len(request.prompt.token_ids) + len(request.output or ()) == 3
+    assert feed_of(params) >= 0
     hash(request.id), hash(request.prompt.key)
 
 
@@ -66,7 +66,7 @@ def test_and_so_is_what_comes_in_their_place(params):
 @pytest.mark.parametrize(
     ("name", "value"),
     [("seed", "x"), ("seed", "9" * 5000), ("seed", 1.5), ("offset", -1), ("offset", "1"), ("split", "test"), ("id", ["a"]),
-     ("prompt_key", {}), ("news", -1), ("news", None), ("sample", True), ("ahead", "?"), ("ahead", "AAA="), ("ahead", 3)],
+     ("prompt_key", {}), ("feed", -1), ("feed", None), ("sample", True), ("ahead", "?"), ("ahead", "AAA="), ("ahead", 3)],
 )  # fmt: skip
 def test_what_is_malformed_is_taken_for_a_request_of_others(name, value, caplog):
     params = {"rhymerl": {**WHOLE, name: value}}
@@ -86,7 +86,7 @@ def test_what_is_malformed_is_taken_for_a_request_of_others(name, value, caplog)
 )
 def test_a_request_arrives_as_it_left(prompt, answer, ahead, seed, sample, split):
     count = len(answer)
-    generated = Generated(
+    generated = Output(
         token_ids=np.array(answer, np.int32), logprobs=np.zeros(count), policy_versions=np.zeros(count, np.int32)
     )
     sent = RolloutRequest(
@@ -96,30 +96,30 @@ def test_a_request_arrives_as_it_left(prompt, answer, ahead, seed, sample, split
         seed=seed,
         sampling=SAMPLING,
         split=split,
-        generated=generated,
+        output=generated,
         ahead=None if ahead is None else np.array(ahead, np.int32),
     )
-    params = travelled(sent, news=4)
+    params = travelled(sent, feed=4)
     back = from_custom_params(params, "rid", [*prompt, *answer], SAMPLING)
     for name in ("id", "sample", "seed", "split", "sampling"):
         assert getattr(back, name) == getattr(sent, name), name
     assert (back.prompt.id, back.prompt.key) == (sent.prompt.id, sent.prompt.key)
     assert back.prompt.token_ids.tolist() == prompt
-    assert (back.generated.token_ids.tolist() if back.generated else []) == answer
-    assert (back.generated is None) == (count == 0)
+    assert (back.output.token_ids.tolist() if back.output else []) == answer
+    assert (back.output is None) == (count == 0)
     assert back.prompt.token_ids.dtype == np.int32
     assert (back.ahead if back.ahead is None else back.ahead.tolist()) == ahead
     assert back.ahead is None or back.ahead.dtype == np.int32
     assert ("ahead" in params["rhymerl"]) == (ahead is not None)
     assert noise_of(params, "rid") == (seed, count)
-    assert news_of(params) == 4
+    assert feed_of(params) == 4
 
 
 def test_what_only_the_trainer_knows_of_earlier_tokens_is_marked():
     request = RolloutRequest(id="1", prompt=make_prompt([4]), sample=0, seed=2, sampling=SAMPLING)
-    params = to_custom_params(request, news=0)
+    params = to_custom_params(request, feed=0)
     params["rhymerl"]["offset"] = 2
-    generated = from_custom_params(params, "rid", [4, 5, 6], SAMPLING).generated
+    generated = from_custom_params(params, "rid", [4, 5, 6], SAMPLING).output
     assert np.isnan(generated.logprobs).all()
     assert generated.policy_versions.tolist() == [-1, -1]
 
@@ -133,6 +133,6 @@ def test_requests_of_others_are_known_by_their_tokens_and_names(params):
     assert first.prompt.key == again.prompt.key != other.prompt.key
     assert first.seed == other.seed != again.seed
     assert first.id == "a"
-    assert first.generated is None
+    assert first.output is None
     assert noise_of(params, "a") == (first.seed, 0)
-    assert news_of(params) == 0
+    assert feed_of(params) == 0

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_helper, _world
 from torch.distributed.rendezvous import rendezvous
 
-from rhymerl.backends.sglang.client import Client
+from rhymerl.backends.remote.client import Client
 from tests.backends.sglang.fake_engine import FakeEngine
 
 _TIMEOUT = timedelta(seconds=20)

@@ -13,7 +13,7 @@ def load_plugins() -> None:
 
         register()
         return
-    from rhymerl.backends.sglang.probe import Findings
-    from rhymerl.backends.sglang.settings import EngineSettings
+    from rhymerl.backends.sglang.plugin.probe import Findings
+    from rhymerl.backends.sglang.plugin.settings import EngineSettings
 
     EngineSettings.of_this_process().report(Findings())

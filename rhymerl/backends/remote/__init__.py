@@ -1,0 +1,1 @@
+"""What any remote engine needs: its process, requests in flight, weights, and a feed for its drafter."""

@@ -1,0 +1,31 @@
+"""Numbers that an engine's process counts and the trainer reads, in a small shared file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+NAMES = ("asks", "hits", "drafted_nodes", "bad_drafts", "draft_s", "passes")
+
+
+class Counters:
+    """`add` in the one process, `since` in the other; both hold the same file."""
+
+    def __init__(self, path: Path, *, new: bool = False) -> None:
+        if new:
+            np.zeros(len(NAMES)).tofile(path)
+        self._values = np.memmap(path, np.float64, "r+", shape=(len(NAMES),))
+        self._reported = np.array(self._values)
+
+    def add(self, **amounts: float) -> None:
+        """Add amounts to the counts."""
+        for name, amount in amounts.items():
+            self._values[NAMES.index(name)] += amount
+
+    def since(self) -> Mapping[str, float]:
+        """What has been counted since the last call."""
+        now = np.array(self._values)
+        new, self._reported = now - self._reported, now
+        return dict(zip(NAMES, new.tolist(), strict=True))

@@ -1,0 +1,93 @@
+"""The policy's weights in the engines: which version they have, and the way of the next one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rhymerl.backends.remote import weights
+from rhymerl.backends.remote.fleet import Fleet
+from rhymerl.backends.remote.proof import draws_by_seed, prove
+from rhymerl.backends.remote.weight_group import WeightGroup
+from rhymerl.models.policy import DTYPES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rhymerl.models.policy import Policy
+
+_log = logging.getLogger(__name__)
+NO_WEIGHTS = -1  # instead of a policy version
+
+
+class Delivery:
+    """Delivers weights to engines of `tensor_parallel` ranks each, in `dtype`.
+
+    `way` is tensor, disk or distributed; files go to `folder`.
+    """
+
+    def __init__(
+        self, fleet: Fleet, policy: Policy, *, way: str, dtype: str, tensor_parallel: int, folder: Path
+    ) -> None:
+        self.fleet = fleet
+        self.policy = policy
+        self.way = way
+        self.dtype = dtype
+        self.tensor_parallel = tensor_parallel
+        self.folder = folder
+        self.version = NO_WEIGHTS
+        self.draws_by_seed = True  # until an engine has shown otherwise
+        self.is_asleep = False  # the engines have given their memory away, and what was in it
+        self._group: WeightGroup | None = None
+
+    def load(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Nothing may be in flight. Raises BackendError when an engine refuses, or does not compute the policy afterwards."""
+        self.wake_up()
+        dtype = DTYPES[self.dtype]
+        if self.way == "tensor":
+            weights.from_tensors(self.fleet, named, dtype, ranks=self.tensor_parallel, version=version)
+        elif self.way == "distributed":
+            self._joined_group().send(named, dtype, version=version)
+        else:
+            weights.from_disk(self.fleet, named, dtype, self.folder, version=version)
+        weights.flush(self.fleet)
+        if self.version == NO_WEIGHTS:
+            self._prove()
+        self.version = version
+
+    def _prove(self) -> None:
+        for engine in self.fleet.engines:
+            prove(engine, self.policy, self.dtype)
+            if not draws_by_seed(engine):
+                self.draws_by_seed = False
+                _log.warning(
+                    "the SGLang engine at %s draws tokens by its own rule: they come from the policy's distribution, but do not follow "
+                    "from a request's seed, change with the drafter, and are not those of backend=embedded",
+                    engine.url,
+                )
+
+    def _joined_group(self) -> WeightGroup:
+        if self._group is None or self._group.is_closed:
+            self._group = WeightGroup(self.fleet, ranks=self.tensor_parallel, device=self.policy.model.device)
+        return self._group
+
+    def sleep(self) -> None:
+        """The engines' memory is free until the next `load`. Nothing may be in flight."""
+        if not self.is_asleep:
+            weights.flush(self.fleet)  # memory is given up only when the last pass is over
+            self.fleet.post("/release_memory_occupation", {})
+            self.is_asleep = True
+
+    def wake_up(self) -> None:
+        """The engines have their memory again, and nothing in it."""
+        if self.is_asleep:
+            self.fleet.post("/resume_memory_occupation", {})
+            self.is_asleep = False
+
+    def close(self) -> None:
+        """Leave the group, if there is one; engines may have gone."""
+        if self._group is not None:
+            self._group.close()
+        self._group = None

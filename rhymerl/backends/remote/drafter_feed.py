@@ -1,0 +1,73 @@
+"""What the trainer tells the drafter in an engine's process: history and scored samples, in numbered files of one folder.
+
+A request names the version of the feed that it needs, so nothing is sent on the engine's own wires. A drafter has read
+what the step before has brought when the first request of the next one arrives. Each file is written whole, read once
+and then removed by the reader.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rhymerl.drafters.base import Drafter
+from rhymerl.errors import BackendError
+from rhymerl.history.records import HistoryDelta
+from rhymerl.types import Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedMessage:
+    """The history's changes of one step, and its samples where the drafter learns from them."""
+
+    delta: HistoryDelta | None = None
+    samples: Sequence[Sample] = ()
+
+
+class FeedWriter:
+    """The trainer's side; `folder` belongs to one engine and to nobody else, because its files are unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.version = 0
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def write(self, feed: FeedMessage) -> None:
+        """Write the next file."""
+        path = _path(self.folder, self.version + 1)
+        draft = path.with_suffix(".part")
+        with draft.open("wb") as file:
+            pickle.dump(feed, file, protocol=5)
+        os.replace(draft, path)
+        self.version += 1
+
+
+class FeedReader:
+    """The engine's side, where `drafter` is."""
+
+    def __init__(self, folder: Path, drafter: Drafter) -> None:
+        self.folder = folder
+        self.drafter = drafter
+        self.version = 0
+
+    def catch_up(self, version: int) -> None:
+        """Read all up to `version`. Raises BackendError when a file is missing."""
+        while self.version < version:
+            path = _path(self.folder, self.version + 1)
+            try:
+                feed: FeedMessage = pickle.loads(path.read_bytes())
+            except FileNotFoundError as error:
+                raise BackendError(f"{path}: the drafter's news are missing; was the folder cleaned?") from error
+            self.version += 1
+            path.unlink()
+            if feed.samples:
+                self.drafter.learn(feed.samples)
+            if feed.delta is not None:
+                self.drafter.follow(feed.delta)
+
+
+def _path(folder: Path, version: int) -> Path:
+    return folder / f"{version:09d}.feed"

@@ -1,0 +1,89 @@
+"""The engines of one rank of the trainer: the one that it started, or those that run at its addresses already."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar, cast
+
+from rhymerl.backends.remote.client import Client
+from rhymerl.errors import BackendError, ConfigError
+
+T = TypeVar("T")
+_HEALTH_S = 60.0
+_RANK = re.compile(r"@\d+$")  # behind the address, where a router tells an engine's data-parallel ranks apart
+
+
+class Fleet:
+    """All of them have the same weights, so it does not matter which one answers a request."""
+
+    def __init__(self, engines: Sequence[Client], *, timeout_s: float = 600.0) -> None:
+        """`timeout_s` is for whatever is posted to all of them."""
+        self.engines = tuple(engines)
+        self.timeout_s = timeout_s
+
+    @classmethod
+    def at(cls, addresses: Sequence[Client], *, rank: int = 0, num_ranks: int = 1, timeout_s: float = 600.0) -> Fleet:
+        """The engines at the addresses, a router's in its place; of them every `num_ranks`-th, from `rank` on.
+
+        Requests go to a router's engines and not through it: new weights have to reach each of them anyway, and routers drop what they
+        do not know of a request. Raises ConfigError when there are fewer than ranks, BackendError when an address does not answer.
+        """
+        engines = [engine for address in addresses for engine in _behind(address)]
+        if len(engines) < num_ranks:
+            raise ConfigError(
+                f"backend.url={[each.url for each in addresses]}: expected at least {num_ranks} SGLang servers, one for each rank "
+                f"of the trainer; found {len(engines)}"
+            )
+        urls = [engine.url for engine in engines]
+        for twice in {url for url in urls if urls.count(url) > 1}:
+            raise ConfigError(f"backend.url: expected each SGLang server once; {twice} is there more often")
+        fleet = cls(engines[rank::num_ranks], timeout_s=timeout_s)
+        try:
+            fleet.each(lambda _, engine: engine.get("/health", timeout_s=_HEALTH_S))
+        except BackendError as error:
+            raise BackendError(f"backend.url={[each.url for each in addresses]}: {error}") from error
+        return fleet
+
+    def each(self, action: Callable[[int, Client], T]) -> list[T]:
+        """What `action` makes of each engine and its number, of all at the same time; raises what the first of them raises."""
+        if len(self.engines) == 1:
+            return [action(0, self.engines[0])]
+        with ThreadPoolExecutor(len(self.engines), thread_name_prefix="rhymerl-fleet") as threads:
+            return list(threads.map(action, range(len(self.engines)), self.engines))
+
+    def post(self, path: str, content: Mapping[str, Any]) -> None:
+        """Post to all engines. Raises as `Client.post` does."""
+        self.post_each(path, [content] * len(self.engines))
+
+    def post_each(self, path: str, contents: Sequence[Mapping[str, Any]]) -> None:
+        """Post to each engine its own content."""
+        self.each(lambda i, engine: engine.post(path, contents[i], timeout_s=self.timeout_s))
+
+
+def _behind(address: Client) -> list[Client]:
+    """A router's engines, in the order of their addresses; a server is its own."""
+    listed = _listed(address)
+    if listed is None:
+        return [address]
+    for engine in listed:
+        if engine.get("worker_type", "regular") != "regular":
+            raise ConfigError(
+                f"backend.url={address.url!r}: expected a router of servers that read prompts and answer them; "
+                f"{engine['url']} is for {engine['worker_type']} only"
+            )
+    if not listed:
+        raise BackendError(f"backend.url={address.url!r}: the router there has no SGLang servers yet")
+    return [Client.at(url) for url in sorted({_RANK.sub("", engine["url"]).rstrip("/") for engine in listed})]
+
+
+def _listed(address: Client) -> Sequence[Mapping[str, Any]] | None:
+    """What a router says of its engines; older ones only know their addresses. None where no router is."""
+    answer = address.get_if_known("/workers")
+    if isinstance(answer, Mapping) and isinstance(answer.get("workers"), list):
+        return cast(Sequence[Mapping[str, Any]], answer["workers"])
+    answer = address.get_if_known("/list_workers")
+    if isinstance(answer, Mapping) and isinstance(answer.get("urls"), list):
+        return [{"url": url} for url in answer["urls"]]
+    return None

@@ -1,0 +1,274 @@
+"""Requests on their way through engines: sent by threads, back as completions."""
+
+from __future__ import annotations
+
+import queue
+import resource
+import uuid
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from rhymerl.backends.remote.client import Client
+from rhymerl.backends.remote.fleet import Fleet
+from rhymerl.backends.remote.wire import to_custom_params
+from rhymerl.errors import BackendError, ConfigError
+from rhymerl.types import Completion, FinishReason, Output, RolloutRequest
+
+_OTHER_FILES = 512  # that a process may have open besides
+
+
+class EngineConnection:
+    """One engine, and what is on its way through it: at most `max_sent` requests are with it at a time, the others wait here.
+
+    A pass of it has `num_tokens` tokens of each request, its last one among them.
+    """
+
+    def __init__(self, engine: Client, *, num_tokens: int, max_sent: int) -> None:
+        self.engine = engine.another()  # which is hung up at the end
+        self.num_tokens = num_tokens
+        self.threads = ThreadPoolExecutor(max_sent, thread_name_prefix="rhymerl-sglang")
+        self.num_in_flight = 0
+        self.prompts: Counter[str] = Counter()  # how many requests of each, by its key
+
+    def count(self, request: RolloutRequest, change: int) -> None:
+        """Count one more or one less."""
+        self.num_in_flight += change
+        self.prompts[request.prompt.key] += change
+        if not self.prompts[request.prompt.key]:
+            del self.prompts[request.prompt.key]
+
+
+@dataclass(slots=True)
+class InFlightRequest:
+    """A request that has been sent to an engine; its `output` is what it was sent with."""
+
+    request: RolloutRequest
+    connection: EngineConnection
+    rid: str  # the engine's name for it: of one length, because an engine aborts whatever begins with a name
+    answer: Future[Any] = field(default_factory=Future)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the engine could not be asked, or what it refused; None while it is in the air, and when it is well."""
+        return self.answer.exception() if self.answer.done() and not self.answer.cancelled() else None
+
+
+class InFlightRequests:
+    """What is in flight through the engines of `fleet`, at most `max_sent` requests with each at a time.
+
+    Raises ConfigError when so many connections cannot be open.
+    """
+
+    def __init__(self, fleet: Fleet, tokens_a_pass: Sequence[int], *, max_sent: int) -> None:
+        _make_room_for(max_sent * len(fleet.engines))
+        self.connections = [
+            EngineConnection(engine, num_tokens=count, max_sent=max_sent)
+            for engine, count in zip(fleet.engines, tokens_a_pass, strict=True)
+        ]
+        self.policy_version = 0
+        self.feed = 0  # what the drafter has to have read before it drafts
+        self._back: queue.Queue[InFlightRequest] = queue.Queue()
+        self._totals: Counter[str] = Counter()
+        self.requests: dict[str, InFlightRequest] = {}  # by the request's id
+        self._name = uuid.uuid4().hex[:12]  # other trainers may use the same engine
+        self._sent = 0
+
+    def send(self, request: RolloutRequest) -> None:
+        """Send it to the engine that suits it best, from where its output ends."""
+        rid, connection = f"{self._name}-{self._sent:012d}", self._connection_for(request)
+        sent = InFlightRequest(request, connection, rid)
+        self._sent += 1
+        self.requests[request.id] = sent
+        connection.count(request, +1)
+        sent.answer = connection.threads.submit(
+            connection.engine.post, "/generate", self._content(sent), timeout_s=None
+        )
+        sent.answer.add_done_callback(lambda _: self._back.put(sent))
+
+    def _connection_for(self, request: RolloutRequest) -> EngineConnection:
+        """Where its siblings are, who share its prompt's keys and values and are its drafts; else where least is in flight."""
+        with_siblings = (connection for connection in self.connections if connection.prompts[request.prompt.key])
+        return next(with_siblings, None) or min(self.connections, key=lambda connection: connection.num_in_flight)
+
+    def complete(self, sent: InFlightRequest, *, is_withdrawn: bool = False) -> Completion:
+        """The completion of one that is back. Raises BackendError when the engine failed it or gave it up by itself."""
+        self._leave(sent)
+        if sent.answer.cancelled():
+            return _completion(sent, _NOTHING)
+        answer = sent.answer.result()
+        meta = answer["meta_info"]
+        kind = meta["finish_reason"]["type"]
+        if kind == "abort" and not is_withdrawn:
+            raise BackendError(f"the SGLang engine gave up request {sent.request.id}: {meta['finish_reason']}")
+        pairs = meta.get("output_token_logprobs") or []
+        self._check_version(sent, meta, len(pairs))
+        new = self._output(sent, pairs, meta, _REASONS.get(kind, "withdrawn"))
+        self._totals.update(emitted=len(new), passes=new.num_passes, drafted=new.num_drafted, accepted=new.num_accepted)
+        return _ended(_completion(sent, new), meta)
+
+    def _check_version(self, sent: InFlightRequest, meta: Mapping[str, Any], num_tokens: int) -> None:
+        """An engine may have been started anew behind an address, or be given weights by somebody else."""
+        version = meta.get("weight_version")
+        if num_tokens and version not in (None, str(self.policy_version)):
+            raise BackendError(
+                f"the SGLang engine at {sent.connection.engine.url} answered request {sent.request.id} with weights of version {version}, "
+                f"expected {self.policy_version}: it was started anew, or somebody else gives it weights"
+            )
+
+    def complete_all(self, requests: Sequence[InFlightRequest], completed: list[Completion]) -> None:
+        """Add the completions of those that are still in flight to `completed`, also of those behind one that raises."""
+        errors = []
+        for sent in filter(self.has, requests):
+            try:
+                completed.append(self.complete(sent))
+            except BackendError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def abandon(self, sent: InFlightRequest) -> Completion:
+        """The completion of one whose engine is gone: what it was sent with, or its answer if that has come."""
+        if sent.answer.done() and sent.failure is None:
+            return self.complete(sent, is_withdrawn=True)
+        self._leave(sent)
+        return _completion(sent, _NOTHING)
+
+    def _leave(self, sent: InFlightRequest) -> None:
+        del self.requests[sent.request.id]
+        sent.connection.count(sent.request, -1)
+
+    def wait(self, timeout_s: float) -> list[InFlightRequest]:
+        """What is back, if the time is not over before. Of those that have landed otherwise nothing is said."""
+        try:
+            back = [self._back.get(timeout=timeout_s) if timeout_s > 0 else self._back.get_nowait(), *self._drained()]
+        except queue.Empty:
+            return []
+        return [sent for sent in back if self.has(sent)]
+
+    def has(self, sent: InFlightRequest) -> bool:
+        """Whether it has not landed yet; its request may fly again."""
+        return self.requests.get(sent.request.id) is sent
+
+    def settle(self, requests: Sequence[InFlightRequest], timeout_s: float) -> None:
+        """Wait until all of these are back, or the time is over."""
+        wait([sent.answer for sent in requests], timeout_s)
+
+    def _drained(self) -> list[InFlightRequest]:
+        found = []
+        while not self._back.empty():
+            found.append(self._back.get())
+        return found
+
+    def totals(self) -> Counter[str]:
+        """Tokens and passes of what has landed since the last call."""
+        totals, self._totals = self._totals, Counter()
+        return totals
+
+    def close(self) -> None:
+        """Send nothing more, and wait for nothing more."""
+        for connection in self.connections:
+            connection.threads.shutdown(wait=False, cancel_futures=True)
+            connection.engine.hang_up()
+
+    def _content(self, sent: InFlightRequest) -> dict[str, Any]:
+        request, sampling = sent.request, sent.request.sampling
+        answer = request.output.token_ids if request.output is not None else np.empty(0, np.int32)
+        return {
+            "rid": sent.rid,
+            "input_ids": [*request.prompt.token_ids.tolist(), *answer.tolist()],
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "sampling_params": {
+                "max_new_tokens": sampling.max_tokens - len(answer),
+                "temperature": sampling.temperature,
+                "top_k": sampling.top_k or -1,
+                "top_p": sampling.top_p,
+                "min_p": sampling.min_p,
+                "stop_token_ids": list(sampling.stop_token_ids),
+                "custom_params": to_custom_params(request, feed=self.feed),
+            },
+        }
+
+    def _output(
+        self, sent: InFlightRequest, pairs: Sequence[Sequence[Any]], meta: Mapping[str, Any], reason: FinishReason
+    ) -> Output:
+        """What the engine has sampled since the request was sent."""
+        logprobs = np.array([pair[0] for pair in pairs], np.float64)  # JSON has no NaN: there it is null
+        if not np.isfinite(logprobs).all():
+            raise BackendError(
+                f"the SGLang engine's log-probs of request {sent.request.id} are not finite (policy version "
+                f"{self.policy_version}): the policy's weights have probably diverged"
+            )
+        verified = int(meta.get("spec_verify_ct") or 0)  # passes after the one that read the prompt
+        num_nodes = sent.connection.num_tokens - 1
+        passes = 1 + verified if num_nodes else len(pairs)
+        return Output(
+            token_ids=np.array([pair[1] for pair in pairs], np.int32),
+            logprobs=logprobs,
+            policy_versions=np.full(len(pairs), self.policy_version, np.int32),
+            finish_reason=reason,
+            num_passes=min(passes, len(pairs)),
+            num_drafted=verified * num_nodes,
+            num_accepted=max(len(pairs) - passes, 0),
+        )
+
+
+_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
+_NOTHING = Output(token_ids=np.empty(0, np.int32), logprobs=np.empty(0), policy_versions=np.empty(0, np.int32))
+
+
+def _make_room_for(num_connections: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = num_connections + _OTHER_FILES
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(
+            f"backend.max_running: needs {needed} open files for its connections, and this process may have {hard} (ulimit -Hn)"
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def _completion(sent: InFlightRequest, new: Output) -> Completion:
+    """All that there is of the request: what it was sent with, and what is `new`."""
+    before = sent.request.output or _NOTHING
+    whole = Output(
+        token_ids=np.concatenate([before.token_ids, new.token_ids]),
+        logprobs=np.concatenate([before.logprobs, new.logprobs]),
+        policy_versions=np.concatenate([before.policy_versions, new.policy_versions]),
+        finish_reason=new.finish_reason,
+        num_passes=before.num_passes + new.num_passes,
+        num_drafted=before.num_drafted + new.num_drafted,
+        num_accepted=before.num_accepted + new.num_accepted,
+    )
+    return Completion(request=sent.request, output=whole)
+
+
+def _ended(completion: Completion, meta: Mapping[str, Any]) -> Completion:
+    """Cut the answer where it ends: of what one pass samples, engines look at the limit before a stop token.
+
+    A request that was told to give up may have come to neither. Raises BackendError for one that was cut short of both.
+    """
+    sampling, output = completion.request.sampling, completion.output
+    stops = np.flatnonzero(np.isin(output.token_ids, sampling.stop_token_ids))[:1] + 1
+    end = min([*stops.tolist(), sampling.max_tokens])
+    if len(output) < end and output.is_finished:
+        raise BackendError(
+            f"the SGLang engine ended request {completion.request.id} after {len(output)} of {sampling.max_tokens} tokens "
+            f"({meta['finish_reason']}): it has stop tokens of its own, or its context or its memory for keys and values is too small "
+            "(backend.arguments.max_total_tokens, mem_fraction_static)"
+        )
+    if len(output) < end:
+        return completion
+    whole = replace(
+        output,
+        token_ids=output.token_ids[:end],
+        logprobs=output.logprobs[:end],
+        policy_versions=output.policy_versions[:end],
+        finish_reason="stop" if end in stops else "length",
+    )
+    return replace(completion, output=whole)

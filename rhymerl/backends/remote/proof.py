@@ -1,0 +1,68 @@
+"""Whether an engine computes the policy's model: it ignores weights whose names it does not know, and says that all is well."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from rhymerl.backends.remote.client import Client
+from rhymerl.backends.remote.wire import to_custom_params
+from rhymerl.errors import BackendError
+from rhymerl.models.policy import evaluating
+from rhymerl.types import Prompt, RolloutRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from rhymerl.models.policy import Policy
+
+_PROMPT, _ANSWER = 8, 8  # tokens
+_TOLERANCE = {"float32": 0.01, "bfloat16": 0.5}  # nats; another model is several off
+
+
+def prove(client: Client, policy: Policy, dtype: str) -> None:
+    """Raise BackendError unless the log-probs of a short greedy answer are those of the policy."""
+    vocabulary = policy.model.config.get_text_config().vocab_size
+    prompt = [(7 * i) % vocabulary for i in range(1, _PROMPT + 1)]
+    params = {"temperature": 0.0, "max_new_tokens": _ANSWER, "ignore_eos": True}
+    content = {"input_ids": prompt, "sampling_params": params, "return_logprob": True, "logprob_start_len": -1}
+    pairs = client.post("/generate", content)["meta_info"]["output_token_logprobs"]
+    theirs = np.array([pair[0] for pair in pairs], np.float64)  # null is NaN
+    ours = _logprobs(policy, prompt, [pair[1] for pair in pairs])
+    worst = float(np.abs(theirs - ours).max())
+    if not worst <= _TOLERANCE[dtype]:
+        raise BackendError(
+            f"the SGLang engine does not compute the policy: log-probs of a short answer differ by {worst:.3g} nats right after "
+            f"the weights were handed over ({type(policy.model).__name__} may go by other names or settings there)"
+        )
+
+
+def draws_by_seed(client: Client) -> bool:
+    """Whether one seed makes one answer and another seed another, as where rhymerl's plugin draws, and else hardly ever."""
+    first, same, other = (_sampled(client, seed) for seed in (1, 1, 2))
+    return first == same != other
+
+
+def _sampled(client: Client, seed: int) -> list[int]:
+    name = f"proof-{uuid.uuid4().hex}"
+    sampling = SamplingParams(max_tokens=4 * _ANSWER, temperature=2.0)
+    prompt = Prompt(id=name, key="proof", token_ids=np.array([1], np.int32), text="")
+    request = RolloutRequest(id=name, prompt=prompt, sample=0, seed=seed, sampling=sampling, split="train")
+    params = {
+        "temperature": sampling.temperature,
+        "max_new_tokens": sampling.max_tokens,
+        "ignore_eos": True,
+        "custom_params": to_custom_params(request, feed=0),
+    }
+    answer = client.post("/generate", {"rid": name, "input_ids": [1], "sampling_params": params})
+    return [int(token) for token in answer["output_ids"]]
+
+
+def _logprobs(policy: Policy, prompt: list[int], answer: list[int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Return the log-prob of each token of the answer, [tokens], at temperature 1."""
+    tokens = torch.tensor([[*prompt, *answer]], device=policy.model.device)
+    with evaluating(policy.model), torch.no_grad():
+        logits = policy.model(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    chosen = torch.log_softmax(logits.double(), -1).gather(-1, tokens[0, len(prompt) :, None])
+    return chosen[:, 0].cpu().numpy()

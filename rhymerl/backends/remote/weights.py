@@ -1,0 +1,182 @@
+"""Ways for the policy's weights into an engine. All of them check what the engine answers."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rhymerl.backends.remote.client import Client, RefusedError
+from rhymerl.backends.remote.fleet import Fleet
+from rhymerl.errors import BackendError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_BUCKET_BYTES = 2**30
+_SHARED_MEMORY = Path("/dev/shm")
+_SETTLE_S = 10.0
+_SPARE = 64  # tokens
+_BY_LENGTH = ("dynamic", "longrope")  # rotations that are scaled by the context's length
+_ROOM = 1.2  # times what is written that has to be free in shared memory
+
+
+def from_tensors(
+    fleet: Fleet, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, *, ranks: int, version: int
+) -> None:
+    """Hand over copies in memory that the engines share, a bucket at a time; for engines on the same device."""
+    with update_session(fleet):
+        for bucket in buckets(named, dtype):
+            # What has been shared once stays so, and the policy's own memory is not to.
+            copies = [(name, tensor.clone()) for name, tensor in bucket]
+            contents = [_shared(copies, ranks, version) for _ in fleet.engines]
+            fleet.post_each("/update_weights_from_tensor", contents)
+
+
+def _shared(copies: list[tuple[str, Tensor]], ranks: int, version: int) -> dict[str, Any]:
+    """A word for each of an engine's ranks; each is good for one use."""
+    return {
+        "serialized_named_tensors": [base64.b64encode(_pickled(copies)).decode() for _ in range(ranks)],
+        "weight_version": str(version),
+        "flush_cache": False,
+    }
+
+
+def from_disk(
+    fleet: Fleet, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, folder: Path, *, version: int
+) -> None:
+    """Send the weights through a checkpoint in `folder`, which has the model's config; they are removed afterwards."""
+    file = folder / "model.safetensors"
+    tensors = {name: _ready(tensor, dtype).cpu().contiguous() for name, tensor in named}
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except (OSError, SafetensorError) as error:
+        raise BackendError(f"backend.folder: weights cannot be written to {folder} ({error})") from error
+    try:
+        content = {
+            "model_path": str(folder),
+            "load_format": "safetensors",
+            "weight_version": str(version),
+            "flush_cache": False,
+        }
+        fleet.post("/update_weights_from_disk", content)
+    except RefusedError as error:
+        raise RefusedError(f"{error}; does it see {folder}? That is below backend.folder") from error
+    finally:
+        file.unlink()
+
+
+def flush(fleet: Fleet) -> None:
+    """Forget keys and values of older weights. Nothing may be in flight; a last pass may still be under way."""
+    deadline = time.monotonic() + _SETTLE_S
+    while True:
+        try:
+            fleet.post("/flush_cache", {})
+        except RefusedError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+        else:
+            return
+
+
+def buckets(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[list[tuple[str, Tensor]]]:
+    """The tensors in the engine's dtype, about a gigabyte at a time."""
+    bucket: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in named:
+        ready = _ready(tensor, dtype)
+        if bucket and size + ready.nbytes > _BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, ready))
+        size += ready.nbytes
+    if bucket:
+        yield bucket
+
+
+def write_config(model: PreTrainedModel, folder: Path) -> None:
+    """What an engine needs to build the model; without stop tokens, which come with each request.
+
+    SGLang would end an answer at the config's own as well, whatever the request says.
+    """
+    model.config.save_pretrained(folder)
+    path = folder / "config.json"
+    content: dict[str, Any] = json.loads(path.read_text())
+    own = {"architectures": [type(model).__name__], "eos_token_id": None, "max_position_embeddings": positions(model)}
+    path.write_text(json.dumps({**content, **own}, indent=1))
+
+
+def positions(model: PreTrainedModel) -> int:
+    """How long an engine is told that a sequence may be: SGLang keeps some for itself, and drafts stand behind the last token.
+
+    Where the rotation of keys follows that number it stays as it is, and the longest sequences are an error there.
+    """
+    config = model.config.get_text_config()
+    context = int(getattr(config, "max_position_embeddings", 0) or 2**20)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return context if rope.get("rope_type", "default") in _BY_LENGTH else context + _SPARE
+
+
+def make_folder(folder: Path, model: PreTrainedModel, *, copies: int = 1, in_memory: bool = True) -> Path:
+    """Where weights are written, for this user alone: `in_memory` where that has the room for as many copies, else in `folder`.
+
+    Everybody may make folders in shared memory, so this one has a name that nobody knows before it is there.
+    """
+    needed = copies * _ROOM * sum(parameter.nbytes for parameter in model.parameters())
+    if in_memory and _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > needed:
+        return Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=_SHARED_MEMORY))
+    (folder / "weights").mkdir(mode=0o700)
+    return folder / "weights"
+
+
+def _ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.detach().to(dtype)
+
+
+def _pickled(bucket: list[tuple[str, Tensor]]) -> bytes:
+    """Handles of the tensors' memory; they have to live until the engine has answered.
+
+    Memory of the CPU goes by a file's name: an open file could only be handed to a process of our own family.
+    """
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        buffer = io.BytesIO()
+        ForkingPickler(buffer).dump(bucket)
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
+    return buffer.getvalue()
+
+
+@contextmanager
+def update_session(fleet: Fleet) -> Iterator[None]:
+    """Newer engines want to know where an update begins and ends; older ones do not know the words."""
+    have_sessions = fleet.each(lambda _, engine: _begins(engine, fleet.timeout_s))
+    yield  # what an error leaves open is ended by the next one
+    if any(have_sessions):
+        fleet.each(
+            lambda i, engine: have_sessions[i] and engine.post("/end_weight_update", {}, timeout_s=fleet.timeout_s)
+        )
+
+
+def _begins(engine: Client, timeout_s: float) -> bool:
+    """Whether it knows of sessions; one that a trainer has left open, because it failed or was killed, is ended before."""
+    try:
+        return engine.post_if_known("/begin_weight_update", timeout_s=timeout_s)
+    except RefusedError:
+        engine.post("/end_weight_update", {}, timeout_s=timeout_s)
+        return engine.post_if_known("/begin_weight_update", timeout_s=timeout_s)

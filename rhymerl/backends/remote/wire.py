@@ -1,0 +1,147 @@
+"""What travels with a request through SGLang, and back: requests as `custom_params`, answers as completions."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, get_args
+
+import numpy as np
+
+from rhymerl.types import Output, Prompt, RolloutRequest, SamplingParams, Split
+
+if TYPE_CHECKING:
+    from rhymerl.types import IntArray
+
+KEY = "rhymerl"  # in custom_params
+_SEED = re.compile(r"-?[0-9]{1,20}")
+_PACKED = re.compile(r"[A-Za-z0-9+/]*={0,2}")
+_log = logging.getLogger(__name__)
+
+
+def to_custom_params(request: RolloutRequest, *, feed: int) -> dict[str, Any]:
+    """The request but for its tokens and sampling parameters; `feed` is what the drafter has to have read before."""
+    ahead = {} if request.ahead is None else {"ahead": _packed(request.ahead)}
+    return {
+        KEY: {
+            "id": request.id,
+            "sample": request.sample,
+            "seed": str(request.seed),  # 64 bits, more than JSON's numbers are good for everywhere
+            "split": request.split,
+            "prompt_id": request.prompt.id,
+            "prompt_key": request.prompt.key,
+            "offset": len(request.output) if request.output is not None else 0,
+            "feed": feed,
+            **ahead,
+        }
+    }
+
+
+def from_custom_params(
+    params: Mapping[str, Any] | None, rid: str, token_ids: Sequence[int], sampling: SamplingParams
+) -> RolloutRequest:
+    """The request again, from what came with SGLang's own: its id and its input (the prompt and what was generated before).
+
+    The log-probs of earlier tokens stay in the trainer: they are NaN here. Nor does the prompt have its text and columns.
+    A request that is not ours, or whose parameters are not as they should be, is known by its prompt's tokens alone.
+    """
+    tokens = np.array(token_ids, np.int32)
+    own = _own(params) or _of_others(rid, tokens)
+    prompt, answer = np.split(tokens, [max(len(tokens) - own["offset"], 0)])
+    return RolloutRequest(
+        id=own["id"],
+        prompt=Prompt(id=own["prompt_id"], key=own["prompt_key"], token_ids=prompt, text=""),
+        sample=own["sample"],
+        seed=int(own["seed"]),
+        sampling=sampling,
+        split=own["split"],
+        output=without_logprobs(answer) if len(answer) else None,
+        ahead=_unpacked(own["ahead"]) if "ahead" in own else None,
+    )
+
+
+def _packed(token_ids: IntArray) -> str:
+    """Pack token ids as text: between SGLang's processes a mapping in custom_params holds no lists."""
+    return base64.b64encode(np.asarray(token_ids, "<i4").tobytes()).decode()
+
+
+def _unpacked(text: str) -> IntArray:
+    return np.frombuffer(base64.b64decode(text), "<i4").astype(np.int32)
+
+
+def _of_others(rid: str, tokens: IntArray) -> dict[str, Any]:
+    key = "other-" + _hash(tokens.tobytes()).hex()
+    seed = int.from_bytes(_hash(rid.encode()), "little")
+    return {
+        "id": rid,
+        "sample": 0,
+        "seed": seed,
+        "split": "train",
+        "prompt_id": key,
+        "prompt_key": key,
+        "offset": 0,
+        "feed": 0,
+    }
+
+
+def noise_of(params: Mapping[str, Any] | None, rid: str) -> tuple[int, int]:
+    """The seed of a request's noise, and how many tokens of its input are response already."""
+    own = _own(params)
+    if own is None and isinstance(params, Mapping) and params.get(KEY):
+        _log.warning("rhymerl: request %s has malformed custom_params[%r] and is drawn as if it had none", rid, KEY)
+    return (int(own["seed"]), own["offset"]) if own else (int.from_bytes(_hash(rid.encode()), "little"), 0)
+
+
+def feed_of(params: Mapping[str, Any] | None) -> int:
+    """What the drafter has to have read before."""
+    own = _own(params)
+    return own["feed"] if own else 0
+
+
+def _own(params: Any) -> dict[str, Any] | None:
+    """What `to_custom_params` has written, None for anything else: clients of a server may send what they like.
+
+    An exception in SGLang's scheduler would end the engine.
+    """
+    own = params.get(KEY) if isinstance(params, Mapping) else None
+    if not isinstance(own, Mapping):
+        return None
+    held = {
+        name: own.get(name) for name in ("id", "prompt_id", "prompt_key", "sample", "seed", "split", "offset", "feed")
+    }
+    is_sound = (
+        all(isinstance(held[name], str) for name in ("id", "prompt_id", "prompt_key"))
+        and all(_is_count(held[name]) for name in ("sample", "offset", "feed"))
+        and _SEED.fullmatch(str(held["seed"])) is not None
+        and held["split"] in get_args(Split)
+    )
+    if not is_sound or "ahead" not in own:
+        return held if is_sound else None
+    return {**held, "ahead": own["ahead"]} if _is_packed(own["ahead"]) else None
+
+
+def _is_packed(text: object) -> bool:
+    """Whether it is base64 of whole tokens."""
+    if not isinstance(text, str) or len(text) % 4 or not _PACKED.fullmatch(text):
+        return False
+    return (len(text) // 4 * 3 - text.count("=")) % 4 == 0
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**31
+
+
+def _hash(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=8).digest()
+
+
+def without_logprobs(token_ids: IntArray) -> Output:
+    """Tokens of which only the trainer knows log-probs (NaN) and versions (-1)."""
+    return Output(
+        token_ids=token_ids,
+        logprobs=np.full(len(token_ids), np.nan),
+        policy_versions=np.full(len(token_ids), -1, np.int32),
+    )

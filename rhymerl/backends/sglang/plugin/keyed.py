@@ -1,0 +1,123 @@
+"""The project's own draw inside SGLang: noise keyed by request and position, so that drafts change the speed and nothing else.
+
+SGLang keeps one number a request for seeded sampling (`sampling_seed`). Here it is the request's noise counter less the
+position of its first token, so that adding a token's position in the sequence gives the counter of its draw, whether
+the token is sampled by the ordinary sampler or at a node of a tree. n = draws, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rhymerl.backends.remote.wire import noise_of
+from rhymerl.engine.draw import draw_on_device, draw_tokens
+from rhymerl.engine.noise import noise_counters, noise_keys_on_device
+from rhymerl.engine.sampler import truncate
+
+_AT_ONCE = 2**24  # logits; to truncate each of them takes some 40 bytes
+
+
+def first_counter(engine_request: Any) -> int:
+    """What a position in the whole sequence is added to, as a signed 64-bit number."""
+    seed, offset = noise_of(engine_request.sampling_params.custom_params, str(engine_request.rid))
+    counter = int(noise_counters(np.array([seed % 2**64], np.uint64))[0])
+    prompt = len(engine_request.origin_input_ids) - offset
+    unsigned = (counter + 1 - prompt) % 2**64  # a token is sampled at the position before its own
+    return unsigned - 2**64 if unsigned >= 2**63 else unsigned
+
+
+def draw(logits: Tensor, sampling_info: Any, positions: Tensor, *, each: int) -> Tensor:
+    """Return the tokens sampled at `positions` [n] from clean logits [n, V], [n] int64.
+
+    Each request owns `each` lines in a row.
+
+    Noise and truncation only touch copies, of some lines at a time.
+    """
+    temperature, top_k, top_p, min_p = (_spread(values, each) for values in _settings(sampling_info))
+    inverse = torch.where(top_k == 1, 0.0, 1.0 / temperature)
+    counters = _spread(sampling_info.sampling_seed, each) + positions.to(torch.int64)
+    lines = max(_AT_ONCE // logits.shape[-1], 1)
+    parts = zip(
+        *(values.split(lines) for values in (logits, counters, inverse, temperature, top_k, top_p, min_p)), strict=True
+    )
+    truncates = _truncates(sampling_info)
+    return torch.cat([_draw(*part, truncates=truncates) for part in parts])
+
+
+def _draw(
+    logits: Tensor,
+    counters: Tensor,
+    inverse: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    *,
+    truncates: bool,
+) -> Tensor:
+    logits = logits.float()
+    if truncates:
+        logits = truncate(logits, temperature.to(logits), top_k, top_p.to(logits), min_p.to(logits))
+    keys = noise_keys_on_device(counters)
+    if logits.device.type != "cpu":
+        return draw_on_device(logits, inverse, keys)
+    out = np.empty(len(logits), np.int32)
+    draw_tokens(logits.numpy(), np.arange(len(logits)), inverse.double().numpy(), keys.numpy().astype(np.uint32), out)
+    return torch.from_numpy(out).to(torch.int64)
+
+
+def _truncates(sampling_info: Any) -> bool:
+    has_top_k = sampling_info.need_top_k_sampling and not sampling_info.is_all_greedy  # greedy is top-k 1 here
+    return bool(has_top_k or sampling_info.need_top_p_sampling or sampling_info.need_min_p_sampling)
+
+
+@contextmanager
+def without_seeds(batch: Any) -> Iterator[None]:
+    """Context in which the batch is as SGLang made it: some of its ways of sampling refuse seeds."""
+    info = batch.sampling_info
+    if info is None:
+        yield
+        return
+    batch.sampling_info = dataclasses.replace(info, sampling_seed=None)
+    try:
+        yield
+    finally:
+        batch.sampling_info = info
+
+
+def _settings(sampling_info: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Temperature, top-k (0 = off; SGLang writes a huge number), top-p and min-p of each request."""
+    top_ks = sampling_info.top_ks
+    off = top_ks >= sampling_info.vocab_size
+    return (
+        sampling_info.temperatures.view(-1),
+        torch.where(off, 0, top_ks),
+        sampling_info.top_ps,
+        sampling_info.min_ps,
+    )
+
+
+def _spread(values: Tensor, each: int) -> Tensor:
+    return values if each == 1 else values.repeat_interleave(each)
+
+
+def is_plain(sampling_info: Any) -> bool:
+    """Whether nothing but temperature and truncation shapes the draw; penalties, biases, grammars and watermarks are SGLang's own business."""
+    changed = ("acc_additive_penalties", "acc_scaling_penalties", "logit_bias")
+    orchestrator = getattr(sampling_info, "penalizer_orchestrator", None)
+    return (
+        sampling_info.sampling_seed is not None
+        and all(getattr(sampling_info, name, None) is None for name in changed)
+        and not any(sampling_info.grammars or ())
+        and not any(getattr(sampling_info, "return_sampling_masks", None) or ())
+        and not sampling_info.has_custom_logit_processor
+        and not getattr(sampling_info, "has_watermark_candidates", False)
+        and not (orchestrator is not None and orchestrator.is_required)
+    )

@@ -1,0 +1,7 @@
+"""Names that the trainer and the plugin agree on."""
+
+from __future__ import annotations
+
+VARIABLE = "RHYMERL_SGLANG"  # the path of the engine's settings (settings.py)
+ALGORITHM = "RHYMERL"  # as SGLang knows the drafting worker
+FOLDERS = "rhymerl-sglang-"  # how the names of a session's own folders begin

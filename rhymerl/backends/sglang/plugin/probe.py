@@ -1,0 +1,81 @@
+"""What a version of SGLang has of what rhymerl's plugin builds on: asked by name, because versions move and rename things."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from rhymerl.errors import BackendError
+
+_SPECULATIVE = "sglang.srt.speculative"
+_DRAFTING = {
+    f"{_SPECULATIVE}.ngram_worker": (
+        "NgramCorpus",
+        "NGRAMWorker._prepare_draft_tokens",
+        "NGRAMWorker._prepare_for_speculative_decoding",
+        "NGRAMWorker._update_ngram_corpus",
+        "NGRAMWorker.clear_cache_pool",
+    ),
+    f"{_SPECULATIVE}.spec_info": ("SpeculativeAlgorithm.NGRAM", "SpeculativeAlgorithm.register"),
+    f"{_SPECULATIVE}.spec_registry": ("CustomSpecAlgo.create_worker",),
+    "sglang.srt.distributed.parallel_state": ("get_tp_group",),
+}
+_DRAWING = {
+    "sglang.srt.layers.sampler": (
+        "register_sampler_backend",
+        "Sampler.forward",
+        "Sampler._sync_token_ids_across_tp",
+    ),
+    "sglang.srt.sampling.sampling_batch_info": (
+        "SamplingBatchInfo.from_schedule_batch",
+        "SamplingBatchInfo.sampling_seed",
+    ),
+    f"{_SPECULATIVE}.ngram_worker": ("eagle_sample",),
+    f"{_SPECULATIVE}.eagle_utils": ("verify_tree_greedy_func",),
+    "sglang.srt.distributed.parallel_state": ("get_tp_group",),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """Names that are not there: for our drafters, and for our way of sampling tokens."""
+
+    drafting: Sequence[str] = ()
+    drawing: Sequence[str] = ()
+
+    @classmethod
+    def of_this_version(cls) -> Findings:
+        """Imports SGLang's modules."""
+        return cls(drafting=_missing(_DRAFTING), drawing=_missing(_DRAWING))
+
+    def check(self, *, drafts: bool, on_cpu: bool) -> None:
+        """Raise BackendError where drafts are wanted and cannot be had, or would change what is sampled."""
+        missing = [*self.drafting, *(self.drawing if on_cpu else ())]  # SGLang's own verification is greedy on a CPU
+        if drafts and missing:
+            raise BackendError(
+                f"this version of SGLang lacks what rhymerl's drafters need ({', '.join(missing)}): take drafter=none, or another version"
+            )
+
+    def to_json(self) -> str:
+        """Return it as JSON, for `from_json` in another process."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Findings:
+        """What `to_json` has written."""
+        return cls(**json.loads(text))
+
+
+def _missing(wanted: Mapping[str, Sequence[str]]) -> list[str]:
+    return [f"{module}.{name}" for module, names in wanted.items() for name in names if not _has(module, name)]
+
+
+def _has(module: str, name: str) -> bool:
+    try:
+        functools.reduce(getattr, name.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError):
+        return False
+    return True

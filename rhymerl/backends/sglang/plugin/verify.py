@@ -1,0 +1,63 @@
+"""Our draw in the place of SGLang's verification of drafts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.distributed.parallel_state import get_tp_group
+from sglang.srt.speculative import eagle_utils, ngram_worker
+
+from rhymerl.backends.sglang.plugin import keyed
+from rhymerl.backends.sglang.plugin.sampler import warn_once
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def keyed_verify(original: Any) -> Any:
+    """Sample first, then follow the tree: each node's own draw decides, and no draft can bias it."""
+
+    def verify(
+        verify_input: Any, batch: Any, logits_output: Any, grammar_mask: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if batch.forward_mode.is_idle() or grammar_mask is not None or not keyed.is_plain(batch.sampling_info):
+            if not batch.forward_mode.is_idle():
+                warn_once()
+            with keyed.without_seeds(batch):
+                return original(verify_input, batch, logits_output, grammar_mask, *args, **kwargs)
+        n, num_requests = verify_input.draft_token_num, len(batch.seq_lens)
+        logits = logits_output.next_token_logits
+        sampled = keyed.draw(logits, batch.sampling_info, verify_input.positions, each=n)
+        return _follow(verify_input, sampled.view(num_requests, n))
+
+    return verify
+
+
+def _follow(verify_input: Any, sampled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """SGLang's greedy walk, with the draws [R, n] as what the target predicts: tokens, accepted lengths (with the bonus), indices."""
+    num_requests, n = sampled.shape
+    like = torch.empty(0, dtype=torch.int32, device=sampled.device)
+    predict, lengths = like.new_zeros(num_requests * n), like.new_empty(num_requests)
+    index = like.new_full((num_requests, verify_input.max_tree_depth), -1)
+    predict, index, lengths = eagle_utils.verify_tree_greedy_func(
+        predicts=predict,
+        accept_index=index,
+        accept_token_num=lengths,
+        candidates=verify_input.draft_token.view(num_requests, n),
+        retrieve_index=verify_input.retrieve_index,
+        retrieve_next_token=verify_input.retrieve_next_token,
+        retrieve_next_sibling=verify_input.retrieve_next_sibling,
+        target_predict=sampled,
+        topk=verify_input.tree_topk,
+    )
+    group = get_tp_group()
+    if group.world_size > 1:  # sums over a vocabulary need not be the same on two devices
+        for each in (predict, lengths, index):
+            group.broadcast(each, src=0)
+    return predict, lengths + 1, index
+
+
+def install() -> None:
+    """Make it the verification of n-gram speculation; once a process."""
+    ngram_worker.eagle_sample = keyed_verify(ngram_worker.eagle_sample)

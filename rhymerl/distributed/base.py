@@ -1,0 +1,118 @@
+"""What a process knows of the others that train with it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from torch import nn
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """Something for one rank."""
+
+    to: int
+    value: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """What has come in: rank 0's commands, which all ranks get in the same order, and the values of messages for this one."""
+
+    commands: list[Any]
+    messages: list[Any]
+
+
+Decide = Callable[[list[tuple[int, Any]]], Any]  # (rank, report) since the last time -> an command for all, or None
+
+
+class Channel(ABC):
+    """How ranks tell one another what happens while they work. Reports go to rank 0, its commands to all, messages to one."""
+
+    @abstractmethod
+    def exchange(self, report: Any, messages: Sequence[Message], decide: Decide, *, waits: bool) -> Received:
+        """Send what this rank has (a report of None says nothing) and take what is there for it.
+
+        Rank 0 calls `decide`; the command may be among what is returned already. A rank with nothing else to do
+        `waits` a moment for some.
+        """
+
+    def close(self) -> None:
+        """The work is over. Called after a collective, so that nobody reads any more."""
+
+
+class Ranks(ABC):
+    """This process is `rank` of `size`. Methods are collectives where nothing else is said: all ranks call them, in the same order.
+
+    A rank that ends while others wait for it makes them raise RunError, which says which one and why.
+    """
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, by rank, on every rank: plain data, numpy arrays, and records that the ranks know."""
+
+    @abstractmethod
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value on every rank; what the others give is not looked at."""
+
+    @abstractmethod
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Add up each parameter's gradient over the ranks, in place; a missing one counts as zeros, unless no rank has it."""
+
+    @abstractmethod
+    def channel(self, *, lockstep: bool) -> Channel:
+        """A channel of its own for each piece of work. In lockstep every exchange is a collective, and so repeats bit for bit."""
+
+    def check(self) -> None:
+        """Raise RunError when a rank has ended. No collective: called wherever a rank waits or works for long."""
+
+    def fail(self, reason: str) -> None:
+        """This rank is about to end because of an error, which the others are told. No collective."""
+
+    def explain(self, error: BaseException) -> None:
+        """Add to an error that which rank has ended, where that is why a connection broke. May wait some seconds for it."""
+
+    def close(self) -> None:
+        """This rank takes part no more; may be called twice. No collective."""
+
+
+class LockstepChannel(Channel):
+    """Every exchange is a collective of all ranks, so none goes ahead of another."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def exchange(self, report: Any, messages: Sequence[Message], decide: Decide, *, waits: bool) -> Received:
+        everything = self._ranks.gather((report, list(messages)))
+        reports = [(rank, said) for rank, (said, _) in enumerate(everything) if said is not None]
+        command = self._ranks.broadcast(decide(reports) if self._ranks.rank == 0 else None)
+        mine = [message.value for _, sent in everything for message in sent if message.to == self._ranks.rank]
+        return Received(commands=[] if command is None else [command], messages=mine)
+
+
+class Alone(Ranks):
+    """One process: whatever is gathered is its own."""
+
+    rank = 0
+    size = 1
+
+    def gather(self, value: T) -> list[T]:
+        return [value]
+
+    def broadcast(self, value: T) -> T:
+        return value
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Nobody has anything to add."""
+
+    def channel(self, *, lockstep: bool) -> Channel:
+        return LockstepChannel(self)

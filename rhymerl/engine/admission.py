@@ -1,0 +1,158 @@
+"""Which requests run: admission in order of arrival, preemption of the youngest, and what each row feeds into a pass."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from rhymerl.engine.prefixes import PrefixTable
+from rhymerl.engine.ragged import IndexArray
+from rhymerl.engine.rows import Rows
+from rhymerl.types import Completion, FinishReason, Output, RolloutRequest
+
+
+class Admission:
+    """Waiting requests enter while there are rows and slots; when slots run out, the youngest one goes back to the queue.
+
+    At most `max_running` requests run side by side, and a pass has at most `max_pass_tokens` tokens.
+    """
+
+    def __init__(self, rows: Rows, *, max_running: int, max_pass_tokens: int) -> None:
+        self.running: list[int] = []  # rows, the oldest first
+        self.num_preemptions = 0
+        self.prefixes = PrefixTable(rows)
+        self._rows = rows
+        self._max_running = max_running
+        self._max_pass_tokens = max_pass_tokens
+        self._waiting: deque[RolloutRequest] = deque()
+        self._started: set[str] = set()  # ids of requests that have entered at least once and not ended
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is waiting or running."""
+        return bool(self._waiting or self.running)
+
+    def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        """Queue requests."""
+        self._waiting.extend(requests)
+
+    def progress(self) -> dict[str, int]:
+        """Response tokens so far of all requests by id, the running ones first, oldest first."""
+        rows, running = self._rows, self.running
+        done = (rows.length[running] - rows.prompt_length[running]).tolist()
+        brought = {request.id: len(request.output) if request.output else 0 for request in self._waiting}
+        return {rows.id(row): tokens for row, tokens in zip(running, done, strict=True)} | brought
+
+    # -- before a pass -----------------------------------------------------------------------------------------------
+
+    def admit(self) -> list[RolloutRequest]:
+        """Let requests enter while there is room for what they bring and one token a row; returns those that are new."""
+        new = []
+        while self._waiting and len(self.running) < self._max_running:
+            request = self._waiting[0]
+            brings = len(request.prompt.token_ids) + (len(request.output) if request.output else 0)
+            if self.running and brings + len(self.running) > self._room():
+                break
+            self._waiting.popleft()
+            self.running.append(self._rows.enter(request, self.prefixes.acquire(request)))
+            if request.id not in self._started:
+                self._started.add(request.id)
+                new.append(request)
+        return new
+
+    def _room(self) -> int:
+        """Slots that could be had without preempting anybody, less what admitted rows still have to feed."""
+        return self._rows.pool.num_free + self.prefixes.idle_slots() - self.prefixes.owed(self.running)
+
+    def feed(self) -> tuple[IndexArray, IndexArray]:
+        """Rows that feed and how many of their uncached tokens, after making room for all of these."""
+        row, chain = self._fed()
+        while int(chain.sum()) > self._rows.pool.num_free:
+            self._make_room()
+            row, chain = self._fed()
+        return row, chain
+
+    def _fed(self) -> tuple[IndexArray, IndexArray]:
+        """Prefixes come first, then the requests that they serve."""
+        rows = self._rows
+        running = np.array(self.running, np.int64)
+        uncomputed = self.prefixes.uncomputed()
+        if not uncomputed and (rows.length[running] - rows.cached[running] == 1).all():
+            return running, np.ones(len(running), np.int64)
+        budget = max(self._max_pass_tokens - len(self.running), 1)
+        feeding, chains, unready = [], [], set()
+        for row in [*uncomputed, *self.running]:
+            owed = int(rows.length[row] - rows.cached[row])
+            prefix = rows.prefix[row]
+            if prefix is not None and prefix.row in unready:
+                continue
+            fed = owed if owed == 1 else min(owed, budget)
+            budget -= fed if owed > 1 else 0
+            if fed < owed:
+                unready.add(row)
+            if fed:
+                feeding.append(row)
+                chains.append(fed)
+        return np.array(feeding, np.int64), np.array(chains, np.int64)
+
+    def _make_room(self) -> None:
+        if self.prefixes.evict_idle():
+            return
+        assert len(self.running) > 1, "a request was admitted that cannot fit"
+        self._preempt(self.running[-1])
+        self.num_preemptions += 1
+
+    def preempt_all(self) -> None:
+        """Forget all keys and values; running requests go on from their tokens."""
+        for row in reversed(self.running.copy()):
+            self._preempt(row)
+        self.prefixes.clear()
+
+    def _preempt(self, row: int) -> None:
+        """Put the request back at the head of the queue; its tokens stay, its keys and values are computed again."""
+        request = self._rows.completion(row, "withdrawn").resume()
+        self._leave(row)
+        self._waiting.appendleft(request)
+
+    # -- after a pass ------------------------------------------------------------------------------------------------
+
+    def finish(self, row: int, reason: FinishReason) -> Completion:
+        """Take a running request out for good."""
+        completion = self._rows.completion(row, reason)
+        self._leave(row)
+        self._started.discard(completion.request.id)
+        return completion
+
+    def _leave(self, row: int) -> None:
+        prefix = self._rows.prefix[row]
+        self.running.remove(row)
+        self._rows.leave(row)
+        if prefix is not None:
+            self.prefixes.release(prefix)
+
+    def withdraw(self, ids: Iterable[str] | None) -> tuple[list[Completion], list[Completion]]:
+        """Take requests out, the oldest first, None = all; those that have entered before, and those that never have."""
+        wanted = None if ids is None else set(ids)
+        running = [row for row in self.running if wanted is None or self._rows.id(row) in wanted]
+        started, fresh = [self.finish(row, "withdrawn") for row in running], []
+        waiting, self._waiting = self._waiting, deque()
+        for request in waiting:
+            if wanted is not None and request.id not in wanted:
+                self._waiting.append(request)
+            elif request.id in self._started:
+                self._started.discard(request.id)
+                started.append(_as_it_came(request))
+            else:
+                fresh.append(_as_it_came(request))
+        return started, fresh
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every KV slot is free or owned by exactly one live row."""
+        self._rows.check_integrity([*self.running, *self.prefixes.held])
+
+
+def _as_it_came(request: RolloutRequest) -> Completion:
+    nothing = Output(token_ids=np.empty(0, np.int32), logprobs=np.empty(0), policy_versions=np.empty(0, np.int32))
+    return Completion(request=request, output=request.output or nothing)

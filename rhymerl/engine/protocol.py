@@ -1,0 +1,137 @@
+"""The drafting protocol: ask, check, trim, learn. Every engine drafts by it, ours, SGLang's and the replay of recorded answers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rhymerl.budgets.base import Budget, PassOutcome, Pauses
+from rhymerl.drafters.base import Drafter
+from rhymerl.drafters.batches import keep_nodes
+from rhymerl.drafters.none import NoDrafter
+from rhymerl.drafters.run_ahead import innermost, listens
+from rhymerl.engine.tree import depths, sound
+from rhymerl.errors import HookError
+from rhymerl.hooks import Hooks, line_of
+from rhymerl.types import Completion, DraftBatch, RolloutRequest, Sample
+
+if TYPE_CHECKING:
+    from rhymerl.history.records import HistoryDelta
+    from rhymerl.types import IndexArray, IntArray
+
+_LOG = logging.getLogger(__name__)
+
+
+class DraftingProtocol:
+    """The calls of a drafter and a budget, in the order that their base classes promise. R = requests.
+
+    With `checks` a malformed draft raises HookError; otherwise it is left out, counted, and told about once. Whatever drafter or
+    budget raise becomes a HookError, too.
+    """
+
+    def __init__(self, drafter: Drafter, budget: Budget, *, vocabulary: int, checks: bool = False) -> None:
+        self.drafter = drafter
+        self.budget = budget
+        self.max_nodes = 0 if isinstance(drafter, NoDrafter) else budget.max_nodes
+        self.num_asked = 0  # requests for which the drafter was asked
+        self.num_hits = 0  # of these, those for which it had something
+        self.num_malformed = 0
+        self.hears_tokens = self.max_nodes > 0 and listens(drafter, "accept")
+        self.hears_outcomes = type(budget).learn is not Budget.learn
+        self._vocabulary = vocabulary
+        self._checks = checks
+        self._pauses = Pauses(self._skips)
+        self._in_drafter, self._in_budget = Hooks("drafter", innermost(drafter)), Hooks("budget", budget)
+        self._has_complained = False
+
+    def start(self, request: RolloutRequest) -> None:
+        """A request enters for the first time."""
+        self._pauses.end()
+        with self._in_drafter:
+            self.drafter.start(request)
+        with self._in_budget:
+            self.budget.admit(request)
+
+    def finish(self, completion: Completion) -> None:
+        """A request that was started leaves for good."""
+        with self._in_drafter:
+            self.drafter.finish(completion)
+        with self._in_budget:
+            self.budget.finish(completion.request)
+
+    # -- a pass ------------------------------------------------------------------------------------------------------
+
+    def is_skipped(self, num_requests: int) -> bool:
+        """Whether the drafter is left alone in the pass that begins."""
+        return self.max_nodes == 0 or num_requests == 0 or self._pauses.take(num_requests)
+
+    def _skips(self, num_requests: int, num_passes: int) -> int:
+        with self._in_budget:
+            return self.budget.skips(num_requests, num_passes)
+
+    def limits(self, requests: Sequence[RolloutRequest]) -> IntArray:
+        """How many nodes the budget grants each request, [R], a copy."""
+        with self._in_budget:
+            return np.array(self.budget.limits(requests), np.int32)
+
+    def propose(
+        self,
+        requests: Sequence[RolloutRequest],
+        contexts: Sequence[IntArray],
+        limits: IntArray,
+        room: IntArray | IndexArray,
+    ) -> DraftBatch:
+        """Ask for at most `limits` [R] nodes each, drop malformed drafts, and keep what the budget takes.
+
+        `room` [R] are the tokens that may still come. The last of them is sampled at a node, so no node stands that deep.
+        """
+        with self._in_drafter:
+            drafts = self.drafter.propose_batch(requests, contexts, limits.tolist())
+        drafts = sound(drafts, requests, limits=limits, vocabulary=self._vocabulary, complain=self._complain)
+        self.num_asked += len(requests)
+        self.num_hits += int(np.count_nonzero(drafts.counts))
+        if (limits >= room).any():
+            drafts = keep_nodes(drafts, depths(drafts) < room[drafts.requests])
+        with self._in_budget:
+            mask = self.budget.trim(requests, drafts)
+        return keep_nodes(drafts, mask)
+
+    def _complain(self, proposed: str, num_requests: int) -> None:
+        own = self._in_drafter.component
+        told = f"{type(own).__name__} proposed {proposed} ({line_of(own, 'propose')})"
+        if self._checks:
+            raise HookError(told)
+        self.num_malformed += num_requests
+        if not self._has_complained:
+            self._has_complained = True
+            _LOG.warning("%s: such drafts are left out, and from now on only counted, as spec/bad_drafts", told)
+
+    def accept(self, request: RolloutRequest, token_ids: IntArray, num_accepted: int) -> None:
+        """A pass emitted tokens for a request; called only where the drafter listens (`hears_tokens`)."""
+        with self._in_drafter:
+            self.drafter.accept(request, token_ids, num_accepted)
+
+    def learn_outcome(self, outcome: PassOutcome) -> None:
+        """A pass that was not skipped is over; called only where the budget listens (`hears_outcomes`)."""
+        with self._in_budget:
+            self.budget.learn(outcome)
+
+    # -- between steps -----------------------------------------------------------------------------------------------
+
+    def learn(self, samples: Sequence[Sample]) -> None:
+        """Tell the drafter the scored answers of a step."""
+        with self._in_drafter:
+            self.drafter.learn(samples)
+
+    def follow(self, delta: HistoryDelta) -> None:
+        """Tell the drafter what is new in the history."""
+        with self._in_drafter:
+            self.drafter.follow(delta)
+
+    def close(self) -> None:
+        """Close the drafter."""
+        with self._in_drafter:
+            self.drafter.close()

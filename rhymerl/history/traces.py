@@ -1,0 +1,238 @@
+"""Recorded rollouts: one JSON object a response, in a .jsonl or .jsonl.gz file."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import numpy as np
+
+from rhymerl.errors import ConfigError, DataError
+from rhymerl.folders import writing
+from rhymerl.types import Sample
+
+if TYPE_CHECKING:
+    from rhymerl.types import FloatArray, IntArray
+
+_FINISH_REASONS = ("stop", "length")
+_NUM_TOKENS = 2**31  # ids are int32
+_LONGEST_LINE_BYTES = 256 * 2**20  # of millions of tokens with log-probs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TraceRecord:
+    """One response of a run."""
+
+    epoch: int  # pass over the data, from 0
+    prompt_id: str
+    sample: int  # which of the group's answers, from 0
+    prompt_tokens: IntArray  # [P]
+    response_tokens: IntArray  # [L]
+    reward: float
+    finish_reason: Literal["stop", "length"]
+    logprobs: FloatArray | None = None  # [L] behaviour log-probs, nats
+    prompt: str | None = None  # what was tokenized, for people; None where nobody has written it down
+    response: str | None = None  # without special tokens
+
+
+def record_of(sample: Sample, epoch: int, *, with_logprobs: bool = False) -> TraceRecord:
+    """A sample as a record. Raises ValueError for an answer that was withdrawn half-way."""
+    completion = sample.completion
+    if completion.finish_reason == "withdrawn":
+        raise ValueError(f"request {completion.request.id} was withdrawn: only whole answers are recorded")
+    return TraceRecord(
+        epoch=epoch,
+        prompt_id=sample.prompt.id,
+        sample=completion.request.sample,
+        prompt_tokens=sample.prompt.token_ids,
+        response_tokens=completion.token_ids,
+        reward=sample.reward,
+        finish_reason=completion.finish_reason,
+        logprobs=completion.logprobs if with_logprobs else None,
+        prompt=sample.prompt.text,
+        response=sample.text,
+    )
+
+
+class TraceWriter:
+    """Appends the records of one step after another; `path` ends in .gz to be compressed.
+
+    A step is written as a whole, in .gz as a member of its own, and `num_bytes` then says how long the file is. Save
+    that number with the run's state and give it back as `keep_bytes`: what was written later is cut off, and a resumed
+    run leaves the very bytes that an uninterrupted one does. A killed run leaves whole lines and at most a part of one.
+
+    Raises ConfigError when the file exists and `keep_bytes` is None, and DataError when it is shorter than `keep_bytes`.
+    """
+
+    def __init__(self, path: str | Path, *, keep_bytes: int | None = None) -> None:
+        self.path = Path(path)
+        self.num_bytes = keep_bytes or 0
+        if keep_bytes is not None:
+            _cut(self.path, keep_bytes)
+        elif self.path.exists():
+            raise ConfigError(f"trace {str(path)!r}: exists already; give another file, or remove it")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("ab", buffering=0)  # nothing is left behind where a write fails
+
+    def write(self, records: Iterable[TraceRecord]) -> None:
+        """Append the records of one step and hand them to the operating system."""
+        lines = "".join(_line_of(record) for record in records).encode()
+        data = gzip.compress(lines, compresslevel=6, mtime=0) if self.path.suffix == ".gz" else lines
+        with writing(self.path):
+            left = memoryview(data)
+            while left:
+                left = left[self._file.write(left) :]
+        self.num_bytes += len(data)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_trace(path: str | Path) -> Iterator[TraceRecord]:
+    """The records of a file, in its order; unknown fields are passed over.
+
+    Raises DataError naming the file, the line and what is wrong, when iteration gets there.
+    """
+    location = f"trace {str(path)!r}"
+    number = 0
+    try:
+        with gzip.open(path) if Path(path).suffix == ".gz" else Path(path).open("rb") as file:
+            while line := file.readline(_LONGEST_LINE_BYTES + 1):
+                number += 1
+                if len(line) > _LONGEST_LINE_BYTES:
+                    raise DataError(f"{location}, line {number}: longer than {_LONGEST_LINE_BYTES / 2**20:.0f} MiB")
+                yield _parse(line, f"{location}, line {number}")
+    except EOFError as error:
+        raise DataError(f"{location}, line {number + 1}: the file is cut off here") from error
+    except (OSError, zlib.error) as error:
+        raise DataError(f"{location}: cannot be read: {error}") from error
+    if number == 0:
+        raise DataError(f"{location}: the file is empty")
+
+
+def _cut(path: Path, num_bytes: int) -> None:
+    found = path.stat().st_size if path.exists() else 0
+    if found < num_bytes:
+        raise DataError(
+            f"trace {str(path)!r}: has {found} bytes, but {num_bytes} when the run was saved; start a new one"
+        )
+    if found:
+        os.truncate(path, num_bytes)
+
+
+def _line_of(record: TraceRecord) -> str:
+    fields: dict[str, Any] = {
+        "epoch": int(record.epoch),
+        "prompt_id": record.prompt_id,
+        "sample": int(record.sample),
+        "prompt_tokens": record.prompt_tokens.tolist(),
+        "response_tokens": record.response_tokens.tolist(),
+        "reward": float(record.reward),
+        "finish_reason": record.finish_reason,
+    }
+    if record.logprobs is not None:
+        fields["logprobs"] = record.logprobs.tolist()
+    texts = {"prompt": record.prompt, "response": record.response}
+    fields |= {name: text for name, text in texts.items() if text is not None}
+    return json.dumps(fields, separators=(",", ":")) + "\n"
+
+
+def _parse(line: bytes, location: str) -> TraceRecord:
+    if not line.endswith(b"\n"):
+        raise DataError(f"{location}: the line is cut off")
+    try:
+        row = json.loads(line)
+    except ValueError as error:  # broken JSON and broken UTF-8 alike
+        raise DataError(f"{location}: not valid JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{location}: expected a JSON object, got {_shown(row)}")
+    try:
+        return _record(row)
+    except ValueError as error:
+        raise DataError(f"{location}: {error}") from error
+
+
+def _record(row: dict[str, Any]) -> TraceRecord:
+    response = _tokens(row, "response_tokens")
+    return TraceRecord(
+        epoch=_count(row, "epoch"),
+        prompt_id=_typed(row, "prompt_id", str, "a string"),
+        sample=_count(row, "sample"),
+        prompt_tokens=_tokens(row, "prompt_tokens"),
+        response_tokens=response,
+        reward=float(_typed(row, "reward", (int, float), "a number")),
+        finish_reason=_finish_reason(row),
+        logprobs=None if row.get("logprobs") is None else _logprobs(row, len(response)),
+        prompt=_text(row, "prompt"),
+        response=_text(row, "response"),
+    )
+
+
+def _text(row: dict[str, Any], name: str) -> str | None:
+    return None if row.get(name) is None else str(_typed(row, name, str, "a string"))
+
+
+def _typed(row: dict[str, Any], name: str, kind: type | tuple[type, ...], words: str) -> Any:
+    if name not in row:
+        raise ValueError(f"{name} is missing")
+    value = row[name]
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ValueError(f"{name}={_shown(value)}: expected {words}")
+    return value
+
+
+def _count(row: dict[str, Any], name: str) -> int:
+    value: int = _typed(row, name, int, "an integer of 0 or more")
+    if value < 0:
+        raise ValueError(f"{name}={value}: expected an integer of 0 or more")
+    return value
+
+
+def _tokens(row: dict[str, Any], name: str) -> IntArray:
+    values = _typed(row, name, list, "a list of token ids")
+    if not set(map(type, values)) <= {int}:
+        raise ValueError(f"{name}: expected a list of token ids, got {_shown(_first_other(values, int))} in it")
+    if values and not 0 <= min(values) <= max(values) < _NUM_TOKENS:
+        wrong = next(value for value in values if not 0 <= value < _NUM_TOKENS)
+        raise ValueError(f"{name}: {wrong} is no token id; expected 0 to {_NUM_TOKENS - 1}")
+    return np.array(values, np.int32)
+
+
+def _logprobs(row: dict[str, Any], length: int) -> FloatArray:
+    values = _typed(row, "logprobs", list, "a list of numbers")
+    if not set(map(type, values)) <= {int, float}:
+        raise ValueError(f"logprobs: expected a list of numbers, got {_shown(_first_other(values, int, float))} in it")
+    if len(values) != length:
+        raise ValueError(f"logprobs: expected one a response token, {length}, got {len(values)}")
+    return np.array(values, np.float64)
+
+
+def _finish_reason(row: dict[str, Any]) -> Any:
+    reason = _typed(row, "finish_reason", str, "a string")
+    if reason not in _FINISH_REASONS:
+        raise ValueError(f"finish_reason={reason!r}: expected one of {', '.join(_FINISH_REASONS)}")
+    return reason
+
+
+def _first_other(values: list[Any], *kinds: type) -> Any:
+    return next(value for value in values if type(value) not in kinds)
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"

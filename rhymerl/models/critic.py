@@ -1,0 +1,137 @@
+"""The critic: what rewards it expects of the rest of an answer, learned beside the policy."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rhymerl.errors import ConfigError, require_at_least
+from rhymerl.models.logprobs import TokenBatch, hidden_states
+from rhymerl.models.policy import DTYPES, Policy, PolicySource, context_tokens
+from rhymerl.models.rope import refuse_changing_rope
+
+
+class CriticSettings:
+    """How values are learned, for an algorithm that has them (PPO).
+
+    Either the critic has a backbone of its own, at first a copy of the policy's or the language model at `path` (a directory
+    or hub name, with the policy's tokenizer), or it is one head on the policy's backbone (`shared`), which both then train.
+    The head starts at random with a standard deviation of `head_std`; at 0 the first values are 0. In the first
+    `warmup_steps` rollout steps the policy does not move, a shared backbone included.
+    """
+
+    def __init__(
+        self,
+        *,
+        shared: bool = False,
+        path: str | None = None,
+        learning_rate: float = 1e-5,
+        head_std: float = 0.0,
+        warmup_steps: int = 0,
+    ) -> None:
+        limits = {"learning_rate": (learning_rate, 0), "head_std": (head_std, 0), "warmup_steps": (warmup_steps, 0)}
+        require_at_least("critic", limits)
+        if shared and path is not None:
+            raise ConfigError(
+                f"critic.path={path!r} with critic.shared=true: a shared critic has no backbone to load; set one of them"
+            )
+        self.shared = shared
+        self.path = path
+        self.learning_rate = learning_rate
+        self.head_std = head_std
+        self.warmup_steps = warmup_steps
+
+    def build(self, policy: Policy, *, seed: int) -> Critic:
+        """The critic of a policy as it is now. Raises ConfigError when `path` is no language model over the same tokens."""
+        if self.shared:
+            return Critic(self, policy.model.get_decoder(), body=None, seed=seed)
+        body = copy.deepcopy(policy.model.get_decoder()) if self.path is None else self._load(self.path, policy)
+        return Critic(self, body, body=body.train(), seed=seed)
+
+    def _load(self, path: str, policy: Policy) -> PreTrainedModel:
+        names = {dtype: name for name, dtype in DTYPES.items()}
+        try:
+            loaded = PolicySource(path, dtype=names[policy.model.dtype]).load()  # type: ignore[arg-type]
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("model.path=", "critic.path=", 1)) from error
+        if not policy.tokenizer.get_vocab().items() <= loaded.tokenizer.get_vocab().items():
+            raise ConfigError(f"critic.path={path!r}: its tokens are not the policy's; it needs the same tokenizer")
+        body: PreTrainedModel = loaded.model.get_decoder()
+        return body
+
+
+class Critic(nn.Module):
+    """A value head, on a backbone of its own (`body`) or on the hidden states of the policy's."""
+
+    def __init__(
+        self, settings: CriticSettings, backbone: PreTrainedModel, *, body: PreTrainedModel | None, seed: int
+    ) -> None:
+        super().__init__()
+        self.settings = settings
+        self.body = body
+        self.head = ValueHead(backbone.config.get_text_config().hidden_size, std=settings.head_std, seed=seed)
+        self.head.to(device=backbone.device, dtype=backbone.dtype)
+        self.register_load_state_dict_pre_hook(_check_saved)  # type: ignore[no-untyped-call]
+
+    def forward(self, batch: TokenBatch, hidden: Tensor | None) -> Tensor:
+        """The value in front of each response token, [N]; `hidden` are the policy's states there, [N, H], if it is shared."""
+        if self.body is not None:
+            hidden = hidden_states(self.body, batch)
+        assert hidden is not None, "a shared critic reads the policy's hidden states"
+        values: Tensor = self.head(hidden)
+        return values
+
+    def check(self, longest_tokens: int) -> None:
+        """Raise ConfigError when a prompt with its answer is longer than the backbone's context."""
+        if self.body is None:
+            return
+        context = context_tokens(self.body.config)
+        if longest_tokens > context:
+            raise ConfigError(
+                f"critic.path={self.settings.path!r}: its context is {context} tokens, a prompt and its answer may have "
+                f"{longest_tokens}"
+            )
+        refuse_changing_rope(self.body, longest_tokens, setting=f"critic.path={self.settings.path!r}")
+
+
+class ValueHead(nn.Module):
+    """One linear output, in float32 or better whatever the rest of the model is in."""
+
+    def __init__(self, hidden_size: int, *, std: float, seed: int) -> None:
+        super().__init__()
+        source = torch.Generator().manual_seed(seed)
+        self.weight = nn.Parameter(std * torch.randn(hidden_size, generator=source))
+        self.bias = nn.Parameter(torch.zeros(()))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the value of each state: [N, H] -> [N]."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return hidden.to(self.weight.dtype) @ self.weight + self.bias
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ValueHead:
+        def in_full(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype.itemsize >= 4 else tensor.to(moved.device)
+
+        super()._apply(in_full, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+def _check_saved(critic: nn.Module, state: Mapping[str, Any], prefix: str, *ignored: Any) -> None:
+    """Raise ConfigError for weights of another kind of critic, where torch would list them all."""
+    assert isinstance(critic, Critic)
+    saved = {name.removeprefix(prefix) for name in state if name.startswith(prefix)}
+    if not saved:
+        raise ConfigError("the checkpoint holds no critic: it is of a run whose algorithm learned no values")
+    saved_own = any(name.startswith("body.") for name in saved)
+    if saved_own == critic.settings.shared:
+        kind = "a backbone of its own" if saved_own else "the policy's"
+        raise ConfigError(
+            f"critic.shared={str(critic.settings.shared).lower()}: the critic in the checkpoint has {kind}; "
+            f"expected {str(not saved_own).lower()}"
+        )

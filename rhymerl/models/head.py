@@ -1,0 +1,178 @@
+"""Log-probs and entropy from hidden states, through chunks of logits that are never kept. N = tokens, H = hidden, V = vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+_LEAST = -80.0  # what exp makes of less is too small for a float32's exponent: ten times as slow, and it adds nothing
+
+
+def head_logprobs(
+    hidden: Tensor, head: nn.Module, targets: Tensor, *, temperature: float, chunk_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target and entropy at it, [N] and [N], in float32 or better, both with gradient; from [N, H].
+
+    Of a linear head at most three chunks of logits are held at a time, and its gradient is added up in one place.
+    """
+    if type(head) is nn.Linear:
+        dtype = _product_dtype(hidden, head.weight)
+        found: tuple[Tensor, Tensor] = _Linear.apply(
+            hidden, head.weight, head.bias, targets, temperature, chunk_tokens, dtype
+        )  # type: ignore[no-untyped-call]
+        return found
+    parts = [
+        checkpoint(_of_chunk, hidden[part], head, targets[part], temperature, use_reentrant=False)
+        for part in _slices(len(hidden), chunk_tokens)
+    ]
+    logprobs, entropy = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropy)
+
+
+def chosen_logprobs(
+    hidden: Tensor, head: nn.Module, targets: Tensor, *, temperature: float, chunk_tokens: int
+) -> Tensor:
+    """The log-probs alone, without gradient."""
+    with torch.no_grad():
+        parts = [
+            _chosen(_log_softmax(head(hidden[part]), temperature), targets[part])
+            for part in _slices(len(hidden), chunk_tokens)
+        ]
+        return torch.cat(parts)
+
+
+class _Linear(torch.autograd.Function):
+    """Each chunk's logits are computed again in the backward pass, but for a single chunk, which is small enough to keep."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_tokens: int,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.temperature, ctx.dtype = temperature, dtype
+        ctx.slices = list(_slices(len(hidden), chunk_tokens))
+        ctx.set_materialize_grads(False)
+        cast = _Cast(weight, bias, dtype)
+        logprobs, entropy = [], []
+        everything = None
+        for part in ctx.slices:
+            everything = None  # before the next one is made
+            everything = _log_softmax(cast.logits(hidden[part]), temperature)
+            logprobs.append(_chosen(everything, targets[part]))
+            entropy.append(_entropy(everything))
+        kept = everything if len(ctx.slices) == 1 else None
+        found = torch.cat(logprobs), torch.cat(entropy)
+        ctx.save_for_backward(hidden, weight, bias, targets, found[1], kept)
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if of_logprobs is None and of_entropy is None:
+            return (None,) * 7
+        hidden, weight, bias, targets, entropy, kept = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        cast = _Cast(weight, bias, ctx.dtype)
+        to_hidden = torch.empty_like(hidden) if needs_hidden else None
+        to_weight = torch.zeros_like(weight) if needs_weight else None
+        to_bias = torch.zeros_like(bias) if needs_bias else None
+        for part in ctx.slices:
+            everything = kept if kept is not None else _log_softmax(cast.logits(hidden[part]), ctx.temperature)
+            gradient = _gradient(
+                everything,
+                targets[part],
+                entropy[part],
+                None if of_logprobs is None else of_logprobs[part],
+                None if of_entropy is None else of_entropy[part],
+            )
+            del everything
+            gradient = gradient.div_(ctx.temperature).to(ctx.dtype)
+            if to_hidden is not None:
+                to_hidden[part] = gradient @ cast.weight
+            if to_weight is not None:
+                _add_product(to_weight, gradient.T, hidden[part].to(ctx.dtype))
+            if to_bias is not None:
+                to_bias += gradient.sum(0)
+            del gradient  # before the next one is made
+        return to_hidden, to_weight, to_bias, None, None, None, None
+
+
+class _Cast:
+    """A linear head in the dtype of its product."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+        self.weight = weight.to(dtype)
+        self.bias = None if bias is None else bias.to(dtype)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            return nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
+
+
+def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+
+
+def _slices(count: int, size: int) -> Iterator[slice]:
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))
+
+
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    """Return the log-softmax, [N, V] in float32 or better."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if temperature != 1:
+        logits = logits / temperature
+    return logits.log_softmax(-1)
+
+
+def _chosen(everything: Tensor, targets: Tensor) -> Tensor:
+    return everything.gather(-1, targets[:, None])[:, 0]
+
+
+def _entropy(everything: Tensor) -> Tensor:
+    """Return the entropy of each line: [N, V] -> [N]."""
+    held = everything.clamp(min=_LEAST)
+    return -(held.exp() * held).sum(-1) if held.requires_grad else -held.exp().mul_(held).sum(-1)
+
+
+def _gradient(
+    everything: Tensor, targets: Tensor, entropy: Tensor, of_logprobs: Tensor | None, of_entropy: Tensor | None
+) -> Tensor:
+    """Return the gradient with respect to the scaled logits z, [N, V].
+
+    With p = exp(everything), that of log p(target) is 1[target] - p, and that of the entropy is -p (log p + entropy).
+    """
+    gradient = everything.clamp(min=_LEAST).exp_()
+    if of_entropy is not None:
+        weight = everything.clamp(min=_LEAST).add_(entropy[:, None]).mul_(of_entropy[:, None])
+        gradient.mul_(weight if of_logprobs is None else weight.add_(of_logprobs[:, None])).neg_()
+    elif of_logprobs is not None:
+        gradient.mul_(-of_logprobs[:, None])
+    if of_logprobs is not None:
+        gradient.scatter_add_(-1, targets[:, None], of_logprobs[:, None])
+    return gradient
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
+
+
+def _of_chunk(hidden: Tensor, head: nn.Module, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    everything = _log_softmax(head(hidden), temperature)
+    return _chosen(everything, targets), _entropy(everything)

@@ -1,0 +1,201 @@
+"""Low-rank adapters: small matrices beside frozen ones are all that is trained.
+
+LoRA (arXiv 2106.09685): a frozen matrix W acts as W + (alpha / rank) B A, where A [rank, in] starts at random and B [out, rank] at 0.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rhymerl.errors import ConfigError, require_at_least
+
+_NAME = "default"  # peft's own name for an only adapter
+_CONFIG = "adapter_config.json"  # what peft writes
+_BASE = ".base_layer."  # in the names of an adapted layer's own parameters
+
+
+class LoRA:
+    """Adapters on the linear layers whose names end with one of `targets`, such as q_proj; None: on all but the head.
+
+    In updates a share `dropout` of the adapters' inputs is left out.
+    """
+
+    def __init__(
+        self, rank: int = 16, alpha: float = 32.0, *, dropout: float = 0.0, targets: Sequence[str] | None = None
+    ) -> None:
+        require_at_least("adapter", {"rank": (rank, 1)})
+        if not 0 < alpha < math.inf:
+            raise ConfigError(f"adapter.alpha={alpha}: expected more than 0, and finite")
+        if not 0 <= dropout < 1:
+            raise ConfigError(f"adapter.dropout={dropout}: expected at least 0 and less than 1")
+        self.rank = rank
+        self.alpha = alpha
+        self.dropout = dropout
+        self.targets = targets
+
+    def put_on(self, model: PreTrainedModel, *, seed: int) -> None:
+        """Adapt the model in place, which does not change yet what it computes; all but the adapters is frozen.
+
+        Raises ConfigError when a target is no layer of the model, or peft is not installed.
+        """
+        config = _peft().LoraConfig(
+            r=self.rank,
+            lora_alpha=self.alpha,
+            lora_dropout=self.dropout,
+            target_modules=self._found_in(model),
+            task_type="CAUSAL_LM",
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            _inject(config, model)
+
+    def _found_in(self, model: PreTrainedModel) -> list[str]:
+        """Return names of layers. Peft's own "all-linear" is not used: it means parameters too that are no layers."""
+        head = model.get_output_embeddings()
+        is_tied = model.config.get_text_config().tie_word_embeddings
+        layers = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) and not (is_tied and module is head)
+        }
+        if self.targets is None:
+            return [name for name, module in layers.items() if module is not head]
+        given = f"adapter.targets={list(self.targets)}"
+        known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+        if not self.targets:
+            raise ConfigError(f"{given}: expected some of {known}, or null for all")
+        for target in self.targets:
+            if not any(f".{name}".endswith(f".{target}") for name in layers):
+                raise ConfigError(
+                    f"{given}: {type(model).__name__} has no linear layer {target!r} of its own; expected some of {known}"
+                )
+        return list(self.targets)
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether the model has adapters, whoever has put them there."""
+    return bool(_adapted(model))
+
+
+def is_changed(model: nn.Module) -> bool:
+    """Whether its adapters, if it has any, do anything yet."""
+    return any(bool(p.any()) for name, p in model.named_parameters() if ".lora_B." in name)
+
+
+def check_adapters(model: nn.Module) -> None:
+    """Raise ConfigError for adapters of another kind than ours, whose weights could be neither handed over nor exported."""
+    if not is_adapted(model):
+        return
+    from peft.tuners.lora import Linear
+
+    layers = _adapted(model).values()
+    are_ours = all(isinstance(each, Linear) and list(each.scaling) == [_NAME] for each in layers)
+    has_variants = any(getattr(each, "lora_variant", None) for each in layers)
+    if not are_ours or has_variants or getattr(model, "_hf_peft_config_loaded", False):
+        raise ConfigError(
+            "model: it has adapters that are not rhymerl's own; give it without them, and set adapter, or merge them into it first"
+        )
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Context in which the model is what it was before it was adapted."""
+    layers = _adapted(model).values()
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def merged(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield `tensors`, parameters or state of the model, as those of one without adapters that computes the same.
+
+    They come one after another, so that no second copy of the model is held.
+    """
+    layers = _adapted(model)
+    of_adapters = {name for layer_name, layer in layers.items() for name in _own_names(layer_name, layer)}
+    for name, tensor in tensors:
+        layer_name, _, kind = name.rpartition(_BASE)
+        if layer_name:
+            layer = layers[layer_name]
+            with torch.no_grad():
+                whole = tensor + layer.get_delta_weight(_NAME) if kind == "weight" else tensor
+            yield f"{layer_name}.{kind}", whole.detach().to(tensor.dtype)
+        elif name not in of_adapters:
+            yield name, tensor
+
+
+def save_config(model: nn.Module, folder: Path) -> None:
+    """Write what `put_back` needs, if the model is adapted."""
+    for config in getattr(model, "peft_config", {}).values():
+        config.save_pretrained(folder)
+
+
+def put_back(model: PreTrainedModel, folder: Path) -> None:
+    """Adapt the model as the file says that `save_config` wrote, if there is one; and remove that."""
+    if (folder / _CONFIG).exists():
+        LoraConfig = _peft().LoraConfig  # noqa: N806 - a class
+        _inject(LoraConfig.from_pretrained(str(folder)), model)
+        (folder / _CONFIG).unlink()
+
+
+@contextmanager
+def in_full_precision(model: nn.Module) -> Iterator[None]:
+    """What casts the model within leaves its adapters in float32 or better: small steps would be lost to rounding."""
+    before = [(parameter, _in_full(parameter.data)) for parameter in _own_parameters(model)]
+    yield
+    for parameter, data in before:
+        if parameter.dtype.itemsize < 4:
+            parameter.data = data.to(parameter.device)
+
+
+def _inject(config: Any, model: PreTrainedModel) -> None:
+    _peft().inject_adapter_in_model(config, model, adapter_name=_NAME)
+    config.target_modules = sorted(config.target_modules)  # a set, which would be saved in any order
+    for parameter in _own_parameters(model):
+        parameter.data = _in_full(parameter.data)
+
+
+def _in_full(data: Tensor) -> Tensor:
+    return data.to(torch.promote_types(data.dtype, torch.float32))
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError("adapter: this needs peft: pip install 'rhymerl[lora]'") from error
+    return peft
+
+
+def _adapted(model: nn.Module) -> dict[str, Any]:
+    """Adapted layers by name; peft is not imported for a model that has none."""
+    peft = sys.modules.get("peft.tuners.tuners_utils")
+    if peft is None:
+        return {}
+    return {name: module for name, module in model.named_modules() if isinstance(module, peft.BaseTunerLayer)}
+
+
+def _own_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of the model's adapters."""
+    parts = [getattr(layer, part) for layer in _adapted(model).values() for part in layer.adapter_layer_names]
+    return [parameter for part in parts for parameter in part.parameters()]
+
+
+def _own_names(layer_name: str, layer: Any) -> Iterator[str]:
+    """Yield the names of the adapters' tensors in a layer."""
+    for part in layer.adapter_layer_names:
+        for name in getattr(layer, part).state_dict():
+            yield f"{layer_name}.{part}.{name}"

@@ -1,0 +1,305 @@
+"""The policy: a decoder-only language model and its tokenizer, loaded from disk or made from scratch."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import tempfile
+from base64 import b64decode, b64encode
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+from rhymerl.errors import ConfigError
+from rhymerl.models.hub import look_up
+from rhymerl.models.lora import LoRA, is_adapted, is_changed, merged, put_back, save_config
+
+PAD, END = "<pad>", "<end>"
+_FINGERPRINT_BYTES = 2**15
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """A model with its tokenizer, as they are saved together in one Hugging Face directory."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def context_tokens(self) -> int:
+        """The longest sequence (prompt and response) that the model's positions allow."""
+        return context_tokens(self.model.config)
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """End-of-sequence ids of the generation config, the model config and the tokenizer, sorted."""
+        found: set[int] = set()
+        generation: GenerationConfig | None = self.model.generation_config
+        generated = generation.eos_token_id if generation is not None else None
+        for source in (generated, self.model.config.eos_token_id, self.tokenizer.eos_token_id):
+            found.update(source if isinstance(source, list | tuple) else [source] if source is not None else [])
+        return tuple(sorted(found))
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The parameters of a plain model that computes the same: those of adapters are added into what they adapt."""
+        return merged(self.model, self.model.named_parameters())
+
+    def save(self, directory: str | Path) -> None:
+        """Write a directory that plain `transformers` loads."""
+        _save(self.model, directory)
+        self.tokenizer.save_pretrained(directory)
+
+    def files(self) -> dict[str, str]:
+        """Everything of that directory but the weights, by file name, base64: what a checkpoint carries along."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.model.config.save_pretrained(folder)
+            if self.model.generation_config is not None:
+                self.model.generation_config.save_pretrained(folder)
+            save_config(self.model, Path(folder))
+            self.tokenizer.save_pretrained(folder)
+            paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+            return {str(path.relative_to(folder)): b64encode(path.read_bytes()).decode() for path in paths}
+
+
+def named(model: PreTrainedModel) -> str:
+    """A model in an error message: by the setting that it came from, and its class."""
+    path = model.name_or_path
+    return f"model.path={path!r} ({type(model).__name__})" if path else f"model.init ({type(model).__name__})"
+
+
+@contextmanager
+def refusing(message: str) -> Iterator[None]:
+    """Context in which what a forward pass of an untried model may raise becomes a ConfigError.
+
+    Its text begins with `message`.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = next(iter(str(error).strip().splitlines()), "")
+        raise ConfigError(f"{message} ({type(error).__name__}: {reason})") from error
+
+
+def context_tokens(config: PretrainedConfig) -> int:
+    """The longest sequence that the positions of a model with this config allow."""
+    return int(getattr(config, "max_position_embeddings", 0) or 2**31)
+
+
+def restore(files: Mapping[str, str], weights: Mapping[str, torch.Tensor], directory: str | Path) -> None:
+    """Write `Policy.files` and a state dict of the model as a directory that plain `transformers` loads.
+
+    Raises ConfigError, before anything is written, for a file that would lie outside the directory.
+    """
+    directory = Path(directory)
+    paths = {name: _inside(directory, name) for name in files}
+    for name, path in paths.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b64decode(files[name]))
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    put_back(model, directory)
+    model.load_state_dict(dict(weights))
+    if (directory / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+    _save(model, directory)
+
+
+def _inside(directory: Path, name: str) -> Path:
+    """Where the file goes. Names come out of a checkpoint, which may be anybody's."""
+    is_plain = (
+        "\0" not in name and ".." not in Path(name).parts and not Path(name).is_absolute() and bool(Path(name).name)
+    )
+    if not is_plain or not (directory / name).resolve().is_relative_to(directory.resolve()):
+        raise ConfigError(f"policy file {name!r}: leads out of the directory that it belongs to")
+    return directory / name
+
+
+def fingerprint(model: nn.Module) -> str:
+    """32 hex digits that change with any weight: names, shapes, and sums over the bits of 32 KiB at a time (0.1 s a GB)."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, weight in model.state_dict().items():
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\0".encode())
+        content = weight.detach().reshape(-1).view(torch.uint8)
+        whole = len(content) // _FINGERPRINT_BYTES * _FINGERPRINT_BYTES
+        if whole:
+            words = content[:whole].clone() if content.storage_offset() % 8 else content[:whole]
+            sums = words.view(torch.int64).view(-1, _FINGERPRINT_BYTES // 8).sum(1)
+            digest.update(sums.cpu().numpy().tobytes())
+        digest.update(content[whole:].cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _save(model: PreTrainedModel, directory: str | Path) -> None:
+    model.save_pretrained(directory, state_dict=dict(merged(model, model.state_dict().items())))
+
+
+def frozen(model: PreTrainedModel) -> PreTrainedModel:
+    """What stays as the model is now: a copy; with adapters that do nothing yet itself, `without_adapters`."""
+    is_itself = is_adapted(model) and not is_changed(model)
+    return model if is_itself else copy.deepcopy(model).requires_grad_(False).eval()
+
+
+def is_random(model: PreTrainedModel) -> bool:
+    """Whether its passes in training mode differ from those in evaluation mode: it has a dropout."""
+    settings = model.config.get_text_config().to_dict().items()
+    in_config = any("drop" in name and isinstance(value, float) and value > 0 for name, value in settings)
+    return in_config or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode within, as without dropout; afterwards each module is in its own mode again, a frozen one too."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+class PolicySource:
+    """Where the policy comes from: a directory or hub name (`path`), or a small config to build (`init`).
+
+    `init` holds the fields of a transformers config with its `model_type`; the tokenizer is then one
+    token a character of `characters`. With an `adapter` that alone is trained. Raises ConfigError when neither or both of `path`
+    and `init` are given.
+    """
+
+    def __init__(
+        self,
+        path: str | None = None,
+        *,
+        init: Mapping[str, Any] | None = None,
+        characters: str = "0123456789+=;#? \n",
+        seed: int = 0,
+        dtype: Literal["float32", "bfloat16", "float64"] = "float32",
+        adapter: LoRA | None = None,
+    ) -> None:
+        if (path is None) == (init is None):
+            raise ConfigError(
+                f"model.path={path!r} and model.init={init!r}: set exactly one "
+                "(a Hugging Face directory or hub name, or a config to build from scratch)"
+            )
+        if dtype not in DTYPES:
+            raise ConfigError(f"model.dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
+        self.path = path
+        self.init = dict(init) if init is not None else None
+        self.characters = characters
+        self.seed = seed
+        self.dtype = dtype
+        self.adapter = adapter
+
+    def load(self) -> Policy:
+        """Read or build the policy. Raises ConfigError when `path` is not a model, or the adapter does not fit it."""
+        policy = self._read(str(self.path)) if self.init is None else self._build(self.init)
+        if self.adapter is not None:
+            self.adapter.put_on(policy.model, seed=self.seed)
+        return policy
+
+    def _read(self, path: str) -> Policy:
+        folder = Path(path).expanduser()
+        if folder.exists() and not (folder / "config.json").is_file():
+            raise ConfigError(f"model.path={path!r}: not a model directory (it has no config.json)")
+        looks_local = path.startswith(("/", ".", "~")) or path.count("/") > 1
+        if not folder.exists() and looks_local:
+            raise ConfigError(f"model.path={path!r}: no such directory")
+        name = str(folder) if folder.exists() else path
+        is_here = not folder.exists() and not look_up(path, "model.path", kind="model")
+        with _naming(f"model.path={path!r}: cannot be loaded as a causal language model"):
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[self.dtype], local_files_only=is_here)
+        with _naming(f"model.path={path!r}: cannot be loaded: its tokenizer"):
+            tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=is_here)
+        _check_tokenizer(tokenizer, model, path)
+        return Policy(model=model, tokenizer=tokenizer)
+
+    def _build(self, init: Mapping[str, Any]) -> Policy:
+        tokenizer = character_tokenizer(self.characters)
+        special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+        try:
+            config = AutoConfig.for_model(**{"vocab_size": len(tokenizer), **special, **init})
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"model.init={dict(init)!r}: {str(error).splitlines()[0]}") from error
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[self.dtype])
+        return Policy(model=model, tokenizer=tokenizer)
+
+
+@contextmanager
+def _naming(setting: str) -> Iterator[None]:
+    """Context in which whatever the parsers of model files stumble over is a ConfigError in one line."""
+    try:
+        yield
+    except Exception as error:  # transformers raises anything there, and tokenizers bare Exceptions
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"{setting}: {reason}") from error
+
+
+def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, path: str) -> None:
+    """Raise ConfigError for one that transformers has made up, and for one whose tokens the model does not know.
+
+    Special tokens beyond the embedding are common, for padding say: transformers adds some, and hardly any is ever fed.
+    """
+    vocabulary: Mapping[str, int] = tokenizer.get_vocab()
+    special = set(tokenizer.all_special_tokens)
+    if vocabulary.keys() <= special:
+        raise ConfigError(
+            f"model.path={path!r}: it has no tokenizer (tokenizer.json, ...); save that of the model beside its weights"
+        )
+    rows = num_embeddings(model)
+    unknown = [token for token, number in vocabulary.items() if number >= rows and token not in special]
+    if unknown:
+        raise ConfigError(
+            f"model.path={path!r}: its tokenizer has {len(vocabulary)} tokens, its embedding {rows}, none of them for "
+            f"{min(unknown)!r}; save the tokenizer that the model was trained with, or resize the embedding"
+        )
+
+
+def num_embeddings(model: PreTrainedModel) -> int:
+    """Tokens that may be fed to a model: ids from 0 to this."""
+    return len(model.get_input_embeddings().get_parameter("weight"))
+
+
+def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
+    """One token a character (ASCII): 0 is padding, 1 ends an answer, then `characters` in order.
+
+    It is a byte-level BPE without merges, because transformers loads the tokenizers of some model types as that, whatever
+    class was saved. Raises ConfigError for a character that appears twice or is not ASCII.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    if len(set(characters)) < len(characters) or not characters.isascii():
+        raise ConfigError(f"model.characters={characters!r}: expected ASCII characters, each once")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    names = [byte_level.pre_tokenize_str(character)[0][0] for character in characters]
+    vocabulary = {token: index for index, token in enumerate([PAD, END, *names])}
+    backend = Tokenizer(models.BPE(vocabulary, merges=[]))
+    backend.pre_tokenizer = byte_level
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        eos_token=END,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )

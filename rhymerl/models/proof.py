@@ -1,0 +1,105 @@
+"""Whether the update computes a model: from states that see nothing of what follows, times the output embeddings, and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rhymerl.errors import ConfigError
+from rhymerl.models.policy import evaluating, named, refusing
+
+_NEEDED = "a causal decoder with plain output embeddings is needed (Qwen2, Qwen3, Llama, ...)"
+# Settings of models that change their logits, and the values at which they do not.
+_OF_LOGITS: dict[str, tuple[float | None, ...]] = {
+    "final_logit_softcapping": (None, 0),
+    "output_logit_soft_cap": (None, 0),
+    "logits_soft_cap": (None, 0),
+    "logits_scaling": (None, 1),
+    "logit_scale": (None, 1),
+    "lm_head_multiplier": (None, 1),
+    "output_multiplier": (None, 1),
+}
+# What rounding may come to, as a share of the largest value.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+_LARGE = 1000.0  # logits far beyond the caps that models have, which leave small ones nearly as they are
+
+
+def prove_update(model: PreTrainedModel) -> None:
+    """Raise ConfigError when body and output embeddings do not make up the model, or it cannot be run like that at all."""
+    config = model.config.get_text_config()
+    for name, neutral in _OF_LOGITS.items():
+        value = getattr(config, name, None)
+        if value not in neutral:
+            raise ConfigError(_more_than_a_head(model, f"{name}={value} in its config.json"))
+    with refusing(f"{named(model)}: the update cannot run it; {_NEEDED}"), evaluating(model), torch.no_grad():
+        ids = torch.arange(4, device=model.device)[None] % config.vocab_size
+        states = _states(model, ids)
+        _check_finite(model, states)
+        _check_causal(model, ids, states)
+        _check_head(model, ids, states)
+
+
+def _states(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    states: Tensor = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    return states
+
+
+def _check_finite(model: PreTrainedModel, states: Tensor) -> None:
+    if states.isfinite().all():
+        return
+    broken = [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
+    found = f"{broken[0]} holds NaN or infinities" if broken else "they overflow, though all of its weights are finite"
+    raise ConfigError(f"{named(model)}: its hidden states are not finite: {found}; expected a model that is whole")
+
+
+def _check_causal(model: PreTrainedModel, ids: Tensor, states: Tensor) -> None:
+    other = ids.clone()
+    other[0, -1] = ids[0, 0]
+    if _differ(_states(model, other)[:, :-1], states[:, :-1]):
+        raise ConfigError(
+            f"{named(model)}: a token's hidden states depend on the tokens that follow it (is_decoder=false in its config.json?), "
+            f"which the update does not support; {_NEEDED}"
+        )
+
+
+def _check_head(model: PreTrainedModel, ids: Tensor, states: Tensor) -> None:
+    """Check the head at the states as they are and at larger ones, whose logits would show a cap."""
+    head: Any = model.get_output_embeddings()
+    if not isinstance(head, nn.Module):
+        raise ConfigError(
+            f"{named(model)}: it has no output embeddings, without which the update cannot run; {_NEEDED}"
+        )
+    largest = float(head(states).abs().max())
+    for factor in (1.0, max(1.0, _LARGE / max(largest, 1e-6))):
+        with _scaled_input(head, factor):
+            logits = model(input_ids=ids, use_cache=False).logits
+        if _differ(logits, head(factor * states)):
+            raise ConfigError(_more_than_a_head(model, "scaled or soft-capped?"))
+
+
+def _more_than_a_head(model: PreTrainedModel, why: str) -> str:
+    return (
+        f"{named(model)}: its logits are more than its output embeddings times its hidden states ({why}), "
+        "which the update does not support"
+    )
+
+
+@contextmanager
+def _scaled_input(head: nn.Module, factor: float) -> Iterator[None]:
+    handle = head.register_forward_pre_hook(lambda module, inputs: (factor * inputs[0], *inputs[1:]))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _differ(left: Tensor, right: Tensor) -> bool:
+    """Whether they differ by more than rounding; NaN differs from everything."""
+    tolerance = _TOLERANCE.get(right.dtype, _TOLERANCE[torch.bfloat16])
+    difference = (left.double() - right.double()).abs().max()
+    return not bool(difference <= tolerance * right.double().abs().max())

@@ -1,5 +1,0 @@
-"""The processes that train together, and how they talk."""
-
-from rhymerl.ranks.base import Alone, Line, Parcel, Ranks
-
-__all__ = ["Alone", "Line", "Parcel", "Ranks"]

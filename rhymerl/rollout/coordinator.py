@@ -1,0 +1,179 @@
+"""The coordinator of a step: it plans on rank 0, follows what every worker has, orders moves, and knows when all is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rhymerl.errors import ConfigError, HookError
+from rhymerl.hooks import Hooks, line_of
+from rhymerl.schedulers.base import Plan, Progress, Scheduler, check_moves, check_plan, plan_hash
+from rhymerl.types import RolloutRequest
+
+_NEARLY = 0.1  # of a worker's requests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPlan:
+    """Queues as indices into the step's list of requests, which every rank has, and a hash of the requests meant."""
+
+    queues: Sequence[Sequence[int]]
+    digest: str
+
+    def queue(self, requests: Sequence[RolloutRequest], *, worker: int) -> list[RolloutRequest]:
+        """The requests of a worker. Raises ConfigError where the `requests` of this rank are not those of rank 0."""
+        indices = [index for queue in self.queues for index in queue]
+        if len(indices) == len(requests):
+            plan: Plan = [[requests[index] for index in queue] for queue in self.queues]
+            if plan_hash(plan) == self.digest:
+                return list(plan[worker])
+        first = requests[0].id if requests else "none"
+        raise ConfigError(
+            f"rank {worker} has other prompts than rank 0 in this step ({len(requests)} requests from {first!r} on, {len(indices)} "
+            "planned): every rank needs the whole step's prompts, so nothing may split them by rank (a loader with a distributed "
+            "sampler, data files or data.seed that differ between nodes)"
+        )
+
+
+def make_plan(
+    scheduler: Scheduler, requests: Sequence[RolloutRequest], *, num_workers: int, step: int | str
+) -> SharedPlan:
+    """Ask the scheduler, on rank 0. Raises HookError, naming scheduler and request, for a plan that is no partition."""
+    with Hooks("scheduler", scheduler):
+        plan = scheduler.plan(requests, num_workers, step if isinstance(step, int) else 0)
+    try:
+        check_plan(plan, requests, num_workers=num_workers, scheduler=type(scheduler).__name__)
+    except ValueError as error:
+        raise HookError(f"{error} ({line_of(scheduler, 'plan')})") from error
+    index = {request.id: number for number, request in enumerate(requests)}
+    queues = [[index[request.id] for request in queue] for queue in plan]
+    return SharedPlan(queues=queues, digest=plan_hash(plan))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgressReport:
+    """What a worker says of its requests, each by its index in the step's list."""
+
+    finished: Sequence[int]  # since the last report
+    tokens: Mapping[int, int]  # sampled so far
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """What all workers are told."""
+
+    moves: Mapping[int, int]  # index of a request -> the worker with which it goes on
+    plan: SharedPlan | None = None  # of the following step
+    is_done: bool = False  # everything is answered: pause
+
+
+def wants_progress(scheduler: Scheduler) -> bool:
+    """Whether rank 0 has to know how far the answers are."""
+    return scheduler.migrates or type(scheduler).observe is not Scheduler.observe
+
+
+class Coordinator:
+    """Asks the scheduler on behalf of all workers.
+
+    `step` is None outside of training, where nothing moves. Otherwise a scheduler that migrates is asked for moves whenever `clock`
+    (without one: the number of calls) has gone on by `every`, and right before the plan of `following`. These are the next step's
+    requests, and the plan is made when a worker has nearly nothing left to do. Where what is begun ahead is kept (`keeps`), the
+    scheduler observes what is unfinished then; otherwise all workers begin the next step together.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        requests: Sequence[RolloutRequest],
+        plan: SharedPlan,
+        *,
+        step: int | None,
+        following: Sequence[RolloutRequest] | None,
+        keeps: bool,
+        every: float,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self.num_moves = 0
+        self._scheduler = scheduler
+        self._requests = requests
+        self._step = step
+        self._following = following
+        self._keeps = keeps
+        self._num_calls = 0
+        self._clock = clock or (lambda: self._num_calls)
+        self._every = every
+        self._migrates = step is not None and scheduler.migrates
+        self._planned = np.array([len(queue) for queue in plan.queues], np.int64)
+        self._left = [dict.fromkeys(queue, 0) for queue in plan.queues]  # by worker: index -> tokens sampled
+        self._worker = {index: worker for worker, queue in enumerate(plan.queues) for index in queue}
+        self._asked_at = self._clock()
+        self._is_done = False
+
+    def decide(self, reports: Sequence[tuple[int, ProgressReport]]) -> Command | None:
+        """The next command, if one is needed; `reports` are (rank, report) since the last call."""
+        self._num_calls += 1
+        for _, report in reports:
+            self._note(report)
+        if self._is_done:
+            return None
+        if not any(self._left):
+            self._is_done = True
+            return Command(moves={}, is_done=True)
+        if self._following is not None and any(map(self._is_nearly_done, range(len(self._left)))):
+            return self._plan_following(self._following)
+        if self._migrates and self._clock() - self._asked_at >= self._every:
+            moves = self._rebalance(self._progress())
+            return Command(moves=moves) if moves else None
+        return None
+
+    def _is_nearly_done(self, worker: int) -> bool:
+        return len(self._left[worker]) <= _NEARLY * int(self._planned[worker])
+
+    def _note(self, report: ProgressReport) -> None:
+        for index, tokens in report.tokens.items():
+            left = self._left[self._worker[index]]
+            if index in left:
+                left[index] = tokens
+        for index in report.finished:
+            self._left[self._worker[index]].pop(index, None)
+
+    def _plan_following(self, following: Sequence[RolloutRequest]) -> Command:
+        assert self._step is not None
+        self._following = None
+        progress = self._progress()
+        moves = self._rebalance(progress) if self._migrates else {}
+        if self._keeps:
+            with Hooks("scheduler", self._scheduler):
+                self._scheduler.observe(progress)
+        plan = make_plan(self._scheduler, following, num_workers=len(self._left), step=self._step + 1)
+        return Command(moves=moves, plan=plan)
+
+    def _rebalance(self, progress: Progress) -> dict[int, int]:
+        """Ask what moves, and note it. Raises HookError, naming the scheduler, for a move that cannot be."""
+        self._asked_at = self._clock()
+        with Hooks("scheduler", self._scheduler):
+            moves = self._scheduler.rebalance(progress)
+        try:
+            check_moves(moves, progress, scheduler=type(self._scheduler).__name__)
+        except ValueError as error:
+            raise HookError(f"{error} ({line_of(self._scheduler, 'rebalance')})") from error
+        number = {self._requests[index].id: index for left in self._left for index in left}
+        goals = {number[move.request_id]: move.worker for move in moves}
+        goals = {index: worker for index, worker in goals.items() if worker != self._worker[index]}
+        for index, worker in goals.items():
+            self._left[worker][index] = self._left[self._worker[index]].pop(index)
+            self._worker[index] = worker
+        self.num_moves += len(goals)
+        return goals
+
+    def _progress(self) -> Progress:
+        assert self._step is not None
+        return Progress(
+            step=self._step,
+            planned=self._planned,
+            requests=[self._requests[index] for left in self._left for index in left],
+            workers=np.repeat(np.arange(len(self._left)), [len(left) for left in self._left]),
+            num_tokens=np.array([tokens for left in self._left for tokens in left.values()], np.int64),
+        )

@@ -1,0 +1,72 @@
+"""What a step's requests have come to: outputs with rewards, on one rank and on all, and the groups that they form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rhymerl.history.answers import are_alike
+from rhymerl.rewards.failures import Failures
+from rhymerl.types import Output, Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredOutput:
+    """An answer and its rewards, as it travels to the other ranks; `index` is that of its request in the step's list."""
+
+    index: int
+    output: Output
+    text: str
+    rewards: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankResult:
+    """What a rank has done of a step."""
+
+    scored: Sequence[ScoredOutput]
+    metrics: Mapping[str, float]
+    busy_s: float
+    rollout_s: float
+    failures: Failures = field(default_factory=Failures)  # of the rewards
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(each.output) for each in self.scored)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingRound:
+    """What some of the step's requests came to on all ranks: those of its prompts, or of others in the place of some."""
+
+    samples: list[Sample]
+    by_rank: Sequence[RankResult]
+    num_moves: int
+    scored_s: float
+
+    @property
+    def rollout_s(self) -> float:
+        return max(result.rollout_s for result in self.by_rank)
+
+
+def by_prompt(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
+    """Samples by prompt id, in the order in which prompts first occur."""
+    groups: dict[str, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.prompt.id, []).append(sample)
+    return groups
+
+
+def groups_that_teach_nothing(samples: Sequence[Sample]) -> list[str]:
+    """The prompt ids of groups whose rewards are all equal, in the order of the samples."""
+    groups = by_prompt(samples).items()
+    return [prompt_id for prompt_id, group in groups if are_alike([sample.reward for sample in group])]
+
+
+def replaced(samples: Sequence[Sample], useless: Sequence[str], fresh: Sequence[Sample]) -> list[Sample]:
+    """Replace the first of the `useless` groups by the fresh ones that teach something."""
+    groups = by_prompt(fresh)
+    for prompt_id in groups_that_teach_nothing(fresh):
+        del groups[prompt_id]
+    instead = dict(zip(useless, groups.values(), strict=False))
+    return [sample for prompt_id, group in by_prompt(samples).items() for sample in instead.get(prompt_id, group)]

@@ -1,0 +1,85 @@
+"""Run-ahead state: what has been sampled for a step before its turn. It outlives updates, evaluations and checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from rhymerl.rollout.coordinator import SharedPlan
+from rhymerl.types import Output, RolloutRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunAheadState:
+    """The outputs that a rank has for `step`, by request id, and the plan that they were sampled by.
+
+    `asked` is the fingerprint of the requests.
+    """
+
+    step: int
+    asked: str
+    plan: SharedPlan
+    outputs: Mapping[str, Output]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as numbers, strings and tensors."""
+        return {
+            "step": self.step,
+            "asked": self.asked,
+            "queues": [list(queue) for queue in self.plan.queues],
+            "digest": self.plan.digest,
+            "drawn": {name: _packed(output) for name, output in self.outputs.items()},
+        }
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> RunAheadState:
+        plan = SharedPlan(queues=state["queues"], digest=state["digest"])
+        outputs = {name: _unpacked(each) for name, each in state["drawn"].items()}
+        return cls(step=state["step"], asked=state["asked"], plan=plan, outputs=outputs)
+
+
+def fingerprint(requests: Sequence[RolloutRequest]) -> str:
+    """32 hex digits that say what is asked for: which requests, of which noise, sampled how."""
+    digest = hashlib.blake2b(digest_size=16)
+    sampling: object = None
+    for request in requests:
+        if request.sampling is not sampling:
+            sampling = request.sampling
+            digest.update(repr(sampling).encode())
+        digest.update(f"{request.id}\0{request.seed}\0".encode())
+    return digest.hexdigest()
+
+
+def united(states: Sequence[RunAheadState | None]) -> RunAheadState | None:
+    """What all ranks have together; all or none of them have a plan."""
+    known = [state for state in states if state is not None]
+    if not known:
+        return None
+    return replace(known[0], outputs={name: output for state in known for name, output in state.outputs.items()})
+
+
+def _packed(output: Output) -> dict[str, Any]:
+    return {
+        "token_ids": torch.tensor(output.token_ids),
+        "logprobs": torch.tensor(output.logprobs),
+        "policy_versions": torch.tensor(output.policy_versions),
+        "finish_reason": output.finish_reason,
+        "counts": [output.num_passes, output.num_drafted, output.num_accepted],
+    }
+
+
+def _unpacked(state: Mapping[str, Any]) -> Output:
+    num_passes, num_drafted, num_accepted = state["counts"]
+    return Output(
+        token_ids=state["token_ids"].numpy(),
+        logprobs=state["logprobs"].numpy(),
+        policy_versions=state["policy_versions"].numpy(),
+        finish_reason=state["finish_reason"],
+        num_passes=num_passes,
+        num_drafted=num_drafted,
+        num_accepted=num_accepted,
+    )

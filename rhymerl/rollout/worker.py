@@ -1,0 +1,180 @@
+"""A worker answers a queue of requests, and then begins that of the following step until all workers are done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from rhymerl.backends.base import RolloutBackend
+from rhymerl.distributed import Message
+from rhymerl.errors import BackendError
+from rhymerl.rollout.coordinator import ProgressReport
+from rhymerl.types import Completion, Output, RolloutRequest
+
+if TYPE_CHECKING:
+    from rhymerl.types import IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeLimits:
+    """How long a backend decodes between two exchanges with other workers; without either limit until a request has ended."""
+
+    timeout_s: float | None = None
+    max_passes: int | None = None
+    report_every_s: float | None = None  # how often rank 0 hears how far the answers are, if it is to know at all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovedRequest:
+    """A request on its way to another worker, with its output so far; both know it by its index in the step's list."""
+
+    index: int
+    output: Output
+    ahead: IntArray | None  # the request's draft of the whole answer
+
+
+class Worker:
+    """Answers `queue` by a backend of its own.
+
+    `outputs` are what there is of these answers already, by request id; `requests` are those of the whole step.
+    """
+
+    def __init__(
+        self,
+        backend: RolloutBackend,
+        queue: Sequence[RolloutRequest],
+        *,
+        requests: Sequence[RolloutRequest],
+        outputs: Mapping[str, Output],
+        limits: DecodeLimits,
+    ) -> None:
+        self.busy_s = 0.0
+        self._backend = backend
+        self._requests = requests
+        self._index = {request.id: index for index, request in enumerate(requests)}
+        self._limits = limits
+        self._unfinished: dict[str, RolloutRequest] = {}
+        self._completed: list[Completion] = []  # not handed over yet
+        self._finished: list[int] = []  # not reported yet
+        self._reported_at = 0.0
+        self._messages: list[Message] = []
+        self._following: list[RolloutRequest] | None = None  # the queue of the following step, until it is begun
+        self._ahead: dict[str, RolloutRequest] = {}  # of the following step, in the backend
+        self._outputs_ahead: dict[str, Output] = {}  # of the following step, no longer in the backend
+        self._go_on([(request, outputs.get(request.id)) for request in queue])
+
+    # -- decoding ------------------------------------------------------------------------------------------------
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is something to decode."""
+        return bool(self._unfinished or self._ahead or self._following)
+
+    def decode(self) -> list[Completion]:
+        """Decode for a while; returns the answers of the step that have ended."""
+        if self._following and not self._unfinished:
+            following, self._following = self._following, None
+            self._begin_ahead([(request, None) for request in following])
+        if self._unfinished or self._ahead:
+            self._collect()
+        completed, self._completed = self._completed, []
+        return completed
+
+    def _collect(self) -> None:
+        started = time.perf_counter()
+        found = self._backend.collect(self._limits.timeout_s, max_passes=self._limits.max_passes)
+        seconds = time.perf_counter() - started
+        self.busy_s += seconds
+        if not found and not self._may_find_nothing(seconds):
+            lost = len(self._unfinished) + len(self._ahead)
+            raise BackendError(f"{type(self._backend).__name__} lost {lost} requests")
+        for completion in found:
+            self._take(completion)
+
+    def _may_find_nothing(self, seconds: float) -> bool:
+        """Whether the time was over, or the passes were done with work left."""
+        waited = self._limits.timeout_s is not None and seconds >= self._limits.timeout_s
+        return waited or (self._limits.max_passes is not None and bool(self._backend.progress()))
+
+    def _take(self, completion: Completion) -> None:
+        name = completion.request.id
+        if name in self._unfinished:
+            del self._unfinished[name]
+            self._completed.append(completion)
+            self._finished.append(self._index[name])
+        elif name in self._ahead:
+            del self._ahead[name]
+            self._outputs_ahead[name] = completion.output
+        else:
+            raise BackendError(f"{type(self._backend).__name__} gave the answer to {name} twice, or unasked")
+
+    def _go_on(self, requests: Sequence[tuple[RolloutRequest, Output | None]]) -> None:
+        """Take on requests of the step: those whose answers have ended are done, others go on from what they have."""
+        self._unfinished |= {request.id: request for request, _ in requests}
+        for request, output in requests:
+            if output is not None and output.is_finished:
+                self._take(Completion(request=request, output=output))
+        self._submit([(request, output) for request, output in requests if request.id in self._unfinished])
+
+    def _submit(self, requests: Sequence[tuple[RolloutRequest, Output | None]]) -> None:
+        self._backend.submit([replace(request, output=output) if output else request for request, output in requests])
+
+    # -- with the other workers ------------------------------------------------------------------------------------
+
+    def report(self) -> ProgressReport | None:
+        """What is new for the coordinator, None when nothing is."""
+        now, every_s = time.monotonic(), self._limits.report_every_s
+        tells_tokens = every_s is not None and bool(self._unfinished) and now - self._reported_at >= every_s
+        if not self._finished and not tells_tokens:
+            return None
+        tokens: dict[int, int] = {}
+        if tells_tokens:
+            self._reported_at = now
+            progress = self._backend.progress()
+            tokens = {self._index[name]: progress[name] for name in self._unfinished if name in progress}
+        report = ProgressReport(finished=tuple(self._finished), tokens=tokens)
+        self._finished = []
+        return report
+
+    def give_back(self, moves: Mapping[int, int]) -> None:
+        """Withdraw those of these requests that are here and not finished; `messages` then has them, for their new worker."""
+        names = [name for name in self._unfinished if self._index[name] in moves]
+        for completion in self._backend.withdraw(names) if names else []:
+            name = completion.request.id
+            index, ahead = self._index[name], self._unfinished.pop(name).ahead
+            moved = MovedRequest(index=index, output=completion.output, ahead=ahead)
+            self._messages.append(Message(to=moves[index], value=moved))
+
+    def messages(self) -> list[Message]:
+        """What is to be sent to other workers now."""
+        messages, self._messages = self._messages, []
+        return messages
+
+    def receive(self, moved: Sequence[MovedRequest]) -> None:
+        """Go on with requests of other workers, in front of what is sampled ahead."""
+        if not moved:
+            return
+        waiting = dict(self._ahead)
+        for completion in self._backend.withdraw(list(waiting)) if waiting else []:
+            self._take(completion)
+        self._go_on([(replace(self._requests[each.index], ahead=each.ahead), each.output) for each in moved])
+        unfinished = [name for name in waiting if not self._outputs_ahead[name].is_finished]
+        self._begin_ahead([(waiting[name], self._outputs_ahead.pop(name)) for name in unfinished])
+
+    # -- the following step ----------------------------------------------------------------------------------------
+
+    def run_ahead(self, queue: Sequence[RolloutRequest]) -> None:
+        """Decode the queue of the following step as soon as nothing of this step is left here."""
+        self._following = list(queue)
+
+    def _begin_ahead(self, requests: Sequence[tuple[RolloutRequest, Output | None]]) -> None:
+        self._ahead |= {request.id: request for request, _ in requests}
+        self._submit(requests)
+
+    def pause(self) -> dict[str, Output]:
+        """All workers are done with the step: what has been sampled for the following one; the backend is empty then."""
+        for completion in self._backend.withdraw() if self._ahead else []:
+            self._take(completion)
+        return {name: output for name, output in self._outputs_ahead.items() if output.is_finished or len(output)}

@@ -1,0 +1,74 @@
+"""What is said of a run besides its steps: what is trained, on what and where; and how to go on after it has ended too early."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rhymerl.data import PromptDataModule
+from rhymerl.distributed.first import is_first_rank
+from rhymerl.errors import UsageError
+from rhymerl.training.checkpoint import step_of
+from rhymerl.training.module import RhymeModule
+
+
+def banner(module: RhymeModule, datamodule: PromptDataModule, trainer: Any, run_dir: Path) -> str:
+    """A block of lines, before a run begins."""
+    lines = {
+        "model": _model(module),
+        "device": _device(trainer),
+        "prompts": _prompts(module, datamodule),
+        "run_dir": str(run_dir),
+    }
+    return "\n".join(f"{name:<8} {words}" for name, words in lines.items())
+
+
+def _model(module: RhymeModule) -> str:
+    sizes = [(each.numel(), each.requires_grad) for each in module.model.parameters()]
+    total, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+    share = "all of them trained" if trained == total else f"{trained:,} of them trained"
+    return f"{type(module.model).__name__}, {total:,} parameters, {share}"
+
+
+def _device(trainer: Any) -> str:
+    device = trainer.strategy.root_device
+    name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+    ranks = f", {trainer.world_size} ranks" if trainer.world_size > 1 else ""
+    return f"{name}, {trainer.precision}{ranks}"
+
+
+def _prompts(module: RhymeModule, datamodule: PromptDataModule) -> str:
+    loader = datamodule.train_loader
+    assert loader is not None
+    words = f"{len(loader.prompts):,}, {loader.prompts_per_step:,} a step with {module.rollout.group_size} answers each"
+    held_out = datamodule.num_validation_prompts
+    return f"{words}; {held_out:,} held out" if held_out else words
+
+
+def how_to_go_on(run_dir: Path) -> str | None:
+    """Where the run is, and with what words it goes on; None without a checkpoint."""
+    steps = [step for path in run_dir.glob("checkpoints/step=*.ckpt") if (step := step_of(path)) is not None]
+    if not steps:
+        return None
+    return (
+        f"The run in {run_dir} is saved up to step {max(steps)}; to go on: rhymerl resume {shlex.quote(str(run_dir))}"
+    )
+
+
+@contextmanager
+def noting_how_to_go_on(run_dir: Path) -> Iterator[None]:
+    """Context in which what ends the run carries `how_to_go_on` as a note, on the first rank.
+
+    Errors of wrong input carry none.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if is_first_rank() and not isinstance(error, UsageError) and (note := how_to_go_on(run_dir)):
+            error.add_note(note)
+        raise

@@ -1,0 +1,40 @@
+"""The policy of a checkpoint as a directory of its own: what `rhymerl export` does."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from rhymerl.errors import ConfigError
+from rhymerl.folders import open_folder, unmade_if_empty
+from rhymerl.models.policy import restore
+from rhymerl.runs.resume import policy_weights
+from rhymerl.training.checkpoint import read_checkpoint
+
+
+def export(run: str | Path, out: str | Path) -> Path:
+    """Write the policy of a run directory's last checkpoint (or of a checkpoint file) as a Hugging Face directory.
+
+    `out` must be new, or empty: what fails leaves nothing in it. Raises ConfigError, also for a checkpoint that is damaged.
+    """
+    run, out = Path(run), Path(out)
+    path = run if run.is_file() else run / "checkpoints" / "last.ckpt"
+    if not path.is_file():
+        raise ConfigError(f"RUN={str(run)!r}: neither a checkpoint nor a run directory with checkpoints/last.ckpt")
+    checkpoint = read_checkpoint(path, setting="RUN")
+    if out.is_dir() and (found := sorted(each.name for each in out.iterdir())):
+        raise ConfigError(f"OUT={str(out)!r}: holds files already ({found[0]}); give a new directory, or an empty one")
+    try:
+        with unmade_if_empty(out):
+            target = open_folder(out, setting="OUT").resolve()
+            with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
+                part = Path(folder) / target.name
+                part.mkdir()
+                restore(checkpoint["rhymerl"]["policy_files"], policy_weights(checkpoint), part)
+                part.replace(target)
+    except (ConfigError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"RUN={str(run)!r}: its policy cannot be written to OUT={str(out)!r}: {reason}") from error
+    return out

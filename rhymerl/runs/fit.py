@@ -1,0 +1,386 @@
+"""Whole runs from a resolved config: what `rhymerl fit`, `resume` and `evaluate` do."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+
+from rhymerl.backends.embedded import EmbeddedBackend
+from rhymerl.budgets import GoodputBudget
+from rhymerl.callbacks import (
+    AtomicCheckpointIO,
+    Checkpoints,
+    LiveProgress,
+    RecordRollouts,
+    SampleTable,
+    WriteAnswers,
+)
+from rhymerl.config import instantiate, keep_former, resolved, save_config
+from rhymerl.config.changes import Change
+from rhymerl.data import PromptDataModule
+from rhymerl.distributed.first import is_first_rank
+from rhymerl.drafters.history_tree import HistoryTreeDrafter
+from rhymerl.drafters.none import NoDrafter
+from rhymerl.errors import ConfigError
+from rhymerl.folders import RunFolder, cannot_write, check_folder, writing
+from rhymerl.progress import SILENT, ProgressBar
+from rhymerl.runs.banner import banner, how_to_go_on, noting_how_to_go_on
+from rhymerl.runs.earlier import save_history, start_with
+from rhymerl.runs.resume import ResumePoint, check_same_run, check_weights, policy_weights, resume_point
+from rhymerl.runs.speedup import Speedup, measure_speedup
+from rhymerl.runs.summary import Summary, summary_table
+from rhymerl.training.module import RhymeModule
+from rhymerl.training.trainer import check_precision, check_trainer, make_trainer, with_environment
+
+Result = dict[str, float | int | None]
+_NEVER = 2**31  # steps
+_INSTEAD = {  # flags of the Trainer that a run sets itself
+    "default_root_dir": "use run_dir",
+    "val_check_interval": "use evaluation.every_n_steps",
+    "check_val_every_n_epoch": "use evaluation.every_n_steps",
+    "num_sanity_val_steps": "leave it out: where there is validation data, a run is evaluated before its first step",
+    "enable_checkpointing": "use checkpoint.every_n_steps",
+}
+_LEFT = (
+    "summary.json",
+    "config.yaml",
+    "samples.jsonl",
+    "rollouts.jsonl.gz",
+    "history.rhyme",
+    "checkpoints/",
+)  # to tell of
+_DEFAULTS = {"check_val_every_n_epoch": 1}  # the Trainer's own, where it is not None
+
+
+def fit(config: DictConfig, *, callbacks: Sequence[L.Callback] = (), progress: ProgressBar = SILENT) -> Result:
+    """Train, evaluating before and after; rank 0 leaves config, checkpoints, logs and summary.json in the run directory.
+
+    A run that a callback stops early (`should_stop`) is saved but not evaluated; of one that has been finished nothing is left to do.
+    `progress` is that of evaluations and of what drafts were worth. Raises ConfigError and DataError for bad input before anything
+    is computed, made or overwritten; what else ends it carries a note how to go on.
+    """
+    run_dir = Path(config.run_dir)
+    # Nobody else writes, and a default run_dir has the time in its name.
+    folder = RunFolder(run_dir) if is_first_rank() else None
+    with folder or nullcontext(), noting_how_to_go_on(run_dir), _full_disk(run_dir):
+        return _fit(config, run_dir, folder, callbacks, progress)
+
+
+def _fit(
+    config: DictConfig,
+    run_dir: Path,
+    folder: RunFolder | None,
+    callbacks: Sequence[L.Callback],
+    progress: ProgressBar,
+) -> Result:
+    point = resume_point(config)
+    if folder is not None and (point is None or not point.is_own):
+        folder.refuse_second_run(may_start_over=config.ckpt_path == "auto")
+    summary = Summary()
+    trainer = _trainer_of(config, run_dir, point, [summary, *callbacks])
+    datamodule, module = _parts(config)
+    datamodule.prepare_for(module)
+    module.check(datamodule)
+    evaluates = datamodule.has_validation and trainer.limit_val_batches != 0
+    if point is not None:
+        changed = check_same_run(point, module, datamodule, config)
+        done = _result_of_finished(point, run_dir, trainer, datamodule, evaluates=evaluates)
+        if done is not None:
+            return done
+        _say_where(point, changed)
+    _take_up_history(config, module, datamodule, is_resumed=point is not None)
+    if folder is not None:
+        folder.open(starts_over=point is None and config.ckpt_path == "auto")
+    _note(banner(module, datamodule, trainer, run_dir))
+    module.progress = progress
+    with module.one_engine():
+        if point is None and evaluates:
+            summary.eval_before = _evaluate(trainer, module, datamodule)
+        trainer.fit(module, datamodule, ckpt_path=point.path if point is not None else None, weights_only=True)
+        if evaluates and not trainer.should_stop:
+            if module.evaluated_at != module.num_rollouts:
+                _evaluate(trainer, module, datamodule)
+            summary.eval_after = module.evaluation_metrics["eval/reward"]
+    if not trainer.is_global_zero:
+        return summary.result()
+    _write_summary(summary.result(), run_dir)
+    save_history(run_dir / "history.rhyme", module, datamodule)
+    if not trainer.should_stop and summary.num_steps:
+        step_s = summary.seconds["rollout"] / summary.num_steps
+        with progress.during("measuring what drafts are worth"):
+            summary.speedup = _speedup(config, trainer, module, datamodule, step_s)
+        if summary.speedup is not None:
+            _note(str(summary.speedup))
+    result = summary.result()
+    _write_summary(result, run_dir)
+    _say(result, run_dir)
+    if trainer.should_stop and (note := how_to_go_on(run_dir)):
+        _note(note)
+    return result
+
+
+def _trainer_of(
+    config: DictConfig, run_dir: Path, point: ResumePoint | None, callbacks: Sequence[L.Callback]
+) -> L.Trainer:
+    continues = point is not None and point.is_own
+    recorder = [RecordRollouts(run_dir / "rollouts.jsonl.gz", continues=continues)] if config.record_rollouts else []
+    progress = [LiveProgress()] if config.trainer.enable_progress_bar is not False else []
+    own = [_RunConfig(config, run_dir, is_new=point is None or continues), *progress, *recorder]
+    trainer = build_trainer(config, run_dir, [*own, *callbacks], point=point)
+    check_trainer(trainer)
+    return trainer
+
+
+def _result_of_finished(
+    point: ResumePoint, run_dir: Path, trainer: L.Trainer, datamodule: PromptDataModule, *, evaluates: bool
+) -> Result | None:
+    """What a run left that has nothing left to do; None for any other. The data is at the checkpoint's place."""
+    loader, path = datamodule.train_loader, run_dir / "summary.json"
+    assert loader is not None
+    epochs = trainer.max_epochs if trainer.max_epochs is not None else -1
+    is_trained = 0 <= trainer.max_steps <= point.global_step or 0 <= epochs <= loader.epoch
+    if not (is_trained and point.is_own and path.is_file()):
+        return None
+    result: Result = json.loads(path.read_text(encoding="utf-8"))
+    if result["steps"] != point.num_rollouts or (evaluates and result["eval_reward_after"] is None):
+        return None  # it was ended before its last evaluation was
+    length = f"trainer.max_steps={trainer.max_steps}" if trainer.max_steps >= 0 else f"trainer.max_epochs={epochs}"
+    _note(
+        f"The run in {run_dir} is finished: {point.num_rollouts} steps, {length}. A higher number there makes it go on."
+    )
+    return result
+
+
+def evaluate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, float]:
+    """The validation metrics of the policy as it is, or as a checkpoint (`ckpt_path`) left it; needs no training data.
+
+    The answers go to `evaluations/step=N.jsonl` in the run directory, or to `step=N-2.jsonl` and so on.
+    """
+    point, run_dir = resume_point(config), Path(config.run_dir)
+    if point is None and config.ckpt_path is not None:
+        raise ConfigError(f"ckpt_path={config.ckpt_path!r}: there is no checkpoint in run_dir={config.run_dir!r}")
+    weights = policy_weights(point.read()) if point is not None else {}  # now: a run that goes on may remove the file
+    check_folder(run_dir)
+    asked = resolved(config)["trainer"]
+    answers = WriteAnswers(run_dir / "evaluations", step=point.num_rollouts if point is not None else 0)
+    settings = {
+        **asked,
+        "callbacks": [*(asked.get("callbacks") or []), answers],
+        "plugins": with_environment(asked.get("plugins")),
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": asked.get("enable_progress_bar") is True,
+        "enable_model_summary": asked.get("enable_model_summary") is True,
+    }
+    trainer = make_trainer(settings)
+    check_trainer(trainer)
+    if trainer.limit_val_batches == 0:
+        raise ConfigError("trainer.limit_val_batches=0: leaves nothing to evaluate; expected more, or null for all")
+    if OmegaConf.is_missing(config.data, "train"):
+        config.data.train = None
+    datamodule, module = _parts(config)
+    datamodule.prepare_for(module, with_train=False)
+    module.check(datamodule)
+    if point is not None:
+        check_weights(weights, module.model.state_dict(), f"ckpt_path={str(point.path)!r}")
+        module.model.load_state_dict(weights)
+        _say_where(point, [], doing="Evaluating")
+    module.progress = progress
+    _validate(trainer, module, datamodule)
+    _show(module.evaluation_metrics)
+    _note(f"The answers are in {answers.path}")
+    return module.evaluation_metrics
+
+
+def build_trainer(
+    config: DictConfig, run_dir: Path, callbacks: Sequence[L.Callback], *, point: ResumePoint | None = None
+) -> L.Trainer:
+    """The Lightning Trainer of a run: TensorBoard, checkpoints and a table of samples in the run directory.
+
+    What the curves of a run that goes on from `point` have from its step on is replaced.
+    """
+    asked = resolved(config)["trainer"]
+    for name, instead in _INSTEAD.items():
+        if asked.get(name) not in (None, _DEFAULTS.get(name)):
+            raise ConfigError(f"trainer.{name}={asked[name]!r}: a run sets this itself; {instead}")
+    check_precision(asked["precision"])
+    logger = asked.get("logger")
+    if logger is None or logger is True:
+        first_step = point.global_step if point is not None else None
+        logger = TensorBoardLogger(save_dir=run_dir, name="", version="tensorboard", purge_step=first_step)
+        callbacks = [*callbacks, _LastPoint(logger, point)] if point is not None else callbacks
+    every_n_steps, keep = config.checkpoint.every_n_steps, config.checkpoint.keep
+    settings = {
+        **asked,
+        "callbacks": [
+            *callbacks,
+            *(asked.get("callbacks") or []),
+            SampleTable(run_dir / "samples.jsonl"),
+            Checkpoints(run_dir / "checkpoints", every_n_steps=every_n_steps, keep=keep),
+        ],
+        "plugins": [*with_environment(asked.get("plugins")), AtomicCheckpointIO(checks=False)],
+        "logger": logger,
+        "default_root_dir": str(run_dir),
+        "deterministic": config.trainer.deterministic or config.deterministic,
+        "val_check_interval": _NEVER,  # the module knows itself when an evaluation is due
+        "check_val_every_n_epoch": None,
+        "num_sanity_val_steps": 0,
+        "enable_checkpointing": True,
+        "enable_progress_bar": False,  # a run has a bar of its own
+        "enable_model_summary": asked.get("enable_model_summary") is True,
+    }
+    return make_trainer(settings)
+
+
+class _RunConfig(L.Callback):
+    """Keeps the config with the run, once nothing can be wrong with it any more, and in each checkpoint."""
+
+    def __init__(self, config: DictConfig, run_dir: Path, *, is_new: bool = True) -> None:
+        self.config = config.copy()
+        self.run_dir = run_dir
+        if is_new:  # else it says where the run came from
+            self.config.ckpt_path = None
+
+    def on_fit_start(self, trainer: Any, pl_module: L.LightningModule) -> None:
+        """A number that the config gives is no default of Lightning's."""
+        every = self.config.trainer.log_every_n_steps
+        trainer.log_every_n_steps = every if every is not None else 1
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.is_global_zero:
+            former = keep_former(self.config, self.run_dir)
+            save_config(self.config, self.run_dir)
+            if former is not None:
+                _note(f"The former settings are in {former}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"config": resolved(self.config)}
+
+
+class _LastPoint(L.Callback):
+    """Puts the point of a checkpoint's step into curves that have been cut off there, without an evaluation that is made anew."""
+
+    def __init__(self, logger: TensorBoardLogger, point: ResumePoint) -> None:
+        self.logger = logger
+        self.point = point
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.logger.log_metrics(dict(self.point.logged), step=self.point.global_step)
+
+
+@contextmanager
+def _full_disk(run_dir: Path) -> Iterator[None]:
+    """Context in which no space left is an error of one line, whoever meets it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise cannot_write(Path(error.filename or run_dir), error) from error
+
+
+def _parts(config: DictConfig) -> tuple[PromptDataModule, RhymeModule]:
+    """The data module and the module."""
+    if not 0 <= config.seed < 2**32:
+        raise ConfigError(f"seed={config.seed}: expected 0 to {2**32 - 1}")
+    L.seed_everything(config.seed, verbose=False)
+    datamodule, module = instantiate(config.data), instantiate(config.module)
+    return datamodule, module
+
+
+def _take_up_history(
+    config: DictConfig, module: RhymeModule, datamodule: PromptDataModule, *, is_resumed: bool
+) -> None:
+    """Take up an earlier run's answers, if any were named; a resumed run has its own."""
+    path = config.history_file
+    if path is not None and is_resumed:
+        _note(f"history_file={path!r} is not read: the checkpoint has the run's own history")
+    elif path is not None:
+        _note(start_with(path, module, datamodule, required=config.history_file_required))
+
+
+@rank_zero_only
+def _show(metrics: Mapping[str, float]) -> None:
+    table = Table(title="Evaluation", title_justify="left", show_header=False)
+    for name, value in metrics.items():
+        table.add_row(name, f"{value:.4g}")
+    Console().print(table)
+
+
+@rank_zero_only
+def _note(words: str) -> None:
+    Console().print(words, highlight=False, soft_wrap=True, markup=False)
+
+
+def _say_where(point: ResumePoint, changed: Sequence[Change], *, doing: str = "Going on from") -> None:
+    for note in point.notes:
+        _note(note)
+    _note(f"{doing} {point.path}, after step {point.num_rollouts}")
+    if changed:
+        _note(f"Changed since then: {', '.join(map(str, changed))}")
+
+
+def _evaluate(trainer: L.Trainer, module: RhymeModule, datamodule: PromptDataModule) -> float:
+    _note(f"Evaluating on {datamodule.num_validation_prompts:,} held-out prompts")
+    _validate(trainer, module, datamodule)
+    return module.evaluation_metrics["eval/reward"]
+
+
+def _validate(trainer: L.Trainer, module: RhymeModule, datamodule: PromptDataModule) -> None:
+    settings = {name: module.evaluation.rollout(module.rollout, name) for name in datamodule.validation_names}
+    answers = sum(len(datamodule.validation_loaders[name].prompts) * each.group_size for name, each in settings.items())
+    with module.progress.during("answers of the evaluation", -(-answers // trainer.world_size)):
+        trainer.validate(module, datamodule, verbose=False)
+
+
+def _speedup(
+    config: DictConfig, trainer: Any, module: RhymeModule, datamodule: PromptDataModule, step_s: float
+) -> Speedup | None:
+    """Measure the speedup on the prompts that the next step would have.
+
+    None without drafts, and for a backend that has no embedded engine.
+    """
+    if isinstance(module.drafter, NoDrafter) or not isinstance(module.backend, EmbeddedBackend):
+        return None
+    loader = datamodule.train_loader
+    assert loader is not None
+    parts = resolved(config)["module"]
+    module.to(trainer.strategy.root_device)  # Lightning has taken it off
+    return measure_speedup(
+        module.policy,
+        loader.peek(0).prompts,
+        module.rollout,
+        drafter=instantiate(parts["drafter"], key="drafter", default=HistoryTreeDrafter),
+        budget=instantiate(parts["budget"], key="budget", default=GoodputBudget),
+        history=module.history,
+        like=module.backend,
+        seed=module.seed,
+        step_s=step_s,
+        autocast=trainer.precision_plugin.forward_context,
+    )
+
+
+def _write_summary(result: Result, run_dir: Path) -> None:
+    path = run_dir / "summary.json"
+    part = path.with_name(f".{path.name}.part")
+    with writing(path):
+        part.write_text(json.dumps(result, indent=2) + "\n")
+        part.replace(path)
+
+
+def _say(result: Result, run_dir: Path) -> None:
+    Console().print(summary_table(result))
+    found = [name for name in _LEFT if (run_dir / name).exists()]
+    curves = f"; curves: tensorboard --logdir {run_dir}" if (run_dir / "tensorboard").is_dir() else ""
+    _note(f"Everything is in {run_dir}: {', '.join(found)}{curves}")

@@ -1,0 +1,217 @@
+"""Rollouts without training, from a resolved config: what `rhymerl rollout` does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from rhymerl.backends.base import RolloutBackend
+from rhymerl.budgets.base import Budget
+from rhymerl.config import instantiate
+from rhymerl.data.base import columns_of
+from rhymerl.drafters.base import Drafter
+from rhymerl.errors import ConfigError
+from rhymerl.folders import open_folder
+from rhymerl.history import HistoryStore
+from rhymerl.history.traces import TraceWriter, record_of
+from rhymerl.models.policy import Policy
+from rhymerl.progress import SILENT, ProgressBar
+from rhymerl.rewards import RewardScorer, build_rewards, check_columns
+from rhymerl.rollout import Rollout, RolloutLoop, RolloutSettings
+from rhymerl.rollout.metrics import AcceptanceTotals
+from rhymerl.types import Prompt
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+_PROMPTS_AT_A_TIME = 1024  # written together: the more, the fuller the engine
+_COLUMNS = {  # of the table
+    "answers": "answers",
+    "tokens": "tokens",
+    "tokens_per_s": "tok/s",
+    "spec_accept_rate": "accept rate",
+    "spec_accept_length": "accept length",
+    "reward": "reward",
+}
+
+
+@dataclass(slots=True)
+class Totals:
+    """What one pass over the prompts came to, or all of them."""
+
+    answers: int = 0
+    forward_passes: int = 0
+    seconds: float = 0.0  # of decoding
+    rewards: float = 0.0
+    acceptance: AcceptanceTotals = field(default_factory=AcceptanceTotals)
+
+    def count(self, rollout: Rollout) -> None:
+        """Add some prompts' answers."""
+        self.answers += len(rollout.samples)
+        self.forward_passes += int(rollout.metrics.get("rollout/passes", 0))
+        self.seconds += rollout.metrics["timing_s/rollout"]
+        self.rewards += sum(sample.reward for sample in rollout.samples)
+        self.acceptance.count(sample.completion for sample in rollout.samples)
+
+    def result(self, *, with_reward: bool) -> dict[str, float]:
+        """Return the figures, by the names of docs/metrics.md where they are the same thing."""
+        figures: dict[str, float] = {
+            "answers": self.answers,
+            "tokens": self.acceptance.tokens,
+            "forward_passes": self.forward_passes,
+            "rollout_s": round(self.seconds, 3),
+            "tokens_per_s": round(self.acceptance.tokens / max(self.seconds, 1e-9), 1),
+            "spec_accept_rate": self.acceptance.accept_rate,
+            "spec_accept_length": self.acceptance.accept_length,
+        }
+        return {**figures, "reward": self.rewards / max(self.answers, 1)} if with_reward else figures
+
+
+def generate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, Any]:
+    """Answer all prompts `passes` times and write every answer with its log-probs, for a config such as configs/rollout.yaml.
+
+    Raises ConfigError and DataError for bad input before anything is computed or overwritten. A run that is killed leaves
+    what it had written, in whole lines.
+    """
+    _check_settings(config)
+    out = checked_out(config.out, overwrite=config.overwrite)
+    data = instantiate(config.data, key="data")
+    settings: RolloutSettings = instantiate(config.rollout, key="rollout")
+    if settings.dynamic_sampling:
+        raise ConfigError(
+            f"rollout.dynamic_sampling={settings.dynamic_sampling}: nothing is trained here, so no group has to teach; expected 0"
+        )
+    policy = _policy(config)
+    prompts = data.read(policy, max_tokens=settings.max_tokens)
+    whole, passes = Totals(), []
+    with (
+        _repeatable(config.deterministic),
+        _loop(config, policy, prompts, settings, progress) as loop,
+        TraceWriter(out, keep_bytes=0 if config.overwrite else None) as writer,
+    ):
+        for number in range(config.passes):
+            passes.append(Totals())
+            with progress.during(f"answers of pass {number + 1}", len(prompts) * settings.group_size):
+                for rollout in _answers(loop, policy, prompts, number, settings):
+                    writer.write(record_of(sample, number, with_logprobs=True) for sample in rollout.samples)
+                    for totals in (whole, passes[-1]):
+                        totals.count(rollout)
+            _note(number + 1, config.passes, passes[-1])
+    totals_of = [each.result(with_reward=config.rewards is not None) for each in (whole, *passes)]
+    return {"out": str(out), "passes": config.passes, **totals_of[0], "by_pass": totals_of[1:]}
+
+
+def checked_out(name: str | None, *, overwrite: bool) -> Path:
+    """The file to write. Raises ConfigError for a directory, one in no directory, and one that is there already."""
+    if name is None:
+        raise ConfigError("out=null: name the file to write, .jsonl or .jsonl.gz")
+    path = Path(str(name))
+    if path.is_dir():
+        raise ConfigError(f"out={str(name)!r}: is a directory; expected the name of a file, .jsonl or .jsonl.gz")
+    if not path.parent.is_dir():
+        raise ConfigError(
+            f"out={str(name)!r}: there is no directory {str(path.parent)!r}; make it, or give another file"
+        )
+    if path.exists() and not overwrite:
+        raise ConfigError(f"out={str(name)!r}: exists already; give another file, or set overwrite=true")
+    open_folder(path.parent, setting="out")
+    return path
+
+
+def _check_settings(config: DictConfig) -> None:
+    if config.passes < 1:
+        raise ConfigError(f"passes={config.passes}: expected at least 1")
+    if not 0 <= config.seed < 2**32:
+        raise ConfigError(f"seed={config.seed}: expected 0 to {2**32 - 1}")
+
+
+def _policy(config: DictConfig) -> Policy:
+    policy: Policy = instantiate(config.model, key="model").load()
+    policy.model.eval().to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return policy
+
+
+def _answers(
+    loop: RolloutLoop, policy: Policy, prompts: Sequence[Prompt], number: int, settings: RolloutSettings
+) -> Iterator[Rollout]:
+    for first in range(0, len(prompts), _PROMPTS_AT_A_TIME):
+        loop.sync_weights(policy.named_weights(), 0)
+        rollout = loop.run(prompts[first : first + _PROMPTS_AT_A_TIME], number, settings, epoch=number)
+        rollout.failures.check(loop.scorer.rewards, "a pass")
+        yield rollout
+
+
+@contextmanager
+def _loop(
+    config: DictConfig, policy: Policy, prompts: Sequence[Prompt], settings: RolloutSettings, progress: ProgressBar
+) -> Iterator[RolloutLoop]:
+    """A rollout loop with history, drafter and budget, once all that can be known to be wrong has been checked."""
+    rewards = build_rewards(instantiate(config.rewards, key="rewards"))
+    columns, gaps = columns_of(prompts)
+    for reward in rewards:
+        check_columns(reward, columns, gaps=gaps)
+    history: HistoryStore = instantiate(config.history, key="history")
+    drafter: Drafter = instantiate(config.drafter, key="drafter")
+    budget: Budget = instantiate(config.budget, key="budget")
+    scheduler = instantiate(config.scheduler, key="scheduler")
+    backend: RolloutBackend = instantiate(config.backend, key="backend")
+    backend.check(max(len(prompt.token_ids) for prompt in prompts) + settings.max_tokens)
+    with backend, RewardScorer(rewards, num_workers=1) as scorer:
+        backend.start(policy, drafter, budget=budget)
+        yield RolloutLoop(
+            backend,
+            scheduler,
+            scorer=scorer,
+            decode=lambda token_ids: str(policy.tokenizer.decode(token_ids, skip_special_tokens=True)),
+            history=history,
+            stop_token_ids=policy.stop_token_ids,
+            seed=config.seed,
+            device=policy.model.device,
+            progress=progress,
+        )
+
+
+@contextmanager
+def _repeatable(wanted: bool) -> Iterator[None]:
+    """Context in which torch takes algorithms that repeat bit for bit, if that is wanted."""
+    before = torch.are_deterministic_algorithms_enabled()
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when a GPU is first used
+    torch.use_deterministic_algorithms(wanted or before)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def _note(number: int, of: int, totals: Totals) -> None:
+    tokens, seconds = totals.acceptance.tokens, max(totals.seconds, 1e-9)
+    Console().print(f"pass {number} of {of}  {tokens:,} tokens  {tokens / seconds:,.0f} tok/s", highlight=False)
+
+
+def report(result: Mapping[str, Any]) -> None:
+    """Print a table by pass and the totals."""
+    table = Table("pass", title="Rollouts", title_justify="left")
+    shown = [name for name in _COLUMNS if name in result]
+    for name in shown:
+        table.add_column(_COLUMNS[name], justify="right")
+    for number, each in enumerate(result["by_pass"], start=1):
+        table.add_row(str(number), *(_cell(each[name]) for name in shown))
+    table.add_section()
+    table.add_row("all", *(_cell(result[name]) for name in shown), style="bold")
+    console = Console()
+    console.print(table)
+    words = f"{result['forward_passes']:,} forward passes; the answers are in {result['out']}"
+    console.print(words, highlight=False, soft_wrap=True)
+
+
+def _cell(value: float) -> str:
+    return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.3g}"

@@ -1,0 +1,384 @@
+"""Judges drafters on recorded rollouts, without a model.
+
+Verification emits the target's own tokens whatever is drafted (docs/correctness.md), so what a drafter would have saved follows
+from the recorded tokens alone: a pass emits the drafted tokens that agree with them, and one more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from rhymerl.budgets.base import Budget, PassOutcome
+from rhymerl.budgets.fixed import FixedBudget
+from rhymerl.compiled import compiled
+from rhymerl.config import instantiate
+from rhymerl.costs import CostCurve, PassCost
+from rhymerl.drafters.base import Drafter
+from rhymerl.drafters.none import NoDrafter
+from rhymerl.engine.protocol import DraftingProtocol
+from rhymerl.errors import ConfigError, require_at_least
+from rhymerl.history import Answer, HistoryStore
+from rhymerl.history.answers import group_advantages
+from rhymerl.history.similarity import length_stability, similarity
+from rhymerl.history.traces import TraceRecord, read_trace
+from rhymerl.progress import SILENT, ProgressBar
+from rhymerl.types import Completion, Draft, DraftBatch, Output, Prompt, RolloutRequest, Sample, SamplingParams
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from rhymerl.types import BoolArray, IndexArray, IntArray
+
+_COLUMNS = ("tokens_per_pass", "verified_per_token", "accept_rate", "draft_hit_rate", "propose_us")
+_UNUSED = SamplingParams(max_tokens=1)
+_MOST_TOKENS = 2**20  # that an answer might have gone on for
+_NO_DRAFT = Draft(token_ids=np.empty(0, np.int32), parents=np.empty(0, np.int32))
+_ASSUMED = CostCurve([(0, 1.0), (64, 2.0)])
+_ASSUMPTION = "a pass of n tokens takes 1 + n / 64"
+
+
+@dataclass(slots=True)
+class ReplayTotals:
+    """Sums over passes. A request pass is one request in one pass: it verifies a root and its draft."""
+
+    tokens: int = 0
+    request_passes: int = 0
+    passes: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    hits: int = 0  # request passes with at least one node
+    propose_s: float = 0.0
+    cost: float = 0.0  # by the cost curve
+
+    def count(self, outcome: PassOutcome) -> None:
+        """Add a pass, but for the tokens it emitted."""
+        self.passes += 1
+        self.request_passes += len(outcome.requests)
+        self.drafted += len(outcome.drafts.token_ids)
+        self.accepted += int(outcome.num_accepted.sum())
+        self.hits += int((outcome.drafts.counts > 0).sum())
+        self.cost += outcome.seconds
+
+    def result(self) -> dict[str, float]:
+        """Ratios by the names of docs/metrics.md where they are the same thing."""
+        passes = max(self.request_passes, 1)
+        return {
+            "tokens": self.tokens,
+            "request_passes": self.request_passes,
+            "tokens_per_pass": self.tokens / passes,
+            "verified_per_token": (self.drafted + self.request_passes) / max(self.tokens, 1),
+            "accept_rate": self.accepted / max(self.drafted, 1),
+            "draft_hit_rate": self.hits / passes,
+            "nodes_per_draft": self.drafted / max(self.hits, 1),
+            "propose_us": 1e6 * self.propose_s / passes,
+        }
+
+    def __add__(self, other: ReplayTotals) -> ReplayTotals:
+        return ReplayTotals(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
+
+
+class Replay:
+    """Answers the requests of a trace from the trace, `max_running` side by side, as an engine would with these drafts.
+
+    History is learned after each epoch. Epochs before `from_epoch` are only learned from. Raises ConfigError for a setting
+    out of range.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        budget: Budget,
+        *,
+        history: HistoryStore | None = None,
+        costs: PassCost = _ASSUMED,
+        max_running: int = 128,
+        from_epoch: int = 0,
+        progress: ProgressBar = SILENT,
+    ) -> None:
+        require_at_least("replay", {"max_running": (max_running, 1), "from_epoch": (from_epoch, 0)})
+        # Which token ids there are, the records do not say.
+        self.protocol = DraftingProtocol(drafter, budget, vocabulary=2**31 - 1)
+        self.history = history if history is not None else HistoryStore()
+        self.costs = costs
+        self.max_running = max_running
+        self.from_epoch = from_epoch
+        self.progress = progress  # hears of each answer
+
+    def run(self, records: Sequence[TraceRecord]) -> dict[int, ReplayTotals]:
+        """Totals by epoch, from `from_epoch` on."""
+        totals: dict[int, ReplayTotals] = {}
+        delta = self.history.snapshot()
+        self.protocol.follow(delta)
+        for epoch, group in groupby(sorted(records, key=lambda record: record.epoch), lambda record: record.epoch):
+            answered = list(group)
+            if epoch >= self.from_epoch:
+                totals[epoch] = self._replay(answered)
+            self.protocol.learn([_Running(record, number).sample() for number, record in enumerate(answered)])
+            _learn(self.history, answered)
+            delta = self.history.deltas(delta.version)
+            self.protocol.follow(delta)
+        return totals
+
+    def _replay(self, records: Sequence[TraceRecord]) -> ReplayTotals:
+        totals = ReplayTotals()
+        waiting = deque(_Running(record, number) for number, record in enumerate(records))
+        running: list[_Running] = []
+        while waiting or running:
+            while waiting and len(running) < self.max_running:
+                running.append(waiting.popleft())
+                self.protocol.start(running[-1].request)
+            self._step(running, totals)
+            for each in [each for each in running if each.is_done]:
+                running.remove(each)
+                self.protocol.finish(each.completion())
+                self.progress.advance()
+        return totals
+
+    def _step(self, running: Sequence[_Running], totals: ReplayTotals) -> None:
+        requests = [each.request for each in running]
+        started = time.perf_counter()
+        is_skipped = self.protocol.is_skipped(len(requests))
+        drafts = DraftBatch.pack([_NO_DRAFT] * len(running)) if is_skipped else self._drafts(running, requests)
+        totals.propose_s += time.perf_counter() - started
+        reached, accepted, num_accepted = _verify(drafts, [each.remaining for each in running])
+        num_tokens = len(running) + len(drafts.token_ids)
+        outcome = PassOutcome(
+            requests=requests,
+            drafts=drafts,
+            reached=reached,
+            accepted=accepted,
+            num_accepted=num_accepted,
+            num_tokens=num_tokens,
+            num_rows=len(running),
+            seconds=float(self.costs.seconds(len(running), np.array([len(drafts.token_ids)]), 0)[0]),
+            is_decoding=True,
+        )
+        if not is_skipped:
+            self.protocol.learn_outcome(outcome)
+        for each, count in zip(running, num_accepted.tolist(), strict=True):
+            tokens = each.advance(count + 1)
+            totals.tokens += len(tokens)
+            if self.protocol.hears_tokens:
+                self.protocol.accept(each.request, tokens, count)
+        totals.count(outcome)
+
+    def _drafts(self, running: Sequence[_Running], requests: Sequence[RolloutRequest]) -> DraftBatch:
+        """Ask as an engine does: requests that have one token left are not asked for."""
+        room = np.array([each.room for each in running], np.int32)
+        limits = np.minimum(self.protocol.limits(requests), self.protocol.max_nodes)
+        limits[room <= 1] = 0
+        askers = np.flatnonzero(limits)
+        if len(askers) == 0:
+            return DraftBatch.pack([_NO_DRAFT] * len(running))
+        asking = [requests[r] for r in askers.tolist()]
+        contexts = [running[r].context for r in askers.tolist()]
+        return self.protocol.propose(asking, contexts, limits[askers], room[askers]).spread(askers, len(running))
+
+
+def judge(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, Any]:
+    """What `rhymerl replay` prints, for a config such as configs/replay.yaml. Raises DataError for a broken trace."""
+    if config.trace is None:
+        raise ConfigError("trace=null: name a file of recorded rollouts (.jsonl or .jsonl.gz)")
+    records = list(read_trace(config.trace))
+    costs = _ASSUMED if config.costs is None else CostCurve.read(config.costs, setting="costs")
+    settings = {
+        "costs": costs,
+        "max_running": config.max_running,
+        "from_epoch": config.from_epoch,
+        "progress": progress,
+    }
+    num_answers = sum(record.epoch >= config.from_epoch for record in records)
+    drafter = instantiate(config.drafter, key="drafter")
+    try:
+        budget, history = instantiate(config.budget, key="budget"), instantiate(config.history, key="history")
+        progress.begin("answers replayed", 2 * num_answers)  # with drafts and without
+        by_epoch = Replay(drafter, budget, history=history, **settings).run(records)
+        plain = Replay(NoDrafter(), FixedBudget(0), history=HistoryStore(), **settings).run(records)
+    finally:
+        progress.end()
+        drafter.close()
+    if not by_epoch:
+        raise ConfigError(f"from_epoch={config.from_epoch}: the trace ends with epoch {records[-1].epoch}")
+    totals, alike, lengths = sum(by_epoch.values(), ReplayTotals()), similarity(records), length_stability(records)
+    return {
+        **totals.result(),
+        "predicted_speedup": sum(plain.values(), ReplayTotals()).cost / totals.cost,
+        "predicted_from": _ASSUMPTION if config.costs is None else str(config.costs),
+        "similarity": alike.overall,
+        "length_same_group": lengths.same_group,
+        "length_spearman": lengths.spearman,
+        "epochs": {epoch: each.result() for epoch, each in by_epoch.items()},
+    }
+
+
+class _Running:
+    """An answer that is being replayed."""
+
+    def __init__(self, record: TraceRecord, number: int) -> None:
+        self.record = record
+        self.request = RolloutRequest(
+            id=f"{record.epoch}/{number}",  # a joined trace may name a sample twice
+            prompt=_prompt(record),
+            sample=record.sample,
+            seed=0,
+            sampling=_UNUSED,
+        )
+        self.ends_by_length = record.finish_reason == "length"
+        self._tokens = np.concatenate([record.prompt_tokens, record.response_tokens], dtype=np.int32)
+        self._done = len(record.prompt_tokens)
+
+    @property
+    def context(self) -> IntArray:
+        return self._tokens[: self._done]
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still come; an answer that ended by itself could have gone on."""
+        return len(self.remaining) if self.ends_by_length else len(self._tokens) + _MOST_TOKENS
+
+    @property
+    def remaining(self) -> IntArray:
+        return self._tokens[self._done :]
+
+    @property
+    def is_done(self) -> bool:
+        return self._done == len(self._tokens)
+
+    def advance(self, count: int) -> IntArray:
+        """Emit `count` tokens, fewer at the end."""
+        before = self._done
+        self._done = min(self._done + count, len(self._tokens))
+        return self._tokens[before : self._done]
+
+    def sample(self) -> Sample:
+        every_token = np.ones(len(self.record.response_tokens), np.bool_)
+        return Sample(
+            completion=self.completion(), text="", reward=self.record.reward, rewards={}, loss_mask=every_token
+        )
+
+    def completion(self) -> Completion:
+        nothing = np.zeros(len(self.record.response_tokens))
+        output = Output(
+            token_ids=self.record.response_tokens,
+            logprobs=nothing,
+            policy_versions=nothing.astype(np.int32),
+            finish_reason=self.record.finish_reason,
+        )
+        return Completion(request=self.request, output=output)
+
+
+def _prompt(record: TraceRecord) -> Prompt:
+    key = hashlib.blake2b(record.prompt_tokens.tobytes(), digest_size=16).hexdigest()
+    return Prompt(id=record.prompt_id, key=key, token_ids=record.prompt_tokens, text="")
+
+
+def _learn(history: HistoryStore, records: Sequence[TraceRecord]) -> None:
+    groups: dict[str, list[TraceRecord]] = {}
+    for record in records:
+        groups.setdefault(record.prompt_id, []).append(record)
+    for group in groups.values():
+        advantages = group_advantages([record.reward for record in group])
+        answers = [
+            Answer(
+                token_ids=record.response_tokens,
+                reward=record.reward,
+                advantage=float(advantage),
+                finish_reason=record.finish_reason,
+                policy_version=record.epoch,
+                epoch=record.epoch,
+                sample=number,
+            )
+            for number, (record, advantage) in enumerate(zip(group, advantages, strict=True))
+        ]
+        history.add(_prompt(group[0]), answers)
+
+
+def _verify(drafts: DraftBatch, answers: Sequence[IntArray]) -> tuple[BoolArray, BoolArray, IndexArray]:
+    """Which nodes were reached and accepted, [N], and how many a request accepted, [R]."""
+    reached, accepted = (np.zeros(len(drafts.token_ids), np.bool_) for _ in range(2))
+    num_accepted = np.zeros(len(drafts), np.int64)
+    lengths = np.array([len(answer) for answer in answers], np.int64)
+    ends = np.cumsum(lengths)
+    follow(
+        drafts.token_ids,
+        drafts.parents,
+        drafts.starts,
+        np.concatenate(answers),
+        ends - lengths,
+        ends,
+        reached,
+        accepted,
+        num_accepted,
+    )
+    return reached, accepted, num_accepted
+
+
+@compiled
+def follow(
+    token_ids: IntArray,
+    parents: IntArray,
+    starts: IndexArray,
+    answers: IntArray,
+    begins: IndexArray,
+    ends: IndexArray,
+    reached: BoolArray,
+    accepted: BoolArray,
+    num_accepted: IndexArray,
+) -> None:
+    """Walk every tree along the recorded answer; an answer's last token is sampled at a node, or it ends the walk."""
+    for r in range(len(begins)):
+        node, index = -1, begins[r]
+        while index < ends[r]:
+            found = -1
+            for n in range(starts[r], starts[r + 1]):
+                if parents[n] == node:
+                    reached[n] = True
+                    if token_ids[n] == answers[index]:
+                        found = n
+            if found < 0:
+                break
+            accepted[found] = True
+            num_accepted[r] += 1
+            node, index = found - starts[r], index + 1
+
+
+def report(result: Mapping[str, Any]) -> None:
+    """Print a table by epoch and the totals."""
+    table = Table(title="Replay", title_justify="left")
+    for name in ("epoch", *_COLUMNS):
+        table.add_column(name.replace("_", " "), justify="right")
+    for epoch, each in result["epochs"].items():
+        table.add_row(str(epoch), *(f"{each[name]:.3g}" for name in _COLUMNS))
+    table.add_section()
+    table.add_row("all", *(f"{result[name]:.3g}" for name in _COLUMNS), style="bold")
+    console = Console()
+    console.print(table)
+    _say_speedup(result, console)
+    console.print(
+        f"similarity to the epoch before {result['similarity']:.3f}; "
+        f"prompts that keep their length group {result['length_same_group']:.3f} (rank correlation "
+        f"{result['length_spearman']:.3f})",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _say_speedup(result: Mapping[str, Any], console: Console) -> None:
+    source = result["predicted_from"]
+    is_assumed = source == _ASSUMPTION
+    reason = f"assuming that {source}" if is_assumed else f"with the costs of {source}"
+    advice = ["costs=FILE takes what rhymerl bench costs --json measures"] if is_assumed else []
+    if result["predicted_speedup"] < 1:
+        advice.append("below 1 drafts lose: budget=goodput drafts what pays")
+    words = "; ".join([f"predicted speed-up {result['predicted_speedup']:.2f}, {reason}", *advice])
+    console.print(words, highlight=False, soft_wrap=True)

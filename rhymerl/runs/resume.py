@@ -1,0 +1,119 @@
+"""Where a run goes on from: which checkpoint, whether it is the same run's, and what has been set otherwise since."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from rhymerl.config.changes import Change, changes
+from rhymerl.data import PromptDataModule
+from rhymerl.errors import ConfigError
+from rhymerl.training.checkpoint import newest_whole, read_checkpoint
+from rhymerl.training.module import RhymeModule
+from rhymerl.training.state import check_base
+
+_NOT_OF_THE_RUN = ("run_dir", "ckpt_path")  # settings that say where this process finds it
+# Settings that are in the weights, or in what is known of the data; `model.path` may be another place of the same weights.
+_FIXED = ("model", "adapter", "critic.shared")
+_MAY_MOVE = ("model.path",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumePoint:
+    """A whole checkpoint of ours to go on from."""
+
+    path: Path
+    is_own: bool  # of the run directory that goes on, whose files it continues
+    num_rollouts: int  # rollout steps that are in its weights
+    global_step: int  # optimizer steps
+    logged: Mapping[str, float]  # what the curves have of its last step
+    notes: tuple[str, ...]  # what to tell about the choice
+
+    def read(self) -> dict[str, Any]:
+        """Read all of it, with the tensors left on the disk: as long as it is held, a removed file takes room there."""
+        return read_checkpoint(self.path, is_whole=True)
+
+
+def resume_point(config: DictConfig) -> ResumePoint | None:
+    """What `ckpt_path` means: a file, `last` or `auto` (the newest whole checkpoint) of `run_dir`; None is the start.
+
+    Raises ConfigError when what it names is not there, or not whole.
+    """
+    run_dir = Path(config.run_dir)
+    is_auto = config.ckpt_path == "auto"
+    path, notes = _newest(run_dir) if is_auto else (checkpoint_path(config.ckpt_path, run_dir), ())
+    if path is None:
+        return None
+    checkpoint = read_checkpoint(path, is_whole=is_auto)
+    return ResumePoint(
+        path=path,
+        is_own=run_dir.resolve() in path.resolve().parents,
+        num_rollouts=int(checkpoint["rhymerl"]["num_rollouts"]),
+        global_step=int(checkpoint["global_step"]),
+        logged=checkpoint["rhymerl"]["logged"],
+        notes=notes,
+    )
+
+
+def _newest(run_dir: Path) -> tuple[Path | None, tuple[str, ...]]:
+    """Return the newest whole checkpoint, and what is wrong with those that are newer."""
+    newest = newest_whole(run_dir / "checkpoints")
+    notes = tuple(f"{path} is damaged: {reason}" for path, reason in newest.damaged.items())
+    if newest.path is None and notes:
+        raise ConfigError(f"ckpt_path='auto': no checkpoint of run_dir={str(run_dir)!r} is whole ({'; '.join(notes)})")
+    return newest.path, notes
+
+
+def checkpoint_path(setting: str | None, run_dir: Path) -> Path | None:
+    """`last` means the run directory's own; any other value is a file. Raises ConfigError when it is not there."""
+    if setting is None:
+        return None
+    path = run_dir / "checkpoints" / "last.ckpt" if setting == "last" else Path(setting).expanduser()
+    if not path.is_file():
+        hint = f"; the checkpoints of run_dir={str(run_dir)!r} are meant" if setting == "last" else ""
+        raise ConfigError(f"ckpt_path={setting!r}: there is no file {str(path)!r}{hint}")
+    return path
+
+
+def check_same_run(
+    point: ResumePoint, module: RhymeModule, datamodule: PromptDataModule, config: DictConfig
+) -> list[Change]:
+    """What has been set otherwise since the checkpoint was written, all of which holds from now on; the data is where it was.
+
+    Raises ConfigError when a run cannot go on like that: other weights, other data.
+    """
+    where, checkpoint = f"ckpt_path={str(point.path)!r}", point.read()
+    check_weights(checkpoint["state_dict"], module.state_dict(), where)
+    datamodule.load_state_dict(checkpoint[type(datamodule).__qualname__])
+    check_base(module, checkpoint["rhymerl"], where)
+    saved = checkpoint["callbacks"].get("_RunConfig", {}).get("config")
+    found = [each for each in changes(saved, config) if each.key not in _NOT_OF_THE_RUN] if saved is not None else []
+    for change in found:
+        is_fixed = any(f"{change.key}.".startswith(f"{each}.") for each in _FIXED)
+        if is_fixed and change.key not in _MAY_MOVE:
+            raise ConfigError(
+                f"{change.key}={change.now!r}: the checkpoint was written with {change.before!r}; a resumed run cannot change it"
+            )
+    return found
+
+
+def check_weights(there: Mapping[str, torch.Tensor], here: Mapping[str, torch.Tensor], where: str) -> None:
+    """Raise ConfigError unless both have the same tensors, by names and shapes."""
+    saved, mine = ({name: tuple(each.shape) for name, each in weights.items()} for weights in (there, here))
+    for name in [*mine, *saved]:
+        if saved.get(name) != mine.get(name):
+            raise ConfigError(
+                f"{where}: of another model than model.path or model.init, or with another adapter ({name}: "
+                f"{saved.get(name, 'nothing')} there, {mine.get(name, 'nothing')} here)"
+            )
+
+
+def policy_weights(checkpoint: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the policy's weights in those of a module, which may have trained others beside it."""
+    weights = checkpoint["state_dict"].items()
+    return {name.removeprefix("model."): each for name, each in weights if name.startswith("model.")}

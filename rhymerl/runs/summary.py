@@ -1,0 +1,122 @@
+"""What is said at the end of a run; its state travels in the checkpoint, so a resumed run sums up the whole of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import lightning as L
+from rich.table import Table
+
+from rhymerl.rollout.metrics import AcceptanceTotals
+from rhymerl.runs.speedup import Speedup
+
+_STATE = (
+    "eval_before",
+    "eval_after",
+    "first_rewards",
+    "last_rewards",
+    "seconds",
+    "num_steps",
+    "num_tokens",
+    "num_calls",
+    "num_failed_calls",
+)
+_WINDOW = 5  # steps that make `reward_first` and `reward_last`
+
+
+class Summary(L.Callback):
+    """Collects a run's figures. `result()` gives them by the names of summary.json."""
+
+    def __init__(self) -> None:
+        self.eval_before: float | None = None
+        self.eval_after: float | None = None
+        self.first_rewards: list[float] = []
+        self.last_rewards: list[float] = []
+        self.seconds = {"wall": 0.0, "rollout": 0.0, "update": 0.0}
+        self.num_steps = 0
+        self.num_tokens = 0
+        self.num_calls = 0  # of rewards
+        self.num_failed_calls = 0
+        self.acceptance = AcceptanceTotals()
+        self.speedup: Speedup | None = None
+        self._since: float | None = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._since = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        metrics = trainer.callback_metrics
+        reward = float(metrics["reward"])
+        self.first_rewards = [*self.first_rewards, reward][:_WINDOW]
+        self.last_rewards = [*self.last_rewards, reward][-_WINDOW:]
+        self.seconds["rollout"] += float(metrics["timing_s/rollout"])
+        self.seconds["update"] += float(metrics["timing_s/update"])
+        self.num_steps += 1
+        self.num_tokens = int(metrics["num_tokens"])
+        rollout: Any = getattr(pl_module, "last_rollout", None)
+        if rollout is not None:
+            self.acceptance.count(sample.completion for sample in rollout.samples)
+            self.num_calls += rollout.failures.num_samples * len(rollout.samples[0].rewards)
+            self.num_failed_calls += sum(rollout.failures.num_failed.values())
+        self._lap()
+
+    def _lap(self) -> None:
+        now = time.perf_counter()
+        self.seconds["wall"] += now - (self._since if self._since is not None else now)
+        self._since = now
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**{name: getattr(self, name) for name in _STATE}, "speculation": asdict(self.acceptance)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        for name in _STATE:
+            setattr(self, name, state_dict.get(name, getattr(self, name)))
+        self.acceptance = AcceptanceTotals(**state_dict["speculation"])
+
+    def result(self) -> dict[str, float | int | None]:
+        """The figures; `wall_s` is training alone (rollouts, updates, what is between), rewards are means of 5 steps."""
+        rollout_s = self.seconds["rollout"]
+        return {
+            "eval_reward_before": self.eval_before,
+            "eval_reward_after": self.eval_after,
+            "reward_first": _mean(self.first_rewards),
+            "reward_last": _mean(self.last_rewards),
+            "reward_failure_rate": self.num_failed_calls / max(self.num_calls, 1),
+            "steps": self.num_steps,
+            "wall_s": round(self.seconds["wall"], 3),
+            "rollout_s": round(rollout_s, 3),
+            "update_s": round(self.seconds["update"], 3),
+            "rollout_tokens_per_s": round(self.num_tokens / rollout_s, 1) if rollout_s else None,
+            "num_tokens": self.num_tokens,
+            "spec_accept_rate": round(self.acceptance.accept_rate, 4),
+            "spec_accept_length": round(self.acceptance.accept_length, 4),
+            "rollout_speedup": round(self.speedup.ratio, 3) if self.speedup else None,
+            "rollout_speedup_low": round(self.speedup.low, 3) if self.speedup else None,
+            "rollout_speedup_high": round(self.speedup.high, 3) if self.speedup else None,
+        }
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def summary_table(result: Mapping[str, float | int | None]) -> Table:
+    """The closing table."""
+    table = Table(title="Summary", title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    for name, value in result.items():
+        if value is not None:
+            is_bad = name == "reward_failure_rate" and value > 0
+            table.add_row(name, readable(value), style="bold red" if is_bad else None)
+    return table
+
+
+def readable(value: float) -> str:
+    """Four digits, or all of those before the point: `0.5234`, `14,251`."""
+    return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"

@@ -1,0 +1,70 @@
+"""What a queue costs: passes by the longest answer, and tokens by all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rhymerl.costs import Points, checked_points, read_points
+from rhymerl.types import Sample
+
+if TYPE_CHECKING:
+    from rhymerl.types import FloatArray
+
+ASSUMED: Points = ((0, 1.0), (128, 2.0))  # without measuring: a pass costs 1 + tokens / 128
+_FORGET = 0.5  # a step: acceptance follows the epochs
+
+
+class QueueCost:
+    """Time of a queue whose requests all run side by side, in the unit of `costs`.
+
+    `costs` are points [tokens of a pass, seconds], as `rhymerl bench costs` measures them, or a JSON file {"costs": [...]}
+    of them; a line from the first point to the last one stands for the curve. A queue then takes
+    (base * longest + per_token * verified * total) / tokens_per_pass, where drafting sets tokens_per_pass (tokens emitted a pass
+    and request) and verified (tokens verified for them); both are learned from finished answers.
+    Raises ValueError for a curve that is none.
+    """
+
+    def __init__(self, costs: str | Path | Points | None = None) -> None:
+        points = _points(ASSUMED if costs is None else costs)
+        (first_tokens, first_cost), (last_tokens, last_cost) = points[0], points[-1]
+        self.per_token = (last_cost - first_cost) / (last_tokens - first_tokens)
+        self.base = max(first_cost - self.per_token * first_tokens, 0.0)
+        self.tokens_per_pass = 1.0
+        self.verified = 1.0
+
+    def time(self, longest: float, total: float) -> float:
+        """Return the time of a queue with `total` tokens, the longest answer of which has `longest`."""
+        return (self.base * longest + self.per_token * self.verified * total) / self.tokens_per_pass
+
+    def times(self, longest: FloatArray, total: FloatArray) -> FloatArray:
+        """Return the times of many queues at once."""
+        return (self.base * longest + self.per_token * self.verified * total) / self.tokens_per_pass
+
+    def learn(self, samples: Sequence[Sample]) -> None:
+        """Learn acceptance from answers that say how many passes they took."""
+        done = [sample.completion for sample in samples if sample.completion.num_passes]
+        passes = sum(each.num_passes for each in done)
+        if not passes:
+            return
+        tokens = sum(len(each.token_ids) for each in done) / passes
+        verified = 1 + sum(each.num_drafted for each in done) / passes
+        self.tokens_per_pass = _FORGET * self.tokens_per_pass + (1 - _FORGET) * max(tokens, 1.0)
+        self.verified = _FORGET * self.verified + (1 - _FORGET) * verified
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tokens_per_pass": self.tokens_per_pass, "verified": self.verified}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.tokens_per_pass, self.verified = state["tokens_per_pass"], state["verified"]
+
+
+def _points(costs: str | Path | Points) -> list[tuple[float, float]]:
+    shown: object = str(costs) if isinstance(costs, Path) else costs
+    try:
+        found = read_points(costs) if isinstance(costs, str | Path) else costs
+        shown = found
+        return checked_points(found)
+    except ValueError as error:
+        raise ValueError(f"costs={shown!r}: {error}") from error

@@ -1,0 +1,1 @@
+"""Training under Lightning: the module, its optimizer steps, and what of it is kept."""

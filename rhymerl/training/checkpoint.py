@@ -1,0 +1,190 @@
+"""Checkpoint files: whether one is whole, what it holds, and which one of a run is the newest whole one."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from rhymerl.errors import ConfigError
+
+FORMAT = 1  # of what a RhymeModule keeps in a checkpoint
+
+# Before formats had numbers. Which classes and base weights such a run had is not known; its evaluation came after its checkpoint,
+# and its budget's estimates had another form.
+_FORMAT_0 = {
+    "num_rollouts",
+    "num_tokens",
+    "num_evaluations",
+    "first_epochs",
+    "algo",
+    "history",
+    "budgets",
+    "loop",
+    "scheduler",
+}
+_ADDED_BY_1 = {
+    "format": 1,
+    "evaluated_at": None,
+    "evaluation_metrics": {},
+    "logged": {},
+    "classes": {"algo": None, "scheduler": None, "budget": "of format 0"},
+    "base_fingerprint": None,
+}
+
+_END = struct.Struct("<4s16xH")  # of a zip file: its signature and the length of the comment behind it
+_END_SIGNATURE = b"PK\5\6"
+_LOCAL = struct.Struct(
+    "<4s22xHH"
+)  # before each record: the signature, the length of its name and of what fills up the space
+_SEAL = b"rhymerl %08x"  # the comment: a checksum of all that is no record
+
+_BROKEN_ZIP = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, NotImplementedError, RuntimeError)
+_BROKEN_NUMBER = (ValueError, OverflowError, MemoryError)  # a size or an offset that makes no sense
+
+
+def seal(file: BinaryIO) -> None:
+    """Add what `damage` looks for to a file that `torch.save` has just written: a checksum of all that is no record."""
+    file.seek(-_END.size, os.SEEK_END)
+    signature, comment_bytes = _END.unpack(file.read())
+    assert (signature, comment_bytes) == (_END_SIGNATURE, 0), "torch.save ends a file in another way"
+    file.seek(-2, os.SEEK_END)
+    file.write(struct.pack("<H", len(_SEAL % 0)))
+    with zipfile.ZipFile(file) as archive:
+        checksum = _checksum_between(file, archive.infolist(), file.seek(0, os.SEEK_END))
+    file.seek(0, os.SEEK_END)
+    file.write(_SEAL % checksum)
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with the file, None when it is whole; where it was sealed, a single wrong bit anywhere is found.
+
+    torch writes a checksum with each record but does not look at it. Reads all of the file, which takes about half a second
+    a GB where the disk is faster than that.
+    """
+    try:
+        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+            wrong = archive.testzip()
+            if wrong is not None:
+                return f"the checksum of its record {wrong!r} differs"
+            return _damage_between(file, archive)
+    except OSError as error:
+        return error.strerror or str(error)
+    except (*_BROKEN_ZIP, *_BROKEN_NUMBER) as error:
+        return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def _damage_between(file: BinaryIO, archive: zipfile.ZipFile) -> str | None:
+    """What is wrong around the records."""
+    comment = archive.comment
+    end = file.seek(0, os.SEEK_END) - len(comment)
+    file.seek(end - _END.size)
+    if _END.unpack(file.read(_END.size)) != (_END_SIGNATURE, len(comment)):
+        return "there is something behind its end"
+    if comment and comment != _SEAL % _checksum_between(file, archive.infolist(), end):
+        return "the checksum of what is between its records differs"
+    return None
+
+
+def _checksum_between(file: BinaryIO, records: list[zipfile.ZipInfo], end: int) -> int:
+    """CRC-32 of all bytes before `end` but the contents of records, which have checksums of their own."""
+    checksum, offset = 0, 0
+    for record in sorted(records, key=lambda each: each.header_offset):
+        file.seek(record.header_offset)
+        _, name_bytes, filling_bytes = _LOCAL.unpack(file.read(_LOCAL.size))
+        start = record.header_offset + _LOCAL.size + name_bytes + filling_bytes
+        file.seek(offset)
+        checksum = zlib.crc32(file.read(start - offset), checksum)
+        offset = start + record.compress_size
+    file.seek(offset)
+    return zlib.crc32(file.read(end - offset), checksum)
+
+
+def read_checkpoint(path: Path, *, setting: str = "ckpt_path", is_whole: bool = False) -> dict[str, Any]:
+    """A whole checkpoint of ours, its tensors left on the disk.
+
+    Raises ConfigError for any other file; of one that is damaged it says which older one beside it is whole. Its checksums are
+    looked at unless that has been done (`is_whole`).
+    """
+    where = f"{setting}={str(path)!r}"
+    if not is_whole and (reason := damage(path)):
+        raise ConfigError(f"{where}: not a checkpoint that can be read: {reason}{_advice(path)}")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as error:
+        raise ConfigError(f"{where}: not a checkpoint that can be read{_advice(path)}") from error
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("rhymerl"), dict):
+        raise ConfigError(f"{where}: not a checkpoint of rhymerl")
+    checkpoint["rhymerl"] = of_this_format(checkpoint["rhymerl"], where)
+    return checkpoint
+
+
+def of_this_format(state: dict[str, Any], where: str) -> dict[str, Any]:
+    """The state of a module in the format that this version writes; raises ConfigError for one that it cannot read."""
+    found = state.get("format", 0 if state.keys() >= _FORMAT_0 else "older than 0")
+    if found == 0:
+        return {**state, **_ADDED_BY_1}
+    if found != FORMAT:
+        raise ConfigError(
+            f"{where}: its format is {found}, and this version of rhymerl reads 0 to {FORMAT}; go on with the version that "
+            "wrote it, or start a new run"
+        )
+    return state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Newest:
+    """The newest whole checkpoint of a directory, None when there is none, and why newer ones were passed over."""
+
+    path: Path | None
+    damaged: dict[Path, str]
+
+
+def newest_whole(directory: Path) -> Newest:
+    """Looks at the checksums of one file after another, from the newest on, until one is whole."""
+    damaged: dict[Path, str] = {}
+    for path in newest_first(directory):
+        reason = damage(path)
+        if reason is None:
+            return Newest(path=path, damaged=damaged)
+        if not path.exists():  # its run goes on, and has removed it meanwhile
+            return newest_whole(directory)
+        damaged[path] = reason
+    return Newest(path=None, damaged=damaged)
+
+
+def newest_first(directory: Path) -> list[Path]:
+    """The checkpoints of a run. Those of steps after the one that `last.ckpt` names are of before the run was taken back."""
+    by_step = {step: path for path in directory.glob("step=*.ckpt") if (step := step_of(path)) is not None}
+    paths = [by_step[step] for step in sorted(by_step, reverse=True)]
+    last = directory / "last.ckpt"
+    if not last.exists():
+        return paths
+    newest = last.resolve()
+    if newest in [path.resolve() for path in paths]:
+        return paths[[path.resolve() for path in paths].index(newest) :]
+    return [last, *paths]  # a file of its own, as some ways of copying make of a link
+
+
+def step_of(path: Path) -> int | None:
+    """The rollout steps that are in a checkpoint, by its name."""
+    number = path.stem.removeprefix("step=")
+    return int(number) if path.stem.startswith("step=") and number.isdecimal() else None
+
+
+def _advice(path: Path) -> str:
+    """Which other checkpoint to take instead of a damaged one."""
+    mine = path.resolve()
+    others = newest_first(mine.parent)
+    older = others[others.index(mine) + 1 :] if mine in others else []
+    whole = next((each for each in older if damage(each) is None), None)
+    if whole is not None:
+        return f"; the newest whole one before it is {str(whole)!r}, which ckpt_path=auto takes"
+    return "; no older one beside it is whole" if older else ""

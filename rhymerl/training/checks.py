@@ -1,0 +1,61 @@
+"""What a module asks of its data before any compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rhymerl.algos.base import Algorithm
+from rhymerl.algos.policy_gradient import PolicyGradient
+from rhymerl.data import PromptDataModule
+from rhymerl.errors import ConfigError
+from rhymerl.models.policy import Policy
+from rhymerl.rewards import Reward, build_rewards, check_reward
+from rhymerl.rollout import RolloutSettings
+from rhymerl.training.evaluation import EvaluationSettings
+from rhymerl.training.hyperparameters import refuse_lost
+from rhymerl.training.settings import UpdateSettings
+
+
+def check_answers_fit(policy: Policy, *, rollout: RolloutSettings, evaluation: EvaluationSettings) -> None:
+    """Raise ConfigError when an answer alone may fill the model's context."""
+    of_sets = {f"evaluation.sets.{name}": evaluation.max_tokens_of(name) or 1 for name in evaluation.sets or {}}
+    limits = {"rollout": rollout.max_tokens, "evaluation": evaluation.max_tokens or 1, **of_sets}
+    for name, value in limits.items():
+        if value >= policy.context_tokens:
+            raise ConfigError(
+                f"{name}.max_tokens={value}: the model's context is {policy.context_tokens} tokens, "
+                "and the prompt needs some of them"
+            )
+
+
+def check_algorithm(algo: Algorithm, *, rollout: RolloutSettings, update: UpdateSettings) -> None:
+    """Raise ConfigError when it cannot work with these groups, or would never be asked for a bound between a step's updates."""
+    algo.check(group_size=rollout.group_size)
+    if isinstance(algo, PolicyGradient) and algo.max_kl is not None and update.optimizer_steps == 1:
+        raise ConfigError(
+            f"algo.max_kl={algo.max_kl} with update.epochs=1 and update.mini_batches=1: a step has one update, after which there is "
+            "nothing to leave out; expected more of either, or algo.max_kl=null"
+        )
+
+
+def longest_tokens(datamodule: PromptDataModule, *, rollout: RolloutSettings, evaluation: EvaluationSettings) -> int:
+    """The most tokens that a prompt and its answer may have together."""
+    parts = [(loader, evaluation.rollout(rollout, name)) for name, loader in datamodule.validation_loaders.items()]
+    parts += [(datamodule.train_loader, rollout)] if datamodule.train_loader is not None else []
+    longest = [
+        max(len(prompt.token_ids) for prompt in loader.prompts) + settings.max_tokens for loader, settings in parts
+    ]
+    return max(longest, default=0)
+
+
+def checked_rewards(rewards: Any, datamodule: PromptDataModule) -> list[Reward]:
+    """The reward functions, the task's where `rewards` is None. Raises ConfigError for none; see `check_reward`."""
+    refuse_lost(rewards=rewards)
+    task_reward = datamodule.task.reward if datamodule.task is not None else None
+    built = build_rewards(rewards if rewards is not None else task_reward)
+    if not built:
+        raise ConfigError("rewards=null: name at least one reward function (or a task, which brings its own)")
+    columns, gaps = datamodule.columns, datamodule.gaps
+    for reward in built:
+        check_reward(reward, columns, gaps=gaps)
+    return built

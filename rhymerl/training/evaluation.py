@@ -1,0 +1,209 @@
+"""Evaluation: how validation prompts are answered, and what is said of the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rhymerl.data.base import ONLY_SET
+from rhymerl.errors import ConfigError, require_at_least
+from rhymerl.rewards import Reward
+from rhymerl.rewards.calls import Attempt
+from rhymerl.rewards.hooks import Extract
+from rhymerl.rewards.resolve import find, nearest
+from rhymerl.rollout import RolloutSettings
+from rhymerl.rollout.results import by_prompt
+from rhymerl.types import Sample
+
+_OF_A_SET = ("samples", "temperature", "max_tokens")
+_RIGHT = 1 - 1e-9  # the reward from which on an answer counts as right; a weighted sum of rewards may be rounded
+
+
+class EvaluationSettings:
+    """`samples` answers a validation prompt at `temperature`; all else is the training rollout's.
+
+    A run is evaluated before and after training, and every `every_n_steps` rollout steps in between if that is not 0. `sets`
+    has what is other for a data set: `{"greedy": {"temperature": 0, "samples": 1}}`. An answer is right when its reward is at
+    least 1: the one that `right_by` names, or the weighted sum of all. `extract` is the dotted name of a function from a text to the
+    answer in it, for maj@k; by default that of the first reward which has one.
+    """
+
+    def __init__(
+        self,
+        *,
+        samples: int = 1,
+        temperature: float = 1.0,
+        max_tokens: int | None = None,
+        every_n_steps: int = 0,
+        sets: Mapping[str, Mapping[str, float | int | None]] | None = None,
+        right_by: str | None = None,
+        extract: str | None = None,
+    ) -> None:
+        self.every_n_steps = every_n_steps
+        self.samples = samples
+        self.temperature = temperature
+        self.max_tokens = max_tokens
+        self.sets = {name: dict(values) for name, values in sets.items()} if sets else None
+        self.right_by = right_by
+        self.extract = extract
+        self._extract: Extract | None = _extractor(extract) if extract is not None else None
+        require_at_least("evaluation", {"every_n_steps": (every_n_steps, 0)})
+        _check("evaluation", self._of(""))
+        for name, values in (self.sets or {}).items():
+            for key in values:
+                if key not in _OF_A_SET:
+                    known = ", ".join(_OF_A_SET)
+                    raise ConfigError(
+                        f"evaluation.sets.{name}.{key}: unknown setting{nearest(key, _OF_A_SET)}; known: {known}"
+                    )
+            _check(f"evaluation.sets.{name}", self._of(name))
+
+    def rollout(self, training: RolloutSettings, name: str = ONLY_SET) -> RolloutSettings:
+        """The settings of a rollout on the data set `name`."""
+        asked = self._of(name)
+        return RolloutSettings(
+            group_size=asked["samples"],
+            max_tokens=asked["max_tokens"] or training.max_tokens,
+            temperature=asked["temperature"],
+            top_k=training.top_k,
+            top_p=training.top_p,
+            min_p=training.min_p,
+            stop_token_ids=training.stop_token_ids,
+        )
+
+    def max_tokens_of(self, name: str) -> int | None:
+        """The limit on answers to the data set `name`, None for that of training."""
+        limit: int | None = self._of(name)["max_tokens"]
+        return limit
+
+    def check(self, names: Iterable[str], rewards: Sequence[Reward]) -> None:
+        """Raises ConfigError for a data set or a reward that there is not."""
+        known, functions = list(names), [reward.name for reward in rewards]
+        for name in self.sets or {}:
+            if name not in known:
+                raise ConfigError(
+                    f"evaluation.sets.{name}: no data set of data.validation; there is {', '.join(known)}{nearest(name, known)}"
+                )
+        if self.right_by is not None and self.right_by not in functions:
+            raise ConfigError(
+                f"evaluation.right_by={self.right_by!r}: no reward of the run; expected one of {', '.join(functions)}, or null"
+            )
+
+    def metrics(self, answered: Mapping[str, Sequence[Sample]], rewards: Sequence[Reward]) -> dict[str, float]:
+        """All metrics of an evaluation, from the answers by data set; those without a set's name are means over the sets."""
+        extract = self._extract or next((reward.extract for reward in rewards if reward.extract), None)
+        found = [
+            evaluation_metrics(samples, name, right_by=self.right_by, extract=extract)
+            for name, samples in answered.items()
+        ]
+        means = {name: float(np.mean([each[name] for each in found])) for name in _OVERALL}
+        return means | {name: value for each in found for name, value in each.items() if name not in means}
+
+    def _of(self, name: str) -> dict[str, Any]:
+        return {key: getattr(self, key) for key in _OF_A_SET} | (self.sets or {}).get(name, {})
+
+
+def step_name(name: str) -> str:
+    """What keys the noise of an evaluation on the data set `name`: the same every time."""
+    return "evaluation" if name == ONLY_SET else f"evaluation/{name}"
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Unbiased estimate of the chance that one of k answers is right (arXiv 2107.03374, equation 1)."""
+    if num_samples - num_correct < k:
+        return 1.0
+    wrong = np.arange(num_samples - num_correct + 1, num_samples + 1)
+    return float(1 - np.prod(1 - k / wrong))
+
+
+def majority(answers: Sequence[object], right: Sequence[bool]) -> float:
+    """Whether the answer given most often is right; None is no vote.
+
+    Of answers given equally often one is taken by lot, so the result is the chance that this is a right one. Answers that are
+    extracted alike may have been judged differently: then it is the share of them that were right.
+    """
+    votes: dict[object, list[bool]] = {}
+    for answer, is_right in zip(answers, right, strict=True):
+        if answer is not None:
+            votes.setdefault(answer, []).append(is_right)
+    most = max(map(len, votes.values()), default=0)
+    return float(np.mean([np.mean(each) for each in votes.values() if len(each) == most])) if votes else 0.0
+
+
+_OVERALL = ("eval/reward", "eval/mean_length", "eval/clipped_ratio")
+
+
+def evaluation_metrics(
+    samples: Sequence[Sample], task: str = ONLY_SET, *, right_by: str | None = None, extract: Extract | None = None
+) -> dict[str, float]:
+    """The metrics of one data set: docs/metrics.md has them all. pass@k is for k = 1, 2, 4 … and all answers of a prompt."""
+    groups = by_prompt(samples)
+    most = min(map(len, groups.values()))
+    right = [[_reward(sample, right_by) >= _RIGHT for sample in group] for group in groups.values()]
+    reward = float(np.mean([sample.reward for sample in samples]))
+    length = float(np.mean([len(sample) for sample in samples]))
+    clipped = float(np.mean([sample.completion.finish_reason == "length" for sample in samples]))
+    passes = {
+        f"eval/{task}/pass@{k}": float(np.mean([pass_at_k(len(group), sum(group), k) for group in right]))
+        for k in _powers_up_to(most)
+    }
+    return {
+        "eval/reward": reward,
+        f"eval/{task}/mean@{most}": reward,
+        **passes,
+        **(_majorities(task, most, list(groups.values()), right, extract) if extract and most > 1 else {}),
+        f"eval/{task}/mean_length": length,
+        f"eval/{task}/clipped_ratio": clipped,
+        "eval/mean_length": length,
+        "eval/clipped_ratio": clipped,
+    }
+
+
+def _majorities(
+    task: str, k: int, groups: Sequence[Sequence[Sample]], right: Sequence[Sequence[bool]], extract: Extract
+) -> dict[str, float]:
+    found = [
+        majority([_extracted(extract, sample.text) for sample in group], each)
+        for group, each in zip(groups, right, strict=True)
+    ]
+    return {f"eval/{task}/maj@{k}": float(np.mean(found))}
+
+
+def _extracted(extract: Extract, text: str) -> object:
+    """An extractor that fails has found nothing."""
+    found: list[object] = []
+    with Attempt():
+        answer = extract(text)
+        hash(answer)  # votes are counted
+        found.append(answer)
+    return found[0] if found else None
+
+
+def _powers_up_to(most: int) -> list[int]:
+    """1, 2, 4 … and `most`."""
+    return sorted({2**power for power in range(most.bit_length())} | {most})
+
+
+def _reward(sample: Sample, name: str | None) -> float:
+    return sample.reward if name is None else sample.rewards[name]
+
+
+def _extractor(name: str) -> Callable[[str], object]:
+    setting = f"evaluation.extract={name!r}"
+    found = find(name, setting=setting).target
+    if not callable(found):
+        raise ConfigError(f"{setting}: it is of type {type(found).__name__}, expected a function of a text")
+    extract: Callable[[str], object] = found
+    return extract
+
+
+def _check(section: str, values: Mapping[str, Any]) -> None:
+    for name, least in (("samples", 1), ("temperature", 0), ("max_tokens", 1)):
+        value = values[name]
+        if value is None and name != "max_tokens":
+            raise ConfigError(f"{section}.{name}=None: expected a number")
+        if name != "temperature" and isinstance(value, float) and not value.is_integer():
+            raise ConfigError(f"{section}.{name}={value}: expected a whole number")
+        require_at_least(section, {name: (least if value is None else value, least)})

@@ -1,0 +1,397 @@
+"""The LightningModule: one batch is one rollout step; `training_step` runs its rollout and all its optimizer steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, cast
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel
+
+from rhymerl.algos.base import Algorithm
+from rhymerl.algos.grpo import GRPO
+from rhymerl.backends.base import RolloutBackend
+from rhymerl.backends.embedded import EmbeddedBackend
+from rhymerl.budgets import Budget, GoodputBudget
+from rhymerl.config import instantiate
+from rhymerl.data import PromptBatch, PromptDataModule
+from rhymerl.distributed import Alone, Ranks
+from rhymerl.distributed.group import Group
+from rhymerl.drafters.base import Drafter
+from rhymerl.drafters.history_tree import HistoryTreeDrafter
+from rhymerl.drafters.run_ahead import RunAheadDrafter
+from rhymerl.errors import ConfigError
+from rhymerl.history import HistoryStore
+from rhymerl.models.critic import Critic, CriticSettings
+from rhymerl.models.lora import check_adapters, in_full_precision
+from rhymerl.models.policy import Policy, PolicySource, fingerprint, frozen
+from rhymerl.progress import SILENT
+from rhymerl.rewards import Reward, RewardScorer
+from rhymerl.rewards.failures import Failures
+from rhymerl.rollout import RECORDS, Rollout, RolloutLoop, RolloutSettings
+from rhymerl.rollout.base import RunAhead, check_run_ahead
+from rhymerl.schedulers.base import Scheduler
+from rhymerl.schedulers.fifo import FIFOScheduler
+from rhymerl.training.checkpoint import of_this_format
+from rhymerl.training.checks import check_algorithm, check_answers_fit, checked_rewards, longest_tokens
+from rhymerl.training.evaluation import EvaluationSettings, step_name
+from rhymerl.training.hyperparameters import arguments_of, refuse_lost
+from rhymerl.training.loggers import log_step
+from rhymerl.training.settings import Rates, UpdateSettings
+from rhymerl.training.state import Aside, check_base, load_budget, load_state, state_of
+from rhymerl.training.teardown import AFTER_EXCEPTION, TeardownOnException
+from rhymerl.training.trainer import (
+    datamodule_of,
+    end_ranks,
+    no_sync,
+    num_optimizer_steps,
+    peak_memory_gb,
+    prepare_trainer,
+    validate_within_fit,
+)
+from rhymerl.training.updater import Updater
+from rhymerl.types import Sample, Split
+
+Node = Mapping[str, Any]  # a component as plain config, with `_target_`
+
+
+class RhymeModule(L.LightningModule):
+    """GRPO and its kin under `Trainer.fit(module, datamodule)`.
+
+    Every component may be given as an object or as its config node; `model` also as a directory or hub name.
+    `rewards` None takes the reward of the datamodule's task. The module holds no state of a rollout.
+    """
+
+    _reference: PreTrainedModel | None  # set past nn.Module's registration: no submodule, and in no checkpoint
+
+    def __init__(
+        self,
+        model: PolicySource | Policy | str | Node,
+        algo: Algorithm | Node | None = None,
+        *,
+        critic: CriticSettings | Node | None = None,
+        rollout: RolloutSettings | Node | None = None,
+        update: UpdateSettings | Node | None = None,
+        evaluation: EvaluationSettings | Node | None = None,
+        drafter: Drafter | Node | None = None,
+        budget: Budget | Node | None = None,
+        history: HistoryStore | Node | None = None,
+        scheduler: Scheduler | Node | None = None,
+        backend: RolloutBackend | Node | None = None,
+        run_ahead: RunAhead = "off",
+        max_staleness: int = 1,
+        rewards: Any = None,
+        reward_workers: int = 1,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        check_run_ahead(run_ahead, max_staleness)
+        self.automatic_optimization = False
+        refuse_lost(model=model, algo=algo, critic=critic, rollout=rollout, update=update, evaluation=evaluation)
+        refuse_lost(drafter=drafter, budget=budget, history=history, scheduler=scheduler, backend=backend)
+        self.algo: Algorithm = instantiate(algo, default=GRPO)
+        self.critic_settings: CriticSettings = instantiate(critic, default=CriticSettings)
+        self.rollout: RolloutSettings = instantiate(rollout, default=RolloutSettings)
+        self.update: UpdateSettings = instantiate(update, default=UpdateSettings)
+        self.evaluation: EvaluationSettings = instantiate(evaluation, default=EvaluationSettings)
+        self.drafter: Drafter = instantiate(drafter, default=HistoryTreeDrafter)
+        self.budget: Budget = instantiate(budget, default=GoodputBudget)
+        self.history: HistoryStore = instantiate(history, default=HistoryStore)
+        self.scheduler: Scheduler = instantiate(scheduler, default=FIFOScheduler)
+        self.backend: RolloutBackend = instantiate(backend, default=EmbeddedBackend)
+        self.run_ahead: RunAhead = run_ahead
+        self.max_staleness = max_staleness
+        self.rewards = rewards
+        self.reward_workers = reward_workers
+        self.seed = seed
+        check_algorithm(self.algo, rollout=self.rollout, update=self.update)
+        if self.rollout.temperature == 0:
+            raise ConfigError(
+                "rollout.temperature=0: greedy answers of a group are all the same, so nothing can be learned from them; "
+                "expected more than 0 (evaluation.temperature may be 0)"
+            )
+        source = PolicySource(model) if isinstance(model, str) else instantiate(model)
+        self.policy: Policy = source.load() if isinstance(source, PolicySource) else source
+        check_adapters(self.policy.model)
+        self.model: PreTrainedModel = self.policy.model.train()
+        self.num_rollouts = 0  # rollout steps whose update is in the weights
+        self.num_tokens = 0  # response tokens trained on
+        self.num_evaluations = 0
+        self.evaluated_at: int | None = None  # `num_rollouts` then
+        self.evaluation_metrics: dict[str, float] = {}  # of the latest one
+        self.logged: dict[str, float] = {}  # what the loggers have of the latest step
+        self.first_epochs: dict[Split, int] = {"train": 0, "validation": 0}  # later where history is another run's too
+        self.last_rollout: Rollout | None = None  # for callbacks
+        self.evaluated: dict[str, list[Sample]] = {}  # by data set, for callbacks at the end of an evaluation
+        self.progress = SILENT  # hears of each answer of this rank's
+        self._failures = Failures()  # of the rewards, in an evaluation
+        self._shares_engine = False
+        self._ranks: Ranks | None = None
+        self._resumed: Mapping[str, Any] | None = None  # a checkpoint's state of what is not brought up yet
+        self._num_optimizer_steps = float("inf")
+        self._loop: RolloutLoop | None = None
+        self._updater: Updater | None = None
+        self._scorer: RewardScorer | None = None
+        self._rewards: list[Reward] = []
+        # Now: later a checkpoint may have been loaded, and the reference is the policy that the module was given.
+        object.__setattr__(self, "_reference", frozen(self.model) if "reference" in self.algo.needs else None)
+        self.critic: Critic | None = None
+        if "values" in self.algo.needs:
+            self.critic = self.critic_settings.build(self.policy, seed=seed)
+        self._rates: Rates | None = None
+        self._aside: Aside | None = None
+        self.base_fingerprint = fingerprint(self.model)
+        self.save_hyperparameters(arguments_of(self, source))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RhymeModule:
+        """Lightning casts the whole module under bf16-true, after it has restored a checkpoint."""
+        with in_full_precision(self):
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    # -- set-up ------------------------------------------------------------------------------------------------
+
+    def configure_callbacks(self) -> list[L.Callback]:
+        """Refuse flags before Lightning brings anything up; and call teardown after an exception, which it does not.
+
+        Otherwise the reward processes would outlive a failed fit.
+        """
+        prepare_trainer(self.trainer)
+        return [TeardownOnException()]
+
+    def setup(self, stage: str) -> None:
+        """See `check`; the data module has been set up before."""
+        self.check(datamodule_of(self.trainer))
+
+    def check(self, datamodule: PromptDataModule) -> None:
+        """Raise ConfigError for all that can be known to be wrong before any compute; the data has been prepared."""
+        check_answers_fit(self.policy, rollout=self.rollout, evaluation=self.evaluation)
+        longest = longest_tokens(datamodule, rollout=self.rollout, evaluation=self.evaluation)
+        self.backend.check(longest)
+        if self.critic is not None:
+            self.critic.check(longest)
+        self._rewards = checked_rewards(self.rewards, datamodule)
+        self.evaluation.check(datamodule.validation_names, self._rewards)
+        self.update.check(self.model, longest)
+
+    def on_fit_start(self) -> None:
+        self.update.warn(self.model)
+        datamodule_of(self.trainer).warn()
+        self._bring_up()
+
+    def on_validation_start(self) -> None:
+        self._bring_up()
+
+    def _bring_up(self) -> None:
+        """Start engine and reward pool, once the model is on its device."""
+        if self._loop is not None:
+            return
+        autocast = self.trainer.precision_plugin.forward_context
+        if self._reference is not None and self._reference is not self.model:
+            nn.Module.to(self._reference, device=self.device, dtype=self.model.dtype)
+        self._ranks = self._ranks or (Group(RECORDS) if self.trainer.world_size > 1 else Alone())
+        self.backend.start(self.policy, self._rollout_drafter, budget=self.budget, autocast=autocast)
+        self._scorer = RewardScorer(self._rewards, num_workers=self.reward_workers)
+        self._loop = RolloutLoop(
+            self.backend,
+            self.scheduler,
+            scorer=self._scorer,
+            decode=self._decode,
+            history=self.history,
+            stop_token_ids=self.policy.stop_token_ids,
+            seed=self.seed,
+            device=self.device,
+            ranks=self._ranks,
+            run_ahead=self.run_ahead,
+            max_staleness=self.max_staleness,
+            lockstep=torch.are_deterministic_algorithms_enabled(),
+            progress=self.progress,
+        )
+        if self._resumed is not None:
+            if self._resumed["loop"] is not None:
+                self._loop.load_state_dict(self._resumed["loop"])
+            load_budget(self, self._resumed, self._ranks.rank)
+            self._resumed = None
+        self._updater = Updater(
+            self.model,
+            self.algo,
+            self.update,
+            temperature=self.rollout.temperature,
+            seed=self.seed,
+            backward=self.manual_backward,
+            autocast=autocast,
+            no_sync=lambda: no_sync(self.trainer),
+            draws_exactly=self.backend.draws_exactly,
+            ranks=self._ranks,
+            reference=self._reference,
+            critic=self.critic,
+        )
+
+    def teardown(self, stage: str) -> None:
+        """Free the engine and the reward processes; a later fit brings up new ones."""
+        if self._scorer is not None:
+            self._scorer.close()
+        if self._shares_engine and self._loop is not None and stage != AFTER_EXCEPTION:
+            self.backend.release()
+        else:
+            self.backend.close()
+            if self._ranks is not None:
+                self._ranks.close()
+            self._ranks = None
+        self._loop = self._updater = self._scorer = None
+
+    def fail(self, error: BaseException) -> None:
+        """End this rank because of an error, which the others are to give as theirs; it may be that one of them has ended."""
+        end_ranks(self.trainer)
+        if self._ranks is not None:
+            self._ranks.explain(error)
+            self._ranks.fail(str(error) or type(error).__name__)
+
+    @contextmanager
+    def one_engine(self) -> Iterator[None]:
+        """Context in which fits and validations share an engine, which may take long to bring up."""
+        self._shares_engine = True
+        try:
+            yield
+        finally:
+            self._shares_engine = False
+            self.teardown("end")
+
+    def _decode(self, token_ids: Any) -> str:
+        return str(self.policy.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.update.optimizer(list(self.model.parameters()), critic=self.critic)
+        self._num_optimizer_steps = num_optimizer_steps(self.trainer, self.update.optimizer_steps)
+        schedule = self.update.schedule(optimizer, self._num_optimizer_steps, critic=self.critic)
+        self._rates = Rates(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """The settings hold, whatever they were when the checkpoint was written; and an evaluation that it is owed is made."""
+        assert self._rates is not None
+        self._rates.put_back(cast(Any, self.optimizers()).optimizer, cast(LambdaLR, self.lr_schedulers()))
+        self._evaluate_if_due()
+
+    def training_step(self, batch: PromptBatch, batch_idx: int) -> STEP_OUTPUT:
+        """Run one rollout step; `batch` is the same list of prompts on every rank."""
+        assert self._loop is not None and self._updater is not None
+        started = time.perf_counter()
+        step = self.num_rollouts
+        self._loop.sync_weights(self.policy.named_weights(), policy_version=step)
+        loader = datamodule_of(self.trainer).train_loader
+        assert loader is not None
+        epoch = self.first_epochs["train"] + loader.epoch
+        following = None if self._is_last_step else loader.peek().prompts
+        result = self._loop.run(
+            batch.prompts, step, self.rollout, epoch=epoch, following=following, replacements=loader.replacements()
+        )
+        result.failures.check(self._rewards, "a step")
+        schedule = cast(LambdaLR, self.lr_schedulers())
+        metrics = self._updater.run(result.samples, step, optimizer=self.optimizers(), schedule=schedule)
+        done = time.perf_counter()
+        num_tokens = sum(map(len, result.samples))
+        self.num_rollouts += 1
+        loader.advance()
+        self.num_tokens += num_tokens
+        self.last_rollout = result
+        timing = {
+            "timing_s/step": done - started,
+            "perf/time_per_step": done - started,
+            "perf/tokens_per_s": num_tokens / (done - started),
+            "perf/peak_memory_gb": peak_memory_gb(self.device),
+        }
+        metrics = {**result.metrics, **metrics, **timing, "num_tokens": float(self.num_tokens)}
+        self.logged = log_step(self.trainer, metrics, self.num_rollouts)
+        return None
+
+    def on_train_batch_end(self, outputs: STEP_OUTPUT, batch: PromptBatch, batch_idx: int) -> None:
+        """Called after all callbacks, so that the step is in a checkpoint before it is evaluated."""
+        assert self._updater is not None
+        self._updater.forget()
+        self._evaluate_if_due()
+
+    def advantages(self, indices: Sequence[int]) -> list[float | None]:
+        """Return the mean advantage over the tokens of each sample at these indices of `last_rollout`.
+
+        Callbacks call it at the end of a step.
+        """
+        assert self._updater is not None
+        return self._updater.advantages(indices)
+
+    @cached_property
+    def _rollout_drafter(self) -> Drafter:
+        """One object for the life of the module, by which an engine knows whether it is its own."""
+        return RunAheadDrafter(self.drafter) if self.run_ahead == "draft" else self.drafter
+
+    @property
+    def _is_last_step(self) -> bool:
+        return self.trainer.global_step + self.update.optimizer_steps >= self._num_optimizer_steps
+
+    # -- evaluation ----------------------------------------------------------------------------------------------
+
+    def _evaluate_if_due(self) -> None:
+        """Every `evaluation.every_n_steps` rollout steps, and not again where it has been done."""
+        every, step = self.evaluation.every_n_steps, self.num_rollouts
+        if every and step and step % every == 0 and self.evaluated_at != step and not self.trainer.should_stop:
+            validate_within_fit(self.trainer)
+
+    def on_validation_epoch_start(self) -> None:
+        """What training has learned serves the evaluation, too, but learns nothing from it."""
+        assert self._loop is not None
+        self._aside = Aside(self.budget, self.scheduler)
+        self.evaluated, self._failures = {}, Failures()
+        self._loop.sync_weights(self.policy.named_weights(), policy_version=self.num_rollouts)
+
+    def validation_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> STEP_OUTPUT:
+        """Answers with the same noise every time, so that two evaluations differ by the policy alone."""
+        assert self._loop is not None
+        name = datamodule_of(self.trainer).validation_names[dataloader_idx]
+        settings = self.evaluation.rollout(self.rollout, name)
+        epoch = self.first_epochs["validation"] + self.num_evaluations
+        result = self._loop.run(batch.prompts, step_name(name), settings, epoch=epoch, split="validation")
+        self.evaluated.setdefault(name, []).extend(result.samples)
+        self._failures += result.failures
+        return None
+
+    def on_validation_epoch_end(self) -> None:
+        self._failures.check(self._rewards, "an evaluation")
+        if self.evaluated:
+            metrics = self.evaluation.metrics(self.evaluated, self._rewards)
+            step = float(self.trainer.global_step)  # where Lightning puts them in the curves
+            self.log_dict({**metrics, "step": step}, batch_size=1, sync_dist=True)  # the same on all ranks
+            self.num_evaluations += 1
+            self.evaluated_at, self.evaluation_metrics = self.num_rollouts, metrics
+            self.logged = {**self.logged, **metrics}
+        self.evaluated = {}
+        if self._aside is not None:
+            self._aside.put_back()
+        self._aside = None
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Called on every rank, since each has something that only it knows."""
+        checkpoint["rhymerl"] = {
+            **state_of(self),
+            "budgets": (self._ranks or Alone()).gather(self.budget.state_dict()),
+            "loop": self._loop.state_dict() if self._loop is not None else None,
+            "policy_files": self.policy.files(),
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Raises ConfigError for a checkpoint of another version, and where a run would go on from other weights than it began with."""
+        state = of_this_format(checkpoint["rhymerl"], "the checkpoint")
+        if self._trainer is not None:
+            check_base(self, state, "the checkpoint")
+        load_state(self, state)
+        self._resumed = {name: state[name] for name in ("budgets", "loop", "classes")}

@@ -1,0 +1,167 @@
+"""The settings of the update, and the optimizer and schedule that they make."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel
+
+from rhymerl.distributed.first import is_first_rank
+from rhymerl.errors import ConfigError, require_at_least
+from rhymerl.models.critic import Critic
+from rhymerl.models.policy import is_random, named
+from rhymerl.models.proof import prove_update
+from rhymerl.models.rope import refuse_changing_rope
+
+_LOG = logging.getLogger(__name__)
+
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+class UpdateSettings:
+    """Optimizer and batch settings.
+
+    AdamW at `learning_rate`, after `warmup_steps` following `lr_schedule` down to `min_lr_ratio` of it at the run's
+    last step. A step's samples make `mini_batches` optimizer steps, and in each of `epochs` passes over them others; a
+    backward takes at most `micro_batch_tokens` tokens, padding included. `chunk_tokens` bounds the logits held at a time
+    (None: 64 MiB of them); `activation_checkpointing` keeps only each layer's input for the backward and computes the rest
+    again. `max_grad_norm` 0 clips nothing; policy and critic are clipped apart.
+    """
+
+    def __init__(
+        self,
+        *,
+        learning_rate: float = 1e-6,
+        lr_schedule: Schedule = "constant",
+        warmup_steps: int = 0,
+        min_lr_ratio: float = 0.0,
+        weight_decay: float = 0.0,
+        betas: Sequence[float] = (0.9, 0.999),
+        max_grad_norm: float = 1.0,
+        epochs: int = 1,
+        mini_batches: int = 1,
+        micro_batch_tokens: int = 16_384,
+        chunk_tokens: int | None = None,
+        activation_checkpointing: bool = False,
+    ) -> None:
+        at_least = {
+            "learning_rate": (learning_rate, 0),
+            "warmup_steps": (warmup_steps, 0),
+            "min_lr_ratio": (min_lr_ratio, 0),
+            "weight_decay": (weight_decay, 0),
+            "max_grad_norm": (max_grad_norm, 0),
+            "epochs": (epochs, 1),
+            "mini_batches": (mini_batches, 1),
+            "micro_batch_tokens": (micro_batch_tokens, 1),
+            "chunk_tokens": (1 if chunk_tokens is None else chunk_tokens, 1),
+        }
+        require_at_least("update", at_least)
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ConfigError(f"update.betas={list(betas)}: expected two numbers in [0, 1)")
+        if lr_schedule not in ("constant", "linear", "cosine"):
+            raise ConfigError(f"update.lr_schedule={lr_schedule!r}: expected constant, linear or cosine")
+        self.learning_rate = learning_rate
+        self.lr_schedule = lr_schedule
+        self.warmup_steps = warmup_steps
+        self.min_lr_ratio = min_lr_ratio
+        self.weight_decay = weight_decay
+        self.betas = tuple(betas)
+        self.max_grad_norm = max_grad_norm
+        self.epochs = epochs
+        self.mini_batches = mini_batches
+        self.micro_batch_tokens = micro_batch_tokens
+        self.chunk_tokens = chunk_tokens
+        self.activation_checkpointing = activation_checkpointing
+
+    @property
+    def optimizer_steps(self) -> int:
+        """The number of optimizer steps of a rollout step, at most.
+
+        There are fewer where there are fewer samples, or where the algorithm stops early.
+        """
+        return self.epochs * self.mini_batches
+
+    def check(self, model: PreTrainedModel, longest_tokens: int) -> None:
+        """Raise ConfigError when the model cannot be trained like this, on sequences of up to so many tokens."""
+        refuse_changing_rope(model, longest_tokens)
+        prove_update(model)
+        if self.activation_checkpointing and not model.supports_gradient_checkpointing:
+            raise ConfigError(
+                f"update.activation_checkpointing=true: {type(model).__name__} does not support it; expected false"
+            )
+
+    def warn(self, model: PreTrainedModel) -> None:
+        """Say, on rank 0, what may surprise people in a training that begins with this model."""
+        if is_random(model) and is_first_rank():
+            _LOG.warning(
+                "%s has a dropout: which inputs it leaves out follows from how a step is cut into micro-batches, so its gradient "
+                "depends on update.micro_batch_tokens and on the number of ranks; set the dropout of the model (config.json) or of "
+                "the adapter to 0 for gradients that do not",
+                named(model),
+            )
+
+    def optimizer(self, parameters: Sequence[nn.Parameter], *, critic: Critic | None = None) -> torch.optim.AdamW:
+        """One for the policy's parameters and, at its own learning rate, the critic; the policy's groups come first."""
+        groups = self._groups(parameters, self.learning_rate)
+        if critic is not None:
+            groups += self._groups(critic.parameters(), critic.settings.learning_rate)
+        first, second = self.betas
+        return torch.optim.AdamW(groups, lr=self.learning_rate, betas=(first, second), fused=True)
+
+    def _groups(self, parameters: Iterable[nn.Parameter], learning_rate: float) -> list[dict[str, Any]]:
+        """Return the parameter groups: biases and norms (one-dimensional parameters) do not decay."""
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        kinds = (
+            ([p for p in trained if p.ndim > 1], self.weight_decay),
+            ([p for p in trained if p.ndim <= 1], 0.0),
+        )
+        return [{"params": some, "weight_decay": decay, "lr": learning_rate} for some, decay in kinds if some]
+
+    def schedule(
+        self, optimizer: torch.optim.Optimizer, total_steps: float, *, critic: Critic | None = None
+    ) -> LambdaLR:
+        """The learning-rate schedule, stepped once an optimizer step; `total_steps` may be infinite.
+
+        The policy's begins when it begins to move: after the warm-up of the critic.
+        """
+        of_critic = set(map(id, critic.parameters())) if critic is not None else set()
+        wait = critic.settings.warmup_steps * self.optimizer_steps if critic is not None else 0
+
+        def factor(step: int, begin: int) -> float:
+            done, total = max(0, step - begin), total_steps - begin
+            if done < self.warmup_steps:
+                return (done + 1) / self.warmup_steps
+            if self.lr_schedule == "constant" or math.isinf(total):
+                return 1.0
+            share = min(1.0, (done - self.warmup_steps) / max(1.0, total - self.warmup_steps))
+            left = 1 - share if self.lr_schedule == "linear" else (1 + math.cos(math.pi * share)) / 2
+            return self.min_lr_ratio + (1 - self.min_lr_ratio) * left
+
+        begins = [0 if id(group["params"][0]) in of_critic else wait for group in optimizer.param_groups]
+        return LambdaLR(optimizer, [partial(factor, begin=begin) for begin in begins])
+
+
+class Rates:
+    """What an optimizer and its schedule were made with: learning rates, decays, betas."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keep the settings of an optimizer with its schedule, before a checkpoint is loaded into them."""
+        self._groups = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
+
+    def put_back(self, optimizer: torch.optim.Optimizer, schedule: LambdaLR) -> None:
+        """Put the settings back over those that a checkpoint has brought; the schedule stays where it is."""
+        schedule.base_lrs = [group["initial_lr"] for group in self._groups]
+        rates = [
+            base * factor(schedule.last_epoch)
+            for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+        ]
+        for group, mine, rate in zip(optimizer.param_groups, self._groups, rates, strict=True):
+            group.update(mine, lr=rate)
+        schedule._last_lr = rates

@@ -1,0 +1,106 @@
+"""What a run has learned: put into a checkpoint, taken up again, and kept apart from evaluations."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from rhymerl.errors import ConfigError
+from rhymerl.training.checkpoint import FORMAT
+
+# How far the run is.
+_COUNTS = (
+    "num_rollouts",
+    "num_tokens",
+    "num_evaluations",
+    "evaluated_at",
+    "evaluation_metrics",
+    "logged",
+    "first_epochs",
+)
+
+
+_PARTS = ("algo", "scheduler", "budget")
+
+
+class Learner(Protocol):
+    """A part of a run that learns while it goes on."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Module(Protocol):
+    """What has a state of a RhymeModule, beside the names in `_COUNTS`."""
+
+    base_fingerprint: str
+
+    @property
+    def algo(self) -> Learner: ...
+    @property
+    def history(self) -> Learner: ...
+    @property
+    def scheduler(self) -> Learner: ...
+    @property
+    def budget(self) -> Learner: ...
+
+
+def state_of(module: Module) -> dict[str, Any]:
+    """All that is the same on every rank, in plain containers; the budget's own state is not."""
+    return {
+        "format": FORMAT,
+        **{name: getattr(module, name) for name in _COUNTS},
+        "algo": module.algo.state_dict(),
+        "history": module.history.state_dict(),
+        "scheduler": module.scheduler.state_dict(),
+        "classes": {name: _class_of(getattr(module, name)) for name in _PARTS},
+        "base_fingerprint": module.base_fingerprint,
+    }
+
+
+def load_state(module: Module, state: Mapping[str, Any]) -> None:
+    """Go on from what `state_of` returned."""
+    for name in _COUNTS:
+        setattr(module, name, copy.copy(state[name]))
+    module.history.load_state_dict(state["history"])
+    for name in ("algo", "scheduler"):
+        if is_of_same_class(module, name, state):
+            getattr(module, name).load_state_dict(state[name])
+
+
+def load_budget(module: Module, state: Mapping[str, Any], rank: int) -> None:
+    """Load the estimates of this rank; those of the first one where there were fewer ranks."""
+    if is_of_same_class(module, "budget", state):
+        budgets = state["budgets"]
+        module.budget.load_state_dict(budgets[rank if rank < len(budgets) else 0])
+
+
+def is_of_same_class(module: Module, name: str, state: Mapping[str, Any]) -> bool:
+    """Whether a part is what it was, if that is known: what another class has learned is of no use to this one, which begins anew."""
+    return state["classes"][name] in (None, _class_of(getattr(module, name)))
+
+
+def _class_of(part: Learner) -> str:
+    return f"{type(part).__module__}.{type(part).__qualname__}"
+
+
+def check_base(module: Module, state: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError unless the module was given the weights that the checkpoint's run has started from."""
+    if state["base_fingerprint"] not in (None, module.base_fingerprint):
+        raise ConfigError(
+            f"{where}: its run started from other weights than those of model.path or model.init (as model.dtype, and with the "
+            "adapter's seed); a resumed run keeps its base model, which is what the KL divergence is measured from"
+        )
+
+
+class Aside:
+    """What parts have learned up to now, put aside while something uses them that is to leave no trace in them."""
+
+    def __init__(self, *parts: Learner) -> None:
+        self._states = [(part, copy.deepcopy(part.state_dict())) for part in parts]
+
+    def put_back(self) -> None:
+        """Let the parts know what they knew then, and nothing else."""
+        for part, state in self._states:
+            part.load_state_dict(state)

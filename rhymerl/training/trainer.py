@@ -1,0 +1,242 @@
+"""What is asked of a Lightning Trainer, and what it is asked for."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.accelerators import MPSAccelerator
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from torch.nn.parallel import DistributedDataParallel
+
+from rhymerl.config.components import instantiate, is_component
+from rhymerl.config.targets import import_target
+from rhymerl.data import PromptDataModule
+from rhymerl.distributed.failure_detector import is_loopback
+from rhymerl.distributed.parent import end_with_parent
+from rhymerl.errors import ConfigError, RunError
+
+_LIGHTNING_LOGS_EVERY = 50  # steps
+_LOOPBACKS = ("lo", "lo0")  # as Linux and others call it
+
+
+def make_trainer(settings: Mapping[str, Any]) -> L.Trainer:
+    """The Trainer of these settings, a node of a config. Raises ConfigError that names the one which Lightning refuses."""
+    accelerator = settings.get("accelerator")
+    usable = [
+        "auto",
+        "cpu",
+        *(["gpu", "cuda"] * torch.cuda.is_available()),
+        *(["gpu", "mps"] * MPSAccelerator.is_available()),
+    ]
+    if accelerator in ("gpu", "cuda", "mps") and accelerator not in usable:
+        raise ConfigError(
+            f"trainer.accelerator={accelerator!r}: this machine has none that torch can use; expected {', '.join(usable)}"
+        )
+    try:
+        trainer: L.Trainer = instantiate(settings, key="trainer")
+    except MisconfigurationException as error:
+        message = " ".join(str(error).split())
+        named = next((name for name in re.findall(r"\w+", message) if name in settings), None)
+        setting = f"trainer.{named}={settings[named]!r}" if named else "trainer"
+        raise ConfigError(f"{setting}: {message}") from error
+    return trainer
+
+
+def num_optimizer_steps(trainer: L.Trainer, each: int) -> float:
+    """Optimizer steps of the whole run, infinite if it has no end; max_steps counts these, max_epochs rollout steps of `each`."""
+    by_steps = float(trainer.max_steps) if trainer.max_steps >= 0 else float("inf")
+    if trainer.max_epochs is None or trainer.max_epochs < 0:
+        return by_steps
+    trainer.fit_loop.setup_data()
+    return min(by_steps, float(trainer.num_training_batches) * trainer.max_epochs * each)
+
+
+def validate_within_fit(trainer: Any) -> None:
+    """Validate now, in a hook of a fit, as Lightning itself does between two batches."""
+    loop, connector = trainer.fit_loop.epoch_loop.val_loop, trainer._logger_connector
+    first_batch = connector._first_loop_iter
+    trainer.validating = True
+    trainer.lightning_module.on_validation_model_zero_grad()
+    loop.restarting = False  # it may have been loaded from a checkpoint
+    loop.run()
+    trainer.training = True
+    connector._first_loop_iter = first_batch
+
+
+def datamodule_of(trainer: Any) -> PromptDataModule:
+    """Raises ConfigError when it has another one."""
+    datamodule = getattr(trainer, "datamodule", None)
+    if not isinstance(datamodule, PromptDataModule):
+        raise ConfigError(
+            f"the Trainer got datamodule={type(datamodule).__name__}: a rhymerl.PromptDataModule is needed, because "
+            "its cursor is what makes a run resume exactly"
+        )
+    return datamodule
+
+
+def no_sync(trainer: Any) -> AbstractContextManager[None]:
+    """Keeps DDP from summing the gradients of each backward; the update does so itself."""
+    wrapped = trainer.strategy.model
+    return wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) else nullcontext()
+
+
+def check_trainer(trainer: Any) -> None:
+    """Raise ConfigError for a Trainer flag that cannot be honoured, with the reason."""
+    _check_strategy(trainer)
+    _check_requeueing(trainer)
+    check_precision(trainer.precision)
+    if trainer.gradient_clip_val:
+        raise ConfigError(
+            f"trainer.gradient_clip_val={trainer.gradient_clip_val}: Lightning clips nothing when a step runs its own "
+            "optimizer steps; set update.max_grad_norm"
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise ConfigError(
+            f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}: a batch is a whole rollout step; "
+            "update.micro_batch_tokens bounds what is on the device at a time, data.prompts_per_step sets the step's size"
+        )
+    if trainer.overfit_batches > 0:
+        raise ConfigError(
+            f"trainer.overfit_batches={trainer.overfit_batches}: a batch is the prompts of a step, so use a small data.train "
+            "or trainer.limit_train_batches"
+        )
+
+
+def _check_strategy(trainer: Any) -> None:
+    strategy = trainer.strategy
+    name = f"trainer.strategy={type(strategy).__name__}"
+    if isinstance(strategy, SingleDeviceStrategy):
+        return
+    if not isinstance(strategy, DDPStrategy):
+        raise ConfigError(
+            f"{name}: the engine reads whole weights, so every rank has to hold them; expected ddp, or auto on one device"
+        )
+    if strategy._start_method != "popen":
+        raise ConfigError(
+            f"{name} with start_method={strategy._start_method!r}: the history would be lost with the processes; expected ddp, whose "
+            "ranks are started as scripts, or a launcher such as torchrun"
+        )
+    if strategy._ddp_comm_hook is not None or strategy._model_averaging_period is not None:
+        raise ConfigError(
+            f"{name}: a communication hook or model averaging would never be asked, because gradients are summed once a "
+            "mini-batch over global token counts; leave ddp_comm_hook and model_averaging_period out"
+        )
+
+
+def _check_requeueing(trainer: Any) -> None:
+    environment = trainer._accelerator_connector.cluster_environment
+    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+        raise ConfigError(
+            "trainer.plugins: under SLURM Lightning answers the signal before a requeue with a checkpoint in the middle of a step, from "
+            "which no run could go on exactly; pass SLURMEnvironment(auto_requeue=False), and let the job go on from its last checkpoint"
+        )
+
+
+def prepare_trainer(trainer: L.Trainer) -> None:
+    """Check as `check_trainer` does, and prepare the ranks before Lightning opens the process group.
+
+    On one machine its store listens where no other machine can reach it. Raises RunError when its port is taken.
+    Each step is logged, unless the Trainer was told otherwise.
+    """
+    try:
+        check_trainer(trainer)
+        _log_each_step(trainer)
+        _prepare_ranks(trainer)
+    except BaseException:
+        end_ranks(trainer)
+        raise
+
+
+def _log_each_step(trainer: Any) -> None:
+    """Lightning's own interval is for steps of milliseconds. Nothing tells its default from the same number that somebody gave."""
+    if trainer.log_every_n_steps == _LIGHTNING_LOGS_EVERY:
+        trainer.log_every_n_steps = 1
+
+
+def _prepare_ranks(trainer: L.Trainer) -> None:
+    if dist.is_initialized():  # there is a process group already
+        return
+    end_with_parent()
+    strategy = trainer.strategy
+    if not isinstance(strategy, DDPStrategy) or strategy.num_nodes > 1:
+        return
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun has made the store
+        return
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    environment = strategy.cluster_environment
+    assert environment is not None, "of every DDPStrategy that a Trainer has"
+    if not is_loopback(environment.main_address):
+        return
+    names = [name for _, name in socket.if_nameindex() if name in _LOOPBACKS]
+    if names:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
+    if environment.local_rank() == 0:
+        # Kept where Lightning looks for the ranks, which has a store of its own soon.
+        vars(environment)["store"] = _store_on_loopback(environment.main_port, strategy.num_processes)
+
+
+def _store_on_loopback(port: int, num_ranks: int) -> Any:
+    """torch's own listens on all addresses; a store of its kind that is in this process already, at that port, it takes instead."""
+    try:
+        server = socket.create_server(("127.0.0.1", port))
+    except OSError as error:
+        raise RunError(
+            f"MASTER_PORT={port}: the ranks cannot meet there ({error}); set another, or leave it out"
+        ) from error
+    options: dict[str, Any] = {"is_master": True, "multi_tenant": True, "wait_for_workers": False}
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", port, num_ranks, timeout=timedelta(minutes=30), master_listen_fd=server.detach(), **options
+    )
+
+
+def end_ranks(trainer: L.Trainer) -> None:
+    """End the ranks that rank 0 has started, where it fails before there is a process group: they would wait long."""
+    launcher = trainer.strategy.launcher
+    if isinstance(launcher, _SubprocessScriptLauncher) and not dist.is_initialized():
+        launcher.kill(signal.SIGKILL)
+
+
+def with_environment(plugins: Sequence[Any] | None) -> list[Any]:
+    """A Trainer's plugins, and SLURM, where it is there, without requeueing; one that is among them stays."""
+    asked = list(plugins or [])
+    is_slurm = SLURMEnvironment.detect() and not TorchElasticEnvironment.detect()
+    is_wanted = is_slurm and not any(map(_is_environment, asked))
+    return [*asked, SLURMEnvironment(auto_requeue=False)] if is_wanted else asked
+
+
+def _is_environment(plugin: Any) -> bool:
+    """Whether a plugin, an object or its node, is a cluster environment."""
+    kind = import_target(plugin["_target_"], setting="trainer.plugins") if is_component(plugin) else type(plugin)
+    return isinstance(kind, type) and issubclass(kind, ClusterEnvironment)
+
+
+def check_precision(precision: object) -> None:
+    """Raise ConfigError for float16; apart from `check_trainer` because a Trainer on a CPU makes bfloat16 of it."""
+    if str(precision).startswith("16"):
+        raise ConfigError(
+            f"trainer.precision={precision!r}: float16 needs loss scaling, under which the engine's log-probs would "
+            "not be the update's; use bf16-mixed, bf16-true, 32-true or 64-true"
+        )
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Peak of the device's allocator, or of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,0 +1,365 @@
+"""The optimizer steps of a rollout step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel
+
+from rhymerl.algos.base import Algorithm, Batch, Need, Totals
+from rhymerl.distributed.base import Alone, Ranks
+from rhymerl.errors import RunError
+from rhymerl.models.critic import Critic
+from rhymerl.models.logprobs import TokenBatch, hidden_states, policy_output, token_batch, token_logprobs
+from rhymerl.models.lora import without_adapters
+from rhymerl.models.policy import evaluating, is_random
+from rhymerl.training.batches import micro_batches, step_batch, total_tokens
+from rhymerl.training.dealing import deal
+from rhymerl.training.passes import over_samples
+from rhymerl.training.settings import UpdateSettings
+from rhymerl.types import Sample
+
+_ORDER, _DROPOUT = 0, 1  # what random numbers are for
+# What a pass fills in, and the name of its time; in this order on every rank.
+_PASSES: Mapping[Need, tuple[str, str]] = {
+    "proximal": ("proximal_logprobs", "old_log_prob"),
+    "reference": ("reference_logprobs", "ref"),
+    "values": ("values", "values"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """What all mini-batches of a step have in common."""
+
+    samples: Sequence[Sample]
+    batch: Batch
+    optimizer: Any
+    schedule: LambdaLR
+    trains_policy: bool  # not while the critic warms up
+    learns_proximal: Tensor | None  # [B] bool, whose proximal log-probs are those of the update's own pass
+
+
+class Updater:
+    """Runs the optimizer steps of one rollout step, on every rank the same ones.
+
+    `backward`, `autocast` and `no_sync` are the trainer's own, so that its precision and its strategy hold; within
+    `no_sync` a backward adds to this rank's gradients only. `draws_exactly` is the backend's. `reference` and `critic` are
+    there when the algorithm needs them; the reference may be the model itself if that has adapters.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        algorithm: Algorithm,
+        settings: UpdateSettings,
+        *,
+        temperature: float,
+        seed: int,
+        backward: Callable[[Tensor], None],
+        autocast: Callable[[], AbstractContextManager[Any]],
+        no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        draws_exactly: bool = False,
+        reference: PreTrainedModel | None = None,
+        critic: Critic | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.model = model
+        self.algorithm = algorithm
+        self.settings = settings
+        self.temperature = temperature
+        self.seed = seed
+        self.backward = backward
+        self.autocast = autocast
+        self.no_sync = no_sync
+        self.draws_exactly = draws_exactly
+        self.reference = reference
+        self.critic = critic
+        self.ranks = ranks if ranks is not None else Alone()
+        self._batch: Batch | None = None  # of the latest step, until `forget`
+        self._is_random = is_random(model)
+
+    def run(self, samples: Sequence[Sample], step: int, *, optimizer: Any, schedule: LambdaLR) -> Mapping[str, float]:
+        """Run all mini-batches of the step, in an order that follows from (seed, step); returns metrics.
+
+        This is a collective: every rank gives all samples of the step in the same order. All get the same metrics but
+        for times.
+        """
+        times: dict[str, float] = {}
+        batch = self._prepared(samples, step, times)
+        warms_up = self.critic is not None and step < self.critic.settings.warmup_steps
+        work = _Work(
+            samples=samples,
+            batch=batch,
+            optimizer=optimizer,
+            schedule=schedule,
+            trains_policy=not warms_up,
+            learns_proximal=self._to_learn(samples, step),
+        )
+        with _timed(times, "update"):
+            metrics = self._train(work, step)
+        found = self.algorithm.metrics(batch)
+        if work.trains_policy:
+            self.algorithm.adapt(batch)
+        self._batch = batch
+        return {**metrics, **found, **times}
+
+    def advantages(self, indices: Sequence[int]) -> list[float | None]:
+        """Return the mean advantage over the tokens of each of these samples of the latest step.
+
+        None where none is trained, or after `forget`.
+        """
+        batch = self._batch
+        if batch is None or batch.advantages is None:
+            return [None] * len(indices)
+        trained = [batch.advantages[index][batch.mask[index]] for index in indices]
+        return [float(each.mean()) if len(each) else None for each in trained]
+
+    def forget(self) -> None:
+        """Free the step's batch, once nobody asks about it any more."""
+        self._batch = None
+
+    # -- before the first mini-batch -----------------------------------------------------------------------------
+
+    def _prepared(self, samples: Sequence[Sample], step: int, times: dict[str, float]) -> Batch:
+        """The step's batch with all that the algorithm needs, and its advantages."""
+        batch = step_batch(samples)
+        for need, (field, name) in _PASSES.items():
+            asked = self._asked(need, samples, step)
+            if asked:
+                with _timed(times, name):
+                    whole = batch.behaviour_logprobs.clone()  # where nothing is asked, because it is known
+                    found = self._pass(need, [samples[i] for i in asked])
+                    if need == "values" and self._values_behind:
+                        found, final = _split(found, [len(samples[i]) for i in asked])
+                        batch = replace(batch, final_values=final)
+                    whole[asked, : found.shape[1]] = found
+                    found_in: Any = {field: whole}
+                    batch = replace(batch, **found_in)
+        with _timed(times, "advantage"):
+            return self.algorithm.prepare(replace(batch, awaits_proximal=self._to_learn(samples, step) is not None))
+
+    def _asked(self, need: Need, samples: Sequence[Sample], version: int) -> list[int]:
+        """The samples that a pass has to go over."""
+        if need not in self.algorithm.needs:
+            return []
+        if need == "proximal":
+            return [] if self._learns_proximal else self._sampled_otherwise(samples, version)
+        return list(range(len(samples)))
+
+    def _sampled_otherwise(self, samples: Sequence[Sample], version: int) -> list[int]:
+        """The samples whose behaviour log-probs are not those of the policy as it is, but for rounding."""
+        return [i for i, sample in enumerate(samples) if not (self.draws_exactly and _is_sampled_by(version, sample))]
+
+    @property
+    def _learns_proximal(self) -> bool:
+        """Whether the only update of a step finds the proximal log-probs in its own pass."""
+        is_wanted = "proximal" in self.algorithm.needs and not self.algorithm.prepares_by_proximal
+        return is_wanted and self.settings.optimizer_steps == 1 and not self._is_random
+
+    def _to_learn(self, samples: Sequence[Sample], version: int) -> Tensor | None:
+        asked = self._sampled_otherwise(samples, version) if self._learns_proximal else []
+        return torch.zeros(len(samples), dtype=torch.bool).index_fill(0, torch.tensor(asked), True) if asked else None
+
+    def _pass(self, need: Need, samples: Sequence[Sample]) -> Tensor:
+        """Return what a pass over all samples finds for a `need`, [B, T]."""
+        work = {"proximal": self._proximal, "reference": self._of_reference, "values": self._values}[need]
+        models = [model for model in (self.model, self.reference, self.critic) if model is not None]
+        with ExitStack() as modes:
+            for model in models:
+                modes.enter_context(evaluating(model))
+            return over_samples(
+                samples,
+                work,
+                ranks=self.ranks,
+                device=self.model.device,
+                max_tokens=self.settings.micro_batch_tokens,
+                behind=need == "values" and self._values_behind,
+            )
+
+    @property
+    def _values_behind(self) -> bool:
+        return "final_values" in self.algorithm.needs
+
+    def _proximal(self, tokens: TokenBatch) -> Tensor:
+        return self._logprobs(self.model, tokens)
+
+    def _of_reference(self, tokens: TokenBatch) -> Tensor:
+        assert self.reference is not None, "an algorithm that needs a reference gets one"
+        with without_adapters(self.model) if self.reference is self.model else nullcontext():
+            return self._logprobs(self.reference, tokens)
+
+    def _logprobs(self, model: PreTrainedModel, tokens: TokenBatch) -> Tensor:
+        chunk = self.settings.chunk_tokens
+        with self.autocast():
+            return token_logprobs(model, tokens, temperature=self.temperature, chunk_tokens=chunk)
+
+    def _values(self, tokens: TokenBatch) -> Tensor:
+        assert self.critic is not None, "an algorithm that needs values gets a critic"
+        with self.autocast():
+            hidden = hidden_states(self.model.get_decoder(), tokens) if self.critic.settings.shared else None
+            return tokens.spread(self.critic(tokens, hidden))
+
+    # -- mini-batches ----------------------------------------------------------------------------------------------
+
+    def _train(self, work: _Work, step: int) -> dict[str, float]:
+        """Run all epochs of mini-batches; returns their metrics, of all ranks."""
+        dropout = int(np.random.default_rng([self.seed, step, _DROPOUT]).integers(2**62))
+        torch.manual_seed(dropout + self.ranks.rank)
+        mine: list[dict[str, float]] = []
+        found: list[dict[str, float]] = []
+        for part in self._parts(len(work.samples), step):
+            mine.append(self._mini_batch(work, part))
+            if self.algorithm.may_stop:
+                found += self._over_ranks(mine[-1:])
+                if self.algorithm.stops(found[-1]):
+                    break
+        return _merged(found or self._over_ranks(mine), mean=True)
+
+    def _parts(self, count: int, step: int) -> Iterator[list[int]]:
+        """The samples of each mini-batch, in every epoch others."""
+        for epoch in range(self.settings.epochs):
+            order = np.random.default_rng([self.seed, step, _ORDER, epoch]).permutation(count)
+            for part in np.array_split(order, min(self.settings.mini_batches, count)):
+                yield part.tolist()
+
+    def _over_ranks(self, mine: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+        """Return what all ranks together found in each mini-batch; this is a collective."""
+        return [_merged(each, mean=False) for each in zip(*self.ranks.gather(mine), strict=True)]
+
+    def _mini_batch(self, work: _Work, chosen: list[int]) -> dict[str, float]:
+        """Return this rank's part of the metrics."""
+        totals = Totals(num_tokens=max(1, int(work.batch.mask[chosen].sum())), num_samples=len(chosen))
+        dealt = deal([total_tokens(work.samples[i]) for i in chosen], self.ranks.size)
+        mine = [chosen[i] for i in dealt[self.ranks.rank]]
+        work.optimizer.zero_grad()
+        metrics = self._backward(work, mine, totals)
+        self.ranks.sum_gradients([p for each in self._trained(work).values() for p in each])
+        of_all = self._step(work)
+        return {**metrics, **of_all} if self.ranks.rank == 0 else metrics
+
+    def _trained(self, work: _Work) -> dict[str, list[nn.Parameter]]:
+        """The parameters that move now, by the prefix of their metrics."""
+        models: dict[str, nn.Module] = {"": self.model} if work.trains_policy else {}
+        if self.critic is not None:
+            models["critic/"] = self.critic
+        return {name: [p for p in model.parameters() if p.requires_grad] for name, model in models.items()}
+
+    def _backward(self, work: _Work, chosen: list[int], totals: Totals) -> dict[str, float]:
+        """Add up gradients of the samples of this rank; returns their metrics, none where there are no samples."""
+        collected: list[Mapping[str, Tensor]] = []
+        with self.no_sync(), self._checkpointing():
+            for part in micro_batches(work.samples, chosen, self.settings.micro_batch_tokens):
+                self.ranks.check()
+                loss, metrics = self._loss(work, part, totals)
+                self.backward(loss)
+                collected.append(metrics)
+        return _merged([{name: float(m[name]) for name in m} for m in collected], mean=False)
+
+    def _loss(self, work: _Work, part: list[int], totals: Totals) -> tuple[Tensor, Mapping[str, Tensor]]:
+        tokens = token_batch([work.samples[i] for i in part], self.model.device)
+        mine = work.batch.select(torch.tensor(part), tokens.response.shape[1]).to(self.model.device)
+        with self.autocast():
+            output = policy_output(
+                self.model,
+                tokens,
+                temperature=self.temperature,
+                chunk_tokens=self.settings.chunk_tokens,
+                critic=self.critic,
+                trains_policy=work.trains_policy,
+                trains_entropy=self.algorithm.trains_entropy,
+            )
+        mine = mine.cast(output.logprobs.dtype)
+        if work.learns_proximal is not None:
+            is_asked = work.learns_proximal[part][:, None].to(self.model.device)
+            known = torch.where(is_asked, output.logprobs.detach(), mine.behaviour_logprobs)
+            mine = replace(mine, proximal_logprobs=known, awaits_proximal=False)
+        return self.algorithm.loss(mine, output, totals)
+
+    def _checkpointing(self) -> AbstractContextManager[None]:
+        """Context in which the layers of the models keep their inputs only.
+
+        It is off outside, where an engine runs the same layers.
+        """
+        if not self.settings.activation_checkpointing:
+            return nullcontext()
+        own = self.critic.body if self.critic is not None else None
+        return checkpointing([self.model, *([own] if own is not None else [])])
+
+    def _step(self, work: _Work) -> dict[str, float]:
+        """Move the weights by the gradient, which is the same on every rank."""
+        norms = {name: self._clip(parameters) for name, parameters in self._trained(work).items()}
+        for name, norm in norms.items():
+            if not math.isfinite(norm):
+                raise RunError(
+                    f"the gradient is not finite ({norm}): the weights are left as they were; go on from the last "
+                    f"checkpoint with a smaller {'critic' if name else 'update'}.learning_rate"
+                )
+        rates = list(map(float, work.schedule.get_last_lr()))  # the policy's groups come first, the critic's last
+        metrics = {f"{name}grad_norm": norm for name, norm in norms.items()}
+        work.optimizer.step()
+        work.schedule.step()
+        return {**metrics, "learning_rate": rates[0], **({"critic/lr": rates[-1]} if self.critic else {})}
+
+    def _clip(self, parameters: Iterable[nn.Parameter]) -> float:
+        """Clip the gradient's norm in place; returns the norm before."""
+        return float(nn.utils.clip_grad_norm_(parameters, self.settings.max_grad_norm or math.inf))
+
+
+def _split(found: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Split [B, T + 1] into the tokens, [B, T] with zeros in the padding, and what is behind the last one, [B]."""
+    is_behind = torch.arange(found.shape[1]) == torch.tensor(lengths)[:, None]
+    return found.masked_fill(is_behind, 0)[:, :-1], found[is_behind]
+
+
+def _is_sampled_by(version: int, sample: Sample) -> bool:
+    return bool((sample.completion.output.policy_versions == version).all())
+
+
+@contextmanager
+def checkpointing(models: Sequence[PreTrainedModel]) -> Iterator[None]:
+    """Activation checkpointing within; it works in training mode only."""
+    for model in models:
+        _either(model, "activation_checkpointing_enable", "gradient_checkpointing_enable")({"use_reentrant": False})
+    try:
+        yield
+    finally:
+        for model in models:
+            _either(model, "activation_checkpointing_disable", "gradient_checkpointing_disable")()
+            model.disable_input_require_grads()  # which transformers adds each time, and leaves there
+
+
+def _either(model: PreTrainedModel, name: str, former: str) -> Callable[..., None]:
+    """A method by the name that some versions of transformers call deprecated and others do not have yet."""
+    method: Callable[..., None] = getattr(model, name, None) or getattr(model, former)
+    return method
+
+
+@contextmanager
+def _timed(times: dict[str, float], name: str) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    times[f"timing_s/{name}"] = time.perf_counter() - started
+
+
+def _merged(parts: Sequence[Mapping[str, float]], *, mean: bool) -> dict[str, float]:
+    """One metric for each name that any part has, from the parts that have it."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: _combine(name, [part[name] for part in parts if name in part], mean=mean) for name in names}
+
+
+def _combine(name: str, values: Sequence[float], *, mean: bool) -> float:
+    if name.endswith("/min"):
+        return min(values)
+    if name.endswith("/max"):
+        return max(values)
+    return sum(values) / (len(values) if mean else 1)

@@ -1,0 +1,146 @@
+"""Models that the update would compute otherwise than they are, or not at all, are refused in one line that says why."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from itertools import product
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from rhymerl.errors import ConfigError
+from rhymerl.models.proof import prove_update
+from rhymerl.testing import tiny_policy
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 19,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
+
+
+def build(model_type: str, *, dtype: torch.dtype = torch.float32, **settings) -> PreTrainedModel:
+    """At its own small initial weights, where a cap on the logits hardly shows."""
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**SMALL, **settings}), dtype=dtype)
+
+
+def with_logits(model: PreTrainedModel, change) -> PreTrainedModel:
+    plain = model.forward
+
+    def changed(*args, **kwargs):
+        output = plain(*args, **kwargs)
+        output.logits = change(output.logits)
+        return output
+
+    model.forward = changed
+    return model
+
+
+def test_a_head_that_scales_its_logits_is_refused():
+    model = tiny_policy().model
+    prove_update(model)
+    plain = model.forward
+
+    def scaled(*args, **kwargs):
+        output = plain(*args, **kwargs)
+        output.logits = output.logits * 0.5
+        return output
+
+    model.forward = scaled
+    with pytest.raises(ConfigError, match="scaled or soft-capped"):
+        prove_update(model)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5], ids=["passes", "is refused"])
+def test_each_module_is_in_its_own_mode_after_the_proof(scale):
+    model = tiny_policy().model.train()
+    model.model.embed_tokens.eval()
+    model.model.layers[0].mlp.eval()
+    modes = {name: module.training for name, module in model.named_modules()}
+    assert set(modes.values()) == {True, False}
+    plain = model.forward
+
+    def scaled(*args, **kwargs):
+        output = plain(*args, **kwargs)
+        output.logits = output.logits * scale
+        return output
+
+    model.forward = scaled
+    with nullcontext() if scale == 1 else pytest.raises(ConfigError):
+        prove_update(model)
+    assert {name: module.training for name, module in model.named_modules()} == modes
+
+
+PLAIN = [
+    *product(["qwen2", "qwen3", "llama", "gpt2", "olmo2", "phi3"], [torch.float32, torch.float64, torch.bfloat16]),
+    *product(["qwen3_moe"], [torch.float32, torch.bfloat16]),  # torch has no grouped product in float64
+]
+
+
+@pytest.mark.parametrize(("model_type", "dtype"), PLAIN)
+def test_models_that_are_plain_pass(model_type, dtype):
+    prove_update(build(model_type, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("cap", [15.0, 30.0, 100.0])
+def test_a_cap_shows_though_the_logits_are_small(cap, dtype):
+    model = build("qwen2", dtype=dtype)
+    prove_update(model)
+    with pytest.raises(ConfigError, match="scaled or soft-capped"):
+        prove_update(with_logits(model, lambda logits: cap * torch.tanh(logits / cap)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_slight_scale_shows(dtype):
+    with pytest.raises(ConfigError, match="scaled or soft-capped"):
+        prove_update(with_logits(build("qwen2", dtype=dtype), lambda logits: logits / 1.0008))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("model_type", "settings", "reason"),
+    [
+        ("nanochat", {}, "final_logit_softcapping=15.0 in its config.json"),
+        ("granite", {"logits_scaling": 1.0008}, "logits_scaling=1.0008 in its config.json"),
+        ("cohere", {"logit_scale": 0.5}, "logit_scale=0.5 in its config.json"),
+        ("hyperclovax", {"logits_scaling": 0.125}, "logits_scaling=0.125 in its config.json"),
+    ],
+)
+def test_settings_that_change_logits_are_refused_however_the_model_rounds(model_type, settings, reason, dtype):
+    with pytest.raises(ConfigError, match=reason):
+        prove_update(build(model_type, dtype=dtype, **settings))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "reason"),
+    [
+        ("bert-generation", {}, "depend on the tokens that follow.*is_decoder"),
+        ("bert", {"is_decoder": True}, "more than its output embeddings"),
+        ("electra", {"is_decoder": True}, "cannot run it.*RuntimeError"),
+        ("xmod", {"is_decoder": True}, r"cannot run it.*\(ValueError: .*language"),
+    ],
+)
+def test_families_that_it_cannot_train_are_named_with_the_reason(model_type, settings, reason):
+    with pytest.raises(ConfigError, match=reason) as error:
+        prove_update(build(model_type, **settings))
+    assert "\n" not in str(error.value)
+
+
+def test_a_neutral_scale_is_none():
+    prove_update(build("granite", logits_scaling=1.0))
+
+
+def test_weights_that_are_not_finite_are_named():
+    model = tiny_policy().model
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] = float("nan")
+    with pytest.raises(ConfigError, match=r"not finite: model.layers.1.mlp.up_proj.weight holds NaN"):
+        prove_update(model)
