@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _SHARE = 0.005  # of a pass that each pass adds
-_MOST = 2.0  # saved up: enough for some bad passes among good ones, and few enough that drafts which no longer pay are soon noticed
+_MOST = 4.0  # saved up: enough for some bad passes among good ones, and few enough that drafts which no longer pay are soon noticed
 _LATELY = 0.7
 _CHEAPEST = 0.05
 
@@ -17,7 +17,7 @@ class Allowance:
     A probe is a pass in which the drafter is asked although it has not paid lately; `price` is what one has cost of late.
     """
 
-    balance: float = 1.0
+    balance: float = 4.0  # drafts are looked for at once, at the price of some passes
     price: float = 0.3
 
     @property

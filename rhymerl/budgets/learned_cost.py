@@ -74,8 +74,10 @@ class LearnedCost(PassCost):
         """A pass took `ratio` times what the straight line says."""
         self._num_of_size[kind, size] += 1
         before = self._corrections[kind, size]
-        near = min(max(ratio, before / _LARGEST_CORRECTION), before * _LARGEST_CORRECTION)
-        self._corrections[kind, size] += (near - before) / min(self._num_of_size[kind, size], _CORRECT_OVER)
+        if (
+            before / _LARGEST_CORRECTION <= ratio <= before * _LARGEST_CORRECTION
+        ):  # else an index was built in it, for instance
+            self._corrections[kind, size] += (ratio - before) / min(self._num_of_size[kind, size], _CORRECT_OVER)
 
     def observe(self, rows: int, nodes: int, asked: int, seconds: float) -> float:
         self._observe(rows, nodes, asked, seconds)
