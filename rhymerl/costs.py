@@ -52,8 +52,17 @@ class PassCost(ABC):
         The drafter was asked for `asked` requests before it.
         """
 
-    def observe(self, rows: int, nodes: int, asked: int, seconds: float) -> float:
-        """A pass has taken so long; returns what it is held to have taken."""
+    @property
+    def learns(self) -> bool:
+        """Whether `observe` changes what `seconds` returns."""
+        return False
+
+    def observe(self, rows: int, nodes: int, asked: int, seconds: float, *, is_cold: bool = False) -> float:
+        """A pass has taken so long; returns what it is held to have taken.
+
+        It `is_cold` where the drafter had been left alone before, so that its code and data had to be fetched from far: such
+        passes take longer than others, and say little of what they would take in a row.
+        """
         return float(self.seconds(rows, np.array([nodes]), asked)[0])
 
     def wants_plain(self, rows: int) -> bool:

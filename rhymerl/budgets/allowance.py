@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 _SHARE = 0.005  # of a pass that each pass adds
-_MOST = 4.0  # saved up: enough for some bad passes among good ones, and few enough that drafts which no longer pay are soon noticed
+_SHARE_SAVED = 0.03  # of what drafts have saved, as long as there is some: what has paid is looked for harder
+_MOST = 4.0  # in the balance
+_MOST_SAVED = 32.0  # bad passes come in runs, and after good ones they are no reason to stop
 _LATELY = 0.7
 _CHEAPEST = 0.05
 
 
 @dataclass(slots=True)
 class Allowance:
-    """A balance in passes without drafts: what drafts have saved beyond what they cost, and a share of every pass.
+    """Passes without drafts that may be lost: a `balance` to which each pass adds a share, and what drafts have `saved`.
 
     A probe is a pass in which the drafter is asked although it has not paid lately; `price` is what one has cost of late.
+    Probes are paid from the balance, to which some of the savings go with each pass. Drafts that lose spend the savings first.
     """
 
     balance: float = 4.0  # drafts are looked for at once, at the price of some passes
+    saved: float = 0.0
     price: float = 0.3
 
     @property
@@ -25,12 +30,21 @@ class Allowance:
         return self.balance >= self.price
 
     @property
+    def passes_until_probe(self) -> int:
+        """How many passes earn what is missing, at least 1."""
+        missing = self.price - self.balance
+        fast = min(missing / (_SHARE + _SHARE_SAVED), self.saved / _SHARE_SAVED)
+        return max(math.ceil(fast + (missing - fast * (_SHARE + _SHARE_SAVED)) / _SHARE), 1)
+
+    @property
     def is_spent(self) -> bool:
         return self.balance < 0
 
     def earn(self, passes: int) -> None:
         """So many passes begin."""
-        self._add(passes * _SHARE)
+        moved = min(self.saved, passes * _SHARE_SAVED, max(self._most - self.balance, 0.0))
+        self.saved -= moved
+        self.balance = min(self.balance + passes * _SHARE + moved, self._most)
 
     def grant_probe(self) -> None:
         """Something new is known: the next probe need not be saved up for."""
@@ -43,11 +57,14 @@ class Allowance:
         """
         if cost is not None:
             self.price = _LATELY * self.price + (1 - _LATELY) * min(max(cost, _CHEAPEST), 1 + 3 * self.price)
-        self._add(-self.price)
+        self.balance -= self.price
 
     def settle(self, worth: float) -> None:
         """A pass with drafts made tokens for which as many plain passes more would have been needed; fewer where it is negative."""
-        self._add(worth)
+        total = self.balance + self.saved + worth
+        self.balance = min(total, self._most if worth > 0 else self.balance)
+        self.saved = min(total - self.balance, _MOST_SAVED)
 
-    def _add(self, passes: float) -> None:
-        self.balance = min(self.balance + passes, max(_MOST, self.price))
+    @property
+    def _most(self) -> float:
+        return max(_MOST, self.price)

@@ -38,14 +38,16 @@ class Budget(ABC):
     def max_nodes(self) -> int:
         """The most nodes that a request may ever get in a pass; 0 turns drafting off. Read once, by the engine."""
 
-    def skips(self, num_requests: int, num_passes: int) -> int:
-        """Return for how many passes, this one included, the drafter is left alone.
+    def skips(self, num_requests: int) -> int:
+        """Return for how many passes, the one that begins included, the drafter is left alone.
 
-        The engine asks this first, when `num_passes` have begun since the last time. That holds as long as the same
-        `num_requests` are running. Nothing is asked meanwhile, and `learn` hears nothing of these passes: so passes
-        without drafts cost next to nothing.
+        That holds as long as the same `num_requests` are running and none enters. Nothing is asked meanwhile, and `learn`
+        hears nothing of these passes: so passes without drafts cost next to nothing.
         """
         return 0
+
+    def count_passes(self, num_passes: int) -> None:
+        """So many passes have begun since the last call; called before `skips`, and when the last request has left."""
 
     @abstractmethod
     def limits(self, requests: Sequence[RolloutRequest]) -> IntArray:
@@ -80,24 +82,34 @@ class Budget(ABC):
 
 
 class Pauses:
-    """Counts the passes for which a budget leaves the drafter alone; `skips` is the budget's."""
+    """Counts the passes for which a budget leaves the drafter alone; `skips` and `count_passes` are the budget's.
 
-    def __init__(self, skips: Callable[[int, int], int]) -> None:
+    What is counted here is in no checkpoint, so it is told whenever nothing is running.
+    """
+
+    def __init__(self, skips: Callable[[int], int], count_passes: Callable[[int], None]) -> None:
         self._skips = skips
+        self._count_passes = count_passes
         self._num_requests = 0
         self._left = 0  # passes that are still skipped
-        self._passes = 0  # since the budget was asked
+        self._passes = 0  # begun and not told of
 
     def end(self) -> None:
-        """A request enters. What is counted here is in no checkpoint, and a resumed run begins with this, too."""
-        self._left = self._passes = 0
+        """A request enters."""
+        self._left = 0
+
+    def tell(self) -> None:
+        """Nothing is running any more, or the budget is asked next."""
+        self._count_passes(self._passes)
+        self._passes = 0
 
     def take(self, num_requests: int) -> bool:
         """Whether the pass that begins is skipped."""
         self._passes += 1
         if self._left == 0 or num_requests != self._num_requests:
-            self._left = self._skips(num_requests, self._passes)
-            self._num_requests, self._passes = num_requests, 0
+            self.tell()
+            self._left = self._skips(num_requests)
+            self._num_requests = num_requests
             if self._left == 0:
                 return False
         self._left -= 1

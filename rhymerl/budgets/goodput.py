@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,13 +25,11 @@ if TYPE_CHECKING:
 _ASSUMED = ((0, 1.0), (64, 2.0))
 _GAIN = 1.1  # the best of many estimates is too good: 5 % expected was a loss when measured
 _PATIENCE = 4  # passes in a row without that gain after which drafting stops
-_OTHER_BATCH = 1.5  # a batch that has shrunk or grown by this factor may be one in which other things pay
+_OTHER_BATCH = 2.0  # a batch that has shrunk or grown by this factor may be one in which other things pay
 _PROBED = 8  # requests that a probe asks for
 _PROBE_NODES = 4  # of each; also the first reach
 _MORE, _LATELY = 1.5, 0.8
 _OUTLOOK_EVERY = 8  # passes with drafts
-_PAUSE = 8  # passes in which nothing is thought over
-_PLAIN_EVERY = 32  # how many plain passes are taken for one: their cost is soon known, and learning takes time
 _REMEMBER = 0.99  # of what drafts promised and kept, a pass with drafts
 _REMEMBER_PROBE = 0.8  # a probe: what it is for is that things may have changed
 _BENEFIT = 20.0  # tokens of doubt in favour of the drafts
@@ -39,6 +37,9 @@ _BENEFIT = 20.0  # tokens of doubt in favour of the drafts
 # plain: the drafter is left alone. trial: so too, to see what that costs. probe: it is asked for some requests, to see whether
 # drafts would pay. draft: for all, because they do.
 Kind = Literal["plain", "trial", "probe", "draft"]
+# Where costs are learned the first probe is not counted for what it took: much of it went into code and data that had not been
+# used for long. The two after it are alike in that, and so can be compared.
+_ATTEMPT: Mapping[bool, tuple[Kind, ...]] = {True: ("probe", "probe", "trial"), False: ("probe",)}
 
 
 class GoodputBudget(Budget):
@@ -71,6 +72,7 @@ class GoodputBudget(Budget):
             0.0  # tokens expected of verified nodes, and accepted ones, of late
         )
         self._kind: Kind = "draft"  # of the pass under way
+        self._is_cold = False  # the drafter was left alone before it
         self._rows = 0  # of the pass under way
         self._asked = 0  # of these, those that the drafter was asked for
         self._expected = 0.0  # tokens, of its verified nodes
@@ -86,19 +88,20 @@ class GoodputBudget(Budget):
 
     # -- before a pass -------------------------------------------------------------------------------------------
 
-    def skips(self, num_requests: int, num_passes: int) -> int:
-        self._rows, self._asked = num_requests, 0
+    def count_passes(self, num_passes: int) -> None:
         self._allowance.earn(num_passes)
         self._course.passes += num_passes
         self._report.passes += num_passes
+
+    def skips(self, num_requests: int) -> int:
+        self._rows, self._asked = num_requests, 0
         self._look(num_requests)
+        self._is_cold = self._kind == "plain"
         self._kind = self._next_kind()
         if self._kind != "plain":
-            self._report.paused += num_passes - 1
+            self._report.heard += 1
             return 0
-        self._report.paused += num_passes
-        # One of _PLAIN_EVERY is heard of, for what it costs.
-        return min(_PAUSE, _PLAIN_EVERY - 1 - self._course.passes % _PLAIN_EVERY)
+        return self._allowance.passes_until_probe
 
     def limits(self, requests: Sequence[RolloutRequest]) -> IntArray:
         limits = np.zeros(len(requests), np.int32)
@@ -119,11 +122,13 @@ class GoodputBudget(Budget):
             course.misses = 0
 
     def _next_kind(self) -> Kind:
-        if not (self._course.drafts or self._allowance.affords_probe):
-            return "plain"
-        if self._cost.wants_plain(self._rows):
-            return "trial"
-        return "draft" if self._course.drafts else "probe"
+        course = self._course
+        if course.drafts:
+            course.attempt.clear()
+            return "trial" if self._cost.wants_plain(self._rows) else "draft"
+        if not course.attempt and self._allowance.affords_probe:
+            course.attempt.extend(_ATTEMPT[self._cost.learns])
+        return course.attempt.pop(0) if course.attempt else "plain"
 
     def _probed(self, requests: Sequence[RolloutRequest]) -> list[int]:
         """Return the requests to probe: neighbours, which often have their prompt in common, others each time.
@@ -190,7 +195,7 @@ class GoodputBudget(Budget):
             self._learn_acceptance(outcome)
         seconds = None
         if outcome.is_decoding:
-            seconds = self._cost.observe(rows, nodes, self._asked, outcome.seconds)
+            seconds = self._cost.observe(rows, nodes, self._asked, outcome.seconds, is_cold=self._is_cold)
         if self._asked:
             self._settle(rows, nodes, seconds, made=1 + float(outcome.num_accepted.sum()) / rows)
 
@@ -247,7 +252,7 @@ class GoodputBudget(Budget):
         plain, one_more = self._cost.seconds(1, np.array([0, 1]), 0)
         return {
             "budget/nodes_per_pass": Ratio(report.nodes, report.passes),
-            "budget/paused_frac": Ratio(report.paused, report.passes),
+            "budget/paused_frac": Ratio(report.passes - report.heard, report.passes),
             "budget/expected_speedup": Ratio(report.gain, report.asks) if report.asks else 1.0,
             "budget/node_cost_frac": float((one_more - plain) / plain),
         }
@@ -263,6 +268,7 @@ class _Course:
     rows: int = 0  # of the batch for which that was decided
     passes: int = 0
     probes: int = 0
+    attempt: list[Kind] = field(default_factory=list)  # kinds of the passes that come next, of a probe under way
 
 
 @dataclass(slots=True)
@@ -270,7 +276,7 @@ class _Report:
     """What has happened since the last metrics."""
 
     passes: int = 0
-    paused: int = 0
+    heard: int = 0  # of these, those in which the drafter was not left alone, or only to see what that costs
     nodes: int = 0
     asks: int = 0
     gain: float = 0.0

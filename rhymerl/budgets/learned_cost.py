@@ -15,8 +15,9 @@ _FORGET = 0.998  # a pass; half of what is known is of the last 350 of its kind
 _SOLVE_EVERY = 8  # passes
 _PLAIN_AFTER = 4, 64  # passes with drafts in a row, at first and later: a pass without them where they pay loses little
 _ENOUGH = 3  # passes of a kind
-_GUESS = np.array([1.0, 1 / 64, 1 / 128, 1 / 512])  # before the first pass, in whatever unit
-_TYPICAL = np.array([1.0, 32.0, 64.0, 32.0]) / 4  # features of the pass that the guess counts for afterwards
+_GUESS = np.array([1.0, 1 / 64, 1 / 128, 1 / 512, 1 / 8])  # before the first pass, in whatever unit
+_TYPICAL = np.array([1.0, 32.0, 64.0, 32.0, 1.0]) / 4  # features of the pass that the guess counts for afterwards
+_ASKED = 3  # the feature that is the number of requests asked for
 _LARGEST_SURPRISE = 3.0  # times what was expected
 _DOUBT = 0.9  # what is left of all that is known after a larger one: many in a row are another machine
 _LEAST_S = 1e-9
@@ -26,7 +27,7 @@ _LARGEST_CORRECTION = 1.5  # times what was expected, a pass
 
 
 class LearnedCost(PassCost):
-    """Learned: seconds = (a + b rows + c nodes + d asked) * r, by least squares of relative errors that forgets.
+    """Learned: seconds = (a + b rows + c nodes + d asked + [asked > 0] e) * r, by least squares of relative errors that forgets.
 
     Passes are not as straight as that, so r corrects it by the size of the batch, for passes with and without drafts apart: the two
     are compared, and what is a little wrong for one of them would be a loss that nobody notices. Before the first pass nodes are
@@ -39,8 +40,8 @@ class LearnedCost(PassCost):
         self._first: list[tuple[FloatArray, float]] = []  # features and seconds, until there are enough to solve for
         # Of passes for which the drafter was left alone, and of the others. Each forgets by its own passes: while one kind
         # is all there is, what is known of the other must not fade, because the two are compared.
-        self._products = np.zeros((2, 4, 4))
-        self._sums = np.zeros((2, 4))
+        self._products = np.zeros((2, len(_GUESS), len(_GUESS)))
+        self._sums = np.zeros((2, len(_GUESS)))
         self.num_passes = 0
         self._num_of_kind = [0, 0]  # passes without and with asking
         self._corrections = np.ones((2, _SIZES))  # r by kind and by the binary digits of the rows
@@ -58,8 +59,8 @@ class LearnedCost(PassCost):
         return self.num_passes >= _SOLVE_EVERY and min(self._num_of_kind) >= _ENOUGH
 
     def seconds(self, rows: int, nodes: FloatArray | IndexArray, asked: int) -> FloatArray:
-        constant, per_row, per_node, per_asked = self._weights
-        straight = constant + per_row * rows + per_asked * asked + per_node * np.asarray(nodes, np.float64)
+        per_node = self._weights[2]
+        straight = float(_features(rows, 0, asked) @ self._weights) + per_node * np.asarray(nodes, np.float64)
         return np.asarray(self._correction(int(asked > 0), _size(rows)) * straight)
 
     def _correction(self, kind: int, size: int) -> float:
@@ -74,17 +75,21 @@ class LearnedCost(PassCost):
         """A pass took `ratio` times what the straight line says."""
         self._num_of_size[kind, size] += 1
         before = self._corrections[kind, size]
-        if (
-            before / _LARGEST_CORRECTION <= ratio <= before * _LARGEST_CORRECTION
-        ):  # else an index was built in it, for instance
-            self._corrections[kind, size] += (ratio - before) / min(self._num_of_size[kind, size], _CORRECT_OVER)
+        # Far from what was expected an index was built, for instance.
+        ratio = min(max(ratio, before / _LARGEST_CORRECTION), before * _LARGEST_CORRECTION)
+        self._corrections[kind, size] += (ratio - before) / min(self._num_of_size[kind, size], _CORRECT_OVER)
 
-    def observe(self, rows: int, nodes: int, asked: int, seconds: float) -> float:
-        self._observe(rows, nodes, asked, seconds)
+    @property
+    def learns(self) -> bool:
+        return True
+
+    def observe(self, rows: int, nodes: int, asked: int, seconds: float, *, is_cold: bool = False) -> float:
+        if not is_cold:
+            self._observe(rows, nodes, asked, seconds)
         return seconds
 
     def _observe(self, rows: int, nodes: int, asked: int, seconds: float) -> None:
-        features, seconds = np.array([1.0, rows, nodes, asked]), max(seconds, _LEAST_S)
+        features, seconds = _features(rows, nodes, asked), max(seconds, _LEAST_S)
         self.num_passes += 1
         self._num_of_kind[asked > 0] += 1
         self._since_plain += 1
@@ -120,7 +125,7 @@ class LearnedCost(PassCost):
 
     def _add(self, features: FloatArray, seconds: float, scale: float) -> None:
         """Count a pass in which an error of `scale` is an error of 1."""
-        kind, features = int(features[3] > 0), features / scale
+        kind, features = int(features[_ASKED] > 0), features / scale
         self._products[kind] = _FORGET * self._products[kind] + np.outer(features, features)
         self._sums[kind] = _FORGET * self._sums[kind] + features * (seconds / scale)
 
@@ -128,16 +133,20 @@ class LearnedCost(PassCost):
         """Least squares without negative costs: a feature that would be paid for is left out."""
         products, sums = self._products.sum(0), self._sums.sum(0)
         scale = np.sqrt(np.maximum(np.diag(products), 1e-30))
-        products, sums = products / np.outer(scale, scale) + 1e-6 * np.eye(4), sums / scale
-        used = np.ones(4, np.bool_)
+        products, sums = products / np.outer(scale, scale) + 1e-6 * np.eye(len(_GUESS)), sums / scale
+        used = np.ones(len(_GUESS), np.bool_)
         while True:
             solved = np.linalg.solve(products[np.ix_(used, used)], sums[used])
             if (solved >= 0).all():
                 break
             used[np.flatnonzero(used)[solved < 0]] = False
-        self._weights = np.zeros(4)
+        self._weights = np.zeros(len(_GUESS))
         self._weights[used] = solved / scale[used]
         self._weights = np.maximum(self._weights, 1e-6 * self._weights.max())
+
+
+def _features(rows: int, nodes: int, asked: int) -> FloatArray:
+    return np.array([1.0, rows, nodes, asked, asked > 0])
 
 
 def _size(rows: int) -> int:

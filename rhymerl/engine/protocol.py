@@ -43,13 +43,15 @@ class DraftingProtocol:
         self.hears_outcomes = type(budget).learn is not Budget.learn
         self._vocabulary = vocabulary
         self._checks = checks
-        self._pauses = Pauses(self._skips)
+        self._pauses = Pauses(self._skips, self._count_passes)
+        self._num_running = 0
         self._in_drafter, self._in_budget = Hooks("drafter", innermost(drafter)), Hooks("budget", budget)
         self._has_complained = False
 
     def start(self, request: RolloutRequest) -> None:
         """A request enters for the first time."""
         self._pauses.end()
+        self._num_running += 1
         with self._in_drafter:
             self.drafter.start(request)
         with self._in_budget:
@@ -61,6 +63,9 @@ class DraftingProtocol:
             self.drafter.finish(completion)
         with self._in_budget:
             self.budget.finish(completion.request)
+        self._num_running -= 1
+        if self._num_running == 0:
+            self._pauses.tell()
 
     # -- a pass ------------------------------------------------------------------------------------------------------
 
@@ -68,9 +73,13 @@ class DraftingProtocol:
         """Whether the drafter is left alone in the pass that begins."""
         return self.max_nodes == 0 or num_requests == 0 or self._pauses.take(num_requests)
 
-    def _skips(self, num_requests: int, num_passes: int) -> int:
+    def _skips(self, num_requests: int) -> int:
         with self._in_budget:
-            return self.budget.skips(num_requests, num_passes)
+            return self.budget.skips(num_requests)
+
+    def _count_passes(self, num_passes: int) -> None:
+        with self._in_budget:
+            self.budget.count_passes(num_passes)
 
     def limits(self, requests: Sequence[RolloutRequest]) -> IntArray:
         """How many nodes the budget grants each request, [R], a copy."""

@@ -116,7 +116,7 @@ def passes(
     seconds: Callable[[int, int], float] = lambda nodes, asked: 1.0,
 ) -> list[tuple[int, int]]:
     """So many passes as the engine makes them; requests asked for and nodes verified in each."""
-    requests, found, pauses = make_requests(rows), [], Pauses(budget.skips)
+    requests, found, pauses = make_requests(rows), [], Pauses(budget.skips, budget.count_passes)
     for _ in range(number):
         if pauses.take(rows):
             found.append((0, 0))
@@ -254,7 +254,7 @@ def test_what_pays_in_a_small_batch_only_is_drafted_for_there_at_once():
 def test_a_probe_asks_for_few_requests_and_others_each_time():
     budget, requests, asked = GoodputBudget(costs=DEAR), make_requests(40), []
     while len(asked) < 5:
-        if not budget.skips(40, 1) and (limits := budget.limits(requests)).any():
+        if not budget.skips(40) and (limits := budget.limits(requests)).any():
             asked.append(set(np.flatnonzero(limits).tolist()))
             budget.learn(outcome_of(DraftBatch.pack([chain(0)] * 40), requests=requests))
     assert [len(each) for each in asked] == [8] * 5
@@ -267,7 +267,7 @@ def test_tokens_drawn_ahead_are_tried_at_once():
     passes(budget, 500, rows=40, propose=guesses(2))
     requests[33] = replace(requests[33], ahead=np.array([5, 6], np.int32))
     budget.admit(requests[33])
-    assert not budget.skips(40, 1)
+    assert not budget.skips(40)
     assert budget.limits(requests)[33] > 0
 
 
@@ -275,7 +275,7 @@ def test_a_try_is_small_and_grows_where_it_pays():
     budget, requests = GoodputBudget(32, costs=[(0, 1.0), (1000, 1.001)]), make_requests(2)
     limits = []
     for _ in range(6):
-        assert not budget.skips(2, 1)
+        assert not budget.skips(2)
         limits.append(int(budget.limits(requests).max()))
         drafts = DraftBatch.pack([chain(limits[-1], 0.99)] * 2)
         budget.trim(requests, drafts)
@@ -288,7 +288,8 @@ def test_a_try_is_small_and_grows_where_it_pays():
 def test_metrics_are_of_what_has_been_since():
     budget, requests = GoodputBudget(8, costs=[(0, 1.0), (10, 1.0), (20, 2.0)]), make_requests(2)
     assert budget.max_nodes == 8
-    assert not budget.skips(2, 1)
+    budget.count_passes(1)
+    assert not budget.skips(2)
     assert budget.limits(requests).tolist() == [4, 4]
     drafts = DraftBatch.pack([chain(2, 0.9), chain(1, 0.9)])
     assert budget.trim(requests, drafts).all()

@@ -155,8 +155,12 @@ class Recording(Budget):
 class Skipping(Recording):
     """Leaves the drafter alone in two of three passes."""
 
-    def skips(self, num_requests, num_passes):
-        self.passes = getattr(self, "passes", 0) + num_passes
+    passes = 0
+
+    def count_passes(self, num_passes):
+        self.passes += num_passes
+
+    def skips(self, num_requests):
         self.pauses = not getattr(self, "pauses", False)
         return 2 * self.pauses
 
