@@ -21,8 +21,8 @@ class Allowance:
     Probes are paid from the balance, to which some of the savings go with each pass. Drafts that lose spend the savings first.
     """
 
-    balance: float = 4.0  # drafts are looked for at once, at the price of some passes
-    saved: float = 0.0
+    balance: float = 1.0
+    saved: float = 4.0  # lent: drafts are looked for from the start, but what rhymes may come later
     price: float = 0.3
 
     @property

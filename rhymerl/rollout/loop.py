@@ -342,7 +342,8 @@ class RolloutLoop:
         for prompt, answers in answers_of(samples, epoch):
             # A prompt may have been in another step of the epoch, in the place of another.
             known = sum(answer.epoch == epoch for answer in self.history.answers(prompt, split))
-            self.history.add(prompt, [replace(each, sample=each.sample + known) for each in answers], split)
+            moved = [replace(each, sample=each.sample + known) for each in answers] if known else answers
+            self.history.add(prompt, moved, split)
         self.backend.follow(self.history)
         sizes = {"history/tokens": float(self.history.num_tokens), "history/bytes": float(self.history.bytes)}
         return {**self.ranks.broadcast(metrics), **sizes}

@@ -1,0 +1,95 @@
+"""What may be lost while drafts are looked for, and what drafts that paid may lose again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rhymerl.budgets.allowance import Allowance
+from rhymerl.budgets.base import Pauses
+from rhymerl.budgets.learned_cost import LearnedCost
+
+
+def test_a_probe_is_afforded_after_as_many_passes_as_are_said():
+    """Whatever is missing, and whether or not drafts have saved something."""
+    for saved in (0.0, 0.1, 5.0):
+        for balance in (-3.0, 0.0, 0.9):
+            allowance = Allowance(balance=balance, saved=saved, price=1.0)
+            number = allowance.passes_until_probe
+            allowance.earn(number - 1)
+            assert not allowance.affords_probe
+            allowance.earn(1)
+            assert allowance.affords_probe or allowance.balance == pytest.approx(1.0)
+
+
+def test_savings_make_probes_more_frequent_until_they_are_used_up():
+    poor, rich = Allowance(balance=0.0, saved=0.0, price=1.0), Allowance(balance=0.0, saved=3.0, price=1.0)
+    assert 5 * rich.passes_until_probe < poor.passes_until_probe
+    probes = 0
+    for _ in range(1000):
+        rich.earn(1)
+        if rich.affords_probe:
+            rich.pay_probe(1.0)
+            probes += 1
+    assert rich.saved == pytest.approx(0.0)
+    assert probes == 3 + 5, "what was saved, and the share of a thousand passes"
+
+
+def test_drafts_lose_what_they_saved_before_they_stop():
+    allowance = Allowance(balance=4.0, saved=0.0)
+    allowance.settle(10.0)
+    assert (allowance.balance, allowance.saved) == (4.0, 10.0)
+    allowance.settle(-10.0)
+    assert (allowance.balance, allowance.saved) == (4.0, 0.0)
+    allowance.settle(-4.5)
+    assert allowance.is_spent
+    allowance.settle(6.0)
+    assert (allowance.balance, allowance.saved) == (4.0, 1.5)
+
+
+def test_what_drafts_saved_long_ago_is_not_all_lost_again():
+    allowance = Allowance()
+    for _ in range(1000):
+        allowance.settle(1.0)
+    lost = 0
+    while not allowance.is_spent:
+        allowance.settle(-1.0)
+        lost += 1
+    assert 10 < lost < 50
+
+
+def test_probes_are_not_paid_from_savings_at_once():
+    allowance = Allowance(balance=4.0, saved=30.0, price=1.0)
+    for _ in range(4):
+        allowance.pay_probe(1.0)
+    assert not allowance.affords_probe
+
+
+def test_paused_passes_are_counted_once_each_and_told_when_nothing_runs():
+    told, asked = [], []
+
+    def skips(num_requests: int) -> int:
+        asked.append(num_requests)
+        return 5
+
+    pauses = Pauses(skips, told.append)
+    assert all(pauses.take(3) for _ in range(7))
+    assert (asked, told) == ([3, 3], [1, 5])
+    pauses.end()  # a request enters
+    assert pauses.take(3)
+    assert told == [1, 5, 2]
+    pauses.tell()
+    assert sum(told) == 8
+
+
+def test_the_first_pass_after_a_pause_teaches_no_cost():
+    cold, never = LearnedCost(), LearnedCost()
+    for number in range(60):
+        asked = 8 * (number % 3 > 0)
+        for cost in (cold, never):
+            cost.observe(8, asked, asked, 1.0 + 0.5 * (asked > 0))
+        if asked:
+            assert cold.observe(8, 8, 8, 9.0, is_cold=True) == 9.0
+    nodes = np.array([0, 8])
+    assert cold.seconds(8, nodes, 8).tolist() == never.seconds(8, nodes, 8).tolist()
+    assert cold.seconds(8, nodes, 8)[1] == pytest.approx(1.5, rel=0.1)
