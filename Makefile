@@ -7,7 +7,7 @@ SHELL := bash
 
 PYTHON ?=
 ARGS ?=
-PYTEST_ARGS ?= -n 3
+PYTEST_ARGS ?= -n 4
 
 python := .venv/bin/python
 key := $(shell cat pyproject.toml constraints.txt hashes.txt | cksum | cut -d ' ' -f 1)

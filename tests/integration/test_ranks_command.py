@@ -97,7 +97,7 @@ def test_ctrl_c_on_one_rank_stops_both_after_the_step(settings, tmp_path):
     assert checkpoint(tmp_path / "run")["rhymerl"]["num_rollouts"] < 6
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_told_to_end_either_rank_saves_at_the_end_of_the_step(rank, settings, tmp_path):
     """Lightning would answer SIGTERM in the middle of a step, with a collective that the other rank never comes to."""
     stops = f"algo={{_target_: tests.integration.test_ranks_command.ToldToEnd, rank: {rank}}}"

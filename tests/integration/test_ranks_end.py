@@ -101,7 +101,7 @@ def test_they_listen_to_this_machine_only_and_a_stopped_one_does_not_stay_behind
     assert "rank 0 has ended (killed?)" in run.said
 
 
-@pytest.mark.parametrize("is_stopped", [False, True])
+@pytest.mark.parametrize("is_stopped", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_nor_when_that_happens_before_they_have_met(is_stopped, launch):
     run = launch()
     other = run.rank_1()

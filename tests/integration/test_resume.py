@@ -92,7 +92,7 @@ def test_killed_in_the_middle_of_a_step(killer, settings, whole, tmp_path, rhyme
     assert_same_runs(tmp_path / "run", whole)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_at_any_instant(seed, settings, whole, tmp_path, rhymerl):
     words = words_for(settings, tmp_path / "run")
     after_s = random.Random(f"{seed}/{time.time()}").uniform(0, 0.3)
@@ -177,7 +177,7 @@ def run_on_terminal(words: list[str], terminal: str) -> None:
 SIGINT_IN_STEP_2 = f"algo={{_target_: tests.integration.programs.DieInUpdate, call: 3, signal: {int(signal.SIGINT)}}}"
 
 
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("steps", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_ended_after_any_step_and_trained_further(steps, settings, whole, tmp_path, rhymerl):
     """Step 3 ends the first pass. The schedule is the constant one: the linear one follows from max_steps."""
     words = [*words_for(settings, tmp_path / "run"), "update.lr_schedule=constant"]

@@ -146,6 +146,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.slow
 def test_an_interrupted_trainer_does_not_wait_for_one_that_hangs():
     with hanging_engine() as engine:
         command = [sys.executable, "-c", INTERRUPTED, engine.url]

@@ -148,7 +148,7 @@ def test_an_engine_that_refuses_while_it_dies_has_a_successor(installed, flat_po
         assert process_of(backend) != first
 
 
-@pytest.mark.parametrize("what", ["sync", "rest"])
+@pytest.mark.parametrize("what", ["sync", pytest.param("rest", marks=pytest.mark.slow)])
 def test_an_engine_that_hangs_between_steps_has_a_successor(installed, flat_policy, what):
     with started(flat_policy, restarts=1, silence_timeout_s=1, release_memory=True) as backend:
         os.kill(process_of(backend), signal.SIGSTOP)
@@ -160,7 +160,7 @@ def test_an_engine_that_hangs_between_steps_has_a_successor(installed, flat_poli
         assert_whole(all_of(backend, 4), requests)
 
 
-@pytest.mark.parametrize("restarts", [0, 1])
+@pytest.mark.parametrize("restarts", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_an_engine_that_hangs_gives_nothing_back(installed, flat_policy, restarts):
     requests = make_requests(4)
     with started(flat_policy, environment={"FAKE_TOKEN_S": "0.02"}, restarts=restarts, silence_timeout_s=1) as backend:
@@ -177,7 +177,7 @@ def test_an_engine_that_hangs_gives_nothing_back(installed, flat_policy, restart
         assert_whole(done | all_of(backend, 4 - len(done)), requests)
 
 
-@pytest.mark.parametrize("what", ["some", "sync", "rest"])
+@pytest.mark.parametrize("what", ["sync", *(pytest.param(what, marks=pytest.mark.slow) for what in ("some", "rest"))])
 def test_an_engine_that_dies_unseen_has_a_successor_too(installed, flat_policy, what):
     """Found out by what is asked of it next; nothing is lost but what the dead one had drawn."""
     requests = make_requests(12, max_tokens=20, stop_token_ids=())
