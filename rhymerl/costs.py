@@ -40,17 +40,15 @@ def _read(path: str | Path) -> Any:
 
 def _checked(points: Points, name: str) -> list[tuple[float, float]]:
     """The points as numbers. Raises ValueError, which begins with `name`, for a curve that is none."""
-    expected = (
-        f"{name}={points!r}: expected at least two [tokens, seconds], tokens rising, seconds above 0 and not falling"
-    )
+    expected = "expected at least two [tokens, seconds], tokens rising, seconds above 0 and not falling"
     try:
         pairs = [(float(tokens), float(seconds)) for tokens, seconds in points]
     except (TypeError, ValueError) as error:
-        raise ValueError(expected) from error
+        raise ValueError(f"{name}={points!r}: {expected}") from error
     rising = all(one[0] < two[0] and one[1] <= two[1] for one, two in pairwise(pairs))
     finite = all(isfinite(value) for pair in pairs for value in pair)
     if len(pairs) < 2 or not rising or pairs[0][1] <= 0 or not finite:
-        raise ValueError(expected)
+        raise ValueError(f"{name}={points!r}: {expected}")
     return pairs
 
 
