@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from rhymerl.config import compose, construct, describe, instantiate, to_yaml
+from rhymerl.config.targets import import_target
 from rhymerl.drafters import NoDrafter
 from rhymerl.errors import ConfigError
 from rhymerl.schedulers import FIFOScheduler
@@ -121,8 +122,7 @@ def test_errors_of_constructors_name_the_setting(overrides: list[str], message: 
 
 
 def test_a_component_does_not_know_where_it_stands() -> None:
-    from my_module import MyFan
-
+    MyFan = import_target("my_module.MyFan", setting="")  # noqa: N806 - a class
     with pytest.raises(ValueError, match="^width=3: expected at most 2$"):
         MyFan(width=3)
     with pytest.raises(ConfigError, match="^module.drafter.width=3: expected at most 2$"):

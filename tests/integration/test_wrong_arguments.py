@@ -27,7 +27,7 @@ TRACE = Path(__file__).parents[2] / "benchmarks" / "traces" / "running_sum.jsonl
         ("budget", "budgets.AIMDBudget", {"start": 0}, "start=0: expected at least 1"),
         ("budget", "budgets.GoodputBudget", {"nodes": -1}, "nodes=-1: expected at least 0"),
         ("budget", "budgets.GoodputBudget", {"costs": "no.json"}, "costs='no.json': expected a JSON file"),
-        ("budget", "budgets.GoodputBudget", {"costs": [[1, 2]]}, "costs=[[1, 2]]: expected at least two [tokens, seconds]"),
+        ("budget", "budgets.GoodputBudget", {"costs": [[1.0, 2.0]]}, "costs=[[1.0, 2.0]]: expected at least two [tokens, seconds]"),
         ("scheduler", "schedulers.PackedScheduler", {"costs": "no.json"}, "costs='no.json': expected a JSON file"),
         ("scheduler", "schedulers.HistoPipeScheduler", {"alpha": 2.0}, "alpha=2.0: expected 0 to 1"),
         ("history", "history.HistoryStore", {"max_tokens": 0}, "max_tokens=0: expected at least 1"),
@@ -85,7 +85,7 @@ def test_nodes_that_a_module_is_given_are_named_by_its_arguments() -> None:
 
 
 FIT = ["fit", "--config=quickstart", "run_dir=run"]
-REPLAY = ["replay", f"trace={TRACE}"]
+REPLAY = ["replay", str(TRACE)]
 
 
 @pytest.mark.parametrize(
