@@ -12,33 +12,43 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rhymerl.errors import ConfigError
-
 if TYPE_CHECKING:
     from rhymerl.types import FloatArray, IndexArray
 
 Points = Sequence[Sequence[float]]  # [tokens, seconds], tokens rising
 
 
-def read_points(path: str | Path) -> Any:
-    """What stands under `costs` in a JSON file. Raises ValueError when there is no such thing."""
+def points_of(costs: str | Path | Points) -> list[tuple[float, float]]:
+    """The points that an argument `costs` gives, or those of the JSON file {"costs": [[tokens, seconds], ...]} that it names.
+
+    Raises ValueError, which begins with `costs=`.
+    """
+    if not isinstance(costs, str | Path):
+        return _checked(costs, "costs")
+    try:
+        return _checked(_read(costs), "costs")
+    except ValueError as error:
+        raise ValueError(f"costs={str(costs)!r}: {error}") from error
+
+
+def _read(path: str | Path) -> Any:
     try:
         return json.loads(Path(path).read_text())["costs"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f'expected a JSON file {{"costs": [[tokens, seconds], ...]}} ({error!r})') from error
 
 
-def checked_points(points: Points) -> list[tuple[float, float]]:
-    """The points as numbers. Raises ValueError for a curve that is none."""
+def _checked(points: Points, name: str) -> list[tuple[float, float]]:
+    """The points as numbers. Raises ValueError, which begins with `name`, for a curve that is none."""
     expected = "expected at least two [tokens, seconds], tokens rising, seconds above 0 and not falling"
     try:
         pairs = [(float(tokens), float(seconds)) for tokens, seconds in points]
     except (TypeError, ValueError) as error:
-        raise ValueError(expected) from error
+        raise ValueError(f"{name}={points!r}: {expected}") from error
     rising = all(one[0] < two[0] and one[1] <= two[1] for one, two in pairwise(pairs))
     finite = all(isfinite(value) for pair in pairs for value in pair)
     if len(pairs) < 2 or not rising or pairs[0][1] <= 0 or not finite:
-        raise ValueError(expected)
+        raise ValueError(f"{name}={points!r}: {expected}")
     return pairs
 
 
@@ -78,25 +88,16 @@ class PassCost(ABC):
 class CostCurve(PassCost):
     """Given: seconds by the tokens of a pass, straight between the points and beyond the last one. Drafting itself is free.
 
-    A unit other than seconds does as well: only ratios count. Raises ConfigError for a curve that is none.
+    A unit other than seconds does as well: only ratios count. Raises ValueError for a curve that is none.
     """
 
-    def __init__(self, points: Sequence[Sequence[float]], *, setting: str = "budget.costs") -> None:
-        try:
-            pairs = checked_points(points)
-        except ValueError as error:
-            raise ConfigError(f"{setting}={points!r}: {error}") from error
-        self.tokens, self.costs = np.array(pairs).T
+    def __init__(self, points: Sequence[Sequence[float]]) -> None:
+        self.tokens, self.costs = np.array(_checked(points, "points")).T
 
     @classmethod
-    def read(cls, path: str | Path, *, setting: str = "budget.costs") -> CostCurve:
+    def read(cls, costs: str | Path) -> CostCurve:
         """Read a curve from a JSON file {"costs": [[tokens, seconds], ...]}, such as `rhymerl bench costs` prints."""
-        where = f"{setting}={str(path)!r}"
-        try:
-            points = read_points(path)
-        except ValueError as error:
-            raise ConfigError(f"{where}: {error}") from error
-        return cls(points, setting=f"{where}: costs")
+        return cls(points_of(costs))
 
     def seconds(self, rows: int, nodes: FloatArray | IndexArray, asked: int) -> FloatArray:
         tokens = rows + np.asarray(nodes, np.float64)

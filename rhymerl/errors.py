@@ -1,5 +1,8 @@
 """The exception tree. Everything that rhymerl raises on purpose is one of these, or a ValueError of a constructor.
 
+A constructor does not know where in a config its object stands. Its ValueError names the argument ("window=-1: expected at
+least 0"), and `rhymerl.config` makes a ConfigError of it that names the setting ("drafter.window=-1: expected at least 0").
+
 RhymeError                 something rhymerl noticed; the message is one readable line
 ├── UsageError             the user's input is wrong (exit code 2)
 │   ├── ConfigError        a setting: names it, its value and what is allowed
@@ -48,9 +51,11 @@ class RewardError(RunError):
     """A reward function cannot be used at all."""
 
 
-def require_at_least(section: str, limits: Mapping[str, tuple[float, float]]) -> None:
-    """Raise ConfigError for the first setting of `limits` (name -> value, least) whose value is too small, or not finite."""
+def require_at_least(
+    limits: Mapping[str, tuple[float, float]], *, error: type[ValueError | ConfigError] = ValueError
+) -> None:
+    """Raise `error` for the first of `limits` (name -> value, least) whose value is too small, or not finite."""
     for name, (value, least) in limits.items():
         if not least <= value < inf:
             words = f"at least {least}" if value < least else "a finite number"
-            raise ConfigError(f"{section + '.' if section else ''}{name}={value}: expected {words}")
+            raise error(f"{name}={value}: expected {words}")

@@ -6,13 +6,11 @@ import dataclasses
 import math
 from typing import Any, Literal, get_args, get_origin
 
-from rhymerl.errors import ConfigError
-
 
 def require(holds: bool, name: str, value: object, expected: str) -> None:
-    """Raise ConfigError that names the setting unless it holds."""
+    """Raise ValueError that names the setting unless it holds."""
     if not holds:
-        raise ConfigError(f"algo.{name}={value!r}: expected {expected}")
+        raise ValueError(f"{name}={value!r}: expected {expected}")
 
 
 def require_types(algorithm: Any) -> None:

@@ -48,7 +48,7 @@ class EmbeddedBackend(RolloutBackend):
             "kv_tokens": (kv_tokens, 1),
             "max_pass_tokens": (max_pass_tokens, 1),
         }
-        require_at_least("backend", at_least)
+        require_at_least(at_least)
         self.max_running = max_running
         self.kv_tokens = kv_tokens
         self.max_pass_tokens = max_pass_tokens

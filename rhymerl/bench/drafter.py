@@ -37,7 +37,7 @@ class DrafterBench:
 
     def __init__(self, config: DictConfig) -> None:
         sizes = ("answers", "tokens", "vocabulary", "batch", "siblings", "nodes", "repeats")
-        require_at_least("", {name: (config[name], 1) for name in sizes})
+        require_at_least({name: (config[name], 1) for name in sizes}, error=ConfigError)
         if config.tokens <= 2 * _PROMPT_TOKENS:
             raise ConfigError(f"tokens={config.tokens}: expected more than {2 * _PROMPT_TOKENS}")
         self.config = config

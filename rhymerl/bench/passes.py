@@ -34,7 +34,7 @@ class MeasureSettings:
         self.passes = passes
         self.rounds = rounds
         least = {"passes": (1 if passes is None else passes, 1), "rounds": (rounds, 1)}
-        require_at_least("measure", {**least, "nodes": (min(nodes, default=-1) if nodes is not None else 0, 0)})
+        require_at_least({**least, "nodes": (min(nodes, default=-1) if nodes is not None else 0, 0)})
 
     @property
     def given(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.ngram import NGramDrafter
 from rhymerl.drafters.none import NoDrafter
 from rhymerl.engine.engine import Engine
-from rhymerl.errors import require_at_least
+from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.history import HistoryStore
 from rhymerl.history.answers import answers_of
 from rhymerl.history.traces import TraceRecord, record_of
@@ -74,7 +74,7 @@ class RolloutBench(PolicyBench):
     """`pairs` rounds at each concurrency; in a round all contenders answer the same requests with the same noise."""
 
     def __init__(self, config: DictConfig) -> None:
-        require_at_least("", {"pairs": (config.pairs, 1), "epochs": (config.epochs, 0)})
+        require_at_least({"pairs": (config.pairs, 1), "epochs": (config.epochs, 0)}, error=ConfigError)
         super().__init__(config)
         self.history: HistoryStore = instantiate(config.history, key="history")
 

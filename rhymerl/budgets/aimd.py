@@ -22,7 +22,7 @@ class AIMDBudget(Budget):
     """
 
     def __init__(self, nodes: int = 32, *, start: int = 2, increase: int = 2) -> None:
-        require_at_least("budget", {"nodes": (nodes, 1), "start": (start, 1), "increase": (increase, 0)})
+        require_at_least({"nodes": (nodes, 1), "start": (start, 1), "increase": (increase, 0)})
         self.nodes = nodes
         self.start = start
         self.increase = increase

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rhymerl.budgets.base import Budget
-from rhymerl.errors import ConfigError, require_at_least
+from rhymerl.errors import require_at_least
 from rhymerl.types import DraftBatch, RolloutRequest
 
 if TYPE_CHECKING:
@@ -22,9 +22,9 @@ class FixedBudget(Budget):
     """
 
     def __init__(self, nodes: int = 16, *, min_probability: float = 0.0) -> None:
-        require_at_least("budget", {"nodes": (nodes, 0)})
+        require_at_least({"nodes": (nodes, 0)})
         if not 0 <= min_probability <= 1:
-            raise ConfigError(f"budget.min_probability={min_probability}: expected a number from 0 to 1")
+            raise ValueError(f"min_probability={min_probability}: expected a number from 0 to 1")
         self.nodes = nodes
         self.min_probability = min_probability
 

@@ -14,7 +14,7 @@ from rhymerl.budgets.allowance import Allowance
 from rhymerl.budgets.base import Budget, PassOutcome
 from rhymerl.budgets.learned_cost import LearnedCost
 from rhymerl.budgets.outlook import Outlook
-from rhymerl.costs import CostCurve, PassCost
+from rhymerl.costs import CostCurve, PassCost, points_of
 from rhymerl.errors import require_at_least
 from rhymerl.types import DraftBatch, Ratio, RolloutRequest
 
@@ -59,7 +59,7 @@ class GoodputBudget(Budget):
         costs: str | Path | Sequence[Sequence[float]] | PassCost | None = None,
         deterministic: bool = False,
     ) -> None:
-        require_at_least("budget", {"nodes": (nodes, 0)})
+        require_at_least({"nodes": (nodes, 0)})
         self.nodes = nodes
         self.costs = costs
         self.deterministic = deterministic
@@ -285,8 +285,6 @@ class _Report:
 def _cost(costs: str | Path | Sequence[Sequence[float]] | PassCost | None, *, deterministic: bool) -> PassCost:
     if isinstance(costs, PassCost):
         return costs
-    if isinstance(costs, str | Path):
-        return CostCurve.read(costs)
     if costs is not None:
-        return CostCurve(costs)
+        return CostCurve(points_of(costs))
     return CostCurve(_ASSUMED) if deterministic else LearnedCost()

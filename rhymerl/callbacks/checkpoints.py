@@ -76,7 +76,7 @@ class Checkpoints(Checkpoint):
     def __init__(self, directory: str | Path, *, every_n_steps: int, keep: int) -> None:
         for name, value in (("every_n_steps", every_n_steps), ("keep", keep)):
             if value < 1:
-                raise ConfigError(f"checkpoint.{name}={value}: expected at least 1")
+                raise ValueError(f"{name}={value}: expected at least 1")
         self.directory = Path(directory)
         self.every_n_steps = every_n_steps
         self.keep = keep

@@ -4,15 +4,17 @@
     describe(object) -> plain containers that `instantiate` takes
 
 A component is a class whose constructor is its schema: typed arguments, defaults that run, no `**kwargs`, each kept
-as an attribute of the same name.
+as an attribute of the same name. It does not know where it stands in a config: its ValueError begins with the name of an
+argument, and becomes a ConfigError that begins with the setting's path here.
 """
 
-from rhymerl.config.components import describe, instantiate, plain
+from rhymerl.config.components import construct, describe, instantiate, plain
 from rhymerl.config.compose import compose, packaged_names
 from rhymerl.config.output import keep_former, resolved, save_config, to_yaml
 
 __all__ = [
     "compose",
+    "construct",
     "describe",
     "instantiate",
     "keep_former",

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import PurePath
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 from rhymerl.config.annotations import Misfit, fit, is_component
 from rhymerl.config.targets import REQUIRED, Signature, did_you_mean, import_target, signature_of
 from rhymerl.errors import ConfigError
 
-_LEADING_NAME = re.compile(r"(\w+)[=.\[]")
+T = TypeVar("T")
 
 
 def instantiate(node: object, *, key: str = "", default: Callable[[], Any] | None = None) -> Any:
@@ -71,10 +70,27 @@ def _construct(values: dict[str, Any], key: str) -> Any:
     for name, parameter in signature.parameters.items():
         if parameter.default is REQUIRED and name not in arguments:
             raise ConfigError(f"{_join(key, name)}: required by {path}, but not set")
+    return construct(target, arguments, key=key)
+
+
+def construct(target: Callable[..., T], arguments: Mapping[str, Any], *, key: str) -> T:
+    """`target(**arguments)`, for settings that stand at `key`; "" is the top of a config.
+
+    A constructor names only its own argument in a ValueError or TypeError; here that becomes a ConfigError which names the setting.
+    """
     try:
         return target(**arguments)
     except (TypeError, ValueError) as error:
-        raise ConfigError(_blame(key, path, str(error), signature)) from error
+        raise ConfigError(_located(str(error), key, target)) from error
+
+
+def _located(message: str, key: str, target: Callable[..., Any]) -> str:
+    """A constructor's words in one line, behind `key`: as part of its path where they begin with an argument."""
+    message = " ".join(message.split())
+    names = tuple(name + mark for name in signature_of(target).parameters for mark in "=.[:")
+    if message.startswith(names):
+        return _join(key, message)
+    return f"{key or getattr(target, '__qualname__', target)}: {message}"
 
 
 def _fitted(value: Any, name: str, key: str, signature: Signature) -> Any:
@@ -89,17 +105,6 @@ def _fitted(value: Any, name: str, key: str, signature: Signature) -> Any:
         return fit(value, signature.parameters[name].annotation)
     except Misfit as misfit:
         raise ConfigError(f"{setting}{misfit.location}={misfit}") from None
-
-
-def _blame(key: str, path: str, message: str, signature: Signature) -> str:
-    """One line that begins with a setting: the constructor's own words may name the argument or the setting already."""
-    message = " ".join(message.split())
-    named = _LEADING_NAME.match(message)
-    if named and named[1] == key.rpartition(".")[2]:
-        return key.rpartition(".")[0] + "." * ("." in key) + message
-    if named and named[1] in signature.parameters:
-        return _join(key, message)
-    return f"{key or path}: {message}"
 
 
 def describe(component: object) -> dict[str, Any]:
@@ -149,4 +154,4 @@ def _path(named: FunctionType | type) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
-__all__ = ["describe", "instantiate", "is_component", "plain"]
+__all__ = ["construct", "describe", "instantiate", "is_component", "plain"]

@@ -104,7 +104,7 @@ class PromptDataModule(L.LightningDataModule):
         for name in ("prompts_per_step", "validation_prompts", "max_prompt_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(f"data.{name}={value}: expected at least 1")
+                raise ValueError(f"{name}={value}: expected at least 1")
         _check_names(validation)
 
     def __str__(self) -> str:
@@ -272,7 +272,7 @@ def _check_names(validation: object) -> None:
     """Check the names of validation sets, which are parts of metrics' names."""
     if isinstance(validation, Mapping):
         if not validation:
-            raise ConfigError("data.validation={}: expected at least one data set, or null")
+            raise ValueError("validation={}: expected at least one data set, or null")
         for name in validation:
             if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
-                raise ConfigError(f"data.validation: {name!r}: expected a name of letters, digits and . _ -")
+                raise ValueError(f"validation: {name!r}: expected a name of letters, digits and . _ -")

@@ -25,7 +25,7 @@ class PromptLoader:
     pass `s // len(loader)`; a pass visits every prompt once, and its last step may be smaller. `iter` goes
     from the cursor to the end of its pass, so a resumed epoch finishes where it left off.
 
-    Every rank holds the same loader and sees the same steps. Raises ConfigError for `prompts_per_step` < 1
+    Every rank holds the same loader and sees the same steps. Raises ValueError for `prompts_per_step` < 1
     and DataError when there are no prompts.
     """
 
@@ -33,7 +33,7 @@ class PromptLoader:
         self, prompts: Sequence[Prompt], *, prompts_per_step: int, shuffle: bool = True, seed: int = 0
     ) -> None:
         if prompts_per_step < 1:
-            raise ConfigError(f"data.prompts_per_step={prompts_per_step}: expected at least 1")
+            raise ValueError(f"prompts_per_step={prompts_per_step}: expected at least 1")
         if not prompts:
             raise DataError("the data set is empty; expected at least one prompt")
         self.prompts = prompts

@@ -30,7 +30,7 @@ class PromptSource:
         max_prompt_tokens: int | None = None,
     ) -> None:
         longest = 1 if max_prompt_tokens is None else max_prompt_tokens
-        require_at_least("data", {"samples": (samples, 1), "max_prompt_tokens": (longest, 1)})
+        require_at_least({"samples": (samples, 1), "max_prompt_tokens": (longest, 1)})
         self.prompts = prompts
         self.task = task
         self.samples = samples

@@ -12,7 +12,7 @@ import numpy as np
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.grow import TreeBuffers, grow_trees
 from rhymerl.drafters.live import LiveGroup
-from rhymerl.errors import ConfigError, require_at_least
+from rhymerl.errors import require_at_least
 from rhymerl.history.entries import Name
 from rhymerl.history.index import REACH
 from rhymerl.history.sealed import SealedAnswers, SealedHistory
@@ -58,7 +58,7 @@ class HistoryTreeDrafter(Drafter):
         deterministic: bool = False,
     ) -> None:
         at_least = {"window": (window, 0), "min_match": (min_match, 1), "max_matches": (max_matches, 1)}
-        require_at_least("drafter", {**at_least, "max_branches": (1 if max_branches is None else max_branches, 1)})
+        require_at_least({**at_least, "max_branches": (1 if max_branches is None else max_branches, 1)})
         for name, value, holds, words in (
             ("max_match", max_match, min_match <= max_match <= REACH, f"from min_match={min_match} to {REACH}"),
             ("priority", priority, priority in ("probability", "reward"), "probability or reward"),
@@ -68,7 +68,7 @@ class HistoryTreeDrafter(Drafter):
             ("escape", escape, 0 <= escape < math.inf, "0 or more, and finite"),
         ):
             if not holds:
-                raise ConfigError(f"drafter.{name}={value!r}: expected {words}")
+                raise ValueError(f"{name}={value!r}: expected {words}")
         self.window = window
         self.own = own
         self.siblings = siblings

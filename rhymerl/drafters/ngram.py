@@ -8,7 +8,7 @@ import numpy as np
 
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.live import LiveGroup
-from rhymerl.errors import ConfigError, require_at_least
+from rhymerl.errors import require_at_least
 from rhymerl.history.index import REACH
 from rhymerl.types import Completion, Draft, DraftSource, RolloutRequest
 
@@ -27,9 +27,9 @@ class NGramDrafter(Drafter):
     """
 
     def __init__(self, *, min_match: int = 2, max_match: int = REACH) -> None:
-        require_at_least("drafter", {"min_match": (min_match, 1)})
+        require_at_least({"min_match": (min_match, 1)})
         if not min_match <= max_match <= REACH:
-            raise ConfigError(f"drafter.max_match={max_match}: expected from min_match={min_match} to {REACH}")
+            raise ValueError(f"max_match={max_match}: expected from min_match={min_match} to {REACH}")
         self.min_match = min_match
         self.max_match = max_match
         self._contexts: dict[str, LiveGroup] = {}  # by request id

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from rhymerl.errors import DataError, require_at_least
+from rhymerl.errors import ConfigError, DataError, require_at_least
 from rhymerl.folders import open_folder
 from rhymerl.history.entries import Entry, EvictionLog, Name, Place, check_answer, fitting, newer, united
 from rhymerl.history.files import FORMAT, read_sections, write_sections
@@ -38,7 +38,7 @@ class HistoryStore:
 
     `spill` is a directory: token ids then live in a memory-mapped scratch file there, which has no name and is
     gone with the process. `log_size` is how many evictions are remembered for readers that lag behind.
-    Raises ConfigError for a setting that is out of range.
+    Raises ValueError for an argument that is out of range.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class HistoryStore:
         log_size: int = 65_536,
     ) -> None:
         caps = {"window": window, "max_tokens": max_tokens, "max_prompts": max_prompts, "log_size": log_size}
-        require_at_least("history", {name: (cap, 1) for name, cap in caps.items() if cap is not None})
+        require_at_least({name: (cap, 1) for name, cap in caps.items() if cap is not None})
         self.window = window
         self.max_tokens = max_tokens
         self.max_prompts = max_prompts
@@ -62,9 +62,7 @@ class HistoryStore:
         self.num_answers = 0
         self.num_collisions = 0  # adds and look-ups that met another prompt under their key
         self.num_evicted = 0  # prompts
-        self._tokens: TokenMemory = (
-            TokenMemory() if spill is None else TokenFile(open_folder(spill, setting="history.spill"))
-        )
+        self._tokens: TokenMemory = TokenMemory() if spill is None else TokenFile(_opened(spill))
         self._entries: dict[Name, Entry] = {}  # longest unused first, so also in the order of `used_at`
         self._validation: dict[Name, None] = {}  # those of this split, in the same order
         self._log = EvictionLog(log_size)
@@ -278,6 +276,14 @@ class HistoryStore:
         self._log.check_integrity(self.version)
         for entry in entries:
             entry.check_integrity(self.window)
+
+
+def _opened(spill: str | Path) -> Path:
+    """The directory, made if need be. Raises ValueError when it cannot be written to."""
+    try:
+        return open_folder(spill, setting="spill")
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
 
 
 def _check_split(split: Split) -> None:

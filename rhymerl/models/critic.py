@@ -35,10 +35,10 @@ class CriticSettings:
         warmup_steps: int = 0,
     ) -> None:
         limits = {"learning_rate": (learning_rate, 0), "head_std": (head_std, 0), "warmup_steps": (warmup_steps, 0)}
-        require_at_least("critic", limits)
+        require_at_least(limits)
         if shared and path is not None:
-            raise ConfigError(
-                f"critic.path={path!r} with critic.shared=true: a shared critic has no backbone to load; set one of them"
+            raise ValueError(
+                f"path={path!r} with shared=true: a shared critic has no backbone to load; set one of them"
             )
         self.shared = shared
         self.path = path
@@ -55,10 +55,7 @@ class CriticSettings:
 
     def _load(self, path: str, policy: Policy) -> PreTrainedModel:
         names = {dtype: name for name, dtype in DTYPES.items()}
-        try:
-            loaded = PolicySource(path, dtype=names[policy.model.dtype]).load()  # type: ignore[arg-type]
-        except ConfigError as error:
-            raise ConfigError(str(error).replace("model.path=", "critic.path=", 1)) from error
+        loaded = PolicySource(path, dtype=names[policy.model.dtype]).load(setting="critic")  # type: ignore[arg-type]
         if not policy.tokenizer.get_vocab().items() <= loaded.tokenizer.get_vocab().items():
             raise ConfigError(f"critic.path={path!r}: its tokens are not the policy's; it needs the same tokenizer")
         body: PreTrainedModel = loaded.model.get_decoder()

@@ -32,11 +32,11 @@ class LoRA:
     def __init__(
         self, rank: int = 16, alpha: float = 32.0, *, dropout: float = 0.0, targets: Sequence[str] | None = None
     ) -> None:
-        require_at_least("adapter", {"rank": (rank, 1)})
+        require_at_least({"rank": (rank, 1)})
         if not 0 < alpha < math.inf:
-            raise ConfigError(f"adapter.alpha={alpha}: expected more than 0, and finite")
+            raise ValueError(f"alpha={alpha}: expected more than 0, and finite")
         if not 0 <= dropout < 1:
-            raise ConfigError(f"adapter.dropout={dropout}: expected at least 0 and less than 1")
+            raise ValueError(f"dropout={dropout}: expected at least 0 and less than 1")
         self.rank = rank
         self.alpha = alpha
         self.dropout = dropout

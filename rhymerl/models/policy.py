@@ -181,7 +181,7 @@ class PolicySource:
     """Where the policy comes from: a directory or hub name (`path`), or a small config to build (`init`).
 
     `init` holds the fields of a transformers config with its `model_type`; the tokenizer is then one
-    token a character of `characters`. With an `adapter` that alone is trained. Raises ConfigError when neither or both of `path`
+    token a character of `characters`. With an `adapter` that alone is trained. Raises ValueError when neither or both of `path`
     and `init` are given.
     """
 
@@ -196,12 +196,12 @@ class PolicySource:
         adapter: LoRA | None = None,
     ) -> None:
         if (path is None) == (init is None):
-            raise ConfigError(
-                f"model.path={path!r} and model.init={init!r}: set exactly one "
+            raise ValueError(
+                f"path={path!r} and init={init!r}: set exactly one "
                 "(a Hugging Face directory or hub name, or a config to build from scratch)"
             )
         if dtype not in DTYPES:
-            raise ConfigError(f"model.dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
+            raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
         self.path = path
         self.init = dict(init) if init is not None else None
         self.characters = characters
@@ -209,36 +209,40 @@ class PolicySource:
         self.dtype = dtype
         self.adapter = adapter
 
-    def load(self) -> Policy:
-        """Read or build the policy. Raises ConfigError when `path` is not a model, or the adapter does not fit it."""
-        policy = self._read(str(self.path)) if self.init is None else self._build(self.init)
+    def load(self, *, setting: str = "model") -> Policy:
+        """Read or build the policy. Raises ConfigError when `path` is not a model, or the adapter does not fit it.
+
+        `setting` is what it is loaded for, which errors name.
+        """
+        policy = self._read(str(self.path), setting) if self.init is None else self._build(self.init, setting)
         if self.adapter is not None:
             self.adapter.put_on(policy.model, seed=self.seed)
         return policy
 
-    def _read(self, path: str) -> Policy:
+    def _read(self, path: str, setting: str) -> Policy:
+        where = f"{setting}.path={path!r}"
         folder = Path(path).expanduser()
         if folder.exists() and not (folder / "config.json").is_file():
-            raise ConfigError(f"model.path={path!r}: not a model directory (it has no config.json)")
+            raise ConfigError(f"{where}: not a model directory (it has no config.json)")
         looks_local = path.startswith(("/", ".", "~")) or path.count("/") > 1
         if not folder.exists() and looks_local:
-            raise ConfigError(f"model.path={path!r}: no such directory")
+            raise ConfigError(f"{where}: no such directory")
         name = str(folder) if folder.exists() else path
-        is_here = not folder.exists() and not look_up(path, "model.path", kind="model")
-        with _naming(f"model.path={path!r}: cannot be loaded as a causal language model"):
+        is_here = not folder.exists() and not look_up(path, f"{setting}.path", kind="model")
+        with _naming(f"{where}: cannot be loaded as a causal language model"):
             model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[self.dtype], local_files_only=is_here)
-        with _naming(f"model.path={path!r}: cannot be loaded: its tokenizer"):
+        with _naming(f"{where}: cannot be loaded: its tokenizer"):
             tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=is_here)
-        _check_tokenizer(tokenizer, model, path)
+        _check_tokenizer(tokenizer, model, where)
         return Policy(model=model, tokenizer=tokenizer)
 
-    def _build(self, init: Mapping[str, Any]) -> Policy:
+    def _build(self, init: Mapping[str, Any], setting: str) -> Policy:
         tokenizer = character_tokenizer(self.characters)
         special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
         try:
             config = AutoConfig.for_model(**{"vocab_size": len(tokenizer), **special, **init})
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"model.init={dict(init)!r}: {str(error).splitlines()[0]}") from error
+            raise ConfigError(f"{setting}.init={dict(init)!r}: {str(error).splitlines()[0]}") from error
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[self.dtype])
@@ -255,7 +259,7 @@ def _naming(setting: str) -> Iterator[None]:
         raise ConfigError(f"{setting}: {reason}") from error
 
 
-def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, path: str) -> None:
+def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, where: str) -> None:
     """Raise ConfigError for one that transformers has made up, and for one whose tokens the model does not know.
 
     Special tokens beyond the embedding are common, for padding say: transformers adds some, and hardly any is ever fed.
@@ -264,13 +268,13 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel,
     special = set(tokenizer.all_special_tokens)
     if vocabulary.keys() <= special:
         raise ConfigError(
-            f"model.path={path!r}: it has no tokenizer (tokenizer.json, ...); save that of the model beside its weights"
+            f"{where}: it has no tokenizer (tokenizer.json, ...); save that of the model beside its weights"
         )
     rows = num_embeddings(model)
     unknown = [token for token, number in vocabulary.items() if number >= rows and token not in special]
     if unknown:
         raise ConfigError(
-            f"model.path={path!r}: its tokenizer has {len(vocabulary)} tokens, its embedding {rows}, none of them for "
+            f"{where}: its tokenizer has {len(vocabulary)} tokens, its embedding {rows}, none of them for "
             f"{min(unknown)!r}; save the tokenizer that the model was trained with, or resize the embedding"
         )
 

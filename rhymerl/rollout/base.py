@@ -16,7 +16,7 @@ RunAhead = Literal["off", "draft", "keep"]
 
 
 class RolloutSettings:
-    """How answers are asked for. Raises ConfigError naming the setting that is out of range.
+    """How answers are asked for. Raises ValueError naming the argument that is out of range.
 
     `dynamic_sampling` is in how many rounds groups whose rewards are all equal, which teach nothing, may be replaced by those of other
     prompts (DAPO, arXiv 2503.14476, section 3.2); what is left after the last round stays.
@@ -34,11 +34,11 @@ class RolloutSettings:
         stop_token_ids: Sequence[int] = (),
         dynamic_sampling: int = 0,
     ) -> None:
-        require_at_least("rollout", {"group_size": (group_size, 1), "dynamic_sampling": (dynamic_sampling, 0)})
+        require_at_least({"group_size": (group_size, 1), "dynamic_sampling": (dynamic_sampling, 0)})
         if dynamic_sampling and group_size == 1:
-            raise ConfigError(
-                f"rollout.dynamic_sampling={dynamic_sampling}: the rewards of a group of one are always equal, so each would be replaced; "
-                "expected 0, or a rollout.group_size of at least 2"
+            raise ValueError(
+                f"dynamic_sampling={dynamic_sampling}: the rewards of a group of one are always equal, so each would be replaced; "
+                "expected 0, or a group_size of at least 2"
             )
         self.group_size = group_size
         self.max_tokens = max_tokens
@@ -52,17 +52,14 @@ class RolloutSettings:
 
     def sampling(self, stop_token_ids: Sequence[int]) -> SamplingParams:
         """Parameters of one request: the policy's own stop ids and the ones asked for besides."""
-        try:
-            return SamplingParams(
-                max_tokens=self.max_tokens,
-                temperature=self.temperature,
-                top_k=self.top_k,
-                top_p=self.top_p,
-                min_p=self.min_p,
-                stop_token_ids=tuple(sorted({*stop_token_ids, *self.stop_token_ids})),
-            )
-        except ValueError as error:
-            raise ConfigError(f"rollout.{error}") from error
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            stop_token_ids=tuple(sorted({*stop_token_ids, *self.stop_token_ids})),
+        )
 
 
 def check_run_ahead(run_ahead: str, max_staleness: int) -> None:

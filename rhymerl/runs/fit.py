@@ -26,7 +26,7 @@ from rhymerl.callbacks import (
     SampleTable,
     WriteAnswers,
 )
-from rhymerl.config import instantiate, keep_former, resolved, save_config
+from rhymerl.config import construct, instantiate, keep_former, resolved, save_config
 from rhymerl.config.changes import Change
 from rhymerl.data import PromptDataModule
 from rhymerl.distributed.first import is_first_rank
@@ -221,13 +221,14 @@ def build_trainer(
         logger = TensorBoardLogger(save_dir=run_dir, name="", version="tensorboard", purge_step=first_step)
         callbacks = [*callbacks, _LastPoint(logger, point)] if point is not None else callbacks
     every_n_steps, keep = config.checkpoint.every_n_steps, config.checkpoint.keep
+    saves = {"directory": run_dir / "checkpoints", "every_n_steps": every_n_steps, "keep": keep}
     settings = {
         **asked,
         "callbacks": [
             *callbacks,
             *(asked.get("callbacks") or []),
             SampleTable(run_dir / "samples.jsonl"),
-            Checkpoints(run_dir / "checkpoints", every_n_steps=every_n_steps, keep=keep),
+            construct(Checkpoints, saves, key="checkpoint"),
         ],
         "plugins": [*with_environment(asked.get("plugins")), AtomicCheckpointIO(checks=False)],
         "logger": logger,

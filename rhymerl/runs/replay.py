@@ -21,7 +21,7 @@ from rich.table import Table
 from rhymerl.budgets.base import Budget, PassOutcome
 from rhymerl.budgets.fixed import FixedBudget
 from rhymerl.compiled import compiled
-from rhymerl.config import instantiate
+from rhymerl.config import construct, instantiate
 from rhymerl.costs import CostCurve, PassCost
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
@@ -90,7 +90,7 @@ class ReplayTotals:
 class Replay:
     """Answers the requests of a trace from the trace, `max_running` side by side, as an engine would with these drafts.
 
-    History is learned after each epoch. Epochs before `from_epoch` are only learned from. Raises ConfigError for a setting
+    History is learned after each epoch. Epochs before `from_epoch` are only learned from. Raises ValueError for an argument
     out of range.
     """
 
@@ -105,7 +105,7 @@ class Replay:
         from_epoch: int = 0,
         progress: ProgressBar = SILENT,
     ) -> None:
-        require_at_least("replay", {"max_running": (max_running, 1), "from_epoch": (from_epoch, 0)})
+        require_at_least({"max_running": (max_running, 1), "from_epoch": (from_epoch, 0)})
         # Which token ids there are, the records do not say.
         self.protocol = DraftingProtocol(drafter, budget, vocabulary=2**31 - 1)
         self.history = history if history is not None else HistoryStore()
@@ -190,7 +190,7 @@ def judge(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, An
     if config.trace is None:
         raise ConfigError("trace=null: name a file of recorded rollouts (.jsonl or .jsonl.gz)")
     records = list(read_trace(config.trace))
-    costs = _ASSUMED if config.costs is None else CostCurve.read(config.costs, setting="costs")
+    costs = _ASSUMED if config.costs is None else construct(CostCurve.read, {"costs": config.costs}, key="")
     settings = {
         "costs": costs,
         "max_running": config.max_running,
@@ -202,7 +202,8 @@ def judge(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, An
     try:
         budget, history = instantiate(config.budget, key="budget"), instantiate(config.history, key="history")
         progress.begin("answers replayed", 2 * num_answers)  # with drafts and without
-        by_epoch = Replay(drafter, budget, history=history, **settings).run(records)
+        parts = {"drafter": drafter, "budget": budget, "history": history}
+        by_epoch = construct(Replay, {**parts, **settings}, key="").run(records)
         plain = Replay(NoDrafter(), FixedBudget(0), history=HistoryStore(), **settings).run(records)
     finally:
         progress.end()

@@ -120,7 +120,7 @@ def warmstart(
     model already, or the state of a call with other settings.
     """
     least = {"num_steps": (num_steps, 1), "batch_size": (batch_size, 1), "save_every": (save_every, 1)}
-    require_at_least("warmstart", least)
+    require_at_least(least)
     try:
         task.demonstration(next(task.stream("warmstart", seed=seed)), random.Random(seed))
     except TypeError as error:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rhymerl.costs import Points, checked_points, read_points
+from rhymerl.costs import Points, points_of
 from rhymerl.types import Sample
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class QueueCost:
     """
 
     def __init__(self, costs: str | Path | Points | None = None) -> None:
-        points = _points(ASSUMED if costs is None else costs)
+        points = points_of(ASSUMED if costs is None else costs)
         (first_tokens, first_cost), (last_tokens, last_cost) = points[0], points[-1]
         self.per_token = (last_cost - first_cost) / (last_tokens - first_tokens)
         self.base = max(first_cost - self.per_token * first_tokens, 0.0)
@@ -58,13 +58,3 @@ class QueueCost:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.tokens_per_pass, self.verified = state["tokens_per_pass"], state["verified"]
-
-
-def _points(costs: str | Path | Points) -> list[tuple[float, float]]:
-    shown: object = str(costs) if isinstance(costs, Path) else costs
-    try:
-        found = read_points(costs) if isinstance(costs, str | Path) else costs
-        shown = found
-        return checked_points(found)
-    except ValueError as error:
-        raise ValueError(f"costs={shown!r}: {error}") from error

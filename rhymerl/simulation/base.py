@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Pipeline = Literal["colocated", "disaggregated"]
 
-REFERENCE_COSTS = CostCurve([(0, 1.0), (128, 2.0)], setting="costs")
+REFERENCE_COSTS = CostCurve([(0, 1.0), (128, 2.0)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from rhymerl.config import instantiate
+from rhymerl.config import construct, instantiate
 from rhymerl.costs import CostCurve
 from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.progress import SILENT, ProgressBar
@@ -119,7 +119,8 @@ def simulation(config: DictConfig, scheduler: Any, *, run_ahead: RunAhead | None
 def length_source(config: DictConfig) -> LengthSource:
     """The trace, or else what `lengths` says."""
     if config.trace is not None:
-        return RecordedLengths(config.trace, prompts_per_step=config.lengths.prompts_per_step)
+        settings = {"trace": config.trace, "prompts_per_step": config.lengths.prompts_per_step}
+        return construct(RecordedLengths, settings, key="lengths")
     source: LengthSource = instantiate(config.lengths, key="lengths")
     return source
 
@@ -144,7 +145,7 @@ def draw_gantt(config: DictConfig, works: Sequence[StepWork], timeline: Timeline
 
 
 def _decoding(config: DictConfig) -> Decoding:
-    costs = REFERENCE_COSTS if config.costs is None else CostCurve.read(config.costs, setting="costs")
+    costs = REFERENCE_COSTS if config.costs is None else construct(CostCurve.read, {"costs": config.costs}, key="")
     return Decoding(
         costs=costs,
         max_running=config.max_running,
@@ -171,7 +172,7 @@ def _check(config: DictConfig) -> None:
     }
     if config.max_running is not None:
         limits["max_running"] = (config.max_running, 1)
-    require_at_least("", limits)
+    require_at_least(limits, error=ConfigError)
     if not 0 <= config.redo_acceptance <= 1:
         raise ConfigError(f"redo_acceptance={config.redo_acceptance}: expected 0 to 1")
     if config.gantt is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rhymerl.errors import ConfigError, require_at_least
+from rhymerl.errors import require_at_least
 from rhymerl.history.traces import TraceRecord, read_trace
 from rhymerl.simulation.base import LengthSource, StepWork
 from rhymerl.types import Prompt, RolloutRequest, SamplingParams
@@ -47,9 +47,9 @@ class SyntheticLengths(LengthSource):
             "growth": (growth, -0.99),
             "steps_per_epoch": (steps_per_epoch, 1),
         }
-        require_at_least("lengths", limits)
+        require_at_least(limits)
         if not 0 <= rank_correlation <= 1:
-            raise ConfigError(f"lengths.rank_correlation={rank_correlation}: expected 0 to 1")
+            raise ValueError(f"rank_correlation={rank_correlation}: expected 0 to 1")
         self.prompts_per_step = prompts_per_step
         self.group_size = group_size
         self.mean = mean
@@ -100,7 +100,7 @@ class RecordedLengths(LengthSource):
     """
 
     def __init__(self, trace: str | Path, *, prompts_per_step: int) -> None:
-        require_at_least("lengths", {"prompts_per_step": (prompts_per_step, 1)})
+        require_at_least({"prompts_per_step": (prompts_per_step, 1)})
         self.trace = trace
         self.prompts_per_step = prompts_per_step
         records = sorted(read_trace(trace), key=lambda record: record.epoch)

@@ -26,7 +26,7 @@ class ReasoningGym(Task):
     the whole completion).
 
     Problems split by their question alone, half for training and half for validation, so a question of one
-    can never turn up in the other. There are no demonstrations. Raises ConfigError for an unknown data set
+    can never turn up in the other. There are no demonstrations. Raises ValueError for an unknown data set
     or settings that it refuses, and when the package is missing.
     """
 
@@ -52,9 +52,7 @@ class ReasoningGym(Task):
         self.answer_tag = answer_tag
         for name in ("seed", "size"):
             if name in self.settings:
-                raise ConfigError(
-                    f"task.settings.{name}: set task.seed, task.train_size and task.validation_size instead"
-                )
+                raise ValueError(f"settings.{name}: set seed, train_size and validation_size instead")
         _make_data_set(dataset, self.settings, seed=seed, size=1)
         known: Mapping[str, str] = _package("utils").SYSTEM_PROMPTS
         self._system_text = None if system_prompt is None else known.get(system_prompt, system_prompt).strip()
@@ -124,13 +122,11 @@ def _make_data_set(name: str, settings: Mapping[str, Any], *, seed: int, size: i
     if name not in factory.DATASETS:
         near = difflib.get_close_matches(name, factory.DATASETS, n=5, cutoff=0.4)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise ConfigError(
-            f"task.dataset={name!r}: expected one of reasoning-gym's {len(factory.DATASETS)} data sets{hint}"
-        )
+        raise ValueError(f"dataset={name!r}: expected one of reasoning-gym's {len(factory.DATASETS)} data sets{hint}")
     try:
         return factory.create_dataset(name, seed=seed, size=size, **settings)
     except (AssertionError, TypeError, ValueError) as error:  # how its config classes refuse a value
-        raise ConfigError(f"task.settings={dict(settings)!r}: {name} refuses them: {error}") from error
+        raise ValueError(f"settings={dict(settings)!r}: {name} refuses them: {error}") from error
 
 
 def _package(module: str) -> Any:
@@ -138,7 +134,7 @@ def _package(module: str) -> Any:
         importlib.import_module("reasoning_gym")  # fills the registry
         return importlib.import_module(f"reasoning_gym.{module}")
     except ImportError as error:
-        raise ConfigError("task=reasoning_gym: this needs reasoning-gym: pip install 'rhymerl[reasoning]'") from error
+        raise ValueError("this needs reasoning-gym: pip install 'rhymerl[reasoning]'") from error
 
 
 def _pack(value: Any) -> Any:

@@ -31,11 +31,11 @@ class RunningSum(Task):
     ) -> None:
         super().__init__(seed=seed, train_size=train_size, validation_size=validation_size)
         if not 1 <= difficulty <= 15:
-            raise ValueError(f"task.difficulty={difficulty}: expected 1 to 15 additions")
+            raise ValueError(f"difficulty={difficulty}: expected 1 to 15 additions")
         if max_number < 1:
-            raise ValueError(f"task.max_number={max_number}: expected at least 1")
+            raise ValueError(f"max_number={max_number}: expected at least 1")
         if not 0 <= error_rate < 1:
-            raise ValueError(f"task.error_rate={error_rate}: expected a share in [0, 1)")
+            raise ValueError(f"error_rate={error_rate}: expected a share in [0, 1)")
         self.difficulty = difficulty
         self.max_number = max_number
         self.error_rate = error_rate

@@ -49,16 +49,14 @@ class EvaluationSettings:
         self.right_by = right_by
         self.extract = extract
         self._extract: Extract | None = _extractor(extract) if extract is not None else None
-        require_at_least("evaluation", {"every_n_steps": (every_n_steps, 0)})
-        _check("evaluation", self._of(""))
+        require_at_least({"every_n_steps": (every_n_steps, 0)})
+        _check(self._of(""))
         for name, values in (self.sets or {}).items():
             for key in values:
                 if key not in _OF_A_SET:
                     known = ", ".join(_OF_A_SET)
-                    raise ConfigError(
-                        f"evaluation.sets.{name}.{key}: unknown setting{nearest(key, _OF_A_SET)}; known: {known}"
-                    )
-            _check(f"evaluation.sets.{name}", self._of(name))
+                    raise ValueError(f"sets.{name}.{key}: unknown setting{nearest(key, _OF_A_SET)}; known: {known}")
+            _check(self._of(name), f"sets.{name}.")
 
     def rollout(self, training: RolloutSettings, name: str = ONLY_SET) -> RolloutSettings:
         """The settings of a rollout on the data set `name`."""
@@ -191,19 +189,22 @@ def _reward(sample: Sample, name: str | None) -> float:
 
 
 def _extractor(name: str) -> Callable[[str], object]:
-    setting = f"evaluation.extract={name!r}"
-    found = find(name, setting=setting).target
+    argument = f"extract={name!r}"
+    try:
+        found = find(name, setting=argument).target
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
     if not callable(found):
-        raise ConfigError(f"{setting}: it is of type {type(found).__name__}, expected a function of a text")
+        raise ValueError(f"{argument}: it is of type {type(found).__name__}, expected a function of a text")
     extract: Callable[[str], object] = found
     return extract
 
 
-def _check(section: str, values: Mapping[str, Any]) -> None:
+def _check(values: Mapping[str, Any], within: str = "") -> None:
     for name, least in (("samples", 1), ("temperature", 0), ("max_tokens", 1)):
         value = values[name]
         if value is None and name != "max_tokens":
-            raise ConfigError(f"{section}.{name}=None: expected a number")
+            raise ValueError(f"{within}{name}=None: expected a number")
         if name != "temperature" and isinstance(value, float) and not value.is_integer():
-            raise ConfigError(f"{section}.{name}={value}: expected a whole number")
-        require_at_least(section, {name: (least if value is None else value, least)})
+            raise ValueError(f"{within}{name}={value}: expected a whole number")
+        require_at_least({within + name: (least if value is None else value, least)})

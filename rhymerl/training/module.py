@@ -96,16 +96,16 @@ class RhymeModule(L.LightningModule):
         self.automatic_optimization = False
         refuse_lost(model=model, algo=algo, critic=critic, rollout=rollout, update=update, evaluation=evaluation)
         refuse_lost(drafter=drafter, budget=budget, history=history, scheduler=scheduler, backend=backend)
-        self.algo: Algorithm = instantiate(algo, default=GRPO)
-        self.critic_settings: CriticSettings = instantiate(critic, default=CriticSettings)
-        self.rollout: RolloutSettings = instantiate(rollout, default=RolloutSettings)
-        self.update: UpdateSettings = instantiate(update, default=UpdateSettings)
-        self.evaluation: EvaluationSettings = instantiate(evaluation, default=EvaluationSettings)
-        self.drafter: Drafter = instantiate(drafter, default=HistoryTreeDrafter)
-        self.budget: Budget = instantiate(budget, default=GoodputBudget)
-        self.history: HistoryStore = instantiate(history, default=HistoryStore)
-        self.scheduler: Scheduler = instantiate(scheduler, default=FIFOScheduler)
-        self.backend: RolloutBackend = instantiate(backend, default=EmbeddedBackend)
+        self.algo: Algorithm = instantiate(algo, key="algo", default=GRPO)
+        self.critic_settings: CriticSettings = instantiate(critic, key="critic", default=CriticSettings)
+        self.rollout: RolloutSettings = instantiate(rollout, key="rollout", default=RolloutSettings)
+        self.update: UpdateSettings = instantiate(update, key="update", default=UpdateSettings)
+        self.evaluation: EvaluationSettings = instantiate(evaluation, key="evaluation", default=EvaluationSettings)
+        self.drafter: Drafter = instantiate(drafter, key="drafter", default=HistoryTreeDrafter)
+        self.budget: Budget = instantiate(budget, key="budget", default=GoodputBudget)
+        self.history: HistoryStore = instantiate(history, key="history", default=HistoryStore)
+        self.scheduler: Scheduler = instantiate(scheduler, key="scheduler", default=FIFOScheduler)
+        self.backend: RolloutBackend = instantiate(backend, key="backend", default=EmbeddedBackend)
         self.run_ahead: RunAhead = run_ahead
         self.max_staleness = max_staleness
         self.rewards = rewards
@@ -117,7 +117,7 @@ class RhymeModule(L.LightningModule):
                 "rollout.temperature=0: greedy answers of a group are all the same, so nothing can be learned from them; "
                 "expected more than 0 (evaluation.temperature may be 0)"
             )
-        source = PolicySource(model) if isinstance(model, str) else instantiate(model)
+        source = PolicySource(model) if isinstance(model, str) else instantiate(model, key="model")
         self.policy: Policy = source.load() if isinstance(source, PolicySource) else source
         check_adapters(self.policy.model)
         self.model: PreTrainedModel = self.policy.model.train()

@@ -62,11 +62,11 @@ class UpdateSettings:
             "micro_batch_tokens": (micro_batch_tokens, 1),
             "chunk_tokens": (1 if chunk_tokens is None else chunk_tokens, 1),
         }
-        require_at_least("update", at_least)
+        require_at_least(at_least)
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ConfigError(f"update.betas={list(betas)}: expected two numbers in [0, 1)")
+            raise ValueError(f"betas={list(betas)}: expected two numbers in [0, 1)")
         if lr_schedule not in ("constant", "linear", "cosine"):
-            raise ConfigError(f"update.lr_schedule={lr_schedule!r}: expected constant, linear or cosine")
+            raise ValueError(f"lr_schedule={lr_schedule!r}: expected constant, linear or cosine")
         self.learning_rate = learning_rate
         self.lr_schedule = lr_schedule
         self.warmup_steps = warmup_steps

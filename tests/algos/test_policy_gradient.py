@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from rhymerl.algos import GRPO, PPO, Batch, PolicyGradient, PolicyOutput, Totals
-from rhymerl.errors import ConfigError
 from tests.algos.batches import loss_of, make_batch, output_of, rows, tensor, totals_of, with_advantages
 from tests.algos.twin import plain_loss
 
@@ -353,7 +352,7 @@ def test_a_users_token_loss_is_the_loss():
 
 
 def test_a_divergence_that_is_of_tokens_is_not_left_out_of_a_scale():
-    with pytest.raises(ConfigError, match="^algo.scale='batch': expected none with baseline=none and kl_in=reward"):
+    with pytest.raises(ValueError, match="^scale='batch': expected none with baseline=none and kl_in=reward"):
         GRPO(baseline="none", scale="batch", kl_coef=0.1, kl_in="reward")
 
 

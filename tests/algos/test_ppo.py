@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,6 @@ import torch
 
 from rhymerl.algos import GRPO, PPO, Batch
 from rhymerl.algos.functional import whitened
-from rhymerl.errors import ConfigError
 from tests.algos.batches import make_batch, output_of, rows, tensor, totals_of
 from tests.algos.twin import plain_advantages
 
@@ -63,7 +63,7 @@ def test_with_lambda_one_the_return_of_a_cut_answer_is_discounted_from_behind_it
 
 
 def test_answers_that_leave_the_loss_are_not_bootstrapped_too():
-    with pytest.raises(ConfigError, match=r"algo.bootstrap_truncated=True: expected false with mask_truncated=true"):
+    with pytest.raises(ValueError, match=r"^bootstrap_truncated=True: expected false with mask_truncated=true"):
         PPO(bootstrap_truncated=True, mask_truncated=True)
 
 
@@ -158,7 +158,7 @@ def test_the_step_tells_of_divergence_and_critic():
     ids=str,
 )
 def test_bad_settings_are_named(settings, expected):
-    with pytest.raises(ConfigError) as raised:
-        PPO(**settings)
     name, value = next(iter(settings.items()))
-    assert str(raised.value) == f"algo.{name}={value!r}: expected {expected}"
+    message = f"{name}={value!r}: expected {expected}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        PPO(**settings)

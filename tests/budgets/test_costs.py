@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,6 @@ import pytest
 
 from rhymerl.budgets.learned_cost import LearnedCost
 from rhymerl.costs import CostCurve, PassCost
-from rhymerl.errors import ConfigError
 
 EXPECTED = "expected at least two [tokens, seconds], tokens rising, seconds above 0 and not falling"
 
@@ -45,15 +45,12 @@ def test_a_curve_from_a_file(tmp_path):
      [[0, 1], [1, np.inf]]],
 )  # fmt: skip
 def test_curves_that_are_none_are_refused(points, tmp_path):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ValueError, match=f"^{re.escape(f'points={points!r}: {EXPECTED}')}$"):
         CostCurve(points)
-    assert str(caught.value) == f"budget.costs={points!r}: {EXPECTED}"
     path = tmp_path / "costs.json"
     path.write_text(json.dumps({"costs": points}))
-    with pytest.raises(ConfigError) as caught:
-        CostCurve.read(path, setting="costs")
-    assert str(caught.value).startswith(f"costs={str(path)!r}: costs=")
-    assert str(caught.value).endswith(EXPECTED)
+    with pytest.raises(ValueError, match=rf"^costs='{path}': costs=.*: {re.escape(EXPECTED)}$"):
+        CostCurve.read(path)
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[]", "3", "{}", '{"cost": []}', "\xff"])
@@ -61,12 +58,9 @@ def test_files_that_are_none_are_refused(content, tmp_path):
     path = tmp_path / "costs.json"
     if content is not None:
         path.write_text(content, encoding="latin-1")
-    with pytest.raises(ConfigError) as caught:
+    start = f'costs={str(path)!r}: expected a JSON file {{"costs": [[tokens, seconds], ...]}} ('
+    with pytest.raises(ValueError, match=rf"^{re.escape(start)}.*\)\Z"):  # in one line
         CostCurve.read(path)
-    assert str(caught.value).startswith(
-        f'budget.costs={str(path)!r}: expected a JSON file {{"costs": [[tokens, seconds], ...]}} ('
-    )
-    assert "\n" not in str(caught.value)
 
 
 # -- learned -----------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from rhymerl.budgets.acceptance import Acceptance
 from rhymerl.budgets.base import Pauses
 from rhymerl.costs import CostCurve
 from rhymerl.drafters.batches import closed, keep_nodes
-from rhymerl.errors import ConfigError
 from rhymerl.testing import make_requests
 from rhymerl.types import Draft, DraftBatch
 from tests.budgets.passes import chain, forest, outcome_of
@@ -93,13 +92,13 @@ def test_costs_from_a_list_and_from_a_file_are_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"nodes": -1}, "budget.nodes=-1: expected at least 0"),
-        ({"costs": "nothing.json"}, "budget.costs='nothing.json': expected a JSON file"),
-        ({"costs": [[1, 2]]}, r"budget.costs=\[\[1, 2\]\]: expected at least two"),
+        ({"nodes": -1}, "^nodes=-1: expected at least 0"),
+        ({"costs": "nothing.json"}, "^costs='nothing.json': expected a JSON file"),
+        ({"costs": [[1, 2]]}, r"^costs=\[\[1, 2\]\]: expected at least two"),
     ],
 )
 def test_settings_out_of_range_are_named(settings, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ValueError, match=message):
         GoodputBudget(**settings)
 
 

@@ -34,6 +34,23 @@ class MyDrafter(Drafter):
         raise NotImplementedError
 
 
+class MyFan(Drafter):
+    def __init__(self, *, width: int = 2, widths: Mapping[str, int] | None = None, reason: str = "") -> None:
+        if width > 2:
+            raise ValueError(f"width={width}: expected at most 2")
+        for name, value in (widths or {}).items():
+            if value > 2:
+                raise ValueError(f"widths.{name}={value}: expected at most 2")
+        if reason:
+            raise ValueError(reason)
+        self.width = width
+        self.widths = widths
+        self.reason = reason
+
+    def propose(self, request, context, budget):
+        raise NotImplementedError
+
+
 class Settings:
     def __init__(
         self,

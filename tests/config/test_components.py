@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rhymerl.config import compose, describe, instantiate, to_yaml
+from rhymerl.config import compose, construct, describe, instantiate, to_yaml
+from rhymerl.config.targets import import_target
 from rhymerl.drafters import NoDrafter
 from rhymerl.errors import ConfigError
 from rhymerl.schedulers import FIFOScheduler
@@ -117,6 +118,36 @@ def test_errors_of_constructors_name_the_setting(overrides: list[str], message: 
     config = compose("main.yaml", overrides)
     with pytest.raises(ConfigError) as caught:
         instantiate(config.job)
+    assert str(caught.value) == message
+
+
+def test_a_component_does_not_know_where_it_stands() -> None:
+    MyFan = import_target("my_module.MyFan", setting="")  # noqa: N806 - a class
+    with pytest.raises(ValueError, match="^width=3: expected at most 2$"):
+        MyFan(width=3)
+    with pytest.raises(ConfigError, match="^module.drafter.width=3: expected at most 2$"):
+        instantiate({"_target_": "my_module.MyFan", "width": 3}, key="module.drafter")
+    with pytest.raises(ConfigError, match="^width=3: expected at most 2$"):
+        construct(MyFan, {"width": 3}, key="")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"width": 3}, "drafter.width=3: expected at most 2"),
+        ({"widths": {"top": 3}}, "drafter.widths.top=3: expected at most 2"),
+        ({"reason": "widths[1]=3: too wide"}, "drafter.widths[1]=3: too wide"),
+        ({"reason": "widths: too many"}, "drafter.widths: too many"),
+        ({"reason": "width is too much\nfor it"}, "drafter: width is too much for it"),
+        ({"reason": "wid=3: too wide"}, "drafter: wid=3: too wide"),
+        ({"reason": "other.width=3: too wide"}, "drafter: other.width=3: too wide"),
+        ({"reason": "drafter.width=3: too wide"}, "drafter: drafter.width=3: too wide"),
+    ],
+)
+def test_where_it_stands_is_put_before_what_its_constructor_says(settings: dict[str, Any], message: str) -> None:
+    config = compose("main.yaml", ["drafter=my_module.MyFan"])
+    with pytest.raises(ConfigError) as caught:
+        instantiate({**config.drafter, **settings}, key="drafter")
     assert str(caught.value) == message
 
 

@@ -213,8 +213,8 @@ def test_several_validation_sets_by_name(policy: Policy, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("sets", "error", "message"),
     [
-        ({}, ConfigError, "data.validation={}: expected at least one data set, or null"),
-        ({"a/b": ROWS}, ConfigError, "data.validation: 'a/b': expected a name of letters, digits"),
+        ({}, ValueError, "validation={}: expected at least one data set, or null"),
+        ({"a/b": ROWS}, ValueError, "validation: 'a/b': expected a name of letters, digits"),
         ({"a": None}, ConfigError, "data.validation.a=None: expected a .jsonl"),
         ({"a": ROWS, "b": "none.jsonl"}, DataError, "data.validation.b='none.jsonl': no such file"),
         ({"a": [{"text": "1"}]}, DataError, "data.validation.a, row 1: data.prompt_column"),
@@ -223,7 +223,7 @@ def test_several_validation_sets_by_name(policy: Policy, tmp_path: Path) -> None
 def test_bad_validation_sets(policy: Policy, sets: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error) as raised:
         prepare(data(validation=sets), policy)
-    assert message in str(raised.value)
+    assert str(raised.value).startswith(message)
 
 
 def test_each_validation_set_has_its_own_limit(policy: Policy) -> None:
@@ -361,7 +361,7 @@ def test_more_validation_prompts_than_rows_is_refused(policy: Policy) -> None:
 
 @pytest.mark.parametrize("name", ["prompts_per_step", "validation_prompts", "max_prompt_tokens"])
 def test_numbers_below_one_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"data.{name}=0: expected at least 1"):
+    with pytest.raises(ValueError, match=f"^{name}=0: expected at least 1"):
         data(**{name: 0})
 
 

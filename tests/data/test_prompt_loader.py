@@ -94,7 +94,7 @@ def test_peek_looks_into_the_next_pass() -> None:
 
 @pytest.mark.parametrize("value", [0, -1])
 def test_a_step_without_prompts_is_refused(value: int) -> None:
-    with pytest.raises(ConfigError, match=f"data.prompts_per_step={value}: expected at least 1"):
+    with pytest.raises(ValueError, match=f"^prompts_per_step={value}: expected at least 1"):
         PromptLoader(make_prompts(1), prompts_per_step=value)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from rhymerl.drafters import HistoryTreeDrafter
-from rhymerl.errors import ConfigError
 from rhymerl.history import HistoryStore
 from rhymerl.testing import make_prompt
 from rhymerl.types import RolloutRequest
@@ -87,22 +87,21 @@ def test_it_goes_on_after_it_was_closed(drafters):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"window": -1}, "drafter.window=-1: expected at least 0"),
-        ({"min_match": 0}, "drafter.min_match=0: expected at least 1"),
-        ({"max_matches": 0}, "drafter.max_matches=0: expected at least 1"),
-        ({"max_branches": 0}, "drafter.max_branches=0: expected at least 1"),
-        ({"max_match": 33}, "drafter.max_match=33: expected from min_match=1 to 32"),
-        ({"min_match": 5, "max_match": 4}, "drafter.max_match=4: expected from min_match=5 to 32"),
-        ({"priority": "luck"}, "drafter.priority='luck': expected probability or reward"),
-        ({"length_weight": 0.5}, "drafter.length_weight=0.5: expected 1 or more; .inf counts the longest suffixes alone"),
-        ({"length_weight": np.nan}, "drafter.length_weight=nan: expected 1 or more; .inf counts the longest suffixes alone"),
-        ({"recency": 0.0}, "drafter.recency=0.0: expected above 0, at most 1"),
-        ({"advantage_tilt": np.nan}, "drafter.advantage_tilt=nan: expected a finite number"),
-        ({"escape": -0.1}, "drafter.escape=-0.1: expected 0 or more, and finite"),
-        ({"escape": np.inf}, "drafter.escape=inf: expected 0 or more, and finite"),
+        ({"window": -1}, "window=-1: expected at least 0"),
+        ({"min_match": 0}, "min_match=0: expected at least 1"),
+        ({"max_matches": 0}, "max_matches=0: expected at least 1"),
+        ({"max_branches": 0}, "max_branches=0: expected at least 1"),
+        ({"max_match": 33}, "max_match=33: expected from min_match=1 to 32"),
+        ({"min_match": 5, "max_match": 4}, "max_match=4: expected from min_match=5 to 32"),
+        ({"priority": "luck"}, "priority='luck': expected probability or reward"),
+        ({"length_weight": 0.5}, "length_weight=0.5: expected 1 or more; .inf counts the longest suffixes alone"),
+        ({"length_weight": np.nan}, "length_weight=nan: expected 1 or more; .inf counts the longest suffixes alone"),
+        ({"recency": 0.0}, "recency=0.0: expected above 0, at most 1"),
+        ({"advantage_tilt": np.nan}, "advantage_tilt=nan: expected a finite number"),
+        ({"escape": -0.1}, "escape=-0.1: expected 0 or more, and finite"),
+        ({"escape": np.inf}, "escape=inf: expected 0 or more, and finite"),
     ],
 )  # fmt: skip
 def test_settings_out_of_range_are_named(settings, message):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         HistoryTreeDrafter(**settings)
-    assert str(caught.value) == message

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rhymerl.errors import ConfigError, DataError, RunError
+from rhymerl.errors import DataError, RunError
 from rhymerl.history import HistoryStore
 from tests.history.answers import answer, prompt
 
@@ -24,13 +24,13 @@ def keys(store: HistoryStore) -> list[str]:
 @pytest.mark.parametrize("name", ["window", "max_tokens", "max_prompts", "log_size"])
 @pytest.mark.parametrize("value", [0, -3])
 def test_a_setting_out_of_range_is_refused(name: str, value: int) -> None:
-    with pytest.raises(ConfigError, match=rf"^history\.{name}={value}: expected at least 1$"):
+    with pytest.raises(ValueError, match=rf"^{name}={value}: expected at least 1$"):
         HistoryStore(**{name: value})
 
 
 def test_a_directory_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"^history\.spill='.*file': "):
+    with pytest.raises(ValueError, match=r"^spill='.*file': "):
         HistoryStore(spill=tmp_path / "file")
 
 

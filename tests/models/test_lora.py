@@ -214,9 +214,19 @@ def test_from_a_source(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rank": 0}, r"adapter.rank=0: expected at least 1"),
-        ({"alpha": 0.0}, r"adapter.alpha=0.0: expected more than 0"),
-        ({"dropout": 1.0}, r"adapter.dropout=1.0: expected at least 0 and less than 1"),
+        ({"rank": 0}, "rank=0: expected at least 1"),
+        ({"alpha": 0.0}, "alpha=0.0: expected more than 0, and finite"),
+        ({"dropout": 1.0}, "dropout=1.0: expected at least 0 and less than 1"),
+    ],
+)
+def test_arguments_out_of_range(settings, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        LoRA(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
         ({"targets": []}, r"adapter.targets=\[\]: expected some of .*, or null for all"),
         (
             {"targets": ["q_proj", "query"]},
@@ -224,7 +234,7 @@ def test_from_a_source(tmp_path):
         ),
     ],
 )
-def test_bad_settings(settings, message):
+def test_targets_that_the_model_lacks(settings, message):
     with pytest.raises(ConfigError, match=message):
         LoRA(**settings).put_on(tiny_policy().model, seed=0)
 

@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from rhymerl.backends.sglang.arguments import check, check_for_ranks
-from rhymerl.errors import ConfigError
 
 pytestmark = pytest.mark.sglang
 NAMES = """
@@ -25,7 +24,7 @@ def refusal(name: str) -> str | None:
     try:
         check({name: 2})
         check_for_ranks({name: 2})
-    except ConfigError as error:
+    except ValueError as error:
         return str(error)
     return None
 

@@ -89,7 +89,7 @@ def test_the_reward_reads_the_text_after_the_last_mark(completion: str, reward: 
 
 @pytest.mark.parametrize("setting", [{"difficulty": 0}, {"difficulty": 16}, {"error_rate": 1.0}])
 def test_settings_out_of_range_are_refused(setting: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"task.{next(iter(setting))}="):
+    with pytest.raises(ValueError, match=f"^{next(iter(setting))}="):
         RunningSum(**setting)
 
 

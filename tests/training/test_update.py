@@ -376,14 +376,14 @@ def test_biases_and_norms_do_not_decay():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mini_batches": 0}, "update.mini_batches=0: expected at least 1"),
-        ({"epochs": 0}, "update.epochs=0: expected at least 1"),
-        ({"learning_rate": -1.0}, "update.learning_rate=-1.0"),
-        ({"lr_schedule": "cubic"}, "update.lr_schedule='cubic': expected constant, linear or cosine"),
+        ({"mini_batches": 0}, "^mini_batches=0: expected at least 1"),
+        ({"epochs": 0}, "^epochs=0: expected at least 1"),
+        ({"learning_rate": -1.0}, "^learning_rate=-1.0"),
+        ({"lr_schedule": "cubic"}, "^lr_schedule='cubic': expected constant, linear or cosine"),
     ],
 )
 def test_bad_settings_are_named(settings, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ValueError, match=message):
         UpdateSettings(**settings)
 
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-from rhymerl.errors import BackendError, ConfigError
+from rhymerl.errors import BackendError
 
 _KINDS: Mapping[str, type[http.client.HTTPConnection]] = {
     "http": http.client.HTTPConnection,
@@ -41,14 +41,14 @@ class Client:
 
     @classmethod
     def at(cls, url: str) -> Client:
-        """Raises ConfigError for what is no http URL."""
+        """Raises ValueError for what is no http URL."""
         try:
             parts = urlsplit(url)
             kind, port = _KINDS.get(parts.scheme), parts.port
         except ValueError:  # a port that is none
             kind, port = None, None
         if kind is None or not parts.hostname:
-            raise ConfigError(f"backend.url={url!r}: expected http://HOST:PORT of a running SGLang server or router")
+            raise ValueError(f"url={url!r}: expected http://HOST:PORT of a running SGLang server or router")
         return cls(parts.hostname, port or kind.default_port, path=parts.path, scheme=parts.scheme)
 
     def another(self) -> Client:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
 from rhymerl.backends.remote.client import Client
+from rhymerl.config import construct
 from rhymerl.errors import BackendError, ConfigError
 
 T = TypeVar("T")
@@ -75,7 +76,10 @@ def _behind(address: Client) -> list[Client]:
             )
     if not listed:
         raise BackendError(f"backend.url={address.url!r}: the router there has no SGLang servers yet")
-    return [Client.at(url) for url in sorted({_RANK.sub("", engine["url"]).rstrip("/") for engine in listed})]
+    return [
+        construct(Client.at, {"url": url}, key="backend")
+        for url in sorted({_RANK.sub("", engine["url"]).rstrip("/") for engine in listed})
+    ]
 
 
 def _listed(address: Client) -> Sequence[Mapping[str, Any]] | None:

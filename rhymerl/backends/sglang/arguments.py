@@ -6,8 +6,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from rhymerl.errors import ConfigError
-
 _OURS = {  # set here, by settings of their own
     "model": "model.path",
     "model_path": "model.path",
@@ -47,7 +45,7 @@ _OF_ONE_ENGINE = dict.fromkeys(
 
 
 def check(arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an argument that is ours to set, or with which drafts would change what is sampled."""
+    """Raise ValueError for an argument that is ours to set, or with which drafts would change what is sampled."""
     for name, value in arguments.items():
         _refuse(name, value, _REFUSED)
         if value not in (None, 1):
@@ -55,18 +53,18 @@ def check(arguments: Mapping[str, Any]) -> None:
 
 
 def check_for_ranks(arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an argument that only one engine can have, where every rank starts one."""
+    """Raise ValueError for an argument that only one engine can have, where every rank starts one."""
     for name, value in arguments.items():
         _refuse(name, value, _OF_ONE_ENGINE)
 
 
 def _refuse(name: str, value: Any, reasons: Mapping[str, str]) -> None:
-    """Raise ConfigError for one of those names; also for the beginning of one, which SGLang takes for the whole."""
+    """Raise ValueError for one of those names; also for the beginning of one, which SGLang takes for the whole."""
     plain = name.replace("-", "_")
     for whole, reason in reasons.items():
         if whole.startswith(plain):
             read_as = "" if whole == plain else f", which SGLang may read as {whole}"
-            raise ConfigError(f"backend.arguments.{name}={value!r}{read_as}: {reason}")
+            raise ValueError(f"arguments.{name}={value!r}{read_as}: {reason}")
 
 
 def engine_dtype(wanted: str | None, policy: str) -> str:

@@ -14,6 +14,7 @@ from rhymerl.backends.sglang.nodes import best_n
 from rhymerl.backends.sglang.session import Session
 from rhymerl.backends.sglang.session_settings import SessionSettings
 from rhymerl.budgets.base import Budget
+from rhymerl.config import construct
 from rhymerl.costs import CostCurve
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
@@ -69,9 +70,9 @@ class SGLangBackend(RolloutBackend):
             "start_timeout_s": (start_timeout_s, 1),
             "silence_timeout_s": (silence_timeout_s, 1),
         }
-        require_at_least("backend", at_least)
+        require_at_least(at_least)
         if not 0 <= expected_accept_rate < 1:
-            raise ConfigError(f"backend.expected_accept_rate={expected_accept_rate}: expected at least 0 and below 1")
+            raise ValueError(f"expected_accept_rate={expected_accept_rate}: expected at least 0 and below 1")
         self.nodes = nodes
         self.costs = costs
         self.expected_accept_rate = expected_accept_rate
@@ -91,7 +92,7 @@ class SGLangBackend(RolloutBackend):
         if url is not None:
             self._refuse_what_starts_a_server()
         self._addresses = _addresses(url)
-        self._cost = CostCurve.read(costs, setting="backend.costs") if costs is not None else None
+        self._cost = CostCurve.read(costs) if costs is not None else None
         self._session: Session | None = None
 
     def _refuse_what_starts_a_server(self) -> None:
@@ -101,8 +102,8 @@ class SGLangBackend(RolloutBackend):
             "restarts": self.restarts,
         }
         for name in filter(given.__getitem__, given):
-            raise ConfigError(
-                f"backend.{name}={getattr(self, name)!r}: is for a server that the run starts; backend.url={self.url!r} runs already"
+            raise ValueError(
+                f"{name}={getattr(self, name)!r}: is for a server that the run starts; url={self.url!r} runs already"
             )
 
     def start(
@@ -143,7 +144,7 @@ class SGLangBackend(RolloutBackend):
                 f"backend.tensor_parallel={self.tensor_parallel}: expected 1 with {node.num_here} ranks on a node, of which each has "
                 "an engine on its own GPU"
             )
-        check_for_ranks(self.arguments)
+        construct(check_for_ranks, {"arguments": self.arguments}, key="backend")
 
     def num_tokens(self, drafter: Drafter, budget: Budget | None = None) -> int:
         """Tokens a request and pass, for the engine's life: its last one and the draft's nodes."""
@@ -210,7 +211,5 @@ def _addresses(url: str | Sequence[str] | None) -> list[Client]:
     if url is None:
         return []
     if not url:
-        raise ConfigError(
-            f"backend.url={url!r}: expected an address, several, or null for a server that the run starts"
-        )
+        raise ValueError(f"url={url!r}: expected an address, several, or null for a server that the run starts")
     return [Client.at(each) for each in ([url] if isinstance(url, str) else url)]

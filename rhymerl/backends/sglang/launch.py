@@ -12,7 +12,7 @@ from rhymerl.backends.sglang import arguments
 from rhymerl.backends.sglang.backend import SGLangBackend
 from rhymerl.backends.sglang.plugin.names import ALGORITHM, VARIABLE
 from rhymerl.backends.sglang.plugin.settings import EngineSettings
-from rhymerl.config import instantiate, resolved
+from rhymerl.config import construct, instantiate, resolved
 from rhymerl.drafters import RunAheadDrafter
 from rhymerl.errors import ConfigError
 from rhymerl.folders import open_folder
@@ -56,7 +56,7 @@ def _address(url: str | Sequence[str] | None) -> dict[str, Any]:
     urls = [url] if isinstance(url, str) else url
     if len(urls) != 1:
         raise ConfigError(f"backend.url={url!r}: expected one address; the command line is that of one server")
-    client = Client.at(urls[0])
+    client = construct(Client.at, {"url": urls[0]}, key="backend")
     if client.scheme != "http" or client.path:
         raise ConfigError(
             f"backend.url={urls[0]!r}: expected http://HOST:PORT of the server to start, and nothing more"

@@ -1,0 +1,129 @@
+"""A wrong argument is a ValueError that names it in Python, and one line that names the setting on the command line."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rhymerl import RhymeModule
+from rhymerl.config import instantiate
+from rhymerl.config.targets import import_target
+from rhymerl.errors import ConfigError
+from tests.integration.conftest import Run
+
+TRACE = Path(__file__).parents[2] / "benchmarks" / "traces" / "running_sum.jsonl.gz"
+
+
+@pytest.mark.parametrize(
+    ("key", "target", "given", "message"),
+    [
+        ("drafter", "drafters.HistoryTreeDrafter", {"window": -1}, "window=-1: expected at least 0"),
+        ("drafter", "drafters.HistoryTreeDrafter", {"recency": 0.0}, "recency=0.0: expected above 0, at most 1"),
+        ("drafter", "drafters.NGramDrafter", {"max_match": 1}, "max_match=1: expected from min_match=2 to 32"),
+        ("budget", "budgets.FixedBudget", {"min_probability": 2.0}, "min_probability=2.0: expected a number from 0 to 1"),
+        ("budget", "budgets.AIMDBudget", {"start": 0}, "start=0: expected at least 1"),
+        ("budget", "budgets.GoodputBudget", {"nodes": -1}, "nodes=-1: expected at least 0"),
+        ("budget", "budgets.GoodputBudget", {"costs": "no.json"}, "costs='no.json': expected a JSON file"),
+        ("budget", "budgets.GoodputBudget", {"costs": [[1.0, 2.0]]}, "costs=[[1.0, 2.0]]: expected at least two [tokens, seconds]"),
+        ("scheduler", "schedulers.PackedScheduler", {"costs": "no.json"}, "costs='no.json': expected a JSON file"),
+        ("scheduler", "schedulers.HistoPipeScheduler", {"alpha": 2.0}, "alpha=2.0: expected 0 to 1"),
+        ("history", "history.HistoryStore", {"max_tokens": 0}, "max_tokens=0: expected at least 1"),
+        ("history", "history.HistoryStore", {"spill": __file__}, f"spill={__file__!r}: File exists; give a directory"),
+        ("task", "tasks.RunningSum", {"difficulty": 99}, "difficulty=99: expected 1 to 15 additions"),
+        ("algo", "GRPO", {"kl_coef": -1.0}, "kl_coef=-1.0: expected at least 0"),
+        ("algo", "PPO", {"gamma": 2.0}, "gamma=2.0: expected 0 to 1"),
+        ("rollout", "rollout.RolloutSettings", {"group_size": 0}, "group_size=0: expected at least 1"),
+        ("rollout", "rollout.RolloutSettings", {"top_p": 2.0}, "top_p=2.0: expected in (0, 1]"),
+        ("update", "training.settings.UpdateSettings", {"learning_rate": -1.0}, "learning_rate=-1.0: expected at least 0"),
+        ("update", "training.settings.UpdateSettings", {"betas": [0.9]}, "betas=[0.9]: expected two numbers in [0, 1)"),
+        ("evaluation", "training.evaluation.EvaluationSettings", {"samples": 0}, "samples=0: expected at least 1"),
+        ("evaluation", "training.evaluation.EvaluationSettings", {"sets": {"a": {"samples": 0}}},
+         "sets.a.samples=0: expected at least 1"),
+        ("evaluation", "training.evaluation.EvaluationSettings", {"extract": "no_module.f"},
+         "extract='no_module.f': there is no module 'no_module'"),
+        ("adapter", "models.lora.LoRA", {"rank": 0}, "rank=0: expected at least 1"),
+        ("critic", "models.critic.CriticSettings", {"head_std": -1.0}, "head_std=-1.0: expected at least 0"),
+        ("model", "models.policy.PolicySource", {"path": None}, "path=None and init=None: set exactly one"),
+        ("data", "data.PromptDataModule", {"prompts_per_step": 0}, "prompts_per_step=0: expected at least 1"),
+        ("data", "data.PromptDataModule", {"validation": {}}, "validation={}: expected at least one data set, or null"),
+        ("data", "data.PromptDataModule", {"validation": {"a/b": "x"}}, "validation: 'a/b': expected a name of letters"),
+        ("data", "data.PromptSource", {"samples": 0}, "samples=0: expected at least 1"),
+        ("backend", "backends.embedded.EmbeddedBackend", {"max_running": 0}, "max_running=0: expected at least 1"),
+        ("backend", "backends.sglang.backend.SGLangBackend", {"restarts": -1}, "restarts=-1: expected at least 0"),
+        ("backend", "backends.sglang.backend.SGLangBackend", {"costs": "no.json"}, "costs='no.json': expected a JSON file"),
+        ("backend", "backends.sglang.backend.SGLangBackend", {"arguments": {"tp": 2}},
+         "arguments.tp=2, which SGLang may read as tp_size: is set by backend.tensor_parallel"),
+        ("backend", "backends.sglang.backend.SGLangBackend", {"url": "ftp://x"}, "url='ftp://x': expected http://HOST:PORT"),
+        ("backend", "backends.sglang.backend.SGLangBackend", {"url": "http://x:1", "restarts": 1},
+         "restarts=1: is for a server that the run starts; url='http://x:1' runs already"),
+        ("lengths", "simulation.SyntheticLengths", {"mean": -1.0}, "mean=-1.0: expected at least 1"),
+        ("measure", "bench.passes.MeasureSettings", {"rounds": 0}, "rounds=0: expected at least 1"),
+    ],
+)  # fmt: skip
+def test_python_gets_the_argument_and_yaml_the_setting(
+    key: str, target: str, given: dict[str, Any], message: str
+) -> None:
+    path = f"rhymerl.{target}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        import_target(path, setting="")(**given)
+    with pytest.raises(ConfigError, match=f"^{re.escape(f'{key}.{message}')}"):
+        instantiate({"_target_": path, **given}, key=key)
+
+
+def test_nodes_that_a_module_is_given_are_named_by_its_arguments() -> None:
+    for key, target, given, message in (
+        ("drafter", "drafters.NGramDrafter", {"min_match": 0}, "drafter.min_match=0: expected at least 1"),
+        ("history", "history.HistoryStore", {"window": 0}, "history.window=0: expected at least 1"),
+        ("model", "models.policy.PolicySource", {"dtype": "half"}, "model.dtype='half': expected one of"),
+    ):
+        parts: dict[str, Any] = {"model": "nowhere", key: {"_target_": f"rhymerl.{target}", **given}}
+        with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+            RhymeModule(**parts)
+
+
+FIT = ["fit", "--config=quickstart", "run_dir=run"]
+REPLAY = ["replay", str(TRACE)]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([*FIT, "drafter.window=-1"], "drafter.window=-1: expected at least 0"),
+        ([*FIT, "budget.nodes=-1"], "budget.nodes=-1: expected at least 0"),
+        ([*FIT, "budget=fixed", "budget.min_probability=2"], "budget.min_probability=2.0: expected a number from 0 to 1"),
+        ([*FIT, "history.max_tokens=0"], "history.max_tokens=0: expected at least 1"),
+        ([*FIT, "algo.kl_coef=-1"], "algo.kl_coef=-1.0: expected at least 0"),
+        ([*FIT, "data.prompts_per_step=0"], "data.prompts_per_step=0: expected at least 1"),
+        ([*FIT, "checkpoint.every_n_steps=0"], "checkpoint.every_n_steps=0: expected at least 1"),
+        ([*FIT, "backend.max_running=0"], "backend.max_running=0: expected at least 1"),
+        ([*FIT, "update.learning_rate=-1"], "update.learning_rate=-1.0: expected at least 0"),
+        ([*FIT, "adapter=lora", "adapter.rank=0"], "adapter.rank=0: expected at least 1"),
+        ([*FIT, "task.difficulty=99"], "task.difficulty=99: expected 1 to 15 additions"),
+        ([*FIT, "algo=ppo", "critic.path=/nowhere/at/all"], "critic.path='/nowhere/at/all': no such directory"),
+        ([*FIT, "evaluation.sets={x: {samples: 0}}"], "evaluation.sets.x.samples=0: expected at least 1"),
+        (["simulate", "lengths.mean=-1"], "lengths.mean=-1.0: expected at least 1"),
+        (["simulate", "lengths.prompts_per_step=0", f"trace={TRACE}"], "lengths.prompts_per_step=0: expected at least 1"),
+        (["simulate", "workers=0"], "workers=0: expected at least 1"),
+        (["simulate", "costs=no.json"], "costs='no.json': expected a JSON file"),
+        (["simulate", "scheduler=packed", "scheduler.costs=no.json"], "scheduler.costs='no.json': expected a JSON file"),
+        ([*REPLAY, "max_running=0"], "max_running=0: expected at least 1"),
+        ([*REPLAY, "costs=no.json"], "costs='no.json': expected a JSON file"),
+        ([*REPLAY, "history.window=0"], "history.window=0: expected at least 1"),
+        (["bench", "drafter", "batch=0"], "batch=0: expected at least 1"),
+        (["bench", "rollout", "pairs=0"], "pairs=0: expected at least 1"),
+        (["bench", "costs", "measure.rounds=0"], "measure.rounds=0: expected at least 1"),
+        (["rollout", "model.path=x", "data.samples=0", "out=x.jsonl"], "data.samples=0: expected at least 1"),
+        (["warmstart", "out=out", "warmstart.batch_size=0"], "warmstart.batch_size=0: expected at least 1"),
+    ],
+)  # fmt: skip
+def test_commands_name_the_setting(
+    words: list[str], message: str, rhymerl: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = rhymerl(*words)
+    assert done.code == 2, done.err
+    assert done.err.splitlines()[-1].startswith(f"error: {message}")
+    assert "Traceback" not in done.err
