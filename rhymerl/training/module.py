@@ -198,7 +198,7 @@ class RhymeModule(L.LightningModule):
             nn.Module.to(self._reference, device=self.device, dtype=self.model.dtype)
         self._ranks = self._ranks or (Group(RECORDS) if self.trainer.world_size > 1 else Alone())
         self.backend.start(self.policy, self._rollout_drafter, budget=self.budget, autocast=autocast)
-        self._scorer = RewardScorer(self._rewards, num_workers=self.reward_workers)
+        self._scorer = RewardScorer(self._rewards, num_processes=self.reward_workers)
         self._loop = RolloutLoop(
             self.backend,
             self.scheduler,
