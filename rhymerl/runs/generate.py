@@ -164,6 +164,7 @@ def _loop(
     scheduler = instantiate(config.scheduler, key="scheduler")
     backend: RolloutBackend = instantiate(config.backend, key="backend")
     backend.check(max(len(prompt.token_ids) for prompt in prompts) + settings.max_tokens)
+    backend.check_drafting(drafter, budget)
     with backend, RewardScorer(rewards, num_processes=1) as scorer:
         backend.start(policy, drafter, budget=budget)
         yield RolloutLoop(

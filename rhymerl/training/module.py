@@ -175,6 +175,7 @@ class RhymeModule(L.LightningModule):
         check_answers_fit(self.policy, rollout=self.rollout, evaluation=self.evaluation)
         longest = longest_tokens(datamodule, rollout=self.rollout, evaluation=self.evaluation)
         self.backend.check(longest)
+        self.backend.check_drafting(self.drafter, self.budget)
         if self.critic is not None:
             self.critic.check(longest)
         self._rewards = checked_rewards(self.rewards, datamodule)
