@@ -1,13 +1,13 @@
 """Calls a second of rewards that run an answer's code, beside a plain interpreter for each answer.
 
---answers answers of a few lines with three tests each, by --workers reward workers, interleaved; the first round, in which
-workers start, is not counted, spreads are over the repeats.
+--answers answers of a few lines with three tests each, by --processes reward processes, interleaved; the first round, in which
+processes start, is not counted, spreads are over the repeats.
 
 - plain: `python -c` of code and tests, without any wall; its answers could do whatever this program may;
 - code: the reward `code`, with all walls;
 - bare: a reward that does nothing, which is the pool's own share of the others.
 
-    python benchmarks/code_rewards.py [--answers 200] [--workers 2]
+    python benchmarks/code_rewards.py [--answers 200] [--processes 2]
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def score(scorer: RewardScorer, number: int) -> None:
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     parser = record.options(__doc__, repeats=5)
     parser.add_argument("--answers", type=int, default=200)
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args(words)
     start = record.environment()
     with ExitStack() as stack:
         measures: dict[str, Callable[[], float]] = {}
         for way, function in WAYS.items():
             reward = Reward(function, name=way, timeout_s=60)
-            scorer = stack.enter_context(RewardScorer([reward], num_workers=arguments.workers))
+            scorer = stack.enter_context(RewardScorer([reward], num_processes=arguments.processes))
             measures[way] = partial(record.seconds, partial(score, scorer, arguments.answers))
         taken = record.interleaved(measures, repeats=arguments.repeats)
     rows = [

@@ -7,7 +7,7 @@ Four ways, interleaved step by step; the first two steps are not counted, spread
 - backend: the requests through the scripted backend alone, which is the fake's own share of what follows;
 - loop: without reward functions, with a decoder that costs next to nothing;
 - loop_decode: the same with a Hugging Face tokenizer as the decoder;
-- loop_pool: `loop` with one trivial reward function in --workers worker processes.
+- loop_pool: `loop` with one trivial reward function in --processes reward processes.
 
 The resident memory of this process is read at 25, 50, 75 and 100 % of the epoch, with all ways in it.
 
@@ -54,7 +54,7 @@ def make_prompts(count: int, *, seed: int) -> list[Prompt]:
 
 
 def make_loops(stack: ExitStack, arguments: Any) -> dict[str, RolloutLoop]:
-    """The loops to compare; worker processes end with the stack."""
+    """The loops to compare; reward processes end with the stack."""
     tokenizer = character_tokenizer(CHARACTERS)
     answer = make_answers(seed=arguments.seed)
 
@@ -67,7 +67,7 @@ def make_loops(stack: ExitStack, arguments: Any) -> dict[str, RolloutLoop]:
     return {
         "loop": loop(RewardScorer([])),
         "loop_decode": loop(RewardScorer([]), tokenizer.decode),
-        "loop_pool": loop(RewardScorer(rewards, num_workers=arguments.workers)),
+        "loop_pool": loop(RewardScorer(rewards, num_processes=arguments.processes)),
     }
 
 
@@ -120,7 +120,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--prompts", type=int, default=10_000)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--prompts-per-step", type=int, default=64)
-    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=1)
     arguments = parser.parse_args(words)
     record.set_threads(arguments.threads)
     start = record.environment()

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from omegaconf import OmegaConf
 
-from rhymerl.backends.remote.process import Server
 from rhymerl.backends.sglang import arguments as server
 from rhymerl.backends.sglang.backend import SGLangBackend
+from rhymerl.backends.sglang.server import start_server
 from rhymerl.drafters import Drafter, HistoryTreeDrafter, NGramDrafter, NoDrafter
 from rhymerl.history import HistoryStore
 from rhymerl.models.policy import Policy
@@ -70,7 +70,7 @@ class StockServer:
         self._nodes = nodes
         self._threads = ThreadPoolExecutor(max_running)
         self._flying: dict[Future[Any], RolloutRequest] = {}
-        self._server = Server(words, environment, folder / "engine.log")
+        self._server = start_server(words, environment, folder / "engine.log")
         try:
             self._server.wait_until_ready(start_timeout_s)
         except BaseException:

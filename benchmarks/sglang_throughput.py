@@ -95,9 +95,9 @@ class Side:
         done: dict[str, Completion] = {}
         self.backend.submit(list(itertools.islice(waiting, running)))
         while len(done) < len(requests):
-            landed = self.backend.collect()
-            done.update((each.request.id, each) for each in landed)
-            self.backend.submit(list(itertools.islice(waiting, len(landed))))
+            completed = self.backend.collect()
+            done.update((each.request.id, each) for each in completed)
+            self.backend.submit(list(itertools.islice(waiting, len(completed))))
         return [done[request.id] for request in requests]
 
     def measured(self, requests: Sequence[RolloutRequest], *, running: int) -> Round:

@@ -98,7 +98,7 @@ class Work:
         return self._requests(self.prompts, f"epoch {number}")
 
     def round(self, number: int, running: int) -> list[RolloutRequest]:
-        """The groups of prompts drawn for this round, so many that each slot has several answers to give."""
+        """The groups of prompts chosen for this round, so many that each slot has several answers to give."""
         name = f"round {number} of {running}"
         groups = -(-self.answers_per_slot * running // self.rollout.group_size)
         chosen = random.Random(f"{self.seed}/{name}").sample(self.prompts, min(groups, len(self.prompts)))

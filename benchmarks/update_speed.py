@@ -1,6 +1,6 @@
 """An optimizer step of rhymerl and of TRL's GRPOTrainer on the same tensors.
 
-The same Qwen2 of random weights, the same prompts, answers (lengths drawn evenly from a quarter of the longest to the longest) and
+The same Qwen2 of random weights, the same prompts, answers (lengths spread evenly from a quarter of the longest to the longest) and
 advantages: losses with their backwards, clipping and AdamW over the whole step, in a mean over tokens, without reference. A backward
 takes as many padded tokens on both sides (--batch samples of the longest). Steps alternate between the sides; `speedup` is TRL's
 time over ours, step by step. The gradients' norms have to agree, or there is no result.

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import tomllib
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ LIGHT = [
     "rhymerl.errors",
     "rhymerl.history",
     "rhymerl.rewards",
-    "rhymerl.rewards.worker",
+    "rhymerl.rewards.process_main",
     "rhymerl.schedulers",
     "rhymerl.tasks",
     "rhymerl.types",
@@ -89,3 +90,32 @@ def test_every_module_has_a_layer() -> None:
         if (path.suffix == ".py" and path.stem != "__init__") or (path / "__init__.py").exists()
     }
     assert found <= placed, "new modules need a place in the layers of pyproject.toml"
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: Path, modules: set[str]) -> set[str]:
+    """Our modules that a file names in its imports: at its top, inside functions and under TYPE_CHECKING."""
+    names = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = ".".join(module_name(path).split(".")[: -node.level]) if node.level else ""
+            home = ".".join(filter(None, [package, node.module]))
+            names += [whole if (whole := f"{home}.{alias.name}") in modules else home for alias in node.names]
+    return {name for name in names if name in modules} - {module_name(path)}
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    """Wherever they stand: one that hides in a function still ties two modules to each other."""
+    paths = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+    imports = {name: imports_of(path, set(paths)) for name, path in paths.items()}
+    assert sum(map(len, imports.values())) > 500, "the imports have been found"
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))

@@ -34,6 +34,9 @@ class RolloutBackend(ABC):
     def check(self, longest_tokens: int) -> None:
         """Raise ConfigError when no sequence of that many tokens (prompt and answer) fits; called before any compute."""
 
+    def check_drafting(self, drafter: Drafter, budget: Budget | None) -> None:
+        """Raise ConfigError for a drafter or a budget that the engine cannot use as they are set; called before any compute."""
+
     @abstractmethod
     def start(
         self,

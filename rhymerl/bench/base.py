@@ -15,7 +15,7 @@ _RESAMPLES = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ratio:
+class SpeedRatio:
     """How many times as fast, over pairs measured side by side."""
 
     median: float
@@ -23,7 +23,7 @@ class Ratio:
     high: float
 
     @classmethod
-    def of(cls, baseline: Sequence[float], measured: Sequence[float]) -> Ratio:
+    def of(cls, baseline: Sequence[float], measured: Sequence[float]) -> SpeedRatio:
         """Build it from seconds of the same work, pair by pair; the interval is the bootstrap's."""
         ratios = np.array(baseline) / np.array(measured)
         draws = np.random.default_rng(0).choice(ratios, (_RESAMPLES, len(ratios)))

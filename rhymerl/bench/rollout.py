@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from rhymerl.bench.base import Ratio, environment
+from rhymerl.bench.base import SpeedRatio, environment
 from rhymerl.bench.costs import ROWS, CostTable, measure_costs
 from rhymerl.bench.policy import PolicyBench
 from rhymerl.budgets import Budget, FixedBudget
@@ -217,9 +217,9 @@ def _rows(
     contenders: Sequence[Contender], concurrency: int, predicted: Mapping[str, float | None]
 ) -> Iterator[dict[str, Any]]:
     plain, oracle = contenders[0], contenders[-1]
-    ceiling = Ratio.of(plain.seconds, oracle.seconds).median
+    ceiling = SpeedRatio.of(plain.seconds, oracle.seconds).median
     for each in contenders:
-        ratio, totals = Ratio.of(plain.seconds, each.seconds), each.engine.totals
+        ratio, totals = SpeedRatio.of(plain.seconds, each.seconds), each.engine.totals
         yield {
             "drafter": each.name,
             "history_epochs": each.epochs,

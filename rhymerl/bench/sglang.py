@@ -124,24 +124,24 @@ class SGLangCosts:
             return seconds[::-1]
 
     def _of_rows(self, backend: RolloutBackend, rows: int) -> float:
-        self._flown(backend, rows, self.passes)  # compiles, and leaves the prompts' keys and values
+        self._answered(backend, rows, self.passes)  # compiles, and leaves the prompts' keys and values
         short, long = [], []
         for _ in range(self.rounds):
-            short.append(self._flown(backend, rows, self.passes))
-            long.append(self._flown(backend, rows, 2 * self.passes))
+            short.append(self._answered(backend, rows, self.passes))
+            long.append(self._answered(backend, rows, 2 * self.passes))
         seconds = pass_seconds(short, long)
         say(f"  {rows} running: {1e3 * seconds:.3g} ms a pass")
         return seconds
 
-    def _flown(self, backend: RolloutBackend, rows: int, num_tokens: int) -> Flown:
+    def _answered(self, backend: RolloutBackend, rows: int, num_tokens: int) -> Flown:
         sampling = replace(self.requests[0].sampling, stop_token_ids=(), max_tokens=num_tokens)
         requests = [replace(self.requests[i % len(self.requests)], id=str(i), sampling=sampling) for i in range(rows)]
         back: list[tuple[float, Completion]] = []
         started = time.perf_counter()
         backend.submit(requests)
         while len(back) < rows:
-            landed = backend.collect()
-            back += [(time.perf_counter() - started, each) for each in landed]
+            completed = backend.collect()
+            back += [(time.perf_counter() - started, each) for each in completed]
         return Flown(seconds=[s for s, _ in back], passes=[each.num_passes for _, each in back])
 
 

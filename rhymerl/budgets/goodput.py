@@ -76,7 +76,7 @@ class GoodputBudget(Budget):
         self._rows = 0  # of the pass under way
         self._asked = 0  # of these, those that the drafter was asked for
         self._expected = 0.0  # tokens, of its verified nodes
-        self._report = _Report()
+        self._report = _PassTotals()
 
     @property
     def max_nodes(self) -> int:
@@ -248,7 +248,7 @@ class GoodputBudget(Budget):
         self._expected_lately, self._accepted_lately = state["expected"], state["accepted"]
 
     def metrics(self) -> Mapping[str, float]:
-        report, self._report = self._report, _Report()
+        report, self._report = self._report, _PassTotals()
         plain, one_more = self._cost.seconds(1, np.array([0, 1]), 0)
         return {
             "budget/nodes_per_pass": Ratio(report.nodes, report.passes),
@@ -272,7 +272,7 @@ class _Course:
 
 
 @dataclass(slots=True)
-class _Report:
+class _PassTotals:
     """What has happened since the last metrics."""
 
     passes: int = 0

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Result = Mapping[str, Any]
 
 
-class Command(ABC):
+class Subcommand(ABC):
     """One word after `rhymerl`. The first line of a subclass's docstring is its help."""
 
     name: ClassVar[str]
@@ -40,7 +40,7 @@ class Command(ABC):
         return list(words)
 
 
-class ConfiguredCommand(Command):
+class ConfiguredCommand(Subcommand):
     """A command on a config: `--config NAME|PATH`, `--print-config`, `--json` and `key=value`."""
 
     default_config: ClassVar[str | None] = None

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
-class Bench(ConfiguredCommand):
+class BenchCommand(ConfiguredCommand):
     """measure rollout speed by drafter (rollout), drafting alone (drafter) or the cost of passes (costs)"""
 
     name = "bench"

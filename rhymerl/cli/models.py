@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rhymerl.cli.base import Command, ConfiguredCommand, Result
+from rhymerl.cli.base import ConfiguredCommand, Result, Subcommand
 from rhymerl.cli.interrupt import Interrupt
 from rhymerl.errors import UsageError
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
-class Warmstart(ConfiguredCommand):
+class WarmstartCommand(ConfiguredCommand):
     """train a small policy on a task's demonstrations (out=DIR); an interrupted one goes on where it was"""
 
     name = "warmstart"
@@ -37,7 +37,7 @@ class Warmstart(ConfiguredCommand):
         return {"out": str(out)}
 
 
-class Export(Command):
+class ExportCommand(Subcommand):
     """write the policy of a run as a Hugging Face directory"""
 
     name = "export"
@@ -54,7 +54,7 @@ class Export(Command):
         print(f"The policy is in {export(arguments.run, arguments.out)}")
 
 
-class SGLangArgs(ConfiguredCommand):
+class SGLangArgsCommand(ConfiguredCommand):
     """print the command line of an SGLang server that drafts with ours (out=FOLDER for what it reads)"""
 
     name = "sglang-args"

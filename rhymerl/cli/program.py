@@ -10,36 +10,36 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 
-from rhymerl.cli.base import Command, ConfiguredCommand
-from rhymerl.cli.benches import Bench
+from rhymerl.cli.base import ConfiguredCommand, Subcommand
+from rhymerl.cli.benches import BenchCommand
 from rhymerl.cli.hints import did_you_mean_config, did_you_mean_option
 from rhymerl.cli.interrupt import Interrupt
-from rhymerl.cli.models import Export, SGLangArgs, Warmstart
+from rhymerl.cli.models import ExportCommand, SGLangArgsCommand, WarmstartCommand
 from rhymerl.cli.quiet import quiet
-from rhymerl.cli.replays import Replay, Simulate
-from rhymerl.cli.rollouts import Rollout
-from rhymerl.cli.runs import Evaluate, Fit, Resume
+from rhymerl.cli.replays import ReplayCommand, SimulateCommand
+from rhymerl.cli.rollouts import RolloutCommand
+from rhymerl.cli.runs import EvaluateCommand, FitCommand, ResumeCommand
 from rhymerl.distributed.first import is_first_rank
 from rhymerl.distributed.parent import as_launcher, end_with_parent
 from rhymerl.errors import RhymeError, UsageError
 
-COMMANDS: tuple[Command, ...] = (
-    Fit(),
-    Resume(),
-    Evaluate(),
-    Rollout(),
-    Replay(),
-    Simulate(),
-    Bench(),
-    Warmstart(),
-    Export(),
-    SGLangArgs(),
+COMMANDS: tuple[Subcommand, ...] = (
+    FitCommand(),
+    ResumeCommand(),
+    EvaluateCommand(),
+    RolloutCommand(),
+    ReplayCommand(),
+    SimulateCommand(),
+    BenchCommand(),
+    WarmstartCommand(),
+    ExportCommand(),
+    SGLangArgsCommand(),
 )
 
 OK, FAILED, BAD_USAGE = 0, 1, 2
 
 
-def main(argv: Sequence[str] | None = None, *, commands: Sequence[Command] = COMMANDS) -> int:
+def main(argv: Sequence[str] | None = None, *, commands: Sequence[Subcommand] = COMMANDS) -> int:
     """Run one command. Returns the exit code: 0 ok, 1 failed, 2 bad usage, 128 + a signal (Ctrl-C: 130) that stopped it."""
     end_with_parent()
     # Threads that spin long while they wait slow a busy machine down by tens of times, and those that sleep at once are slow to
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None, *, commands: Sequence[Command] = COM
     return code
 
 
-def make_parser(commands: Sequence[Command] = COMMANDS) -> ArgumentParser:
+def make_parser(commands: Sequence[Subcommand] = COMMANDS) -> ArgumentParser:
     """One subparser a command; whatever it does not know is an override."""
     parser = ArgumentParser(
         prog="rhymerl",
@@ -80,7 +80,7 @@ def make_parser(commands: Sequence[Command] = COMMANDS) -> ArgumentParser:
     return parser
 
 
-def _hint(command: Command, word: str, following: Sequence[str]) -> str:
+def _hint(command: Subcommand, word: str, following: Sequence[str]) -> str:
     if not isinstance(command, ConfiguredCommand):
         return ""
     if not word.startswith("-"):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
-class Replay(ConfiguredCommand):
+class ReplayCommand(ConfiguredCommand):
     """judge a drafter on recorded rollouts (TRACE), without a model"""
 
     name = "replay"
@@ -36,7 +36,7 @@ class Replay(ConfiguredCommand):
         return result
 
 
-class Simulate(ConfiguredCommand):
+class SimulateCommand(ConfiguredCommand):
     """judge a scheduler on synthetic or recorded lengths, for any number of workers"""
 
     name = "simulate"

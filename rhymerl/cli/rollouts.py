@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
-class Rollout(ConfiguredCommand):
+class RolloutCommand(ConfiguredCommand):
     """answer prompts in several passes, with drafts from the passes before, and record the answers (out=FILE)"""
 
     name = "rollout"

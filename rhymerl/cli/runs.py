@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
-class Fit(ConfiguredCommand):
+class FitCommand(ConfiguredCommand):
     """train a policy; the run directory gets checkpoints, logs and summary.json"""
 
     name = "fit"
@@ -33,7 +33,7 @@ class Fit(ConfiguredCommand):
         return _said_once(fit(config, callbacks=[StopOnRequest(interrupt)], progress=progress))
 
 
-class OnRun(ConfiguredCommand):
+class RunCommand(ConfiguredCommand):
     """A command on the directory of a run, RUN, with the run's own config."""
 
     def add_arguments(self, parser: ArgumentParser) -> None:
@@ -55,7 +55,7 @@ class OnRun(ConfiguredCommand):
                 raise UsageError(f"rhymerl {self.name} takes RUN or run_dir=, not both")
             path = Path(arguments.run, "config.yaml")
             if not path.is_file():
-                near = did_you_mean_config(arguments.run) if not isinstance(self, Resume) else ""
+                near = did_you_mean_config(arguments.run) if not isinstance(self, ResumeCommand) else ""
                 raise UsageError(f"RUN={arguments.run!r}: not the directory of a run (it has no config.yaml){near}")
             arguments.config = str(path)
         arguments.names_checkpoint = any(word.startswith("ckpt_path=") for word in overrides)
@@ -68,7 +68,7 @@ class OnRun(ConfiguredCommand):
         return {"run_dir": arguments.run, **({} if arguments.names_checkpoint else {"ckpt_path": "auto"})}
 
 
-class Resume(OnRun, Fit):
+class ResumeCommand(RunCommand, FitCommand):
     """go on with a run (RUN) from its newest whole checkpoint; key=value changes its settings"""
 
     name = "resume"
@@ -83,7 +83,7 @@ class Resume(OnRun, Fit):
         return super().run(arguments, overrides, interrupt)
 
 
-class Evaluate(OnRun):
+class EvaluateCommand(RunCommand):
     """answer the validation prompts: with a run's newest whole checkpoint (RUN), a policy, or ckpt_path=PATH|last|auto"""
 
     name = "evaluate"

@@ -29,7 +29,7 @@ class Received:
     messages: list[Any]
 
 
-Decide = Callable[[list[tuple[int, Any]]], Any]  # (rank, report) since the last time -> an command for all, or None
+Decide = Callable[[list[tuple[int, Any]]], Any]  # (rank, report) since the last time -> a command for all, or None
 
 
 class Channel(ABC):

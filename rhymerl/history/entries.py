@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rhymerl.types import IntArray
 
 Name = tuple[Split, str]  # split, Prompt.key
-Place = tuple[int, int]  # epoch, sample
+AnswerKey = tuple[int, int]  # epoch, sample
 
 Value = TypeVar("Value")
 
@@ -25,8 +25,8 @@ class Entry:
     """A prompt and its answers, oldest epoch first, then by sample. Versions are those of the store."""
 
     token_ids: IntArray  # [P]
-    answers: dict[Place, Answer] = field(default_factory=dict)
-    added_at: dict[Place, int] = field(default_factory=dict)  # who is behind this version lacks the answer
+    answers: dict[AnswerKey, Answer] = field(default_factory=dict)
+    added_at: dict[AnswerKey, int] = field(default_factory=dict)  # who is behind this version lacks the answer
     changed_at: int = 0
     used_at: int = 0
 
@@ -86,7 +86,7 @@ def newer(values: dict[Name, Value], version: int, version_of: Callable[[Value],
     return tail[::-1]
 
 
-def united(known: Mapping[Place, Answer], answers: Iterable[Answer]) -> dict[Place, Answer]:
+def united(known: Mapping[AnswerKey, Answer], answers: Iterable[Answer]) -> dict[AnswerKey, Answer]:
     """One answer an (epoch, sample), in their order: that of the newer policy, else the one that came first."""
     chosen = dict(known)
     for answer in answers:
@@ -96,7 +96,7 @@ def united(known: Mapping[Place, Answer], answers: Iterable[Answer]) -> dict[Pla
     return dict(sorted(chosen.items()))
 
 
-def fitting(answers: dict[Place, Answer], *, window: int, max_tokens: int | None) -> dict[Place, Answer]:
+def fitting(answers: dict[AnswerKey, Answer], *, window: int, max_tokens: int | None) -> dict[AnswerKey, Answer]:
     """The newest `window` epochs, fewer where they have more than `max_tokens`; `answers` is in order."""
     if not answers:
         return {}

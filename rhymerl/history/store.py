@@ -11,7 +11,7 @@ import numpy as np
 
 from rhymerl.errors import ConfigError, DataError, require_at_least
 from rhymerl.folders import open_folder
-from rhymerl.history.entries import Entry, EvictionLog, Name, Place, check_answer, fitting, newer, united
+from rhymerl.history.entries import AnswerKey, Entry, EvictionLog, Name, check_answer, fitting, newer, united
 from rhymerl.history.files import FORMAT, read_sections, write_sections
 from rhymerl.history.packing import PackedPrompt, pack, unpack
 from rhymerl.history.records import SPLITS, Answer, HistoryDelta, PromptChange
@@ -131,7 +131,7 @@ class HistoryStore:
             self._validation.pop(name, None)
             self._validation[name] = None
 
-    def _update(self, name: Name, entry: Entry, after: Mapping[Place, Answer]) -> None:
+    def _update(self, name: Name, entry: Entry, after: Mapping[AnswerKey, Answer]) -> None:
         before = entry.answers
         new = {location for location, answer in after.items() if before.get(location) is not answer}
         if not new and len(after) == len(before):

@@ -1,6 +1,6 @@
 """Reward functions: plain Python, run in a pool that survives hanging and crashing ones.
 
-Names are imported when first used: a worker process comes through here and must start fast.
+Names are imported when first used: a reward process comes through here and must start fast.
 """
 
 from __future__ import annotations

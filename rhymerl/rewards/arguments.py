@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import isfinite
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 from rhymerl.errors import ConfigError
 
-if TYPE_CHECKING:
-    from rhymerl.rewards.base import Reward
+
+class NamedArguments(Protocol):
+    """What is read of a `Reward`."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def arguments(self) -> Mapping[str, Any]: ...
 
 
-def check_argument(reward: Reward, name: str, holds: Callable[[Any], bool], expected: str) -> None:
+def check_argument(reward: NamedArguments, name: str, holds: Callable[[Any], bool], expected: str) -> None:
     """Raises ConfigError for a fixed argument that does not hold; one that is a column instead is for the function to judge."""
     if name in reward.arguments and not holds(reward.arguments[name]):
         raise argument_error(reward, name, expected)
 
 
-def argument_error(reward: Reward, name: str, expected: str) -> ConfigError:
+def argument_error(reward: NamedArguments, name: str, expected: str) -> ConfigError:
     """`rewards.short.arguments.max_characters='9': expected …`."""
     return ConfigError(f"rewards.{reward.name}.arguments.{name}={reward.arguments[name]!r}: expected {expected}")
 

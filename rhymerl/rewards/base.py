@@ -33,7 +33,7 @@ class Reward:
     """One reward function of a run: `Reward("my_module.score", weight=0.5)`.
 
     The function gets the completion's text and those of the row's columns that its signature accepts.
-    `where="pool"` runs it in worker processes, with a limit of `timeout_s` a sample; it must be importable
+    `where="pool"` runs it in reward processes, with a limit of `timeout_s` a sample; it must be importable
     by name. `"main"` runs it in the trainer's process as soon as a completion finishes, `"engine"` in the
     process that owns the engine after all have finished, with a `device` keyword if the function accepts one;
     neither can stop a sync function. With `batch=True` the function takes a chunk of completions, and lists
@@ -151,7 +151,7 @@ class Reward:
                 f"set rewards.{self.name}.where='main'" if by_name else "pass it as a rhymerl.Reward with where='main'"
             )
             raise ConfigError(
-                f"{self.setting}: a worker process cannot import it by name (it is a closure, a lambda or "
+                f"{self.setting}: a reward process cannot import it by name (it is a closure, a lambda or "
                 f"defined in the main script); move it into a module or {instead}"
             )
         return home

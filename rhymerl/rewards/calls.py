@@ -1,4 +1,4 @@
-"""Calls of reward functions, in a worker process or in the trainer's own, and what comes of them."""
+"""Calls of reward functions, in a reward process or in the trainer's own, and what comes of them."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _checked(value: object) -> Attempt:
 
 
 async def _within(seconds: float, awaitable: Coroutine[Any, Any, Any]) -> Any:
-    import asyncio  # slow to import: only workers with async rewards pay for it
+    import asyncio  # slow to import: only processes with async rewards pay for it
 
     async with asyncio.timeout(seconds):
         return await awaitable

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:
-    from rhymerl.rewards.base import Reward
+from typing import Any, TypeVar
 
 Extract = Callable[[str], object]  # from an answer's text to what is compared, None where there is nothing
 Opens = Mapping[
@@ -17,9 +14,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def brings(
-    *, check: Callable[[Reward], None] | None = None, extract: Extract | None = None, opens: Opens | None = None
+    *, check: Callable[[Any], None] | None = None, extract: Extract | None = None, opens: Opens | None = None
 ) -> Callable[[Function], Function]:
-    """A decorator. `check` raises ConfigError, before any compute, where the function cannot work; `extract` is for maj@k.
+    """A decorator. `check` gets the Reward and raises ConfigError, before any compute, where the function cannot work; `extract` is for maj@k.
 
     `opens` is for what outlives a call: each process that calls the function makes it once, by parameter from the reward's
     arguments, and closes it in the end. All become attributes of the function, which other ways of setting them do as well.

@@ -1,4 +1,4 @@
-"""What a worker process says: lines of JSON, each checked. Its pipe is open to whatever a reward function does."""
+"""What a reward process says: lines of JSON, each checked. Its pipe is open to whatever a reward function does."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _TYPES = {"started": (str, str), "outcome": (int, str, float, str, float)}
 
 
 class Started(NamedTuple):
-    """The worker's first words. It is ready unless it says what failed."""
+    """The process's first words. It is ready unless it says what failed."""
 
     reward: str = ""
     failure: str = ""
 
 
 class StrayBytesError(Exception):
-    """Something else than the worker has written into its pipe."""
+    """Something else than the process has written into its pipe."""
 
 
 def line_of(message: Started | Outcome) -> bytes:

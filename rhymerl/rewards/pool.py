@@ -1,4 +1,4 @@
-"""A pool of worker processes that survives reward functions which raise, hang or kill their process.
+"""A pool of reward processes that survives reward functions which raise, hang or kill their process.
 
 No thread: whoever calls `poll` or `drain` moves work out and answers in.
 """
@@ -17,16 +17,16 @@ from rhymerl.errors import RewardError
 from rhymerl.rewards.base import Reward
 from rhymerl.rewards.calls import Call, Outcome
 from rhymerl.rewards.lines import Started, StrayBytesError
-from rhymerl.rewards.process import WorkerProcess
-from rhymerl.rewards.worker import Chunk, FunctionSpec
+from rhymerl.rewards.process import RewardProcess
+from rhymerl.rewards.process_main import Chunk, FunctionSpec
 
 _START_TIMEOUT_S = 120.0
 _START_AGAIN_AFTER_S = (0.1, 0.3, 0.9, 2.7)
-_GRACE_S = 0.25  # the worker's own timers get the first word
+_GRACE_S = 0.25  # the process's own timers get the first word
 _POLL_INTERVAL_S = 0.01
 
 
-class Task(NamedTuple):
+class PendingCall(NamedTuple):
     """One call to make: of reward number `reward`, for the sample `key`."""
 
     reward: int
@@ -34,13 +34,13 @@ class Task(NamedTuple):
     call: Call
 
 
-class _Worker:
-    """A process, and the chunk that it is at."""
+class _PooledProcess(RewardProcess):
+    """A reward process, and the chunk that it is at."""
 
     def __init__(self, specs: Sequence[FunctionSpec]) -> None:
-        self.process = WorkerProcess(specs)
+        super().__init__(specs)
         self.ready = False
-        self.pending: dict[int, Task] = {}  # by position in the chunk; the first is the one being run
+        self.pending: dict[int, PendingCall] = {}  # by position in the chunk; the first is the one being run
         self.in_order = True
         self.deadline = monotonic() + _START_TIMEOUT_S
 
@@ -48,18 +48,18 @@ class _Worker:
     def is_idle(self) -> bool:
         return self.ready and not self.pending
 
-    def send(self, tasks: Sequence[Task], reward: Reward) -> None:
+    def send(self, tasks: Sequence[PendingCall], reward: Reward) -> None:
         """Raises OSError when the process is dead."""
         self.pending = dict(enumerate(tasks))
         self.in_order = not _is_concurrent(reward)
         num_limits = len(tasks) if reward.batch else 1
         message = pickle.dumps(Chunk(tasks[0].reward, [task.call for task in tasks]))
-        self.process.connection.send_bytes(message)
+        self.connection.send_bytes(message)
         self.deadline = monotonic() + reward.timeout_s * num_limits + _GRACE_S
 
 
 class _Starts:
-    """When a worker may be started: later where that has failed, as it does while the machine has too many processes."""
+    """When a process may be started: later where that has failed, as it does while the machine has too many."""
 
     def __init__(self) -> None:
         self.not_before = 0.0
@@ -71,42 +71,42 @@ class _Starts:
     def failed(self, reason: str, *, at_work: bool) -> None:
         """Raises RewardError when it has failed too often and nobody is at work."""
         if self._num_failed >= len(_START_AGAIN_AFTER_S) and not at_work:
-            raise RewardError(f"a reward worker did not start: {reason}")
+            raise RewardError(f"a reward process did not start: {reason}")
         self.not_before = monotonic() + _START_AGAIN_AFTER_S[min(self._num_failed, len(_START_AGAIN_AFTER_S) - 1)]
         self._num_failed += 1
 
 
 class RewardPool:
-    """Runs calls of `rewards` in worker processes, in chunks, and hands each outcome to `deliver` once.
+    """Runs calls of `rewards` in reward processes, in chunks, and hands each outcome to `deliver` once.
 
     A call that hangs or kills its process costs that one sample; the rest of its chunk runs again. Of calls
     that run at the same time (async or batch), the guilty one is found by running each again alone. Processes
-    start with the first work, and again where that fails. `poll`, `flush` and `drain` raise RewardError when a worker cannot
+    start with the first work, and again where that fails. `poll`, `flush` and `drain` raise RewardError when a process cannot
     work at all.
     """
 
     def __init__(
         self,
         rewards: Sequence[Reward],
-        deliver: Callable[[Task, Outcome], None],
+        deliver: Callable[[PendingCall, Outcome], None],
         *,
-        num_workers: int = 2,
+        num_processes: int = 2,
         chunk_size: int = 16,
     ) -> None:
         self.rewards = rewards
         self.deliver = deliver
-        self.num_workers = num_workers
+        self.num_processes = num_processes
         self.chunk_size = chunk_size
         self._specs = [_spec(reward) for reward in rewards]
-        self._queues: list[deque[Task]] = [deque() for _ in rewards]
-        self._alone: deque[Task] = deque()
+        self._queues: list[deque[PendingCall]] = [deque() for _ in rewards]
+        self._alone: deque[PendingCall] = deque()
         self._num_queued = 0
-        self._workers: list[_Worker] = []
+        self._processes: list[_PooledProcess] = []
         self._starts = _Starts()
         self._selector = selectors.DefaultSelector()
         self._next_poll = 0.0
 
-    def put(self, task: Task) -> None:
+    def put(self, task: PendingCall) -> None:
         """Queue a call; nothing is sent yet."""
         self._queues[task.reward].append(task)
         self._num_queued += 1
@@ -124,19 +124,19 @@ class RewardPool:
     def drain(self) -> None:
         """Return when every queued call has its outcome."""
         self._dispatch()
-        while self._num_queued or any(worker.pending for worker in self._workers):
-            deadlines = [worker.deadline for worker in self._workers if not worker.is_idle]
-            if self._lacks_workers:
+        while self._num_queued or any(process.pending for process in self._processes):
+            deadlines = [process.deadline for process in self._processes if not process.is_idle]
+            if self._lacks_processes:
                 deadlines.append(self._starts.not_before)
             self._turn(max(0.0, min(deadlines) - monotonic()))
 
     def close(self) -> None:
         """End the processes, at once where they are busy; unfinished work is lost."""
-        for worker in self._workers:
-            worker.process.hang_up()
-        for worker in self._workers:
-            worker.process.end(at_once=not worker.is_idle)
-        self._workers.clear()
+        for process in self._processes:
+            process.hang_up()
+        for process in self._processes:
+            process.end(at_once=not process.is_idle)
+        self._processes.clear()
         self._selector.close()
 
     def _turn(self, timeout_s: float) -> None:
@@ -146,30 +146,30 @@ class RewardPool:
                 self._read(key.data)
             timeout_s = 0.0
         now = monotonic()
-        for worker in [each for each in self._workers if not each.is_idle and each.deadline < now]:
-            self._lose(worker, "timeout")
+        for process in [each for each in self._processes if not each.is_idle and each.deadline < now]:
+            self._lose(process, "timeout")
         self._dispatch()
 
     def _dispatch(self) -> None:
-        """Give work to idle workers, and start workers while there is more."""
-        for worker in [each for each in self._workers if each.is_idle]:
+        """Give work to idle processes, and start processes while there is more."""
+        for process in [each for each in self._processes if each.is_idle]:
             if tasks := self._next_chunk():
-                self._send(worker, tasks)
-        while self._lacks_workers and monotonic() >= self._starts.not_before:
+                self._send(process, tasks)
+        while self._lacks_processes and monotonic() >= self._starts.not_before:
             self._start()
 
     @property
-    def _lacks_workers(self) -> bool:
-        num_starting = sum(not worker.ready for worker in self._workers)
-        return num_starting < self._num_queued and len(self._workers) < self.num_workers
+    def _lacks_processes(self) -> bool:
+        num_starting = sum(not process.ready for process in self._processes)
+        return num_starting < self._num_queued and len(self._processes) < self.num_processes
 
-    def _next_chunk(self) -> list[Task]:
-        """Calls of the reward with the longest queue: an equal share for each worker when few are left."""
+    def _next_chunk(self) -> list[PendingCall]:
+        """Calls of the reward with the longest queue: an equal share for each process when few are left."""
         if self._alone:
             tasks = [self._alone.popleft()]
         else:
             queue = max(self._queues, key=len)
-            share = -(-len(queue) // self.num_workers)
+            share = -(-len(queue) // self.num_processes)
             concurrent = queue and _is_concurrent(self.rewards[queue[0].reward])
             size = self.chunk_size if concurrent else min(self.chunk_size, share)
             tasks = list(islice(queue, size))
@@ -178,60 +178,60 @@ class RewardPool:
         self._num_queued -= len(tasks)
         return tasks
 
-    def _send(self, worker: _Worker, tasks: Sequence[Task]) -> None:
+    def _send(self, process: _PooledProcess, tasks: Sequence[PendingCall]) -> None:
         try:
-            worker.send(tasks, self.rewards[tasks[0].reward])
+            process.send(tasks, self.rewards[tasks[0].reward])
         except OSError:
-            self._lose(worker, "crash")
+            self._lose(process, "crash")
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             setting = self.rewards[tasks[0].reward].setting
-            raise RewardError(f"{setting}: its columns cannot be sent to a worker process: {error}") from error
+            raise RewardError(f"{setting}: its columns cannot be sent to a reward process: {error}") from error
 
-    def _read(self, worker: _Worker) -> None:
+    def _read(self, process: _PooledProcess) -> None:
         try:
-            for message in worker.process.lines.read():
-                self._take(worker, message)
+            for message in process.lines.read():
+                self._take(process, message)
         except StrayBytesError:
-            self._lose(worker, "crash", message="something else than its result was written into its worker's pipe")
+            self._lose(process, "crash", message="something else than its result was written into its process's pipe")
         except (EOFError, OSError):
-            self._lose(worker, "crash")
+            self._lose(process, "crash")
 
-    def _take(self, worker: _Worker, message: Started | Outcome) -> None:
+    def _take(self, process: _PooledProcess, message: Started | Outcome) -> None:
         if isinstance(message, Started):
             if message.failure:
-                raise RewardError(f"rewards.{message.reward}: a worker cannot import it: {message.failure}")
-            worker.ready = True
+                raise RewardError(f"rewards.{message.reward}: a reward process cannot import it: {message.failure}")
+            process.ready = True
             self._starts.succeeded()
             return
-        expected = list(worker.pending)[:1] if worker.in_order else worker.pending
+        expected = list(process.pending)[:1] if process.in_order else process.pending
         if message.position not in expected:
             raise StrayBytesError
-        task = worker.pending.pop(message.position)
-        if worker.in_order:
-            worker.deadline = message.finished_at + self.rewards[task.reward].timeout_s + _GRACE_S
+        task = process.pending.pop(message.position)
+        if process.in_order:
+            process.deadline = message.finished_at + self.rewards[task.reward].timeout_s + _GRACE_S
         self._settle(task, message)
 
-    def _settle(self, task: Task, outcome: Outcome) -> None:
+    def _settle(self, task: PendingCall, outcome: Outcome) -> None:
         if outcome.kind == "again":
             self._alone.append(task)
             self._num_queued += 1
         else:
             self.deliver(task, outcome)
 
-    def _lose(self, worker: _Worker, kind: str, *, message: str = "") -> None:
-        """End a worker that hangs or has died: the guilty call is settled, the others are queued again."""
-        self._workers.remove(worker)
-        self._selector.unregister(worker.process.connection)
-        worker.process.hang_up()
-        ending = worker.process.end(at_once=True)
-        tasks = list(worker.pending.values())
-        if not worker.ready:
+    def _lose(self, process: _PooledProcess, kind: str, *, message: str = "") -> None:
+        """End a process that hangs or has died: the guilty call is settled, the others are queued again."""
+        self._processes.remove(process)
+        self._selector.unregister(process.connection)
+        process.hang_up()
+        ending = process.end(at_once=True)
+        tasks = list(process.pending.values())
+        if not process.ready:
             if kind == "timeout":
-                raise RewardError(f"a reward worker did not start: it was not ready after {_START_TIMEOUT_S:g} s")
+                raise RewardError(f"a reward process did not start: it was not ready after {_START_TIMEOUT_S:g} s")
             self._starts.failed(ending, at_work=self._is_at_work)
         if not tasks:
             return
-        if not worker.in_order and len(tasks) > 1:
+        if not process.in_order and len(tasks) > 1:
             self._alone.extend(tasks)
             self._num_queued += len(tasks)
             return
@@ -246,16 +246,16 @@ class RewardPool:
 
     @property
     def _is_at_work(self) -> bool:
-        return any(worker.ready for worker in self._workers)
+        return any(process.ready for process in self._processes)
 
     def _start(self) -> None:
         try:
-            worker = _Worker(self._specs)
+            process = _PooledProcess(self._specs)
         except OSError as error:
             self._starts.failed(str(error), at_work=self._is_at_work)
             return
-        self._workers.append(worker)
-        self._selector.register(worker.process.connection, selectors.EVENT_READ, worker)
+        self._processes.append(process)
+        self._selector.register(process.connection, selectors.EVENT_READ, process)
 
 
 def _is_concurrent(reward: Reward) -> bool:

@@ -1,4 +1,4 @@
-"""One worker process, seen from its parent."""
+"""One reward process, seen from its parent."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from rhymerl.rewards.lines import LineReader
-from rhymerl.rewards.worker import FunctionSpec
+from rhymerl.rewards.process_main import FunctionSpec
 
 # The parent's path is set before anything is imported: rhymerl and the users' modules are then the parent's.
 _PROGRAM = (
-    "import sys; sys.path[:] = sys.argv[3:]; from rhymerl.rewards.worker import main; "
+    "import sys; sys.path[:] = sys.argv[3:]; from rhymerl.rewards.process_main import main; "
     "fds = map(int, sys.argv[1:3]); del sys.argv[1:]; main(*fds)"
 )
 _EXIT_TIMEOUT_S = 1.0
-_MARK = "RHYMERL_REWARD_WORKER"  # in the environment of a worker and of all that comes from it
+_MARK = "RHYMERL_REWARD_PROCESS"  # in the environment of a reward process and of all that comes from it
 
 
-class WorkerProcess:
+class RewardProcess:
     """A Python process at the other end of `connection`, in a process group of its own.
 
     A pipe from this process kills the group when it closes: that also happens when this process dies in any way.
@@ -37,17 +37,17 @@ class WorkerProcess:
     def __init__(self, specs: Sequence[FunctionSpec]) -> None:
         self.connection: Connection[Any, Any]
         self.connection, theirs = Pipe()
-        lifeline_end, self._parent_pipe = os.pipe()
+        their_pipe_end, self._parent_pipe = os.pipe()
         self._mark = f"{_MARK}={os.getpid()}-{secrets.token_hex(8)}"
         name, _, value = self._mark.partition("=")
-        fds = (theirs.fileno(), lifeline_end)
+        fds = (theirs.fileno(), their_pipe_end)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, *map(str, fds), *_python_path()],
                 stdin=subprocess.DEVNULL,
                 pass_fds=fds,
                 process_group=0,
-                env={"PYTHONHASHSEED": "0", **os.environ, name: value},  # sets of strings: one order in every worker
+                env={"PYTHONHASHSEED": "0", **os.environ, name: value},  # sets of strings: one order in every process
             )
         except OSError:
             self.connection.close()
@@ -55,13 +55,13 @@ class WorkerProcess:
             raise
         finally:
             theirs.close()
-            os.close(lifeline_end)
+            os.close(their_pipe_end)
         self.lines = LineReader(self.connection.fileno())
-        with suppress(OSError):  # a worker that is dead already shows when it is read from
+        with suppress(OSError):  # a process that is dead already shows when it is read from
             self.connection.send_bytes(pickle.dumps(list(specs)))
 
     def hang_up(self) -> None:
-        """Close the connection: an idle worker ends by itself."""
+        """Close the connection: an idle process ends by itself."""
         self.connection.close()
 
     def end(self, *, at_once: bool) -> str:

@@ -14,7 +14,7 @@ from rhymerl.rewards.base import Reward
 from rhymerl.rewards.calls import Call, Outcome
 from rhymerl.rewards.failures import Failures
 from rhymerl.rewards.local import LocalReward
-from rhymerl.rewards.pool import RewardPool, Task
+from rhymerl.rewards.pool import PendingCall, RewardPool
 
 if TYPE_CHECKING:
     import torch
@@ -24,14 +24,14 @@ _LOG = logging.getLogger(__name__)
 
 
 class RewardScorer:
-    """Runs every reward on every submitted sample. A context manager: leaving it ends the worker processes.
+    """Runs every reward on every submitted sample. A context manager: leaving it ends the reward processes.
 
-    `chunk_size` is how many samples a worker gets at once, and so how many coroutines of an async reward run
+    `chunk_size` is how many samples a process gets at once, and so how many coroutines of an async reward run
     at the same time in a process. Raises ValueError when a value is out of range or two names are equal.
     """
 
-    def __init__(self, rewards: Sequence[Reward], *, num_workers: int = 2, chunk_size: int = 16) -> None:
-        for name, value in {"num_workers": num_workers, "chunk_size": chunk_size}.items():
+    def __init__(self, rewards: Sequence[Reward], *, num_processes: int = 2, chunk_size: int = 16) -> None:
+        for name, value in {"num_processes": num_processes, "chunk_size": chunk_size}.items():
             if value < 1:
                 raise ValueError(f"{name}={value}: expected at least 1")
         self.rewards = list(rewards)
@@ -46,7 +46,7 @@ class RewardScorer:
         self._logged: set[str] = set()
         self._failures = Failures()
         pooled = [reward for reward in self.rewards if reward.where == "pool"]
-        self._pool = RewardPool(pooled, self._deliver_task, num_workers=num_workers, chunk_size=chunk_size)
+        self._pool = RewardPool(pooled, self._deliver_task, num_processes=num_processes, chunk_size=chunk_size)
         self._local = {
             reward.name: LocalReward(reward, partial(self._deliver, reward))
             for reward in self.rewards
@@ -58,7 +58,7 @@ class RewardScorer:
     def submit(self, key: str, text: str, columns: Mapping[str, Any]) -> None:
         """Queue a sample; where='main' runs now (async and batch functions once a chunk of them is full).
 
-        Raises RewardError when a worker process cannot work at all.
+        Raises RewardError when a reward process cannot work at all.
         """
         if key in self._scores:
             raise ValueError(f"key={key!r}: submitted twice")
@@ -74,7 +74,7 @@ class RewardScorer:
         """Wait for all samples: rewards by key, then by name, in the order of submission or in `order`.
 
         Rewards with where='engine' run here, in that order, so give one that no timing changes. Raises
-        RewardError when a worker process cannot work at all.
+        RewardError when a reward process cannot work at all.
         """
         keys = list(self._scores) if order is None else list(order)
         if len(keys) != len(self._scores) or set(keys) != set(self._scores):
@@ -102,7 +102,7 @@ class RewardScorer:
         return failures
 
     def close(self) -> None:
-        """End the worker processes; unfinished work is lost. May be called twice."""
+        """End the reward processes; unfinished work is lost. May be called twice."""
         self._pool.close()
         for local in self._local.values():
             local.close()
@@ -118,7 +118,7 @@ class RewardScorer:
     def _putter(self, reward: Reward, pooled: Sequence[Reward]) -> Callable[[str, Call], None]:
         if reward.where == "pool":
             index = pooled.index(reward)
-            return lambda key, call: self._pool.put(Task(index, key, call))
+            return lambda key, call: self._pool.put(PendingCall(index, key, call))
         waiting = self._waiting[reward.name]
         if reward.where == "engine":
             return waiting.__setitem__
@@ -138,7 +138,7 @@ class RewardScorer:
             self._local[reward.name].run({key: waiting.pop(key) for key in chunk}, extra=extra)
             self._pool.poll()
 
-    def _deliver_task(self, task: Task, outcome: Outcome) -> None:
+    def _deliver_task(self, task: PendingCall, outcome: Outcome) -> None:
         self._deliver(self._pool.rewards[task.reward], task.key, outcome)
 
     def _deliver(self, reward: Reward, key: str, outcome: Outcome) -> None:

@@ -32,13 +32,14 @@ class RunAheadState:
             "asked": self.asked,
             "queues": [list(queue) for queue in self.plan.queues],
             "digest": self.plan.digest,
-            "drawn": {name: _packed(output) for name, output in self.outputs.items()},
+            "outputs": {name: _packed(output) for name, output in self.outputs.items()},
         }
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> RunAheadState:
         plan = SharedPlan(queues=state["queues"], digest=state["digest"])
-        outputs = {name: _unpacked(each) for name, each in state["drawn"].items()}
+        packed = state["outputs"] if "outputs" in state else state["drawn"]  # as earlier versions wrote it
+        outputs = {name: _unpacked(each) for name, each in packed.items()}
         return cls(step=state["step"], asked=state["asked"], plan=plan, outputs=outputs)
 
 

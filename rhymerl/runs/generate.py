@@ -44,7 +44,7 @@ _COLUMNS = {  # of the table
 
 
 @dataclass(slots=True)
-class Totals:
+class AnswerTotals:
     """What one pass over the prompts came to, or all of them."""
 
     answers: int = 0
@@ -91,14 +91,14 @@ def generate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str,
         )
     policy = _policy(config)
     prompts = data.read(policy, max_tokens=settings.max_tokens)
-    whole, passes = Totals(), []
+    whole, passes = AnswerTotals(), []
     with (
         _repeatable(config.deterministic),
         _loop(config, policy, prompts, settings, progress) as loop,
         TraceWriter(out, keep_bytes=0 if config.overwrite else None) as writer,
     ):
         for number in range(config.passes):
-            passes.append(Totals())
+            passes.append(AnswerTotals())
             with progress.during(f"answers of pass {number + 1}", len(prompts) * settings.group_size):
                 for rollout in _answers(loop, policy, prompts, number, settings):
                     writer.write(record_of(sample, number, with_logprobs=True) for sample in rollout.samples)
@@ -164,7 +164,8 @@ def _loop(
     scheduler = instantiate(config.scheduler, key="scheduler")
     backend: RolloutBackend = instantiate(config.backend, key="backend")
     backend.check(max(len(prompt.token_ids) for prompt in prompts) + settings.max_tokens)
-    with backend, RewardScorer(rewards, num_workers=1) as scorer:
+    backend.check_drafting(drafter, budget)
+    with backend, RewardScorer(rewards, num_processes=1) as scorer:
         backend.start(policy, drafter, budget=budget)
         yield RolloutLoop(
             backend,
@@ -192,7 +193,7 @@ def _repeatable(wanted: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def _note(number: int, of: int, totals: Totals) -> None:
+def _note(number: int, of: int, totals: AnswerTotals) -> None:
     tokens, seconds = totals.acceptance.tokens, max(totals.seconds, 1e-9)
     Console().print(f"pass {number} of {of}  {tokens:,} tokens  {tokens / seconds:,.0f} tok/s", highlight=False)
 

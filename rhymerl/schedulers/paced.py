@@ -69,48 +69,48 @@ class PacedScheduler(ReleaseAwareScheduler):
         limit = max((piece.requests[0].sampling.max_tokens for piece in pieces), default=0)
         tails = np.minimum([risk * piece.tail for piece in pieces], limit)
         tails = np.maximum.accumulate(tails[::-1])[::-1]  # a shorter prompt may have the longer tail
-        line = _Line(
+        table = _PieceTable(
             tails=tails.tolist(),
             totals=[0.0, *accumulate(piece.total for piece in pieces)],
             counts=[0, *accumulate(len(piece.requests) for piece in pieces)],
         )
-        low, high = float(free.min()), float(free.max()) + self._enough(float(limit), line.totals[-1])
+        low, high = float(free.min()), float(free.max()) + self._enough(float(limit), table.totals[-1])
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
-            fits = self._fill(line, free.tolist(), middle)[-1] == len(pieces)
+            fits = self._fill(table, free.tolist(), middle)[-1] == len(pieces)
             low, high = (low, middle) if fits else (middle, high)
-        return self._fill(line, free.tolist(), high)
+        return self._fill(table, free.tolist(), high)
 
     def _enough(self, longest: float, total: float) -> float:
         """Time in which one worker certainly finishes everything."""
         passes = longest + (total / self.max_running if self.max_running else 0.0)
         return 1.01 * self.cost.time(passes, passes * (self.max_running or 0) + total) + 1
 
-    def _fill(self, line: _Line, free: Sequence[float], by: float) -> list[int]:
+    def _fill(self, table: _PieceTable, free: Sequence[float], by: float) -> list[int]:
         """Where each worker's run of pieces ends when all are to finish by a time."""
-        ends, start, num_pieces = [], 0, len(line.tails)
+        ends, start, num_pieces = [], 0, len(table.tails)
         per_tail, per_token = self.cost.time(1.0, 0.0), max(self.cost.time(0.0, 1.0), 1e-12)
         for release in free:
             if start < num_pieces:
-                left = by - release - per_tail * line.tails[start]
-                end = line.end(line.totals, start, left / per_token)
+                left = by - release - per_tail * table.tails[start]
+                end = table.end(table.totals, start, left / per_token)
                 if self.max_running is not None:
-                    end = min(end, self._end_by_slots(line, start, by - release, self.max_running))
+                    end = min(end, self._end_by_slots(table, start, by - release, self.max_running))
                 start = max(start, end)
             ends.append(start)
         return ends
 
-    def _end_by_slots(self, line: _Line, start: int, left: float, slots: int) -> int:
+    def _end_by_slots(self, table: _PieceTable, start: int, left: float, slots: int) -> int:
         """Return where the stretch from `start` ends: after as many requests as run side by side, or more.
 
         There are more if slots that are always taken, and the longest answer after that, take no longer.
         """
-        passes = left / self.cost.time(1.0, slots) - line.tails[start]
-        return max(line.end(line.counts, start, slots), line.end(line.totals, start, passes * slots))
+        passes = left / self.cost.time(1.0, slots) - table.tails[start]
+        return max(table.end(table.counts, start, slots), table.end(table.totals, start, passes * slots))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Line:
+class _PieceTable:
     """n pieces in the order in which they are given out."""
 
     tails: Sequence[float]  # [n] the longest answer of a run that starts here

@@ -16,7 +16,7 @@ _COLOURS = ("#3b6fb6", "#e08a3c", "#4c9f70", "#b5557a", "#8a78c2", "#9a8f4a")
 
 
 def check_path(path: Path) -> None:
-    """Raise ConfigError when nothing can be drawn there, or at all."""
+    """Raise ConfigError when no chart can be written there, or at all."""
     if path.suffix != ".png":
         raise ConfigError(f"gantt={str(path)!r}: expected a file that ends in .png")
     try:
@@ -43,7 +43,9 @@ def draw(panels: Mapping[str, Timeline], window: Window, path: Path) -> None:
     steps = range(window.first, window.last)
     handles = [_patch(color=_COLOURS[step % len(_COLOURS)], label=f"step {step}") for step in steps]
     if any(timeline.ahead.any() for timeline in panels.values()):
-        handles.append(_patch(facecolor="white", edgecolor="0.5", hatch="///", label="drawn ahead, to be drawn again"))
+        handles.append(
+            _patch(facecolor="white", edgecolor="0.5", hatch="///", label="sampled ahead, to be sampled again")
+        )
     handles.append(_patch(facecolor="white", edgecolor="0.5", label="bubble"))
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 7), frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -30,11 +30,11 @@ _RUN_OUT = 2  # steps beyond the last, so that workers have something to run ahe
 _SHOWN = {
     "speedup_over_fifo_barrier": "times as fast as FIFO behind a barrier",
     "bubble_frac": "share of worker time without work",
-    "run_ahead_frac": "share of it spent on tokens that are drawn again",
+    "run_ahead_frac": "share of it spent on tokens that are sampled again",
     "tail_frac": "share of decoding time with at most a quarter of a queue left",
     "migration_rate": "requests moved to another worker",
     "staleness_max": "oldest policy, in steps",
-    "stale_token_frac": "tokens drawn by the policy before",
+    "stale_token_frac": "tokens sampled by the policy before",
     "wait_p50": "steps from when a step may begin to a request's first token, median",
     "wait_max": "the longest",
     "latency_max": "steps until a request's last token, the longest",

@@ -175,6 +175,7 @@ class RhymeModule(L.LightningModule):
         check_answers_fit(self.policy, rollout=self.rollout, evaluation=self.evaluation)
         longest = longest_tokens(datamodule, rollout=self.rollout, evaluation=self.evaluation)
         self.backend.check(longest)
+        self.backend.check_drafting(self.drafter, self.budget)
         if self.critic is not None:
             self.critic.check(longest)
         self._rewards = checked_rewards(self.rewards, datamodule)
@@ -198,7 +199,7 @@ class RhymeModule(L.LightningModule):
             nn.Module.to(self._reference, device=self.device, dtype=self.model.dtype)
         self._ranks = self._ranks or (Group(RECORDS) if self.trainer.world_size > 1 else Alone())
         self.backend.start(self.policy, self._rollout_drafter, budget=self.budget, autocast=autocast)
-        self._scorer = RewardScorer(self._rewards, num_workers=self.reward_workers)
+        self._scorer = RewardScorer(self._rewards, num_processes=self.reward_workers)
         self._loop = RolloutLoop(
             self.backend,
             self.scheduler,

@@ -147,7 +147,7 @@ def test_sharing_has_a_row_a_length(run: Run) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux" or bool(missing_walls()), reason="this machine offers no sandbox")
 def test_code_rewards_has_a_row_for_each_way(run: Run) -> None:
-    rows = run("code_rewards", "--answers", "4", "--workers", "1", "--repeats", "1")["rows"]
+    rows = run("code_rewards", "--answers", "4", "--processes", "1", "--repeats", "1")["rows"]
     assert [row["way"] for row in rows] == ["plain", "code", "bare"]
     assert all(row["calls_per_s"]["median"] > 0 for row in rows)
 

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from rhymerl.cli import main
-from rhymerl.cli.base import Command, ConfiguredCommand, Result
+from rhymerl.cli.base import ConfiguredCommand, Result, Subcommand
 from rhymerl.cli.interrupt import Interrupt
 from rhymerl.cli.program import COMMANDS
 from rhymerl.config import resolved
@@ -36,7 +36,7 @@ class Show(ConfiguredCommand):
         return resolved(config)["task"]
 
 
-class Fail(Command):
+class Fail(Subcommand):
     """raise what it is told to"""
 
     name = "fail"
@@ -160,7 +160,7 @@ def test_ctrl_c(signals: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-class Import(Command):
+class Import(Subcommand):
     """be interrupted in a library that takes it for something else"""
 
     name = "import"

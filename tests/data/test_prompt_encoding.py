@@ -14,7 +14,7 @@ from rhymerl.errors import ConfigError, DataError
 from rhymerl.models.policy import character_tokenizer
 from rhymerl.types import Prompt
 
-Place = Callable[[list[dict[str, Any]]], list[LocatedRow]]
+Locate = Callable[[list[dict[str, Any]]], list[LocatedRow]]
 MakeBpe = Callable[..., PreTrainedTokenizerBase]
 CHAT = [{"role": "user", "content": "hi"}]
 
@@ -100,7 +100,7 @@ def test_names_what_is_wrong_with_a_prompt(make_bpe: MakeBpe, row: dict[str, Any
 
 
 def test_plain_text_for_a_chat_model_is_said_once(
-    make_bpe: MakeBpe, characters: PreTrainedTokenizerBase, location: Place, caplog: pytest.LogCaptureFixture
+    make_bpe: MakeBpe, characters: PreTrainedTokenizerBase, location: Locate, caplog: pytest.LogCaptureFixture
 ) -> None:
     for tokenizer, rows, count in (
         (make_bpe(), [{"prompt": CHAT}, {"prompt": "2"}, {"prompt": "3"}], 1),
@@ -146,7 +146,7 @@ def test_names_a_character_that_the_tokenizer_lacks(characters: PreTrainedTokeni
 )
 def test_names_a_prompt_that_is_too_long(
     characters: PreTrainedTokenizerBase,
-    location: Place,
+    location: Locate,
     num_tokens: int,
     max_prompt_tokens: int | None,
     message: str,
@@ -157,7 +157,7 @@ def test_names_a_prompt_that_is_too_long(
         encode_rows(rows, PromptEncoder(characters), limits)
 
 
-def test_the_longest_prompt_that_fits_is_taken(characters: PreTrainedTokenizerBase, location: Place) -> None:
+def test_the_longest_prompt_that_fits_is_taken(characters: PreTrainedTokenizerBase, location: Locate) -> None:
     limits = LengthLimits(context_tokens=64, max_tokens=8, max_prompt_tokens=56)
     (prompt,) = encode_rows(location([{"prompt": "1" * 56}]), PromptEncoder(characters), limits)
     assert len(prompt.token_ids) == 56
@@ -168,7 +168,7 @@ def ids_of(rows: list[LocatedRow], tokenizer: PreTrainedTokenizerBase, limits: L
 
 
 def test_ids_are_the_rows_own_or_a_hash(
-    characters: PreTrainedTokenizerBase, location: Place, limits: LengthLimits
+    characters: PreTrainedTokenizerBase, location: Locate, limits: LengthLimits
 ) -> None:
     rows = [
         {"prompt": "1", "id": "a"},
@@ -181,7 +181,7 @@ def test_ids_are_the_rows_own_or_a_hash(
     assert ids_of(location(rows[2:3]), characters, limits) == [third]
 
 
-def test_repeated_rows_are_kept(characters: PreTrainedTokenizerBase, location: Place, limits: LengthLimits) -> None:
+def test_repeated_rows_are_kept(characters: PreTrainedTokenizerBase, location: Locate, limits: LengthLimits) -> None:
     rows = location([{"prompt": "1", "id": "a"}] * 3)
     assert ids_of(rows, characters, limits) == ["a", "a#2", "a#3"]
 
@@ -195,7 +195,7 @@ def test_repeated_rows_are_kept(characters: PreTrainedTokenizerBase, location: P
     ],
 )
 def test_one_id_for_different_rows_is_refused(
-    rows: list[dict[str, Any]], characters: PreTrainedTokenizerBase, location: Place, limits: LengthLimits
+    rows: list[dict[str, Any]], characters: PreTrainedTokenizerBase, location: Locate, limits: LengthLimits
 ) -> None:
     message = r"rows, row \d: id '.*' is already that of a different row \(rows, row 1\)"
     with pytest.raises(DataError, match=message):
@@ -204,14 +204,14 @@ def test_one_id_for_different_rows_is_refused(
 
 @pytest.mark.parametrize("value", [True, 1.5, ["a"]])
 def test_an_id_of_another_type_is_refused(
-    value: object, characters: PreTrainedTokenizerBase, location: Place, limits: LengthLimits
+    value: object, characters: PreTrainedTokenizerBase, location: Locate, limits: LengthLimits
 ) -> None:
     with pytest.raises(DataError, match="expected a string or an integer"):
         ids_of(location([{"prompt": "1", "id": value}]), characters, limits)
 
 
 def test_columns_beyond_json_have_an_id(
-    characters: PreTrainedTokenizerBase, location: Place, limits: LengthLimits
+    characters: PreTrainedTokenizerBase, location: Locate, limits: LengthLimits
 ) -> None:
     rows = [{"prompt": "1", "x": x} for x in (b"a", b"b", np.arange(3), np.float32(1), datetime.date(2026, 1, 2))]
     assert len(set(ids_of(location(rows), characters, limits))) == 5
@@ -243,7 +243,7 @@ def test_a_key_survives_use_and_saving(make_bpe: MakeBpe, tmp_path: Path) -> Non
     assert loaded.token_ids.tolist() == before.token_ids.tolist()
 
 
-def test_ids_and_keys_are_these_in_every_process(location: Place, limits: LengthLimits) -> None:
+def test_ids_and_keys_are_these_in_every_process(location: Locate, limits: LengthLimits) -> None:
     rows = location([{"prompt": "1", "b": 1, "a": 2}])
     (prompt,) = encode_rows(rows, PromptEncoder(character_tokenizer("01")), limits)
     assert (prompt.id, prompt.key) == ("7a17820747c0fdef", "98ee89374f8f978dfd9f8700f6a02f19")

@@ -27,7 +27,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 def obey(rank: int, pipe: Connection[Any, Any]) -> None:
-    """A rank that checks its failure_detector while it waits for orders."""
+    """A rank that checks its failure_detector while it waits for commands."""
 
     def exchange(value: object) -> object:
         if rank:
@@ -37,7 +37,7 @@ def obey(rank: int, pipe: Connection[Any, Any]) -> None:
 
     failure_detector = FailureDetector(rank, SIZE, exchange=exchange, host="127.0.0.1", grace_s=GRACE_S)
     pipe.send("open")
-    orders = {
+    commands = {
         "close": failure_detector.close,
         "fail": lambda: failure_detector.fail("ValueError: too bad"),
         "fork": lambda: pipe.send(fork()),
@@ -46,12 +46,12 @@ def obey(rank: int, pipe: Connection[Any, Any]) -> None:
         "wait": lambda: failure_detector.check(wait_s=10.0),
     }
     try:
-        order = ""
-        while order not in ("close", "fail", "leave"):
+        command = ""
+        while command not in ("close", "fail", "leave"):
             failure_detector.check()
             if pipe.poll(0.01):
-                order = pipe.recv()
-                orders[order]()
+                command = pipe.recv()
+                commands[command]()
     except RunError as error:
         pipe.send((str(error), time.monotonic()))
         failure_detector.close()
@@ -66,7 +66,7 @@ def fork() -> int:
 
 
 class Team:
-    """The processes, and the pipes over which they get orders and report."""
+    """The processes, and the pipes over which they get commands and report."""
 
     def __init__(self) -> None:
         self.pipes, theirs = zip(*(SPAWN.Pipe() for _ in range(SIZE)), strict=True)
@@ -83,8 +83,8 @@ class Team:
             pipe.send(value)
         assert [pipe.recv() for pipe in self.pipes] == ["open"] * SIZE
 
-    def order(self, rank: int, order: str) -> None:
-        self.pipes[rank].send(order)
+    def command(self, rank: int, command: str) -> None:
+        self.pipes[rank].send(command)
 
     def signal(self, rank: int, number: signal.Signals) -> None:
         os.kill(self.processes[rank].pid, number)
@@ -129,14 +129,14 @@ def test_killed_rank_is_named(team: Team, victim: int) -> None:
 
 @pytest.mark.parametrize("leaver", [0, 2])
 def test_rank_that_leaves_without_a_word_has_failed(team: Team, leaver: int) -> None:
-    team.order(leaver, "leave")
+    team.command(leaver, "leave")
     assert all(team.reports(rank, f"rank {leaver} has ended (killed?)") for rank in range(SIZE) if rank != leaver)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_reason_of_a_failure_arrives_everywhere(team: Team, failing: int) -> None:
-    team.order(2, "wait")
-    team.order(failing, "fail")
+    team.command(2, "wait")
+    team.command(failing, "fail")
     assert all(team.reports(rank, f"rank {failing} failed: ValueError: too bad") for rank in {1 - failing, 2})
     assert team.exit_code(failing) == 0
 
@@ -145,8 +145,8 @@ def test_reason_of_a_failure_arrives_everywhere(team: Team, failing: int) -> Non
 def test_rank_that_hangs_after_a_failure_is_ended(hanging: int, capfd: pytest.CaptureFixture[str]) -> None:
     with closing(Team()) as team:  # not by the fixture: capfd captures what is started in the test itself
         team.open()
-        team.order(hanging, "hang")
-        assert team.pipes[hanging].recv() == "hangs"  # else it might see the failure before it gets the order
+        team.command(hanging, "hang")
+        assert team.pipes[hanging].recv() == "hangs"  # else it might see the failure before it gets the command
         team.signal(1, signal.SIGKILL)
         assert team.reports(2 - hanging, "rank 1 has ended (killed?)")
         assert team.exit_code(hanging) == 1
@@ -157,7 +157,7 @@ def test_rank_that_hangs_after_a_failure_is_ended(hanging: int, capfd: pytest.Ca
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 0, 1)])
 def test_ranks_that_close_in_any_order_part_in_peace(team: Team, order: tuple[int, ...]) -> None:
     for rank in order:
-        team.order(rank, "close")
+        team.command(rank, "close")
         assert team.exit_code(rank) == 0
         time.sleep(0.05)
     for pipe in team.pipes:
@@ -195,17 +195,17 @@ def test_stopped_rank_is_no_failure_and_nobody_waits_for_it(team: Team, stopped:
     team.signal(stopped, signal.SIGSTOP)
     time.sleep(2.0)
     assert not any(pipe.poll() for pipe in team.pipes)
-    team.order(2, "close")
+    team.command(2, "close")
     assert team.exit_code(2) == 0
     team.signal(stopped, signal.SIGCONT)
     for rank in range(2):
-        team.order(rank, "close")
+        team.command(rank, "close")
         assert team.exit_code(rank) == 0
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_forked_child_does_not_keep_its_parent_alive(team: Team, victim: int) -> None:
-    team.order(victim, "fork")
+    team.command(victim, "fork")
     child = team.pipes[victim].recv()
     team.signal(victim, signal.SIGKILL)
     try:
@@ -255,7 +255,7 @@ def test_rank_0_that_cannot_be_reached_is_an_error() -> None:
         FailureDetector(1, 2, exchange=lambda _: (port, "token"), host="127.0.0.1")
 
 
-def test_one_rank_is_its_own_lifeline() -> None:
+def test_one_rank_needs_no_connection() -> None:
     failure_detector = FailureDetector(0, 1, exchange=lambda value: value, host="")
     failure_detector.check()
     failure_detector.close()

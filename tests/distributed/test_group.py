@@ -16,7 +16,7 @@ from rhymerl.errors import RunError
 from rhymerl.types import Output, Ratio
 
 
-def meet(rank: int, folder: str, secrets: list[str]) -> None:
+def join(rank: int, folder: str, secrets: list[str]) -> None:
     """What each rank sees of the others goes to a file."""
     torch.set_num_threads(1)
     os.environ.update(RHYMERL_SECRET=secrets[rank], MASTER_ADDR="127.0.0.1")
@@ -40,7 +40,7 @@ def meet(rank: int, folder: str, secrets: list[str]) -> None:
 
 
 def of_both(folder: Path, secrets: list[str]) -> list[dict[str, object]]:
-    torch.multiprocessing.spawn(meet, (str(folder), secrets), nprocs=2)
+    torch.multiprocessing.spawn(join, (str(folder), secrets), nprocs=2)
     return [json.loads((folder / str(rank)).read_text()) for rank in range(2)]
 
 

@@ -168,14 +168,14 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.parametrize("box", ["channel/1/reports", "channel/1/commands", "channel/1/messages/0"])
-def test_what_a_stranger_puts_into_the_store_is_not_executed(box, tmp_path):
+@pytest.mark.parametrize("key", ["channel/1/reports", "channel/1/commands", "channel/1/messages/0"])
+def test_what_a_stranger_puts_into_the_store_is_not_executed(key, tmp_path):
     from contextlib import nullcontext
 
     bomb = pickle.dumps(Bomb(tmp_path / "went off"))
     store = dist.HashStore()
-    store.add(f"{box}/count", 1)
-    store.set(f"{box}/0", bomb)
+    store.add(f"{key}/count", 1)
+    store.set(f"{key}/0", bomb)
     channel = StoreChannel(store, "channel/1", wire=WIRE, rank=0, size=2, collective=nullcontext)
     with pytest.raises(RunError, match="another process writes to the ranks' store"):
         channel.exchange(None, [], lambda reports: None, waits=False)

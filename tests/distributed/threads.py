@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process: they meet at a barrier, and their mail goes through a store in memory, as between processes."""
+"""Ranks that are threads of one process: they wait at a barrier, and their messages go through a store in memory, as between processes."""
 
 from __future__ import annotations
 

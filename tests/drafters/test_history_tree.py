@@ -24,7 +24,7 @@ Nodes = dict[tuple[int, ...], float]
 
 
 def drafted(drafter: HistoryTreeDrafter, tokens: Sequence[int], *, budget: int = 32, prompt: Prompt = PROMPT) -> Draft:
-    """For a new request that has drawn these tokens."""
+    """For a new request that has sampled these tokens."""
     new = request(prompt, name=f"request {next(_NUMBERS)}")
     drafter.start(new)
     return drafter.propose(new, context(new, tokens), budget)

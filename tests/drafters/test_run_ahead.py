@@ -1,4 +1,4 @@
-"""Drafts from tokens drawn ahead against what they should be by definition, and whose turn it is otherwise."""
+"""Drafts from tokens sampled ahead against what they should be by definition, and whose turn it is otherwise."""
 
 from __future__ import annotations
 

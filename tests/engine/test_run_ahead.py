@@ -1,4 +1,4 @@
-"""Tokens drawn ahead change the speed and nothing else, and what becomes of them is counted."""
+"""Tokens sampled ahead change the speed and nothing else, and what becomes of them is counted."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_beside_requests_without_them(problem, inner, every, settings):
     "budget", [GoodputBudget(deterministic=True), AIMDBudget(), FixedBudget(8)], ids=["goodput", "aimd", "fixed"]
 )
 def test_every_budget_lets_them_through(problem, budget):
-    """Of 24 answers side by side, one in three was drawn ahead, and nothing else is drafted."""
+    """Of 24 answers side by side, one in three was sampled ahead, and nothing else is drafted."""
     policy, requests, plain = problem
     asked = with_ahead(requests, plain, AHEAD["right"], every=3)
     done = answers(policy, asked, drafter=RunAheadDrafter(NoDrafter()), budget=budget)
@@ -100,7 +100,7 @@ def test_every_budget_lets_them_through(problem, budget):
 
 
 def test_new_weights_in_flight(problem):
-    """Keys and values are dropped, and requests wait again; what was drawn ahead stays theirs."""
+    """Keys and values are dropped, and requests wait again; what was sampled ahead stays theirs."""
     policy, requests, plain = problem
     engine = Engine(policy.model, drafter=RunAheadDrafter(NoDrafter()), kv_tokens=4096, check_drafts=True)
     engine.submit(with_ahead(requests, plain, AHEAD["wrong from the fifth"]))

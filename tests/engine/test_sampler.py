@@ -40,7 +40,7 @@ def test_draws_follow_the_softmax(over, temperature):
     assert p_value(observed, expected) > 1e-3
 
 
-def test_a_token_of_probability_one_in_a_million_is_drawn_as_often_as_it_should():
+def test_a_token_of_probability_one_in_a_million_is_sampled_as_often_as_it_should():
     count = 4_000_000
     rare = np.log(1e-5)
     observed = (draws(np.array([0.0, rare]), np.full(count, 5), np.arange(count)) == 1).sum()

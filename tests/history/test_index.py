@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rhymerl.history.index import NO_TOKEN, REACH, LiveIndex, Matches, SuffixIndex
 
-Place = tuple[int, int]  # which answer, which of its tokens
+TokenPosition = tuple[int, int]  # which answer, which of its tokens
 
 few = st.integers(0, 2)  # a small vocabulary repeats itself
 prompts = st.lists(few, max_size=REACH + 8)
@@ -37,7 +37,7 @@ def shared(one: Sequence[int], two: Sequence[int], longest: int) -> int:
 
 def expected_lengths(
     texts: Sequence[tuple[list[int], list[int]]], query: Sequence[int], *, longest: int = REACH
-) -> dict[Place, int]:
+) -> dict[TokenPosition, int]:
     """The shared length of every place, of texts (what stands before, tokens)."""
     return {
         (number, k): shared([*before[-REACH:], *tokens[:k]], query, longest)
@@ -46,7 +46,7 @@ def expected_lengths(
     }
 
 
-def found_lengths(index: SuffixIndex, found: Matches, r: int = 0) -> dict[Place, int]:
+def found_lengths(index: SuffixIndex, found: Matches, r: int = 0) -> dict[TokenPosition, int]:
     count = found.counts[r]
     positions, lengths = found.positions[r, :count].tolist(), found.lengths[r, :count].tolist()
     assert lengths == sorted(lengths, reverse=True)
@@ -58,7 +58,9 @@ def found_lengths(index: SuffixIndex, found: Matches, r: int = 0) -> dict[Place,
     return dict(zip(locations, lengths, strict=True))
 
 
-def check(index: SuffixIndex, found: Matches, expected: dict[Place, int], *, most: int, shortest: int = 1) -> None:
+def check(
+    index: SuffixIndex, found: Matches, expected: dict[TokenPosition, int], *, most: int, shortest: int = 1
+) -> None:
     """The longest ones, as many as fit; among equals any."""
     long_enough = {location: length for location, length in expected.items() if length >= shortest}
     got = found_lengths(index, found)

@@ -1,4 +1,4 @@
-"""Lets the tests, and the worker processes that they start, import the reward functions next to this file."""
+"""Lets the tests, and the reward processes that they start, import the reward functions next to this file."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Crowd:
 def beside_bombs() -> dict[str, object]:
     """Twenty right answers and four bombs."""
     reward = Reward("rhymerl.rewards.code", name="r", default=-1.0, timeout_s=20, arguments={"time_limit_s": 2})
-    with RewardScorer([reward], num_workers=2, chunk_size=1) as scorer:
+    with RewardScorer([reward], num_processes=2, chunk_size=1) as scorer:
         for number in range(24):
             bomb = number % 6 == 0
             scorer.submit(f"{number} {bomb}", BOMB if bomb else [RIGHT, THREADS][number % 2], {"tests": TESTS})
@@ -77,8 +77,8 @@ def for_good(*, leave: int, code: str) -> dict[str, object]:
             crowd.go()
 
 
-def start_of_workers() -> dict[str, object]:
-    """No process for reward workers at first."""
+def start_of_processes() -> dict[str, object]:
+    """No process for a reward at first."""
     Crowd(leave=1).go_after(0.5)
     with RewardScorer([Reward("user_rewards.length", name="r")]) as scorer:
         for text in ("a", "bb", "ccc"):
@@ -92,7 +92,7 @@ SCENES = {
     "no_sandbox": lambda: for_good(leave=0, code=RIGHT),
     "no_answer": lambda: for_good(leave=2, code=RIGHT),
     "no_thread": lambda: for_good(leave=9, code=THREADS),
-    "start_of_workers": start_of_workers,
+    "start_of_processes": start_of_processes,
 }
 
 if __name__ == "__main__":

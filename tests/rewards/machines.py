@@ -20,7 +20,7 @@ from rhymerl.errors import ConfigError
 from rhymerl.rewards import Reward
 from rhymerl.rewards.programs import check_code
 from rhymerl.rewards.sandbox import libc, seccomp
-from rhymerl.rewards.sandbox.run import WALLS, Job, Report, Sandbox, missing_walls
+from rhymerl.rewards.sandbox.run import WALLS, Job, JobResult, Sandbox, missing_walls
 from tests.rewards.hostile import FORGERIES, FUNCTIONS, PROGRAMS, SECRET, Attack
 
 NOBODY = 65534
@@ -85,7 +85,7 @@ KINDS = {
 }
 
 
-def attempt(sandbox: Sandbox, attack: Attack, folder: str, port: str) -> Report:
+def attempt(sandbox: Sandbox, attack: Attack, folder: str, port: str) -> JobResult:
     names = {
         "FOLDER": folder,
         "TEMPORARY": tempfile.gettempdir(),

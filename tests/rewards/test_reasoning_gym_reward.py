@@ -100,12 +100,12 @@ def test_a_program_is_no_answer(dataset: str, sandbox: Sandbox, tmp_path: Path) 
 
 @pytest.mark.parametrize("dataset", EVALUATING)
 def test_a_program_is_no_answer_in_this_process_either(dataset: str, tmp_path: Path) -> None:
-    """With the sandbox switched off, in a worker of the pool, which the first wall has to itself."""
+    """With the sandbox switched off, in a process of the pool, which the first wall has to itself."""
     (row,) = rows(dataset)
     reward = Reward(reasoning_gym_reward, name="r", default=-1.0, arguments={"unsafe_unconfined": True})
     programs = [program.replace("FOLDER", str(tmp_path)) for program in PROGRAMS]
     answers = ["none of it", *programs, *["3 * 4"] * 50, *programs, row["answer"]]
-    with RewardScorer([reward], num_workers=1) as scorer:
+    with RewardScorer([reward], num_processes=1) as scorer:
         for number, answer in enumerate(answers):
             scorer.submit(str(number), f"<answer>{answer}</answer>", row)
         wrong, *others, right = [each["r"] for each in scorer.collect().values()]
@@ -136,7 +136,7 @@ def test_an_answer_that_takes_too_long_has_no_score(sandbox: Sandbox) -> None:
 
 def test_in_a_pool(tmp_path: Path) -> None:
     found = rows("countdown", 4)
-    with RewardScorer([Reward(reasoning_gym_reward, name="r")], num_workers=2) as scorer:
+    with RewardScorer([Reward(reasoning_gym_reward, name="r")], num_processes=2) as scorer:
         for number, row in enumerate(found):
             scorer.submit(str(number), f"<answer>{row['answer']}</answer>", {**row, "sandbox": "a column of that name"})
         assert [each["r"] for each in scorer.collect().values()] == [1.0] * 4

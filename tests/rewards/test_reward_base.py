@@ -84,7 +84,7 @@ def _local_function() -> Callable[[str], float]:
 @pytest.mark.parametrize(
     "function", [_local_function(), lambda completion: 1.0, functools.partial(user_rewards.length)]
 )
-def test_what_a_worker_cannot_import_must_run_in_main(function: Callable[..., float]) -> None:
+def test_what_a_reward_process_cannot_import_must_run_in_main(function: Callable[..., float]) -> None:
     with pytest.raises(ConfigError, match=r"^rewards\..*cannot import it by name.*where='main'$"):
         Reward(function)
     assert Reward(function, where="main").call is function

@@ -23,10 +23,10 @@ from tests.rewards.processes import is_alive, wait_until
 DEFAULT = -7.0
 
 
-def score(texts: list[str], function: str, *, num_workers: int = 2, chunk_size: int = 16, **settings: Any):
+def score(texts: list[str], function: str, *, num_processes: int = 2, chunk_size: int = 16, **settings: Any):
     """Rewards in the order of `texts`, and the metrics that are not zero."""
     reward = Reward(f"user_rewards.{function}", name="r", default=DEFAULT, **settings)
-    with RewardScorer([reward], num_workers=num_workers, chunk_size=chunk_size) as scorer:
+    with RewardScorer([reward], num_processes=num_processes, chunk_size=chunk_size) as scorer:
         for number, text in enumerate(texts):
             scorer.submit(str(number), text, {})
         scores = scorer.collect()
@@ -67,7 +67,7 @@ def test_misdeed_costs_that_one_sample(misdeed: str, kind: str, functions: list[
         texts = ["a", "bb", misdeed, "ccc", "dddd"]
         timeout_s = 0.2 if kind == "timeouts" else 10.0
         batch = function == "act_in_batch"
-        rewards, metrics = score(texts, function, timeout_s=timeout_s, batch=batch, num_workers=1)
+        rewards, metrics = score(texts, function, timeout_s=timeout_s, batch=batch, num_processes=1)
         assert rewards == [1.0, 2.0, DEFAULT, 3.0, 4.0]
         assert metrics == {kind: 1}
 
@@ -75,10 +75,10 @@ def test_misdeed_costs_that_one_sample(misdeed: str, kind: str, functions: list[
 @pytest.mark.parametrize("function", ["act", "act_in_batch", "act_async"])
 @pytest.mark.parametrize("misdeed", ["fork", "fork and raise", "fork and stay", "daemon"])
 def test_processes_that_a_reward_leaves_behind_count_for_nothing_and_end(misdeed: str, function: str) -> None:
-    """Whether they return, raise or stay, they are not the worker."""
+    """Whether they return, raise or stay, they are not the reward process."""
     before = set(processes())
     texts = ["a", misdeed, "bb", misdeed, "ccc"]
-    rewards, metrics = score(texts, function, num_workers=1, timeout_s=5.0, batch=function == "act_in_batch")
+    rewards, metrics = score(texts, function, num_processes=1, timeout_s=5.0, batch=function == "act_in_batch")
     assert rewards == [float(len(text)) for text in texts]
     assert metrics == {}
     assert wait_until(lambda: set(processes()) <= before)
@@ -89,12 +89,12 @@ def processes() -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
-            if f"RHYMERL_REWARD_WORKER={os.getpid()}-".encode() in path.read_bytes():
+            if f"RHYMERL_REWARD_PROCESS={os.getpid()}-".encode() in path.read_bytes():
                 found.append(int(path.parent.name))
     return [pid for pid in found if is_alive(pid)]
 
 
-def test_workers_are_killed_before_the_trainer_where_memory_is_short() -> None:
+def test_reward_processes_are_killed_before_the_trainer_where_memory_is_short() -> None:
     assert score(["x"], "readiness_to_be_killed") == ([1000.0], {})
 
 
@@ -115,7 +115,7 @@ def test_every_sample_may_be_bad() -> None:
     assert metrics == {"crashes": 5, "errors": 5}
 
 
-def test_dying_worker_neither_loses_nor_doubles_other_samples(tmp_path: Path) -> None:
+def test_a_dying_process_neither_loses_nor_doubles_other_samples(tmp_path: Path) -> None:
     path = tmp_path / "calls"
     texts = [f"{'os._exit' if number in (3, 11, 40) else 'fine'}:{number}" for number in range(48)]
     reward = Reward("user_rewards.witness", default=DEFAULT, arguments={"path": str(path)})
@@ -131,7 +131,7 @@ def test_dying_worker_neither_loses_nor_doubles_other_samples(tmp_path: Path) ->
 
 def test_async_rewards_of_a_chunk_run_at_the_same_time() -> None:
     started = time.monotonic()
-    rewards, _ = score(["0.4"] * 16, "nap", num_workers=1)
+    rewards, _ = score(["0.4"] * 16, "nap", num_processes=1)
     assert rewards == [1.0] * 16
     assert time.monotonic() - started < 3.0  # one after the other: 6.4 s
 
@@ -142,18 +142,18 @@ def test_async_limit_is_per_sample_and_own_timeouts_are_errors() -> None:
     assert metrics == {"timeouts": 1, "errors": 1}
 
 
-def test_async_timeout_spares_the_worker() -> None:
+def test_async_timeout_spares_the_process() -> None:
     rewards = [Reward("user_rewards.process"), Reward("user_rewards.act_async", timeout_s=0.1)]
     pids = set()
-    with RewardScorer(rewards, num_workers=1) as scorer:
+    with RewardScorer(rewards, num_processes=1) as scorer:
         for text in ["a", "await", "bb"]:
             scorer.submit(text, text, {})
             pids.add(scorer.collect()[text]["process"])
     assert len(pids) == 1
 
 
-def test_a_worker_keeps_one_event_loop() -> None:
-    rewards, _ = score(["x"] * 9, "Loops.count", num_workers=1, chunk_size=3)
+def test_a_process_keeps_one_event_loop() -> None:
+    rewards, _ = score(["x"] * 9, "Loops.count", num_processes=1, chunk_size=3)
     assert rewards == [1.0] * 9
 
 
@@ -161,11 +161,11 @@ def test_async_batch() -> None:
     assert score(["a", "bb", "ccc"], "batch_nap", batch=True) == ([1.0, 2.0, 3.0], {})
 
 
-@pytest.mark.parametrize(("num_workers", "chunk_size"), [(1, 3), (3, 16)])
+@pytest.mark.parametrize(("num_processes", "chunk_size"), [(1, 3), (3, 16)])
 @pytest.mark.parametrize("function", ["act", "act_in_batch", "act_async"])
-def test_rewards_do_not_depend_on_workers_chunks_or_order(num_workers: int, chunk_size: int, function: str) -> None:
+def test_rewards_do_not_depend_on_processes_chunks_or_order(num_processes: int, chunk_size: int, function: str) -> None:
     texts = ["x" * number for number in range(20)] + ["raise"]
-    settings = {"num_workers": num_workers, "chunk_size": chunk_size, "batch": function == "act_in_batch"}
+    settings = {"num_processes": num_processes, "chunk_size": chunk_size, "batch": function == "act_in_batch"}
     expected = [float(number) for number in range(20)] + [DEFAULT]
     assert score(texts, function, **settings)[0] == expected
     assert score(texts[::-1], function, **settings)[0] == expected[::-1]
@@ -179,7 +179,7 @@ def test_printing_and_reading_stdin_harm_nothing(capfd: pytest.CaptureFixture[st
     assert "user output" in captured.err
 
 
-def test_no_heavy_import_in_a_worker() -> None:
+def test_no_heavy_import_in_a_reward_process() -> None:
     assert score(["x"], "has_torch") == ([0.0], {})
 
 
@@ -193,13 +193,13 @@ def test_start_does_not_count_as_time_of_the_first_sample(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize(
-    ("in_worker", "message"),
+    ("in_process", "message"),
     [("raise OSError('no disk')", "OSError: no disk"), ("import os; os._exit(9)", "code 9")],
 )
-def test_worker_that_cannot_start_is_an_error_with_its_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_worker: str, message: str
+def test_a_process_that_cannot_start_is_an_error_with_its_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_process: str, message: str
 ) -> None:
-    module = f"import os\nif os.getpid() != {os.getpid()}:\n    {in_worker}\ndef fine(completion): return 1.0\n"
+    module = f"import os\nif os.getpid() != {os.getpid()}:\n    {in_process}\ndef fine(completion): return 1.0\n"
     (tmp_path / f"bad_{len(message)}.py").write_text(module)
     monkeypatch.syspath_prepend(str(tmp_path))
     with RewardScorer([Reward(f"bad_{len(message)}.fine")]) as scorer:
@@ -243,13 +243,13 @@ def test_nothing_is_left_after_close() -> None:
 
 
 @pytest.mark.parametrize("busy_with", ["idle", "sleep", "regex"])
-def test_workers_die_with_a_killed_parent(busy_with: str) -> None:
+def test_reward_processes_die_with_a_killed_parent(busy_with: str) -> None:
     program = f"""
 import sys, time
 sys.path[:] = {sys.path!r}
 from rhymerl.rewards import Reward, RewardScorer
 rewards = [Reward("user_rewards.process"), Reward("user_rewards.act", timeout_s=60)]
-scorer = RewardScorer(rewards, num_workers=1)
+scorer = RewardScorer(rewards, num_processes=1)
 scorer.submit("a", "x", {{}})
 pid = int(scorer.collect()["a"]["process"])
 if {busy_with!r} != "idle":
@@ -271,8 +271,8 @@ time.sleep(60)
     assert not is_alive(pid)
 
 
-def test_ctrl_c_does_not_reach_the_workers() -> None:
-    with RewardScorer([Reward("user_rewards.process")], num_workers=1) as scorer:
+def test_ctrl_c_does_not_reach_the_reward_processes() -> None:
+    with RewardScorer([Reward("user_rewards.process")], num_processes=1) as scorer:
         scorer.submit("a", "x", {})
         pid = int(scorer.collect()["a"]["process"])
         assert os.getpgid(pid) != os.getpgrp()

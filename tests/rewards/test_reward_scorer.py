@@ -101,7 +101,7 @@ def test_local_failures_cost_one_sample(where: Any, text: str, function: str) ->
 def test_what_a_function_opens_outlives_a_call_and_is_closed_in_the_end(where: Any, tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     reward = Reward("user_rewards.recorded", where=where, arguments={"path": str(path)})
-    with RewardScorer([reward], num_workers=1) as scorer:
+    with RewardScorer([reward], num_processes=1) as scorer:
         for round_ in range(2):
             for number in range(3):
                 scorer.submit(f"{round_} {number}", "x", {"ledger": "a column of that name"})
@@ -114,7 +114,7 @@ def test_what_a_function_opens_outlives_a_call_and_is_closed_in_the_end(where: A
 def test_an_argument_stands_for_what_would_be_opened(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     arguments = {"path": str(path), "ledger": [""] * 5}
-    with RewardScorer([Reward("user_rewards.recorded", arguments=arguments)], num_workers=1) as scorer:
+    with RewardScorer([Reward("user_rewards.recorded", arguments=arguments)], num_processes=1) as scorer:
         scorer.submit("a", "x", {})
         assert scorer.collect() == {"a": {"recorded": 6.0}}
     assert not path.exists()
@@ -171,8 +171,8 @@ def test_engine_rewards_run_at_the_end_in_the_given_order_with_the_device() -> N
 
 
 def test_wrong_use_is_a_value_error() -> None:
-    with pytest.raises(ValueError, match="num_workers=0"):
-        RewardScorer([], num_workers=0)
+    with pytest.raises(ValueError, match="num_processes=0"):
+        RewardScorer([], num_processes=0)
     with pytest.raises(ValueError, match="distinct names"):
         RewardScorer([Reward("user_rewards.length"), Reward("user_rewards.length", weight=2.0)])
     with RewardScorer([]) as scorer:
@@ -183,7 +183,9 @@ def test_wrong_use_is_a_value_error() -> None:
             scorer.collect(order=["a", "b"])
 
 
-@pytest.mark.parametrize("module", ["rhymerl.rewards.worker", "rhymerl.rewards.scorer", "rhymerl.rewards.functions"])
+@pytest.mark.parametrize(
+    "module", ["rhymerl.rewards.process_main", "rhymerl.rewards.scorer", "rhymerl.rewards.functions"]
+)
 def test_imports_are_light(module: str) -> None:
     program = f"""
 import sys

@@ -309,13 +309,13 @@ def test_closing_the_scorer_ends_what_runs(hangs: str) -> None:
     code = "def f(x):\n while True: pass" if hangs == "f(1)" else "def f(x): return x"
     reward = Reward("rhymerl.rewards.code", timeout_s=60, arguments={"time_limit_s": 50})
     before = descendants()
-    scorer = RewardScorer([reward], num_workers=1)
+    scorer = RewardScorer([reward], num_processes=1)
     scorer.submit("a", code, {"tests": hangs})
     give_up = time.monotonic() + 20
     while len(running := own_descendants(before)) < 5 and time.monotonic() < give_up:
         scorer.submit(str(time.monotonic()), code, {"tests": hangs})
         time.sleep(0.05)
-    assert len(running) >= 5, "a worker, its warm process, a warden, an examiner, an answer"
+    assert len(running) >= 5, "a reward process, its warm process, a warden, an examiner, an answer"
     scorer.close()
     assert wait_until(lambda: not any(map(is_alive, running)))
 

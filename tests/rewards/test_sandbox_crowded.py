@@ -75,5 +75,5 @@ def test_a_want_of_processes_that_lasts_is_not_the_answers_fault(crowded, scene:
     assert found["error"]
 
 
-def test_workers_start_when_there_are_processes_for_them(crowded) -> None:
-    assert crowded("start_of_workers", 40)["right"] == [1.0, 2.0, 3.0]
+def test_reward_processes_start_when_there_is_room_for_them(crowded) -> None:
+    assert crowded("start_of_processes", 40)["right"] == [1.0, 2.0, 3.0]

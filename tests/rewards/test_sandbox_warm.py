@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rhymerl.rewards.sandbox.process import SandboxError
-from rhymerl.rewards.sandbox.run import Job, Report, Sandbox, missing_walls
+from rhymerl.rewards.sandbox.run import Job, JobResult, Sandbox, missing_walls
 from tests.rewards.processes import descendants, is_alive, wait_until
 
 pytestmark = pytest.mark.skipif(
@@ -103,7 +103,7 @@ def f():
 
 
 def test_threads_share_it(sandbox: Sandbox) -> None:
-    def square(number: int) -> Report:
+    def square(number: int) -> JobResult:
         return sandbox.run(Job(code="def f(x): return x * x", tests=[f"assert f({number}) == {number**2}"]))
 
     with ThreadPoolExecutor(6) as pool:

@@ -1,4 +1,4 @@
-"""Rollouts over several ranks: scheduler, run-ahead and the pace of ranks change when tokens are drawn, and nothing else."""
+"""Rollouts over several ranks: scheduler, run-ahead and the pace of ranks change when tokens are sampled, and nothing else."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rhymerl.distributed import Alone
 from rhymerl.errors import BackendError, ConfigError, RunError
 from rhymerl.rewards import Reward, RewardScorer
 from rhymerl.rollout import Rollout, RolloutLoop, RolloutSettings
+from rhymerl.rollout.run_ahead import RunAheadState
 from rhymerl.schedulers import (
     FIFOScheduler,
     HistoPipeScheduler,
@@ -155,13 +156,13 @@ def test_in_lockstep_nothing_follows_the_clock():
 
 
 @pytest.mark.parametrize("size", [3, 2, 1], ids=["as many ranks", "fewer ranks", "one rank"])
-def test_what_was_drawn_ahead_survives_a_checkpoint(size):
+def test_what_was_sampled_ahead_survives_a_checkpoint(size):
     before = Ranked(pass_s=0.0004, run_ahead="keep")
     before.run(3)
     state = before.states[0]
-    assert state["ahead"]["drawn"], "nobody ran ahead"
+    assert state["ahead"]["outputs"], "nobody ran ahead"
     after = Ranked(size=size, run_ahead="keep").run(2, states=[state], first=3)[0]
-    sampled = state["ahead"]["drawn"]
+    sampled = state["ahead"]["outputs"]
     for sample in after[0].samples:
         completion = sample.completion
         assert completion.token_ids.tolist() == expected(completion)
@@ -171,7 +172,19 @@ def test_what_was_drawn_ahead_survives_a_checkpoint(size):
             assert completion.output.policy_versions.tolist()[: len(kept)] == [2] * len(kept)
 
 
-def test_a_validation_in_between_leaves_what_was_drawn_ahead_alone():
+def test_what_an_earlier_version_sampled_ahead_is_read():
+    """It wrote `drawn` where there is `outputs` now."""
+    before = Ranked(pass_s=0.0004, run_ahead="keep")
+    before.run(3)
+    state = before.states[0]["ahead"]
+    former = {("drawn" if name == "outputs" else name): value for name, value in state.items()}
+    found, expected_outputs = (RunAheadState.of_state(each).outputs for each in (former, state))
+    assert found.keys() == expected_outputs.keys() != set()
+    for name, output in found.items():
+        assert output.token_ids.tolist() == expected_outputs[name].token_ids.tolist()
+
+
+def test_a_validation_in_between_leaves_what_was_sampled_ahead_alone():
     def work(ranks: Threads) -> list[Rollout]:
         loop = Ranked(pass_s=0.0004, run_ahead="keep").loop(ranks)
         found = []
@@ -308,14 +321,14 @@ def test_tokens_of_a_policy_that_is_too_old_end_the_run():
     before = Ranked(pass_s=0.0004, run_ahead="keep")
     before.run(3)
     state = before.states[0]
-    for sampled in state["ahead"]["drawn"].values():
+    for sampled in state["ahead"]["outputs"].values():
         sampled["policy_versions"] -= 1
     with pytest.raises(RunError, match="step 3: a token was sampled 2 updates ago"):
         Ranked(run_ahead="keep").run(1, states=[state], first=3)
 
 
 @pytest.mark.parametrize("run_ahead", ["off", "draft", "keep"])
-def test_what_was_drawn_under_other_settings_is_drawn_anew(run_ahead):
+def test_what_was_sampled_under_other_settings_is_sampled_anew(run_ahead):
     before = Ranked(pass_s=0.0004, run_ahead="keep")
     before.run(3)
 

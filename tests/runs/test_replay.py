@@ -79,7 +79,7 @@ def test_an_oracle_by_hand():
 def test_a_history_by_hand():
     """Epoch 0 says 5 6 7 8 9, epoch 1 says 5 6 4 8 9, and the budget is of 3 nodes.
 
-    First pass: 5 6 7 are drafted, 5 6 accepted, 4 drawn. Then nothing is known after 4, and 8 is drawn. Then 9 is.
+    First pass: 5 6 7 are drafted, 5 6 accepted, 4 sampled. Then nothing is known after 4, and 8 is sampled. Then 9 is.
     """
     records = [record([5, 6, 7, 8, 9]), record([5, 6, 4, 8, 9], epoch=1)]
     drafter = HistoryTreeDrafter(deterministic=True, own=False, siblings=False)
@@ -91,7 +91,7 @@ def test_a_history_by_hand():
 
 
 def test_who_ends_at_the_limit_is_not_asked_for_the_last_token():
-    """Its last token is drawn, not drafted: there is no place for a node behind it."""
+    """Its last token is sampled, not drafted: there is no place for a node behind it."""
     for reason, asked in [("stop", 3), ("length", 2)]:
         listener = Listener()
         replayed([record([5, 6, 7], finish_reason=reason)], listener)

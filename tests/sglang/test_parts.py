@@ -87,12 +87,12 @@ def test_the_plugin_leaves_masks_alone(ngram_worker, monkeypatch):
 
 @pytest.mark.parametrize("with_logprobs", [False, True])
 def test_ranks_go_on_from_the_same_tokens(tmp_path, with_logprobs):
-    """Whatever another rank has drawn: sums over a vocabulary need not be the same on two devices."""
+    """Whatever another rank has sampled: sums over a vocabulary need not be the same on two devices."""
     sampler, info, logits = sampler_and_batch()
-    words = [sys.executable, "-c", BESIDE, str(tmp_path / "meeting")]
+    words = [sys.executable, "-c", BESIDE, str(tmp_path / "store")]
     with subprocess.Popen(words, stdin=subprocess.PIPE) as first:
         try:
-            dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=1, world_size=2)
+            dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=1, world_size=2)
             sampler.tp_sync_group = dist.group.WORLD
             output = SimpleNamespace(next_token_logits=logits.clone(), next_token_logprobs=None)
             tokens = sampler(output, info, with_logprobs, [0] * 3, [None] * 3, torch.full((3,), 5))

@@ -22,7 +22,7 @@ SIZE = 2
 
 def live(rank: int, folder: str) -> None:
     """Answer a rank's own requests under new weights, which come over a group of the rank and its engine."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=SIZE)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=SIZE)
     launcher = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": SIZE, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
     elastic = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
     os.environ.update({name: str(value) for name, value in {**launcher, **elastic}.items()})

@@ -46,7 +46,7 @@ def test_keep_by_hand():
     it = Simulation(FIFOScheduler(), num_workers=2, run_ahead="keep").run(works)
     assert it.starts.tolist() == pytest.approx(np.array([[0, 0], [6, 2], [8, 8]]) * PASS)
     assert it.done.tolist() == pytest.approx([6 * PASS, 8 * PASS, 9 * PASS])
-    # Of step 1, worker 1 has drawn 4 tokens when step 0 is done; in step 2 nobody ran ahead of step 1.
+    # Of step 1, worker 1 has sampled 4 tokens when step 0 is done; in step 2 nobody ran ahead of step 1.
     assert it.stale_tokens.tolist() == pytest.approx([0, 4, 0])
     assert it.staleness.tolist() == [0, 1, 0]
 
@@ -79,7 +79,7 @@ COSTS = CostCurve([(1, 6.2), (64, 7.5), (256, 14), (512, 22), (1024, 38), (4096,
 
 @pytest.mark.parametrize("acceptance", [0.5, 0.95, 0.998])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_tokens_drawn_ahead_cost_no_time_where_all_draft(scheduler, acceptance):
+def test_tokens_sampled_ahead_cost_no_time_where_all_draft(scheduler, acceptance):
     """Whatever share of them is right: no more are verified than pay, and none behind the first that is wrong."""
     decoding = Decoding(costs=COSTS, tokens_per_pass=3.5, verified=4, redo_acceptance=acceptance, redo_nodes=128)
     works = small(12, prompts_per_step=64, group_size=8, mean=1000.0, cap=4000)
@@ -91,7 +91,7 @@ def test_tokens_drawn_ahead_cost_no_time_where_all_draft(scheduler, acceptance):
 
 
 def test_run_ahead_tokens_are_right_up_to_the_first_miss_by_hand():
-    # Each with probability 1/2: of three tokens 1 + 1/2 + 1/4 are drawn up to the miss, it among them; of many, 2.
+    # Each with probability 1/2: of three tokens 1 + 1/2 + 1/4 are sampled up to the miss, it among them; of many, 2.
     decoding = Decoding(redo_acceptance=0.5)
     assert decoding.redone(np.array([0.0, 1.0, 3.0, 100.0])).tolist() == pytest.approx([0, 1, 1.75, 2])
     assert Decoding(redo_acceptance=1.0).redone(np.array([3.0])).tolist() == [3]

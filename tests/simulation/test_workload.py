@@ -1,4 +1,4 @@
-"""Lengths, drawn and recorded."""
+"""Lengths, sampled and recorded."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_the_only_update_of_a_step_finds_the_proximal_logprobs_by_itself(micro_b
         torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
 
 
-def test_what_the_policy_has_drawn_itself_is_known_also_to_the_only_update():
+def test_what_the_policy_has_sampled_itself_is_known_also_to_the_only_update():
     class Looking(GRPO):
         def loss(self, batch, output, totals):
             looked.append((batch, output.logprobs.detach()))

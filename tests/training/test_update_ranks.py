@@ -248,7 +248,7 @@ def test_a_gradient_that_one_rank_breaks_stops_all_of_them():
 def train_in_process(rank: int, num_ranks: int, folder: str) -> None:
     """Three updates, the last two of which are the same with dropout; saves what came of them."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=num_ranks)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
     samples, ranks = ragged(16), Group()
     outcomes = []
     for dropout in (0.0, 0.3, 0.3):

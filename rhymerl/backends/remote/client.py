@@ -1,4 +1,4 @@
-"""SGLang over HTTP: token ids in, token ids and log-probs out."""
+"""An engine or a router over HTTP: JSON there and back."""
 
 from __future__ import annotations
 

@@ -60,7 +60,9 @@ class FeedReader:
             try:
                 feed: FeedMessage = pickle.loads(path.read_bytes())
             except FileNotFoundError as error:
-                raise BackendError(f"{path}: the drafter's news are missing; was the folder cleaned?") from error
+                raise BackendError(
+                    f"{path}: what the drafter is to read next is missing; was the folder cleaned?"
+                ) from error
             self.version += 1
             path.unlink()
             if feed.samples:

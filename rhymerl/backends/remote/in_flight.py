@@ -31,7 +31,7 @@ class EngineConnection:
     def __init__(self, engine: Client, *, num_tokens: int, max_sent: int) -> None:
         self.engine = engine.another()  # which is hung up at the end
         self.num_tokens = num_tokens
-        self.threads = ThreadPoolExecutor(max_sent, thread_name_prefix="rhymerl-sglang")
+        self.threads = ThreadPoolExecutor(max_sent, thread_name_prefix="rhymerl-engine")
         self.num_in_flight = 0
         self.prompts: Counter[str] = Counter()  # how many requests of each, by its key
 
@@ -54,7 +54,7 @@ class InFlightRequest:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why the engine could not be asked, or what it refused; None while it is in the air, and when it is well."""
+        """Why the engine could not be asked, or what it refused; None while it is in flight, and when it is well."""
         return self.answer.exception() if self.answer.done() and not self.answer.cancelled() else None
 
 
@@ -143,7 +143,7 @@ class InFlightRequests:
         sent.connection.count(sent.request, -1)
 
     def wait(self, timeout_s: float) -> list[InFlightRequest]:
-        """What is back, if the time is not over before. Of those that have landed otherwise nothing is said."""
+        """What is back, if the time is not over before. Requests that were completed otherwise are left out."""
         try:
             back = [self._back.get(timeout=timeout_s) if timeout_s > 0 else self._back.get_nowait(), *self._drained()]
         except queue.Empty:
@@ -151,7 +151,7 @@ class InFlightRequests:
         return [sent for sent in back if self.has(sent)]
 
     def has(self, sent: InFlightRequest) -> bool:
-        """Whether it has not landed yet; its request may fly again."""
+        """Whether it has not been completed yet; its request may have been sent again."""
         return self.requests.get(sent.request.id) is sent
 
     def settle(self, requests: Sequence[InFlightRequest], timeout_s: float) -> None:
@@ -165,7 +165,7 @@ class InFlightRequests:
         return found
 
     def totals(self) -> Counter[str]:
-        """Tokens and passes of what has landed since the last call."""
+        """Tokens and passes of what has been completed since the last call."""
         totals, self._totals = self._totals, Counter()
         return totals
 

@@ -27,7 +27,7 @@ class NodePosition:
             return cls()
         rank, size = dist.get_rank(), dist.get_world_size()
         # Private, but the default group's store has no other name. A collective would need a tensor on each rank's device.
-        store, node = PrefixStore("rhymerl/sglang", _get_default_store()), socket.gethostname()
+        store, node = PrefixStore("rhymerl/engines", _get_default_store()), socket.gethostname()
         store.set(str(rank), node)
         nodes = [store.get(str(each)).decode() for each in range(size)]
         return cls(rank=rank, num_ranks=size, num_here=nodes.count(node))

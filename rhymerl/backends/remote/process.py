@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rhymerl.backends.remote.client import Client, NoAnswerError
-from rhymerl.errors import BackendError, ConfigError
+from rhymerl.errors import BackendError
 
 _TAIL_LINES = 30
 _POLL_S = 0.25
@@ -27,29 +25,21 @@ _OF_A_RANK = {
 }
 
 
-def require_sglang(*, memory_saver: bool) -> None:
-    """Raise ConfigError when SGLang is not installed, or not the package with which it gives memory back."""
-    if importlib.util.find_spec("sglang") is None:
-        raise ConfigError("backend=sglang: sglang is not installed; pip install 'rhymerl[sglang]'")
-    if memory_saver and importlib.util.find_spec("torch_memory_saver") is None:
-        raise ConfigError(
-            "backend.release_memory=true: expected torch_memory_saver to be installed, which comes with sglang"
-        )
-
-
 class Server:
-    """Starts when it is made; `close` leaves no process behind. A context manager would end it too early: the backend owns it."""
+    """Starts when it is made; `close` leaves no process behind. A context manager would end it too early: the backend owns it.
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+    `command` makes the words to run from the port to listen at and a second one, which is free for a process group. The process is to
+    end when its standard input closes, as it does when the trainer dies.
+    """
+
+    def __init__(self, command: Callable[[int, int], Sequence[str]], environment: Mapping[str, str], log: Path) -> None:
         self.log = log
         self._held = [held_port(), held_port()]  # until it listens there: other engines start at the same time
         self.port, group_port = (int(held.getsockname()[1]) for held in self._held)
         self.client = Client("127.0.0.1", self.port)
-        words = [sys.executable, "-m", "rhymerl.backends.sglang.plugin.serve", "--host", "127.0.0.1"]
-        words += ["--port", str(self.port), "--nccl-port", str(group_port)]
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [*words, *arguments],
+                command(self.port, group_port),
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,

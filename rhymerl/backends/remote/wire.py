@@ -91,7 +91,7 @@ def noise_of(params: Mapping[str, Any] | None, rid: str) -> tuple[int, int]:
     """The seed of a request's noise, and how many tokens of its input are response already."""
     own = _own(params)
     if own is None and isinstance(params, Mapping) and params.get(KEY):
-        _log.warning("rhymerl: request %s has malformed custom_params[%r] and is drawn as if it had none", rid, KEY)
+        _log.warning("rhymerl: request %s has malformed custom_params[%r] and is sampled as if it had none", rid, KEY)
     return (int(own["seed"]), own["offset"]) if own else (int.from_bytes(_hash(rid.encode()), "little"), 0)
 
 

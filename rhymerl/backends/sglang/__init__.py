@@ -1,1 +1,1 @@
-"""The SGLang backend (backend.py), and what SGLang's own processes run of it (plugin.py)."""
+"""The SGLang backend (backend.py), and what SGLang's own processes run of it (plugin/)."""

@@ -31,7 +31,7 @@ _REFUSED = {
     "pipeline_parallel_size": _STAGES,
 }
 _COPIES = "expected 1; every rank of the trainer has its own engine"  # each would read the one drafter's feed
-_LOSSY = "expected 1.0; below it drafts change what is drawn"
+_LOSSY = "expected 1.0; below it drafts change what is sampled"
 _ONE = {  # with a number other than 1
     "dp_size": _COPIES,
     "data_parallel_size": _COPIES,

@@ -10,7 +10,7 @@ from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.remote.client import Client
 from rhymerl.backends.remote.node import NodePosition
 from rhymerl.backends.sglang.arguments import check, check_for_ranks
-from rhymerl.backends.sglang.nodes import best_n
+from rhymerl.backends.sglang.nodes import LARGEST, AllowedNodes, allowed_nodes, best_n
 from rhymerl.backends.sglang.session import Session
 from rhymerl.backends.sglang.session_settings import SessionSettings
 from rhymerl.budgets.base import Budget
@@ -33,7 +33,8 @@ _USUAL_NODES = 7  # without a cost curve
 class SGLangBackend(RolloutBackend):
     """Answers come from an SGLang server that is started with the run and ends with it, or from those that run at `url` already.
 
-    `nodes` draft nodes of every request are verified in every pass, a number that holds for the engine's life; null chooses it: with
+    `nodes` draft nodes of every request are verified in every pass, a number that holds for the engine's life. null takes that of
+    `budget=fixed`; with `budget=goodput`, whose `nodes` are the most, it is chosen: with
     `costs` (a file of `rhymerl bench costs`), for `max_running` requests whose drafted tokens are accepted with probability
     `expected_accept_rate`, else 7. `arguments` go to the server as they are, `environment` to its process. `weights` names the
     way of new weights: `tensor` (the same device), `disk` (a file in `folder`, by default in shared memory where there is room),
@@ -106,6 +107,10 @@ class SGLangBackend(RolloutBackend):
                 f"{name}={getattr(self, name)!r}: is for a server that the run starts; url={self.url!r} runs already"
             )
 
+    def check_drafting(self, drafter: Drafter, budget: Budget | None) -> None:
+        """Raise ConfigError for a budget that the engine cannot keep to: it verifies one number of nodes in all passes."""
+        self._allowed_nodes(drafter, budget)
+
     def start(
         self,
         policy: Policy,
@@ -123,6 +128,7 @@ class SGLangBackend(RolloutBackend):
             self._refuse_what_ranks_would_share(node)
         settings = SessionSettings(
             n=self.num_tokens(drafter, budget),
+            allowed=self._allowed_nodes(drafter, budget),
             max_running=self.max_running,
             dtype=self.dtype,
             tensor_parallel=self.tensor_parallel,
@@ -147,14 +153,20 @@ class SGLangBackend(RolloutBackend):
         construct(check_for_ranks, {"arguments": self.arguments}, key="backend")
 
     def num_tokens(self, drafter: Drafter, budget: Budget | None = None) -> int:
-        """Tokens a request and pass, for the engine's life: its last one and the draft's nodes."""
-        if isinstance(drafter, NoDrafter) or (budget is not None and budget.max_nodes == 0):
+        """Tokens a request and pass, for the engine's life: its last one and the draft's nodes. Raises ConfigError as `check_drafting` does."""
+        allowed = self._allowed_nodes(drafter, budget)
+        if isinstance(drafter, NoDrafter):
             return 1
-        if self.nodes is not None:
-            return 1 + self.nodes
+        if allowed.exact is not None:
+            return 1 + allowed.exact
+        most = LARGEST - 1 if allowed.most is None else allowed.most
         if self._cost is not None:
-            return best_n(self._cost, self.max_running, self.expected_accept_rate)
-        return 1 + _USUAL_NODES
+            largest = min(LARGEST, 1 + most)
+            return best_n(self._cost, self.max_running, self.expected_accept_rate, largest=largest)
+        return 1 + min(_USUAL_NODES, most)
+
+    def _allowed_nodes(self, drafter: Drafter, budget: Budget | None) -> AllowedNodes:
+        return allowed_nodes(drafter, budget, nodes=self.nodes)
 
     @property
     def session(self) -> Session:

@@ -10,10 +10,11 @@ from rhymerl.backends.remote import weights
 from rhymerl.backends.remote.client import Client, NoAnswerError
 from rhymerl.backends.remote.counters import Counters
 from rhymerl.backends.remote.drafter_feed import FeedWriter
-from rhymerl.backends.remote.process import Server, require_sglang
+from rhymerl.backends.remote.process import Server
 from rhymerl.backends.sglang import arguments
 from rhymerl.backends.sglang.plugin.names import ALGORITHM, VARIABLE
 from rhymerl.backends.sglang.plugin.settings import COUNTERS, FEED, EngineSettings
+from rhymerl.backends.sglang.server import require_sglang, start_server
 from rhymerl.backends.sglang.session_settings import SessionSettings
 from rhymerl.drafters.base import Drafter
 from rhymerl.errors import BackendError
@@ -51,7 +52,7 @@ class OwnEngine:
         self.counters = Counters(self.folder / COUNTERS)
         shutil.rmtree(self.folder / FEED, ignore_errors=True)
         self.feed = FeedWriter(self.folder / FEED)
-        self.server = Server(
+        self.server = start_server(
             self._words(saves_memory), {VARIABLE: str(file), **self.settings.environment}, self.folder / "engine.log"
         )
         try:

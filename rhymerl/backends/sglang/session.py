@@ -72,7 +72,7 @@ class Session:
         self.fleet = Fleet.at(
             addresses, rank=node.rank, num_ranks=node.num_ranks, timeout_s=self.settings.silence_timeout_s
         )
-        return self.fleet.each(lambda _, engine: tokens_a_pass(engine, self.settings))
+        return self.fleet.each(lambda _, engine: tokens_a_pass(engine, self.settings, self.drafter))
 
     def _started(self) -> Sequence[int]:
         """Start the one engine that is ours; return how many tokens a request and pass it has."""
@@ -111,8 +111,8 @@ class Session:
     ) -> None:
         """A new engine with the policy's weights as `version`, by default the old one's, in the place of one that is dead or hangs.
 
-        What was in flight is sent again from where it was last sent, but for the requests `without`; what had come back before has
-        landed. The policy has not changed since the old one's version. Raises its death, or `error`, where it may not be started again
+        What was in flight is sent again from where it was last sent, but for the requests `without`; what had come back before is
+        completed. The policy has not changed since the old one's version. Raises its death, or `error`, where it may not be started again
         or is none of ours; there is no other successor for one that fails before it has its weights.
         """
         if self._own is None:
@@ -202,8 +202,8 @@ class Session:
             self._in_flight.complete_all(back, self._completed)
             if deadline is not None and time.monotonic() >= deadline:
                 break
-        landed, self._completed = self._completed, []
-        return landed
+        completed, self._completed = self._completed, []
+        return completed
 
     def _look(self, back: Sequence[InFlightRequest]) -> None:
         """Raise NoAnswerError when an engine is dead, or has been silent for long and is not well."""

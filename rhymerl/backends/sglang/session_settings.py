@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rhymerl.backends.remote.node import NodePosition
+from rhymerl.backends.sglang.nodes import AllowedNodes
 from rhymerl.folders import open_folder
 
 
@@ -16,6 +17,7 @@ class SessionSettings:
     """See SGLangBackend; `n` tokens a request and pass, its last one among them."""
 
     n: int
+    allowed: AllowedNodes  # what a server that runs already may verify
     max_running: int
     dtype: str | None
     tensor_parallel: int

@@ -52,7 +52,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class JobResult:
     """How many tests passed; `failure` says why the first that did not failed, as far as that is known.
 
     `unfit` says why no answer can be judged by these tests, and `values` are those that tests without an output returned.
@@ -89,7 +89,7 @@ class Sandbox:
         """End the warm process and all that runs; may be called twice."""
         self._warm.close()
 
-    def run(self, job: Job) -> Report:
+    def run(self, job: Job) -> JobResult:
         """Try an answer. When this returns nothing of it is left.
 
         Raises SandboxError, whatever the answer does, only for the sandbox's own faults; one for want of processes is tried
@@ -101,7 +101,7 @@ class Sandbox:
             sleep(seconds)
         return self._try(job)
 
-    def _try(self, job: Job) -> Report:
+    def _try(self, job: Job) -> JobResult:
         num_refused = cgroup.num_refused()
         report = _summary(whole_messages(self._messages(job)), job)
         if report.passed < len(job.tests) and cgroup.num_refused() > num_refused:
@@ -122,7 +122,7 @@ class Sandbox:
             raise SandboxError(f"a sandbox cannot be started: {error}") from error
 
 
-def run(job: Job) -> Report:
+def run(job: Job) -> JobResult:
     """Try one answer, with a warm process for it alone. Raises SandboxError."""
     with Sandbox() as sandbox:
         return sandbox.run(job)
@@ -145,7 +145,7 @@ def _read(report: int, *, limit_s: float) -> bytes:
     raise SandboxError("a sandbox did not end in time")
 
 
-def _summary(messages: Sequence[Mapping[str, Any]], job: Job) -> Report:
+def _summary(messages: Sequence[Mapping[str, Any]], job: Job) -> JobResult:
     for message in messages:
         if "unavailable" in message:
             raise UnavailableError(f"a sandbox did not come up: {message['unavailable']}")
@@ -158,7 +158,7 @@ def _summary(messages: Sequence[Mapping[str, Any]], job: Job) -> Report:
     failures = [message["failure"] for message in messages if "failure" in message]
     passed = sum("passed" in message for message in messages)
     whole = passed + len(failures) == len(job.tests)
-    return Report(
+    return JobResult(
         passed=passed,
         failure=(*failures, "" if whole else "the tests did not come to an end")[0],
         values=[decode(message["value"], _refuse) for message in messages if "value" in message],

@@ -16,7 +16,7 @@ from rhymerl.drafters import Drafter
 from rhymerl.types import Draft, RolloutRequest
 from tests.backends.sglang.trees import path_of
 
-BEHIND = 17  # what is drawn behind the end of an answer
+BEHIND = 17  # what is sampled behind the end of an answer
 
 
 @dataclass
@@ -37,7 +37,7 @@ class FakeRequest:
         return self.truth[index] if index < len(self.truth) else BEHIND
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """As its scheduler takes up what a pass has drawn: all of it, whether or not the answer ended before."""
+        """As its scheduler takes up what a pass has sampled: all of it, whether or not the answer ended before."""
         if self.finished():
             return
         self.output_ids.extend(tokens)
@@ -88,7 +88,7 @@ def step(drafting: EngineDrafting, batch: Sequence[FakeRequest], ahead: Sequence
 
 def run(drafting: EngineDrafting, requests: Sequence[FakeRequest], *, overlap: bool = False) -> None:
     """All of them to their ends, side by side. With `overlap` a pass is prepared before the one before it is committed."""
-    first = [[request.draw(0)] for request in requests]  # drawn where the prompt was read
+    first = [[request.draw(0)] for request in requests]  # sampled where the prompt was read
     batch, ahead = list(requests), first
     while batch:
         if not overlap:
@@ -101,7 +101,7 @@ def run(drafting: EngineDrafting, requests: Sequence[FakeRequest], *, overlap: b
 
 
 def commit(batch, tokens, sampled=None):
-    """Who goes on, with what was drawn for them."""
+    """Who goes on, with what was sampled for them."""
     for request, new in zip(batch, tokens, strict=True):
         request.commit(new)
     going = [i for i, request in enumerate(batch) if not request.finished()]

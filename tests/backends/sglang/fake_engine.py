@@ -23,7 +23,7 @@ _POLL_S = 0.005
 
 
 def token(seed: int, position: int) -> int:
-    """The token that is drawn there: every twentieth is STOP."""
+    """The token that is sampled there: every twentieth is STOP."""
     number = hashlib.blake2b(f"{seed}/{position}".encode(), digest_size=4).digest()
     return STOP if int.from_bytes(number, "little") % 20 == 0 else 2 + number[0] % (VOCABULARY - 2)
 

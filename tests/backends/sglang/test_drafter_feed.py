@@ -90,7 +90,7 @@ def test_samples_come_before_the_history_that_they_are_in(tmp_path):
 def test_a_missing_file_is_named(tmp_path):
     FeedWriter(tmp_path).write(FeedMessage())
     reader = FeedReader(tmp_path, Listener())
-    with pytest.raises(BackendError, match=r"000000002\.feed: the drafter's news are missing"):
+    with pytest.raises(BackendError, match=r"000000002\.feed: what the drafter is to read next is missing"):
         reader.catch_up(2)
     assert reader.version == 1
 

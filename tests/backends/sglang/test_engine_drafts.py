@@ -88,7 +88,7 @@ def test_nobody_gets_more_tokens_than_asked_for(max_tokens):
 
 
 def test_behind_its_end_a_request_is_not_drafted_for():
-    """While passes overlap, one more is prepared for it; the root is what the engine has drawn all the same."""
+    """While passes overlap, one more is prepared for it; the root is what the engine has sampled all the same."""
     drafter = Scripted(*CHAIN)
     drafting, _ = drafting_of(drafter)
     stopped, full = one(answer=[2, 1]), one(3, rid="full")
@@ -168,7 +168,7 @@ def test_contexts_are_views_of_one_buffer_and_only_new_tokens_are_read():
     assert all(context.tolist() == known[: len(context)] for context in drafter.contexts)
 
 
-def test_how_tokens_are_drawn_is_told_as_it_was_asked_for():
+def test_how_tokens_are_sampled_is_told_as_it_was_asked_for():
     drafter = Scripted(*CHAIN)
     drafting, _ = drafting_of(drafter)
     settings = [{"temperature": 0.0}, {"top_k": 7, "top_p": 0.5}, {"min_p": 0.25, "temperature": 0.5}]

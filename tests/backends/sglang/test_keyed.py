@@ -87,7 +87,7 @@ def test_a_seed_is_taken_as_64_bits_as_the_embedded_engine_takes_it():
     assert one == other
 
 
-def test_requests_of_others_are_drawn_by_their_names():
+def test_requests_of_others_are_sampled_by_their_names():
     params = SimpleNamespace(custom_params=None)
     names = ("a", "b", "a")
     first, second, again = (
@@ -129,7 +129,7 @@ def test_the_tokens_are_those_of_the_embedded_engine(batch, each):
         assert torch.equal(logits, clean), "noise or truncation touched the clean logits"
 
 
-def test_logits_of_half_precision_are_drawn_from_as_they_are():
+def test_logits_of_half_precision_are_sampled_from_as_they_are():
     requests = [rollout_request(seed) for seed in range(50)]
     logits = torch.randn(50, V).bfloat16()
     sampled = keyed.draw(logits, sampling_info(requests), torch.full((50,), 4), each=1)

@@ -1,4 +1,4 @@
-"""Which tokens of a batch are drawn but not in the requests' output, with overlapping passes and without."""
+"""Which tokens of a batch are sampled but not in the requests' output, with overlapping passes and without."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ LEAKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLUR
 
 def launched(rank: int, folder: str) -> None:
     """Become one of the ranks, with all that torchrun and SLURM say of it."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=SIZE)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=SIZE)
     of_all = {"WORLD_SIZE": SIZE, "LOCAL_WORLD_SIZE": SIZE, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
     of_one = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "NODE_RANK": 0, "SLURM_PROCID": rank}
     elastic = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_RUN_ID": "x"}

@@ -175,7 +175,7 @@ def test_what_was_collected_before_an_error_is_not_lost(engine, flat_policy):
 
 
 def test_answers_behind_one_that_is_refused_are_not_forgotten(engine, flat_policy):
-    """Drained together with it, they land as well."""
+    """Drained together with it, they are completed as well."""
     requests = make_requests(6, seed=4)
     with connected(engine, flat_policy) as backend:
         engine.meta = {"finish_reason": {"type": "abort", "message": "out of memory"}}

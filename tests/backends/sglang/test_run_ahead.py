@@ -1,4 +1,4 @@
-"""Tokens drawn ahead, on their way into SGLang's process and as drafts there."""
+"""Tokens sampled ahead, on their way into SGLang's process and as drafts there."""
 
 from __future__ import annotations
 

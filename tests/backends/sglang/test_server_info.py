@@ -49,8 +49,8 @@ def test_one_that_does_not_fit_is_refused(engine, flat_policy, info, settings, m
 @pytest.mark.parametrize("drafter", [NoDrafter(), RandomTreeDrafter()], ids=["none", "some"])
 @pytest.mark.parametrize(("info", "drafted"), [(OURS, 12), ({**OURS, "speculative_algorithm": None}, 0)])
 def test_its_own_drafts_are_what_is_counted(engine, flat_policy, drafter, info, drafted):
-    """Whatever the trainer's drafter and backend.nodes are; the engine says that it verified 4 times."""
+    """Whatever the trainer's drafter is; the engine says that it verified 4 times."""
     engine.answers["/server_info"] = 200, info
-    with connected(engine, flat_policy, drafter, nodes=7) as backend:
+    with connected(engine, flat_policy, drafter) as backend:
         backend.submit(make_requests(3, max_tokens=9, stop_token_ids=()))
         assert {each.num_drafted for each in all_of(backend, 3).values()} == {drafted}

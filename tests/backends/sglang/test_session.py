@@ -231,7 +231,7 @@ def test_an_engine_that_gives_nothing_back_is_left_all_the_same(engine, flat_pol
         soon(lambda: len(engine.running) == 4)
         left = time.monotonic()
     assert time.monotonic() - left < 2
-    soon(lambda: not [each for each in threading.enumerate() if each.name.startswith("rhymerl-sglang")])
+    soon(lambda: not [each for each in threading.enumerate() if each.name.startswith("rhymerl-engine")])
 
 
 def test_memory_comes_back_before_it_is_needed(engine, flat_policy):

@@ -11,9 +11,9 @@ import time
 
 import pytest
 
-from rhymerl.backends.remote.process import require_sglang
 from rhymerl.backends.sglang.backend import SGLangBackend
 from rhymerl.backends.sglang.plugin.names import VARIABLE
+from rhymerl.backends.sglang.server import require_sglang
 from rhymerl.drafters import Drafter, HistoryTreeDrafter, NoDrafter, RunAheadDrafter
 from rhymerl.errors import BackendError, ConfigError
 from rhymerl.history import HistoryStore
@@ -179,7 +179,7 @@ def test_an_engine_that_hangs_gives_nothing_back(installed, flat_policy, restart
 
 @pytest.mark.parametrize("what", ["sync", *(pytest.param(what, marks=pytest.mark.slow) for what in ("some", "rest"))])
 def test_an_engine_that_dies_unseen_has_a_successor_too(installed, flat_policy, what):
-    """Found out by what is asked of it next; nothing is lost but what the dead one had drawn."""
+    """Found out by what is asked of it next; nothing is lost but what the dead one had sampled."""
     requests = make_requests(12, max_tokens=20, stop_token_ids=())
     with started(
         flat_policy, environment={"FAKE_TOKEN_S": "0.02"}, restarts=1, release_memory=what == "rest"

@@ -58,7 +58,7 @@ class KeyedSampler(Sampler):  # type: ignore[misc]
 def warn_once() -> None:
     """Say which requests are sampled by SGLang's own rule."""
     log.warning(
-        "rhymerl: requests with penalties, a logit bias, a grammar, a logit processor or top log-probs are drawn by SGLang's own "
+        "rhymerl: requests with penalties, a logit bias, a grammar, a logit processor or top log-probs are sampled by SGLang's own "
         "sampler; their tokens may change with the drafter"
     )
 

@@ -1,4 +1,4 @@
-"""A worker process: imports the reward functions, then answers sample by sample until its parent leaves.
+"""What a reward process runs: it imports the reward functions, then answers sample by sample until its parent leaves.
 
 Started by `rhymerl.rewards.pool` only. It imports this package and the users' modules, nothing heavy.
 """
@@ -35,17 +35,17 @@ class FunctionSpec(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Work for one worker: calls of one reward, by its position in the list of functions."""
+    """Work for one process: calls of one reward, by its position in the list of functions."""
 
     reward: int
     calls: Sequence[Call]
 
 
-def main(connection_fd: int, lifeline_fd: int) -> None:
+def main(connection_fd: int, parent_pipe: int) -> None:
     """Serve the parent at the other end of `connection_fd` until it closes or dies."""
-    for fd in (connection_fd, lifeline_fd):
+    for fd in (connection_fd, parent_pipe):
         os.set_inheritable(fd, False)
-    _die_with_parent(lifeline_fd)
+    _die_with_parent(parent_pipe)
     volunteer()  # a reward that needs too much memory is not to cost the trainer
     os.register_at_fork(after_in_child=partial(os.close, connection_fd))  # nobody else hears the parent or speaks to it
     os.dup2(2, 1)  # what users print must not end up in the parent's output, which may be JSON
@@ -54,21 +54,21 @@ def main(connection_fd: int, lifeline_fd: int) -> None:
         _serve(connection, stack)
 
 
-def _die_with_parent(lifeline_fd: int) -> None:
+def _die_with_parent(parent_pipe: int) -> None:
     """Have the kernel kill this process group, stuck C code and all, when the parent's end of the pipe closes."""
     if sys.platform == "linux":
         import fcntl
 
-        fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpgrp())
-        fcntl.fcntl(lifeline_fd, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, fcntl.fcntl(lifeline_fd, fcntl.F_GETFL) | os.O_ASYNC)
+        fcntl.fcntl(parent_pipe, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(parent_pipe, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(parent_pipe, fcntl.F_SETFL, fcntl.fcntl(parent_pipe, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _serve(connection: Connection[Any, Any], stack: ExitStack) -> None:
-    worker = os.getpid()
+    own_pid = os.getpid()
 
     def emit(message: Outcome | Started) -> None:
-        if os.getpid() != worker:
+        if os.getpid() != own_pid:
             os._exit(0)  # a child that the function has forked, and that has returned from it too
         data = line_of(message)
         while data:
@@ -89,7 +89,7 @@ def _serve(connection: Connection[Any, Any], stack: ExitStack) -> None:
 
 
 def _event_loop() -> Callable[[Coroutine[Any, Any, Any]], Any]:
-    """One loop for the life of the worker, so that users' clients and sessions outlive a chunk."""
+    """One loop for the life of the process, so that users' clients and sessions outlive a chunk."""
     import asyncio
 
     return asyncio.Runner().run

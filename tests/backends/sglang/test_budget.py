@@ -1,0 +1,128 @@
+"""How many nodes the engine verifies follows the run's budget, and a budget that it cannot keep to is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rhymerl.backends.sglang.backend import SGLangBackend
+from rhymerl.budgets import AIMDBudget, Budget, FixedBudget, GoodputBudget
+from rhymerl.drafters import HistoryTreeDrafter, NoDrafter
+from rhymerl.errors import ConfigError
+from rhymerl.testing import RandomTreeDrafter, make_requests
+from tests.backends.sglang.test_server_info import OURS
+from tests.backends.sglang.test_session import all_of, synced
+
+
+class Own(Budget):
+    """Of a user's."""
+
+    max_nodes = 3
+
+    def limits(self, requests):
+        return np.full(len(requests), 3, np.int32)
+
+
+@pytest.mark.parametrize(
+    ("budget", "nodes", "num_tokens"),
+    [
+        (None, None, 8),
+        (None, 4, 5),
+        (GoodputBudget(), None, 8),
+        (GoodputBudget(), 20, 21),
+        (GoodputBudget(3), None, 4),
+        (GoodputBudget(3), 3, 4),
+        (FixedBudget(3), None, 4),
+        (FixedBudget(16), None, 17),
+        (FixedBudget(3), 3, 4),
+        (FixedBudget(0), None, 1),
+        (FixedBudget(0), 7, 1),
+        (GoodputBudget(0), 7, 1),
+    ],
+    ids=lambda value: f"{type(value).__name__}({value.nodes})" if isinstance(value, Budget) else str(value),
+)
+def test_the_engine_verifies_what_the_budget_says(budget, nodes, num_tokens):
+    backend = SGLangBackend(nodes=nodes)
+    backend.check_drafting(HistoryTreeDrafter(), budget)
+    assert backend.num_tokens(HistoryTreeDrafter(), budget) == num_tokens
+
+
+@pytest.mark.parametrize(
+    ("budget", "nodes", "message"),
+    [
+        (FixedBudget(3), 7, r"budget\.nodes=3: expected 7, as backend\.nodes says, or backend\.nodes=null"),
+        (GoodputBudget(3), 7, r"backend\.nodes=7: expected at most 3, as budget\.nodes says"),
+        (FixedBudget(3, min_probability=0.1), None, r"budget\.min_probability=0\.1: expected 0"),
+        (AIMDBudget(), None, r"budget=AIMDBudget: expected budget=fixed with budget\.nodes, or budget=goodput"),
+        (Own(), None, r"budget=Own: expected budget=fixed with budget\.nodes, or budget=goodput"),
+    ],
+)
+def test_a_budget_that_it_cannot_keep_to_is_refused(budget, nodes, message, flat_policy):
+    backend = SGLangBackend(nodes=nodes)
+    with pytest.raises(ConfigError, match=message):
+        backend.check_drafting(HistoryTreeDrafter(), budget)
+    with pytest.raises(ConfigError, match=message):
+        backend.start(flat_policy, HistoryTreeDrafter(), budget=budget)
+
+
+def test_without_a_drafter_no_budget_matters():
+    SGLangBackend(nodes=7).check_drafting(NoDrafter(), AIMDBudget())
+
+
+def test_a_cost_curve_chooses_within_the_budget(tmp_path):
+    costs = tmp_path / "costs.json"
+    costs.write_text('{"costs": [[1, 1.0], [10000, 1.001]]}')
+    backend = SGLangBackend(costs=str(costs), expected_accept_rate=0.9)
+    assert backend.num_tokens(HistoryTreeDrafter(), GoodputBudget()) == 32
+    assert backend.num_tokens(HistoryTreeDrafter(), GoodputBudget(5)) == 6
+    assert backend.num_tokens(HistoryTreeDrafter(), FixedBudget(5)) == 6
+
+
+def run_at(engine, policy, drafter, budget=None, **settings):
+    """How many nodes were verified for three answers of a server that says it verified 4 times."""
+    with SGLangBackend(url=engine.url, max_running=4, **settings) as backend:
+        backend.start(policy, drafter, budget=budget)
+        synced(backend, policy, 0)
+        backend.submit(make_requests(3, max_tokens=9, stop_token_ids=()))
+        return {each.num_drafted for each in all_of(backend, 3).values()}
+
+
+@pytest.mark.parametrize(
+    ("budget", "settings", "message"),
+    [
+        (FixedBudget(7), {}, r"verifies 3 draft nodes of a request; expected 7, as budget\.nodes says"),
+        (FixedBudget(0), {}, r"verifies 3 draft nodes of a request; expected 0, as budget\.nodes says"),
+        (None, {"nodes": 7}, r"verifies 3 draft nodes of a request; expected 7, as backend\.nodes says"),
+        (GoodputBudget(2), {}, r"verifies 3 draft nodes of a request; expected at most 2, as budget\.nodes says"),
+    ],
+)
+def test_a_server_that_verifies_another_number_is_refused(engine, flat_policy, budget, settings, message):
+    engine.answers["/server_info"] = 200, OURS
+    with pytest.raises(ConfigError, match=rf"backend\.url='{engine.url}': the server there {message}"):
+        run_at(engine, flat_policy, RandomTreeDrafter(), budget, **settings)
+
+
+@pytest.mark.parametrize(("budget", "settings"), [(FixedBudget(3), {}), (GoodputBudget(), {"nodes": 3})])
+def test_a_server_that_verifies_that_number_is_fine(engine, flat_policy, budget, settings):
+    engine.answers["/server_info"] = 200, OURS
+    assert run_at(engine, flat_policy, RandomTreeDrafter(), budget, **settings) == {12}
+
+
+@pytest.mark.parametrize(
+    ("drafter", "info", "words"),
+    [
+        (RandomTreeDrafter(), OURS, "drafts with the drafter that it was started with, 3 nodes of a request"),
+        (NoDrafter(), OURS, "drafts with the drafter that it was started with, 3 nodes of a request"),
+        (RandomTreeDrafter(), {**OURS, "speculative_algorithm": None}, "drafts nothing"),
+    ],
+)
+def test_another_drafter_than_the_servers_is_told(engine, flat_policy, caplog, drafter, info, words):
+    engine.answers["/server_info"] = 200, info
+    run_at(engine, flat_policy, drafter)
+    assert f"the SGLang server at {engine.url} {words}; drafter={type(drafter).__name__} of this run" in caplog.text
+
+
+def test_a_server_without_drafts_suits_a_run_without_a_drafter(engine, flat_policy, caplog):
+    engine.answers["/server_info"] = 200, {**OURS, "speculative_algorithm": None}
+    assert run_at(engine, flat_policy, NoDrafter()) == {0}
+    assert not caplog.text
