@@ -27,7 +27,7 @@ from rhymerl.distributed.group import Group
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.history_tree import HistoryTreeDrafter
 from rhymerl.drafters.run_ahead import RunAheadDrafter
-from rhymerl.errors import ConfigError
+from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.history import HistoryStore
 from rhymerl.models.critic import Critic, CriticSettings
 from rhymerl.models.lora import check_adapters, in_full_precision
@@ -93,6 +93,7 @@ class RhymeModule(L.LightningModule):
     ) -> None:
         super().__init__()
         check_run_ahead(run_ahead, max_staleness)
+        require_at_least({"reward_workers": (reward_workers, 1)})
         self.automatic_optimization = False
         refuse_lost(model=model, algo=algo, critic=critic, rollout=rollout, update=update, evaluation=evaluation)
         refuse_lost(drafter=drafter, budget=budget, history=history, scheduler=scheduler, backend=backend)

@@ -104,6 +104,7 @@ REPLAY = ["replay", str(TRACE)]
         ([*FIT, "task.difficulty=99"], "task.difficulty=99: expected 1 to 15 additions"),
         ([*FIT, "algo=ppo", "critic.path=/nowhere/at/all"], "critic.path='/nowhere/at/all': no such directory"),
         ([*FIT, "evaluation.sets={x: {samples: 0}}"], "evaluation.sets.x.samples=0: expected at least 1"),
+        ([*FIT, "module.reward_workers=0"], "module.reward_workers=0: expected at least 1"),
         (["simulate", "lengths.mean=-1"], "lengths.mean=-1.0: expected at least 1"),
         (["simulate", "lengths.prompts_per_step=0", f"trace={TRACE}"], "lengths.prompts_per_step=0: expected at least 1"),
         (["simulate", "workers=0"], "workers=0: expected at least 1"),
