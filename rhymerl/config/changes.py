@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rhymerl.config.moved import current_path
+
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
@@ -27,7 +29,7 @@ class Change:
 def changes(before: Mapping[str, Any], config: DictConfig) -> list[Change]:
     """The settings whose values are not those of `before`, a resolved config; one that only one of them has is `nothing` in the other.
 
-    What follows another setting (`${seed}`) is left out: that one is there itself.
+    A class is the same under its former path. What follows another setting (`${seed}`) is left out: that one is there itself.
     """
     from omegaconf import OmegaConf
 
@@ -52,4 +54,4 @@ def _leaves(node: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, key)
         else:
-            yield key, value
+            yield key, current_path(value) if name == "_target_" and isinstance(value, str) else value

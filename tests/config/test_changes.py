@@ -1,0 +1,20 @@
+"""What has been set otherwise since a checkpoint was written."""
+
+from __future__ import annotations
+
+from omegaconf import OmegaConf
+
+from rhymerl.config.changes import changes
+
+NOW = OmegaConf.create({"model": {"_target_": "rhymerl.models.policy.PolicySource", "path": "here"}, "seed": 0})
+
+
+def test_a_class_that_has_moved_is_the_same() -> None:
+    before = {"model": {"_target_": "rhymerl.policy.PolicySource", "path": "here"}, "seed": 0}
+    assert changes(before, NOW) == []
+
+
+def test_another_class_is_a_change() -> None:
+    before = {"model": {"_target_": "my_models.Source", "path": "here"}, "seed": 0}
+    (change,) = changes(before, NOW)
+    assert (change.key, change.before) == ("model._target_", "my_models.Source")
