@@ -32,6 +32,7 @@ _MORE, _LATELY = 1.5, 0.8
 _OUTLOOK_EVERY = 8  # passes with drafts
 _REMEMBER = 0.99  # of what drafts promised and kept, a pass with drafts
 _REMEMBER_PROBE = 0.8  # a probe: what it is for is that things may have changed
+_TRUST = 4  # times as many nodes as have been verified at once may be tried: beyond that nobody knows what a pass costs
 _BENEFIT = 20.0  # tokens of doubt in favour of the drafts
 
 # plain: the drafter is left alone. trial: so too, to see what that costs. probe: it is asked for some requests, to see whether
@@ -148,11 +149,12 @@ class GoodputBudget(Budget):
         expected = np.concatenate([[0.0], np.cumsum(probability[best_first])])
         if self._kind == "probe" or self._course.passes % _OUTLOOK_EVERY == 0:
             self._outlook.learn(expected, asked)
-        size = self._best_size(expected, asked)
+        size = min(self._best_size(expected, asked), self._course.trusted)
         if self._kind == "probe":
             size = max(size, min(asked, len(probability)))  # only what is verified teaches anything
         mask = np.zeros(len(probability), np.bool_)
         mask[best_first[:size]] = True
+        self._course.trusted = max(self._course.trusted, _TRUST * int(mask.sum()))
         self._expected = float(probability[mask].sum()) / self._calibration
         self._learn_reach(drafts, mask)
         return mask
@@ -268,6 +270,7 @@ class _Course:
     rows: int = 0  # of the batch for which that was decided
     passes: int = 0
     probes: int = 0
+    trusted: int = _TRUST * _PROBED * _PROBE_NODES  # nodes that may be verified at once
     attempt: list[Kind] = field(default_factory=list)  # kinds of the passes that come next, of a probe under way
 
 

@@ -284,6 +284,15 @@ def test_a_try_is_small_and_grows_where_it_pays():
     assert limits == sorted(limits)
 
 
+def test_far_more_nodes_than_ever_are_not_verified_at_once():
+    """What such a pass costs is not known, so it is found out by steps, even where all that is known says that nodes are free."""
+    budget = GoodputBudget(32, costs=[(0, 1.0), (100_000, 1.001)])
+    found = passes(budget, 40, rows=64, propose=guesses(32, 0.99), is_right=np.ones_like)
+    nodes = [number for _, number in found]
+    assert all(number <= max(128, 4 * max(nodes[:index], default=0)) for index, number in enumerate(nodes))
+    assert nodes[-1] == 64 * 32
+
+
 def test_metrics_are_of_what_has_been_since():
     budget, requests = GoodputBudget(8, costs=[(0, 1.0), (10, 1.0), (20, 2.0)]), make_requests(2)
     assert budget.max_nodes == 8
