@@ -17,7 +17,7 @@ _PLAIN_AFTER = 4, 64  # passes with drafts in a row, at first and later: a pass 
 _ENOUGH = 3  # passes of a kind
 _GUESS = np.array([1.0, 1 / 64, 1 / 128, 1 / 512, 1 / 8])  # before the first pass, in whatever unit
 _TYPICAL = np.array([1.0, 32.0, 64.0, 32.0, 1.0]) / 4  # features of the pass that the guess counts for afterwards
-_ASKED = 3  # the feature that is the number of requests asked for
+_NODES, _ANY_ASKED = 2, 4  # where these features stand in `_features`
 _LARGEST_SURPRISE = 3.0  # times what was expected
 _DOUBT = 0.9  # what is left of all that is known after a larger one: many in a row are another machine
 _LEAST_S = 1e-9
@@ -59,7 +59,7 @@ class LearnedCost(PassCost):
         return self.num_passes >= _SOLVE_EVERY and min(self._num_of_kind) >= _ENOUGH
 
     def seconds(self, rows: int, nodes: FloatArray | IndexArray, asked: int) -> FloatArray:
-        per_node = self._weights[2]
+        per_node = self._weights[_NODES]
         straight = float(_features(rows, 0, asked) @ self._weights) + per_node * np.asarray(nodes, np.float64)
         return np.asarray(self._correction(int(asked > 0), _size(rows)) * straight)
 
@@ -125,7 +125,7 @@ class LearnedCost(PassCost):
 
     def _add(self, features: FloatArray, seconds: float, scale: float) -> None:
         """Count a pass in which an error of `scale` is an error of 1."""
-        kind, features = int(features[_ASKED] > 0), features / scale
+        kind, features = int(features[_ANY_ASKED] > 0), features / scale
         self._products[kind] = _FORGET * self._products[kind] + np.outer(features, features)
         self._sums[kind] = _FORGET * self._sums[kind] + features * (seconds / scale)
 

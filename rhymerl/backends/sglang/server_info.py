@@ -11,7 +11,7 @@ from rhymerl.backends.sglang.plugin.names import ALGORITHM
 from rhymerl.backends.sglang.session_settings import SessionSettings
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
-from rhymerl.drafters.run_ahead import RunAheadDrafter
+from rhymerl.drafters.run_ahead import innermost
 from rhymerl.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -43,12 +43,14 @@ def _warn_of_drafter(engine: Client, nodes: int, drafter: Drafter) -> None:
     """Say that the run's drafter is not the one that drafts, unless neither drafts at all."""
     if nodes == 0 and isinstance(drafter, NoDrafter):
         return
-    own = drafter.inner if isinstance(drafter, RunAheadDrafter) else drafter
     does = (
         f"drafts with the drafter that it was started with, {nodes} nodes of a request" if nodes else "drafts nothing"
     )
     _log.warning(
-        "the SGLang server at %s %s; drafter=%s of this run is not used there", engine.url, does, type(own).__name__
+        "the SGLang server at %s %s; drafter=%s of this run is not used there",
+        engine.url,
+        does,
+        type(innermost(drafter)).__name__,
     )
 
 
