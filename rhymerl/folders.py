@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import socket
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
@@ -53,9 +54,8 @@ def open_folder(name: str | Path, *, setting: str = "run_dir") -> Path:
     path = Path(name)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        probe = path / ".rhymerl-write-test"
-        probe.write_bytes(b"x" * 4096)
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=path, buffering=0) as probe:  # without a name that two processes could share
+            probe.write(b"x" * 4096)
     except OSError as error:
         reason = "no space left on the disk" if error.errno == errno.ENOSPC else str(error.strerror)
         raise _refused(setting, name, reason) from error

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 
 from rhymerl.callbacks import AtomicCheckpointIO
 from rhymerl.errors import ConfigError, RunError
-from rhymerl.folders import RunFolder, check_folder, writing
+from rhymerl.folders import RunFolder, check_folder, open_folder, writing
 from rhymerl.history.traces import TraceWriter
 from tests.history.test_traces import step
 
@@ -88,6 +89,14 @@ def test_two_that_begin_at_once(tmp_path: Path) -> None:
     codes = [process.returncode for process in processes]
     assert 0 in codes
     assert all(code == 0 or "in use by" in err for code, (_, err) in zip(codes, said, strict=True)), said
+
+
+def test_many_try_out_one_directory_at_once(tmp_path: Path) -> None:
+    """What one writes to try the directory out is not in another's way."""
+    with ThreadPoolExecutor(8) as pool:
+        tried = [pool.submit(open_folder, tmp_path / "run") for _ in range(400)]
+    assert {each.result() for each in tried} == {tmp_path / "run"}
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_what_was_made_for_nothing_is_gone_again(tmp_path: Path) -> None:
