@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from rhymerl.errors import ConfigError
 
 Choices = dict[str, str | None]
 
+_LOADED = "_options_"  # where options are loaded to
+
 
 def build(name_or_path: str | Path, overrides: Sequence[str]) -> DictConfig:
     """See `rhymerl.config.compose`."""
@@ -34,9 +36,7 @@ def build(name_or_path: str | Path, overrides: Sequence[str]) -> DictConfig:
     directory = chain[-1].path.parent
     chosen, values = _split(parse(overrides), chain)
     with _own_hydra(chain[-1]):
-        config = _compose_file(chain, directory)
-        for group, node in _group_nodes(chain, chosen, directory).items():
-            config[group] = node
+        config = _compose_files(chain, chosen, directory)
         _apply_all(config, values)
         settle(config)
     check(config, _root(chain))
@@ -91,31 +91,48 @@ def _root(chain: Sequence[ConfigFile]) -> DictConfig:
     return root
 
 
-def _compose_file(chain: Sequence[ConfigFile], directory: Path) -> DictConfig:
-    choices: Choices = {}
-    for file in chain:
-        choices |= file.choices
-    left_out = [f"~{g}" for g, choice in choices.items() if choice is not None and choice not in options(g, directory)]
-    return _hydra(chain[-1].name, left_out, directory)
+def _compose_files(chain: Sequence[ConfigFile], chosen: Choices, directory: Path) -> DictConfig:
+    """The files' bodies, with the node of every group before them.
+
+    A node is what the last file that chooses says, tuned by that file's body and the later ones, so nothing that was
+    meant for another class is left over. A choice on the command line is not tuned at all.
+    """
+    choices, tuned = _choices(chain)
+    choices |= chosen
+    tuned |= {group: [] for group in chosen}
+    _check_choices(choices, directory)
+    packaged = {
+        group: name for group, name in choices.items() if name is not None and name in options(group, directory)
+    }
+    in_files = sorted({group for file in chain for group in file.choices})
+    config = _hydra(chain[-1].name, [*(f"~{group}" for group in in_files), *_placed(packaged)], directory)
+    loaded = config.pop(_LOADED, {})
+    nodes: dict[str, Any] = {}
+    for group, choice in choices.items():
+        node = loaded.get(group) if group in packaged else None if choice is None else {"_target_": choice}
+        nodes[group] = OmegaConf.merge(node or {}, *tuned[group]) if node or tuned[group] else None
+    return OmegaConf.create(nodes | {name: config._get_node(name) for name in config if name not in nodes})
 
 
-def _hydra(name: str | None, overrides: Sequence[str], directory: Path) -> DictConfig:
+def _placed(options_by_group: Mapping[str, str]) -> list[str]:
+    """Hydra's overrides that load an option of each group, all below one key."""
+    return [f"+{group}@{_LOADED}.{group}={option}" for group, option in options_by_group.items()]
+
+
+def _hydra(name: str, overrides: Sequence[str], directory: Path) -> DictConfig:
     packaged = str(packaged_directory()).replace("\\", "\\\\").replace("'", "\\'")
     search = [f"hydra.searchpath=['file://{packaged}']"] if directory != packaged_directory() else []
     try:
         with initialize_config_dir(config_dir=str(directory), version_base="1.3"):
             config = hydra_compose(name, overrides=[*search, *overrides])
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"{name or 'config'}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"{name}: {str(error).splitlines()[0]}") from error
     OmegaConf.set_struct(config, False)
     return config
 
 
-def _group_nodes(chain: Sequence[ConfigFile], chosen: Choices, directory: Path) -> dict[str, Any]:
-    """The node of every group: what the last file that chooses says, tuned by that file's body and the later ones.
-
-    So nothing that was meant for another class is left over. A choice on the command line is not tuned at all.
-    """
+def _choices(chain: Sequence[ConfigFile]) -> tuple[Choices, dict[str, list[Any]]]:
+    """The option of each group, and what bodies say about it from there on."""
     choices: Choices = {}
     tuned: dict[str, list[Any]] = {}
     for file in chain:
@@ -124,16 +141,7 @@ def _group_nodes(chain: Sequence[ConfigFile], chosen: Choices, directory: Path) 
                 choices[group], tuned[group] = file.choices[group], []
             if group in file.body:
                 _read_body(file, group, choices, tuned)
-    choices |= chosen
-    tuned |= {group: [] for group in chosen}
-    _check_choices(choices, directory)
-    packaged = {g: choice for g, choice in choices.items() if choice is not None and choice in options(g, directory)}
-    loaded = _hydra(None, [f"+{group}={choice}" for group, choice in packaged.items()], directory)
-    nodes: dict[str, Any] = {}
-    for group, choice in choices.items():
-        node = loaded.get(group) if group in packaged else None if choice is None else {"_target_": choice}
-        nodes[group] = OmegaConf.merge(node or {}, *tuned[group]) if node or tuned[group] else None
-    return nodes
+    return choices, tuned
 
 
 def _read_body(file: ConfigFile, group: str, choices: Choices, tuned: dict[str, list[Any]]) -> None:

@@ -22,16 +22,18 @@ def join(key: str, name: object) -> str:
 
 def entries(node: DictConfig | ListConfig) -> list[Any]:
     """The keys of a mapping, the indices of a list; none of a container that is null, missing or a link."""
-    if node._is_none() or node._is_missing() or node._is_interpolation():
-        return []
-    return list(node.keys()) if isinstance(node, DictConfig) else list(range(len(node)))
+    content = node._content
+    if isinstance(content, dict):
+        return list(content)
+    return list(range(len(content))) if isinstance(content, list) else []
 
 
 def child(node: Any, name: Any) -> Any:
     """The node below, unresolved; None where there is none."""
-    if isinstance(node, ListConfig):
-        return node._get_node(int(name)) if str(name).isdigit() and int(name) < len(entries(node)) else None
-    return node._get_node(name) if isinstance(node, DictConfig) and name in entries(node) else None
+    content = node._content if isinstance(node, DictConfig | ListConfig) else None
+    if isinstance(content, list):
+        return content[int(name)] if str(name).isdigit() and int(name) < len(content) else None
+    return content.get(name) if isinstance(content, dict) else None
 
 
 def find(config: DictConfig, key: str) -> Any:
