@@ -7,7 +7,7 @@ SHELL := bash
 
 PYTHON ?=
 ARGS ?=
-PYTEST_ARGS ?= -n 4
+PYTEST_ARGS ?= -n 4 --dist worksteal
 
 python := .venv/bin/python
 key := $(shell cat pyproject.toml constraints.txt hashes.txt | cksum | cut -d ' ' -f 1)

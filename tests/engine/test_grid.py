@@ -31,7 +31,14 @@ DRAFTERS: dict[str, Callable[[Answers], Drafter]] = {
     "ngram": lambda plain: NGramDrafter(min_match=1),
     "history_tree": lambda plain: HistoryTreeDrafter(),
     "paper": lambda plain: HistoryTreeDrafter(
-        window=1, own=False, siblings=False, min_match=1, max_branches=1, priority="reward", length_weight=float("inf")
+        window=1,
+        own=False,
+        siblings=False,
+        min_match=1,
+        max_branches=1,
+        priority="reward",
+        length_weight=float("inf"),
+        deterministic=True,  # it drafts from finished indexes alone, and a short run may end before they are there
     ),
 }
 BUDGETS: dict[str, Callable[[], Budget]] = {
