@@ -37,7 +37,7 @@ class _Compiled:
     def dispatcher(self) -> Any:
         import numba
 
-        function = self._with_dispatchers()
+        function = self._with_callees()
         try:
             dispatcher = numba.njit(cache=True, **_OPTIONS)(function)
         except RuntimeError:  # numba: "cannot cache function: no locator available"
@@ -46,12 +46,23 @@ class _Compiled:
             _log.info("compiling %s (some seconds, once)", function.__qualname__)
         return dispatcher
 
-    def _with_dispatchers(self) -> Callable[..., Any]:
+    @cached_property
+    def inlined(self) -> Any:
+        """For callers that are compiled: they take the code into their own.
+
+        Otherwise a process that compiles both would call the function by itself, and one that loads the caller from the cache a copy
+        that was optimized with it: their sums are rounded differently.
+        """
+        import numba
+
+        return numba.njit(forceinline=True, **_OPTIONS)(self._with_callees())
+
+    def _with_callees(self) -> Callable[..., Any]:
         """The function with what it calls by compiled name bound to numba's own objects, which it can compile into it."""
         function = self.function
         assert isinstance(function, FunctionType)
         called = {name: function.__globals__.get(name) for name in function.__code__.co_names}
-        inner = {name: value.dispatcher for name, value in called.items() if isinstance(value, _Compiled)}
+        inner = {name: value.inlined for name, value in called.items() if isinstance(value, _Compiled)}
         if not inner:
             return function
         bound = FunctionType(

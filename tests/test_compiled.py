@@ -77,3 +77,26 @@ print(time.perf_counter() - begin)
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert float(done.stdout.split()[-1]) < 10
+
+
+def test_the_process_that_compiles_gets_the_very_bits_of_those_that_load(tmp_path):
+    """Also where one compiled function calls another: what is loaded has been optimized together with its callees."""
+    program = """
+import hashlib
+import numpy as np
+from rhymerl.engine.paged_attention import attend
+source, rows, found = np.random.default_rng(0), np.arange(6), []
+for dim in (8, 16, 24, 64):
+    query, keys, values = (source.normal(size=(n, 4, dim)).astype(np.float32) for n in (6, 99, 99))
+    table, out = source.permutation(99)[None, :90].repeat(6, 0), np.zeros_like(query)
+    attend(query, keys, values, table, rows, rows * 13 + 9, np.full(6, -2), rows, 0.25, out)
+    found.append(out.tobytes())
+print(hashlib.sha256(b"".join(found)).hexdigest())
+"""
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    words = [sys.executable, "-c", program]
+    found = [
+        subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout for _ in range(2)
+    ]
+    assert len(found[0]) == 65
+    assert found[0] == found[1]
