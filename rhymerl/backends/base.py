@@ -93,7 +93,8 @@ class RolloutBackend(ABC):
 
     def rest(self) -> None:
         """Do what `sleep` does: its former name."""
-        self.sleep()
+        if type(self).sleep is not RolloutBackend.sleep:
+            self.sleep()
 
     def metrics(self) -> Mapping[str, float]:
         """What happened since the last call, by metric name; then reset.

@@ -25,3 +25,18 @@ def test_a_backend_that_overrides_the_former_name_of_sleep_is_still_told() -> No
 
 def test_the_former_name_does_what_sleep_does() -> None:
     ScriptedBackend({}).rest()
+
+
+class Extending(ScriptedBackend):
+    """It was written when `sleep` was called `rest`, and does what it inherits as well."""
+
+    def rest(self) -> None:
+        self.rested = getattr(self, "rested", 0) + 1
+        super().rest()
+
+
+def test_the_former_name_may_be_extended() -> None:
+    backend = Extending({})
+    with pytest.warns(DeprecationWarning, match="Extending.rest is called sleep now"):
+        backend.sleep()
+    assert backend.rested == 1
