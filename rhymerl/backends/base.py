@@ -87,14 +87,17 @@ class RolloutBackend(ABC):
 
     def sleep(self) -> None:
         """Give memory back, if that is wanted: nothing is in flight and the next `submit` comes after an update."""
-        if type(self).rest is not RolloutBackend.rest:
-            warnings.warn(f"{type(self).__name__}.rest is called sleep now", DeprecationWarning, stacklevel=2)
-            self.rest()
 
-    def rest(self) -> None:
-        """Do what `sleep` does: its former name."""
-        if type(self).sleep is not RolloutBackend.sleep:
-            self.sleep()
+    rest = sleep  # the former name
+
+    def __init_subclass__(cls, **settings: object) -> None:
+        """Give `sleep` and `rest` one meaning in every class, whichever of them it overrides."""
+        super().__init_subclass__(**settings)
+        if "rest" in vars(cls) and "sleep" not in vars(cls):
+            warnings.warn(f"{cls.__name__}.rest is called sleep now", DeprecationWarning, stacklevel=2)
+            cls.sleep = cls.rest  # type: ignore[method-assign]
+        elif "sleep" in vars(cls):
+            cls.rest = cls.sleep
 
     def metrics(self) -> Mapping[str, float]:
         """What happened since the last call, by metric name; then reset.

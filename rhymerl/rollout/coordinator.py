@@ -71,7 +71,7 @@ class Command:
 
 def wants_progress(scheduler: Scheduler) -> bool:
     """Whether rank 0 has to know how far the answers are."""
-    return scheduler.migrates or type(scheduler).observe is not Scheduler.observe
+    return scheduler.migrates or scheduler.observes
 
 
 class Coordinator:
@@ -124,7 +124,7 @@ class Coordinator:
         if self._following is not None and any(map(self._is_nearly_done, range(len(self._left)))):
             return self._plan_following(self._following)
         if self._migrates and self._clock() - self._asked_at >= self._every:
-            moves = self._rebalance(self._progress())
+            moves = self._rebalance()
             return Command(moves=moves) if moves else None
         return None
 
@@ -142,17 +142,16 @@ class Coordinator:
     def _plan_following(self, following: Sequence[RolloutRequest]) -> Command:
         assert self._step is not None
         self._following = None
-        progress = self._progress()
-        moves = self._rebalance(progress) if self._migrates else {}
+        moves = self._rebalance() if self._migrates else {}
         if self._keeps:
             with Hooks("scheduler", self._scheduler):
-                self._scheduler.observe(progress)
+                self._scheduler.observe(self._progress())
         plan = make_plan(self._scheduler, following, num_workers=len(self._left), step=self._step + 1)
         return Command(moves=moves, plan=plan)
 
-    def _rebalance(self, progress: Progress) -> dict[int, int]:
+    def _rebalance(self) -> dict[int, int]:
         """Ask what moves, and note it. Raises HookError, naming the scheduler, for a move that cannot be."""
-        self._asked_at = self._clock()
+        self._asked_at, progress = self._clock(), self._progress()
         with Hooks("scheduler", self._scheduler):
             moves = self._scheduler.rebalance(progress)
         try:

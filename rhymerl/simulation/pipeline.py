@@ -10,7 +10,7 @@ import numpy as np
 from rhymerl.errors import ConfigError
 from rhymerl.progress import SILENT, ProgressBar
 from rhymerl.rollout.base import RunAhead, check_run_ahead
-from rhymerl.schedulers.base import Move, Plan, Progress, Scheduler, check_plan
+from rhymerl.schedulers.base import Plan, Progress, Scheduler, check_plan
 from rhymerl.simulation.base import Decoding, Pipeline, StepWork, Timeline
 from rhymerl.simulation.course import Course
 from rhymerl.simulation.step import StepRun
@@ -98,13 +98,11 @@ class Simulation:
         """Run the step; with run-ahead the next one is planned when the first worker has nothing left to do."""
         planned: list[Plan] = []
 
-        def plan_ahead(progress: Progress) -> Sequence[Move]:
+        def plan_ahead(progress: Progress) -> None:
             assert following is not None
-            moves = self.scheduler.rebalance(progress) if self.scheduler.migrates else []
             if self.run_ahead == "keep":
                 self.scheduler.observe(progress)
             planned.append(self._plan(following, step + 1))
-            return moves
 
         run.run(
             self.scheduler.rebalance if self.scheduler.migrates else None,

@@ -62,10 +62,18 @@ class StepRun:
         """When each worker has finished, [W], as things stand."""
         return np.array([course.end for course in self._courses])
 
-    def run(self, rebalance: Rebalance | None, *, every: float, once: Rebalance | None, updated: float) -> None:
-        """Ask `rebalance` after each time `every`, and `once` when the first worker is free but not before `updated`.
+    def run(
+        self,
+        rebalance: Rebalance | None,
+        *,
+        every: float,
+        once: Callable[[Progress], None] | None,
+        updated: float,
+    ) -> None:
+        """Ask `rebalance` after each time `every`, and right before `once`.
 
-        That is when the step's own policy is there; what has been sampled until then is stale.
+        `once` is called when the first worker is free, but not before `updated`, when the step's own policy is there; what has been
+        sampled until then is stale.
         """
         now = float(self.starts.min()) + every
         while True:
@@ -73,7 +81,9 @@ class StepRun:
             first_free = max(float(ends.min()), updated)
             if once is not None and (rebalance is None or first_free <= now):
                 self._note_stale(updated, first_free)
-                self._ask(once, first_free)
+                if rebalance is not None:
+                    self._ask(rebalance, first_free)
+                once(self.progress(first_free))
                 once = None
                 continue
             if rebalance is None or now >= ends.max():

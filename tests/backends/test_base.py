@@ -4,39 +4,56 @@ from __future__ import annotations
 
 import pytest
 
+from rhymerl.backends.base import RolloutBackend
+from rhymerl.backends.sglang.backend import SGLangBackend
 from rhymerl.testing import ScriptedBackend
 
 
-class Resting(ScriptedBackend):
-    """Overrides the former name."""
+class Counting(ScriptedBackend):
+    """Counts how often it sleeps."""
 
     times = 0
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         self.times += 1
 
 
-def test_a_backend_that_overrides_the_former_name_of_sleep_is_still_told() -> None:
-    backend = Resting({})
-    with pytest.warns(DeprecationWarning, match="Resting.rest is called sleep now"):
-        backend.sleep()
+@pytest.mark.parametrize("base", [ScriptedBackend, SGLangBackend])
+def test_a_backend_that_overrides_the_former_name_of_sleep_is_still_told(base: type[RolloutBackend]) -> None:
+    with pytest.warns(DeprecationWarning, match=r"Resting\.rest is called sleep now"):
+
+        class Resting(base):  # type: ignore[valid-type, misc]
+            times = 0
+
+            def rest(self) -> None:
+                self.times += 1
+
+    backend = Resting.__new__(Resting)
+    backend.sleep()
     assert backend.times == 1
 
 
 def test_the_former_name_does_what_sleep_does() -> None:
+    backend = Counting({})
+    backend.rest()
+    assert backend.times == 1
     ScriptedBackend({}).rest()
 
 
-class Extending(ScriptedBackend):
+def test_the_former_name_may_be_extended_and_extended_again() -> None:
     """It was written when `sleep` was called `rest`, and does what it inherits as well."""
+    with pytest.warns(DeprecationWarning, match=r"Extending\.rest is called sleep now"):
 
-    def rest(self) -> None:
-        self.rested = getattr(self, "rested", 0) + 1
-        super().rest()
+        class Extending(Counting):
+            def rest(self) -> None:
+                self.rested = getattr(self, "rested", 0) + 1
+                super().rest()
 
+    class Later(Extending):
+        def sleep(self) -> None:
+            super().sleep()
+            self.slept = True
 
-def test_the_former_name_may_be_extended() -> None:
-    backend = Extending({})
-    with pytest.warns(DeprecationWarning, match="Extending.rest is called sleep now"):
-        backend.sleep()
-    assert backend.rested == 1
+    backend = Later({})
+    backend.sleep()
+    assert (backend.times, backend.rested, backend.slept) == (1, 1, True)

@@ -176,6 +176,24 @@ def test_the_former_name_of_the_flag_goes_on_counting():
     assert not Quiet().migrates
 
 
+def test_a_scheduler_that_observes_in_rebalance_as_it_once_did_is_still_shown_what_is_unfinished():
+    class Watching(FIFOScheduler):
+        moves_requests = False
+
+        def rebalance(self, progress):
+            self.seen = progress
+            return []
+
+    requests = requests_for(3)
+    scheduler = Watching()
+    progress = progress_of(scheduler.plan(requests, 2, 0), [[1, 2], [3]])
+    assert scheduler.observes
+    with pytest.warns(DeprecationWarning, match="Watching: override observe, not rebalance"):
+        scheduler.observe(progress)
+    assert scheduler.seen is progress
+    assert not HistoPipeScheduler(migrate=False).observes
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rhymerl.models.policy import Policy
 
 _USUAL_NODES = 7  # without a cost curve
+_START_S = 600.0
 
 
 class SGLangBackend(RolloutBackend):
@@ -60,7 +61,7 @@ class SGLangBackend(RolloutBackend):
         restarts: int = 0,
         release_memory: bool = False,
         folder: str | None = None,
-        start_timeout_s: float = 600.0,
+        start_timeout_s: float = _START_S,
         silence_timeout_s: float = 300.0,
     ) -> None:
         at_least = {
@@ -101,6 +102,8 @@ class SGLangBackend(RolloutBackend):
             "arguments": self.arguments,
             "environment": self.environment,
             "restarts": self.restarts,
+            "costs": self.costs,
+            "start_timeout_s": self.start_timeout_s != _START_S,
         }
         for name in filter(given.__getitem__, given):
             raise ValueError(

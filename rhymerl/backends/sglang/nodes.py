@@ -15,6 +15,7 @@ from rhymerl.drafters.none import NoDrafter
 from rhymerl.errors import ConfigError
 
 LARGEST = 32  # tokens a request and pass, its last token among them
+_ONE_NUMBER = "SGLang verifies the same number of nodes of every request in every pass"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,37 +48,35 @@ def allowed_nodes(drafter: Drafter, budget: Budget | None, *, nodes: int | None)
     Raises ConfigError for a budget that is not kept by one number of nodes for all requests and passes, and for settings that
     contradict each other. GoodputBudget is the default of every run; here it is only a limit.
     """
-    if budget is not None and budget.max_nodes == 0:
-        return AllowedNodes.exactly(0, "budget.nodes")
     if isinstance(drafter, NoDrafter):
+        _check_nodes(nodes, AllowedNodes.exactly(0, "drafter=none"))
         return AllowedNodes()
+    allowed = AllowedNodes() if budget is None else _allowed_by(budget)
+    _check_nodes(nodes, allowed)
+    return allowed if nodes is None else AllowedNodes.exactly(nodes, "backend.nodes")
+
+
+def _allowed_by(budget: Budget) -> AllowedNodes:
     if type(budget) is FixedBudget:
-        return _fixed(budget, nodes)
-    if budget is not None and not isinstance(budget, GoodputBudget):
-        raise ConfigError(
-            f"budget={type(budget).__name__}: expected budget=fixed with budget.nodes, or budget=goodput; SGLang verifies the same "
-            "number of nodes of every request in every pass"
-        )
-    most = None if budget is None else budget.max_nodes
-    if nodes is None:
-        return AllowedNodes(most=most, setting="budget.nodes")
-    if most is not None and nodes > most:
-        raise ConfigError(f"backend.nodes={nodes}: expected at most {most}, as budget.nodes says")
-    return AllowedNodes.exactly(nodes, "backend.nodes")
+        if budget.min_probability:
+            raise ConfigError(f"budget.min_probability={budget.min_probability}: expected 0; {_ONE_NUMBER}")
+        return AllowedNodes.exactly(budget.nodes, "budget.nodes")
+    if type(budget) is GoodputBudget:
+        if budget.costs is not None:
+            raise ConfigError(
+                f"budget.costs={budget.costs!r}: expected null; SGLang's passes are those of backend.costs"
+            )
+        return AllowedNodes(most=budget.nodes, setting="budget.nodes")
+    raise ConfigError(
+        f"budget={type(budget).__name__}: expected budget=fixed with budget.nodes, or budget=goodput; {_ONE_NUMBER}"
+    )
 
 
-def _fixed(budget: FixedBudget, nodes: int | None) -> AllowedNodes:
-    if nodes not in (None, budget.nodes):
+def _check_nodes(nodes: int | None, allowed: AllowedNodes) -> None:
+    if nodes is not None and nodes not in allowed:
         raise ConfigError(
-            f"budget.nodes={budget.nodes}: expected {nodes}, as backend.nodes says, or backend.nodes=null; SGLang verifies the same "
-            "number of nodes of every request in every pass"
+            f"backend.nodes={nodes}: expected {allowed}, as {allowed.setting} says, or null; {_ONE_NUMBER}"
         )
-    if budget.min_probability:
-        raise ConfigError(
-            f"budget.min_probability={budget.min_probability}: expected 0; SGLang verifies the same number of nodes of every request "
-            "in every pass"
-        )
-    return AllowedNodes.exactly(budget.nodes, "budget.nodes")
 
 
 def best_n(cost: PassCost, rows: int, accept_rate: float, *, largest: int = LARGEST) -> int:

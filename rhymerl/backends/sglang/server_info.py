@@ -22,36 +22,41 @@ def tokens_a_pass(engine: Client, settings: SessionSettings, drafter: Drafter) -
     """How many tokens each request has in a pass, its last one among them: 1 without drafts.
 
     Raises ConfigError for a server whose drafts change what is sampled, or that is not what the settings say. Which drafter it has
-    the server does not tell: a warning says that it is not the run's.
+    the server does not tell: a warning says that it has to be the run's.
     """
     info = engine.get_if_known("/server_info")
-    if not isinstance(info, Mapping):  # it does not say
-        return settings.n
-    for wrong in _faults(info, settings):
-        raise ConfigError(f"backend.url={engine.url!r}: the server there has {wrong}")
-    found = int(info.get("speculative_num_draft_tokens") or 1) if info.get("speculative_algorithm") else 1
-    if found - 1 not in settings.allowed:
-        raise ConfigError(
-            f"backend.url={engine.url!r}: the server there verifies {found - 1} draft nodes of a request; expected {settings.allowed}, "
-            f"as {settings.allowed.setting} says; `rhymerl sglang-args backend.nodes=…` starts one"
+    found = settings.n
+    if isinstance(info, Mapping):
+        for wrong in _faults(info, settings):
+            raise ConfigError(f"backend.url={engine.url!r}: the server there has {wrong}")
+        found = int(info.get("speculative_num_draft_tokens") or 1) if info.get("speculative_algorithm") else 1
+        _check_drafts(engine, found - 1, settings, drafter)
+    if found > 1:
+        _log.warning(
+            "the SGLang server at %s drafts with the drafter that it was started with; drafter=%s of this run has to be the same",
+            engine.url,
+            type(innermost(drafter)).__name__,
         )
-    _warn_of_drafter(engine, found - 1, drafter)
     return found
 
 
-def _warn_of_drafter(engine: Client, nodes: int, drafter: Drafter) -> None:
-    """Say that the run's drafter is not the one that drafts, unless neither drafts at all."""
-    if nodes == 0 and isinstance(drafter, NoDrafter):
-        return
-    does = (
-        f"drafts with the drafter that it was started with, {nodes} nodes of a request" if nodes else "drafts nothing"
-    )
-    _log.warning(
-        "the SGLang server at %s %s; drafter=%s of this run is not used there",
-        engine.url,
-        does,
-        type(innermost(drafter)).__name__,
-    )
+def _check_drafts(engine: Client, nodes: int, settings: SessionSettings, drafter: Drafter) -> None:
+    """Raise ConfigError unless the server drafts where the run does, and as many nodes."""
+    if nodes not in settings.allowed:
+        raise ConfigError(
+            f"backend.url={engine.url!r}: the server there verifies {nodes} draft nodes of a request; expected {settings.allowed}, "
+            f"as {settings.allowed.setting} says; `rhymerl sglang-args backend.nodes=…` starts one"
+        )
+    if nodes and isinstance(drafter, NoDrafter):
+        raise ConfigError(
+            f"backend.url={engine.url!r}, drafter=none: the server there verifies {nodes} draft nodes of a request; expected the drafter "
+            "that it was started with"
+        )
+    if not nodes and settings.allowed.exact != 0 and not isinstance(drafter, NoDrafter):
+        raise ConfigError(
+            f"backend.url={engine.url!r}, drafter={type(innermost(drafter)).__name__}: the server there drafts nothing; expected "
+            "drafter=none, or a server that `rhymerl sglang-args` starts with this drafter"
+        )
 
 
 def _faults(info: Mapping[str, Any], settings: SessionSettings) -> Iterator[str]:
@@ -66,5 +71,7 @@ def _faults(info: Mapping[str, Any], settings: SessionSettings) -> Iterator[str]
         yield f"dp_size={info['dp_size']}; start as many servers instead"
     if info.get("tp_size", settings.tensor_parallel) != settings.tensor_parallel:
         yield f"tp_size={info['tp_size']}; expected backend.tensor_parallel={settings.tensor_parallel}"
+    if info.get("max_running_requests", settings.max_running) != settings.max_running:
+        yield f"max_running_requests={info['max_running_requests']}; expected backend.max_running={settings.max_running}"
     if settings.release_memory and not info.get("enable_memory_saver", True):
         yield "no --enable-memory-saver, so backend.release_memory=true would free nothing"

@@ -23,6 +23,10 @@ class Own(Budget):
         return np.full(len(requests), 3, np.int32)
 
 
+class OwnGoodput(GoodputBudget):
+    """Of a user's, who may have overridden anything."""
+
+
 @pytest.mark.parametrize(
     ("budget", "nodes", "num_tokens"),
     [
@@ -36,8 +40,8 @@ class Own(Budget):
         (FixedBudget(16), None, 17),
         (FixedBudget(3), 3, 4),
         (FixedBudget(0), None, 1),
-        (FixedBudget(0), 7, 1),
-        (GoodputBudget(0), 7, 1),
+        (FixedBudget(0), 0, 1),
+        (GoodputBudget(0), None, 1),
     ],
     ids=lambda value: f"{type(value).__name__}({value.nodes})" if isinstance(value, Budget) else str(value),
 )
@@ -50,8 +54,16 @@ def test_the_engine_verifies_what_the_budget_says(budget, nodes, num_tokens):
 @pytest.mark.parametrize(
     ("budget", "nodes", "message"),
     [
-        (FixedBudget(3), 7, r"budget\.nodes=3: expected 7, as backend\.nodes says, or backend\.nodes=null"),
+        (FixedBudget(3), 7, r"backend\.nodes=7: expected 3, as budget\.nodes says, or null"),
+        (FixedBudget(0), 7, r"backend\.nodes=7: expected 0, as budget\.nodes says, or null"),
+        (GoodputBudget(0), 7, r"backend\.nodes=7: expected 0, as budget\.nodes says, or null"),
         (GoodputBudget(3), 7, r"backend\.nodes=7: expected at most 3, as budget\.nodes says"),
+        (
+            GoodputBudget(costs=[[1, 1.0], [8, 2.0]]),
+            None,
+            r"budget\.costs=.*: expected null; .* those of backend\.costs",
+        ),
+        (OwnGoodput(), None, r"budget=OwnGoodput: expected budget=fixed with budget\.nodes, or budget=goodput"),
         (FixedBudget(3, min_probability=0.1), None, r"budget\.min_probability=0\.1: expected 0"),
         (AIMDBudget(), None, r"budget=AIMDBudget: expected budget=fixed with budget\.nodes, or budget=goodput"),
         (Own(), None, r"budget=Own: expected budget=fixed with budget\.nodes, or budget=goodput"),
@@ -66,7 +78,13 @@ def test_a_budget_that_it_cannot_keep_to_is_refused(budget, nodes, message, flat
 
 
 def test_without_a_drafter_no_budget_matters():
-    SGLangBackend(nodes=7).check_drafting(NoDrafter(), AIMDBudget())
+    SGLangBackend().check_drafting(NoDrafter(), AIMDBudget())
+    SGLangBackend(nodes=0).check_drafting(NoDrafter(), AIMDBudget())
+
+
+def test_without_a_drafter_there_are_no_nodes_to_verify():
+    with pytest.raises(ConfigError, match=r"backend\.nodes=7: expected 0, as drafter=none says, or null"):
+        SGLangBackend(nodes=7).check_drafting(NoDrafter(), None)
 
 
 def test_a_cost_curve_chooses_within_the_budget(tmp_path):
@@ -109,17 +127,30 @@ def test_a_server_that_verifies_that_number_is_fine(engine, flat_policy, budget,
 
 
 @pytest.mark.parametrize(
-    ("drafter", "info", "words"),
+    ("drafter", "info", "message"),
     [
-        (RandomTreeDrafter(), OURS, "drafts with the drafter that it was started with, 3 nodes of a request"),
-        (NoDrafter(), OURS, "drafts with the drafter that it was started with, 3 nodes of a request"),
-        (RandomTreeDrafter(), {**OURS, "speculative_algorithm": None}, "drafts nothing"),
+        (NoDrafter(), OURS, "drafter=none: the server there verifies 3 draft nodes of a request; expected the drafter"),
+        (
+            RandomTreeDrafter(),
+            {**OURS, "speculative_algorithm": None},
+            "drafter=RandomTreeDrafter: the server there drafts nothing; expected drafter=none",
+        ),
     ],
 )
-def test_another_drafter_than_the_servers_is_told(engine, flat_policy, caplog, drafter, info, words):
+def test_a_server_that_drafts_where_the_run_does_not_or_the_other_way_round_is_refused(
+    engine, flat_policy, drafter, info, message
+):
     engine.answers["/server_info"] = 200, info
-    run_at(engine, flat_policy, drafter)
-    assert f"the SGLang server at {engine.url} {words}; drafter={type(drafter).__name__} of this run" in caplog.text
+    with pytest.raises(ConfigError, match=rf"backend\.url='{engine.url}', {message}"):
+        run_at(engine, flat_policy, drafter)
+
+
+@pytest.mark.parametrize("info", [(200, OURS), (404, {})], ids=["drafts", "does not say"])
+def test_which_drafter_a_server_has_nobody_can_ask(engine, flat_policy, caplog, info):
+    engine.answers["/server_info"] = info
+    run_at(engine, flat_policy, RandomTreeDrafter())
+    assert f"the SGLang server at {engine.url} drafts with the drafter that it was started with" in caplog.text
+    assert "drafter=RandomTreeDrafter of this run has to be the same" in caplog.text
 
 
 def test_a_server_without_drafts_suits_a_run_without_a_drafter(engine, flat_policy, caplog):

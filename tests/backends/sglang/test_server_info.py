@@ -34,6 +34,7 @@ OURS = {
         ({"dp_size": 2}, {}, "dp_size=2; start as many servers"),
         ({"tp_size": 4}, {}, "tp_size=4; expected backend.tensor_parallel=1"),
         ({}, {"tensor_parallel": 2}, "tp_size=1; expected backend.tensor_parallel=2"),
+        ({"max_running_requests": 9}, {}, "max_running_requests=9; expected backend.max_running=4"),
         ({}, {"release_memory": True}, "no --enable-memory-saver, so backend.release_memory=true"),
     ],
 )
@@ -46,10 +47,13 @@ def test_one_that_does_not_fit_is_refused(engine, flat_policy, info, settings, m
         pass
 
 
-@pytest.mark.parametrize("drafter", [NoDrafter(), RandomTreeDrafter()], ids=["none", "some"])
-@pytest.mark.parametrize(("info", "drafted"), [(OURS, 12), ({**OURS, "speculative_algorithm": None}, 0)])
+@pytest.mark.parametrize(
+    ("drafter", "info", "drafted"),
+    [(RandomTreeDrafter(), OURS, 12), (NoDrafter(), {**OURS, "speculative_algorithm": None}, 0)],
+    ids=["drafts", "none"],
+)
 def test_its_own_drafts_are_what_is_counted(engine, flat_policy, drafter, info, drafted):
-    """Whatever the trainer's drafter is; the engine says that it verified 4 times."""
+    """The engine says that it verified 4 times."""
     engine.answers["/server_info"] = 200, info
     with connected(engine, flat_policy, drafter) as backend:
         backend.submit(make_requests(3, max_tokens=9, stop_token_ids=()))
