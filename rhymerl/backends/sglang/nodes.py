@@ -46,14 +46,19 @@ def allowed_nodes(drafter: Drafter, budget: Budget | None, *, nodes: int | None)
     """The numbers that `budget` and the setting `backend.nodes` allow.
 
     Raises ConfigError for a budget that is not kept by one number of nodes for all requests and passes, and for settings that
-    contradict each other. GoodputBudget is the default of every run; here it is only a limit.
+    contradict each other. GoodputBudget is the default of every run; here it is only a limit. Without a drafter both are of no
+    account, as with any backend.
     """
     if isinstance(drafter, NoDrafter):
-        _check_nodes(nodes, AllowedNodes.exactly(0, "drafter=none"))
         return AllowedNodes()
     allowed = AllowedNodes() if budget is None else _allowed_by(budget)
-    _check_nodes(nodes, allowed)
-    return allowed if nodes is None else AllowedNodes.exactly(nodes, "backend.nodes")
+    if nodes is None:
+        return allowed
+    if nodes not in allowed:
+        raise ConfigError(
+            f"backend.nodes={nodes}: expected {allowed}, as {allowed.setting} says, or null; {_ONE_NUMBER}"
+        )
+    return AllowedNodes.exactly(nodes, "backend.nodes")
 
 
 def _allowed_by(budget: Budget) -> AllowedNodes:
@@ -70,13 +75,6 @@ def _allowed_by(budget: Budget) -> AllowedNodes:
     raise ConfigError(
         f"budget={type(budget).__name__}: expected budget=fixed with budget.nodes, or budget=goodput; {_ONE_NUMBER}"
     )
-
-
-def _check_nodes(nodes: int | None, allowed: AllowedNodes) -> None:
-    if nodes is not None and nodes not in allowed:
-        raise ConfigError(
-            f"backend.nodes={nodes}: expected {allowed}, as {allowed.setting} says, or null; {_ONE_NUMBER}"
-        )
 
 
 def best_n(cost: PassCost, rows: int, accept_rate: float, *, largest: int = LARGEST) -> int:
