@@ -48,7 +48,7 @@ class _Compiled:
 
     @cached_property
     def inlined(self) -> Any:
-        """For callers that are compiled: they take the code into their own.
+        """The function for callers that are compiled: they take the code into their own.
 
         Otherwise a process that compiles both would call the function by itself, and one that loads the caller from the cache a copy
         that was optimized with it: their sums are rounded differently.

@@ -28,7 +28,7 @@ Split = Literal["train", "validation"]  # their histories are kept apart
 
 
 class DraftSource(IntEnum):
-    """Where a draft node comes from; HISTORY + a is an answer that is `a` epochs older than the newest."""
+    """The origin of a draft node; HISTORY + a is an answer that is `a` epochs older than the newest."""
 
     UNKNOWN = -1
     OWN = 0  # the request's own prompt and tokens
@@ -62,7 +62,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are sampled. Raises ValueError naming the field that is out of range.
+    """The settings for sampling tokens. Raises ValueError naming the field that is out of range.
 
     The order of truncation is temperature, top-k, top-p, min-p, as in most engines.
     """
@@ -89,7 +89,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """What has been sampled for a request so far, and what that took. L = tokens."""
+    """The tokens sampled for a request so far, and what they took. L = tokens."""
 
     token_ids: IntArray  # [L]
     logprobs: (
@@ -106,7 +106,7 @@ class Output:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing is left to sample."""
+        """Return whether nothing is left to sample."""
         return self.finish_reason != "withdrawn"
 
 
@@ -186,7 +186,7 @@ class DraftBatch:
 
     @property
     def requests(self) -> IndexArray:
-        """Which request each node belongs to, [N]."""
+        """Return which request each node belongs to, [N]."""
         import numpy as np
 
         if self._requests is None:

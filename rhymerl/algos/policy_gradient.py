@@ -1,4 +1,4 @@
-"""What the algorithms share: ratio and surrogate, correction of the behaviour policy, reference, entropy, means."""
+"""The parts that the algorithms share: ratio and surrogate, correction of the behaviour policy, reference, entropy, means."""
 
 # Annotations are objects here, not strings: constructors in other modules inherit them, and they are the config's schema.
 
@@ -110,7 +110,7 @@ class PolicyGradient(Algorithm):
         return batch.rewards + self.overlong_weight * penalties
 
     def kl_penalties(self, batch: Batch) -> Tensor:
-        """What the divergence takes off the reward of each token, [B, T]."""
+        """Return what the divergence takes off the reward of each token, [B, T]."""
         if not self._is_in_reward:
             return torch.zeros_like(batch.behaviour_logprobs)
         return self._kl_coef * self._divergence(batch.old_logprobs, batch)
@@ -211,7 +211,7 @@ class PolicyGradient(Algorithm):
         return divergence(log_ratio, torch.zeros_like(log_ratio), estimator=self.kl_estimator)
 
     def _correction(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """What the tokens' losses are weighted with, and where a bound was met; [B, T] or [B, 1].
+        """Return the weights of the tokens' losses, and where a bound was met; [B, T] or [B, 1].
 
         Proximal over behaviour policy, beside a ratio of the current over the proximal one: the decoupled objective, arXiv
         2110.00641, equation 5; AReaL, arXiv 2505.24298, section 5.2.

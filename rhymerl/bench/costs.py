@@ -1,4 +1,4 @@
-"""What a pass costs on this machine, by the requests and the draft nodes in it."""
+"""The cost of a pass on this machine, by the requests and the draft nodes in it."""
 
 from __future__ import annotations
 

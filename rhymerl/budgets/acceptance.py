@@ -1,4 +1,4 @@
-"""How probable it is that a draft node is accepted, learned from what was."""
+"""The acceptance probability of a draft node, learned from earlier passes."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class GoodputBudget(Budget):
         return limits
 
     def _look(self, rows: int) -> None:
-        """What did not pay in a large batch may pay in a small one, and the other way round."""
+        """Look anew in a batch of another size: drafts that did not pay in a large one may pay in a small one, and the other way round."""
         course = self._course
         if course.rows / _OTHER_BATCH <= rows <= course.rows * _OTHER_BATCH:
             return
@@ -160,9 +160,9 @@ class GoodputBudget(Budget):
         return mask
 
     def _best_size(self, expected: FloatArray, asked: int) -> int:
-        """How many of the best nodes make the most tokens a second; `expected` [nodes + 1] are the tokens that so many add.
+        """Return how many of the best nodes make the most tokens a second; `expected` [nodes + 1] are the tokens that so many add.
 
-        After a probe as if all requests had been asked for, and the others had drafts like these.
+        After a probe it counts as if all requests had been asked for, and the others had drafts like these.
         """
         rows = self._rows if self._kind == "probe" else asked
         nodes = np.arange(len(expected), dtype=np.float64) * (rows / asked)
@@ -262,7 +262,7 @@ class GoodputBudget(Budget):
 
 @dataclass(slots=True)
 class _Course:
-    """What is done next, and why."""
+    """The next thing to do, and the reason."""
 
     reach: float  # how many nodes of a request are worth asking for: those that are then cut away cost time too
     drafts: bool = False  # the drafter is asked for all requests, because that pays
@@ -276,7 +276,7 @@ class _Course:
 
 @dataclass(slots=True)
 class _PassTotals:
-    """What has happened since the last metrics."""
+    """The totals since the last metrics."""
 
     passes: int = 0
     heard: int = 0  # of these, those in which the drafter was not left alone, or only to see what that costs

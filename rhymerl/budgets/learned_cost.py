@@ -1,4 +1,4 @@
-"""What a pass costs, learned from the passes that have been."""
+"""The cost of a pass, learned from the passes so far."""
 
 from __future__ import annotations
 

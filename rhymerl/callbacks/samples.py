@@ -92,7 +92,7 @@ class WriteAnswers(L.Callback):
 
 
 def sample_row(sample: Sample) -> dict[str, Any]:
-    """What a person wants to see of a sample; `columns` are those that the data has beside the prompt, such as `answer`."""
+    """Return what a person wants to see of a sample; `columns` are those that the data has beside the prompt, such as `answer`."""
     return {
         "prompt": sample.prompt.text,
         "response": sample.text,

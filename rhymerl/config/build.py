@@ -59,7 +59,7 @@ def _split(overrides: Sequence[Override], chain: Sequence[ConfigFile]) -> tuple[
 
 
 def _apply_all(config: DictConfig, overrides: Sequence[Override]) -> None:
-    """What names a class comes before all others, which are then about the new class; these keep their order."""
+    """Apply the changes that name a class before all others, which are then about the new class; these keep their order."""
     named = [each for each in overrides if _names_a_class(each)]
     for override in named:
         apply(config, override)

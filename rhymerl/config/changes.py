@@ -1,4 +1,4 @@
-"""How the settings of a run differ from what they were."""
+"""The differences between the settings of a run and what they were."""
 
 from __future__ import annotations
 

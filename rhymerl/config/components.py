@@ -26,7 +26,7 @@ def instantiate(node: object, *, key: str = "", default: Callable[[], Any] | Non
 
 
 def _full_key(node: object) -> str:
-    """Where a node of a composed config is written; for one that is linked to, its own place."""
+    """Return the key under which a node of a composed config is written; for one that is linked to, its own place."""
     return str(node._get_full_key(None)) if hasattr(node, "_get_full_key") else ""
 
 

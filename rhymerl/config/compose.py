@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def packaged_names() -> list[str]:
-    """What `--config` takes by name."""
+    """Return the names that `--config` takes."""
     from rhymerl.config import files
 
     return files.packaged_names()

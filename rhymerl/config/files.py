@@ -22,7 +22,7 @@ def packaged_directory() -> Path:
 
 
 def packaged_names() -> list[str]:
-    """What `--config` takes by name."""
+    """Return the names that `--config` takes."""
     return sorted(path.stem for path in packaged_directory().glob("*.yaml"))
 
 
@@ -59,7 +59,7 @@ def locate(name_or_path: str | Path) -> Path:
 
 
 def nearest_file(name_or_path: str | Path) -> str | None:
-    """What `locate` would find under the nearest name: a packaged one, or that of a file in the same directory."""
+    """Return what `locate` would find under the nearest name: a packaged config, or a file in the same directory."""
     path = Path(name_or_path).expanduser()
     beside = [str(path.with_name(each.name)) for each in path.parent.glob("*.yaml")] if path.name else []
     near = get_close_matches(str(path), [*packaged_names(), *beside], n=1)

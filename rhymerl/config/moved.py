@@ -1,4 +1,4 @@
-"""Where modules are now that settings and checkpoints of earlier versions name by their former paths."""
+"""The new places of modules that settings and checkpoints of earlier versions name by their former paths."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def link_of(node: Any) -> str | None:
 
 
 def origin(config: DictConfig, key: str, *, follow_last: bool = True) -> str:
-    """Where the value of `key` is written: `module.drafter.depth` is `drafter.depth` when `module.drafter` links there.
+    """Return the key under which the value of `key` is written: `module.drafter.depth` is at `drafter.depth` if the drafter is a link.
 
     Without `follow_last`, a link at the very end stays: an override replaces it.
     """

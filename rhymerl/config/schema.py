@@ -89,7 +89,7 @@ def _check_links(config: DictConfig) -> None:
 
 
 def kinds_by_key(config: DictConfig) -> dict[str, list[Any]]:
-    """What the constructors expect, by the place where the value is written."""
+    """Return what the constructors expect, by the place where the value is written."""
     found: dict[str, list[Any]] = {}
     for key, node in components(config):
         for name, parameter in signature_at(key, node).parameters.items():

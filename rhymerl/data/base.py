@@ -1,4 +1,4 @@
-"""What travels from a data source to the encoder, and from the loader to the training step."""
+"""The records that travel from a data source to the encoder, and from the loader to the training step."""
 
 from __future__ import annotations
 

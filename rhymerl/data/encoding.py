@@ -28,7 +28,7 @@ _FIXED_TEMPLATE_ARGUMENTS = ("tokenize", "add_generation_prompt", "return_tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthLimits:
-    """How long a prompt may be, in tokens, and whether the longest answer still fits behind it."""
+    """The limits of a prompt's length in tokens: how long it may be, and whether the longest answer still fits behind it."""
 
     context_tokens: int  # of the model: prompt and response together
     max_tokens: int  # of a response
@@ -269,7 +269,7 @@ def _canonical_json(row: Row) -> str:
 
 
 def _plain(value: object) -> Any:
-    """What parquet and numpy hold beyond JSON."""
+    """Return plain JSON values for what parquet and numpy hold beyond JSON."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, datetime.date | datetime.time):

@@ -1,4 +1,4 @@
-"""Where rows come from: JSONL and parquet files, Hugging Face data sets, lists of dicts."""
+"""The sources of rows: JSONL and parquet files, Hugging Face data sets, lists of dicts."""
 
 from __future__ import annotations
 

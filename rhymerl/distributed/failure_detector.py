@@ -157,7 +157,7 @@ class _Link:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether all who reach this host are on this machine."""
+    """Return whether all who reach this host are on this machine."""
     if host == "localhost":
         return True
     try:

@@ -55,7 +55,7 @@ class RunAheadDrafter(Drafter):
         return merged(drafts, placed(theirs, others, len(requests)))
 
     def _agrees(self, request: RolloutRequest, context: IntArray) -> bool:
-        """Whether the whole response agrees, and there is more to come."""
+        """Return whether the whole response agrees, and there is more to come."""
         ahead = self._ahead.get(request.id)
         if ahead is not None and not ahead.follow(context[len(request.prompt.token_ids) :]):
             del self._ahead[request.id]
@@ -88,7 +88,7 @@ class RunAheadDrafter(Drafter):
 
 
 def listens(drafter: Drafter, hook: str) -> bool:
-    """Whether the drafter does anything at that hook, which one that wraps another only passes on."""
+    """Return whether the drafter does anything at that hook, which one that wraps another only passes on."""
     return getattr(type(innermost(drafter)), hook) is not getattr(Drafter, hook)
 
 

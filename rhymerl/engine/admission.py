@@ -1,4 +1,4 @@
-"""Which requests run: admission in order of arrival, preemption of the youngest, and what each row feeds into a pass."""
+"""The admission of requests: in order of arrival, with preemption of the youngest, and what each row feeds into a pass."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Admission:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is waiting or running."""
+        """Return whether a request is waiting or running."""
         return bool(self._waiting or self.running)
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:

@@ -92,7 +92,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is waiting or running."""
+        """Return whether a request is waiting or running."""
         return self.admission.has_work
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:

@@ -74,7 +74,7 @@ class Forward:
 
     @property
     def is_direct(self) -> bool:
-        """Whether passes since the last `ready` go directly over the model's modules."""
+        """Return whether passes since the last `ready` go directly over the model's modules."""
         return self._direct is not None
 
     # -- the direct forward ----------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class Forward:
         return self._device.type == "cpu" and self.model.dtype == torch.float32 and not is_cast
 
     def _compare(self, kind: type[DirectForward]) -> bool:
-        """Whether two prompts with a draft tree each get the same log-probs directly and by transformers; says so if not."""
+        """Return whether two prompts with a draft tree each get the same log-probs directly and by transformers; warn if not."""
         vocabulary = self.model.config.vocab_size
         by_transformers, directly = (self._example(each, vocabulary) for each in (None, kind))
         difference = (by_transformers - directly).abs().max().item()

@@ -110,12 +110,12 @@ class KVStore(Cache):
 
     @property
     def is_allocated(self) -> bool:
-        """Whether a pass has shown the layers' shapes."""
+        """Return whether a pass has shown the layers' shapes."""
         return bool(self.stores[0].is_initialized)
 
     @property
     def is_readable_in_place(self) -> bool:
-        """Whether compiled CPU code can read keys and values; False before the first pass."""
+        """Return whether compiled CPU code can read keys and values; False before the first pass."""
         first = self.stores[0]
         return bool(first.is_initialized) and all(
             tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float64)

@@ -25,7 +25,7 @@ def noise_keys(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) 
 
 
 def noise_counters(seeds: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """What a draw's response position is added to before it is hashed, [n]: an engine need keep only this of a request."""
+    """Return the numbers to which a draw's response position is added before it is hashed, [n]; an engine needs only this."""
     counters = np.empty(len(seeds), np.uint64)
     _hash(seeds, counters)
     return counters

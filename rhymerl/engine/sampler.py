@@ -40,7 +40,7 @@ class Sampler:
 
     @property
     def draws_ahead(self) -> bool:
-        """Whether to draw at all indices at once, also at those that may not be reached."""
+        """Return whether to draw at all indices at once, also at those that may not be reached."""
         return self._logits.numel() <= _FEW
 
     def draw(self, indices: IndexArray, row: IndexArray, positions: IndexArray) -> npt.NDArray[np.int32]:

@@ -1,4 +1,4 @@
-"""Which models the engine may run (named reasons first, then a proof on the model itself), and which requests."""
+"""The models that the engine may run (named reasons first, then a proof on the model itself), and the requests that it takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a store knows of one prompt, and since which version."""
+"""The entries of a store: what it knows of one prompt, and since which version."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Entry:
 
 
 class EvictionLog:
-    """Which prompts readers have to forget; the `size` newest of them. Readers behind `start` cannot be told."""
+    """The log of prompts that readers have to forget; it keeps the `size` newest. Readers behind `start` cannot be told."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -64,7 +64,7 @@ class EvictionLog:
         self.start = version
 
     def since(self, version: int) -> list[Name]:
-        """What a reader at `version` has to forget, oldest eviction first."""
+        """Return what a reader at `version` has to forget, oldest eviction first."""
         return [name for name, _ in newer(self._versions, version, lambda evicted_at: evicted_at)]
 
     def check_integrity(self, version: int) -> None:

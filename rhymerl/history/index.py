@@ -24,7 +24,7 @@ _FIRST_WIDTH = 64  # tokens that a live answer has room for at first
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matches:
-    """Where suffixes of R queries stand, longest first. M = most positions a query."""
+    """The positions at which suffixes of R queries stand, longest first. M = most positions a query."""
 
     positions: IntArray  # [R, M] the token that followed is text[position]
     lengths: IntArray  # [R, M] tokens shared, at most REACH

@@ -1,4 +1,4 @@
-"""How much a run's answers repeat those of the epoch before: what drafters and schedulers can hope for."""
+"""The similarity of a run's answers to those of the epoch before: what drafters and schedulers can hope for."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Similarity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthStability:
-    """How far prompts keep their rank by length from one epoch to the next; the means are over epochs."""
+    """The stability of prompts' ranks by length from one epoch to the next; the means are over epochs."""
 
     same_group: float  # share of prompts that stay in their group; 1 / num_groups is chance
     spearman: float  # NaN in an epoch in which all prompts are alike, which the mean leaves out

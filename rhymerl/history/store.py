@@ -92,7 +92,7 @@ class HistoryStore:
         self._trim()
 
     def answers(self, prompt: Prompt, split: Split = "train") -> tuple[Answer, ...]:
-        """What is known of exactly this prompt, oldest epoch first, then by sample."""
+        """Return what is known of exactly this prompt, oldest epoch first, then by sample."""
         _check_split(split)
         entry = self._entries.get((split, prompt.key))
         if entry is None:
@@ -195,7 +195,7 @@ class HistoryStore:
         return HistoryDelta(version=self.version, is_snapshot=True, changes=tuple(changes))
 
     def deltas(self, since: int) -> HistoryDelta:
-        """What a reader at version `since` has to apply to know what the store knows; a snapshot where that is lost.
+        """Return what a reader at version `since` has to apply to know what the store knows; a snapshot where that is lost.
 
         It is lost when the log of evictions has been cut since then, and when another state has been loaded. A reader that
         knows nothing is at `NO_VERSION`.

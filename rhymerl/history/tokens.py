@@ -1,4 +1,4 @@
-"""Where token ids live: in memory, or in a memory-mapped scratch file."""
+"""The storage of token ids: in memory, or in a memory-mapped scratch file."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TokenMemory:
 
     @property
     def is_mostly_dead(self) -> bool:
-        """Whether moving what is live to a `fresh` one would free more than half of the space."""
+        """Return whether moving what is live to a `fresh` one would free more than half of the space."""
         return False
 
     def fresh(self) -> TokenMemory:

@@ -17,7 +17,7 @@ from rhymerl.models.rope import refuse_changing_rope
 
 
 class CriticSettings:
-    """How values are learned, for an algorithm that has them (PPO).
+    """The settings for learning values, for an algorithm that has them (PPO).
 
     Either the critic has a backbone of its own, at first a copy of the policy's or the language model at `path` (a directory
     or hub name, with the policy's tokenizer), or it is one head on the policy's backbone (`shared`), which both then train.

@@ -124,7 +124,7 @@ def restore(files: Mapping[str, str], weights: Mapping[str, torch.Tensor], direc
 
 
 def _inside(directory: Path, name: str) -> Path:
-    """Where the file goes. Names come out of a checkpoint, which may be anybody's."""
+    """Return the path of the file inside the folder. Names come out of a checkpoint, which may be anybody's."""
     is_plain = (
         "\0" not in name and ".." not in Path(name).parts and not Path(name).is_absolute() and bool(Path(name).name)
     )
@@ -153,13 +153,13 @@ def _save(model: PreTrainedModel, directory: str | Path) -> None:
 
 
 def frozen(model: PreTrainedModel) -> PreTrainedModel:
-    """What stays as the model is now: a copy; with adapters that do nothing yet itself, `without_adapters`."""
+    """Return a model that stays as this one is now: a copy; for adapters that do nothing yet the model itself, `without_adapters`."""
     is_itself = is_adapted(model) and not is_changed(model)
     return model if is_itself else copy.deepcopy(model).requires_grad_(False).eval()
 
 
 def is_random(model: PreTrainedModel) -> bool:
-    """Whether its passes in training mode differ from those in evaluation mode: it has a dropout."""
+    """Return whether its passes in training mode differ from those in evaluation mode: it has a dropout."""
     settings = model.config.get_text_config().to_dict().items()
     in_config = any("drop" in name and isinstance(value, float) and value > 0 for name, value in settings)
     return in_config or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
@@ -178,7 +178,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class PolicySource:
-    """Where the policy comes from: a directory or hub name (`path`), or a small config to build (`init`).
+    """The source of the policy: a directory or hub name (`path`), or a small config to build (`init`).
 
     `init` holds the fields of a transformers config with its `model_type`; the tokenizer is then one
     token a character of `characters`. With an `adapter` that alone is trained. Raises ValueError when neither or both of `path`

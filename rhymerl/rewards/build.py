@@ -64,7 +64,7 @@ def _build_from_fields(name: str | None, values: Mapping[str, Any]) -> Reward:
 
 
 def plain_rewards(spec: Any) -> Any:
-    """What `build_rewards` makes the same rewards of, in plain containers, with dotted names for functions.
+    """Return plain containers of which `build_rewards` makes the same rewards, with dotted names for functions.
 
     Raises TypeError when there is something in it that has none.
     """

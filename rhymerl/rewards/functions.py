@@ -29,7 +29,7 @@ def last_number(text: str) -> float | None:
 
 
 def boxed_answer(text: str) -> str | None:
-    r"""What stands in the last `\boxed{…}`, braces within included; None when there is none that ends."""
+    r"""Return what stands in the last `\boxed{…}`, braces within included; None when there is none that ends."""
     start = text.rfind(r"\boxed{")
     depth = 0
     for index in range(start + len(r"\boxed"), len(text)) if start >= 0 else ():

@@ -1,4 +1,4 @@
-"""What a reward function may bring along besides its value."""
+"""The hooks that a reward function may bring along besides its value."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def brings(
 
 
 def opens_of(function: object) -> Opens:
-    """What a function wants to have open."""
+    """Return what a function wants to have open."""
     return getattr(function, "opens", None) or {}
 
 

@@ -91,7 +91,7 @@ def code(
 
 
 def last_code_block(text: str) -> str:
-    """What stands in the last block fenced by ``` (as python, or as nothing), which may lack its end; else all of the text."""
+    """Return the content of the last block fenced by ``` (as python, or as nothing), which may lack its end; else all of the text."""
     blocks = [block for language, block in _BLOCK.findall(text) if language.lower() in _PYTHON]
     return blocks[-1] if blocks else text
 

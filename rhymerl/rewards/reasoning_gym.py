@@ -81,7 +81,7 @@ def reasoning_gym_reward(
 
 
 def _folders() -> list[str]:
-    """Where the package and what it imports are installed."""
+    """Return the folders in which the package and what it imports are installed."""
     spec = find_spec("reasoning_gym")
     found = [str(Path(folder).parent) for folder in (spec.submodule_search_locations or [] if spec else [])]
     return sorted({*found, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})

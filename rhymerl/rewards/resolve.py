@@ -15,7 +15,7 @@ from rhymerl.rewards.calls import Attempt
 
 
 class Found(NamedTuple):
-    """Where an object lives: `Found("my_package.checks", "Checks.score", <function>)`."""
+    """The home of an object: `Found("my_package.checks", "Checks.score", <function>)`."""
 
     module: str
     qualname: str
@@ -47,7 +47,7 @@ def find(dotted_name: str, *, setting: str) -> Found:
 
 
 def find_home(function: Any) -> Found | None:
-    """Where another process can import `function` from; None for a closure, a lambda, the main script's."""
+    """Return where another process can import `function` from; None for a closure, a lambda, the main script's."""
     module = getattr(function, "__module__", None)
     qualname = getattr(function, "__qualname__", None)
     if not module or not qualname or module == "__main__":

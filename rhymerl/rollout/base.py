@@ -1,4 +1,4 @@
-"""What is asked of a rollout, and what it gives: settings, requests, scored samples."""
+"""The records of a rollout: settings, requests, scored samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RunAhead = Literal["off", "draft", "keep"]
 
 
 class RolloutSettings:
-    """How answers are asked for. Raises ValueError naming the argument that is out of range.
+    """The settings for sampling answers. Raises ValueError naming the argument that is out of range.
 
     `dynamic_sampling` is in how many rounds groups whose rewards are all equal, which teach nothing, may be replaced by those of other
     prompts (DAPO, arXiv 2503.14476, section 3.2); what is left after the last round stays.

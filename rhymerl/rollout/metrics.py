@@ -1,4 +1,4 @@
-"""What is logged of a rollout, whichever backend it ran on."""
+"""The metrics of a rollout, whichever backend it ran on."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _deviation(rewards: Sequence[float]) -> float:
 
 
 def staleness_metrics(samples: Sequence[Sample], step: int) -> dict[str, float]:
-    """How many updates older than the step's policy the policies were that sampled its tokens."""
+    """Return how many updates older than the step's policy the policies were that sampled its tokens."""
     ages = step - np.concatenate([sample.completion.output.policy_versions for sample in samples])
     return {"off_policy/staleness/mean": float(ages.mean()), "off_policy/staleness/max": float(ages.max())}
 
@@ -85,7 +85,7 @@ def _over_ranks(name: str, each: Sequence[Mapping[str, float]], weights: Sequenc
 
 @dataclass(slots=True)
 class AcceptanceTotals:
-    """How far drafts carried whole answers."""
+    """The totals of how far drafts carried whole answers."""
 
     tokens: int = 0
     request_passes: int = 0  # an answer's passes in which it got tokens

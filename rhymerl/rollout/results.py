@@ -1,4 +1,4 @@
-"""What a step's requests have come to: outputs with rewards, on one rank and on all, and the groups that they form."""
+"""The results of a step's requests: outputs with rewards, on one rank and on all, and the groups that they form."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ScoredOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankResult:
-    """What a rank has done of a step."""
+    """The results of one rank for a step."""
 
     scored: Sequence[ScoredOutput]
     metrics: Mapping[str, float]
@@ -37,7 +37,7 @@ class RankResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRound:
-    """What some of the step's requests came to on all ranks: those of its prompts, or of others in the place of some."""
+    """The results of some of the step's requests on all ranks: those of its prompts, or of others in the place of some."""
 
     samples: list[Sample]
     by_rank: Sequence[RankResult]

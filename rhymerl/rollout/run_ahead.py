@@ -56,7 +56,7 @@ def fingerprint(requests: Sequence[RolloutRequest]) -> str:
 
 
 def united(states: Sequence[RunAheadState | None]) -> RunAheadState | None:
-    """What all ranks have together; all or none of them have a plan."""
+    """Return what all ranks have together; all or none of them have a plan."""
     known = [state for state in states if state is not None]
     if not known:
         return None

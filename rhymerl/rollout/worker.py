@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeLimits:
-    """How long a backend decodes between two exchanges with other workers; without either limit until a request has ended."""
+    """The limits of decoding between two exchanges with other workers; without either one it lasts until a request has ended."""
 
     timeout_s: float | None = None
     max_passes: int | None = None
@@ -69,7 +69,7 @@ class Worker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is something to decode."""
+        """Return whether there is something to decode."""
         return bool(self._unfinished or self._ahead or self._following)
 
     def decode(self) -> list[Completion]:
@@ -94,7 +94,7 @@ class Worker:
             self._take(completion)
 
     def _may_find_nothing(self, seconds: float) -> bool:
-        """Whether the time was over, or the passes were done with work left."""
+        """Return whether the time was over, or the passes were done with work left."""
         waited = self._limits.timeout_s is not None and seconds >= self._limits.timeout_s
         return waited or (self._limits.max_passes is not None and bool(self._backend.progress()))
 
@@ -124,7 +124,7 @@ class Worker:
     # -- with the other workers ------------------------------------------------------------------------------------
 
     def report(self) -> ProgressReport | None:
-        """What is new for the coordinator, None when nothing is."""
+        """Return what is new for the coordinator, or None when nothing is."""
         now, every_s = time.monotonic(), self._limits.report_every_s
         tells_tokens = every_s is not None and bool(self._unfinished) and now - self._reported_at >= every_s
         if not self._finished and not tells_tokens:
@@ -148,7 +148,7 @@ class Worker:
             self._messages.append(Message(to=moves[index], value=moved))
 
     def messages(self) -> list[Message]:
-        """What is to be sent to other workers now."""
+        """Return what is to be sent to other workers now."""
         messages, self._messages = self._messages, []
         return messages
 

@@ -145,7 +145,7 @@ def _trainer_of(
 def _result_of_finished(
     point: ResumePoint, run_dir: Path, trainer: L.Trainer, datamodule: PromptDataModule, *, evaluates: bool
 ) -> Result | None:
-    """What a run left that has nothing left to do; None for any other. The data is at the checkpoint's place."""
+    """Return the result of a run that has nothing left to do; None for any other. The data is at the checkpoint's place."""
     loader, path = datamodule.train_loader, run_dir / "summary.json"
     assert loader is not None
     epochs = trainer.max_epochs if trainer.max_epochs is not None else -1

@@ -45,7 +45,7 @@ _COLUMNS = {  # of the table
 
 @dataclass(slots=True)
 class AnswerTotals:
-    """What one pass over the prompts came to, or all of them."""
+    """The totals of one pass over the prompts, or of all of them."""
 
     answers: int = 0
     forward_passes: int = 0

@@ -1,4 +1,4 @@
-"""How much faster drafts make rollouts: the same requests answered with and without them, in turn, by the same weights."""
+"""The speed-up of rollouts by drafts: the same requests answered with and without them, in turn, by the same weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PLAIN_TO_DRAFTED = 1.5  # how much longer rollouts without drafts are held to t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speedup:
-    """What came of the pairs."""
+    """The result of the pairs."""
 
     ratio: float  # median of the seconds without drafts over those with
     low: float  # of its 95 % interval
@@ -123,7 +123,7 @@ def measure_speedup(
 
 
 def num_affordable(num_prompts: int, step_s: float) -> int:
-    """How many prompts all pairs have time for, at least one, where a rollout of `num_prompts` takes `step_s` with drafts."""
+    """Return how many prompts all pairs have time for, at least one, where a rollout of `num_prompts` takes `step_s` with drafts."""
     expected_s = (1 + _PAIRS) * (1 + _PLAIN_TO_DRAFTED) * step_s
     return max(1, min(num_prompts, int(num_prompts * _ABOUT_S / max(expected_s, 1e-9))))
 

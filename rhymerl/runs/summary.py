@@ -1,4 +1,4 @@
-"""What is said at the end of a run; its state travels in the checkpoint, so a resumed run sums up the whole of it."""
+"""The summary at the end of a run; its state travels in the checkpoint, so a resumed run sums up the whole of it."""
 
 from __future__ import annotations
 

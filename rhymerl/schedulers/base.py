@@ -1,4 +1,4 @@
-"""What a scheduler is: it decides which worker answers which request, and in which order."""
+"""The interface of schedulers, which decide which worker answers which request, and in which order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Plan = list[list[RolloutRequest]]  # a queue a worker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What is unfinished of a step, gathered from all workers: U requests over W workers."""
+    """The unfinished part of a step, gathered from all workers: U requests over W workers."""
 
     step: int
     planned: IndexArray  # [W] requests that were planned for each worker
@@ -58,7 +58,7 @@ class Scheduler(ABC):
 
     @property
     def migrates(self) -> bool:
-        """Whether `rebalance` may move anything; ranks of a run that repeats bit for bit then keep step."""
+        """Return whether `rebalance` may move anything; ranks of a run that repeats bit for bit then keep step."""
         if type(self).moves_requests is not Scheduler.moves_requests:
             return self.moves_requests
         return type(self).rebalance is not Scheduler.rebalance
@@ -72,11 +72,11 @@ class Scheduler(ABC):
         """The finished answers of a training step, of all workers, in canonical (prompt, sample) order."""
 
     def metrics(self) -> dict[str, float]:
-        """What happened since the last call, by metric name. Called once a training step, after `learn`."""
+        """Return the metrics since the last call, by name. Called once a training step, after `learn`."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, as plain containers."""
+        """Return the state that a resumed run needs, as plain containers."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

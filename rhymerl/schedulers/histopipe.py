@@ -124,7 +124,7 @@ def cut(pieces: Sequence[Piece], count: int) -> list[Sequence[Piece]]:
 
 
 def linear_workers(groups: Sequence[Sequence[Piece]], num_workers: int, max_workers: int, cost: QueueCost) -> list[int]:
-    """How many workers each group gets, in ascending order of length; they sum to `num_workers`, which is at least the groups.
+    """Return how many workers each group gets, in ascending order of length; they sum to `num_workers`, which is at least the groups.
 
     k_n is the smallest k up to `max_workers` for which tau(n, k) <= t0 + n d, with tau the time of group n on k workers
     and t0 = tau(0, max_workers). d is the smallest slope, found by bisection, for which the k_n sum to at most the workers there are.

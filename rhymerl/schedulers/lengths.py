@@ -1,4 +1,4 @@
-"""How long answers will be, from how long earlier answers to the same prompt were."""
+"""Predictions of answers' lengths, from how long earlier answers to the same prompt were."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which unfinished requests are better off elsewhere."""
+"""The choice of unfinished requests that are better off elsewhere."""
 
 from __future__ import annotations
 

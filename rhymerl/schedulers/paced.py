@@ -1,4 +1,4 @@
-"""Like lengths together, cut by time: whoever is free first gets the longest answers, and nobody gets more than fits."""
+"""A scheduler that puts like lengths together and cuts by time: who is free first gets the longest answers, and nobody more than fits."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class PacedScheduler(ReleaseAwareScheduler):
         return 1.01 * self.cost.time(passes, passes * (self.max_running or 0) + total) + 1
 
     def _fill(self, table: _PieceTable, free: Sequence[float], by: float) -> list[int]:
-        """Where each worker's run of pieces ends when all are to finish by a time."""
+        """Return where each worker's run of pieces ends when all are to finish by a time."""
         ends, start, num_pieces = [], 0, len(table.tails)
         per_tail, per_token = self.cost.time(1.0, 0.0), max(self.cost.time(0.0, 1.0), 1e-12)
         for release in free:

@@ -1,4 +1,4 @@
-"""What schedulers share that plan by predicted lengths."""
+"""The parts shared by schedulers that plan by predicted lengths."""
 
 from __future__ import annotations
 

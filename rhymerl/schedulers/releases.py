@@ -26,7 +26,7 @@ class ReleaseAwareScheduler(PredictingScheduler):
         self._progress = progress
 
     def unfinished(self, step: int) -> Progress | None:
-        """What is unfinished of the step before `step`; None when it is over, or was never begun."""
+        """Return what is unfinished of the step before `step`; None when it is over, or was never begun."""
         return self._progress if self._progress is not None and self._progress.step == step - 1 else None
 
 

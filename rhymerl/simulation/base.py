@@ -1,4 +1,4 @@
-"""What is simulated: the work of a step, how fast workers decode, and how steps follow one another."""
+"""The inputs of a simulation: the work of a step, how fast workers decode, and how steps follow one another."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StepWork:
 
 
 class LengthSource(ABC):
-    """Where the lengths of a simulation come from."""
+    """The source of a simulation's lengths."""
 
     @abstractmethod
     def steps(self, num_steps: int, seed: int) -> list[StepWork]:
@@ -40,7 +40,7 @@ class LengthSource(ABC):
 
 @dataclass(frozen=True, kw_only=True)  # no slots: it remembers what it has worked out
 class Decoding:
-    """How fast a worker decodes. Its time unit is that of `costs`; tokens may be fractions.
+    """The speed at which a worker decodes. Its time unit is that of `costs`; tokens may be fractions.
 
     A pass over running requests verifies `verified` tokens for each and emits `tokens_per_pass` of them. A request is redone along
     its run-ahead tokens up to the first that the next policy does not sample again, as `RunAheadDrafter` does it. Each

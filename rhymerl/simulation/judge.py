@@ -42,7 +42,7 @@ _SHOWN = {
 
 
 def judge(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, Any]:
-    """What `rhymerl simulate` prints, for a config such as configs/simulate.yaml: means over seeds, and the spread."""
+    """Return what `rhymerl simulate` prints, for a config such as configs/simulate.yaml: means over seeds, and the spread."""
     _check(config)
     source = length_source(config)
     rows: list[dict[str, Any]] = []

@@ -93,7 +93,7 @@ class StepRun:
         return np.where(self.finished <= time, self.work.lengths, sampled)
 
     def progress(self, time: float) -> Progress:
-        """What is unfinished, for the scheduler."""
+        """Return what is unfinished, for the scheduler."""
         left = self._finished_in_order > time
         order, workers = self._order[left], self._workers[left]
         return Progress(

@@ -1,4 +1,4 @@
-"""What a task is: an endless, seeded source of problems with an exact reward."""
+"""The interface of tasks: endless, seeded sources of problems with an exact reward."""
 
 from __future__ import annotations
 

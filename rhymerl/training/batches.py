@@ -1,4 +1,4 @@
-"""How a step's samples are laid out and split."""
+"""The layout of a step's samples, and their split."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def seal(file: BinaryIO) -> None:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with the file, None when it is whole; where it was sealed, a single wrong bit anywhere is found.
+    """Return what is wrong with the file, None when it is whole; where it was sealed, a single wrong bit anywhere is found.
 
     torch writes a checksum with each record but does not look at it. Reads all of the file, which takes about half a second
     a GB where the disk is faster than that.
@@ -82,7 +82,7 @@ def damage(path: Path) -> str | None:
 
 
 def _damage_between(file: BinaryIO, archive: zipfile.ZipFile) -> str | None:
-    """What is wrong around the records."""
+    """Return what is wrong around the records."""
     comment = archive.comment
     end = file.seek(0, os.SEEK_END) - len(comment)
     file.seek(end - _END.size)
@@ -180,7 +180,7 @@ def step_of(path: Path) -> int | None:
 
 
 def _advice(path: Path) -> str:
-    """Which other checkpoint to take instead of a damaged one."""
+    """Return which other checkpoint to take instead of a damaged one."""
     mine = path.resolve()
     others = newest_first(mine.parent)
     older = others[others.index(mine) + 1 :] if mine in others else []

@@ -1,4 +1,4 @@
-"""What a module asks of its data before any compute."""
+"""The demands of a module on its data, checked before any compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank works on which samples."""
+"""The division of samples among ranks."""
 
 from __future__ import annotations
 

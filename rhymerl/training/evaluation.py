@@ -104,7 +104,7 @@ class EvaluationSettings:
 
 
 def step_name(name: str) -> str:
-    """What keys the noise of an evaluation on the data set `name`: the same every time."""
+    """Return what keys the noise of an evaluation on the data set `name`: the same every time."""
     return "evaluation" if name == ONLY_SET else f"evaluation/{name}"
 
 
@@ -117,7 +117,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def majority(answers: Sequence[object], right: Sequence[bool]) -> float:
-    """Whether the answer given most often is right; None is no vote.
+    """Return whether the answer given most often is right; None is no vote.
 
     Of answers given equally often one is taken by lot, so the result is the chance that this is a right one. Answers that are
     extracted alike may have been judged differently: then it is the share of them that were right.

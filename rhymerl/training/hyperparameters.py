@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a module's arguments, and what to say when it could not hold one."""
+"""The part of a module's arguments that a checkpoint holds, and the message when it could not hold one."""
 
 from __future__ import annotations
 

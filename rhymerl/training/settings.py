@@ -149,7 +149,7 @@ class UpdateSettings:
 
 
 class Rates:
-    """What an optimizer and its schedule were made with: learning rates, decays, betas."""
+    """The settings that an optimizer and its schedule were made with: learning rates, decays, betas."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep the settings of an optimizer with its schedule, before a checkpoint is loaded into them."""

@@ -1,4 +1,4 @@
-"""What is asked of a Lightning Trainer, and what it is asked for."""
+"""The demands on a Lightning Trainer, and the requests to it."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def with_environment(plugins: Sequence[Any] | None) -> list[Any]:
 
 
 def _is_environment(plugin: Any) -> bool:
-    """Whether a plugin, an object or its node, is a cluster environment."""
+    """Return whether a plugin, an object or its node, is a cluster environment."""
     kind = import_target(plugin["_target_"], setting="trainer.plugins") if is_component(plugin) else type(plugin)
     return isinstance(kind, type) and issubclass(kind, ClusterEnvironment)
 

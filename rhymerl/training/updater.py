@@ -39,7 +39,7 @@ _PASSES: Mapping[Need, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Work:
-    """What all mini-batches of a step have in common."""
+    """The values that all mini-batches of a step have in common."""
 
     samples: Sequence[Sample]
     batch: Batch
@@ -162,7 +162,7 @@ class Updater:
 
     @property
     def _learns_proximal(self) -> bool:
-        """Whether the only update of a step finds the proximal log-probs in its own pass."""
+        """Return whether the only update of a step finds the proximal log-probs in its own pass."""
         is_wanted = "proximal" in self.algorithm.needs and not self.algorithm.prepares_by_proximal
         return is_wanted and self.settings.optimizer_steps == 1 and not self._is_random
 

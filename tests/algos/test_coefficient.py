@@ -1,4 +1,4 @@
-"""How the coefficient of a divergence in the reward adapts, by hand."""
+"""The coefficient of a divergence in the reward, adapted by hand."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def asking(sample: int, ahead: Sequence[int] | None, *, prompt: Sequence[int] = 
 
 
 def expected(asked: RolloutRequest, response: Sequence[int], budget: int, inner: Drafter) -> Draft:
-    """By definition, without any memory."""
+    """Return the draft by definition, without any memory."""
     ahead = [] if asked.ahead is None else asked.ahead.tolist()
     rest = ahead[len(response) :][:budget]
     if ahead[: len(response)] != list(response) or not rest:
@@ -142,7 +142,7 @@ def test_a_request_that_goes_on_from_tokens_agrees_with_all_of_them():
 
 
 def test_who_starts_again_is_drafted_for_again():
-    """After it was withdrawn, perhaps by an update that drew something else."""
+    """The request was withdrawn, perhaps by an update that drew something else."""
     drafter, asked = RunAheadDrafter(NoDrafter()), asking(0, [1, 2, 3])
     for response, draft in (([], [1, 2, 3]), ([5], []), ([1], [2, 3])):
         drafter.start(asked)

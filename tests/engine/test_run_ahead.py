@@ -52,7 +52,7 @@ def with_ahead(requests, plain, change, *, every: int = 1):
 
 
 def num_passes(tokens: IntArray, ahead: IntArray) -> int:
-    """Of an answer without any other drafts: what is right is emitted, and one token more."""
+    """Return the passes of an answer without any other drafts: what is right is emitted, and one token more."""
     same = np.append(tokens, -1)[: len(ahead)] == ahead[: len(tokens) + 1]
     num_right = len(same) if same.all() else int(same.argmin())
     done = passes = 0
@@ -90,7 +90,7 @@ def test_beside_requests_without_them(problem, inner, every, settings):
     "budget", [GoodputBudget(deterministic=True), AIMDBudget(), FixedBudget(8)], ids=["goodput", "aimd", "fixed"]
 )
 def test_every_budget_lets_them_through(problem, budget):
-    """Of 24 answers side by side, one in three was sampled ahead, and nothing else is drafted."""
+    """One in three of 24 answers side by side has prefetched tokens, and nothing else is drafted."""
     policy, requests, plain = problem
     asked = with_ahead(requests, plain, AHEAD["right"], every=3)
     done = answers(policy, asked, drafter=RunAheadDrafter(NoDrafter()), budget=budget)
@@ -123,7 +123,7 @@ def test_bad_drafts_of_the_inner_drafter_cost_nobody_else_theirs(problem):
 
 
 def test_metrics_by_hand():
-    """Of six tokens, the ahead of 0/0 has three right and two wrong: 5 nodes, 3 accepted. 1/0 draws its own."""
+    """The prefetched tokens of 0/0 are three right and two wrong ones of six: 5 nodes, 3 accepted. 1/0 draws its own."""
     policy = tiny_policy(num_layers=1)
     requests = make_requests(2, max_tokens=6, stop_token_ids=())
     plain = answers(policy, requests)

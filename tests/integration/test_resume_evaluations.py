@@ -43,7 +43,7 @@ def curves(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def run(words: list[str], tmp_path: Path) -> None:
-    """In a process of its own: a reader of curves knows the order of their files by process only."""
+    """Run in a process of its own: a reader of curves knows the order of their files by process only."""
     process = programs.start(words, tmp_path / "output")
     process.join(600)
     assert process.exitcode == 0, (tmp_path / "output").read_text()

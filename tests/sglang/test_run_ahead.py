@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600), pytest.mark.usefixtu
 
 
 def test_they_save_passes_and_change_no_answer():
-    """Of seven nodes a pass all are right, or none from the tenth token on, or there are no tokens sampled ahead."""
+    """Seven nodes a pass are all right, or none from the tenth token on, or there are no prefetched tokens."""
     policy = tiny_policy(dtype="float32", context=512)
     requests = make_requests(12, group_size=4, max_tokens=48, stop_token_ids=())
     ours = embedded(policy, requests)

@@ -1,4 +1,4 @@
-"""What a critic learns. All [B, T]."""
+"""Targets and losses of a critic. All [B, T]."""
 
 from __future__ import annotations
 

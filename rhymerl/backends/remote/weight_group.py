@@ -133,7 +133,7 @@ class WeightGroup:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the group is closed, which it also is after a failure."""
+        """Return whether the group is closed, which it also is after a failure."""
         return self._rendezvous is None
 
     def close(self) -> None:

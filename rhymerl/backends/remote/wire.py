@@ -1,4 +1,4 @@
-"""What travels with a request through SGLang, and back: requests as `custom_params`, answers as completions."""
+"""The wire format of requests to SGLang, as `custom_params`, and of its answers, as completions."""
 
 from __future__ import annotations
 
@@ -96,13 +96,13 @@ def noise_of(params: Mapping[str, Any] | None, rid: str) -> tuple[int, int]:
 
 
 def feed_of(params: Mapping[str, Any] | None) -> int:
-    """What the drafter has to have read before."""
+    """Return the number of the feed that the drafter has to have read before."""
     own = _own(params)
     return own["feed"] if own else 0
 
 
 def _own(params: Any) -> dict[str, Any] | None:
-    """What `to_custom_params` has written, None for anything else: clients of a server may send what they like.
+    """Return what `to_custom_params` has written, or None for anything else: clients of a server may send what they like.
 
     An exception in SGLang's scheduler would end the engine.
     """
@@ -124,7 +124,7 @@ def _own(params: Any) -> dict[str, Any] | None:
 
 
 def _is_packed(text: object) -> bool:
-    """Whether it is base64 of whole tokens."""
+    """Return whether it is base64 of whole tokens."""
     if not isinstance(text, str) or len(text) % 4 or not _PACKED.fullmatch(text):
         return False
     return (len(text) // 4 * 3 - text.count("=")) % 4 == 0

@@ -50,7 +50,7 @@ def launch_line(config: DictConfig) -> dict[str, Any]:
 
 
 def _address(url: str | Sequence[str] | None) -> dict[str, Any]:
-    """Where the server has to listen for trainers that look for it at `url`; without one SGLang listens on its own machine only."""
+    """Return the arguments by which the server listens at `url`; without one SGLang listens on its own machine only."""
     if url is None:
         return {}
     urls = [url] if isinstance(url, str) else url

@@ -135,7 +135,7 @@ class Peer:
         return {"result": self._encode(result), "args": changed}
 
     def _write_back(self, args: tuple[Any, ...], after: Any) -> None:
-        """What the call has done to the lists, dicts and sets that it was given."""
+        """Write back what the call has done to the lists, dicts and sets that it was given."""
         for arg, data in zip(args, after, strict=True) if isinstance(after, list) and len(after) == len(args) else ():
             new = self._decode(data)
             if type(new) is not type(arg) or not isinstance(arg, _CHANGEABLE):

@@ -17,7 +17,7 @@ _CHUNK_BYTES = 2**16
 
 
 class BrokenMessageError(Exception):
-    """What was received is no message of ours; whoever sent it is not to be believed."""
+    """The received bytes are no message of ours; whoever sent them is not to be believed."""
 
 
 def write_message(fd: int, message: Any) -> None:

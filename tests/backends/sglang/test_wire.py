@@ -43,7 +43,7 @@ WHOLE = {
     | st.builds(lambda name, value: {**WHOLE, name: value}, st.sampled_from([*WHOLE, "ahead"]), json_values)
 )
 def test_whatever_comes_as_our_parameters_is_a_request(own):
-    """In SGLang's scheduler an exception would end the engine, and all other requests with it."""
+    """An exception in SGLang's scheduler would end the engine, and all other requests with it."""
     params = {"rhymerl": own}
     seed, offset = noise_of(params, "rid")
     request = from_custom_params(params, "rid", [4, 5, 6], SAMPLING)
