@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rhymerl.types import BoolArray, FloatArray, IndexArray, IntArray
 
 # Lower ends of the bins of match length; 0 comes before. No index finds more than 32 tokens: longer matches are with
-# answers sampled ahead.
+# prefetched answers.
 _LENGTHS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 33], np.int32)
 _SHARES = 16  # bins of a node's share of the probability below its parent
 _DEPTHS = 16  # bins for nodes without a score

@@ -134,7 +134,7 @@ class GoodputBudget(Budget):
     def _probed(self, requests: Sequence[RolloutRequest]) -> list[int]:
         """Return the requests to probe: neighbours, which often have their prompt in common, others each time.
 
-        Those with tokens sampled ahead come first.
+        Those with prefetched tokens come first.
         """
         rows, course = len(requests), self._course
         ahead = [index for index, request in enumerate(requests) if request.ahead is not None]

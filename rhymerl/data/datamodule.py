@@ -134,7 +134,7 @@ class PromptDataModule(L.LightningDataModule):
             self.train_loader.cursor = 0
 
     def prepare_for(self, module: _Module, *, with_train: bool = True) -> None:
-        """The work of `setup` ahead of it, once for all that a Trainer does with this module afterwards.
+        """Do the work of `setup` before it, once for all that a Trainer does with this module afterwards.
 
         Without `with_train` there must be validation data.
         """

@@ -79,7 +79,7 @@ class Coordinator:
 
     `step` is None outside of training, where nothing moves. Otherwise a scheduler that migrates is asked for moves whenever `clock`
     (without one: the number of calls) has gone on by `every`, and right before the plan of `following`. These are the next step's
-    requests, and the plan is made when a worker has nearly nothing left to do. Where what is begun ahead is kept (`keeps`), the
+    requests, and the plan is made when a worker has nearly nothing left to do. Where prefetched answers are kept (`keeps`), the
     scheduler observes what is unfinished then; otherwise all workers begin the next step together.
     """
 

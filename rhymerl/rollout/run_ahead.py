@@ -1,4 +1,4 @@
-"""Run-ahead state: what has been sampled for a step before its turn. It outlives updates, evaluations and checkpoints."""
+"""The run-ahead state: what was prefetched for a step. It outlives updates, evaluations and checkpoints."""
 
 from __future__ import annotations
 

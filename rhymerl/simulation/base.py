@@ -43,7 +43,7 @@ class Decoding:
     """The speed at which a worker decodes. Its time unit is that of `costs`; tokens may be fractions.
 
     A pass over running requests verifies `verified` tokens for each and emits `tokens_per_pass` of them. A request is redone along
-    its run-ahead tokens up to the first that the next policy does not sample again, as `RunAheadDrafter` does it. Each
+    its prefetched tokens up to the first that the next policy does not sample again, as `RunAheadDrafter` does it. Each
     is sampled again with probability `redo_acceptance`. A pass verifies as many of them as pay, as `GoodputBudget`
     chooses them, but no more than `redo_nodes`.
     """
@@ -52,21 +52,21 @@ class Decoding:
     max_running: int | None = None  # requests side by side; None = the whole queue
     tokens_per_pass: float = 1.0
     verified: float = 1.0
-    redo_acceptance: float = 0.999  # of a drafted run-ahead token whose predecessors were accepted
+    redo_acceptance: float = 0.999  # of a drafted prefetched token whose predecessors were accepted
     redo_nodes: int = 32
 
     @cached_property
     def redo_tokens(self) -> FloatArray:
-        """Emitted with so many run-ahead tokens verified, 1 + a + a^2 + ...; [redo_nodes + 1]."""
+        """Emitted with so many prefetched tokens verified, 1 + a + a^2 + ...; [redo_nodes + 1]."""
         return np.power(self.redo_acceptance, np.arange(self.redo_nodes + 1)).cumsum()
 
     def redone(self, sampled: FloatArray) -> FloatArray:
-        """Return how many run-ahead tokens are expected up to the first that is not sampled again, it among them."""
+        """Return how many prefetched tokens are expected up to the first that is not sampled again, it among them."""
         a = self.redo_acceptance
         return sampled if a == 1 else (1 - np.power(a, sampled)) / (1 - a)
 
     def nodes_that_pay(self, redone: int, others: int) -> int:
-        """Run-ahead tokens to verify for each of `redone` requests beside `others` in a pass: those that make the most tokens a unit of time."""
+        """Prefetched tokens to verify for each of `redone` requests beside `others` in a pass: those that make the most tokens a unit of time."""
         nodes = np.arange(self.redo_nodes + 1.0)
         tokens = redone * self.redo_tokens + others * self.tokens_per_pass
         cost = self.pass_cost(redone * (1 + nodes) + others * self.verified)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class Course:
     """A queue of n requests from time `start` on, with `tokens` [n] to sample.
 
-    The first `drafts` [n] of them are along run-ahead tokens. Requests enter in order, as many side by side as
-    `decoding.max_running` allows. How many run-ahead tokens a pass verifies follows from the first batch. Between two
+    The first `drafts` [n] of them are along prefetched tokens. Requests enter in order, as many side by side as
+    `decoding.max_running` allows. How many prefetched tokens a pass verifies follows from the first batch. Between two
     events (a request enters, has used up its drafts, or ends) every pass is alike, so the time of an event is a sum
     over the events before.
     """

@@ -20,7 +20,7 @@ Rebalance = Callable[[Progress], Sequence[Move]]
 class StepRun:
     """Decodes the queues `plan` (indices into the step's requests) from `starts` [W] on.
 
-    `drafts` [R] are run-ahead tokens along which an answer is sampled again. What a moved request has sampled is
+    `drafts` [R] are prefetched tokens along which an answer is sampled again. What a moved request has sampled is
     recomputed on its new worker in one pass that verifies so many tokens more.
     """
 

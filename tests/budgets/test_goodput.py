@@ -260,7 +260,7 @@ def test_a_probe_asks_for_few_requests_and_others_each_time():
     assert len(set.union(*asked)) == 40
 
 
-def test_tokens_sampled_ahead_are_tried_at_once():
+def test_prefetched_tokens_are_tried_at_once():
     """A request that has some is asked first, however little drafts have paid lately."""
     budget, requests = GoodputBudget(costs=DEAR), make_requests(40)
     passes(budget, 500, rows=40, propose=guesses(2))

@@ -1,4 +1,4 @@
-"""Drafts from tokens sampled ahead against what they should be by definition, and whose turn it is otherwise."""
+"""Drafts from prefetched tokens against what they should be by definition, and whose turn it is otherwise."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_what_comes_next_while_the_whole_response_agrees_and_else_the_inner_draf
         assert inner.told == ([("asked", theirs, [answers[r][2] for r in theirs])] if theirs else [])
     for each, response in zip(requests, responses, strict=True):
         drafter.finish(completion(each, response))
-    assert drafter._ahead == {}
+    assert drafter._prefetched == {}
 
 
 def test_only_new_tokens_are_looked_at():
@@ -161,7 +161,7 @@ def test_everything_is_passed_on():
     drafter.follow(delta)
     drafter.start(asked)
     drafter.close()
-    assert drafter._ahead == {}
+    assert drafter._prefetched == {}
     assert [what[0] for what in inner.told] == ["start", "accept", "finish", "learn", "follow", "start", "close"]
     assert inner.told[1] == ("accept", asked, tokens, 1)
     assert (inner.told[0][1], inner.told[2][1], inner.told[3][1], inner.told[4][1]) == (asked, ended, samples, delta)

@@ -1,4 +1,4 @@
-"""Tokens sampled ahead change the speed and nothing else, and what becomes of them is counted."""
+"""Prefetched tokens change the speed and nothing else, and what becomes of them is counted."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_every_budget_lets_them_through(problem, budget):
 
 
 def test_new_weights_in_flight(problem):
-    """Keys and values are dropped, and requests wait again; what was sampled ahead stays theirs."""
+    """Keys and values are dropped, and requests wait again; what was prefetched stays theirs."""
     policy, requests, plain = problem
     engine = Engine(policy.model, drafter=RunAheadDrafter(NoDrafter()), kv_tokens=4096, check_drafts=True)
     engine.submit(with_ahead(requests, plain, AHEAD["wrong from the fifth"]))

@@ -144,7 +144,7 @@ def test_a_chain_of_kills(more, num_kills, settings, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_chain_of_kills_of_two_ranks_that_keep_what_they_drew_ahead(settings, tmp_path):
+def test_a_chain_of_kills_of_two_ranks_that_keep_what_they_prefetched(settings, tmp_path):
     num_steps = 100
 
     def start(name: str) -> list[Any]:

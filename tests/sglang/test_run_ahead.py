@@ -1,4 +1,4 @@
-"""Tokens sampled ahead, in SGLang's own process."""
+"""Prefetched tokens, in SGLang's own process."""
 
 from __future__ import annotations
 

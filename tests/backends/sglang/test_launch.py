@@ -19,7 +19,7 @@ def launched(tmp_path, *overrides):
 
 
 @pytest.mark.parametrize(("drafter", "tokens"), [("history_tree", "5"), ("none", None)])
-def test_it_drafts_as_asked_and_what_a_trainer_has_sampled_ahead(tmp_path, drafter, tokens):
+def test_it_drafts_as_asked_and_what_a_trainer_has_prefetched(tmp_path, drafter, tokens):
     launch = launched(tmp_path, f"drafter={drafter}", "backend.nodes=4")
     words = launch["arguments"]
     flag = "--speculative-num-draft-tokens"

@@ -1,4 +1,4 @@
-"""Tokens sampled ahead, on their way into SGLang's process and as drafts there."""
+"""Prefetched tokens, on their way into SGLang's process and as drafts there."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_they_are_drafts_as_far_as_they_are_right(right, overlap, tmp_path):
         assert asked.output_ids[: len(answer)] == answer
         most = needed(len(answer), min(right, len(answer)))
         assert counters.since()["asks"] in (most, most + overlap)
-        assert drafting.protocol.drafter._ahead == {}
+        assert drafting.protocol.drafter._prefetched == {}
 
 
 def test_beside_requests_without_them():
