@@ -40,7 +40,7 @@ SILENT = ProgressBar()
 
 
 class ShownProgressBar(ProgressBar):
-    """Tells it on a stream, stderr by default. Whoever prints besides ends it first."""
+    """Tells it on a stream, stderr by default. Code that prints besides has to end it first."""
 
     def __init__(self, stream: TextIO | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.stream = stream if stream is not None else sys.stderr

@@ -225,10 +225,10 @@ class PolicyGradient(Algorithm):
         )
 
     def _shares(self, batch: Batch, totals: Totals) -> Tensor | float:
-        """The share of each token in the mean, [B, 1] or one number.
+        """Return the share of each token in the mean, [B, 1] or one number.
 
-        Over all tokens as in DAPO, arXiv 2503.14476, equation 8; over each answer's tokens and then over answers as in GRPO,
-        arXiv 2402.03300, equation 3; over the tokens that each answer could have had as in Dr.GRPO, arXiv 2503.20783.
+        The mean is over all tokens as in DAPO, arXiv 2503.14476, equation 8. In GRPO, arXiv 2402.03300, equation 3, it is over each
+        answer's tokens and then over answers. In Dr.GRPO, arXiv 2503.20783, it is over the tokens that each answer could have had.
         """
         if self.loss_mean == "token":
             return 1 / totals.num_tokens

@@ -38,7 +38,7 @@ class LearnedCost(PassCost):
     def __init__(self) -> None:
         self._weights = _GUESS
         self._first: list[tuple[FloatArray, float]] = []  # features and seconds, until there are enough to solve for
-        # Of passes for which the drafter was left alone, and of the others. Each forgets by its own passes: while one kind
+        # One for passes for which the drafter was left alone, and one for the others. Each forgets by its own passes: while one kind
         # is all there is, what is known of the other must not fade, because the two are compared.
         self._products = np.zeros((2, len(_GUESS), len(_GUESS)))
         self._sums = np.zeros((2, len(_GUESS)))

@@ -185,7 +185,7 @@ def _listen(size: int, exchange: Callable[[object], object], host: str) -> list[
 
 
 def _welcome(listener: socket.socket, expected: dict[str, int]) -> list[_Link]:
-    """A link for each of the `expected` hellos. Whoever says anything else, or nothing, is dropped."""
+    """Return a link for each of the `expected` hellos. A connection that says anything else, or nothing, is dropped."""
     deadline = monotonic() + _OPEN_TIMEOUT_S
     candidates: list[_Link] = []
     with selectors.DefaultSelector() as selector:

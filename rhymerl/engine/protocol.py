@@ -28,8 +28,8 @@ _LOG = logging.getLogger(__name__)
 class DraftingProtocol:
     """The calls of a drafter and a budget, in the order that their base classes promise. R = requests.
 
-    With `checks` a malformed draft raises HookError; otherwise it is left out, counted, and told about once. Whatever drafter or
-    budget raise becomes a HookError, too.
+    With `checks` a malformed draft raises HookError; otherwise it is left out, counted, and told about once. An exception of the
+    drafter or budget becomes a HookError, too.
     """
 
     def __init__(self, drafter: Drafter, budget: Budget, *, vocabulary: int, checks: bool = False) -> None:

@@ -39,7 +39,7 @@ def sound(
     vocabulary: int,
     complain: Callable[[str, int], None],
 ) -> DraftBatch:
-    """The drafts without malformed ones. Of these `complain` is told: what was proposed, and for how many requests."""
+    """Return the drafts without malformed ones; `complain` is told what was malformed, and for how many requests."""
     try:
         drafts = tidied(drafts, len(requests))
     except ValueError as error:

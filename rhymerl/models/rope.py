@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rhymerl.errors import ConfigError
 from rhymerl.models.policy import named
 
-# Of each kind: what says how long a sequence may be before all positions of its pass are embedded otherwise.
+# For each kind, the setting that says how long a sequence may be before all positions of its pass are embedded otherwise.
 _LIMITS = {"longrope": "original_max_position_embeddings", "dynamic": "max_position_embeddings"}
 
 

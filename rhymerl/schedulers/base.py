@@ -41,9 +41,10 @@ class Scheduler(ABC):
 
     @abstractmethod
     def plan(self, requests: Sequence[RolloutRequest], num_workers: int, step: int) -> list[list[RolloutRequest]]:
-        """One queue a worker: a partition of `requests`, each queue in the order of submission.
+        """Return one queue a worker: a partition of `requests`, each queue in the order of submission.
 
-        Of the arguments and what the other hooks were told alone. Called once a step; for an evaluation too, with step 0.
+        The plan follows from the arguments and from what the other hooks were told, and from nothing else. Called once a step; for
+        an evaluation too, with step 0.
         """
 
     def rebalance(self, progress: Progress) -> list[Move]:

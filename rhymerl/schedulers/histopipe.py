@@ -27,9 +27,9 @@ class HistoPipeScheduler(PredictingScheduler):
     `max_workers` workers, so that the times of groups rise linearly with the smallest slope that the workers allow. It falls
     back to tier 1 when there are more groups than workers. In the first epoch nothing is known, and prompts go round robin.
 
-    With `migrate`, of the last `alpha` of a worker's requests those that have outgrown their group go to a longer group that is still
-    running: they are longer than `beta` times the longest answer predicted there, or than the third quartile of growth
-    if that is more.
+    With `migrate`, requests among the last `alpha` of a worker's that have outgrown their group go to a longer group that is still
+    running. A request has outgrown its group when it is longer than `beta` times the longest answer predicted there, or than the
+    third quartile of growth if that is more.
     """
 
     def __init__(

@@ -115,9 +115,9 @@ class Simulation:
         return planned[0] if planned else None
 
     def _run_ahead(self, work: StepWork, plan: Plan, free: FloatArray, until: float, log: _Log) -> FloatArray:
-        """Return how many tokens of the next step are sampled until its policy is there, [R].
+        """Return how many tokens of the next step are prefetched until its policy is there, [R].
 
-        That policy samples again along them. Colocated workers train instead.
+        With `draft`, that policy then samples again along them. Colocated workers train instead.
         """
         sampled = np.zeros(len(work.requests))
         spent = np.zeros(self.num_workers)

@@ -43,7 +43,7 @@ def total_tokens(sample: Sample) -> int:
 def micro_batches(samples: Sequence[Sample], chosen: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Split `chosen` into lists of like length whose padded size stays within `max_tokens` (one sample always fits).
 
-    Of all splits of the samples sorted by length it is the one with the fewest padded tokens, each micro-batch counting for
+    Among all splits of the samples sorted by length, this is the one with the fewest padded tokens, each micro-batch counting for
     some more.
     """
     width = {i: total_tokens(samples[i]) for i in chosen}

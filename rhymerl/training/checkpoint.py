@@ -161,7 +161,7 @@ def newest_whole(directory: Path) -> Newest:
 
 
 def newest_first(directory: Path) -> list[Path]:
-    """The checkpoints of a run. Those of steps after the one that `last.ckpt` names are of before the run was taken back."""
+    """Return the checkpoints of a run; those of steps after the one that `last.ckpt` names were written before the run was taken back."""
     by_step = {step: path for path in directory.glob("step=*.ckpt") if (step := step_of(path)) is not None}
     paths = [by_step[step] for step in sorted(by_step, reverse=True)]
     last = directory / "last.ckpt"

@@ -117,9 +117,9 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def majority(answers: Sequence[object], right: Sequence[bool]) -> float:
-    """Return whether the answer given most often is right; None is no vote.
+    """Return the chance that the answer given most often is right; None is no vote.
 
-    Of answers given equally often one is taken by lot, so the result is the chance that this is a right one. Answers that are
+    Among answers given equally often one is taken by lot, so the result is the chance that this one is right. Answers that are
     extracted alike may have been judged differently: then it is the share of them that were right.
     """
     votes: dict[object, list[bool]] = {}

@@ -164,7 +164,7 @@ def prepare_trainer(trainer: L.Trainer) -> None:
 
 
 def _log_each_step(trainer: Any) -> None:
-    """Lightning's own interval is for steps of milliseconds. Nothing tells its default from the same number that somebody gave."""
+    """Log each step instead of at Lightning's default interval, even if a user has set that number; it is for steps of milliseconds."""
     if trainer.log_every_n_steps == _LIGHTNING_LOGS_EVERY:
         trainer.log_every_n_steps = 1
 

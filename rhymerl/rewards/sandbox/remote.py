@@ -66,8 +66,8 @@ class Caught:
 class Peer:
     """One end of a pair of pipes. `operations` are those that the other end may ask for on objects of this one.
 
-    Whoever waits for a result serves the other's calls meanwhile, so that functions can be passed as arguments. An end that
-    allows not everything believes nothing: of its objects it hands over only what `handover` lets it, and `unfit` is the
+    An end that waits for a result serves the other's calls meanwhile, so that functions can be passed as arguments. An end that
+    does not allow everything believes nothing: it hands over only those of its objects that `handover` lets it, and `unfit` is the
     first that was not. It takes no names from the other end.
     """
 
@@ -220,7 +220,7 @@ for _name in EVERYTHING - {*vars(Remote)}:
 
 
 def _error(message: dict[str, Any], operation: str) -> Exception:
-    """The nearest of Python's own exceptions. Those that end loops only where they belong, lest they end one of the tests'."""
+    """Return the nearest of Python's own exceptions; those that end loops only where they belong, lest they end one of the tests'."""
     kinds, args = message["error"], message.get("args")
     texts = [str(arg) for arg in args] if isinstance(args, list) else []
     for name in kinds if isinstance(kinds, list) else ():
