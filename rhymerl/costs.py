@@ -19,7 +19,7 @@ Points = Sequence[Sequence[float]]  # [tokens, seconds], tokens rising
 
 
 def points_of(costs: str | Path | Points) -> list[tuple[float, float]]:
-    """The points that an argument `costs` gives, or those of the JSON file {"costs": [[tokens, seconds], ...]} that it names.
+    """Return the points that an argument `costs` gives, or those of the JSON file {"costs": [[tokens, seconds], ...]} that it names.
 
     Raises ValueError, which begins with `costs=`.
     """
@@ -39,7 +39,7 @@ def _read(path: str | Path) -> Any:
 
 
 def _checked(points: Points, name: str) -> list[tuple[float, float]]:
-    """The points as numbers. Raises ValueError, which begins with `name`, for a curve that is none."""
+    """Return the points as numbers. Raises ValueError, which begins with `name`, for a curve that is none."""
     expected = "expected at least two [tokens, seconds], tokens rising, seconds above 0 and not falling"
     try:
         pairs = [(float(tokens), float(seconds)) for tokens, seconds in points]

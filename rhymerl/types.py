@@ -162,7 +162,7 @@ class DraftBatch:
 
     @classmethod
     def pack(cls, drafts: Sequence[Draft]) -> DraftBatch:
-        """One batch of single drafts. Never raises: a draft that is no two lists of integers goes to `problems`."""
+        """Return one batch of single drafts. Never raises: a draft that is no two lists of integers goes to `problems`."""
         import numpy as np
 
         given: Sequence[object] = drafts  # they come from anybody's drafter
@@ -202,7 +202,7 @@ class DraftBatch:
         return np.where(self.parents < 0, -1, self.starts[self.requests] + self.parents)
 
     def draft(self, r: int) -> Draft:
-        """The draft of request r; scores and sources are None where the batch has none."""
+        """Return the draft of request r; scores and sources are None where the batch has none."""
         import numpy as np
 
         nodes = slice(int(self.starts[r]), int(self.starts[r + 1]))
@@ -301,7 +301,7 @@ class Completion:
         return self.output.num_accepted
 
     def resume(self) -> RolloutRequest:
-        """The request that goes on from here."""
+        """Return the request that goes on from here."""
         return replace(self.request, output=self.output)
 
 

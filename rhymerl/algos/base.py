@@ -56,7 +56,7 @@ class Batch:
         return self.mask.sum(-1)
 
     def select(self, index: Tensor, width: int) -> Self:
-        """The samples at `index`, cut to their first `width` tokens."""
+        """Return the samples at `index`, cut to their first `width` tokens."""
         return self._each(lambda value: value[index][:, :width] if value.ndim == 2 else value[index])
 
     def cast(self, dtype: torch.dtype) -> Self:
@@ -105,7 +105,7 @@ class Algorithm(ABC):
 
     @abstractmethod
     def loss(self, batch: Batch, output: PolicyOutput, totals: Totals) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The part of the mini-batch's loss that these samples add, and metrics."""
+        """Return the part of the mini-batch's loss that these samples add, and metrics."""
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -130,7 +130,7 @@ class Algorithm(ABC):
         return False
 
     def prepare(self, batch: Batch) -> Batch:
-        """The batch with `advantages`, and with `returns` for a critic; on the CPU, once a step on every rank.
+        """Return the batch with `advantages`, and with `returns` for a critic; on the CPU, once a step on every rank.
 
         Tokens taken out of its `mask` leave the loss and the `Totals`.
         """

@@ -13,7 +13,7 @@ from rhymerl.algos.functional import divergence
 def clipping(
     ratio: Tensor, batch: Batch, totals: Totals, *, low: float, high: float, dual: float | None
 ) -> dict[str, Tensor]:
-    """Shares of tokens whose ratio [B, T] was clipped."""
+    """Return the shares of tokens whose ratio [B, T] was clipped."""
     assert batch.advantages is not None
     below = (ratio < 1 - low) & (batch.advantages < 0) & batch.mask
     above = (ratio > 1 + high) & (batch.advantages > 0) & batch.mask

@@ -103,7 +103,7 @@ class PolicyGradient(Algorithm):
         return self.entropy_coef > 0
 
     def scores(self, batch: Batch) -> Tensor:
-        """Rewards, less for answers that come near their limit; [B]."""
+        """Return the rewards, less for answers that come near their limit; [B]."""
         if not self.overlong_fraction:
             return batch.rewards
         penalties = overlong_penalty(batch.lengths, batch.limits, fraction=self.overlong_fraction)
@@ -129,7 +129,7 @@ class PolicyGradient(Algorithm):
         return replace(batch, advantages=whitened(batch.advantages, batch.mask)) if self.whiten else batch
 
     def with_returns(self, batch: Batch) -> Batch:
-        """The batch with `returns` if there is a critic, before its advantages are whitened."""
+        """Return the batch with `returns` if there is a critic, before its advantages are whitened."""
         return batch
 
     def metrics(self, batch: Batch) -> dict[str, float]:
@@ -192,7 +192,7 @@ class PolicyGradient(Algorithm):
         return total, {**found, "loss": total.detach()}
 
     def token_loss(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> Tensor:
-        """The loss of each token, [B, T], before the correction, the divergence and the mean; override this for another one.
+        """Return the loss of each token, [B, T], before the correction, the divergence and the mean; override this for another one.
 
         `ratio` is the current policy over that before the update, [B, T], or [B, 1] where `ratio_level` is of whole answers;
         `advantages` [B, T]; `logprobs` [B, T] of the current policy. `ratio` and `logprobs` carry the gradient. What is returned

@@ -32,7 +32,7 @@ class SpeedRatio:
 
 
 def environment() -> dict[str, Any]:
-    """Hardware and versions."""
+    """Return the hardware and versions."""
     packages = ("rhymerl", "torch", "transformers", "numpy", "numba")
     return {
         "cpu": platform.processor() or platform.machine(),

@@ -38,7 +38,7 @@ class Acceptance:
         self._rate: FloatArray | None = None  # by bin, until something else is counted
 
     def probabilities(self, drafts: DraftBatch) -> FloatArray:
-        """P(the node becomes a token), [N], never growing along a path."""
+        """Return P(the node becomes a token), [N], never growing along a path."""
         if self._rate is None:
             self._rate = (self._accepted + _PRIOR * self._expected) / (self._reached + _PRIOR)
         result = self._rate[_bins(drafts)]
@@ -57,7 +57,7 @@ class Acceptance:
         self._rate = None
 
     def state_dict(self) -> dict[str, list[float]]:
-        """The counts by bin."""
+        """Return the counts by bin."""
         return {"reached": self._reached.tolist(), "accepted": self._accepted.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
@@ -130,7 +130,7 @@ def count(
 
 @compiled
 def largest_part(mask: BoolArray, starts: IndexArray) -> int:
-    """The most nodes of `mask` [N] that a request has."""
+    """Return the most nodes of `mask` [N] that a request has."""
     largest = 0
     for r in range(len(starts) - 1):
         size = 0

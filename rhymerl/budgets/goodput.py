@@ -232,7 +232,7 @@ class GoodputBudget(Budget):
     # -- state and metrics ---------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All but the cost of passes, which belongs to the machine."""
+        """Return all but the cost of passes, which belongs to the machine."""
         return {
             "acceptance": self._acceptance.state_dict(),
             "allowance": asdict(self._allowance),

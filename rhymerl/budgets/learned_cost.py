@@ -64,7 +64,7 @@ class LearnedCost(PassCost):
         return np.asarray(self._correction(int(asked > 0), _size(rows)) * straight)
 
     def _correction(self, kind: int, size: int) -> float:
-        """The r of the nearest size that is known, of the other kind where nothing of this one is."""
+        """Return the r of the nearest size that is known, of the other kind where nothing of this one is."""
         for each in (kind, 1 - kind):
             sizes = np.flatnonzero(self._num_of_size[each] >= _ENOUGH)
             if len(sizes):

@@ -112,7 +112,7 @@ def lines_of(rows: Iterable[Row]) -> str:
 
 
 def markdown_table(rows: Sequence[Row]) -> str:
-    """The rows as a Markdown table."""
+    """Return the rows as a Markdown table."""
     lines = [_IN_TABLES, ["---"] * len(_IN_TABLES), *([_cell(row[name]) for name in _IN_TABLES] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

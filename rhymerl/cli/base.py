@@ -82,7 +82,7 @@ class ConfiguredCommand(Subcommand):
         return ShownProgressBar() if is_first_rank() else SILENT
 
     def settings(self, arguments: Namespace) -> Mapping[str, Any]:
-        """Settings that are words of the command line rather than overrides."""
+        """Return the settings that are words of the command line rather than overrides."""
         return {}
 
     @abstractmethod

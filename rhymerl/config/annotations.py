@@ -40,7 +40,7 @@ def is_component(value: object) -> bool:
 
 
 def fit(value: Any, annotation: Any) -> Any:
-    """`value` as the annotation wants it: 1 becomes 1.0 for a float, text a Path, a list a tuple. Raises Misfit.
+    """Return `value` as the annotation wants it: 1 becomes 1.0 for a float, text a Path, a list a tuple. Raises Misfit.
 
     A component may stand as its object or as its node, whose class is then compared.
     """
@@ -119,7 +119,7 @@ def _is_class(kind: Any) -> bool:
 
 
 def _fit_union(value: Any, annotation: Any, members: tuple[Any, ...]) -> Any:
-    """The first member that takes the value as it is, else the first that can convert it."""
+    """Return the first member that takes the value as it is, else the first that can convert it."""
     classes = [member for member in members if _is_class(member)]
     if is_component(value) and classes:
         members = tuple(classes)

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def packaged_directory() -> Path:
-    """The configs that come with rhymerl: beside the package once installed, beside its folder in a checkout."""
+    """Return the configs that come with rhymerl: beside the package once installed, beside its folder in a checkout."""
     inside = PACKAGE / "configs"
     return inside if inside.is_dir() else PACKAGE.parent / "configs"
 
@@ -45,7 +45,7 @@ class ConfigFile:
 
 
 def locate(name_or_path: str | Path) -> Path:
-    """The file of a packaged name or of a path. Raises ConfigError when there is none."""
+    """Return the file of a packaged name or of a path. Raises ConfigError when there is none."""
     path = Path(name_or_path).expanduser()
     if path.suffix == ".yaml" and path.is_file():
         return path.resolve()
@@ -67,7 +67,7 @@ def nearest_file(name_or_path: str | Path) -> str | None:
 
 
 def read_chain(path: Path) -> list[ConfigFile]:
-    """The file and all that it builds on, the outermost parents first."""
+    """Return the file and all that it builds on, the outermost parents first."""
     return _chain(path, path.parent, ())
 
 
@@ -120,6 +120,6 @@ def _read(path: Path) -> ConfigFile:
 
 
 def options(group: str, directory: Path) -> list[str]:
-    """The names that a config group offers, the user's own beside its file included."""
+    """Return the names that a config group offers, the user's own beside its file included."""
     found = {path.stem for where in (directory, packaged_directory()) for path in (where / group).glob("*.yaml")}
     return sorted(found)

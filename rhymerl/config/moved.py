@@ -43,7 +43,7 @@ _MOVED = {
 
 
 def current_path(path: str) -> str:
-    """The dotted path of what is called `path`, which is most often that itself."""
+    """Return the dotted path of what is called `path`, which is most often that itself."""
     parts = path.split(".")
     for end in range(len(parts), 1, -1):
         if new := _MOVED.get(".".join(parts[:end])):

@@ -52,7 +52,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def import_target(path: Any, *, setting: str) -> Callable[..., Any]:
-    """The class or function called `path`; modules in the current directory count, after all installed ones.
+    """Return the class or function called `path`; modules in the current directory count, after all installed ones.
 
     Raises ConfigError naming `setting` when there is no such thing.
     """
@@ -92,7 +92,7 @@ def _hidden_here(found: Any) -> str:
 
 
 def _import_module_part(path: str, setting: str) -> tuple[ModuleType, list[str]]:
-    """The longest importable beginning of `path`, and the names that are left."""
+    """Return the longest importable beginning of `path`, and the names that are left."""
     parts = path.split(".")
     module: ModuleType | None = None
     for end in range(1, len(parts)):
@@ -114,7 +114,7 @@ def _import_module_part(path: str, setting: str) -> tuple[ModuleType, list[str]]
 
 
 def signature_of(target: Callable[..., Any]) -> Signature:
-    """The arguments of a class's constructor or of a function."""
+    """Return the arguments of a class's constructor or of a function."""
     return _read_once(target) if isinstance(target, type) else _read_signature(target)
 
 

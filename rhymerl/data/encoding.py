@@ -157,7 +157,7 @@ class PromptEncoder:
         return str(rendered)
 
     def _unknown_part(self, text: str, token_ids: IntArray) -> str | None:
-        """The first part of the text that the tokenizer has no token for; None when there is none."""
+        """Return the first part of the text that the tokenizer has no token for; None when there is none."""
         if self._knows is not None:
             for character in dict.fromkeys(text):
                 if character not in self._knows:
@@ -197,7 +197,7 @@ def encode_rows(rows: Iterable[LocatedRow], encoder: PromptEncoder, limits: Leng
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any]) -> bytes:
-    """A digest of everything that decides a prompt's tokens; equal for a tokenizer saved and loaded again."""
+    """Return a digest of everything that decides a prompt's tokens; equal for a tokenizer saved and loaded again."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         described: dict[str, Any] = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
@@ -218,7 +218,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase, chat_template_kwar
 
 
 def _unknown_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The id that stands for unknown text, of a word-level tokenizer only: others fall back on bytes."""
+    """Return the id that stands for unknown text, of a word-level tokenizer only: others fall back on bytes."""
     from tokenizers.models import WordLevel
 
     backend = getattr(tokenizer, "backend_tokenizer", None)

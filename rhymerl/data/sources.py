@@ -115,7 +115,7 @@ def _read_parquet(path: Path, location: str) -> list[Any]:
 
 
 def _load_data_set(source: str, setting: Setting) -> Iterable[Any]:
-    """One split of a saved data set (directory) or of one on the hub."""
+    """Return one split of a saved data set (directory) or of one on the hub."""
     location = f"{setting}={source!r}"
     name, config, split = _parse_name(source, setting)
     directory = Path(name).expanduser()

@@ -58,11 +58,11 @@ class Ranks(ABC):
 
     @abstractmethod
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, by rank, on every rank: plain data, numpy arrays, and records that the ranks know."""
+        """Return every rank's value, by rank, on every rank: plain data, numpy arrays, and records that the ranks know."""
 
     @abstractmethod
     def broadcast(self, value: T) -> T:
-        """Rank 0's value on every rank; what the others give is not looked at."""
+        """Return rank 0's value on every rank; what the others give is not looked at."""
 
     @abstractmethod
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -70,7 +70,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def channel(self, *, lockstep: bool) -> Channel:
-        """A channel of its own for each piece of work. In lockstep every exchange is a collective, and so repeats bit for bit."""
+        """Return a channel of its own for each piece of work. In lockstep every exchange is a collective, and so repeats bit for bit."""
 
     def check(self) -> None:
         """Raise RunError when a rank has ended. No collective: called wherever a rank waits or works for long."""

@@ -93,7 +93,7 @@ def listens(drafter: Drafter, hook: str) -> bool:
 
 
 def innermost(drafter: Drafter) -> Drafter:
-    """The one that others wrap."""
+    """Return the one that others wrap."""
     while isinstance(drafter, RunAheadDrafter):
         drafter = drafter.inner
     return drafter
@@ -118,7 +118,7 @@ def _at(indices: IndexArray, values: Sequence[T]) -> list[T]:
 
 
 def _packed(prefetched: Sequence[_Prefetched], budgets: Sequence[int]) -> DraftBatch:
-    """The tokens that come next, a path each."""
+    """Return the tokens that come next, a path each."""
     paths = [
         each.token_ids[each.agreed : each.agreed + budget] for each, budget in zip(prefetched, budgets, strict=True)
     ]

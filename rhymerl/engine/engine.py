@@ -128,7 +128,7 @@ class Engine:
         return finished
 
     def progress(self) -> dict[str, int]:
-        """Response tokens so far of all requests by id, the running ones first, oldest first."""
+        """Return the response tokens so far of all requests by id, the running ones first, oldest first."""
         return self.admission.progress()
 
     def withdraw(self, ids: Iterable[str] | None = None) -> list[Completion]:

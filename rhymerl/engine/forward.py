@@ -49,7 +49,7 @@ class Forward:
             yield
 
     def logits(self, layout: PassLayout) -> Tensor:
-        """Logits [M, vocabulary] at every root and draft node, in float32 or better."""
+        """Return the logits [M, vocabulary] at every root and draft node, in float32 or better."""
         with threads_for(self._operations * layout.num_tokens):
             logits = self._run(self._direct, self.store, layout)
         return logits if logits.dtype == torch.float64 else logits.float()
@@ -113,7 +113,7 @@ class Forward:
         return difference <= most
 
     def _example(self, kind: type[DirectForward] | None, vocabulary: int) -> Tensor:
-        """Log-probs [M, vocabulary] of a pass over a store of its own."""
+        """Return the log-probs [M, vocabulary] of a pass over a store of its own."""
         store = self.store.smaller(64)
         rows, source = Rows(2, 64, store.pool), np.random.default_rng(0)
         prompts = [

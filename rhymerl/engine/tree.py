@@ -90,7 +90,7 @@ def _examine(
 
 
 def depths(drafts: DraftBatch) -> IndexArray:
-    """Tokens from the context to each node, [N], from 1."""
+    """Return how many tokens lead from the context to each node, [N], from 1."""
     depth = np.empty(len(drafts.parents), np.int64)
     _measure(drafts.parents, drafts.starts, depth)
     return depth

@@ -32,7 +32,7 @@ def group_advantages(rewards: Sequence[float]) -> FloatArray:
 
 
 def answers_of(samples: Sequence[Sample], epoch: int) -> Iterator[tuple[Prompt, list[Answer]]]:
-    """The scored answers of a step by prompt, in the order in which prompts first occur; a repeated prompt is one."""
+    """Yield the scored answers of a step by prompt, in the order in which prompts first occur; a repeated prompt is one."""
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.prompt.key, []).append(sample)

@@ -77,7 +77,7 @@ class EvictionLog:
 
 
 def newer(values: dict[Name, Value], version: int, version_of: Callable[[Value], int]) -> list[tuple[Name, Value]]:
-    """The tail of a mapping in the order of versions that is newer than `version`."""
+    """Return the tail of a mapping in the order of versions that is newer than `version`."""
     tail = []
     for item in reversed(values.items()):
         if version_of(item[1]) <= version:
@@ -87,7 +87,7 @@ def newer(values: dict[Name, Value], version: int, version_of: Callable[[Value],
 
 
 def united(known: Mapping[AnswerKey, Answer], answers: Iterable[Answer]) -> dict[AnswerKey, Answer]:
-    """One answer an (epoch, sample), in their order: that of the newer policy, else the one that came first."""
+    """Return one answer an (epoch, sample), in their order: that of the newer policy, else the one that came first."""
     chosen = dict(known)
     for answer in answers:
         location = answer.epoch, answer.sample
@@ -97,7 +97,7 @@ def united(known: Mapping[AnswerKey, Answer], answers: Iterable[Answer]) -> dict
 
 
 def fitting(answers: dict[AnswerKey, Answer], *, window: int, max_tokens: int | None) -> dict[AnswerKey, Answer]:
-    """The newest `window` epochs, fewer where they have more than `max_tokens`; `answers` is in order."""
+    """Return the newest `window` epochs, fewer where they have more than `max_tokens`; `answers` is in order."""
     if not answers:
         return {}
     newest, _ = next(reversed(answers))

@@ -39,7 +39,7 @@ class LengthStability:
 
 
 def similarity(records: Iterable[TraceRecord]) -> Similarity:
-    """The similarity of RhymeRL (arXiv 2508.18588): matched tokens / all tokens.
+    """Return the similarity of RhymeRL (arXiv 2508.18588): matched tokens / all tokens.
 
     Each answer is walked from its first token. The last 3 tokens of the walk may occur in answers to the same prompt in the epoch
     before. Then the longest run that follows such an occurrence and goes on as the answer does is matched, and the walk goes on
@@ -89,7 +89,7 @@ def _groups(records: Sequence[TraceRecord]) -> tuple[Indices, Indices]:
 
 
 def _num_matched(records: Sequence[TraceRecord], lengths: Indices, group: Indices, before: Indices) -> Indices:
-    """[records] matched tokens. A token is in a run exactly when it and the 3 before it occur in a row in the epoch before."""
+    """Return [records] matched tokens. A token is in a run exactly when it and the 3 before it occur in a row in the epoch before."""
     if not lengths.sum():
         return np.zeros(len(records), np.int64)
     answer = np.repeat(np.arange(len(records)), lengths)[_PREFIX_TOKENS:]

@@ -190,7 +190,7 @@ class HistoryStore:
     # -- readers -------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> HistoryDelta:
-        """All that is known, longest unused prompt first."""
+        """Return all that is known, longest unused prompt first."""
         changes = [_change(name, entry, since=-1, is_forgotten=False) for name, entry in self._entries.items()]
         return HistoryDelta(version=self.version, is_snapshot=True, changes=tuple(changes))
 
@@ -213,7 +213,7 @@ class HistoryStore:
     # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is known, as bytes and numbers; neither settings nor versions."""
+        """Return all that is known, as bytes and numbers; neither settings nor versions."""
         return {"format": FORMAT, "sections": pack(self._packed())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -232,7 +232,7 @@ class HistoryStore:
 
     @classmethod
     def load(cls, path: str | Path, *, tokenizer: str, **settings: Any) -> Self:
-        """A store with these settings and the file's answers.
+        """Return a store with these settings and the file's answers.
 
         Raises DataError when the file is truncated, corrupt, of a newer format or of another tokenizer.
         """
@@ -279,7 +279,7 @@ class HistoryStore:
 
 
 def _opened(spill: str | Path) -> Path:
-    """The directory, made if need be. Raises ValueError when it cannot be written to."""
+    """Return the directory, made if need be. Raises ValueError when it cannot be written to."""
     try:
         return open_folder(spill, setting="spill")
     except ConfigError as error:

@@ -47,7 +47,7 @@ class CriticSettings:
         self.warmup_steps = warmup_steps
 
     def build(self, policy: Policy, *, seed: int) -> Critic:
-        """The critic of a policy as it is now. Raises ConfigError when `path` is no language model over the same tokens."""
+        """Return the critic of a policy as it is now. Raises ConfigError when `path` is no language model over the same tokens."""
         if self.shared:
             return Critic(self, policy.model.get_decoder(), body=None, seed=seed)
         body = copy.deepcopy(policy.model.get_decoder()) if self.path is None else self._load(self.path, policy)
@@ -76,7 +76,7 @@ class Critic(nn.Module):
         self.register_load_state_dict_pre_hook(_check_saved)  # type: ignore[no-untyped-call]
 
     def forward(self, batch: TokenBatch, hidden: Tensor | None) -> Tensor:
-        """The value in front of each response token, [N]; `hidden` are the policy's states there, [N, H], if it is shared."""
+        """Return the value in front of each response token, [N]; `hidden` are the policy's states there, [N, H], if it is shared."""
         if self.body is not None:
             hidden = hidden_states(self.body, batch)
         assert hidden is not None, "a shared critic reads the policy's hidden states"

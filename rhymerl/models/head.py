@@ -37,7 +37,7 @@ def head_logprobs(
 def chosen_logprobs(
     hidden: Tensor, head: nn.Module, targets: Tensor, *, temperature: float, chunk_tokens: int
 ) -> Tensor:
-    """The log-probs alone, without gradient."""
+    """Return the log-probs alone, without gradient."""
     with torch.no_grad():
         parts = [
             _chosen(_log_softmax(head(hidden[part]), temperature), targets[part])

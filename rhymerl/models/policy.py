@@ -57,7 +57,7 @@ class Policy:
         return tuple(sorted(found))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The parameters of a plain model that computes the same: those of adapters are added into what they adapt."""
+        """Return the parameters of a plain model that computes the same: those of adapters are added into what they adapt."""
         return merged(self.model, self.model.named_parameters())
 
     def save(self, directory: str | Path) -> None:
@@ -66,7 +66,7 @@ class Policy:
         self.tokenizer.save_pretrained(directory)
 
     def files(self) -> dict[str, str]:
-        """Everything of that directory but the weights, by file name, base64: what a checkpoint carries along."""
+        """Return everything of that directory but the weights, by file name, base64: what a checkpoint carries along."""
         with tempfile.TemporaryDirectory() as folder:
             self.model.config.save_pretrained(folder)
             if self.model.generation_config is not None:
@@ -78,7 +78,7 @@ class Policy:
 
 
 def named(model: PreTrainedModel) -> str:
-    """A model in an error message: by the setting that it came from, and its class."""
+    """Return how an error message names a model: by the setting that it came from, and its class."""
     path = model.name_or_path
     return f"model.path={path!r} ({type(model).__name__})" if path else f"model.init ({type(model).__name__})"
 
@@ -99,7 +99,7 @@ def refusing(message: str) -> Iterator[None]:
 
 
 def context_tokens(config: PretrainedConfig) -> int:
-    """The longest sequence that the positions of a model with this config allow."""
+    """Return the longest sequence that the positions of a model with this config allow."""
     return int(getattr(config, "max_position_embeddings", 0) or 2**31)
 
 
@@ -134,7 +134,7 @@ def _inside(directory: Path, name: str) -> Path:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """32 hex digits that change with any weight: names, shapes, and sums over the bits of 32 KiB at a time (0.1 s a GB)."""
+    """Return 32 hex digits that change with any weight: names, shapes, and sums over the bits of 32 KiB at a time (0.1 s a GB)."""
     digest = hashlib.blake2b(digest_size=16)
     for name, weight in model.state_dict().items():
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\0".encode())
@@ -280,7 +280,7 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel,
 
 
 def num_embeddings(model: PreTrainedModel) -> int:
-    """Tokens that may be fed to a model: ids from 0 to this."""
+    """Return how many tokens may be fed to a model: ids from 0 to below this."""
     return len(model.get_input_embeddings().get_parameter("weight"))
 
 

@@ -21,7 +21,7 @@ _FIELDS = tuple(each.name for each in fields(Reward) if each.init)
 def build_rewards(
     spec: RewardSpec | Mapping[str, RewardSpec | None] | Sequence[RewardSpec] | None,
 ) -> list[Reward]:
-    """Rewards from one function or dotted name, a mapping by name, or a sequence; None gives none.
+    """Return rewards from one function or dotted name, a mapping by name, or a sequence; None gives none.
 
     `{"correct": "my_module.score", "short": {"function": "my_module.short", "weight": 0.1}, "style": None}`:
     None switches an inherited one off. Raises ConfigError, also when two have one name.

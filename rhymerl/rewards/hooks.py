@@ -35,6 +35,6 @@ def opens_of(function: object) -> Opens:
 
 
 def opened(function: object, arguments: Mapping[str, Any], stack: ExitStack) -> dict[str, Any]:
-    """The arguments, and what the function wants to have open besides, which closes with `stack`."""
+    """Return the arguments, and what the function wants to have open besides, which closes with `stack`."""
     opens = {name: open_it for name, open_it in opens_of(function).items() if name not in arguments}
     return {**arguments, **{name: stack.enter_context(open_it(arguments)) for name, open_it in opens.items()}}

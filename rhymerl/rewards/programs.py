@@ -58,7 +58,7 @@ def code(
     unsafe_without: Sequence[Wall] = (),
     sandbox: Sandbox | None = None,
 ) -> float:
-    """1.0 when the completion's code passes all its `tests`, else 0.0; with `partial` the share that it passes.
+    """Return 1.0 when the completion's code passes all its `tests`, else 0.0; with `partial` the share that it passes.
 
     The code is `last_code_block`. `tests` are Python source with assertions or a list of such; or a list of
     `{"input": ..., "output": ...}`: with an `entry_point`, an expression such as `Solution().add`, these are its arguments (a

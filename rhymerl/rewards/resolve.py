@@ -59,7 +59,7 @@ def find_home(function: Any) -> Found | None:
 
 
 def _import_longest(parts: list[str], setting: str) -> ModuleType:
-    """The deepest module that `parts` lead to; what is left of them are attributes."""
+    """Return the deepest module that `parts` lead to; what is left of them are attributes."""
     for length in range(len(parts), 0, -1):
         name = ".".join(parts[:length])
         with Attempt() as attempt:
@@ -72,7 +72,7 @@ def _import_longest(parts: list[str], setting: str) -> ModuleType:
 
 
 def _members(target: Any) -> list[str]:
-    """Public attributes, and the submodules of a package."""
+    """Return the public attributes, and the submodules of a package."""
     submodules = [module.name for module in pkgutil.iter_modules(getattr(target, "__path__", []))]
     return [name for name in (*dir(target), *submodules) if not name.startswith("_")]
 

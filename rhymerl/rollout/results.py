@@ -50,7 +50,7 @@ class SamplingRound:
 
 
 def by_prompt(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
-    """Samples by prompt id, in the order in which prompts first occur."""
+    """Return the samples by prompt id, in the order in which prompts first occur."""
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.prompt.id, []).append(sample)
@@ -58,7 +58,7 @@ def by_prompt(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
 
 
 def groups_that_teach_nothing(samples: Sequence[Sample]) -> list[str]:
-    """The prompt ids of groups whose rewards are all equal, in the order of the samples."""
+    """Return the prompt ids of groups whose rewards are all equal, in the order of the samples."""
     groups = by_prompt(samples).items()
     return [prompt_id for prompt_id, group in groups if are_alike([sample.reward for sample in group])]
 

@@ -44,7 +44,7 @@ class RunAheadState:
 
 
 def fingerprint(requests: Sequence[RolloutRequest]) -> str:
-    """32 hex digits that say what is asked for: which requests, of which noise, sampled how."""
+    """Return 32 hex digits that say what is asked for: which requests, of which noise, sampled how."""
     digest = hashlib.blake2b(digest_size=16)
     sampling: object = None
     for request in requests:

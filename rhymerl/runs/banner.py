@@ -18,7 +18,7 @@ from rhymerl.training.module import RhymeModule
 
 
 def banner(module: RhymeModule, datamodule: PromptDataModule, trainer: Any, run_dir: Path) -> str:
-    """A block of lines, before a run begins."""
+    """Return a block of lines, before a run begins."""
     lines = {
         "model": _model(module),
         "device": _device(trainer),

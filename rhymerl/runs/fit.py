@@ -163,7 +163,7 @@ def _result_of_finished(
 
 
 def evaluate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, float]:
-    """The validation metrics of the policy as it is, or as a checkpoint (`ckpt_path`) left it; needs no training data.
+    """Return the validation metrics of the policy as it is, or as a checkpoint (`ckpt_path`) left it; needs no training data.
 
     The answers go to `evaluations/step=N.jsonl` in the run directory, or to `step=N-2.jsonl` and so on.
     """
@@ -206,7 +206,7 @@ def evaluate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str,
 def build_trainer(
     config: DictConfig, run_dir: Path, callbacks: Sequence[L.Callback], *, point: ResumePoint | None = None
 ) -> L.Trainer:
-    """The Lightning Trainer of a run: TensorBoard, checkpoints and a table of samples in the run directory.
+    """Return the Lightning Trainer of a run: TensorBoard, checkpoints and a table of samples in the run directory.
 
     What the curves of a run that goes on from `point` have from its step on is replaced.
     """
@@ -292,7 +292,7 @@ def _full_disk(run_dir: Path) -> Iterator[None]:
 
 
 def _parts(config: DictConfig) -> tuple[PromptDataModule, RhymeModule]:
-    """The data module and the module."""
+    """Return the data module and the module."""
     if not 0 <= config.seed < 2**32:
         raise ConfigError(f"seed={config.seed}: expected 0 to {2**32 - 1}")
     L.seed_everything(config.seed, verbose=False)

@@ -110,7 +110,7 @@ def generate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str,
 
 
 def checked_out(name: str | None, *, overwrite: bool) -> Path:
-    """The file to write. Raises ConfigError for a directory, one in no directory, and one that is there already."""
+    """Return the file to write. Raises ConfigError for a directory, one in no directory, and one that is there already."""
     if name is None:
         raise ConfigError("out=null: name the file to write, .jsonl or .jsonl.gz")
     path = Path(str(name))

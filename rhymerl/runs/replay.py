@@ -115,7 +115,7 @@ class Replay:
         self.progress = progress  # hears of each answer
 
     def run(self, records: Sequence[TraceRecord]) -> dict[int, ReplayTotals]:
-        """Totals by epoch, from `from_epoch` on."""
+        """Return the totals by epoch, from `from_epoch` on."""
         totals: dict[int, ReplayTotals] = {}
         delta = self.history.snapshot()
         self.protocol.follow(delta)

@@ -67,7 +67,7 @@ class _Side:
         self.backend.follow(history)
 
     def run(self, requests: Sequence[RolloutRequest]) -> tuple[float, list[Completion]]:
-        """Seconds, and the answers in the order of the requests."""
+        """Return the seconds, and the answers in the order of the requests."""
         started = time.perf_counter()
         self.backend.submit(requests)
         done: dict[str, Completion] = {}
@@ -129,7 +129,7 @@ def num_affordable(num_prompts: int, step_s: float) -> int:
 
 
 def _pair(sides: Sequence[_Side], requests: Sequence[RolloutRequest], *, is_reversed: bool) -> tuple[float, float]:
-    """Seconds without drafts over seconds with, and the share of equal answers; `sides` are without and with."""
+    """Return the seconds without drafts over seconds with, and the share of equal answers; `sides` are without and with."""
     results = {id(side): side.run(requests) for side in (reversed(sides) if is_reversed else sides)}
     (plain_s, plain), (drafted_s, drafted) = (results[id(side)] for side in sides)
     same = [np.array_equal(one.token_ids, two.token_ids) for one, two in zip(plain, drafted, strict=True)]

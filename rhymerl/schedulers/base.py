@@ -135,7 +135,7 @@ def _is_list(value: object) -> bool:
 
 
 def plan_hash(plan: Sequence[Sequence[RolloutRequest]]) -> str:
-    """32 hex digits that say which request stands where; every rank compares them before it submits its queue."""
+    """Return 32 hex digits that say which request stands where; every rank compares them before it submits its queue."""
     digest = hashlib.blake2b(digest_size=16)
     for queue in plan:
         digest.update(f"{len(queue)}\n".encode())

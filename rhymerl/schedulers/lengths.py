@@ -61,7 +61,7 @@ class LengthPredictor:
         return len(self._prompts)
 
     def predict(self, request: RolloutRequest) -> PredictedLength:
-        """Lengths of the answers to the request's prompt, never beyond its limit."""
+        """Return predicted lengths of the answers to the request's prompt, never beyond its limit."""
         limit = float(request.sampling.max_tokens)
         seen = self._prompts.get(request.prompt.key)
         if seen is None:
@@ -85,7 +85,7 @@ class LengthPredictor:
             self._unknown = _quantile(sorted(self._recent), self.tail)
 
     def growth(self, quantile: float) -> float:
-        """A quantile of how many times as long as predicted the tails of recent groups were; 1 before there are any."""
+        """Return a quantile of how many times as long as predicted the tails of recent groups were; 1 before there are any."""
         return _quantile(sorted(self._growth), quantile) if self._growth else 1.0
 
     def metrics(self) -> dict[str, float]:
@@ -146,5 +146,5 @@ def _middle(ordered: Sequence[int]) -> float:
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share of the values do not exceed."""
+    """Return the smallest value that at least this share of the values do not exceed."""
     return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]

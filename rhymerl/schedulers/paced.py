@@ -82,7 +82,7 @@ class PacedScheduler(ReleaseAwareScheduler):
         return self._fill(table, free.tolist(), high)
 
     def _enough(self, longest: float, total: float) -> float:
-        """Time in which one worker certainly finishes everything."""
+        """Return the time in which one worker certainly finishes everything."""
         passes = longest + (total / self.max_running if self.max_running else 0.0)
         return 1.01 * self.cost.time(passes, passes * (self.max_running or 0) + total) + 1
 
@@ -118,5 +118,5 @@ class _PieceTable:
     counts: Sequence[int]  # [n + 1] requests in front of each
 
     def end(self, sums: Sequence[float], start: int, limit: float) -> int:
-        """The end of the longest run from `start` whose sum stays within a limit."""
+        """Return the end of the longest run from `start` whose sum stays within a limit."""
         return max(bisect_right(sums, sums[start] + limit) - 1, start) if limit > 0 else start

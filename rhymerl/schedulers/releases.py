@@ -31,7 +31,7 @@ class ReleaseAwareScheduler(PredictingScheduler):
 
 
 def releases(progress: Progress | None, num_workers: int, lengths: LengthPredictor, cost: QueueCost) -> FloatArray:
-    """Time until each worker is free, [W], in the unit of the costs; zeros when nothing is under way."""
+    """Return the time until each worker is free, [W], in the unit of the costs; zeros when nothing is under way."""
     longest, total = np.zeros(num_workers), np.zeros(num_workers)
     if progress is None or len(progress.planned) != num_workers or not len(progress.requests):
         return longest

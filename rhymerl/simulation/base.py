@@ -35,7 +35,7 @@ class LengthSource(ABC):
 
     @abstractmethod
     def steps(self, num_steps: int, seed: int) -> list[StepWork]:
-        """The same for the same arguments; fewer steps where there are no more."""
+        """Return the same for the same arguments; fewer steps where there are no more."""
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: it remembers what it has worked out

@@ -42,7 +42,7 @@ class Course:
         self.end = float(self._times[-1])
 
     def _clock(self, leaves: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Pass numbers of all events and their times."""
+        """Return the pass numbers of all events and their times."""
         plain, redo = self._decoding.verified, 1.0 + self._nodes
         first = np.where(self._drafts > 0, redo, plain)
         indices = np.concatenate([self._enters, self._redone, leaves])
@@ -57,7 +57,7 @@ class Course:
         return knots, self.start + np.concatenate([[0.0], np.cumsum(cost)])
 
     def sampled(self, time: float) -> FloatArray:
-        """Tokens that each request has at a time, [n]."""
+        """Return how many tokens each request has at a time, [n]."""
         if time >= self.end:
             return self.tokens
         now = float(np.interp(time, self._times, self._knots))
@@ -69,7 +69,7 @@ class Course:
 
 
 def _enters(passes: FloatArray, max_running: int | None) -> FloatArray:
-    """The pass in which each request enters, in order, as soon as one of the slots is free."""
+    """Return the pass in which each request enters, in order, as soon as one of the slots is free."""
     enters = np.zeros(len(passes))
     if max_running is None or len(passes) <= max_running:
         return enters

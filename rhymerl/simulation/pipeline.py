@@ -143,7 +143,7 @@ def _indices(work: StepWork, plan: Plan) -> list[IndexArray]:
 
 
 def samples_of(work: StepWork, decoding: Decoding) -> list[Sample]:
-    """Finished answers of the right lengths; nothing else about them means anything."""
+    """Return finished answers of the right lengths; nothing else about them means anything."""
     zeros = np.zeros(int(work.lengths.max(initial=0)), np.int32)
     num_passes = np.maximum(work.lengths / decoding.tokens_per_pass, 1.0).round()
     num_drafted = (num_passes * (decoding.verified - 1)).round()

@@ -84,7 +84,7 @@ class StepRun:
             now += every
 
     def sampled(self, time: float) -> FloatArray:
-        """Tokens that each request has at a time, which is not before the last move, [R]."""
+        """Return how many tokens each request has at a time, which is not before the last move, [R]."""
         sampled = np.zeros(len(self._before))
         for queue, course in zip(self._queues, self._courses, strict=True):
             if course.start < time < course.end:
@@ -105,7 +105,7 @@ class StepRun:
         )
 
     def tails(self) -> FloatArray:
-        """Time in which a worker had at most a quarter of as many requests left as were planned for it, [W]."""
+        """Return the time in which a worker had at most a quarter of as many requests left as were planned for it, [W]."""
         found = np.zeros(len(self._queues))
         for worker, planned in enumerate(self._planned.tolist()):
             ends = np.sort(self.finished[self._at == worker])

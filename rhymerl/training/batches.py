@@ -16,7 +16,7 @@ _OVERHEAD_TOKENS = 512  # what an empty micro-batch costs on a CPU: its many sma
 
 
 def step_batch(samples: Sequence[Sample]) -> Batch:
-    """All samples of a step, in the host's memory."""
+    """Return all samples of a step, in the host's memory."""
     width = max(map(len, samples))
     shape = (len(samples), width)
     mask, logprobs = np.zeros(shape, np.bool_), np.zeros(shape)

@@ -108,7 +108,7 @@ def _checksum_between(file: BinaryIO, records: list[zipfile.ZipInfo], end: int) 
 
 
 def read_checkpoint(path: Path, *, setting: str = "ckpt_path", is_whole: bool = False) -> dict[str, Any]:
-    """A whole checkpoint of ours, its tensors left on the disk.
+    """Return a whole checkpoint of ours, its tensors left on the disk.
 
     Raises ConfigError for any other file; of one that is damaged it says which older one beside it is whole. Its checksums are
     looked at unless that has been done (`is_whole`).
@@ -127,7 +127,7 @@ def read_checkpoint(path: Path, *, setting: str = "ckpt_path", is_whole: bool = 
 
 
 def of_this_format(state: dict[str, Any], where: str) -> dict[str, Any]:
-    """The state of a module in the format that this version writes; raises ConfigError for one that it cannot read."""
+    """Return the state of a module in the format that this version writes; raises ConfigError for one that it cannot read."""
     found = state.get("format", 0 if state.keys() >= _FORMAT_0 else "older than 0")
     if found == 0:
         return {**state, **_ADDED_BY_1}
@@ -174,7 +174,7 @@ def newest_first(directory: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int | None:
-    """The rollout steps that are in a checkpoint, by its name."""
+    """Return the rollout steps that are in a checkpoint, by its name."""
     number = path.stem.removeprefix("step=")
     return int(number) if path.stem.startswith("step=") and number.isdecimal() else None
 

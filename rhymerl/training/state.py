@@ -47,7 +47,7 @@ class Module(Protocol):
 
 
 def state_of(module: Module) -> dict[str, Any]:
-    """All that is the same on every rank, in plain containers; the budget's own state is not."""
+    """Return all that is the same on every rank, in plain containers; the budget's own state is not."""
     return {
         "format": FORMAT,
         **{name: getattr(module, name) for name in _COUNTS},

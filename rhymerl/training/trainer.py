@@ -36,7 +36,7 @@ _LOOPBACKS = ("lo", "lo0")  # as Linux and others call it
 
 
 def make_trainer(settings: Mapping[str, Any]) -> L.Trainer:
-    """The Trainer of these settings, a node of a config. Raises ConfigError that names the one which Lightning refuses."""
+    """Return the Trainer of these settings, a node of a config. Raises ConfigError that names the one which Lightning refuses."""
     accelerator = settings.get("accelerator")
     usable = [
         "auto",
@@ -59,7 +59,7 @@ def make_trainer(settings: Mapping[str, Any]) -> L.Trainer:
 
 
 def num_optimizer_steps(trainer: L.Trainer, each: int) -> float:
-    """Optimizer steps of the whole run, infinite if it has no end; max_steps counts these, max_epochs rollout steps of `each`."""
+    """Return the optimizer steps of the run, infinite if it has no end; max_steps counts these, max_epochs rollout steps of `each`."""
     by_steps = float(trainer.max_steps) if trainer.max_steps >= 0 else float("inf")
     if trainer.max_epochs is None or trainer.max_epochs < 0:
         return by_steps
@@ -213,7 +213,7 @@ def end_ranks(trainer: L.Trainer) -> None:
 
 
 def with_environment(plugins: Sequence[Any] | None) -> list[Any]:
-    """A Trainer's plugins, and SLURM, where it is there, without requeueing; one that is among them stays."""
+    """Return a Trainer's plugins, and SLURM, where it is there, without requeueing; one that is among them stays."""
     asked = list(plugins or [])
     is_slurm = SLURMEnvironment.detect() and not TorchElasticEnvironment.detect()
     is_wanted = is_slurm and not any(map(_is_environment, asked))
@@ -236,7 +236,7 @@ def check_precision(precision: object) -> None:
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """Peak of the device's allocator, or of the process on a CPU."""
+    """Return the peak of the device's allocator, or of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -121,7 +121,7 @@ def test_it_is_started_anew_where_it_was_killed(sandbox: Sandbox, started: Calla
 
 
 def test_an_answer_whose_sandbox_is_killed_is_tried_again(sandbox: Sandbox, started: Callable[[], list[int]]) -> None:
-    """The killer may be whoever kills what takes most memory, for instance."""
+    """The killer may be one that ends what takes most memory, for instance."""
     (warm,) = started()
     code = "import time\ndef f(): time.sleep(0.5); return 1"
     with ThreadPoolExecutor(1) as pool:

@@ -21,7 +21,7 @@ class UnfitError(TypeError):
 
 
 def name_of(target: Any) -> list[str] | None:
-    """Module and qualified name of what an answer can import for itself: it then has its own `eval`, not that of the tests."""
+    """Return the module and qualified name of what an answer can import for itself: it then has its own `eval`, not that of the tests."""
     if not issubclass(type(target), _IMPORTED):
         return None
     bound_to = getattr(target, "__self__", None)

@@ -80,7 +80,7 @@ class Peer:
         self._handles: dict[int, int] = {}  # by id
 
     def export(self, target: Any) -> int:
-        """The handle of an object, which lives from now on as long as this end."""
+        """Return the handle of an object, which lives from now on as long as this end."""
         if id(target) not in self._handles:
             self._handles[id(target)] = len(self._objects)
             self._objects.append(target)
