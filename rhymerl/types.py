@@ -230,7 +230,7 @@ class DraftBatch:
 
 
 def _packing_problem(draft: object) -> str | None:
-    """Why the arrays of a draft cannot stand side by side with others', None when they can."""
+    """Return why the arrays of a draft cannot stand side by side with others', None when they can."""
     import numpy as np
 
     if not isinstance(draft, Draft):

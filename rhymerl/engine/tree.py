@@ -54,7 +54,7 @@ def sound(
 
 
 def problems_of(drafts: DraftBatch, *, limits: IntArray, vocabulary: int) -> dict[int, str]:
-    """Why a request's draft is no tree of at most `limits` [R] known tokens, by request; empty when all are fine."""
+    """Return why a request's draft is no tree of at most `limits` [R] known tokens, by request; empty when all are fine."""
     codes = np.zeros(len(drafts), np.int64)
     _examine(drafts.token_ids, drafts.parents, drafts.starts, limits, vocabulary, codes)
     wrong = {r: _words(drafts, r, int(codes[r]), limits, vocabulary) for r in np.flatnonzero(codes).tolist()}

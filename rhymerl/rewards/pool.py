@@ -59,7 +59,7 @@ class _PooledProcess(RewardProcess):
 
 
 class _Starts:
-    """When a process may be started: later where that has failed, as it does while the machine has too many."""
+    """The time at which a process may be started: later where that has failed, as it does while the machine has too many."""
 
     def __init__(self) -> None:
         self.not_before = 0.0

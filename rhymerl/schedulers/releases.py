@@ -1,4 +1,4 @@
-"""When workers become free, from what they have not finished yet."""
+"""The times at which workers become free, from what they have not finished yet."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Decoding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """When what happened: S steps on W workers. Colocated training is left out: it stops all workers alike."""
+    """The times of what happened: S steps on W workers. Colocated training is left out: it stops all workers alike."""
 
     starts: FloatArray  # [S, W] a worker begins its queue
     ends: FloatArray  # [S, W] and has finished it; equal to the start of an empty queue

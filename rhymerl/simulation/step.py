@@ -59,7 +59,7 @@ class StepRun:
 
     @property
     def ends(self) -> FloatArray:
-        """When each worker has finished, [W], as things stand."""
+        """Return when each worker has finished, [W], as things stand."""
         return np.array([course.end for course in self._courses])
 
     def run(self, rebalance: Rebalance | None, *, every: float, once: Rebalance | None, updated: float) -> None:

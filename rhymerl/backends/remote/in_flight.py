@@ -54,7 +54,7 @@ class InFlightRequest:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why the engine could not be asked, or what it refused; None while it is in flight, and when it is well."""
+        """Return why the engine could not be asked, or what it refused; None while it is in flight, and when it is well."""
         return self.answer.exception() if self.answer.done() and not self.answer.cancelled() else None
 
 
