@@ -1,4 +1,4 @@
-"""Whether drafting ever costs anything: rollouts with the default drafter and budget over rollouts without, in a grid of workloads.
+"""The overhead of drafting: rollouts with the default drafter and budget over rollouts without, in a grid of workloads.
 
 Each cell is a pair of rollout loops over the same policy, which answer the same requests step by step, in alternating order: history tree
 and goodput, and no drafter. A step is timed from its requests to what history and drafter have learned of it. Cells differ in

@@ -34,7 +34,7 @@ def echo(completion: str, *, target: str) -> float:
 
 
 def side_options(description: str | None) -> argparse.ArgumentParser:
-    """What either side is told."""
+    """Return the options of either side."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--policy", type=Path, required=True, help="Hugging Face directory to start from")
     parser.add_argument("--folder", type=Path, required=True, help="for logs")

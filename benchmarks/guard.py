@@ -1,4 +1,4 @@
-"""Whether this tree is as fast as an earlier commit: echo step, quickstart step and rollouts, interleaved, as ratios.
+"""A speed guard: echo step, quickstart step and rollouts of this tree over those of an earlier commit, interleaved, as ratios.
 
 Both trees run through the command line with settings that do not change (docs/configuration.md), in the same environment, one after the
 other in alternating order, so that drift of the machine hits them alike. A ratio is this tree's time over that of the base, in the
@@ -71,7 +71,7 @@ class Tree:
     folder: Path
 
     def run(self, *words: str) -> str:
-        """What `rhymerl WORDS` of this checkout prints, in its folder. Raises NotInBaseError when the base cannot do it."""
+        """Return what `rhymerl WORDS` of this checkout prints, in its folder. Raises NotInBaseError when the base cannot do it."""
         path = os.pathsep.join([str(self.root), str(self.folder)])
         done = subprocess.run(
             [sys.executable, "-m", "rhymerl", *words],

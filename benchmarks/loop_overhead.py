@@ -1,4 +1,4 @@
-"""What the rollout loop adds to each sample, in milliseconds, and whether its memory stays flat over an epoch.
+"""The overhead of the rollout loop for each sample, in milliseconds, and whether its memory stays flat over an epoch.
 
 An epoch of --prompts synthetic prompts x --group-size samples goes through RolloutLoop (FIFOScheduler, NoDrafter)
 in steps of --prompts-per-step, answered at once by `rhymerl.testing.ScriptedBackend` with 16 to 128 tokens.

@@ -158,7 +158,7 @@ def step_s(steps: Steps, first: int) -> float:
 
 
 def bubbles(steps: Steps, first: int) -> float:
-    """Of all rollouts together."""
+    """Return the bubbles of all rollouts together."""
     rollouts = [(metrics["timing_s/rollout"], metrics["rollout/bubble_frac"]) for metrics in steps.metrics[first:]]
     return sum(seconds * share for seconds, share in rollouts) / sum(seconds for seconds, _ in rollouts)
 

@@ -1,4 +1,4 @@
-"""What all benchmarks share: their common options, spreads, and the record of where a figure came from."""
+"""The parts that all benchmarks share: their common options, spreads, and the record of where a figure came from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What drawing a token and its log-prob cost against the LM-head matmul that made the logits, in percent.
+"""The cost of drawing a token and its log-prob against the LM-head matmul that made the logits, in percent.
 
 For each number of rows: hidden states [rows, hidden] times a float32 head [vocabulary, hidden] with
 torch, then `Sampler.draw` and `Sampler.logprobs` on those logits, interleaved call by call. The logits are Gaussian

@@ -83,7 +83,7 @@ class StockServer:
             self._flying[answer] = request
 
     def collect(self) -> list[Completion]:
-        """At least one."""
+        """Wait for at least one answer, and return all that are there."""
         done = wait(self._flying, return_when=FIRST_COMPLETED).done
         return [completion(self._flying.pop(each), each.result(), nodes=self._nodes) for each in done]
 
@@ -100,7 +100,7 @@ class StockServer:
 
 
 def question(request: RolloutRequest) -> dict[str, Any]:
-    """What SGLang is asked, as rhymerl's backend asks it but for what only our drafters and draws need."""
+    """Return what SGLang is asked, as rhymerl's backend asks it but for what only our drafters and draws need."""
     sampling = request.sampling
     return {
         "input_ids": request.prompt.token_ids.tolist(),
@@ -153,7 +153,7 @@ def start(mode: str, policy: Policy, arguments: Namespace) -> StockServer | SGLa
 
 
 def server_settings(arguments: Namespace) -> dict[str, Any]:
-    """What all servers have in common, by the names of SGLangBackend's arguments."""
+    """Return what all servers have in common, by the names of SGLangBackend's arguments."""
     largest = max(arguments.running)
     if torch.cuda.is_available():
         own: dict[str, Any] = {"mem_fraction_static": arguments.memory, "cuda_graph_max_bs_decode": largest}

@@ -1,4 +1,4 @@
-"""What drafts are worth inside SGLang: tokens a second without them, with SGLang's own n-grams, with ours and with history.
+"""The gain from drafts inside SGLang: tokens a second without them, with SGLang's own n-grams, with ours and with history.
 
 Each mode is a server with the same policy, and answers the same prompts after two epochs of answers to them:
 
@@ -59,7 +59,7 @@ CPU_NOTE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """What came of the requests of one round in one mode."""
+    """The results of the requests of one round in one mode."""
 
     seconds: float
     answers: Sequence[Completion]  # in the order of the requests

@@ -1,4 +1,4 @@
-"""What it costs that every rank gets every answer of a step: the collective in which they are shared, by tokens.
+"""The cost of giving every rank every answer of a step: the collective in which they are shared, by tokens.
 
 Ranks on this machine, over gloo, each with an equal part of a step's answers, which are random tokens with log-probs, versions,
 text and reward; `share_us` is the time of the collective a token of the whole step, `bytes` what one token is on the wire. History is fed

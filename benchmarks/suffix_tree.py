@@ -1,6 +1,6 @@
 """Index and drafts on near-copies, side by side with the suffix tree of arctic-inference.
 
-Of a base of --tokens tokens, --answers copies with 8 % edits are indexed; each of 64 further copies asks for a draft of
+From a base of --tokens tokens, --answers copies with 8 % edits are indexed; each of 64 further copies asks for a draft of
 16 tokens after every fourth token. Ours drafts from the earlier answers, the request's own text and the running siblings, in batches of 64;
 the other one from its tree over the earlier answers and one over the request, request by request. Times are medians.
 

@@ -77,7 +77,7 @@ def run_blocks(arguments: Any) -> dict[str, list[Block]]:
 
 
 def medians(block: Block, arguments: Any) -> dict[str, float]:
-    """Of one block: median seconds after the warm-up."""
+    """Return the medians of one block: median seconds after the warm-up."""
     times = {name: block[name][arguments.warm_up :] for name in TIMES}
     other = [step - rollout - update for step, rollout, update in zip(*times.values(), strict=True)]
     return {name: statistics.median(values) for name, values in {**times, "other_s": other}.items()}

@@ -21,7 +21,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 def trainer_of(policy: str, folder: Path, *, batch: int) -> GRPOTrainer:
-    """With the loss of our side: a mean over all tokens, clip range 0.2, no divergence."""
+    """Return a trainer with the loss of our side: a mean over all tokens, clip range 0.2, no divergence."""
     return GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(policy),

@@ -76,7 +76,7 @@ def make_samples(arguments: Any) -> list[Sample]:
 
 
 class OnPolicy(GRPO):
-    """As TRL does where a batch is used once: the ratio's denominator is the policy itself."""
+    """TRL's choice where a batch is used once: the ratio's denominator is the policy itself."""
 
     def loss(self, batch: Any, output: Any, totals: Any) -> Any:
         return super().loss(replace(batch, behaviour_logprobs=output.logprobs.detach()), output, totals)

@@ -12,7 +12,7 @@ from rhymerl import Draft, Drafter
 
 
 class CopyEarlierAnswer(Drafter):
-    """After the same `match` tokens, what followed in the latest answers; the best of a group has the last word."""
+    """A drafter that proposes what followed the same `match` tokens in the latest answers; the best of a group has the last word."""
 
     def __init__(self, *, match: int = 4) -> None:
         self.match = match

@@ -48,7 +48,7 @@ class _Compiled:
 
     @cached_property
     def inlined(self) -> Any:
-        """For callers that are compiled: they take the code into their own.
+        """The function for callers that are compiled: they take the code into their own.
 
         Otherwise a process that compiles both would call the function by itself, and one that loads the caller from the cache a copy
         that was optimized with it: their sums are rounded differently.
@@ -58,7 +58,7 @@ class _Compiled:
         return numba.njit(forceinline=True, **_OPTIONS)(self._with_callees())
 
     def _with_callees(self) -> Callable[..., Any]:
-        """The function with what it calls by compiled name bound to numba's own objects, which it can compile into it."""
+        """Return the function with what it calls by compiled name bound to numba's own objects, which it can compile into it."""
         function = self.function
         assert isinstance(function, FunctionType)
         called = {name: function.__globals__.get(name) for name in function.__code__.co_names}

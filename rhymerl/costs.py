@@ -1,4 +1,4 @@
-"""What a pass costs by its tokens: curves, as `rhymerl bench costs` prints them and settings give them."""
+"""The cost of a pass by its tokens: curves, as `rhymerl bench costs` prints them and settings give them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Points = Sequence[Sequence[float]]  # [tokens, seconds], tokens rising
 
 
 def points_of(costs: str | Path | Points) -> list[tuple[float, float]]:
-    """The points that an argument `costs` gives, or those of the JSON file {"costs": [[tokens, seconds], ...]} that it names.
+    """Return the points that an argument `costs` gives, or those of the JSON file {"costs": [[tokens, seconds], ...]} that it names.
 
     Raises ValueError, which begins with `costs=`.
     """
@@ -39,7 +39,7 @@ def _read(path: str | Path) -> Any:
 
 
 def _checked(points: Points, name: str) -> list[tuple[float, float]]:
-    """The points as numbers. Raises ValueError, which begins with `name`, for a curve that is none."""
+    """Return the points as numbers. Raises ValueError, which begins with `name`, for a curve that is none."""
     expected = "expected at least two [tokens, seconds], tokens rising, seconds above 0 and not falling"
     try:
         pairs = [(float(tokens), float(seconds)) for tokens, seconds in points]
@@ -64,7 +64,7 @@ class PassCost(ABC):
 
     @property
     def learns(self) -> bool:
-        """Whether `observe` changes what `seconds` returns."""
+        """Return whether `observe` changes what `seconds` returns."""
         return False
 
     def observe(self, rows: int, nodes: int, asked: int, seconds: float, *, is_cold: bool = False) -> float:
@@ -76,12 +76,12 @@ class PassCost(ABC):
         return float(self.seconds(rows, np.array([nodes]), asked)[0])
 
     def wants_plain(self, rows: int) -> bool:
-        """Whether to leave the drafter alone for a pass over so many requests, to see what it costs then."""
+        """Return whether to leave the drafter alone for a pass over so many requests, to see what it costs then."""
         return False
 
     @property
     def is_known(self) -> bool:
-        """Whether enough passes of both kinds have been seen to compare them."""
+        """Return whether enough passes of both kinds have been seen to compare them."""
         return True
 
 

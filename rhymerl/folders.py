@@ -213,7 +213,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def cannot_write(path: Path, error: OSError) -> RunError:
-    """What to say of a file that could not be written during a run."""
+    """Return the message for a file that could not be written during a run."""
     free = shutil.disk_usage(next(each for each in path.absolute().parents if each.exists())).free
     return RunError(
         f"{path}: cannot be written: {error.strerror or error} ({free / 2**20:,.0f} MiB left on its device); what was saved before is "

@@ -17,7 +17,7 @@ def class_path(component: object) -> str:
 
 
 def line_of(component: object, hook: str) -> str:
-    """Where the class has this hook: `my_module.py:12`; its module where there is no such file."""
+    """Return the file and line at which the class has this hook: `my_module.py:12`; its module where there is no such file."""
     code = getattr(inspect.unwrap(getattr(type(component), hook)), "__code__", None)
     return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}" if code is not None else class_path(component)
 

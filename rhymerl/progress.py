@@ -1,4 +1,4 @@
-"""How far a long command is: one line that is written again and again on a terminal, elsewhere a plain line now and then."""
+"""The progress of a long command: one line that is written again and again on a terminal, elsewhere a plain line now and then."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SILENT = ProgressBar()
 
 
 class ShownProgressBar(ProgressBar):
-    """Tells it on a stream, stderr by default. Whoever prints besides ends it first."""
+    """Tells it on a stream, stderr by default. Code that prints besides has to end it first."""
 
     def __init__(self, stream: TextIO | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.stream = stream if stream is not None else sys.stderr

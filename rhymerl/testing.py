@@ -64,7 +64,7 @@ def tiny_policy(
 
 
 def make_prompt(token_ids: Sequence[int], *, id: str | None = None, **columns: Any) -> Prompt:
-    """A prompt from bare token ids."""
+    """Return a prompt from bare token ids."""
     ids = np.asarray(token_ids, np.int32)
     key = hashlib.blake2b(ids.tobytes(), digest_size=16).hexdigest()
     return Prompt(id=id or key[:8], key=key, token_ids=ids, text="", columns=columns)
@@ -80,7 +80,7 @@ def make_requests(
     stop_token_ids: tuple[int, ...] = (1,),
     **sampling: Any,
 ) -> list[RolloutRequest]:
-    """Random prompts of varying length, `group_size` requests each; `sampling` goes to SamplingParams."""
+    """Return random prompts of varying length, `group_size` requests each; `sampling` goes to SamplingParams."""
     source = np.random.default_rng(seed)
     parameters = SamplingParams(**{"max_tokens": 32, "stop_token_ids": stop_token_ids, **sampling})
     requests = []

@@ -28,7 +28,7 @@ Split = Literal["train", "validation"]  # their histories are kept apart
 
 
 class DraftSource(IntEnum):
-    """Where a draft node comes from; HISTORY + a is an answer that is `a` epochs older than the newest."""
+    """The origin of a draft node; HISTORY + a is an answer that is `a` epochs older than the newest."""
 
     UNKNOWN = -1
     OWN = 0  # the request's own prompt and tokens
@@ -62,7 +62,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are sampled. Raises ValueError naming the field that is out of range.
+    """The settings for sampling tokens. Raises ValueError naming the field that is out of range.
 
     The order of truncation is temperature, top-k, top-p, min-p, as in most engines.
     """
@@ -89,7 +89,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """What has been sampled for a request so far, and what that took. L = tokens."""
+    """The tokens sampled for a request so far, and what they took. L = tokens."""
 
     token_ids: IntArray  # [L]
     logprobs: (
@@ -106,7 +106,7 @@ class Output:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing is left to sample."""
+        """Return whether nothing is left to sample."""
         return self.finish_reason != "withdrawn"
 
 
@@ -121,7 +121,9 @@ class RolloutRequest:
     sampling: SamplingParams
     split: Split = "train"
     output: Output | None = None  # go on from here
-    ahead: IntArray | None = None  # a draft of the whole answer: what the policy before sampled with the same noise
+    prefetched: IntArray | None = (
+        None  # a draft of the whole answer: what the policy before sampled with the same noise
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +164,7 @@ class DraftBatch:
 
     @classmethod
     def pack(cls, drafts: Sequence[Draft]) -> DraftBatch:
-        """One batch of single drafts. Never raises: a draft that is no two lists of integers goes to `problems`."""
+        """Return one batch of single drafts. Never raises: a draft that is no two lists of integers goes to `problems`."""
         import numpy as np
 
         given: Sequence[object] = drafts  # they come from anybody's drafter
@@ -186,7 +188,7 @@ class DraftBatch:
 
     @property
     def requests(self) -> IndexArray:
-        """Which request each node belongs to, [N]."""
+        """Return which request each node belongs to, [N]."""
         import numpy as np
 
         if self._requests is None:
@@ -202,7 +204,7 @@ class DraftBatch:
         return np.where(self.parents < 0, -1, self.starts[self.requests] + self.parents)
 
     def draft(self, r: int) -> Draft:
-        """The draft of request r; scores and sources are None where the batch has none."""
+        """Return the draft of request r; scores and sources are None where the batch has none."""
         import numpy as np
 
         nodes = slice(int(self.starts[r]), int(self.starts[r + 1]))
@@ -230,7 +232,7 @@ class DraftBatch:
 
 
 def _packing_problem(draft: object) -> str | None:
-    """Why the arrays of a draft cannot stand side by side with others', None when they can."""
+    """Return why the arrays of a draft cannot stand side by side with others', None when they can."""
     import numpy as np
 
     if not isinstance(draft, Draft):
@@ -301,7 +303,7 @@ class Completion:
         return self.output.num_accepted
 
     def resume(self) -> RolloutRequest:
-        """The request that goes on from here."""
+        """Return the request that goes on from here."""
         return replace(self.request, output=self.output)
 
 

@@ -129,7 +129,7 @@ def leaked_process_group() -> list[str]:
 
 
 def settle(left: Callable[[], list[Leak]]) -> list[Leak]:
-    """What is still there after at most GRACE_S."""
+    """Return what is still there after at most GRACE_S."""
     deadline = time.monotonic() + GRACE_S
     while (found := left()) and time.monotonic() < deadline:
         time.sleep(0.02)

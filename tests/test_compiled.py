@@ -30,7 +30,7 @@ def total(values):
 
 
 def run(folder: Path, **variables: str) -> tuple[str, str]:
-    """What the program prints, and what it logs."""
+    """Return what the program prints, and what it logs."""
     (folder / "user_code.py").write_text(CODE)
     environment = {**os.environ, "PYTHONPATH": str(folder), **variables}
     done = subprocess.run(

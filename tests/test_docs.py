@@ -254,7 +254,7 @@ class Names(Logger):
 
 
 def names_logged_with(algorithm: Algorithm) -> set[str]:
-    """In two steps and an evaluation."""
+    """Return the names logged in two steps and an evaluation."""
     logger = Names()
     policy: Policy = tiny_policy(dtype="float32")
     module = RhymeModule(

@@ -82,7 +82,7 @@ def test_a_child_that_outlives_its_parent_does_not_hold_the_directory(tmp_path: 
 
 
 def test_two_that_begin_at_once(tmp_path: Path) -> None:
-    """Whoever comes first has it; a holder that goes at that very moment takes nobody's lock along."""
+    """The first to come has it; a holder that goes at that very moment takes nobody's lock along."""
     words = [sys.executable, "-c", HOLD.replace("time.sleep(60)", "time.sleep(0.3)"), str(tmp_path / "run")]
     processes = [subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(4)]
     said = [process.communicate() for process in processes]
@@ -92,7 +92,7 @@ def test_two_that_begin_at_once(tmp_path: Path) -> None:
 
 
 def test_many_try_out_one_directory_at_once(tmp_path: Path) -> None:
-    """What one writes to try the directory out is not in another's way."""
+    """The file that one writes to try the directory out is not in another's way."""
     with ThreadPoolExecutor(8) as pool:
         tried = [pool.submit(open_folder, tmp_path / "run") for _ in range(400)]
     assert {each.result() for each in tried} == {tmp_path / "run"}

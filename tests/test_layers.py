@@ -1,4 +1,4 @@
-"""What a light import costs, and that the layers of the package are kept by those that claim to."""
+"""The cost of a light import, and the layers of the package, kept by those that claim to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is shipped: metadata, the wheel, pinned versions, and files that are fit to be public."""
+"""The contents of what is shipped: metadata, the wheel, pinned versions, and files that are fit to be public."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_releases_of_lightning_that_an_advisory_names_are_left_out() -> None:
 
 
 def public_files() -> list[Path]:
-    """What git tracks or would track."""
+    """Return what git tracks or would track."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     return [path for name in listed.split("\0") if (path := ROOT / name).is_file()]

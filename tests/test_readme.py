@@ -57,7 +57,7 @@ def test_commands(block, folder: Path) -> None:
 
 
 def test_what_the_commands_leave(folder: Path) -> None:
-    """In one go, so that it holds when the tests above run elsewhere."""
+    """The commands run in one go, so that it holds when the tests above run elsewhere."""
     data = ["data.train=train.jsonl", "model.path=path/to/model", "run_dir=runs/again", "trainer.max_steps=1"]
     assert main(["fit", "--config", "grpo_jsonl", *data, *TINY]) == 0
     assert main(["export", "runs/again", "exported_again"]) == 0

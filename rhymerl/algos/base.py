@@ -1,4 +1,4 @@
-"""What an algorithm is: advantages from a step's samples, and a loss that sums correctly over any split of them.
+"""The interface of algorithms: advantages from a step's samples, and a loss that sums correctly over any split of them.
 
 B = samples, T = response tokens (padded to the longest). Log-probs are in nats.
 """
@@ -56,11 +56,11 @@ class Batch:
         return self.mask.sum(-1)
 
     def select(self, index: Tensor, width: int) -> Self:
-        """The samples at `index`, cut to their first `width` tokens."""
+        """Return the samples at `index`, cut to their first `width` tokens."""
         return self._each(lambda value: value[index][:, :width] if value.ndim == 2 else value[index])
 
     def cast(self, dtype: torch.dtype) -> Self:
-        """What is of a token, in the dtype of the loss."""
+        """Return per-token values in the dtype of the loss."""
         return self._each(lambda value: value.to(dtype) if value.ndim == 2 and value.is_floating_point() else value)
 
     def to(self, device: torch.device | str) -> Self:
@@ -85,7 +85,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyOutput:
-    """What the current policy, and the critic, say of a batch's tokens."""
+    """The outputs of the current policy, and of the critic, for a batch's tokens."""
 
     logprobs: Tensor  # [B, T] log_softmax(logits / temperature), with gradient
     entropy: Tensor  # [B, T] with gradient only for an algorithm that trains it
@@ -105,11 +105,11 @@ class Algorithm(ABC):
 
     @abstractmethod
     def loss(self, batch: Batch, output: PolicyOutput, totals: Totals) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The part of the mini-batch's loss that these samples add, and metrics."""
+        """Return the part of the mini-batch's loss that these samples add, and metrics."""
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What `advantages` or `loss` reads of the batch that takes forward passes over all samples before the first update.
+        """Return which inputs of `advantages` or `loss` take forward passes over all samples before the first update.
 
         `reference` makes the run keep a frozen copy of the policy, `values` a critic; `final_values` is for algorithms that need
         `values`, whose pass finds both.
@@ -118,7 +118,7 @@ class Algorithm(ABC):
 
     @property
     def prepares_by_proximal(self) -> bool:
-        """Whether `prepare` or `metrics` reads `proximal_logprobs`.
+        """Return whether `prepare` or `metrics` reads `proximal_logprobs`.
 
         Where only the loss does, and a step has only one update, that update's own pass says what they are.
         """
@@ -126,11 +126,11 @@ class Algorithm(ABC):
 
     @property
     def trains_entropy(self) -> bool:
-        """Whether the loss has a gradient through `output.entropy`, which costs memory."""
+        """Return whether the loss has a gradient through `output.entropy`, which costs memory."""
         return False
 
     def prepare(self, batch: Batch) -> Batch:
-        """The batch with `advantages`, and with `returns` for a critic; on the CPU, once a step on every rank.
+        """Return the batch with `advantages`, and with `returns` for a critic; on the CPU, once a step on every rank.
 
         Tokens taken out of its `mask` leave the loss and the `Totals`.
         """
@@ -148,18 +148,18 @@ class Algorithm(ABC):
 
     @property
     def may_stop(self) -> bool:
-        """Whether `stops` is to be asked, which takes a collective after each mini-batch."""
+        """Return whether to ask `stops`, which takes a collective after each mini-batch."""
         return type(self).stops is not Algorithm.stops
 
     def stops(self, metrics: Mapping[str, float]) -> bool:
-        """Whether the step's further mini-batches are left out, by the metrics of the one before, of all ranks."""
+        """Return whether to leave out the step's further mini-batches, given the metrics of the one before over all ranks."""
         return False
 
     def check(self, *, group_size: int) -> None:
         """Raise ConfigError when the algorithm cannot work with groups of this size."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, as plain containers."""
+        """Return the state that a resumed run needs, as plain containers."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a loss tells of its tokens: sums over a micro-batch's tokens, over the totals of the mini-batch."""
+"""Metrics of a loss: sums over a micro-batch's tokens, divided by the totals of the mini-batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rhymerl.algos.functional import divergence
 def clipping(
     ratio: Tensor, batch: Batch, totals: Totals, *, low: float, high: float, dual: float | None
 ) -> dict[str, Tensor]:
-    """Shares of tokens whose ratio [B, T] was clipped."""
+    """Return the shares of tokens whose ratio [B, T] was clipped."""
     assert batch.advantages is not None
     below = (ratio < 1 - low) & (batch.advantages < 0) & batch.mask
     above = (ratio > 1 + high) & (batch.advantages > 0) & batch.mask
@@ -26,7 +26,7 @@ def clipping(
 
 @torch.no_grad()
 def off_policy(log_ratio: Tensor, is_bound: Tensor, batch: Batch, totals: Totals) -> dict[str, Tensor]:
-    """How far the policy is from the one before the step, and where the correction's bounds were met."""
+    """Return how far the policy is from the one before the step, and how often the correction met its bounds."""
     moved = divergence(torch.zeros_like(log_ratio), log_ratio, estimator="k3")
     return {
         "off_policy/kl": moved.sum() / totals.num_tokens,
@@ -36,9 +36,9 @@ def off_policy(log_ratio: Tensor, is_bound: Tensor, batch: Batch, totals: Totals
 
 @torch.no_grad()
 def sampling(logprobs: Tensor, batch: Batch, totals: Totals) -> dict[str, Tensor]:
-    """How far the trainer's policy is from the one that sampled the tokens.
+    """Return how far the trainer's policy is from the one that sampled the tokens.
 
-    The policy before the step's first update; where the batch has none of its own, the current one.
+    The trainer's policy is the one before the step's first update, or the current one where the batch has none of its own.
     """
     ours = logprobs if batch.proximal_logprobs is None else batch.proximal_logprobs
     difference = (ours - batch.behaviour_logprobs)[batch.mask]

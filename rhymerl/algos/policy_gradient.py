@@ -1,4 +1,4 @@
-"""What the algorithms share: ratio and surrogate, correction of the behaviour policy, reference, entropy, means."""
+"""The parts that the algorithms share: ratio and surrogate, correction of the behaviour policy, reference, entropy, means."""
 
 # Annotations are objects here, not strings: constructors in other modules inherit them, and they are the config's schema.
 
@@ -103,14 +103,14 @@ class PolicyGradient(Algorithm):
         return self.entropy_coef > 0
 
     def scores(self, batch: Batch) -> Tensor:
-        """Rewards, less for answers that come near their limit; [B]."""
+        """Return the rewards, less for answers that come near their limit; [B]."""
         if not self.overlong_fraction:
             return batch.rewards
         penalties = overlong_penalty(batch.lengths, batch.limits, fraction=self.overlong_fraction)
         return batch.rewards + self.overlong_weight * penalties
 
     def kl_penalties(self, batch: Batch) -> Tensor:
-        """What the divergence takes off the reward of each token, [B, T]."""
+        """Return what the divergence takes off the reward of each token, [B, T]."""
         if not self._is_in_reward:
             return torch.zeros_like(batch.behaviour_logprobs)
         return self._kl_coef * self._divergence(batch.old_logprobs, batch)
@@ -129,7 +129,7 @@ class PolicyGradient(Algorithm):
         return replace(batch, advantages=whitened(batch.advantages, batch.mask)) if self.whiten else batch
 
     def with_returns(self, batch: Batch) -> Batch:
-        """The batch with `returns` if there is a critic, before its advantages are whitened."""
+        """Return the batch with `returns` if there is a critic, before its advantages are whitened."""
         return batch
 
     def metrics(self, batch: Batch) -> dict[str, float]:
@@ -192,7 +192,7 @@ class PolicyGradient(Algorithm):
         return total, {**found, "loss": total.detach()}
 
     def token_loss(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> Tensor:
-        """The loss of each token, [B, T], before the correction, the divergence and the mean; override this for another one.
+        """Return the loss of each token, [B, T], before the correction, the divergence and the mean; override this for another one.
 
         `ratio` is the current policy over that before the update, [B, T], or [B, 1] where `ratio_level` is of whole answers;
         `advantages` [B, T]; `logprobs` [B, T] of the current policy. `ratio` and `logprobs` carry the gradient. What is returned
@@ -211,7 +211,7 @@ class PolicyGradient(Algorithm):
         return divergence(log_ratio, torch.zeros_like(log_ratio), estimator=self.kl_estimator)
 
     def _correction(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """What the tokens' losses are weighted with, and where a bound was met; [B, T] or [B, 1].
+        """Return the weights of the tokens' losses, and where a bound was met; [B, T] or [B, 1].
 
         Proximal over behaviour policy, beside a ratio of the current over the proximal one: the decoupled objective, arXiv
         2110.00641, equation 5; AReaL, arXiv 2505.24298, section 5.2.
@@ -225,10 +225,10 @@ class PolicyGradient(Algorithm):
         )
 
     def _shares(self, batch: Batch, totals: Totals) -> Tensor | float:
-        """The share of each token in the mean, [B, 1] or one number.
+        """Return the share of each token in the mean, [B, 1] or one number.
 
-        Over all tokens as in DAPO, arXiv 2503.14476, equation 8; over each answer's tokens and then over answers as in GRPO,
-        arXiv 2402.03300, equation 3; over the tokens that each answer could have had as in Dr.GRPO, arXiv 2503.20783.
+        The mean is over all tokens as in DAPO, arXiv 2503.14476, equation 8. In GRPO, arXiv 2402.03300, equation 3, it is over each
+        answer's tokens and then over answers. In Dr.GRPO, arXiv 2503.20783, it is over the tokens that each answer could have had.
         """
         if self.loss_mean == "token":
             return 1 / totals.num_tokens

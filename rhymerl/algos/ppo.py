@@ -62,7 +62,7 @@ class PPO(PolicyGradient):
         )
 
     def _final_values(self, batch: Batch) -> Tensor | None:
-        """What is expected of the rest of answers that a limit has cut off: partial-episode bootstrapping, arXiv 1712.00378."""
+        """Return the value expected of the rest of answers that a limit has cut off: partial-episode bootstrapping, arXiv 1712.00378."""
         if not self.bootstrap_truncated:
             return None
         assert batch.final_values is not None, "they are computed with the values"

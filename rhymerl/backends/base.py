@@ -1,4 +1,4 @@
-"""What a rollout backend is: ONE worker's engine. Data parallelism is SPMD, so every rank owns its own."""
+"""The interface of rollout backends: ONE worker's engine. Data parallelism is SPMD, so every rank owns its own."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class RolloutBackend(ABC):
             cls.rest = cls.sleep
 
     def metrics(self) -> Mapping[str, float]:
-        """What happened since the last call, by metric name; then reset.
+        """Return the metrics since the last call by name, and reset them.
 
         Over ranks an int is a count, which is summed, a `Ratio` that of the sums; of other floats they log the mean, by time.
         """

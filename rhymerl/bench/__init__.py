@@ -1,1 +1,1 @@
-"""What is measured: `rhymerl bench rollout | drafter | costs`."""
+"""The benchmarks of `rhymerl bench rollout | drafter | costs`."""

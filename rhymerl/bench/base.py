@@ -1,4 +1,4 @@
-"""What the benches share: ratios of paired, interleaved runs, and where the figures came from."""
+"""The parts that the benchmarks share: ratios of paired, interleaved runs, and where the figures came from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RESAMPLES = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedRatio:
-    """How many times as fast, over pairs measured side by side."""
+    """The speed-up over pairs measured side by side."""
 
     median: float
     low: float  # of the median's 95 % interval
@@ -32,7 +32,7 @@ class SpeedRatio:
 
 
 def environment() -> dict[str, Any]:
-    """Hardware and versions."""
+    """Return the hardware and versions."""
     packages = ("rhymerl", "torch", "transformers", "numpy", "numba")
     return {
         "cpu": platform.processor() or platform.machine(),

@@ -1,4 +1,4 @@
-"""What a pass costs on this machine, by the requests and the draft nodes in it."""
+"""The cost of a pass on this machine, by the requests and the draft nodes in it."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ class CostTable(PassCost):
         return np.array([np.interp(rows, self.rows, column) for column in columns.T.reshape(-1, len(self.rows))])
 
     def points(self) -> list[list[float]]:
-        """[tokens, seconds] as `budget.costs` takes them: medians of all passes with about as many tokens, never falling."""
+        """Return [tokens, seconds] as `budget.costs` takes them: medians of all passes with about as many tokens, never falling."""
         tokens = (self.rows[:, None] * (1 + self.nodes)).ravel()
         bins = np.round(2 * np.log2(tokens))
         middle = [(tokens[bins == b].mean(), np.median(self.table.ravel()[bins == b])) for b in np.unique(bins)]
         return _rising([each for each, _ in middle], [cost for _, cost in middle])
 
     def points_at(self, rows: int) -> list[list[float]]:
-        """[tokens, seconds] of passes over just so many requests, which are among `self.rows`, by their nodes.
+        """Return [tokens, seconds] of passes over just so many requests, which are among `self.rows`, by their nodes.
 
         Fewer tokens than these requests have are of passes over fewer requests, without nodes.
         """
@@ -85,7 +85,7 @@ def measure_costs(
     rounds: int = 3,
     progress: ProgressBar = SILENT,
 ) -> CostTable:
-    """Medians of `passes` decoding passes each, drafting and everything around the forward included.
+    """Return the medians of `passes` decoding passes each, drafting and everything around the forward included.
 
     The least of `rounds` goes over the whole table: what else the machine does at times is no cost of ours.
     """

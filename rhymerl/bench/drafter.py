@@ -1,4 +1,4 @@
-"""What drafting costs without a model: building the index, proposing from it, and the bytes of both."""
+"""The cost of drafting without a model: building the index, proposing from it, and the bytes of both."""
 
 from __future__ import annotations
 

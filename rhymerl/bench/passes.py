@@ -1,4 +1,4 @@
-"""What a pass costs in the engine that a config names, as a file for `budget.costs` or `backend.costs`."""
+"""The cost of a pass in the engine that a config names, as a file for `budget.costs` or `backend.costs`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class MeasureSettings:
-    """How passes are timed: with `nodes` draft nodes of each request, `passes` of them, `rounds` times; the least time counts.
+    """The settings for timing passes: `nodes` draft nodes of each request, `passes` passes, `rounds` times; the least time counts.
 
     Null leaves it to the engine: the embedded one takes 0, 1, 2, 4, 8, 16 and 32 nodes and 12 passes; SGLang 0, 1, 3, 7 and 15 nodes,
     each in an engine of its own, and 64 passes.
@@ -38,7 +38,7 @@ class MeasureSettings:
 
     @property
     def given(self) -> dict[str, Any]:
-        """What is not null."""
+        """Return the settings that are not null."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
@@ -46,7 +46,7 @@ class CostsBench(PolicyBench):
     """Passes of `backend` over the numbers of running requests up to those in `concurrency`."""
 
     def run(self, progress: ProgressBar = SILENT) -> dict[str, Any]:
-        """What the file holds; `costs` is what is read of it."""
+        """Return the content of the file; `costs` is what is read of it."""
         backend: RolloutBackend = instantiate(self.config.backend, key="backend")
         settings: MeasureSettings = instantiate(self.config.measure, key="measure")
         if isinstance(backend, SGLangBackend):

@@ -79,7 +79,7 @@ class RolloutBench(PolicyBench):
         self.history: HistoryStore = instantiate(config.history, key="history")
 
     def run(self, progress: ProgressBar = SILENT) -> dict[str, Any]:
-        """Rows by concurrency and drafter, and the cost of a pass."""
+        """Return the rows by concurrency and drafter, and the cost of a pass."""
         with progress.during("epochs of history", self.config.epochs):
             for epoch in range(self.config.epochs):
                 self._learn(epoch)
@@ -154,7 +154,7 @@ class RolloutBench(PolicyBench):
         plain: Sequence[Completion],
         costs: CostTable,
     ) -> float | None:
-        """The speed-up that replay gives for the last round's answers with the measured cost of passes; drafting is free."""
+        """Return the speed-up that replay gives for the last round's answers with the measured cost of passes; drafting is free."""
         if contender.name in (NONE, NGRAM, ORACLE):
             return None
         records = [*_records(contender.history), *(record_of(_unscored(each), self.config.epochs) for each in plain)]

@@ -1,4 +1,4 @@
-"""What a pass of SGLang costs, by the requests and the draft nodes in it: the curve that `backend.costs` chooses `nodes` from."""
+"""The cost of a pass of SGLang by the requests and the draft nodes in it: the curve from which `backend.costs` chooses `nodes`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Flown:
 
     @property
     def ran_side_by_side(self) -> bool:
-        """Whether requests with about as many passes took about as long: none has waited for the end of another."""
+        """Return whether requests with about as many passes took about as long: none has waited for the end of another."""
         each = [s / n for s, n in zip(self.seconds, self.passes, strict=True) if 2 * n >= self.num_passes]
         return max(each) < _APART * min(each)
 
@@ -151,7 +151,7 @@ def say(line: str) -> None:
 
 
 def result_of(table: CostTable, accept_rate: float) -> Mapping[str, Any]:
-    """What goes into the file: the curve at the most running requests, and beside it all that was measured."""
+    """Return the content of the file: the curve at the most running requests, and beside it all that was measured."""
     rows = [int(each) for each in table.rows]
     return {
         "engine": "sglang",

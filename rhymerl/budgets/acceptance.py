@@ -1,4 +1,4 @@
-"""How probable it is that a draft node is accepted, learned from what was."""
+"""The acceptance probability of a draft node, learned from earlier passes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rhymerl.types import BoolArray, FloatArray, IndexArray, IntArray
 
 # Lower ends of the bins of match length; 0 comes before. No index finds more than 32 tokens: longer matches are with
-# answers sampled ahead.
+# prefetched answers.
 _LENGTHS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 33], np.int32)
 _SHARES = 16  # bins of a node's share of the probability below its parent
 _DEPTHS = 16  # bins for nodes without a score
@@ -38,7 +38,7 @@ class Acceptance:
         self._rate: FloatArray | None = None  # by bin, until something else is counted
 
     def probabilities(self, drafts: DraftBatch) -> FloatArray:
-        """P(the node becomes a token), [N], never growing along a path."""
+        """Return P(the node becomes a token), [N], never growing along a path."""
         if self._rate is None:
             self._rate = (self._accepted + _PRIOR * self._expected) / (self._reached + _PRIOR)
         result = self._rate[_bins(drafts)]
@@ -57,7 +57,7 @@ class Acceptance:
         self._rate = None
 
     def state_dict(self) -> dict[str, list[float]]:
-        """The counts by bin."""
+        """Return the counts by bin."""
         return {"reached": self._reached.tolist(), "accepted": self._accepted.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
@@ -130,7 +130,7 @@ def count(
 
 @compiled
 def largest_part(mask: BoolArray, starts: IndexArray) -> int:
-    """The most nodes of `mask` [N] that a request has."""
+    """Return the most nodes of `mask` [N] that a request has."""
     largest = 0
     for r in range(len(starts) - 1):
         size = 0

@@ -1,4 +1,4 @@
-"""What looking for drafts that pay may cost: a small share of all passes."""
+"""The allowance for looking for drafts that pay: a small share of all passes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Allowance:
 
     @property
     def passes_until_probe(self) -> int:
-        """How many passes earn what is missing, at least 1."""
+        """Return how many passes earn what is missing, at least 1."""
         missing = self.price - self.balance
         fast = min(missing / (_SHARE + _SHARE_SAVED), self.saved / _SHARE_SAVED)
         return max(math.ceil(fast + (missing - fast * (_SHARE + _SHARE_SAVED)) / _SHARE), 1)

@@ -1,4 +1,4 @@
-"""What a budget is: how much of what a drafter proposes is verified. It changes the speed of a run, never a token."""
+"""The interface of budgets: how much of what a drafter proposes is verified. It changes the speed of a run, never a token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassOutcome:
-    """What came of one pass. R = requests that sampled tokens in it, N = nodes that were verified."""
+    """The outcome of one pass. R = requests that sampled tokens in it, N = nodes that were verified."""
 
     requests: Sequence[RolloutRequest]  # [R]
     drafts: DraftBatch  # R, N: as verified; many may be empty
@@ -51,7 +51,7 @@ class Budget(ABC):
 
     @abstractmethod
     def limits(self, requests: Sequence[RolloutRequest]) -> IntArray:
-        """How many nodes the drafter may propose for each request, [R]; called once a pass that is not skipped, before drafting.
+        """Return how many nodes the drafter may propose for each request, [R]; called once a pass that is not skipped, before drafting.
 
         The engine grants less where slots or tokens run out, and never more than `max_nodes`.
         """
@@ -60,7 +60,7 @@ class Budget(ABC):
         """A request enters the running batch for the first time."""
 
     def trim(self, requests: Sequence[RolloutRequest], drafts: DraftBatch) -> BoolArray:
-        """Which nodes are verified, [N]; called after drafting. A node whose parent is dropped is dropped too."""
+        """Return which nodes are verified, [N]; called after drafting. A node whose parent is dropped is dropped too."""
         return np.ones(len(drafts.token_ids), np.bool_)
 
     def learn(self, outcome: PassOutcome) -> None:
@@ -70,14 +70,14 @@ class Budget(ABC):
         """A request left for good: drop what is kept for it."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been learned, in plain containers: with it a resumed run verifies the very nodes that the whole run did."""
+        """Return what has been learned, in plain containers: with it a resumed run verifies the very nodes that the whole run did."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state."""
 
     def metrics(self) -> Mapping[str, float]:
-        """What happened since the last call, by metric name; then reset."""
+        """Return the metrics since the last call by name, and reset them."""
         return {}
 
 
@@ -104,7 +104,7 @@ class Pauses:
         self._passes = 0
 
     def take(self, num_requests: int) -> bool:
-        """Whether the pass that begins is skipped."""
+        """Return whether the pass that begins is skipped."""
         self._passes += 1
         if self._left == 0 or num_requests != self._num_requests:
             self.tell()

@@ -84,7 +84,7 @@ class GoodputBudget(Budget):
         return self.nodes
 
     def admit(self, request: RolloutRequest) -> None:
-        if request.ahead is not None:
+        if request.prefetched is not None:
             self._allowance.grant_probe()
 
     # -- before a pass -------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ class GoodputBudget(Budget):
         return limits
 
     def _look(self, rows: int) -> None:
-        """What did not pay in a large batch may pay in a small one, and the other way round."""
+        """Look anew in a batch of another size: drafts that did not pay in a large one may pay in a small one, and the other way round."""
         course = self._course
         if course.rows / _OTHER_BATCH <= rows <= course.rows * _OTHER_BATCH:
             return
@@ -134,13 +134,13 @@ class GoodputBudget(Budget):
     def _probed(self, requests: Sequence[RolloutRequest]) -> list[int]:
         """Return the requests to probe: neighbours, which often have their prompt in common, others each time.
 
-        Those with tokens sampled ahead come first.
+        Those with prefetched tokens come first.
         """
         rows, course = len(requests), self._course
-        ahead = [index for index, request in enumerate(requests) if request.ahead is not None]
+        prefetched = [index for index, request in enumerate(requests) if request.prefetched is not None]
         course.probes += 1
         neighbours = [(course.probes * _PROBED + i) % rows for i in range(_PROBED)]
-        return list(dict.fromkeys([*ahead[:_PROBED], *neighbours]))[:_PROBED]
+        return list(dict.fromkeys([*prefetched[:_PROBED], *neighbours]))[:_PROBED]
 
     def trim(self, requests: Sequence[RolloutRequest], drafts: DraftBatch) -> BoolArray:
         asked = self._asked = len(requests)
@@ -160,9 +160,9 @@ class GoodputBudget(Budget):
         return mask
 
     def _best_size(self, expected: FloatArray, asked: int) -> int:
-        """How many of the best nodes make the most tokens a second; `expected` [nodes + 1] are the tokens that so many add.
+        """Return how many of the best nodes make the most tokens a second; `expected` [nodes + 1] are the tokens that so many add.
 
-        After a probe as if all requests had been asked for, and the others had drafts like these.
+        After a probe it counts as if all requests had been asked for, and the others had drafts like these.
         """
         rows = self._rows if self._kind == "probe" else asked
         nodes = np.arange(len(expected), dtype=np.float64) * (rows / asked)
@@ -232,7 +232,7 @@ class GoodputBudget(Budget):
     # -- state and metrics ---------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All but the cost of passes, which belongs to the machine."""
+        """Return all but the cost of passes, which belongs to the machine."""
         return {
             "acceptance": self._acceptance.state_dict(),
             "allowance": asdict(self._allowance),
@@ -262,7 +262,7 @@ class GoodputBudget(Budget):
 
 @dataclass(slots=True)
 class _Course:
-    """What is done next, and why."""
+    """The next thing to do, and the reason."""
 
     reach: float  # how many nodes of a request are worth asking for: those that are then cut away cost time too
     drafts: bool = False  # the drafter is asked for all requests, because that pays
@@ -276,7 +276,7 @@ class _Course:
 
 @dataclass(slots=True)
 class _PassTotals:
-    """What has happened since the last metrics."""
+    """The totals since the last metrics."""
 
     passes: int = 0
     heard: int = 0  # of these, those in which the drafter was not left alone, or only to see what that costs

@@ -1,4 +1,4 @@
-"""What a pass costs, learned from the passes that have been."""
+"""The cost of a pass, learned from the passes so far."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LearnedCost(PassCost):
     def __init__(self) -> None:
         self._weights = _GUESS
         self._first: list[tuple[FloatArray, float]] = []  # features and seconds, until there are enough to solve for
-        # Of passes for which the drafter was left alone, and of the others. Each forgets by its own passes: while one kind
+        # One for passes for which the drafter was left alone, and one for the others. Each forgets by its own passes: while one kind
         # is all there is, what is known of the other must not fade, because the two are compared.
         self._products = np.zeros((2, len(_GUESS), len(_GUESS)))
         self._sums = np.zeros((2, len(_GUESS)))
@@ -64,7 +64,7 @@ class LearnedCost(PassCost):
         return np.asarray(self._correction(int(asked > 0), _size(rows)) * straight)
 
     def _correction(self, kind: int, size: int) -> float:
-        """The r of the nearest size that is known, of the other kind where nothing of this one is."""
+        """Return the r of the nearest size that is known, of the other kind where nothing of this one is."""
         for each in (kind, 1 - kind):
             sizes = np.flatnonzero(self._num_of_size[each] >= _ENOUGH)
             if len(sizes):

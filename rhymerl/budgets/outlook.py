@@ -1,4 +1,4 @@
-"""What drafts would bring in a batch of another size, by what they were expected to bring in the last ones."""
+"""The outlook for drafts in a batch of another size, from what they were expected to bring in the last ones."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Outlook:
         self._tokens = tokens if self._tokens is None else _LATELY * self._tokens + (1 - _LATELY) * tokens
 
     def gain(self, rows: int, cost: PassCost, *, least: float) -> float:
-        """How many times the tokens a second of a pass without drafts the best choice would make of `rows` requests.
+        """Return the best speed-up over a pass without drafts, in tokens a second, for `rows` requests.
 
-        1 where it is certainly not more than `least`.
+        The result is 1 where it is certainly not more than `least`.
         """
         if self._tokens is None or 1 + self._tokens[-1] <= least:
             return 1.0

@@ -94,7 +94,7 @@ class LiveProgress(L.Callback):
 
 
 def _done(trainer: L.Trainer) -> int:
-    """What the total counts: optimizer steps if the run ends by max_steps, else batches."""
+    """Return what the total counts: optimizer steps if the run ends by max_steps, else batches."""
     return trainer.global_step if trainer.max_steps >= 0 else _num_batches(trainer)
 
 

@@ -92,7 +92,7 @@ class WriteAnswers(L.Callback):
 
 
 def sample_row(sample: Sample) -> dict[str, Any]:
-    """What a person wants to see of a sample; `columns` are those that the data has beside the prompt, such as `answer`."""
+    """Return what a person wants to see of a sample; `columns` are those that the data has beside the prompt, such as `answer`."""
     return {
         "prompt": sample.prompt.text,
         "response": sample.text,
@@ -112,7 +112,7 @@ def lines_of(rows: Iterable[Row]) -> str:
 
 
 def markdown_table(rows: Sequence[Row]) -> str:
-    """The rows as a Markdown table."""
+    """Return the rows as a Markdown table."""
     lines = [_IN_TABLES, ["---"] * len(_IN_TABLES), *([_cell(row[name]) for name in _IN_TABLES] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -1,4 +1,4 @@
-"""What a command of the command line is."""
+"""The interface of commands of the command line."""
 
 from __future__ import annotations
 
@@ -78,11 +78,11 @@ class ConfiguredCommand(Subcommand):
         return self.run_config(config, interrupt)
 
     def progress(self) -> ProgressBar:
-        """What shows how far the command is, on the first rank."""
+        """Return the progress display of the command, on the first rank."""
         return ShownProgressBar() if is_first_rank() else SILENT
 
     def settings(self, arguments: Namespace) -> Mapping[str, Any]:
-        """Settings that are words of the command line rather than overrides."""
+        """Return the settings that are words of the command line rather than overrides."""
         return {}
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What a word of the command line that nothing knows was probably meant to be."""
+"""Suggestions for a word of the command line that nothing knows."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Interrupt:
 
     @property
     def exit_code(self) -> int:
-        """What a shell expects of a program that a signal has ended."""
+        """Return the exit code that a shell expects of a program that a signal has ended."""
         return 128 + self.signal
 
     def hold(self) -> None:

@@ -153,7 +153,7 @@ def _debug(arguments: Namespace) -> bool:
 
 
 def _say_notes(error: BaseException) -> None:
-    """What our own code has added to it: how to go on."""
+    """Print the notes that our own code has added to it: how to go on."""
     for note in getattr(error, "__notes__", ()):
         print(note, file=sys.stderr)
 

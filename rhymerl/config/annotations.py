@@ -35,12 +35,12 @@ class Misfit(Exception):  # noqa: N818 - not an error of the program's, and alwa
 
 
 def is_component(value: object) -> bool:
-    """Whether this is a node that names its class."""
+    """Return whether this is a node that names its class."""
     return isinstance(value, Mapping) and "_target_" in value
 
 
 def fit(value: Any, annotation: Any) -> Any:
-    """`value` as the annotation wants it: 1 becomes 1.0 for a float, text a Path, a list a tuple. Raises Misfit.
+    """Return `value` as the annotation wants it: 1 becomes 1.0 for a float, text a Path, a list a tuple. Raises Misfit.
 
     A component may stand as its object or as its node, whose class is then compared.
     """
@@ -64,7 +64,7 @@ def fit(value: Any, annotation: Any) -> Any:
 
 
 def wants_component(text: str, annotation: Any) -> bool:
-    """Whether a component may stand here, and this text itself not."""
+    """Return whether a component may stand here, and this text itself not."""
     members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     if not any(map(_is_class, members)):
         return False
@@ -76,7 +76,7 @@ def wants_component(text: str, annotation: Any) -> bool:
 
 
 def is_free_form(annotation: Any) -> bool:
-    """Whether a mapping with keys of the user's own may stand here."""
+    """Return whether a mapping with keys of the user's own may stand here."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return is_free_form(get_args(annotation)[0])
@@ -112,14 +112,14 @@ def _null(arguments: tuple[Any, ...]) -> list[Any]:
 
 
 def _is_class(kind: Any) -> bool:
-    """Whether only objects of a class of its own fit: a component."""
+    """Return whether only objects of a class of its own fit: a component."""
     if not isinstance(kind, type) or kind in _SCALARS or kind in _MAPPINGS or kind in _SEQUENCES:
         return False
     return kind not in _NOT_JUDGED and not getattr(kind, "_is_protocol", False)
 
 
 def _fit_union(value: Any, annotation: Any, members: tuple[Any, ...]) -> Any:
-    """The first member that takes the value as it is, else the first that can convert it."""
+    """Return the first member that takes the value as it is, else the first that can convert it."""
     classes = [member for member in members if _is_class(member)]
     if is_component(value) and classes:
         members = tuple(classes)

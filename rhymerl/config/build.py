@@ -59,7 +59,7 @@ def _split(overrides: Sequence[Override], chain: Sequence[ConfigFile]) -> tuple[
 
 
 def _apply_all(config: DictConfig, overrides: Sequence[Override]) -> None:
-    """What names a class comes before all others, which are then about the new class; these keep their order."""
+    """Apply the changes that name a class before all others, which are then about the new class; these keep their order."""
     named = [each for each in overrides if _names_a_class(each)]
     for override in named:
         apply(config, override)
@@ -92,7 +92,7 @@ def _root(chain: Sequence[ConfigFile]) -> DictConfig:
 
 
 def _compose_files(chain: Sequence[ConfigFile], chosen: Choices, directory: Path) -> DictConfig:
-    """The files' bodies, with the node of every group before them.
+    """Return the files' bodies, with the node of every group before them.
 
     A node is what the last file that chooses says, tuned by that file's body and the later ones, so nothing that was
     meant for another class is left over. A choice on the command line is not tuned at all.
@@ -115,7 +115,7 @@ def _compose_files(chain: Sequence[ConfigFile], chosen: Choices, directory: Path
 
 
 def _placed(options_by_group: Mapping[str, str]) -> list[str]:
-    """Hydra's overrides that load an option of each group, all below one key."""
+    """Return Hydra's overrides that load an option of each group, all below one key."""
     return [f"+{group}@{_LOADED}.{group}={option}" for group, option in options_by_group.items()]
 
 
@@ -132,7 +132,7 @@ def _hydra(name: str, overrides: Sequence[str], directory: Path) -> DictConfig:
 
 
 def _choices(chain: Sequence[ConfigFile]) -> tuple[Choices, dict[str, list[Any]]]:
-    """The option of each group, and what bodies say about it from there on."""
+    """Return the option of each group, and what bodies say about it from there on."""
     choices: Choices = {}
     tuned: dict[str, list[Any]] = {}
     for file in chain:
@@ -184,7 +184,7 @@ def _own_hydra(file: ConfigFile) -> Iterator[None]:
 
 
 def _asset(name: str) -> str:
-    """The path of a directory that comes with rhymerl."""
+    """Return the path of a directory that comes with rhymerl."""
     path = PACKAGE / "assets" / name
     if not path.exists():
         known = [each.name for each in path.parent.glob("*")]

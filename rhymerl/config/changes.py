@@ -1,4 +1,4 @@
-"""How the settings of a run differ from what they were."""
+"""The differences between the settings of a run and what they were."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Change:
 
 
 def changes(before: Mapping[str, Any], config: DictConfig) -> list[Change]:
-    """The settings whose values are not those of `before`, a resolved config; one that only one of them has is `nothing` in the other.
+    """Return the settings whose values differ from `before`, a resolved config; one that only one of them has is `nothing` in the other.
 
     A class is the same under its former path. What follows another setting (`${seed}`) is left out: that one is there itself.
     """

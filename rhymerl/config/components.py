@@ -26,7 +26,7 @@ def instantiate(node: object, *, key: str = "", default: Callable[[], Any] | Non
 
 
 def _full_key(node: object) -> str:
-    """Where a node of a composed config is written; for one that is linked to, its own place."""
+    """Return the key under which a node of a composed config is written; for one that is linked to, its own place."""
     return str(node._get_full_key(None)) if hasattr(node, "_get_full_key") else ""
 
 
@@ -108,7 +108,7 @@ def _fitted(value: Any, name: str, key: str, signature: Signature) -> Any:
 
 
 def describe(component: object) -> dict[str, Any]:
-    """The plain containers from which `instantiate` builds the like of `component`.
+    """Return the plain containers from which `instantiate` builds the like of `component`.
 
     Raises TypeError when an argument of its constructor is not kept as an attribute of the same name.
     """
@@ -128,7 +128,7 @@ _CONVENTION = "a component takes named arguments only and keeps each as an attri
 
 
 def plain(value: Any) -> Any:
-    """`value` in plain containers; components become nodes, functions their dotted names. Raises TypeError."""
+    """Return `value` in plain containers; components become nodes, functions their dotted names. Raises TypeError."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):

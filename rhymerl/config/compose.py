@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 def packaged_names() -> list[str]:
-    """What `--config` takes by name."""
+    """Return the names that `--config` takes."""
     from rhymerl.config import files
 
     return files.packaged_names()
 
 
 def compose(name_or_path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
-    """The settings of a packaged config or of the user's own .yaml file, overridden, complete and checked.
+    """Return the settings of a packaged config or of the user's own .yaml file, overridden, complete and checked.
 
     `overrides` are `key=value` in Hydra's grammar. A group (`drafter=ngram`) takes a packaged option, one beside the
     user's file, or a dotted class path, and replaces the whole node; what it then contains can be overridden in the same

@@ -16,13 +16,13 @@ PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def packaged_directory() -> Path:
-    """The configs that come with rhymerl: beside the package once installed, beside its folder in a checkout."""
+    """Return the configs that come with rhymerl: beside the package once installed, beside its folder in a checkout."""
     inside = PACKAGE / "configs"
     return inside if inside.is_dir() else PACKAGE.parent / "configs"
 
 
 def packaged_names() -> list[str]:
-    """What `--config` takes by name."""
+    """Return the names that `--config` takes."""
     return sorted(path.stem for path in packaged_directory().glob("*.yaml"))
 
 
@@ -45,7 +45,7 @@ class ConfigFile:
 
 
 def locate(name_or_path: str | Path) -> Path:
-    """The file of a packaged name or of a path. Raises ConfigError when there is none."""
+    """Return the file of a packaged name or of a path. Raises ConfigError when there is none."""
     path = Path(name_or_path).expanduser()
     if path.suffix == ".yaml" and path.is_file():
         return path.resolve()
@@ -59,7 +59,7 @@ def locate(name_or_path: str | Path) -> Path:
 
 
 def nearest_file(name_or_path: str | Path) -> str | None:
-    """What `locate` would find under the nearest name: a packaged one, or that of a file in the same directory."""
+    """Return what `locate` would find under the nearest name: a packaged config, or a file in the same directory."""
     path = Path(name_or_path).expanduser()
     beside = [str(path.with_name(each.name)) for each in path.parent.glob("*.yaml")] if path.name else []
     near = get_close_matches(str(path), [*packaged_names(), *beside], n=1)
@@ -67,7 +67,7 @@ def nearest_file(name_or_path: str | Path) -> str | None:
 
 
 def read_chain(path: Path) -> list[ConfigFile]:
-    """The file and all that it builds on, the outermost parents first."""
+    """Return the file and all that it builds on, the outermost parents first."""
     return _chain(path, path.parent, ())
 
 
@@ -120,6 +120,6 @@ def _read(path: Path) -> ConfigFile:
 
 
 def options(group: str, directory: Path) -> list[str]:
-    """The names that a config group offers, the user's own beside its file included."""
+    """Return the names that a config group offers, the user's own beside its file included."""
     found = {path.stem for where in (directory, packaged_directory()) for path in (where / group).glob("*.yaml")}
     return sorted(found)

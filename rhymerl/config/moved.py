@@ -1,4 +1,4 @@
-"""Where modules are now that settings and checkpoints of earlier versions name by their former paths."""
+"""The new places of modules that settings and checkpoints of earlier versions name by their former paths."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _MOVED = {
 
 
 def current_path(path: str) -> str:
-    """The dotted path of what is called `path`, which is most often that itself."""
+    """Return the dotted path of what is called `path`, which is most often that itself."""
     parts = path.split(".")
     for end in range(len(parts), 1, -1):
         if new := _MOVED.get(".".join(parts[:end])):

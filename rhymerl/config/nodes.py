@@ -21,7 +21,7 @@ def join(key: str, name: object) -> str:
 
 
 def entries(node: DictConfig | ListConfig) -> list[Any]:
-    """The keys of a mapping, the indices of a list; none of a container that is null, missing or a link."""
+    """Return the keys of a mapping, the indices of a list; none of a container that is null, missing or a link."""
     content = node._content
     if isinstance(content, dict):
         return list(content)
@@ -29,7 +29,7 @@ def entries(node: DictConfig | ListConfig) -> list[Any]:
 
 
 def child(node: Any, name: Any) -> Any:
-    """The node below, unresolved; None where there is none."""
+    """Return the node below, unresolved; None where there is none."""
     content = node._content if isinstance(node, DictConfig | ListConfig) else None
     if isinstance(content, list):
         return content[int(name)] if str(name).isdigit() and int(name) < len(content) else None
@@ -37,7 +37,7 @@ def child(node: Any, name: Any) -> Any:
 
 
 def find(config: DictConfig, key: str) -> Any:
-    """The node at a dotted key, unresolved and without following links; None where there is none."""
+    """Return the node at a dotted key, unresolved and without following links; None where there is none."""
     node: Any = config
     for part in key.split(".") if key else []:
         node = child(node, part)
@@ -45,14 +45,14 @@ def find(config: DictConfig, key: str) -> Any:
 
 
 def link_of(node: Any) -> str | None:
-    """The key that a value of the form `${key}` refers to."""
+    """Return the key that a value of the form `${key}` refers to."""
     value = node._value() if node is not None else None
     found = _LINK.fullmatch(value) if isinstance(value, str) else None
     return found[1] if found else None
 
 
 def origin(config: DictConfig, key: str, *, follow_last: bool = True) -> str:
-    """Where the value of `key` is written: `module.drafter.depth` is `drafter.depth` when `module.drafter` links there.
+    """Return the key under which the value of `key` is written: `module.drafter.depth` is at `drafter.depth` if the drafter is a link.
 
     Without `follow_last`, a link at the very end stays: an override replaces it.
     """
@@ -70,7 +70,7 @@ def origin(config: DictConfig, key: str, *, follow_last: bool = True) -> str:
 
 
 def containers(config: DictConfig) -> Iterator[tuple[str, DictConfig | ListConfig]]:
-    """Every mapping and list with its key, outer ones first; what is added to one meanwhile is visited too."""
+    """Yield every mapping and list with its key, outer ones first; what is added to one meanwhile is visited too."""
     waiting: list[tuple[str, DictConfig | ListConfig]] = [("", config)]
     while waiting:
         key, node = waiting.pop(0)
@@ -82,7 +82,7 @@ def containers(config: DictConfig) -> Iterator[tuple[str, DictConfig | ListConfi
 
 
 def components(config: DictConfig) -> Iterator[tuple[str, DictConfig]]:
-    """Every node with a `_target_`, with its key."""
+    """Yield every node with a `_target_`, with its key."""
     for key, node in containers(config):
         if isinstance(node, DictConfig) and "_target_" in entries(node):
             yield key, node
@@ -103,7 +103,7 @@ def settle(config: DictConfig) -> None:
 
 
 def value_at(config: DictConfig, key: str) -> Any:
-    """The value in plain containers, references resolved; `???` where it is missing. Raises ConfigError."""
+    """Return the value in plain containers, references resolved; `???` where it is missing. Raises ConfigError."""
     node = find(config, key)
     try:
         if not isinstance(node, DictConfig | ListConfig):

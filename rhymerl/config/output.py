@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def to_yaml(config: DictConfig) -> str:
-    """Every setting with its value; what follows another setting says so (`seed: ${seed}`).
+    """Return every setting with its value; what follows another setting says so (`seed: ${seed}`).
 
     The text is a config file: loaded, it is the same config, and an override still reaches all that follow it.
     """
@@ -47,7 +47,7 @@ def keep_former(config: DictConfig, run_dir: str | Path) -> Path | None:
 
 
 def resolved(config: DictConfig) -> dict[str, Any]:
-    """All settings in plain containers without references, for a checkpoint or a logger."""
+    """Return all settings in plain containers without references, for a checkpoint or a logger."""
     from omegaconf import OmegaConf
 
     found = OmegaConf.to_container(config, resolve=True)

@@ -93,7 +93,7 @@ def _write(parent: DictConfig, name: str, value: Any) -> None:
 
 
 def _mapping_at(config: DictConfig, key: str, override: Override) -> Any:
-    """The container at `key`, made where there is none yet."""
+    """Return the container at `key`, made where there is none yet."""
     done = ""
     for part in key.split(".") if key else []:
         parent, done = find(config, done), join(done, part)

@@ -29,7 +29,7 @@ _NOTHING: Any = object()
 
 
 def signature_at(key: str, node: DictConfig) -> Signature:
-    """The arguments of the class that a node names."""
+    """Return the arguments of the class that a node names."""
     setting = join(key, "_target_")
     return signature_of(import_target(value_at(node, "_target_"), setting=setting))
 
@@ -89,7 +89,7 @@ def _check_links(config: DictConfig) -> None:
 
 
 def kinds_by_key(config: DictConfig) -> dict[str, list[Any]]:
-    """What the constructors expect, by the place where the value is written."""
+    """Return what the constructors expect, by the place where the value is written."""
     found: dict[str, list[Any]] = {}
     for key, node in components(config):
         for name, parameter in signature_at(key, node).parameters.items():
@@ -98,7 +98,7 @@ def kinds_by_key(config: DictConfig) -> dict[str, list[Any]]:
 
 
 def _closed(root: DictConfig, kinds: dict[str, list[Any]]) -> list[str]:
-    """The plain mappings whose keys are fixed: those of the root, but for free-form ones and what is in components."""
+    """Return the plain mappings whose keys are fixed: those of the root, but for free-form ones and what is in components."""
     inside = [key for key, _ in components(root)]
     inside += [key for key, each in kinds.items() if any(map(is_free_form, each))]
     return [
@@ -127,7 +127,7 @@ def _check_names(config: DictConfig, root: DictConfig, closed: list[str]) -> Non
 
 
 def unknown(config: DictConfig, key: str) -> ConfigError:
-    """The error for a key that nothing knows, with the nearest one that is known."""
+    """Return the error for a key that nothing knows, with the nearest one that is known."""
     known = [
         join(above, name)
         for above, node in containers(config)

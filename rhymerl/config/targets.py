@@ -1,4 +1,4 @@
-"""What `_target_` names: an importable class or function, and the arguments it takes."""
+"""The objects that `_target_` names: an importable class or function, and the arguments it takes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Signature:
 
 
 def is_dotted_path(text: str) -> bool:
-    """Whether this could be `my_module.MyClass`."""
+    """Return whether this could be `my_module.MyClass`."""
     return _DOTTED.fullmatch(text) is not None
 
 
@@ -52,7 +52,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def import_target(path: Any, *, setting: str) -> Callable[..., Any]:
-    """The class or function called `path`; modules in the current directory count, after all installed ones.
+    """Return the class or function called `path`; modules in the current directory count, after all installed ones.
 
     Raises ConfigError naming `setting` when there is no such thing.
     """
@@ -82,7 +82,7 @@ def _look_in_current_directory() -> None:
 
 
 def _hidden_here(found: Any) -> str:
-    """What to say where the current directory has a module of that name too, which an installed one hides."""
+    """Return a hint where the current directory has a module of that name too, which an installed one hides."""
     file = getattr(found, "__file__", None)
     name = getattr(found, "__name__", "").partition(".")[0]
     is_here = any(os.path.exists(os.path.join(os.getcwd(), each)) for each in (f"{name}.py", f"{name}/__init__.py"))
@@ -92,7 +92,7 @@ def _hidden_here(found: Any) -> str:
 
 
 def _import_module_part(path: str, setting: str) -> tuple[ModuleType, list[str]]:
-    """The longest importable beginning of `path`, and the names that are left."""
+    """Return the longest importable beginning of `path`, and the names that are left."""
     parts = path.split(".")
     module: ModuleType | None = None
     for end in range(1, len(parts)):
@@ -114,7 +114,7 @@ def _import_module_part(path: str, setting: str) -> tuple[ModuleType, list[str]]
 
 
 def signature_of(target: Callable[..., Any]) -> Signature:
-    """The arguments of a class's constructor or of a function."""
+    """Return the arguments of a class's constructor or of a function."""
     return _read_once(target) if isinstance(target, type) else _read_signature(target)
 
 
@@ -135,7 +135,7 @@ _read_once = functools.lru_cache(maxsize=256)(_read_signature)  # a composition 
 
 
 def _parameter(target: Callable[..., Any], found: inspect.Parameter, namespace: dict[str, Any]) -> Parameter:
-    """Where infinity is the default, it may be given."""
+    """Return the parameter; where infinity is the default, it may be given."""
     annotation, default = _resolve(found.annotation, namespace), _default(target, found)
     if isinstance(default, float) and math.isinf(default):
         annotation = typing.Annotated[annotation, *typing.get_args(MaybeInfinite)[1:]]
@@ -143,7 +143,7 @@ def _parameter(target: Callable[..., Any], found: inspect.Parameter, namespace: 
 
 
 def _namespace(target: Callable[..., Any]) -> dict[str, Any]:
-    """Where the annotations of the constructor or function were written."""
+    """Return the namespace in which the annotations of the constructor or function were written."""
     owner: Any = target
     if isinstance(target, type):
         owner = next(kind for kind in target.__mro__ if "__init__" in vars(kind))

@@ -1,4 +1,4 @@
-"""What travels from a data source to the encoder, and from the loader to the training step."""
+"""The records that travel from a data source to the encoder, and from the loader to the training step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LocatedRow:
 
 
 def columns_of(prompts: Collection[Prompt]) -> tuple[list[str], dict[str, str]]:
-    """The columns that all rows have, sorted; and of each that only some have, the place of the first row without it."""
+    """Return the columns that all rows have, sorted; and of each that only some have, the place of the first row without it."""
     every = sorted(set[str]().union(*(prompt.columns for prompt in prompts)))
     lacking: dict[str, str] = {}
     for prompt in prompts:

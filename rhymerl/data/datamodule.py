@@ -35,7 +35,7 @@ class _Evaluation(Protocol):
 
 
 class _Module(Protocol):
-    """What the data module asks of the LightningModule; all must be there before `setup`."""
+    """The part of the LightningModule that the data module reads; all of it must be there before `setup`."""
 
     policy: Policy
 
@@ -134,7 +134,7 @@ class PromptDataModule(L.LightningDataModule):
             self.train_loader.cursor = 0
 
     def prepare_for(self, module: _Module, *, with_train: bool = True) -> None:
-        """The work of `setup` ahead of it, once for all that a Trainer does with this module afterwards.
+        """Do the work of `setup` before it, once for all that a Trainer does with this module afterwards.
 
         Without `with_train` there must be validation data.
         """
@@ -212,7 +212,7 @@ class PromptDataModule(L.LightningDataModule):
 
     @property
     def has_validation(self) -> bool:
-        """Whether there is anything to evaluate on."""
+        """Return whether there is anything to evaluate on."""
         return self.validation is not None or self.task is not None
 
     @property

@@ -28,7 +28,7 @@ _FIXED_TEMPLATE_ARGUMENTS = ("tokenize", "add_generation_prompt", "return_tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthLimits:
-    """How long a prompt may be, in tokens, and whether the longest answer still fits behind it."""
+    """The limits of a prompt's length in tokens: how long it may be, and whether the longest answer still fits behind it."""
 
     context_tokens: int  # of the model: prompt and response together
     max_tokens: int  # of a response
@@ -157,7 +157,7 @@ class PromptEncoder:
         return str(rendered)
 
     def _unknown_part(self, text: str, token_ids: IntArray) -> str | None:
-        """The first part of the text that the tokenizer has no token for; None when there is none."""
+        """Return the first part of the text that the tokenizer has no token for; None when there is none."""
         if self._knows is not None:
             for character in dict.fromkeys(text):
                 if character not in self._knows:
@@ -197,7 +197,7 @@ def encode_rows(rows: Iterable[LocatedRow], encoder: PromptEncoder, limits: Leng
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any]) -> bytes:
-    """A digest of everything that decides a prompt's tokens; equal for a tokenizer saved and loaded again."""
+    """Return a digest of everything that decides a prompt's tokens; equal for a tokenizer saved and loaded again."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         described: dict[str, Any] = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
@@ -218,7 +218,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase, chat_template_kwar
 
 
 def _unknown_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The id that stands for unknown text, of a word-level tokenizer only: others fall back on bytes."""
+    """Return the id that stands for unknown text, of a word-level tokenizer only: others fall back on bytes."""
     from tokenizers.models import WordLevel
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -269,7 +269,7 @@ def _canonical_json(row: Row) -> str:
 
 
 def _plain(value: object) -> Any:
-    """What parquet and numpy hold beyond JSON."""
+    """Return plain JSON values for what parquet and numpy hold beyond JSON."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, datetime.date | datetime.time):

@@ -18,12 +18,11 @@ from rhymerl.types import Prompt
 class PromptLoader:
     """Deals the prompts of one rollout step after another; sized, and exact about where it stands.
 
-    `cursor` counts the steps that are *consumed*: trained on to the end. Iterating never moves it; the
-    training loop calls `advance()` once a step, when the step's last update is done. So during step s the
-    cursor is s, a checkpoint written in the middle of step s (an exception, Ctrl-C) repeats step s, and one
-    written after it (`on_train_batch_end`, the end of an epoch) goes on with step s + 1. Step s belongs to
-    pass `s // len(loader)`; a pass visits every prompt once, and its last step may be smaller. `iter` goes
-    from the cursor to the end of its pass, so a resumed epoch finishes where it left off.
+    `cursor` counts the steps that are *consumed*: trained on to the end. Iterating never moves it; the training loop calls
+    `advance()` once a step, when the step's last update is done. So during step s the cursor is s. A checkpoint written in the
+    middle of step s (an exception, Ctrl-C) repeats step s, and one written after it (`on_train_batch_end`, the end of an epoch)
+    goes on with step s + 1. Step s belongs to pass `s // len(loader)`; a pass visits every prompt once, and its last step may be
+    smaller. `iter` goes from the cursor to the end of its pass, so a resumed epoch finishes where it left off.
 
     Every rank holds the same loader and sees the same steps. Raises ValueError for `prompts_per_step` < 1
     and DataError when there are no prompts.
@@ -58,18 +57,18 @@ class PromptLoader:
         return self.cursor // len(self)
 
     def batch(self, step: int) -> PromptBatch:
-        """The prompts of any step, counted from the start of the run."""
+        """Return the prompts of any step, counted from the start of the run."""
         epoch, position = divmod(step, len(self))
         first = position * self.prompts_per_step
         order = self._order(epoch)[first : first + self.prompts_per_step]
         return PromptBatch([self.prompts[index] for index in order])
 
     def peek(self, steps_ahead: int = 1) -> PromptBatch:
-        """The prompts of a later step, without moving; it may lie in the next pass."""
+        """Return the prompts of a later step, without moving; it may lie in the next pass."""
         return self.batch(self.cursor + steps_ahead)
 
     def replacements(self) -> Iterator[Prompt]:
-        """Prompts that are not in the current step, in an order of the step's own; the cursor stays."""
+        """Yield prompts that are not in the current step, in an order of the step's own; the cursor stays."""
         here = {prompt.id for prompt in self.batch(self.cursor).prompts}
         for index in _permutation(f"{self.seed}/replacements/{self.cursor}", len(self.prompts)):
             if self.prompts[index].id not in here:
@@ -80,7 +79,7 @@ class PromptLoader:
         self.cursor += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor, and what it would be wrong to change under it."""
+        """Return the cursor, and what it would be wrong to change under it."""
         return {"cursor": self.cursor, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from rhymerl.types import Prompt
 
 
 class PromptSource:
-    """Where prompts come from: what `rhymerl.data.read_rows` takes, else the training problems of a task.
+    """The source of prompts: what `rhymerl.data.read_rows` takes, else the training problems of a task.
 
     Each is to get `samples` answers.
     """

@@ -1,4 +1,4 @@
-"""Where rows come from: JSONL and parquet files, Hugging Face data sets, lists of dicts."""
+"""The sources of rows: JSONL and parquet files, Hugging Face data sets, lists of dicts."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _read_parquet(path: Path, location: str) -> list[Any]:
 
 
 def _load_data_set(source: str, setting: Setting) -> Iterable[Any]:
-    """One split of a saved data set (directory) or of one on the hub."""
+    """Return one split of a saved data set (directory) or of one on the hub."""
     location = f"{setting}={source!r}"
     name, config, split = _parse_name(source, setting)
     directory = Path(name).expanduser()

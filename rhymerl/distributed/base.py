@@ -1,4 +1,4 @@
-"""What a process knows of the others that train with it."""
+"""The interface between the processes that train together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received:
-    """What has come in: rank 0's commands, which all ranks get in the same order, and the values of messages for this one."""
+    """The received messages: rank 0's commands, which all ranks get in the same order, and the values of messages for this one."""
 
     commands: list[Any]
     messages: list[Any]
@@ -33,7 +33,7 @@ Decide = Callable[[list[tuple[int, Any]]], Any]  # (rank, report) since the last
 
 
 class Channel(ABC):
-    """How ranks tell one another what happens while they work. Reports go to rank 0, its commands to all, messages to one."""
+    """The messages of ranks to one another while they work: reports go to rank 0, its commands to all, messages to one."""
 
     @abstractmethod
     def exchange(self, report: Any, messages: Sequence[Message], decide: Decide, *, waits: bool) -> Received:
@@ -58,11 +58,11 @@ class Ranks(ABC):
 
     @abstractmethod
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, by rank, on every rank: plain data, numpy arrays, and records that the ranks know."""
+        """Return every rank's value, by rank, on every rank: plain data, numpy arrays, and records that the ranks know."""
 
     @abstractmethod
     def broadcast(self, value: T) -> T:
-        """Rank 0's value on every rank; what the others give is not looked at."""
+        """Return rank 0's value on every rank; what the others give is not looked at."""
 
     @abstractmethod
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -70,7 +70,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def channel(self, *, lockstep: bool) -> Channel:
-        """A channel of its own for each piece of work. In lockstep every exchange is a collective, and so repeats bit for bit."""
+        """Return a channel of its own for each piece of work. In lockstep every exchange is a collective, and so repeats bit for bit."""
 
     def check(self) -> None:
         """Raise RunError when a rank has ended. No collective: called wherever a rank waits or works for long."""

@@ -130,7 +130,7 @@ class _Link:
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def message(self) -> str | None:
-        """The next message, or that the other process has ended without one; None when it is not there yet."""
+        """Return the next message, or that the other process has ended without one; None when it is not there yet."""
         try:
             part = self.socket.recv(_MESSAGE_BYTES)
         except BlockingIOError:
@@ -157,7 +157,7 @@ class _Link:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether all who reach this host are on this machine."""
+    """Return whether all who reach this host are on this machine."""
     if host == "localhost":
         return True
     try:
@@ -176,7 +176,7 @@ def _server(host: str, backlog: int) -> socket.socket:
 
 
 def _listen(size: int, exchange: Callable[[object], object], host: str) -> list[_Link]:
-    """Rank 0's links to all others. The port is open only until they are here."""
+    """Return rank 0's links to all others. The port is open only until they are here."""
     with _server(host, max(128, size)) as listener:
         listener.setblocking(False)
         token = secrets.token_hex(16)
@@ -185,7 +185,7 @@ def _listen(size: int, exchange: Callable[[object], object], host: str) -> list[
 
 
 def _welcome(listener: socket.socket, expected: dict[str, int]) -> list[_Link]:
-    """A link for each of the `expected` hellos. Whoever says anything else, or nothing, is dropped."""
+    """Return a link for each of the `expected` hellos. A connection that says anything else, or nothing, is dropped."""
     deadline = monotonic() + _OPEN_TIMEOUT_S
     candidates: list[_Link] = []
     with selectors.DefaultSelector() as selector:
@@ -211,7 +211,7 @@ def _welcome(listener: socket.socket, expected: dict[str, int]) -> list[_Link]:
 
 
 def _connect(rank: int, exchange: Callable[[object], object], host: str) -> _Link:
-    """Another rank's link to rank 0."""
+    """Return another rank's link to rank 0."""
     port, token = cast("tuple[int, str]", exchange(None))
     try:
         link = _Link(socket.create_connection((host, port), timeout=_OPEN_TIMEOUT_S))

@@ -1,4 +1,4 @@
-"""Which process of several speaks to people and writes files."""
+"""The choice of the process among several that speaks to people and writes files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")  # whe
 
 
 def is_first_rank() -> bool:
-    """Whether it is this one, also before there is a process group; looked up without importing Lightning."""
+    """Return whether it is this one, also before there is a process group; looked up without importing Lightning."""
     known = sys.modules.get("lightning.fabric.utilities.rank_zero")
     if known is not None:
         return getattr(known.rank_zero_only, "rank", 0) == 0

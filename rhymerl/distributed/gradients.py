@@ -29,7 +29,7 @@ def sum_gradients(
 
 
 def buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:
-    """Parameters of one dtype and device, in order, as many as stay within `bucket_bytes` (one always does)."""
+    """Yield parameters of one dtype and device, in order, as many as stay within `bucket_bytes` (one always does)."""
     kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter in parameters:
         kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)

@@ -79,7 +79,7 @@ class Group(Ranks):
         return key
 
     def _send_around(self, mine: bytes) -> list[bytes]:
-        """Every rank's bytes, of any lengths, on every rank."""
+        """Return every rank's bytes, of any lengths, on every rank."""
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         with self._collective():
             dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._collectives)

@@ -1,4 +1,4 @@
-"""What becomes of a rank when the process that has started it ends: nobody else would tell a rank that waits, or is stopped.
+"""The end of a rank with the process that has started it: nobody else would tell a rank that waits, or is stopped.
 
 Linux only; elsewhere nothing happens.
 """

@@ -1,4 +1,4 @@
-"""What the ranks of a run know and nobody else does, from which their messages get a signature."""
+"""The secret that only the ranks of a run know, from which their messages get a signature."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class MessageQueue:
         self._store.set(key, self._wire.pack(value, address=key))  # type: ignore[arg-type]
 
     def take(self) -> list[Any]:
-        """What is new to this reader."""
+        """Return what is new to this reader."""
         values = []
         while self._store.check([self._next]):
             values.append(self._wire.unpack(self._store.get(self._next), address=self._next))

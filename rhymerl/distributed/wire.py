@@ -1,4 +1,4 @@
-"""What ranks say to one another, as bytes: plain data, numpy arrays and known records, signed with the run's key.
+"""The wire format of messages between ranks: plain data, numpy arrays and known records, signed with the run's key.
 
 Nothing that arrives is executed or imported, and nothing is read before its signature has been checked. A message is
 

@@ -1,4 +1,4 @@
-"""What a drafter is: it guesses the next tokens. A wrong guess costs time, never correctness."""
+"""The interface of drafters, which guess the next tokens. A wrong guess costs time, never correctness."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Drafter(ABC):
         """The scored answers of a step, in canonical (prompt, sample) order."""
 
     def follow(self, delta: HistoryDelta) -> None:
-        """What has changed in the history; called after each step, and with a snapshot when a run starts or resumes."""
+        """Take up what has changed in the history; called after each step, and with a snapshot when a run starts or resumes."""
 
     def close(self) -> None:
         """The engine is gone and so are its requests: free threads and the like. Another engine may `start` requests later."""

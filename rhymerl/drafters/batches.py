@@ -17,7 +17,7 @@ _NOTHING = Draft(token_ids=np.empty(0, np.int32), parents=np.empty(0, np.int32))
 
 
 def tidied(drafts: DraftBatch, num_requests: int) -> DraftBatch:
-    """A copy with arrays of the documented types, whatever sequences it came with.
+    """Return a copy with arrays of the documented types, whatever sequences it came with.
 
     Raises ValueError when the arrays do not fit together, so that nobody's draft can be told.
     """
@@ -57,14 +57,14 @@ def tidied(drafts: DraftBatch, num_requests: int) -> DraftBatch:
 
 
 def closed(drafts: DraftBatch, mask: BoolArray) -> BoolArray:
-    """The part of `mask` [N] that is ancestor-closed: nodes all of whose ancestors are in it too."""
+    """Return the part of `mask` [N] that is ancestor-closed: nodes all of whose ancestors are in it too."""
     found = np.array(mask, np.bool_)
     _close(found, drafts.parents, drafts.starts)
     return found
 
 
 def keep_nodes(drafts: DraftBatch, mask: BoolArray) -> DraftBatch:
-    """The nodes of the ancestor-closed part of `mask` [N], with parents renumbered."""
+    """Return the nodes of the ancestor-closed part of `mask` [N], with parents renumbered."""
     if mask.all():
         return drafts
     mask = closed(drafts, mask)
@@ -115,7 +115,7 @@ def placed(drafts: DraftBatch, indices: IndexArray, num_requests: int) -> DraftB
 
 
 def merged(one: DraftBatch, other: DraftBatch) -> DraftBatch:
-    """One batch of two over the same requests, of which each has nodes in one of them at most."""
+    """Return one batch of two over the same requests, of which each has nodes in one of them at most."""
     order = np.argsort(np.concatenate([one.requests, other.requests]), kind="stable")
     return DraftBatch(
         token_ids=np.concatenate([one.token_ids, other.token_ids])[order],

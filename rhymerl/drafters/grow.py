@@ -33,7 +33,7 @@ class TreeBuffers:
         self.longest: IntArray = np.zeros(num_lines, np.int32)  # tokens of the longest match
 
     def packed(self) -> DraftBatch:
-        """The drafts in the order of the lines."""
+        """Return the drafts in the order of the lines."""
         starts = np.zeros(len(self.counts) + 1, np.int64)
         np.cumsum(self.counts, out=starts[1:])
         total = int(starts[-1])
@@ -72,7 +72,7 @@ def _join(
 
 @compiled
 def region_of(starts: IndexArray, position: int) -> int:
-    """The last region that starts at or before the position."""
+    """Return the last region that starts at or before the position."""
     low, high = 0, len(starts)
     while high - low > 1:
         middle = (low + high) // 2

@@ -44,7 +44,7 @@ class LiveGroup:
         return rows
 
     def _row_of(self, name: str, response: IntArray) -> int:
-        """The request's former row if it goes on from there, else a new one."""
+        """Return the request's former row if it goes on from there, else a new one."""
         row = self._left.pop(name, None)
         if row is not None:
             start, end = int(self.index.starts[row]), int(self.index.ends[row])

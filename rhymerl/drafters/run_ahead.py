@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Of tokens that are right when all before them were. It is not learned here: budgets calibrate scores, and what they have learned is
-# in checkpoints, so that a resumed run verifies the very nodes that the whole run did.
+# The rate at which tokens are right when all before them were. It is not learned here: budgets calibrate scores, and what they
+# have learned is in checkpoints, so that a resumed run verifies the very nodes that the whole run did.
 _RATE = 0.95
 
 
 class RunAheadDrafter(Drafter):
-    """A request that has tokens `ahead` gets those that follow its response, as one path, as long as all of the response agrees.
+    """Drafts a request's prefetched tokens (`RolloutRequest.prefetched`): those after its response, as one path, while all of it agrees.
 
     Both were sampled with the same noise, so a token is wrong only where the update has moved that very draw. After the
-    first that was, or behind the last, the request is `inner`'s for good, as are all requests without such tokens.
+    first wrong token, or behind the last, `inner` drafts for the request for good, as it does for all requests without such tokens.
     """
 
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
-        self._ahead: dict[str, _Ahead] = {}  # by id of a request whose response agrees so far
+        self._prefetched: dict[str, _Prefetched] = {}  # by id of a request whose response agrees so far
 
     # -- drafts --------------------------------------------------------------------------------------------------
 
@@ -47,33 +47,33 @@ class RunAheadDrafter(Drafter):
         indices, others = np.flatnonzero(agrees), np.flatnonzero(~agrees)
         if len(indices) == 0:
             return self.inner.propose_batch(requests, contexts, budgets)
-        ahead = [self._ahead[request.id] for request in _at(indices, requests)]
-        drafts = _packed(ahead, _at(indices, budgets)).spread(indices, len(requests))
+        prefetched = [self._prefetched[request.id] for request in _at(indices, requests)]
+        drafts = _packed(prefetched, _at(indices, budgets)).spread(indices, len(requests))
         if len(others) == 0:
             return drafts
         theirs = self.inner.propose_batch(_at(others, requests), _at(others, contexts), _at(others, budgets))
         return merged(drafts, placed(theirs, others, len(requests)))
 
     def _agrees(self, request: RolloutRequest, context: IntArray) -> bool:
-        """Whether the whole response agrees, and there is more to come."""
-        ahead = self._ahead.get(request.id)
-        if ahead is not None and not ahead.follow(context[len(request.prompt.token_ids) :]):
-            del self._ahead[request.id]
+        """Return whether the whole response agrees, and there is more to come."""
+        prefetched = self._prefetched.get(request.id)
+        if prefetched is not None and not prefetched.follow(context[len(request.prompt.token_ids) :]):
+            del self._prefetched[request.id]
             return False
-        return ahead is not None
+        return prefetched is not None
 
     # -- what is known -------------------------------------------------------------------------------------------
 
     def start(self, request: RolloutRequest) -> None:
-        if request.ahead is not None:
-            self._ahead[request.id] = _Ahead(request.ahead)
+        if request.prefetched is not None:
+            self._prefetched[request.id] = _Prefetched(request.prefetched)
         self.inner.start(request)
 
     def accept(self, request: RolloutRequest, token_ids: IntArray, num_accepted: int) -> None:
         self.inner.accept(request, token_ids, num_accepted)
 
     def finish(self, completion: Completion) -> None:
-        self._ahead.pop(completion.request.id, None)
+        self._prefetched.pop(completion.request.id, None)
         self.inner.finish(completion)
 
     def learn(self, samples: Sequence[Sample]) -> None:
@@ -83,25 +83,25 @@ class RunAheadDrafter(Drafter):
         self.inner.follow(delta)
 
     def close(self) -> None:
-        self._ahead.clear()
+        self._prefetched.clear()
         self.inner.close()
 
 
 def listens(drafter: Drafter, hook: str) -> bool:
-    """Whether the drafter does anything at that hook, which one that wraps another only passes on."""
+    """Return whether the drafter does anything at that hook, which one that wraps another only passes on."""
     return getattr(type(innermost(drafter)), hook) is not getattr(Drafter, hook)
 
 
 def innermost(drafter: Drafter) -> Drafter:
-    """The one that others wrap."""
+    """Return the one that others wrap."""
     while isinstance(drafter, RunAheadDrafter):
         drafter = drafter.inner
     return drafter
 
 
 @dataclass(slots=True)
-class _Ahead:
-    """The tokens sampled ahead, and how many of them the response has, at the same positions."""
+class _Prefetched:
+    """The prefetched tokens, and how many of them the response has, at the same positions."""
 
     token_ids: IntArray
     agreed: int = 0
@@ -117,9 +117,11 @@ def _at(indices: IndexArray, values: Sequence[T]) -> list[T]:
     return [values[index] for index in indices.tolist()]
 
 
-def _packed(ahead: Sequence[_Ahead], budgets: Sequence[int]) -> DraftBatch:
-    """The tokens that come next, a path each."""
-    paths = [each.token_ids[each.agreed : each.agreed + budget] for each, budget in zip(ahead, budgets, strict=True)]
+def _packed(prefetched: Sequence[_Prefetched], budgets: Sequence[int]) -> DraftBatch:
+    """Return the tokens that come next, a path each."""
+    paths = [
+        each.token_ids[each.agreed : each.agreed + budget] for each, budget in zip(prefetched, budgets, strict=True)
+    ]
     starts = np.cumsum([0, *map(len, paths)], dtype=np.int64)
     parents = np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts)) - 1
     return DraftBatch(
@@ -127,6 +129,8 @@ def _packed(ahead: Sequence[_Ahead], budgets: Sequence[int]) -> DraftBatch:
         parents=parents.astype(np.int32),
         starts=starts,
         scores=_RATE ** (parents + 2.0),
-        match_length=np.array([REACH + 1 + each.agreed for each in ahead], np.int32),  # longer than any index finds
+        match_length=np.array(
+            [REACH + 1 + each.agreed for each in prefetched], np.int32
+        ),  # longer than any index finds
         sources=np.full(len(parents), DraftSource.RUN_AHEAD, np.int8),
     )

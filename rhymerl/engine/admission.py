@@ -1,4 +1,4 @@
-"""Which requests run: admission in order of arrival, preemption of the youngest, and what each row feeds into a pass."""
+"""The admission of requests: in order of arrival, with preemption of the youngest, and what each row feeds into a pass."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Admission:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is waiting or running."""
+        """Return whether a request is waiting or running."""
         return bool(self._waiting or self.running)
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
@@ -39,7 +39,7 @@ class Admission:
         self._waiting.extend(requests)
 
     def progress(self) -> dict[str, int]:
-        """Response tokens so far of all requests by id, the running ones first, oldest first."""
+        """Return the response tokens so far of all requests by id, the running ones first, oldest first."""
         rows, running = self._rows, self.running
         done = (rows.length[running] - rows.prompt_length[running]).tolist()
         brought = {request.id: len(request.output) if request.output else 0 for request in self._waiting}
@@ -63,11 +63,11 @@ class Admission:
         return new
 
     def _room(self) -> int:
-        """Slots that could be had without preempting anybody, less what admitted rows still have to feed."""
+        """Return how many slots could be had without preempting anybody, less what admitted rows still have to feed."""
         return self._rows.pool.num_free + self.prefixes.idle_slots() - self.prefixes.owed(self.running)
 
     def feed(self) -> tuple[IndexArray, IndexArray]:
-        """Rows that feed and how many of their uncached tokens, after making room for all of these."""
+        """Return the rows that feed, and how many of their uncached tokens, after making room for all of these."""
         row, chain = self._fed()
         while int(chain.sum()) > self._rows.pool.num_free:
             self._make_room()

@@ -33,7 +33,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def can_be_direct(model: PreTrainedModel, modules: Sequence[nn.Module]) -> bool:
-    """Whether the model is of a known family, and nobody has replaced one of its modules or hooked into it."""
+    """Return whether the model is of a known family, and nobody has replaced one of its modules or hooked into it."""
     if type(model).__module__ not in _FAMILIES or not type(model).__name__.endswith("ForCausalLM"):
         return False
     if model.config.rope_parameters["rope_type"] not in _STATIC_ROTARY:
@@ -78,7 +78,7 @@ class _Norm:
 
 
 class _Layer:
-    """What a pass reads of a decoder layer; looked up once, since a module finds its parts slowly."""
+    """The parts of a decoder layer that a pass reads; looked up once, since a module finds its parts slowly."""
 
     def __init__(self, layer: Any, store: LayerStore) -> None:
         attention, mlp = layer.self_attn, layer.mlp

@@ -1,4 +1,4 @@
-"""What an engine adds to the drafting protocol: limits by its slots, and counts of what was accepted. E = emitting rows."""
+"""The engine's part of the drafting protocol: limits by its slots, and counts of what was accepted. E = emitting rows."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _AT_ONCE = 2**24  # logits; without a compiler each of them needs some 40 bytes
 
 
 def draw_on_device(logits: Tensor, inverse_temperatures: Tensor, keys: Tensor) -> Tensor:
-    """What `draw_tokens` draws, [n] int64, from logits [n, vocabulary], inverse temperatures [n] and keys [n, 3] int64.
+    """Return what `draw_tokens` draws, [n] int64, from logits [n, vocabulary], inverse temperatures [n] and keys [n, 3] int64.
 
     On an accelerator one compiled kernel reads the logits once.
     """

@@ -92,7 +92,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is waiting or running."""
+        """Return whether a request is waiting or running."""
         return self.admission.has_work
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
@@ -128,7 +128,7 @@ class Engine:
         return finished
 
     def progress(self) -> dict[str, int]:
-        """Response tokens so far of all requests by id, the running ones first, oldest first."""
+        """Return the response tokens so far of all requests by id, the running ones first, oldest first."""
         return self.admission.progress()
 
     def withdraw(self, ids: Iterable[str] | None = None) -> list[Completion]:

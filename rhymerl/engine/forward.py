@@ -49,7 +49,7 @@ class Forward:
             yield
 
     def logits(self, layout: PassLayout) -> Tensor:
-        """Logits [M, vocabulary] at every root and draft node, in float32 or better."""
+        """Return the logits [M, vocabulary] at every root and draft node, in float32 or better."""
         with threads_for(self._operations * layout.num_tokens):
             logits = self._run(self._direct, self.store, layout)
         return logits if logits.dtype == torch.float64 else logits.float()
@@ -74,7 +74,7 @@ class Forward:
 
     @property
     def is_direct(self) -> bool:
-        """Whether passes since the last `ready` go directly over the model's modules."""
+        """Return whether passes since the last `ready` go directly over the model's modules."""
         return self._direct is not None
 
     # -- the direct forward ----------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class Forward:
         return self._device.type == "cpu" and self.model.dtype == torch.float32 and not is_cast
 
     def _compare(self, kind: type[DirectForward]) -> bool:
-        """Whether two prompts with a draft tree each get the same log-probs directly and by transformers; says so if not."""
+        """Return whether two prompts with a draft tree each get the same log-probs directly and by transformers; warn if not."""
         vocabulary = self.model.config.vocab_size
         by_transformers, directly = (self._example(each, vocabulary) for each in (None, kind))
         difference = (by_transformers - directly).abs().max().item()
@@ -113,7 +113,7 @@ class Forward:
         return difference <= most
 
     def _example(self, kind: type[DirectForward] | None, vocabulary: int) -> Tensor:
-        """Log-probs [M, vocabulary] of a pass over a store of its own."""
+        """Return the log-probs [M, vocabulary] of a pass over a store of its own."""
         store = self.store.smaller(64)
         rows, source = Rows(2, 64, store.pool), np.random.default_rng(0)
         prompts = [

@@ -25,7 +25,7 @@ class SlotPool:
         return self._num_free
 
     def take(self, count: int) -> IndexArray:
-        """`count` slots; the caller has checked `num_free`."""
+        """Return `count` slots; the caller has checked `num_free`."""
         assert count <= self._num_free, f"took {count} of {self._num_free} free slots"
         self._num_free -= count
         return self._free[self._num_free : self._num_free + count].copy()
@@ -101,7 +101,7 @@ class KVStore(Cache):
         super().__init__(layers=list(self.stores))
 
     def smaller(self, num_slots: int) -> KVStore:
-        """An empty store for the same layers, allocated if this one is."""
+        """Return an empty store for the same layers, allocated if this one is."""
         store = KVStore(len(self.stores), num_slots)
         for mine, other in zip(store.stores, self.stores, strict=True):
             mine.keys, mine.values = (each.new_zeros(num_slots, *each.shape[1:]) for each in (other.keys, other.values))
@@ -110,12 +110,12 @@ class KVStore(Cache):
 
     @property
     def is_allocated(self) -> bool:
-        """Whether a pass has shown the layers' shapes."""
+        """Return whether a pass has shown the layers' shapes."""
         return bool(self.stores[0].is_initialized)
 
     @property
     def is_readable_in_place(self) -> bool:
-        """Whether compiled CPU code can read keys and values; False before the first pass."""
+        """Return whether compiled CPU code can read keys and values; False before the first pass."""
         first = self.stores[0]
         return bool(first.is_initialized) and all(
             tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float64)

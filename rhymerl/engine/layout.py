@@ -58,7 +58,7 @@ class PassLayout:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether every row feeds one token and its draft: no prompt is being computed."""
+        """Return whether every row feeds one token and its draft: no prompt is being computed."""
         return bool((self.chain == 1).all())
 
 
@@ -183,7 +183,7 @@ def _buckets(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Packed:
-    """What buckets are made from; F and K as in PassLayout."""
+    """The arrays from which buckets are made; F and K as in PassLayout."""
 
     row: IndexArray  # [F]
     chain: IndexArray  # [F]

@@ -20,19 +20,19 @@ KeyArray = npt.NDArray[np.uint32]
 
 
 def noise_keys(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> KeyArray:
-    """Three 32-bit keys a draw, [n, 3], from seeds and response positions [n] (SplitMix64's finaliser)."""
+    """Return three 32-bit keys a draw, [n, 3], from seeds and response positions [n] (SplitMix64's finaliser)."""
     return keys_at(noise_counters(seeds), positions)
 
 
 def noise_counters(seeds: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """What a draw's response position is added to before it is hashed, [n]: an engine need keep only this of a request."""
+    """Return the numbers to which a draw's response position is added before it is hashed, [n]; an engine needs only this."""
     counters = np.empty(len(seeds), np.uint64)
     _hash(seeds, counters)
     return counters
 
 
 def keys_at(counters: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> KeyArray:
-    """The keys of `noise_keys`, [n, 3], of requests with these counters at these positions, each [n]."""
+    """Return the keys of `noise_keys`, [n, 3], of requests with these counters at these positions, each [n]."""
     keys = np.empty((len(counters), 3), np.uint32)
     _fill_keys(counters, positions, keys)
     return keys
@@ -63,7 +63,7 @@ def _fill_keys(counters: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64
 
 
 def noise_keys_on_device(counters: Tensor) -> Tensor:
-    """The keys of `noise_keys`, [n, 3] int64, from counters plus positions [n] int64 (the same 64 bits, signed)."""
+    """Return the keys of `noise_keys`, [n, 3] int64, from counters plus positions [n] int64 (the same 64 bits, signed)."""
     state = _splitmix64_tensor(counters)
     more = _splitmix64_tensor(state)
     return torch.stack([state & _MASK32, (state >> 32) & _MASK32, more & _MASK32], -1)
@@ -90,7 +90,7 @@ def _mix32(value: Tensor) -> Tensor:
 
 
 def log_race_times(keys: Tensor, vocabulary: int) -> Tensor:
-    """log E of every token, [n, vocabulary] float64, from keys [n, 3] int64: the reference that the compiled draw repeats."""
+    """Return log E of every token, [n, vocabulary] float64, from keys [n, 3] int64: the reference that the compiled draw repeats."""
     tokens = torch.arange(vocabulary, device=keys.device)
     high = _mix32((_mix32(tokens ^ keys[:, :1]) + keys[:, 1:2]) & _MASK32)
     low = _mix32(high ^ keys[:, 2:])

@@ -28,14 +28,14 @@ ROOT, CHAIN = -1, -2
 
 
 def suits_paging(width: IndexArray, num_keys: IndexArray) -> npt.NDArray[np.bool_]:
-    """Which rows, of so many query tokens and keys, the loop should take."""
+    """Return which rows, of so many query tokens and keys, the loop should take."""
     paged: npt.NDArray[np.bool_] = (width == 1) | (width * num_keys <= _MOST_PAIRS)
     return paged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedLayout:
-    """What the N tokens of a pass see: the leading slots of their row, and below its root their ancestors in the draft tree."""
+    """The slots that the N tokens of a pass see: the leading slots of their row, and below its root their ancestors in the draft tree."""
 
     table: IndexArray  # [R, C] slots of every row, as in `Rows`
     row: IndexArray  # [N] line of the table; below 0 for tokens that are left to others

@@ -23,7 +23,7 @@ class PrefixTable:
         return [prefix.row for prefix in self._prefixes.values()]
 
     def acquire(self, request: RolloutRequest) -> Prefix | None:
-        """The prefix of the request: all its prompt but the last token, or None for a prompt of one token.
+        """Return the prefix of the request: all its prompt but the last token, or None for a prompt of one token.
 
         Afterwards a row is free for the request itself.
         """
@@ -40,13 +40,13 @@ class PrefixTable:
         return prefix
 
     def uncomputed(self) -> list[int]:
-        """The rows of prefixes that still have to be computed."""
+        """Return the rows of prefixes that still have to be computed."""
         rows = self._rows
         self._uncomputed = [each for each in self._uncomputed if rows.cached[each.row] < rows.length[each.row]]
         return [prefix.row for prefix in self._uncomputed]
 
     def idle_slots(self) -> int:
-        """Slots of prefixes that nobody reads."""
+        """Return the number of slots in prefixes that nobody reads."""
         return sum(int(self._rows.cached[each.row]) for each in self._prefixes.values() if each.num_readers == 0)
 
     def evict_idle(self) -> bool:
@@ -72,6 +72,6 @@ class PrefixTable:
         self._rows.leave(prefix.row)
 
     def owed(self, running: IndexArray | list[int]) -> int:
-        """Tokens of the running rows and of all prefixes that have no keys and values yet."""
+        """Return how many tokens of the running rows and of all prefixes have no keys and values yet."""
         held = np.array([*running, *self.held], np.int64)
         return int((self._rows.length[held] - self._rows.cached[held]).sum())

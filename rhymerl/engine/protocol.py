@@ -28,8 +28,8 @@ _LOG = logging.getLogger(__name__)
 class DraftingProtocol:
     """The calls of a drafter and a budget, in the order that their base classes promise. R = requests.
 
-    With `checks` a malformed draft raises HookError; otherwise it is left out, counted, and told about once. Whatever drafter or
-    budget raise becomes a HookError, too.
+    With `checks` a malformed draft raises HookError; otherwise it is left out, counted, and told about once. An exception of the
+    drafter or budget becomes a HookError, too.
     """
 
     def __init__(self, drafter: Drafter, budget: Budget, *, vocabulary: int, checks: bool = False) -> None:
@@ -70,7 +70,7 @@ class DraftingProtocol:
     # -- a pass ------------------------------------------------------------------------------------------------------
 
     def is_skipped(self, num_requests: int) -> bool:
-        """Whether the drafter is left alone in the pass that begins."""
+        """Return whether the drafter is left alone in the pass that begins."""
         return self.max_nodes == 0 or num_requests == 0 or self._pauses.take(num_requests)
 
     def _skips(self, num_requests: int) -> int:
@@ -82,7 +82,7 @@ class DraftingProtocol:
             self.budget.count_passes(num_passes)
 
     def limits(self, requests: Sequence[RolloutRequest]) -> IntArray:
-        """How many nodes the budget grants each request, [R], a copy."""
+        """Return how many nodes the budget grants each request, [R], a copy."""
         with self._in_budget:
             return np.array(self.budget.limits(requests), np.int32)
 

@@ -24,7 +24,7 @@ class Ragged:
 
 
 def ragged(counts: IndexArray) -> Ragged:
-    """Row, offset within its row, and the start of every row."""
+    """Return the row, the offset within its row, and the start of every row."""
     start = np.cumsum(counts) - counts
     row = np.repeat(np.arange(len(counts)), counts)
     return Ragged(row=row, offset=np.arange(len(row)) - start[row], start=start)

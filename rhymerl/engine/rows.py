@@ -1,9 +1,9 @@
 """Rows: the token sequences that have keys and values in the store, as a struct of arrays.
 
-A row is either a running request or a prefix: a prompt's tokens but the last, computed once and read by all samples of
-its group. R = rows, C = the longest sequence. Of a row's `length` tokens the first `cached` have keys and
-values, and of those the first `shared` belong to its prefix. A running row always has at least one token
-that is not cached: its last one, the root from which the next token is sampled.
+A row is either a running request or a prefix: a prompt's tokens but the last, computed once and read by all samples of its group. R
+= rows, C = the longest sequence. A row has `length` tokens: the first `cached` of them have keys and values, and the first `shared`
+of those belong to its prefix. A running row always has at least one token that is not cached: its last one, the root from which the
+next token is sampled.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Rows:
         return len(self._free)
 
     def enter_prefix(self, tokens: IntArray) -> Prefix:
-        """A row for a prompt's shared part; nothing is cached yet."""
+        """Return a row for a prompt's shared part; nothing is cached yet."""
         row = self._free.pop()
         self.tokens[row, : len(tokens)] = tokens
         self.length[row] = self.limit[row] = self.prompt_length[row] = len(tokens)
@@ -101,7 +101,7 @@ class Rows:
         return Prefix(row=row, tokens=tokens.tobytes())
 
     def enter(self, request: RolloutRequest, prefix: Prefix | None) -> int:
-        """A row for a request, with its output so far; the prefix's slots are read, not owned."""
+        """Return a row for a request, with its output so far; the prefix's slots are read, not owned."""
         row = self._free.pop()
         prompt, output = request.prompt.token_ids, request.output
         start, end = len(prompt), len(prompt) + (len(output) if output else 0)
@@ -136,19 +136,19 @@ class Rows:
         self._free.append(row)
 
     def contexts_of(self, row: IndexArray) -> list[IntArray]:
-        """Prompt and response so far of each row, [length], read-only views."""
+        """Return the prompt and response so far of each row, [length], read-only views."""
         tokens = self.tokens.view()
         tokens.flags.writeable = False
         return [tokens[each, :length] for each, length in zip(row.tolist(), self.length[row].tolist(), strict=True)]
 
     def id(self, row: int) -> str:
-        """The id of the row's request."""
+        """Return the id of the row's request."""
         request = self.request[row]
         assert request is not None
         return request.id
 
     def completion(self, row: int, reason: FinishReason) -> Completion:
-        """The row's answer so far."""
+        """Return the row's answer so far."""
         request = self.request[row]
         assert request is not None
         response = slice(self.prompt_length[row], self.length[row])

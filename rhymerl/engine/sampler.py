@@ -16,7 +16,7 @@ _FEW = 2**17  # logits: sampling from them all costs less than going back and fo
 
 
 def truncate(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """A copy of logits [n, V] with -inf where temperature, top-k, top-p and min-p (each [n]) rule a token out.
+    """Return a copy of logits [n, V] with -inf where temperature, top-k, top-p and min-p (each [n]) rule a token out.
 
     Each rule sees the renormalised distribution that the one before it left; the most likely token always stays.
     """
@@ -40,7 +40,7 @@ class Sampler:
 
     @property
     def draws_ahead(self) -> bool:
-        """Whether to draw at all indices at once, also at those that may not be reached."""
+        """Return whether to draw at all indices at once, also at those that may not be reached."""
         return self._logits.numel() <= _FEW
 
     def draw(self, indices: IndexArray, row: IndexArray, positions: IndexArray) -> npt.NDArray[np.int32]:
@@ -79,7 +79,7 @@ class Sampler:
 
 
 def log_norms(logits: Tensor, scale: Tensor) -> Tensor:
-    """logsumexp(logits * scale) of each line, [n] float64, from logits [n, V] and scale [n] float64."""
+    """Return logsumexp(logits * scale) of each line, [n] float64, from logits [n, V] and scale [n] float64."""
     top = logits.amax(-1)
     terms = (logits - top[:, None]).mul_(scale.to(logits)[:, None]).exp_()
     return top.double() * scale + terms.sum(-1, dtype=torch.float64).log()

@@ -1,4 +1,4 @@
-"""Which models the engine may run (named reasons first, then a proof on the model itself), and which requests."""
+"""The models that the engine may run (named reasons first, then a proof on the model itself), and the requests that it takes."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _logits_alone(
     paths: list[np.ndarray],
     autocast: Callable[[], AbstractContextManager[object]],
 ) -> Tensor:
-    """[nodes, vocabulary] after each node, from a pass of the model's own for each of `paths`."""
+    """Return [nodes, vocabulary] after each node, from a pass of the model's own for each of `paths`."""
     inputs = [torch.from_numpy(np.append(prompt, path))[None].to(model.device) for path in paths]
     with evaluating(model), torch.no_grad(), autocast():
         return torch.cat([model(input_ids=each).logits[0, len(prompt) :] for each in inputs])
@@ -97,7 +97,7 @@ def _tree_logits(
     paths: list[np.ndarray],
     autocast: Callable[[], AbstractContextManager[object]],
 ) -> Tensor:
-    """[nodes, vocabulary] after each node, all `paths` hanging below `prompt` in one packed pass."""
+    """Return [nodes, vocabulary] after each node, all `paths` hanging below `prompt` in one packed pass."""
     from rhymerl.engine.attention import AttentionPlan, Bucket, packed
     from rhymerl.engine.kv_store import KVStore
 

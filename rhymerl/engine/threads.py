@@ -1,4 +1,4 @@
-"""How many threads a forward pass on a CPU runs on."""
+"""The number of threads for a forward pass on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine has done, for metrics."""
+"""The totals of an engine's work, for metrics."""
 
 from __future__ import annotations
 
@@ -43,5 +43,5 @@ class EngineTotals:
     accepted_to_depth: npt.NDArray[np.int64] = field(default_factory=_by_depth)  # of these, accepted so far down
 
     def minus(self, other: EngineTotals) -> EngineTotals:
-        """What was added since `other`."""
+        """Return what was added since `other`."""
         return EngineTotals(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))

@@ -39,7 +39,7 @@ def sound(
     vocabulary: int,
     complain: Callable[[str, int], None],
 ) -> DraftBatch:
-    """The drafts without malformed ones. Of these `complain` is told: what was proposed, and for how many requests."""
+    """Return the drafts without malformed ones; `complain` is told what was malformed, and for how many requests."""
     try:
         drafts = tidied(drafts, len(requests))
     except ValueError as error:
@@ -54,7 +54,7 @@ def sound(
 
 
 def problems_of(drafts: DraftBatch, *, limits: IntArray, vocabulary: int) -> dict[int, str]:
-    """Why a request's draft is no tree of at most `limits` [R] known tokens, by request; empty when all are fine."""
+    """Return why a request's draft is no tree of at most `limits` [R] known tokens, by request; empty when all are fine."""
     codes = np.zeros(len(drafts), np.int64)
     _examine(drafts.token_ids, drafts.parents, drafts.starts, limits, vocabulary, codes)
     wrong = {r: _words(drafts, r, int(codes[r]), limits, vocabulary) for r in np.flatnonzero(codes).tolist()}
@@ -90,7 +90,7 @@ def _examine(
 
 
 def depths(drafts: DraftBatch) -> IndexArray:
-    """Tokens from the context to each node, [N], from 1."""
+    """Return how many tokens lead from the context to each node, [N], from 1."""
     depth = np.empty(len(drafts.parents), np.int64)
     _measure(drafts.parents, drafts.starts, depth)
     return depth

@@ -1,4 +1,4 @@
-"""What the policy answered before: the store that owns it, and the records that its readers follow."""
+"""The policy's earlier answers: the store that owns them, and the records that its readers follow."""
 
 from rhymerl.history.records import Answer, HistoryDelta, PromptChange
 from rhymerl.history.store import NO_VERSION, HistoryStore

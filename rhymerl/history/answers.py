@@ -1,4 +1,4 @@
-"""What the history keeps of a group's answers, chosen by their rewards."""
+"""The answers of a group that the history keeps, chosen by their rewards."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _ROUNDING = 1e-9  # of a weighted sum of rewards
 
 
 def are_alike(rewards: Sequence[float]) -> bool:
-    """Whether the answers of a group are equally good, up to rounding."""
+    """Return whether the answers of a group are equally good, up to rounding."""
     return max(rewards) - min(rewards) <= _ROUNDING
 
 
 def group_advantages(rewards: Sequence[float]) -> FloatArray:
-    """How much better than its group each answer was, [G], in standard deviations; all 0 where all are alike.
+    """Return how much better than its group each answer was, [G], in standard deviations; all 0 where all are alike.
 
-    The history's own measure, whatever the algorithm's: it only tilts which earlier answer a draft follows.
+    This is the history's own measure, whatever the algorithm's is: it only tilts which earlier answer a draft follows.
     """
     values = np.asarray(rewards, np.float64)
     return np.zeros(len(values)) if are_alike(rewards) else (values - values.mean()) / values.std()
 
 
 def answers_of(samples: Sequence[Sample], epoch: int) -> Iterator[tuple[Prompt, list[Answer]]]:
-    """The scored answers of a step by prompt, in the order in which prompts first occur; a repeated prompt is one."""
+    """Yield the scored answers of a step by prompt, in the order in which prompts first occur; a repeated prompt is one."""
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.prompt.key, []).append(sample)

@@ -1,4 +1,4 @@
-"""What a store knows of one prompt, and since which version."""
+"""The entries of a store: what it knows of one prompt, and since which version."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Entry:
 
 
 class EvictionLog:
-    """Which prompts readers have to forget; the `size` newest of them. Readers behind `start` cannot be told."""
+    """The log of prompts that readers have to forget; it keeps the `size` newest. Readers behind `start` cannot be told."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -64,7 +64,7 @@ class EvictionLog:
         self.start = version
 
     def since(self, version: int) -> list[Name]:
-        """What a reader at `version` has to forget, oldest eviction first."""
+        """Return what a reader at `version` has to forget, oldest eviction first."""
         return [name for name, _ in newer(self._versions, version, lambda evicted_at: evicted_at)]
 
     def check_integrity(self, version: int) -> None:
@@ -77,7 +77,7 @@ class EvictionLog:
 
 
 def newer(values: dict[Name, Value], version: int, version_of: Callable[[Value], int]) -> list[tuple[Name, Value]]:
-    """The tail of a mapping in the order of versions that is newer than `version`."""
+    """Return the tail of a mapping in the order of versions that is newer than `version`."""
     tail = []
     for item in reversed(values.items()):
         if version_of(item[1]) <= version:
@@ -87,7 +87,7 @@ def newer(values: dict[Name, Value], version: int, version_of: Callable[[Value],
 
 
 def united(known: Mapping[AnswerKey, Answer], answers: Iterable[Answer]) -> dict[AnswerKey, Answer]:
-    """One answer an (epoch, sample), in their order: that of the newer policy, else the one that came first."""
+    """Return one answer an (epoch, sample), in their order: that of the newer policy, else the one that came first."""
     chosen = dict(known)
     for answer in answers:
         location = answer.epoch, answer.sample
@@ -97,7 +97,7 @@ def united(known: Mapping[AnswerKey, Answer], answers: Iterable[Answer]) -> dict
 
 
 def fitting(answers: dict[AnswerKey, Answer], *, window: int, max_tokens: int | None) -> dict[AnswerKey, Answer]:
-    """The newest `window` epochs, fewer where they have more than `max_tokens`; `answers` is in order."""
+    """Return the newest `window` epochs, fewer where they have more than `max_tokens`; `answers` is in order."""
     if not answers:
         return {}
     newest, _ = next(reversed(answers))

@@ -41,7 +41,7 @@ def write_sections(path: str | Path, sections: Mapping[str, bytearray], *, token
 
 
 def read_sections(path: str | Path, *, tokenizer: str) -> dict[str, bytes]:
-    """All sections, checked. Raises DataError naming the file and what is wrong with it."""
+    """Return all sections, checked. Raises DataError naming the file and what is wrong with it."""
     location = f"history file {str(path)!r}"
     try:
         with Path(path).open("rb") as file:

@@ -24,7 +24,7 @@ _FIRST_WIDTH = 64  # tokens that a live answer has room for at first
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matches:
-    """Where suffixes of R queries stand, longest first. M = most positions a query."""
+    """The positions at which suffixes of R queries stand, longest first. M = most positions a query."""
 
     positions: IntArray  # [R, M] the token that followed is text[position]
     lengths: IntArray  # [R, M] tokens shared, at most REACH
@@ -72,7 +72,7 @@ class SuffixIndex:
     def matches(
         self, query: IntArray, ends: IndexArray, *, most: int, shortest: int = 1, longest: int = REACH
     ) -> Matches:
-        """The `most` positions with the longest suffixes shared with what ends before query[ends[r]], from `shortest` tokens up.
+        """Return the `most` positions with the longest suffixes shared with what ends before query[ends[r]], from `shortest` tokens up.
 
         Before every end there must be REACH entries in `query`. A shared suffix counts as `longest` tokens at most.
         """
@@ -188,6 +188,6 @@ class LiveIndex(SuffixIndex):
 
 
 def _tail(prompt: IntArray) -> IntArray:
-    """The prompt's last REACH tokens, filled up in front with NO_TOKEN."""
+    """Return the prompt's last REACH tokens, filled up in front with NO_TOKEN."""
     last = np.asarray(prompt[-REACH:], np.int32)
     return np.concatenate([np.full(REACH - len(last), NO_TOKEN, np.int32), last])

@@ -1,4 +1,4 @@
-"""What the history holds, and what it tells those who follow it. L = response tokens, P = prompt tokens."""
+"""The records of the history, and the changes that its followers are told. L = response tokens, P = prompt tokens."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Answer:
 
     @property
     def is_censored(self) -> bool:
-        """Whether it was cut at the token limit, so that its true length is unknown."""
+        """Return whether it was cut at the token limit, so that its true length is unknown."""
         return self.finish_reason == "length"
 
 
@@ -52,7 +52,7 @@ def _fields(answer: Answer) -> tuple[object, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptChange:
-    """What has become of one prompt. Apply it from top to bottom: forget, drop, add."""
+    """The change of one prompt. Apply it from top to bottom: forget, drop, add."""
 
     split: Split
     key: str  # Prompt.key

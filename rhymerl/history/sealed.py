@@ -117,7 +117,7 @@ class SealedHistory:
             del self._building[name]
 
     def get(self, name: Name, prompt: IntArray) -> SealedAnswers | None:
-        """The prompt's settled index; None when there is none, or when the name belongs to another prompt."""
+        """Return the prompt's settled index; None when there is none, or when the name belongs to another prompt."""
         sealed = self._sealed.get(name)
         if sealed is None or not np.array_equal(sealed.prompt_token_ids, prompt):
             return None

@@ -1,4 +1,4 @@
-"""How much a run's answers repeat those of the epoch before: what drafters and schedulers can hope for."""
+"""The similarity of a run's answers to those of the epoch before: what drafters and schedulers can hope for."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Similarity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthStability:
-    """How far prompts keep their rank by length from one epoch to the next; the means are over epochs."""
+    """The stability of prompts' ranks by length from one epoch to the next; the means are over epochs."""
 
     same_group: float  # share of prompts that stay in their group; 1 / num_groups is chance
     spearman: float  # NaN in an epoch in which all prompts are alike, which the mean leaves out
@@ -39,13 +39,12 @@ class LengthStability:
 
 
 def similarity(records: Iterable[TraceRecord]) -> Similarity:
-    """The similarity of RhymeRL (arXiv 2508.18588): matched tokens / all tokens.
+    """Return the similarity of RhymeRL (arXiv 2508.18588): matched tokens / all tokens.
 
-    Each answer is walked from its first token. Where the last 3 tokens of the walk occur in any answer to the same
-    prompt in the epoch before, the longest run that follows such an occurrence and goes on as the answer does is
-    matched, and the walk goes on behind it; otherwise, or if that run is empty, the next token is not matched and the
-    walk goes on behind that. So the first 3 tokens of an answer never match. Answers whose prompt has none in the
-    epoch before are left out.
+    Each answer is walked from its first token. The last 3 tokens of the walk may occur in answers to the same prompt in the epoch
+    before. Then the longest run that follows such an occurrence and goes on as the answer does is matched, and the walk goes on
+    behind it. Otherwise, or if that run is empty, the next token is not matched, and the walk goes on behind that. So the first 3
+    tokens of an answer never match. Answers whose prompt has none in the epoch before are left out.
     """
     listed = list(records)
     epochs = np.array([record.epoch for record in listed], np.int64)
@@ -90,7 +89,7 @@ def _groups(records: Sequence[TraceRecord]) -> tuple[Indices, Indices]:
 
 
 def _num_matched(records: Sequence[TraceRecord], lengths: Indices, group: Indices, before: Indices) -> Indices:
-    """[records] matched tokens. A token is in a run exactly when it and the 3 before it occur in a row in the epoch before."""
+    """Return [records] matched tokens. A token is in a run exactly when it and the 3 before it occur in a row in the epoch before."""
     if not lengths.sum():
         return np.zeros(len(records), np.int64)
     answer = np.repeat(np.arange(len(records)), lengths)[_PREFIX_TOKENS:]

@@ -30,11 +30,11 @@ NO_VERSION = -1  # of a reader that has been told nothing
 class HistoryStore:
     """Keeps past answers by prompt, within a window of epochs and caps on tokens and prompts.
 
-    Of each prompt the newest `window` epochs stay, fewer where they alone have more than `max_tokens`. Then, where
-    `max_tokens` (of all answers) or `max_prompts` is passed, the prompts whose last `add` is longest ago go, each with
-    all of its answers: those of the split `validation` first, so that what training knows does not depend on evaluations.
-    Reading is no use, so that what stays follows from the adds alone, whoever reads.
-    Of two answers with the same prompt, epoch and sample, the one of the newer policy version stays, else the first.
+    The newest `window` epochs of each prompt stay, fewer where they alone have more than `max_tokens`. Where `max_tokens` (of all
+    answers) or `max_prompts` is passed, the prompts whose last `add` is longest ago then go, each with all of its answers. Those of
+    the split `validation` go first, so that what training knows does not depend on evaluations. Reading does not count as use, so
+    that what stays follows from the adds alone. If two answers have the same prompt, epoch and sample, the one of the newer policy
+    version stays, else the first.
 
     `spill` is a directory: token ids then live in a memory-mapped scratch file there, which has no name and is
     gone with the process. `log_size` is how many evictions are remembered for readers that lag behind.
@@ -92,7 +92,7 @@ class HistoryStore:
         self._trim()
 
     def answers(self, prompt: Prompt, split: Split = "train") -> tuple[Answer, ...]:
-        """What is known of exactly this prompt, oldest epoch first, then by sample."""
+        """Return what is known of exactly this prompt, oldest epoch first, then by sample."""
         _check_split(split)
         entry = self._entries.get((split, prompt.key))
         if entry is None:
@@ -190,12 +190,12 @@ class HistoryStore:
     # -- readers -------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> HistoryDelta:
-        """All that is known, longest unused prompt first."""
+        """Return all that is known, longest unused prompt first."""
         changes = [_change(name, entry, since=-1, is_forgotten=False) for name, entry in self._entries.items()]
         return HistoryDelta(version=self.version, is_snapshot=True, changes=tuple(changes))
 
     def deltas(self, since: int) -> HistoryDelta:
-        """What a reader at version `since` has to apply to know what the store knows; a snapshot where that is lost.
+        """Return what a reader at version `since` has to apply to know what the store knows; a snapshot where that is lost.
 
         It is lost when the log of evictions has been cut since then, and when another state has been loaded. A reader that
         knows nothing is at `NO_VERSION`.
@@ -213,7 +213,7 @@ class HistoryStore:
     # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is known, as bytes and numbers; neither settings nor versions."""
+        """Return all that is known, as bytes and numbers; neither settings nor versions."""
         return {"format": FORMAT, "sections": pack(self._packed())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -232,7 +232,7 @@ class HistoryStore:
 
     @classmethod
     def load(cls, path: str | Path, *, tokenizer: str, **settings: Any) -> Self:
-        """A store with these settings and the file's answers.
+        """Return a store with these settings and the file's answers.
 
         Raises DataError when the file is truncated, corrupt, of a newer format or of another tokenizer.
         """
@@ -279,7 +279,7 @@ class HistoryStore:
 
 
 def _opened(spill: str | Path) -> Path:
-    """The directory, made if need be. Raises ValueError when it cannot be written to."""
+    """Return the directory, made if need be. Raises ValueError when it cannot be written to."""
     try:
         return open_folder(spill, setting="spill")
     except ConfigError as error:

@@ -25,7 +25,7 @@ BLOCK = 256
 
 @compiled
 def sorted_by_context(text: IntArray, reach: int) -> IntArray:
-    """All indices q of `text`, sorted by the `reach` (a power of two) tokens that end at q, read backwards.
+    """Return all indices q of `text`, sorted by the `reach` (a power of two) tokens that end at q, read backwards.
 
     Prefix doubling (Manber & Myers, 1993): who is sorted by h tokens is sorted by 2 h in one pass over the previous order.
     What lies before the text's begin is less than all else.
@@ -88,7 +88,7 @@ def sorted_by_context(text: IntArray, reach: int) -> IntArray:
 
 @compiled
 def shared_length(text: IntArray, p: int, other: IntArray, q: int, limit: int) -> int:
-    """Tokens that the left contexts of `text` at p and `other` at q share, at most `limit`."""
+    """Return how many tokens the left contexts of `text` at p and `other` at q share, at most `limit`."""
     k = 0
     while k < limit and text[p - k - 1] == other[q - k - 1] and text[p - k - 1] >= 0:
         k += 1

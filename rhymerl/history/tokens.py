@@ -1,4 +1,4 @@
-"""Where token ids live: in memory, or in a memory-mapped scratch file."""
+"""The storage of token ids: in memory, or in a memory-mapped scratch file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TokenMemory:
         self.num_live = 0
 
     def put(self, token_ids: IntArray) -> IntArray:
-        """A read-only copy, int32."""
+        """Return a read-only copy, int32."""
         self.num_live += len(token_ids)
         copy = np.array(token_ids, np.int32)
         copy.flags.writeable = False
@@ -41,11 +41,11 @@ class TokenMemory:
 
     @property
     def is_mostly_dead(self) -> bool:
-        """Whether moving what is live to a `fresh` one would free more than half of the space."""
+        """Return whether moving what is live to a `fresh` one would free more than half of the space."""
         return False
 
     def fresh(self) -> TokenMemory:
-        """An empty one of the same kind."""
+        """Return an empty one of the same kind."""
         return TokenMemory()
 
 
@@ -65,7 +65,7 @@ class TokenFile(TokenMemory):
         self._map = self._make_map(_FIRST_MAP_BYTES)
 
     def put(self, token_ids: IntArray) -> IntArray:
-        """A read-only view of the file. Raises RunError when the disk is full."""
+        """Return a read-only view of the file. Raises RunError when the disk is full."""
         data = np.asarray(token_ids, np.int32).tobytes()
         start = self.num_put * TOKEN_BYTES
         self._write(data, start)

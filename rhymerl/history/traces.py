@@ -43,7 +43,7 @@ class TraceRecord:
 
 
 def record_of(sample: Sample, epoch: int, *, with_logprobs: bool = False) -> TraceRecord:
-    """A sample as a record. Raises ValueError for an answer that was withdrawn half-way."""
+    """Return a sample as a record. Raises ValueError for an answer that was withdrawn half-way."""
     completion = sample.completion
     if completion.finish_reason == "withdrawn":
         raise ValueError(f"request {completion.request.id} was withdrawn: only whole answers are recorded")
@@ -104,7 +104,7 @@ class TraceWriter:
 
 
 def read_trace(path: str | Path) -> Iterator[TraceRecord]:
-    """The records of a file, in its order; unknown fields are passed over.
+    """Yield the records of a file, in its order; unknown fields are passed over.
 
     Raises DataError naming the file, the line and what is wrong, when iteration gets there.
     """

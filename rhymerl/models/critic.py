@@ -17,11 +17,11 @@ from rhymerl.models.rope import refuse_changing_rope
 
 
 class CriticSettings:
-    """How values are learned, for an algorithm that has them (PPO).
+    """The settings for learning values, for an algorithm that has them (PPO).
 
-    Either the critic has a backbone of its own, at first a copy of the policy's or the language model at `path` (a directory
-    or hub name, with the policy's tokenizer), or it is one head on the policy's backbone (`shared`), which both then train.
-    The head starts at random with a standard deviation of `head_std`; at 0 the first values are 0. In the first
+    Without `shared` the critic has a backbone of its own: at first a copy of the policy's, or the language model at `path` (a
+    directory or hub name, with the policy's tokenizer). With `shared` it is one head on the policy's backbone, which both then
+    train. The head starts at random with a standard deviation of `head_std`; at 0 the first values are 0. In the first
     `warmup_steps` rollout steps the policy does not move, a shared backbone included.
     """
 
@@ -47,7 +47,7 @@ class CriticSettings:
         self.warmup_steps = warmup_steps
 
     def build(self, policy: Policy, *, seed: int) -> Critic:
-        """The critic of a policy as it is now. Raises ConfigError when `path` is no language model over the same tokens."""
+        """Return the critic of a policy as it is now. Raises ConfigError when `path` is no language model over the same tokens."""
         if self.shared:
             return Critic(self, policy.model.get_decoder(), body=None, seed=seed)
         body = copy.deepcopy(policy.model.get_decoder()) if self.path is None else self._load(self.path, policy)
@@ -76,7 +76,7 @@ class Critic(nn.Module):
         self.register_load_state_dict_pre_hook(_check_saved)  # type: ignore[no-untyped-call]
 
     def forward(self, batch: TokenBatch, hidden: Tensor | None) -> Tensor:
-        """The value in front of each response token, [N]; `hidden` are the policy's states there, [N, H], if it is shared."""
+        """Return the value in front of each response token, [N]; `hidden` are the policy's states there, [N, H], if it is shared."""
         if self.body is not None:
             hidden = hidden_states(self.body, batch)
         assert hidden is not None, "a shared critic reads the policy's hidden states"

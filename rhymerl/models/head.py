@@ -16,9 +16,9 @@ _LEAST = -80.0  # what exp makes of less is too small for a float32's exponent: 
 def head_logprobs(
     hidden: Tensor, head: nn.Module, targets: Tensor, *, temperature: float, chunk_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and entropy at it, [N] and [N], in float32 or better, both with gradient; from [N, H].
+    """Return the log-prob of each target and the entropy at it, [N] and [N], in float32 or better, both with gradient; from [N, H].
 
-    Of a linear head at most three chunks of logits are held at a time, and its gradient is added up in one place.
+    For a linear head, at most three chunks of logits are held at a time, and its gradient is added up in one place.
     """
     if type(head) is nn.Linear:
         dtype = _product_dtype(hidden, head.weight)
@@ -37,7 +37,7 @@ def head_logprobs(
 def chosen_logprobs(
     hidden: Tensor, head: nn.Module, targets: Tensor, *, temperature: float, chunk_tokens: int
 ) -> Tensor:
-    """The log-probs alone, without gradient."""
+    """Return the log-probs alone, without gradient."""
     with torch.no_grad():
         parts = [
             _chosen(_log_softmax(head(hidden[part]), temperature), targets[part])

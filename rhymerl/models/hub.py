@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub has what a setting names: asked once, before libraries ask for each file again and again."""
+"""A check whether the Hugging Face hub has what a setting names: it asks once, before libraries ask for each file again and again."""
 
 from __future__ import annotations
 

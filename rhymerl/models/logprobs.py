@@ -76,7 +76,7 @@ def policy_output(
     trains_policy: bool = True,
     trains_entropy: bool = False,
 ) -> PolicyOutput:
-    """Log-probs of the response tokens and the entropy at each, [B, T] with zeros in the padding; values with a `critic`.
+    """Return the log-probs of the response tokens and the entropy at each, [B, T] with zeros in the padding; values with a `critic`.
 
     Untruncated log_softmax(logits / temperature), in float32 or better; temperature 0 uses 1. The critic gets the batch and
     the policy's hidden states, [N, H], and returns [N]. Without `trains_policy` only values have a gradient, which ends
@@ -99,7 +99,7 @@ def policy_output(
 def token_logprobs(
     model: PreTrainedModel, batch: TokenBatch, *, temperature: float, chunk_tokens: int | None = None
 ) -> Tensor:
-    """The log-probs of `policy_output`, [B, T], alone and without gradient."""
+    """Return the log-probs of `policy_output`, [B, T], alone and without gradient."""
     with torch.no_grad():
         hidden, head = hidden_states(model.get_decoder(), batch), _head(model)
         size = chunk_tokens or _chunk_tokens(head)

@@ -82,12 +82,12 @@ class LoRA:
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether the model has adapters, whoever has put them there."""
+    """Return whether the model has adapters, whoever has put them there."""
     return bool(_adapted(model))
 
 
 def is_changed(model: nn.Module) -> bool:
-    """Whether its adapters, if it has any, do anything yet."""
+    """Return whether its adapters, if it has any, do anything yet."""
     return any(bool(p.any()) for name, p in model.named_parameters() if ".lora_B." in name)
 
 
@@ -153,7 +153,7 @@ def put_back(model: PreTrainedModel, folder: Path) -> None:
 
 @contextmanager
 def in_full_precision(model: nn.Module) -> Iterator[None]:
-    """What casts the model within leaves its adapters in float32 or better: small steps would be lost to rounding."""
+    """Keep the adapters in float32 or better when the model within is cast: small steps would be lost to rounding."""
     before = [(parameter, _in_full(parameter.data)) for parameter in _own_parameters(model)]
     yield
     for parameter, data in before:

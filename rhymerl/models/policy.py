@@ -57,7 +57,7 @@ class Policy:
         return tuple(sorted(found))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The parameters of a plain model that computes the same: those of adapters are added into what they adapt."""
+        """Return the parameters of a plain model that computes the same: those of adapters are added into what they adapt."""
         return merged(self.model, self.model.named_parameters())
 
     def save(self, directory: str | Path) -> None:
@@ -66,7 +66,7 @@ class Policy:
         self.tokenizer.save_pretrained(directory)
 
     def files(self) -> dict[str, str]:
-        """Everything of that directory but the weights, by file name, base64: what a checkpoint carries along."""
+        """Return everything of that directory but the weights, by file name, base64: what a checkpoint carries along."""
         with tempfile.TemporaryDirectory() as folder:
             self.model.config.save_pretrained(folder)
             if self.model.generation_config is not None:
@@ -78,7 +78,7 @@ class Policy:
 
 
 def named(model: PreTrainedModel) -> str:
-    """A model in an error message: by the setting that it came from, and its class."""
+    """Return how an error message names a model: by the setting that it came from, and its class."""
     path = model.name_or_path
     return f"model.path={path!r} ({type(model).__name__})" if path else f"model.init ({type(model).__name__})"
 
@@ -99,7 +99,7 @@ def refusing(message: str) -> Iterator[None]:
 
 
 def context_tokens(config: PretrainedConfig) -> int:
-    """The longest sequence that the positions of a model with this config allow."""
+    """Return the longest sequence that the positions of a model with this config allow."""
     return int(getattr(config, "max_position_embeddings", 0) or 2**31)
 
 
@@ -124,7 +124,7 @@ def restore(files: Mapping[str, str], weights: Mapping[str, torch.Tensor], direc
 
 
 def _inside(directory: Path, name: str) -> Path:
-    """Where the file goes. Names come out of a checkpoint, which may be anybody's."""
+    """Return the path of the file inside the folder. Names come out of a checkpoint, which may be anybody's."""
     is_plain = (
         "\0" not in name and ".." not in Path(name).parts and not Path(name).is_absolute() and bool(Path(name).name)
     )
@@ -134,7 +134,7 @@ def _inside(directory: Path, name: str) -> Path:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """32 hex digits that change with any weight: names, shapes, and sums over the bits of 32 KiB at a time (0.1 s a GB)."""
+    """Return 32 hex digits that change with any weight: names, shapes, and sums over the bits of 32 KiB at a time (0.1 s a GB)."""
     digest = hashlib.blake2b(digest_size=16)
     for name, weight in model.state_dict().items():
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\0".encode())
@@ -153,13 +153,13 @@ def _save(model: PreTrainedModel, directory: str | Path) -> None:
 
 
 def frozen(model: PreTrainedModel) -> PreTrainedModel:
-    """What stays as the model is now: a copy; with adapters that do nothing yet itself, `without_adapters`."""
+    """Return a model that stays as this one is now: a copy; for adapters that do nothing yet the model itself, `without_adapters`."""
     is_itself = is_adapted(model) and not is_changed(model)
     return model if is_itself else copy.deepcopy(model).requires_grad_(False).eval()
 
 
 def is_random(model: PreTrainedModel) -> bool:
-    """Whether its passes in training mode differ from those in evaluation mode: it has a dropout."""
+    """Return whether its passes in training mode differ from those in evaluation mode: it has a dropout."""
     settings = model.config.get_text_config().to_dict().items()
     in_config = any("drop" in name and isinstance(value, float) and value > 0 for name, value in settings)
     return in_config or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
@@ -178,7 +178,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class PolicySource:
-    """Where the policy comes from: a directory or hub name (`path`), or a small config to build (`init`).
+    """The source of the policy: a directory or hub name (`path`), or a small config to build (`init`).
 
     `init` holds the fields of a transformers config with its `model_type`; the tokenizer is then one
     token a character of `characters`. With an `adapter` that alone is trained. Raises ValueError when neither or both of `path`
@@ -280,7 +280,7 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel,
 
 
 def num_embeddings(model: PreTrainedModel) -> int:
-    """Tokens that may be fed to a model: ids from 0 to this."""
+    """Return how many tokens may be fed to a model: ids from 0 to below this."""
     return len(model.get_input_embeddings().get_parameter("weight"))
 
 

@@ -1,4 +1,4 @@
-"""Whether the update computes a model: from states that see nothing of what follows, times the output embeddings, and no more."""
+"""A proof that the update computes a model: states that see nothing of what follows, times the output embeddings, and no more."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _scaled_input(head: nn.Module, factor: float) -> Iterator[None]:
 
 
 def _differ(left: Tensor, right: Tensor) -> bool:
-    """Whether they differ by more than rounding; NaN differs from everything."""
+    """Return whether they differ by more than rounding; NaN differs from everything."""
     tolerance = _TOLERANCE.get(right.dtype, _TOLERANCE[torch.bfloat16])
     difference = (left.double() - right.double()).abs().max()
     return not bool(difference <= tolerance * right.double().abs().max())

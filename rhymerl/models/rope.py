@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rhymerl.errors import ConfigError
 from rhymerl.models.policy import named
 
-# Of each kind: what says how long a sequence may be before all positions of its pass are embedded otherwise.
+# For each kind, the setting that says how long a sequence may be before all positions of its pass are embedded otherwise.
 _LIMITS = {"longrope": "original_max_position_embeddings", "dynamic": "max_position_embeddings"}
 
 
@@ -29,7 +29,7 @@ def refuse_changing_rope(model: PreTrainedModel, longest_tokens: int, *, setting
 
 
 def _changing(config: PretrainedConfig) -> Iterator[tuple[str, int]]:
-    """The kinds of rope that change, with the most tokens up to which each does not."""
+    """Yield the kinds of rope that change, with the most tokens up to which each does not."""
     rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     by_layer = [each for each in rope.values() if isinstance(each, Mapping)]
     for each in by_layer or [rope]:

@@ -1,4 +1,4 @@
-"""What a reward's fixed arguments may be, for the `check` that a function brings."""
+"""Checks of a reward's fixed arguments, for the `check` that a function brings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rhymerl.errors import ConfigError
 
 
 class NamedArguments(Protocol):
-    """What is read of a `Reward`."""
+    """The part of a `Reward` that is read here."""
 
     @property
     def name(self) -> str: ...
@@ -32,10 +32,10 @@ def argument_error(reward: NamedArguments, name: str, expected: str) -> ConfigEr
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether it is a finite number, and not a truth value."""
+    """Return whether it is a finite number, and not a truth value."""
     return not isinstance(value, bool) and isinstance(value, Real) and isfinite(value)
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """Whether it is an integer, and not a truth value."""
+    """Return whether it is an integer, and not a truth value."""
     return not isinstance(value, bool) and isinstance(value, Integral)

@@ -1,4 +1,4 @@
-"""What a reward is: a plain Python function and how to run it."""
+"""The definition of a reward: a plain Python function and how to run it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Where = Literal["pool", "main", "engine"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """What a reward function takes besides the completion."""
+    """The parameters of a reward function besides the completion."""
 
     names: tuple[str, ...]
     required: tuple[str, ...]
@@ -89,7 +89,7 @@ class Reward:
 
     @property
     def setting(self) -> str:
-        """How messages name it: `rewards.score.function='my_module.score'`."""
+        """Return how messages name it: `rewards.score.function='my_module.score'`."""
         shown = self.function if isinstance(self.function, str) else _own_name(self.function)
         return f"rewards.{self.name}.function={shown!r}"
 

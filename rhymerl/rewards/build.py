@@ -21,7 +21,7 @@ _FIELDS = tuple(each.name for each in fields(Reward) if each.init)
 def build_rewards(
     spec: RewardSpec | Mapping[str, RewardSpec | None] | Sequence[RewardSpec] | None,
 ) -> list[Reward]:
-    """Rewards from one function or dotted name, a mapping by name, or a sequence; None gives none.
+    """Return rewards from one function or dotted name, a mapping by name, or a sequence; None gives none.
 
     `{"correct": "my_module.score", "short": {"function": "my_module.short", "weight": 0.1}, "style": None}`:
     None switches an inherited one off. Raises ConfigError, also when two have one name.
@@ -64,7 +64,7 @@ def _build_from_fields(name: str | None, values: Mapping[str, Any]) -> Reward:
 
 
 def plain_rewards(spec: Any) -> Any:
-    """What `build_rewards` makes the same rewards of, in plain containers, with dotted names for functions.
+    """Return plain containers of which `build_rewards` makes the same rewards, with dotted names for functions.
 
     Raises TypeError when there is something in it that has none.
     """

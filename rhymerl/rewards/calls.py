@@ -25,7 +25,7 @@ class Call(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of one call. `again`: it failed together with others, so it must be called alone."""
+    """The outcome of one call. `again`: it failed together with others, so it must be called alone."""
 
     position: int  # in the chunk
     kind: OutcomeKind

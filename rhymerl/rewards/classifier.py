@@ -86,10 +86,10 @@ def classifier_score(
     label: str | None = None,
     max_tokens: int | None = None,
 ) -> list[float]:
-    """The logit of a classifier with one output, the probability of `label` for one with several; for `where="engine"`, `batch`.
+    """Return the logit of a classifier with one output, the probability of `label` for one with several; for `where="engine"`, `batch`.
 
-    Of the column `question`, where the data has one, and the answer: as a chat if the tokenizer has a template, else as a pair
-    of texts. At most `max_tokens` are read (default: as many as the model can). The model is loaded once a process and device.
+    It reads the column `question`, where the data has one, and the answer: as a chat if the tokenizer has a template, else as a
+    pair of texts. At most `max_tokens` are read (default: as many as the model can). The model is loaded once a process and device.
     Raises ValueError for a label that the model does not have.
     """
     import torch

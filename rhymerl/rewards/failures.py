@@ -1,4 +1,4 @@
-"""How many calls of the rewards failed: some cost their samples, all of them mean that there is no reward."""
+"""The count of reward calls that failed: some cost their samples, all of them mean that there is no reward."""
 
 from __future__ import annotations
 

@@ -18,18 +18,18 @@ _NUMBER = re.compile(r"(?<![\w.)\]])[-\u2212]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+
 
 @brings(extract=str.strip)
 def exact_match(completion: str, *, answer: object) -> float:
-    """1.0 when the completion is the answer, white space around both aside; else 0.0."""
+    """Return 1.0 when the completion is the answer, white space around both aside; else 0.0."""
     return float(completion.strip() == str(answer).strip())
 
 
 def last_number(text: str) -> float | None:
-    """The last number written in `text`: `-1,234.5`, `3e-2`, `.5` (a fraction is two numbers); else None."""
+    """Return the last number written in `text`: `-1,234.5`, `3e-2`, `.5` (a fraction is two numbers); else None."""
     numbers = _NUMBER.findall(text)
     return _as_number(numbers[-1]) if numbers else None
 
 
 def boxed_answer(text: str) -> str | None:
-    r"""What stands in the last `\boxed{…}`, braces within included; None when there is none that ends."""
+    r"""Return what stands in the last `\boxed{…}`, braces within included; None when there is none that ends."""
     start = text.rfind(r"\boxed{")
     depth = 0
     for index in range(start + len(r"\boxed"), len(text)) if start >= 0 else ():
@@ -46,7 +46,7 @@ def check_tolerance(reward: Reward) -> None:
 
 @brings(check=check_tolerance, extract=last_number)
 def numeric_match(completion: str, *, answer: object, tolerance: float = 0.0) -> float:
-    """1.0 when the completion's `last_number` is within `tolerance` (absolute) of the answer; else 0.0.
+    """Return 1.0 when the completion's `last_number` is within `tolerance` (absolute) of the answer; else 0.0.
 
     Raises ValueError when the answer is not a number.
     """
@@ -66,7 +66,7 @@ def check_pattern(reward: Reward) -> None:
 
 @brings(check=check_pattern)
 def format_match(completion: str, *, pattern: str) -> float:
-    """1.0 when the regular expression `pattern` matches it all (`.` is any character); else 0.0."""
+    """Return 1.0 when the regular expression `pattern` matches it all (`.` is any character); else 0.0."""
     return float(re.fullmatch(pattern, completion, flags=re.DOTALL) is not None)
 
 
@@ -77,7 +77,7 @@ def check_tags(reward: Reward) -> None:
 
 @brings(check=check_tags)
 def tag_match(completion: str, *, tags: Sequence[str]) -> float:
-    """1.0 when the completion is these tags, each once and in this order, with text in each and none outside; else 0.0.
+    """Return 1.0 when the completion is these tags, each once and in this order, with text in each and none outside; else 0.0.
 
     `tags=["think", "answer"]` wants `<think>…</think> <answer>…</answer>`; white space between them is free.
     """
@@ -103,7 +103,7 @@ def check_lengths(reward: Reward) -> None:
 
 @brings(check=check_lengths)
 def length_penalty(completion: str, *, free_characters: int, max_characters: int) -> float:
-    """0.0 up to `free_characters`, then linearly down to -1.0 at `max_characters` and beyond.
+    """Return 0.0 up to `free_characters`, then linearly down to -1.0 at `max_characters` and beyond.
 
     The shape of DAPO's soft overlong punishment (arXiv 2503.14476, section 3.4), in characters.
     """

@@ -1,4 +1,4 @@
-"""What a reward function may bring along besides its value."""
+"""The hooks that a reward function may bring along besides its value."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def brings(
 
 
 def opens_of(function: object) -> Opens:
-    """What a function wants to have open."""
+    """Return what a function wants to have open."""
     return getattr(function, "opens", None) or {}
 
 
 def opened(function: object, arguments: Mapping[str, Any], stack: ExitStack) -> dict[str, Any]:
-    """The arguments, and what the function wants to have open besides, which closes with `stack`."""
+    """Return the arguments, and what the function wants to have open besides, which closes with `stack`."""
     opens = {name: open_it for name, open_it in opens_of(function).items() if name not in arguments}
     return {**arguments, **{name: stack.enter_context(open_it(arguments)) for name, open_it in opens.items()}}

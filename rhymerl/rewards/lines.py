@@ -1,4 +1,4 @@
-"""What a reward process says: lines of JSON, each checked. Its pipe is open to whatever a reward function does."""
+"""The messages of a reward process: lines of JSON, each checked. Its pipe is open to whatever a reward function does."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LineReader:
         self._remainder = b""
 
     def read(self) -> Iterator[Started | Outcome]:
-        """What there is by now; waits only where there is nothing. Raises EOFError at the end, OSError and StrayBytesError."""
+        """Return what there is by now; wait only where there is nothing. Raises EOFError at the end, OSError and StrayBytesError."""
         data = os.read(self._fd, _MAX_LINE_BYTES)
         if not data:
             raise EOFError

@@ -26,14 +26,14 @@ def check_math(reward: Reward) -> None:
 
 
 def math_answer(text: str) -> str | None:
-    """The expression that counts as the answer in `text`, in a canonical form; None when there is none."""
+    """Return the expression that counts as the answer in `text`, in a canonical form; None when there is none."""
     parsed = _parse(text)
     return str(parsed[0]) if parsed else None
 
 
 @brings(check=check_math, extract=math_answer)
 def math_match(completion: str, *, answer: object) -> float:
-    r"""1.0 when the last expression of the completion, best in `\boxed{}`, has the value of the answer; else 0.0.
+    r"""Return 1.0 when the last expression of the completion, best in `\boxed{}`, has the value of the answer; else 0.0.
 
     By math-verify, whose time limits rest on a signal: they hold in a process's main thread, which is where `where="pool"` and
     usually `"main"` call this; elsewhere only the limits of whoever calls. Raises ValueError when the answer is no expression.

@@ -59,7 +59,7 @@ class _PooledProcess(RewardProcess):
 
 
 class _Starts:
-    """When a process may be started: later where that has failed, as it does while the machine has too many."""
+    """The time at which a process may be started: later where that has failed, as it does while the machine has too many."""
 
     def __init__(self) -> None:
         self.not_before = 0.0
@@ -79,10 +79,9 @@ class _Starts:
 class RewardPool:
     """Runs calls of `rewards` in reward processes, in chunks, and hands each outcome to `deliver` once.
 
-    A call that hangs or kills its process costs that one sample; the rest of its chunk runs again. Of calls
-    that run at the same time (async or batch), the guilty one is found by running each again alone. Processes
-    start with the first work, and again where that fails. `poll`, `flush` and `drain` raise RewardError when a process cannot
-    work at all.
+    A call that hangs or kills its process costs that one sample; the rest of its chunk runs again. If calls run at the same time
+    (async or batch), the guilty one is found by running each again alone. Processes start with the first work, and again where that
+    fails. `poll`, `flush` and `drain` raise RewardError when a process cannot work at all.
     """
 
     def __init__(

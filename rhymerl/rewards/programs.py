@@ -58,7 +58,7 @@ def code(
     unsafe_without: Sequence[Wall] = (),
     sandbox: Sandbox | None = None,
 ) -> float:
-    """1.0 when the completion's code passes all its `tests`, else 0.0; with `partial` the share that it passes.
+    """Return 1.0 when the completion's code passes all its `tests`, else 0.0; with `partial` the share that it passes.
 
     The code is `last_code_block`. `tests` are Python source with assertions or a list of such; or a list of
     `{"input": ..., "output": ...}`: with an `entry_point`, an expression such as `Solution().add`, these are its arguments (a
@@ -91,7 +91,7 @@ def code(
 
 
 def last_code_block(text: str) -> str:
-    """What stands in the last block fenced by ``` (as python, or as nothing), which may lack its end; else all of the text."""
+    """Return the content of the last block fenced by ``` (as python, or as nothing), which may lack its end; else all of the text."""
     blocks = [block for language, block in _BLOCK.findall(text) if language.lower() in _PYTHON]
     return blocks[-1] if blocks else text
 

@@ -33,7 +33,7 @@ def check_verifiers(reward: Reward) -> None:
 
 
 def open_verifiers(arguments: Mapping[str, Any]) -> AbstractContextManager[Sandbox | None]:
-    """A sandbox in which the package has been imported, unless the arguments want none."""
+    """Return a sandbox in which the package has been imported, unless the arguments want none."""
     from rhymerl.rewards.sandbox.run import Sandbox
 
     if arguments.get("unsafe_unconfined", False):
@@ -53,7 +53,7 @@ def reasoning_gym_reward(
     sandbox: Sandbox | None = None,
     **columns: Any,
 ) -> float:
-    """The verifier's score of the answer in a completion, 0 to 1; `entry` is the row's column of that name.
+    """Return the verifier's score of the answer in a completion, 0 to 1; `entry` is the row's column of that name.
 
     An answer that the verifier cannot even parse scores 0. Data sets that read large files (arc_agi, codeio) take up to half a
     second a call. With `unsafe_unconfined` the verifier runs in this process, not in a sandbox. Raises RuntimeError for one that
@@ -81,7 +81,7 @@ def reasoning_gym_reward(
 
 
 def _folders() -> list[str]:
-    """Where the package and what it imports are installed."""
+    """Return the folders in which the package and what it imports are installed."""
     spec = find_spec("reasoning_gym")
     found = [str(Path(folder).parent) for folder in (spec.submodule_search_locations or [] if spec else [])]
     return sorted({*found, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})

@@ -15,7 +15,7 @@ from rhymerl.rewards.calls import Attempt
 
 
 class Found(NamedTuple):
-    """Where an object lives: `Found("my_package.checks", "Checks.score", <function>)`."""
+    """The home of an object: `Found("my_package.checks", "Checks.score", <function>)`."""
 
     module: str
     qualname: str
@@ -47,7 +47,7 @@ def find(dotted_name: str, *, setting: str) -> Found:
 
 
 def find_home(function: Any) -> Found | None:
-    """Where another process can import `function` from; None for a closure, a lambda, the main script's."""
+    """Return where another process can import `function` from; None for a closure, a lambda, the main script's."""
     module = getattr(function, "__module__", None)
     qualname = getattr(function, "__qualname__", None)
     if not module or not qualname or module == "__main__":
@@ -59,7 +59,7 @@ def find_home(function: Any) -> Found | None:
 
 
 def _import_longest(parts: list[str], setting: str) -> ModuleType:
-    """The deepest module that `parts` lead to; what is left of them are attributes."""
+    """Return the deepest module that `parts` lead to; what is left of them are attributes."""
     for length in range(len(parts), 0, -1):
         name = ".".join(parts[:length])
         with Attempt() as attempt:
@@ -72,7 +72,7 @@ def _import_longest(parts: list[str], setting: str) -> ModuleType:
 
 
 def _members(target: Any) -> list[str]:
-    """Public attributes, and the submodules of a package."""
+    """Return the public attributes, and the submodules of a package."""
     submodules = [module.name for module in pkgutil.iter_modules(getattr(target, "__path__", []))]
     return [name for name in (*dir(target), *submodules) if not name.startswith("_")]
 

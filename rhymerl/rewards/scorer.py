@@ -91,7 +91,7 @@ class RewardScorer:
         return {key: scores[key] for key in keys}
 
     def metrics(self) -> dict[str, float]:
-        """Failed calls since the last call of this, by reward and kind: `rewards/{name}/errors`."""
+        """Return the failed calls since the last call of this, by reward and kind: `rewards/{name}/errors`."""
         names = [f"rewards/{reward.name}/{kind}" for reward in self.rewards for kind in _FAILURES.values()]
         counts, self._num_failed = self._num_failed, Counter()
         return {name: counts[name] for name in names}

@@ -1,4 +1,4 @@
-"""What a reward that uses the sandbox needs of its settings and of the machine."""
+"""The needs of a reward that uses the sandbox: settings and the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of a rollout, and what it gives: settings, requests, scored samples."""
+"""The records of a rollout: settings, requests, scored samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RunAhead = Literal["off", "draft", "keep"]
 
 
 class RolloutSettings:
-    """How answers are asked for. Raises ValueError naming the argument that is out of range.
+    """The settings for sampling answers. Raises ValueError naming the argument that is out of range.
 
     `dynamic_sampling` is in how many rounds groups whose rewards are all equal, which teach nothing, may be replaced by those of other
     prompts (DAPO, arXiv 2503.14476, section 3.2); what is left after the last round stays.
@@ -51,7 +51,7 @@ class RolloutSettings:
         self.sampling(())  # checks the ranges
 
     def sampling(self, stop_token_ids: Sequence[int]) -> SamplingParams:
-        """Parameters of one request: the policy's own stop ids and the ones asked for besides."""
+        """Return the parameters of one request: the policy's own stop ids and the ones asked for besides."""
         return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=self.temperature,
@@ -80,7 +80,7 @@ def check_run_ahead(run_ahead: str, max_staleness: int) -> None:
 
 
 def request_seed(run_seed: int, step: int | str, prompt: Prompt, sample: int, round_number: int = 0) -> int:
-    """The 64-bit noise key of a request: two steps, prompts, samples or rounds never share their draws."""
+    """Return the 64-bit noise key of a request: two steps, prompts, samples or rounds never share their draws."""
     name = f"{run_seed}/{step}/{prompt.key}/{prompt.id}/{sample}/{round_number}"
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
@@ -95,7 +95,7 @@ def requests_of(
     split: Split = "train",
     round_number: int = 0,
 ) -> list[RolloutRequest]:
-    """`group_size` requests a prompt, in canonical order; `seed` is the run's, `stop_token_ids` are the policy's."""
+    """Return `group_size` requests a prompt, in canonical order; `seed` is the run's, `stop_token_ids` are the policy's."""
     sampling = settings.sampling(stop_token_ids)
     return [
         RolloutRequest(

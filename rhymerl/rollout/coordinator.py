@@ -54,7 +54,7 @@ def make_plan(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressReport:
-    """What a worker says of its requests, each by its index in the step's list."""
+    """A worker's progress on its requests, each by its index in the step's list."""
 
     finished: Sequence[int]  # since the last report
     tokens: Mapping[int, int]  # sampled so far
@@ -62,7 +62,7 @@ class ProgressReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """What all workers are told."""
+    """A message to all workers."""
 
     moves: Mapping[int, int]  # index of a request -> the worker with which it goes on
     plan: SharedPlan | None = None  # of the following step
@@ -70,7 +70,7 @@ class Command:
 
 
 def wants_progress(scheduler: Scheduler) -> bool:
-    """Whether rank 0 has to know how far the answers are."""
+    """Return whether rank 0 has to know how far the answers are."""
     return scheduler.migrates or scheduler.observes
 
 
@@ -79,7 +79,7 @@ class Coordinator:
 
     `step` is None outside of training, where nothing moves. Otherwise a scheduler that migrates is asked for moves whenever `clock`
     (without one: the number of calls) has gone on by `every`, and right before the plan of `following`. These are the next step's
-    requests, and the plan is made when a worker has nearly nothing left to do. Where what is begun ahead is kept (`keeps`), the
+    requests, and the plan is made when a worker has nearly nothing left to do. Where prefetched answers are kept (`keeps`), the
     scheduler observes what is unfinished then; otherwise all workers begin the next step together.
     """
 

@@ -69,7 +69,7 @@ class StepInProgress:
         return any(command.is_done for command in received.commands)
 
     def run_ahead_state(self) -> RunAheadState | None:
-        """What this rank has of the following step, once all are done with this one; None without a plan for it."""
+        """Return what this rank has of the following step, once all are done with this one; None without a plan for it."""
         outputs = self.worker.pause()
         if self.following is None or self.following_plan is None:
             return None
@@ -362,4 +362,4 @@ class RolloutLoop:
 
 
 def _with_draft(request: RolloutRequest, output: Output | None) -> RolloutRequest:
-    return replace(request, ahead=output.token_ids) if output is not None else request
+    return replace(request, prefetched=output.token_ids) if output is not None else request

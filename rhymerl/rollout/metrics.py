@@ -1,4 +1,4 @@
-"""What is logged of a rollout, whichever backend it ran on."""
+"""The metrics of a rollout, whichever backend it ran on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rhymerl.types import Completion, Ratio, Sample
 
 
 def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Rewards and lengths of a step's samples, by their names in docs/metrics.md."""
+    """Return the rewards and lengths of a step's samples, by their names in docs/metrics.md."""
     rewards = np.array([sample.reward for sample in samples])
     lengths = np.array([len(sample) for sample in samples])
     ended = np.array([sample.completion.finish_reason == "stop" for sample in samples])
@@ -45,13 +45,13 @@ def _deviation(rewards: Sequence[float]) -> float:
 
 
 def staleness_metrics(samples: Sequence[Sample], step: int) -> dict[str, float]:
-    """How many updates older than the step's policy the policies were that sampled its tokens."""
+    """Return how many updates older than the step's policy the policies were that sampled its tokens."""
     ages = step - np.concatenate([sample.completion.output.policy_versions for sample in samples])
     return {"off_policy/staleness/mean": float(ages.mean()), "off_policy/staleness/max": float(ages.max())}
 
 
 def metrics_of(rounds: Sequence[SamplingRound]) -> dict[str, float]:
-    """Times and rates of all rounds together."""
+    """Return the times and rates of all rounds together."""
     results = [result for each in rounds for result in each.by_rank]
     rollout_s = sum(each.rollout_s for each in rounds)
     busy_s, num_ranks = sum(result.busy_s for result in results), len(rounds[0].by_rank)
@@ -67,7 +67,7 @@ def metrics_of(rounds: Sequence[SamplingRound]) -> dict[str, float]:
 
 
 def over_ranks(each: Sequence[Mapping[str, float]], weights: Sequence[float]) -> dict[str, float]:
-    """One set of metrics from those of each rank: of ints the sum, of ratios that of their sums, of other floats the weighted mean."""
+    """Return one set of metrics from each rank's: the sum of ints, the ratio of summed ratios, the weighted mean of other floats."""
     names = dict.fromkeys(name for metrics in each for name in metrics)
     return {name: _over_ranks(name, each, weights) for name in names}
 
@@ -85,7 +85,7 @@ def _over_ranks(name: str, each: Sequence[Mapping[str, float]], weights: Sequenc
 
 @dataclass(slots=True)
 class AcceptanceTotals:
-    """How far drafts carried whole answers."""
+    """The totals of how far drafts carried whole answers."""
 
     tokens: int = 0
     request_passes: int = 0  # an answer's passes in which it got tokens

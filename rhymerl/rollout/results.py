@@ -1,4 +1,4 @@
-"""What a step's requests have come to: outputs with rewards, on one rank and on all, and the groups that they form."""
+"""The results of a step's requests: outputs with rewards, on one rank and on all, and the groups that they form."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ScoredOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankResult:
-    """What a rank has done of a step."""
+    """The results of one rank for a step."""
 
     scored: Sequence[ScoredOutput]
     metrics: Mapping[str, float]
@@ -37,7 +37,7 @@ class RankResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRound:
-    """What some of the step's requests came to on all ranks: those of its prompts, or of others in the place of some."""
+    """The results of some of the step's requests on all ranks: those of its prompts, or of others in the place of some."""
 
     samples: list[Sample]
     by_rank: Sequence[RankResult]
@@ -50,7 +50,7 @@ class SamplingRound:
 
 
 def by_prompt(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
-    """Samples by prompt id, in the order in which prompts first occur."""
+    """Return the samples by prompt id, in the order in which prompts first occur."""
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.prompt.id, []).append(sample)
@@ -58,7 +58,7 @@ def by_prompt(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
 
 
 def groups_that_teach_nothing(samples: Sequence[Sample]) -> list[str]:
-    """The prompt ids of groups whose rewards are all equal, in the order of the samples."""
+    """Return the prompt ids of groups whose rewards are all equal, in the order of the samples."""
     groups = by_prompt(samples).items()
     return [prompt_id for prompt_id, group in groups if are_alike([sample.reward for sample in group])]
 

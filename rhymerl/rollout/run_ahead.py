@@ -1,4 +1,4 @@
-"""Run-ahead state: what has been sampled for a step before its turn. It outlives updates, evaluations and checkpoints."""
+"""The run-ahead state: what was prefetched for a step. It outlives updates, evaluations and checkpoints."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RunAheadState:
 
 
 def fingerprint(requests: Sequence[RolloutRequest]) -> str:
-    """32 hex digits that say what is asked for: which requests, of which noise, sampled how."""
+    """Return 32 hex digits that say what is asked for: which requests, of which noise, sampled how."""
     digest = hashlib.blake2b(digest_size=16)
     sampling: object = None
     for request in requests:
@@ -56,7 +56,7 @@ def fingerprint(requests: Sequence[RolloutRequest]) -> str:
 
 
 def united(states: Sequence[RunAheadState | None]) -> RunAheadState | None:
-    """What all ranks have together; all or none of them have a plan."""
+    """Return what all ranks have together; all or none of them have a plan."""
     known = [state for state in states if state is not None]
     if not known:
         return None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeLimits:
-    """How long a backend decodes between two exchanges with other workers; without either limit until a request has ended."""
+    """The limits of decoding between two exchanges with other workers; without either one it lasts until a request has ended."""
 
     timeout_s: float | None = None
     max_passes: int | None = None
@@ -32,7 +32,7 @@ class MovedRequest:
 
     index: int
     output: Output
-    ahead: IntArray | None  # the request's draft of the whole answer
+    prefetched: IntArray | None  # the request's draft of the whole answer
 
 
 class Worker:
@@ -61,23 +61,23 @@ class Worker:
         self._reported_at = 0.0
         self._messages: list[Message] = []
         self._following: list[RolloutRequest] | None = None  # the queue of the following step, until it is begun
-        self._ahead: dict[str, RolloutRequest] = {}  # of the following step, in the backend
-        self._outputs_ahead: dict[str, Output] = {}  # of the following step, no longer in the backend
+        self._prefetching: dict[str, RolloutRequest] = {}  # requests of the following step, in the backend
+        self._prefetched: dict[str, Output] = {}  # outputs of the following step, no longer in the backend
         self._go_on([(request, outputs.get(request.id)) for request in queue])
 
     # -- decoding ------------------------------------------------------------------------------------------------
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is something to decode."""
-        return bool(self._unfinished or self._ahead or self._following)
+        """Return whether there is something to decode."""
+        return bool(self._unfinished or self._prefetching or self._following)
 
     def decode(self) -> list[Completion]:
         """Decode for a while; returns the answers of the step that have ended."""
         if self._following and not self._unfinished:
             following, self._following = self._following, None
-            self._begin_ahead([(request, None) for request in following])
-        if self._unfinished or self._ahead:
+            self._prefetch([(request, None) for request in following])
+        if self._unfinished or self._prefetching:
             self._collect()
         completed, self._completed = self._completed, []
         return completed
@@ -88,13 +88,13 @@ class Worker:
         seconds = time.perf_counter() - started
         self.busy_s += seconds
         if not found and not self._may_find_nothing(seconds):
-            lost = len(self._unfinished) + len(self._ahead)
+            lost = len(self._unfinished) + len(self._prefetching)
             raise BackendError(f"{type(self._backend).__name__} lost {lost} requests")
         for completion in found:
             self._take(completion)
 
     def _may_find_nothing(self, seconds: float) -> bool:
-        """Whether the time was over, or the passes were done with work left."""
+        """Return whether the time was over, or the passes were done with work left."""
         waited = self._limits.timeout_s is not None and seconds >= self._limits.timeout_s
         return waited or (self._limits.max_passes is not None and bool(self._backend.progress()))
 
@@ -104,9 +104,9 @@ class Worker:
             del self._unfinished[name]
             self._completed.append(completion)
             self._finished.append(self._index[name])
-        elif name in self._ahead:
-            del self._ahead[name]
-            self._outputs_ahead[name] = completion.output
+        elif name in self._prefetching:
+            del self._prefetching[name]
+            self._prefetched[name] = completion.output
         else:
             raise BackendError(f"{type(self._backend).__name__} gave the answer to {name} twice, or unasked")
 
@@ -124,7 +124,7 @@ class Worker:
     # -- with the other workers ------------------------------------------------------------------------------------
 
     def report(self) -> ProgressReport | None:
-        """What is new for the coordinator, None when nothing is."""
+        """Return what is new for the coordinator, or None when nothing is."""
         now, every_s = time.monotonic(), self._limits.report_every_s
         tells_tokens = every_s is not None and bool(self._unfinished) and now - self._reported_at >= every_s
         if not self._finished and not tells_tokens:
@@ -143,25 +143,25 @@ class Worker:
         names = [name for name in self._unfinished if self._index[name] in moves]
         for completion in self._backend.withdraw(names) if names else []:
             name = completion.request.id
-            index, ahead = self._index[name], self._unfinished.pop(name).ahead
-            moved = MovedRequest(index=index, output=completion.output, ahead=ahead)
+            index, prefetched = self._index[name], self._unfinished.pop(name).prefetched
+            moved = MovedRequest(index=index, output=completion.output, prefetched=prefetched)
             self._messages.append(Message(to=moves[index], value=moved))
 
     def messages(self) -> list[Message]:
-        """What is to be sent to other workers now."""
+        """Return what is to be sent to other workers now."""
         messages, self._messages = self._messages, []
         return messages
 
     def receive(self, moved: Sequence[MovedRequest]) -> None:
-        """Go on with requests of other workers, in front of what is sampled ahead."""
+        """Go on with requests of other workers, before the following step's, which are being prefetched."""
         if not moved:
             return
-        waiting = dict(self._ahead)
+        waiting = dict(self._prefetching)
         for completion in self._backend.withdraw(list(waiting)) if waiting else []:
             self._take(completion)
-        self._go_on([(replace(self._requests[each.index], ahead=each.ahead), each.output) for each in moved])
-        unfinished = [name for name in waiting if not self._outputs_ahead[name].is_finished]
-        self._begin_ahead([(waiting[name], self._outputs_ahead.pop(name)) for name in unfinished])
+        self._go_on([(replace(self._requests[each.index], prefetched=each.prefetched), each.output) for each in moved])
+        unfinished = [name for name in waiting if not self._prefetched[name].is_finished]
+        self._prefetch([(waiting[name], self._prefetched.pop(name)) for name in unfinished])
 
     # -- the following step ----------------------------------------------------------------------------------------
 
@@ -169,12 +169,12 @@ class Worker:
         """Decode the queue of the following step as soon as nothing of this step is left here."""
         self._following = list(queue)
 
-    def _begin_ahead(self, requests: Sequence[tuple[RolloutRequest, Output | None]]) -> None:
-        self._ahead |= {request.id: request for request, _ in requests}
+    def _prefetch(self, requests: Sequence[tuple[RolloutRequest, Output | None]]) -> None:
+        self._prefetching |= {request.id: request for request, _ in requests}
         self._submit(requests)
 
     def pause(self) -> dict[str, Output]:
-        """All workers are done with the step: what has been sampled for the following one; the backend is empty then."""
-        for completion in self._backend.withdraw() if self._ahead else []:
+        """End the step: empty the backend and return the outputs prefetched for the following one. Called when all workers are done."""
+        for completion in self._backend.withdraw() if self._prefetching else []:
             self._take(completion)
-        return {name: output for name, output in self._outputs_ahead.items() if output.is_finished or len(output)}
+        return {name: output for name, output in self._prefetched.items() if output.is_finished or len(output)}

@@ -1,4 +1,4 @@
-"""What is said of a run besides its steps: what is trained, on what and where; and how to go on after it has ended too early."""
+"""The words about a run besides its steps: what is trained, on what and where; and how to go on after it has ended too early."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rhymerl.training.module import RhymeModule
 
 
 def banner(module: RhymeModule, datamodule: PromptDataModule, trainer: Any, run_dir: Path) -> str:
-    """A block of lines, before a run begins."""
+    """Return a block of lines, before a run begins."""
     lines = {
         "model": _model(module),
         "device": _device(trainer),
@@ -51,7 +51,7 @@ def _prompts(module: RhymeModule, datamodule: PromptDataModule) -> str:
 
 
 def how_to_go_on(run_dir: Path) -> str | None:
-    """Where the run is, and with what words it goes on; None without a checkpoint."""
+    """Return where the run is, and with what words it goes on; None without a checkpoint."""
     steps = [step for path in run_dir.glob("checkpoints/step=*.ckpt") if (step := step_of(path)) is not None]
     if not steps:
         return None

@@ -145,7 +145,7 @@ def _trainer_of(
 def _result_of_finished(
     point: ResumePoint, run_dir: Path, trainer: L.Trainer, datamodule: PromptDataModule, *, evaluates: bool
 ) -> Result | None:
-    """What a run left that has nothing left to do; None for any other. The data is at the checkpoint's place."""
+    """Return the result of a run that has nothing left to do; None for any other. The data is at the checkpoint's place."""
     loader, path = datamodule.train_loader, run_dir / "summary.json"
     assert loader is not None
     epochs = trainer.max_epochs if trainer.max_epochs is not None else -1
@@ -163,7 +163,7 @@ def _result_of_finished(
 
 
 def evaluate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, float]:
-    """The validation metrics of the policy as it is, or as a checkpoint (`ckpt_path`) left it; needs no training data.
+    """Return the validation metrics of the policy as it is, or as a checkpoint (`ckpt_path`) left it; needs no training data.
 
     The answers go to `evaluations/step=N.jsonl` in the run directory, or to `step=N-2.jsonl` and so on.
     """
@@ -206,7 +206,7 @@ def evaluate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str,
 def build_trainer(
     config: DictConfig, run_dir: Path, callbacks: Sequence[L.Callback], *, point: ResumePoint | None = None
 ) -> L.Trainer:
-    """The Lightning Trainer of a run: TensorBoard, checkpoints and a table of samples in the run directory.
+    """Return the Lightning Trainer of a run: TensorBoard, checkpoints and a table of samples in the run directory.
 
     What the curves of a run that goes on from `point` have from its step on is replaced.
     """
@@ -292,7 +292,7 @@ def _full_disk(run_dir: Path) -> Iterator[None]:
 
 
 def _parts(config: DictConfig) -> tuple[PromptDataModule, RhymeModule]:
-    """The data module and the module."""
+    """Return the data module and the module."""
     if not 0 <= config.seed < 2**32:
         raise ConfigError(f"seed={config.seed}: expected 0 to {2**32 - 1}")
     L.seed_everything(config.seed, verbose=False)

@@ -45,7 +45,7 @@ _COLUMNS = {  # of the table
 
 @dataclass(slots=True)
 class AnswerTotals:
-    """What one pass over the prompts came to, or all of them."""
+    """The totals of one pass over the prompts, or of all of them."""
 
     answers: int = 0
     forward_passes: int = 0
@@ -110,7 +110,7 @@ def generate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str,
 
 
 def checked_out(name: str | None, *, overwrite: bool) -> Path:
-    """The file to write. Raises ConfigError for a directory, one in no directory, and one that is there already."""
+    """Return the file to write. Raises ConfigError for a directory, one in no directory, and one that is there already."""
     if name is None:
         raise ConfigError("out=null: name the file to write, .jsonl or .jsonl.gz")
     path = Path(str(name))

@@ -115,7 +115,7 @@ class Replay:
         self.progress = progress  # hears of each answer
 
     def run(self, records: Sequence[TraceRecord]) -> dict[int, ReplayTotals]:
-        """Totals by epoch, from `from_epoch` on."""
+        """Return the totals by epoch, from `from_epoch` on."""
         totals: dict[int, ReplayTotals] = {}
         delta = self.history.snapshot()
         self.protocol.follow(delta)
@@ -186,7 +186,7 @@ class Replay:
 
 
 def judge(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, Any]:
-    """What `rhymerl replay` prints, for a config such as configs/replay.yaml. Raises DataError for a broken trace."""
+    """Return what `rhymerl replay` prints, for a config such as configs/replay.yaml. Raises DataError for a broken trace."""
     if config.trace is None:
         raise ConfigError("trace=null: name a file of recorded rollouts (.jsonl or .jsonl.gz)")
     records = list(read_trace(config.trace))
@@ -305,7 +305,7 @@ def _learn(history: HistoryStore, records: Sequence[TraceRecord]) -> None:
 
 
 def _verify(drafts: DraftBatch, answers: Sequence[IntArray]) -> tuple[BoolArray, BoolArray, IndexArray]:
-    """Which nodes were reached and accepted, [N], and how many a request accepted, [R]."""
+    """Return which nodes were reached and accepted, [N], and how many a request accepted, [R]."""
     reached, accepted = (np.zeros(len(drafts.token_ids), np.bool_) for _ in range(2))
     num_accepted = np.zeros(len(drafts), np.int64)
     lengths = np.array([len(answer) for answer in answers], np.int64)

@@ -1,4 +1,4 @@
-"""Where a run goes on from: which checkpoint, whether it is the same run's, and what has been set otherwise since."""
+"""The point from which a run goes on: which checkpoint, whether it is the same run's, and what has been set otherwise since."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ResumePoint:
 
 
 def resume_point(config: DictConfig) -> ResumePoint | None:
-    """What `ckpt_path` means: a file, `last` or `auto` (the newest whole checkpoint) of `run_dir`; None is the start.
+    """Return the checkpoint that `ckpt_path` means: a file, `last` or `auto` (the newest whole checkpoint) of `run_dir`; None is the start.
 
     Raises ConfigError when what it names is not there, or not whole.
     """
@@ -83,7 +83,7 @@ def checkpoint_path(setting: str | None, run_dir: Path) -> Path | None:
 def check_same_run(
     point: ResumePoint, module: RhymeModule, datamodule: PromptDataModule, config: DictConfig
 ) -> list[Change]:
-    """What has been set otherwise since the checkpoint was written, all of which holds from now on; the data is where it was.
+    """Return what has been set otherwise since the checkpoint was written, all of which holds from now on; the data is where it was.
 
     Raises ConfigError when a run cannot go on like that: other weights, other data.
     """

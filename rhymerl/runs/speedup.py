@@ -1,4 +1,4 @@
-"""How much faster drafts make rollouts: the same requests answered with and without them, in turn, by the same weights."""
+"""The speed-up of rollouts by drafts: the same requests answered with and without them, in turn, by the same weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PLAIN_TO_DRAFTED = 1.5  # how much longer rollouts without drafts are held to t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speedup:
-    """What came of the pairs."""
+    """The result of the pairs."""
 
     ratio: float  # median of the seconds without drafts over those with
     low: float  # of its 95 % interval
@@ -67,7 +67,7 @@ class _Side:
         self.backend.follow(history)
 
     def run(self, requests: Sequence[RolloutRequest]) -> tuple[float, list[Completion]]:
-        """Seconds, and the answers in the order of the requests."""
+        """Return the seconds, and the answers in the order of the requests."""
         started = time.perf_counter()
         self.backend.submit(requests)
         done: dict[str, Completion] = {}
@@ -123,13 +123,13 @@ def measure_speedup(
 
 
 def num_affordable(num_prompts: int, step_s: float) -> int:
-    """How many prompts all pairs have time for, at least one, where a rollout of `num_prompts` takes `step_s` with drafts."""
+    """Return how many prompts all pairs have time for, at least one, where a rollout of `num_prompts` takes `step_s` with drafts."""
     expected_s = (1 + _PAIRS) * (1 + _PLAIN_TO_DRAFTED) * step_s
     return max(1, min(num_prompts, int(num_prompts * _ABOUT_S / max(expected_s, 1e-9))))
 
 
 def _pair(sides: Sequence[_Side], requests: Sequence[RolloutRequest], *, is_reversed: bool) -> tuple[float, float]:
-    """Seconds without drafts over seconds with, and the share of equal answers; `sides` are without and with."""
+    """Return the seconds without drafts over seconds with, and the share of equal answers; `sides` are without and with."""
     results = {id(side): side.run(requests) for side in (reversed(sides) if is_reversed else sides)}
     (plain_s, plain), (drafted_s, drafted) = (results[id(side)] for side in sides)
     same = [np.array_equal(one.token_ids, two.token_ids) for one, two in zip(plain, drafted, strict=True)]

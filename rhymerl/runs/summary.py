@@ -1,4 +1,4 @@
-"""What is said at the end of a run; its state travels in the checkpoint, so a resumed run sums up the whole of it."""
+"""The summary at the end of a run; its state travels in the checkpoint, so a resumed run sums up the whole of it."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Summary(L.Callback):
         self.acceptance = AcceptanceTotals(**state_dict["speculation"])
 
     def result(self) -> dict[str, float | int | None]:
-        """The figures; `wall_s` is training alone (rollouts, updates, what is between), rewards are means of 5 steps."""
+        """Return the figures; `wall_s` is training alone (rollouts, updates, what is between), rewards are means of 5 steps."""
         rollout_s = self.seconds["rollout"]
         return {
             "eval_reward_before": self.eval_before,
@@ -106,7 +106,7 @@ def _mean(values: list[float]) -> float | None:
 
 
 def summary_table(result: Mapping[str, float | int | None]) -> Table:
-    """The closing table."""
+    """Return the closing table."""
     table = Table(title="Summary", title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")

@@ -1,4 +1,4 @@
-"""What a scheduler is: it decides which worker answers which request, and in which order."""
+"""The interface of schedulers, which decide which worker answers which request, and in which order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Plan = list[list[RolloutRequest]]  # a queue a worker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What is unfinished of a step, gathered from all workers: U requests over W workers."""
+    """The unfinished part of a step, gathered from all workers: U requests over W workers."""
 
     step: int
     planned: IndexArray  # [W] requests that were planned for each worker
@@ -42,9 +42,10 @@ class Scheduler(ABC):
 
     @abstractmethod
     def plan(self, requests: Sequence[RolloutRequest], num_workers: int, step: int) -> list[list[RolloutRequest]]:
-        """One queue a worker: a partition of `requests`, each queue in the order of submission.
+        """Return one queue a worker: a partition of `requests`, each queue in the order of submission.
 
-        Of the arguments and what the other hooks were told alone. Called once a step; for an evaluation too, with step 0.
+        The plan follows from the arguments and from what the other hooks were told, and from nothing else. Called once a step; for
+        an evaluation too, with step 0.
         """
 
     def rebalance(self, progress: Progress) -> list[Move]:
@@ -62,7 +63,7 @@ class Scheduler(ABC):
 
     @property
     def migrates(self) -> bool:
-        """Whether `rebalance` may move anything; ranks of a run that repeats bit for bit then keep step."""
+        """Return whether `rebalance` may move anything; ranks of a run that repeats bit for bit then keep step."""
         if type(self).moves_requests is not Scheduler.moves_requests:
             return self.moves_requests
         return type(self).rebalance is not Scheduler.rebalance
@@ -87,11 +88,11 @@ class Scheduler(ABC):
         """The finished answers of a training step, of all workers, in canonical (prompt, sample) order."""
 
     def metrics(self) -> dict[str, float]:
-        """What happened since the last call, by metric name. Called once a training step, after `learn`."""
+        """Return the metrics since the last call, by name. Called once a training step, after `learn`."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, as plain containers."""
+        """Return the state that a resumed run needs, as plain containers."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -149,7 +150,7 @@ def _is_list(value: object) -> bool:
 
 
 def plan_hash(plan: Sequence[Sequence[RolloutRequest]]) -> str:
-    """32 hex digits that say which request stands where; every rank compares them before it submits its queue."""
+    """Return 32 hex digits that say which request stands where; every rank compares them before it submits its queue."""
     digest = hashlib.blake2b(digest_size=16)
     for queue in plan:
         digest.update(f"{len(queue)}\n".encode())

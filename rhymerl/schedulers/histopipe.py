@@ -27,9 +27,9 @@ class HistoPipeScheduler(PredictingScheduler):
     `max_workers` workers, so that the times of groups rise linearly with the smallest slope that the workers allow. It falls
     back to tier 1 when there are more groups than workers. In the first epoch nothing is known, and prompts go round robin.
 
-    With `migrate`, of the last `alpha` of a worker's requests those that have outgrown their group go to a longer group that is still
-    running: they are longer than `beta` times the longest answer predicted there, or than the third quartile of growth
-    if that is more.
+    With `migrate`, requests among the last `alpha` of a worker's that have outgrown their group go to a longer group that is still
+    running. A request has outgrown its group when it is longer than `beta` times the longest answer predicted there, or than the
+    third quartile of growth if that is more.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ def cut(pieces: Sequence[Piece], count: int) -> list[Sequence[Piece]]:
 
 
 def linear_workers(groups: Sequence[Sequence[Piece]], num_workers: int, max_workers: int, cost: QueueCost) -> list[int]:
-    """How many workers each group gets, in ascending order of length; they sum to `num_workers`, which is at least the groups.
+    """Return how many workers each group gets, in ascending order of length; they sum to `num_workers`, which is at least the groups.
 
     k_n is the smallest k up to `max_workers` for which tau(n, k) <= t0 + n d, with tau the time of group n on k workers
     and t0 = tau(0, max_workers). d is the smallest slope, found by bisection, for which the k_n sum to at most the workers there are.

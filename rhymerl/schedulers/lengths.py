@@ -1,4 +1,4 @@
-"""How long answers will be, from how long earlier answers to the same prompt were."""
+"""Predictions of answers' lengths, from how long earlier answers to the same prompt were."""
 
 from __future__ import annotations
 
@@ -35,12 +35,11 @@ class _Seen:
 class LengthPredictor:
     """Predicts a prompt's lengths by the median and an upper quantile of its groups, moving over epochs.
 
-    `momentum` is the weight of what was known before a group; `tail` the upper quantile, among a group (the longest one of up to
-    20 samples) and among all prompts.
-    An answer of finish reason `length` says "at least so long": a quantile that falls on such answers never pulls an estimate
-    down, and counts as the limit of whoever asks next. A prompt without an answer is predicted by the running upper quantile
-    of all recent lengths, and by the request's own limit before there are any. Of more than `max_prompts`, those that were
-    not answered for longest are forgotten.
+    `momentum` is the weight of what was known before a group; `tail` the upper quantile, among a group (the longest one of up to 20
+    samples) and among all prompts. An answer of finish reason `length` says "at least so long": a quantile that falls on such
+    answers never pulls an estimate down, and counts as the limit of the request that asks next. A prompt without an answer is
+    predicted by the running upper quantile of all recent lengths, and by the request's own limit before there are any. Beyond
+    `max_prompts`, the prompts that were not answered for longest are forgotten.
     """
 
     def __init__(self, *, momentum: float = 0.5, tail: float = 0.95, max_prompts: int = 1_000_000) -> None:
@@ -62,7 +61,7 @@ class LengthPredictor:
         return len(self._prompts)
 
     def predict(self, request: RolloutRequest) -> PredictedLength:
-        """Lengths of the answers to the request's prompt, never beyond its limit."""
+        """Return predicted lengths of the answers to the request's prompt, never beyond its limit."""
         limit = float(request.sampling.max_tokens)
         seen = self._prompts.get(request.prompt.key)
         if seen is None:
@@ -86,7 +85,7 @@ class LengthPredictor:
             self._unknown = _quantile(sorted(self._recent), self.tail)
 
     def growth(self, quantile: float) -> float:
-        """A quantile of how many times as long as predicted the tails of recent groups were; 1 before there are any."""
+        """Return a quantile of how many times as long as predicted the tails of recent groups were; 1 before there are any."""
         return _quantile(sorted(self._growth), quantile) if self._growth else 1.0
 
     def metrics(self) -> dict[str, float]:
@@ -147,5 +146,5 @@ def _middle(ordered: Sequence[int]) -> float:
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share of the values do not exceed."""
+    """Return the smallest value that at least this share of the values do not exceed."""
     return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]

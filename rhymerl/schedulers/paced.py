@@ -1,4 +1,4 @@
-"""Like lengths together, cut by time: whoever is free first gets the longest answers, and nobody gets more than fits."""
+"""A scheduler that puts like lengths together and cuts by time: who is free first gets the longest answers, and nobody more than fits."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ class PacedScheduler(ReleaseAwareScheduler):
         return self._fill(table, free.tolist(), high)
 
     def _enough(self, longest: float, total: float) -> float:
-        """Time in which one worker certainly finishes everything."""
+        """Return the time in which one worker certainly finishes everything."""
         passes = longest + (total / self.max_running if self.max_running else 0.0)
         return 1.01 * self.cost.time(passes, passes * (self.max_running or 0) + total) + 1
 
     def _fill(self, table: _PieceTable, free: Sequence[float], by: float) -> list[int]:
-        """Where each worker's run of pieces ends when all are to finish by a time."""
+        """Return where each worker's run of pieces ends when all are to finish by a time."""
         ends, start, num_pieces = [], 0, len(table.tails)
         per_tail, per_token = self.cost.time(1.0, 0.0), max(self.cost.time(0.0, 1.0), 1e-12)
         for release in free:
@@ -118,5 +118,5 @@ class _PieceTable:
     counts: Sequence[int]  # [n + 1] requests in front of each
 
     def end(self, sums: Sequence[float], start: int, limit: float) -> int:
-        """The end of the longest run from `start` whose sum stays within a limit."""
+        """Return the end of the longest run from `start` whose sum stays within a limit."""
         return max(bisect_right(sums, sums[start] + limit) - 1, start) if limit > 0 else start

@@ -1,4 +1,4 @@
-"""What schedulers share that plan by predicted lengths."""
+"""The parts shared by schedulers that plan by predicted lengths."""
 
 from __future__ import annotations
 
@@ -85,5 +85,5 @@ class PredictingScheduler(Scheduler):
 
 
 def queue_of(pieces: Sequence[Piece]) -> list[RolloutRequest]:
-    """The requests of pieces, in their order."""
+    """Return the requests of pieces, in their order."""
     return [request for piece in pieces for request in piece.requests]

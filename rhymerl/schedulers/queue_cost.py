@@ -1,4 +1,4 @@
-"""What a queue costs: passes by the longest answer, and tokens by all of them."""
+"""The cost of a queue: passes by the longest answer, and tokens by all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When workers become free, from what they have not finished yet."""
+"""The times at which workers become free, from what they have not finished yet."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class ReleaseAwareScheduler(PredictingScheduler):
         self._progress = progress
 
     def unfinished(self, step: int) -> Progress | None:
-        """What is unfinished of the step before `step`; None when it is over, or was never begun."""
+        """Return what is unfinished of the step before `step`; None when it is over, or was never begun."""
         return self._progress if self._progress is not None and self._progress.step == step - 1 else None
 
 
 def releases(progress: Progress | None, num_workers: int, lengths: LengthPredictor, cost: QueueCost) -> FloatArray:
-    """Time until each worker is free, [W], in the unit of the costs; zeros when nothing is under way."""
+    """Return the time until each worker is free, [W], in the unit of the costs; zeros when nothing is under way."""
     longest, total = np.zeros(num_workers), np.zeros(num_workers)
     if progress is None or len(progress.planned) != num_workers or not len(progress.requests):
         return longest

@@ -1,4 +1,4 @@
-"""What is simulated: the work of a step, how fast workers decode, and how steps follow one another."""
+"""The inputs of a simulation: the work of a step, how fast workers decode, and how steps follow one another."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class StepWork:
 
 
 class LengthSource(ABC):
-    """Where the lengths of a simulation come from."""
+    """The source of a simulation's lengths."""
 
     @abstractmethod
     def steps(self, num_steps: int, seed: int) -> list[StepWork]:
-        """The same for the same arguments; fewer steps where there are no more."""
+        """Return the same for the same arguments; fewer steps where there are no more."""
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: it remembers what it has worked out
 class Decoding:
-    """How fast a worker decodes. Its time unit is that of `costs`; tokens may be fractions.
+    """The speed at which a worker decodes. Its time unit is that of `costs`; tokens may be fractions.
 
     A pass over running requests verifies `verified` tokens for each and emits `tokens_per_pass` of them. A request is redone along
-    its run-ahead tokens up to the first that the next policy does not sample again, as `RunAheadDrafter` does it. Each
+    its prefetched tokens up to the first that the next policy does not sample again, as `RunAheadDrafter` does it. Each
     is sampled again with probability `redo_acceptance`. A pass verifies as many of them as pay, as `GoodputBudget`
     chooses them, but no more than `redo_nodes`.
     """
@@ -52,21 +52,21 @@ class Decoding:
     max_running: int | None = None  # requests side by side; None = the whole queue
     tokens_per_pass: float = 1.0
     verified: float = 1.0
-    redo_acceptance: float = 0.999  # of a drafted run-ahead token whose predecessors were accepted
+    redo_acceptance: float = 0.999  # of a drafted prefetched token whose predecessors were accepted
     redo_nodes: int = 32
 
     @cached_property
     def redo_tokens(self) -> FloatArray:
-        """Emitted with so many run-ahead tokens verified, 1 + a + a^2 + ...; [redo_nodes + 1]."""
+        """Emitted with so many prefetched tokens verified, 1 + a + a^2 + ...; [redo_nodes + 1]."""
         return np.power(self.redo_acceptance, np.arange(self.redo_nodes + 1)).cumsum()
 
     def redone(self, sampled: FloatArray) -> FloatArray:
-        """Return how many run-ahead tokens are expected up to the first that is not sampled again, it among them."""
+        """Return how many prefetched tokens are expected up to the first that is not sampled again, it among them."""
         a = self.redo_acceptance
         return sampled if a == 1 else (1 - np.power(a, sampled)) / (1 - a)
 
     def nodes_that_pay(self, redone: int, others: int) -> int:
-        """Run-ahead tokens to verify for each of `redone` requests beside `others` in a pass: those that make the most tokens a unit of time."""
+        """Prefetched tokens to verify for each of `redone` requests beside `others` in a pass: those that make the most tokens a unit of time."""
         nodes = np.arange(self.redo_nodes + 1.0)
         tokens = redone * self.redo_tokens + others * self.tokens_per_pass
         cost = self.pass_cost(redone * (1 + nodes) + others * self.verified)
@@ -79,7 +79,7 @@ class Decoding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """When what happened: S steps on W workers. Colocated training is left out: it stops all workers alike."""
+    """The times of what happened: S steps on W workers. Colocated training is left out: it stops all workers alike."""
 
     starts: FloatArray  # [S, W] a worker begins its queue
     ends: FloatArray  # [S, W] and has finished it; equal to the start of an empty queue

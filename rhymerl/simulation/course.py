@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class Course:
     """A queue of n requests from time `start` on, with `tokens` [n] to sample.
 
-    The first `drafts` [n] of them are along run-ahead tokens. Requests enter in order, as many side by side as
-    `decoding.max_running` allows. How many run-ahead tokens a pass verifies follows from the first batch. Between two
+    The first `drafts` [n] of them are along prefetched tokens. Requests enter in order, as many side by side as
+    `decoding.max_running` allows. How many prefetched tokens a pass verifies follows from the first batch. Between two
     events (a request enters, has used up its drafts, or ends) every pass is alike, so the time of an event is a sum
     over the events before.
     """
@@ -42,7 +42,7 @@ class Course:
         self.end = float(self._times[-1])
 
     def _clock(self, leaves: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Pass numbers of all events and their times."""
+        """Return the pass numbers of all events and their times."""
         plain, redo = self._decoding.verified, 1.0 + self._nodes
         first = np.where(self._drafts > 0, redo, plain)
         indices = np.concatenate([self._enters, self._redone, leaves])
@@ -57,7 +57,7 @@ class Course:
         return knots, self.start + np.concatenate([[0.0], np.cumsum(cost)])
 
     def sampled(self, time: float) -> FloatArray:
-        """Tokens that each request has at a time, [n]."""
+        """Return how many tokens each request has at a time, [n]."""
         if time >= self.end:
             return self.tokens
         now = float(np.interp(time, self._times, self._knots))
@@ -69,7 +69,7 @@ class Course:
 
 
 def _enters(passes: FloatArray, max_running: int | None) -> FloatArray:
-    """The pass in which each request enters, in order, as soon as one of the slots is free."""
+    """Return the pass in which each request enters, in order, as soon as one of the slots is free."""
     enters = np.zeros(len(passes))
     if max_running is None or len(passes) <= max_running:
         return enters

@@ -43,9 +43,7 @@ def draw(panels: Mapping[str, Timeline], window: Window, path: Path) -> None:
     steps = range(window.first, window.last)
     handles = [_patch(color=_COLOURS[step % len(_COLOURS)], label=f"step {step}") for step in steps]
     if any(timeline.ahead.any() for timeline in panels.values()):
-        handles.append(
-            _patch(facecolor="white", edgecolor="0.5", hatch="///", label="sampled ahead, to be sampled again")
-        )
+        handles.append(_patch(facecolor="white", edgecolor="0.5", hatch="///", label="prefetched, to be sampled again"))
     handles.append(_patch(facecolor="white", edgecolor="0.5", label="bubble"))
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 7), frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -42,7 +42,7 @@ _SHOWN = {
 
 
 def judge(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, Any]:
-    """What `rhymerl simulate` prints, for a config such as configs/simulate.yaml: means over seeds, and the spread."""
+    """Return what `rhymerl simulate` prints, for a config such as configs/simulate.yaml: means over seeds, and the spread."""
     _check(config)
     source = length_source(config)
     rows: list[dict[str, Any]] = []
@@ -83,7 +83,7 @@ def _no_collection() -> Iterator[None]:
 def compared(
     config: DictConfig, works: Sequence[StepWork], window: Window, *, progress: ProgressBar = SILENT
 ) -> tuple[Timeline, dict[str, Any]]:
-    """The timeline of the configured scheduler, and its figures beside the baseline's on the same work."""
+    """Return the timeline of the configured scheduler, and its figures beside the baseline's on the same work."""
     scheduler = instantiate(config.scheduler, key="scheduler")
     timeline = simulation(config, scheduler).run(works, progress=progress)
     barrier = simulation(config, FIFOScheduler(), run_ahead="off").run(works, progress=progress)
@@ -102,7 +102,7 @@ def compared(
 
 
 def simulation(config: DictConfig, scheduler: Any, *, run_ahead: RunAhead | None = None) -> Simulation:
-    """The configured pipeline with a scheduler."""
+    """Return the configured pipeline with a scheduler."""
     mode: RunAhead = run_ahead or config.run_ahead
     return Simulation(
         scheduler,
@@ -117,7 +117,7 @@ def simulation(config: DictConfig, scheduler: Any, *, run_ahead: RunAhead | None
 
 
 def length_source(config: DictConfig) -> LengthSource:
-    """The trace, or else what `lengths` says."""
+    """Return the trace, or else what `lengths` says."""
     if config.trace is not None:
         settings = {"trace": config.trace, "prompts_per_step": config.lengths.prompts_per_step}
         return construct(RecordedLengths, settings, key="lengths")
@@ -126,7 +126,7 @@ def length_source(config: DictConfig) -> LengthSource:
 
 
 def window_of(config: DictConfig, num_steps: int) -> Window:
-    """The steps that count. Raises ConfigError when there are none."""
+    """Return the steps that count. Raises ConfigError when there are none."""
     last = min(config.steps, num_steps)
     if last <= config.warm_up:
         raise ConfigError(f"warm_up={config.warm_up}: expected less than the number of steps, {last}")

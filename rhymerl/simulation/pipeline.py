@@ -113,9 +113,9 @@ class Simulation:
         return planned[0] if planned else None
 
     def _run_ahead(self, work: StepWork, plan: Plan, free: FloatArray, until: float, log: _Log) -> FloatArray:
-        """Return how many tokens of the next step are sampled until its policy is there, [R].
+        """Return how many tokens of the next step are prefetched until its policy is there, [R].
 
-        That policy samples again along them. Colocated workers train instead.
+        With `draft`, that policy then samples again along them. Colocated workers train instead.
         """
         sampled = np.zeros(len(work.requests))
         spent = np.zeros(self.num_workers)
@@ -141,7 +141,7 @@ def _indices(work: StepWork, plan: Plan) -> list[IndexArray]:
 
 
 def samples_of(work: StepWork, decoding: Decoding) -> list[Sample]:
-    """Finished answers of the right lengths; nothing else about them means anything."""
+    """Return finished answers of the right lengths; nothing else about them means anything."""
     zeros = np.zeros(int(work.lengths.max(initial=0)), np.int32)
     num_passes = np.maximum(work.lengths / decoding.tokens_per_pass, 1.0).round()
     num_drafted = (num_passes * (decoding.verified - 1)).round()

@@ -20,7 +20,7 @@ Rebalance = Callable[[Progress], Sequence[Move]]
 class StepRun:
     """Decodes the queues `plan` (indices into the step's requests) from `starts` [W] on.
 
-    `drafts` [R] are run-ahead tokens along which an answer is sampled again. What a moved request has sampled is
+    `drafts` [R] are prefetched tokens along which an answer is sampled again. What a moved request has sampled is
     recomputed on its new worker in one pass that verifies so many tokens more.
     """
 
@@ -59,7 +59,7 @@ class StepRun:
 
     @property
     def ends(self) -> FloatArray:
-        """When each worker has finished, [W], as things stand."""
+        """Return when each worker has finished, [W], as things stand."""
         return np.array([course.end for course in self._courses])
 
     def run(
@@ -94,7 +94,7 @@ class StepRun:
             now += every
 
     def sampled(self, time: float) -> FloatArray:
-        """Tokens that each request has at a time, which is not before the last move, [R]."""
+        """Return how many tokens each request has at a time, which is not before the last move, [R]."""
         sampled = np.zeros(len(self._before))
         for queue, course in zip(self._queues, self._courses, strict=True):
             if course.start < time < course.end:
@@ -103,7 +103,7 @@ class StepRun:
         return np.where(self.finished <= time, self.work.lengths, sampled)
 
     def progress(self, time: float) -> Progress:
-        """What is unfinished, for the scheduler."""
+        """Return what is unfinished, for the scheduler."""
         left = self._finished_in_order > time
         order, workers = self._order[left], self._workers[left]
         return Progress(
@@ -115,7 +115,7 @@ class StepRun:
         )
 
     def tails(self) -> FloatArray:
-        """Time in which a worker had at most a quarter of as many requests left as were planned for it, [W]."""
+        """Return the time in which a worker had at most a quarter of as many requests left as were planned for it, [W]."""
         found = np.zeros(len(self._queues))
         for worker, planned in enumerate(self._planned.tolist()):
             ends = np.sort(self.finished[self._at == worker])

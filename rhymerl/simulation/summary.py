@@ -1,4 +1,4 @@
-"""What a simulation comes to."""
+"""The results of a simulation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def step_time(timeline: Timeline, window: Window, train_time: float) -> float:
 
 
 def summary(timeline: Timeline, window: Window, *, train_time: float) -> dict[str, float]:
-    """Figures of the steps in the window; steps beyond it only keep workers busy until its end. Times are in steps.
+    """Return the figures of the steps in the window; steps beyond it only keep workers busy until its end. Times are in steps.
 
     `train_time` is what stops all workers in each step, and is no bubble.
     """

@@ -1,4 +1,4 @@
-"""What a task is: an endless, seeded source of problems with an exact reward."""
+"""The interface of tasks: endless, seeded sources of problems with an exact reward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PATIENCE = 100_000  # draws in a row that bring nothing new
 
 
 def split_of(prompt: str) -> Split:
-    """The only split in which a problem with this text may appear."""
+    """Return the only split in which a problem with this text may appear."""
     digest = hashlib.blake2b(prompt.encode(), digest_size=8).digest()
     return _SPLIT_OF_TENTH[int.from_bytes(digest, "little") % len(_SPLIT_OF_TENTH)]
 
@@ -46,11 +46,11 @@ class Task(ABC):
         """Draw one problem: `prompt` (str) and whatever columns the reward needs."""
 
     def demonstration(self, row: Row, random_source: random.Random) -> str:
-        """An answer to imitate in the warm start. Raises TypeError when the task has none."""
+        """Return an answer to imitate in the warm start. Raises TypeError when the task has none."""
         raise TypeError(f"{type(self).__name__} has no demonstrations, so it cannot warm-start a policy")
 
     def rows(self, split: Split) -> list[Row]:
-        """The fixed pool of one split: `train_size` or `validation_size` distinct problems.
+        """Return the fixed pool of one split: `train_size` or `validation_size` distinct problems.
 
         Raises ConfigError when the task has fewer.
         """
@@ -70,7 +70,7 @@ class Task(ABC):
         return list(pool.values())
 
     def stream(self, split: Split, *, seed: int) -> Iterator[Row]:
-        """Problems of one split without end (repeats are possible), from `seed` alone.
+        """Yield problems of one split without end (repeats are possible), from `seed` alone.
 
         Raises ValueError when 100 000 draws in a row give nothing for the split.
         """

@@ -58,7 +58,7 @@ class RunningSum(Task):
 
 
 def _slip(number: int, random_source: random.Random) -> int:
-    """The same number with one digit changed; the leading digit stays above zero."""
+    """Return the same number with one digit changed; the leading digit stays above zero."""
     digits = list(str(number))
     index = random_source.randrange(len(digits))
     lowest = 1 if index == 0 and len(digits) > 1 else 0
@@ -68,6 +68,6 @@ def _slip(number: int, random_source: random.Random) -> int:
 
 
 def running_sum_reward(completion: str, *, answer: str) -> float:
-    """1.0 when the text after the last '#' is the exact total, else 0.0."""
+    """Return 1.0 when the text after the last '#' is the exact total, else 0.0."""
     _, mark, total = completion.rpartition("#")
     return float(bool(mark) and total.strip() == answer)

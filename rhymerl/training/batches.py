@@ -1,4 +1,4 @@
-"""How a step's samples are laid out and split."""
+"""The layout of a step's samples, and their split."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OVERHEAD_TOKENS = 512  # what an empty micro-batch costs on a CPU: its many sma
 
 
 def step_batch(samples: Sequence[Sample]) -> Batch:
-    """All samples of a step, in the host's memory."""
+    """Return all samples of a step, in the host's memory."""
     width = max(map(len, samples))
     shape = (len(samples), width)
     mask, logprobs = np.zeros(shape, np.bool_), np.zeros(shape)
@@ -43,7 +43,7 @@ def total_tokens(sample: Sample) -> int:
 def micro_batches(samples: Sequence[Sample], chosen: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Split `chosen` into lists of like length whose padded size stays within `max_tokens` (one sample always fits).
 
-    Of all splits of the samples sorted by length it is the one with the fewest padded tokens, each micro-batch counting for
+    Among all splits of the samples sorted by length, this is the one with the fewest padded tokens, each micro-batch counting for
     some more.
     """
     width = {i: total_tokens(samples[i]) for i in chosen}

@@ -64,7 +64,7 @@ def seal(file: BinaryIO) -> None:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with the file, None when it is whole; where it was sealed, a single wrong bit anywhere is found.
+    """Return what is wrong with the file, None when it is whole; where it was sealed, a single wrong bit anywhere is found.
 
     torch writes a checksum with each record but does not look at it. Reads all of the file, which takes about half a second
     a GB where the disk is faster than that.
@@ -82,7 +82,7 @@ def damage(path: Path) -> str | None:
 
 
 def _damage_between(file: BinaryIO, archive: zipfile.ZipFile) -> str | None:
-    """What is wrong around the records."""
+    """Return what is wrong around the records."""
     comment = archive.comment
     end = file.seek(0, os.SEEK_END) - len(comment)
     file.seek(end - _END.size)
@@ -108,7 +108,7 @@ def _checksum_between(file: BinaryIO, records: list[zipfile.ZipInfo], end: int) 
 
 
 def read_checkpoint(path: Path, *, setting: str = "ckpt_path", is_whole: bool = False) -> dict[str, Any]:
-    """A whole checkpoint of ours, its tensors left on the disk.
+    """Return a whole checkpoint of ours, its tensors left on the disk.
 
     Raises ConfigError for any other file; of one that is damaged it says which older one beside it is whole. Its checksums are
     looked at unless that has been done (`is_whole`).
@@ -127,7 +127,7 @@ def read_checkpoint(path: Path, *, setting: str = "ckpt_path", is_whole: bool = 
 
 
 def of_this_format(state: dict[str, Any], where: str) -> dict[str, Any]:
-    """The state of a module in the format that this version writes; raises ConfigError for one that it cannot read."""
+    """Return the state of a module in the format that this version writes; raises ConfigError for one that it cannot read."""
     found = state.get("format", 0 if state.keys() >= _FORMAT_0 else "older than 0")
     if found == 0:
         return {**state, **_ADDED_BY_1}
@@ -161,7 +161,7 @@ def newest_whole(directory: Path) -> Newest:
 
 
 def newest_first(directory: Path) -> list[Path]:
-    """The checkpoints of a run. Those of steps after the one that `last.ckpt` names are of before the run was taken back."""
+    """Return the checkpoints of a run; those of steps after the one that `last.ckpt` names were written before the run was taken back."""
     by_step = {step: path for path in directory.glob("step=*.ckpt") if (step := step_of(path)) is not None}
     paths = [by_step[step] for step in sorted(by_step, reverse=True)]
     last = directory / "last.ckpt"
@@ -174,13 +174,13 @@ def newest_first(directory: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int | None:
-    """The rollout steps that are in a checkpoint, by its name."""
+    """Return the rollout steps that are in a checkpoint, by its name."""
     number = path.stem.removeprefix("step=")
     return int(number) if path.stem.startswith("step=") and number.isdecimal() else None
 
 
 def _advice(path: Path) -> str:
-    """Which other checkpoint to take instead of a damaged one."""
+    """Return which other checkpoint to take instead of a damaged one."""
     mine = path.resolve()
     others = newest_first(mine.parent)
     older = others[others.index(mine) + 1 :] if mine in others else []

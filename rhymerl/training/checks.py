@@ -1,4 +1,4 @@
-"""What a module asks of its data before any compute."""
+"""The demands of a module on its data, checked before any compute."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_algorithm(algo: Algorithm, *, rollout: RolloutSettings, update: Update
 
 
 def longest_tokens(datamodule: PromptDataModule, *, rollout: RolloutSettings, evaluation: EvaluationSettings) -> int:
-    """The most tokens that a prompt and its answer may have together."""
+    """Return the most tokens that a prompt and its answer may have together."""
     parts = [(loader, evaluation.rollout(rollout, name)) for name, loader in datamodule.validation_loaders.items()]
     parts += [(datamodule.train_loader, rollout)] if datamodule.train_loader is not None else []
     longest = [
@@ -49,7 +49,7 @@ def longest_tokens(datamodule: PromptDataModule, *, rollout: RolloutSettings, ev
 
 
 def checked_rewards(rewards: Any, datamodule: PromptDataModule) -> list[Reward]:
-    """The reward functions, the task's where `rewards` is None. Raises ConfigError for none; see `check_reward`."""
+    """Return the reward functions, the task's where `rewards` is None. Raises ConfigError for none; see `check_reward`."""
     refuse_lost(rewards=rewards)
     task_reward = datamodule.task.reward if datamodule.task is not None else None
     built = build_rewards(rewards if rewards is not None else task_reward)

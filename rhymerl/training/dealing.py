@@ -1,4 +1,4 @@
-"""Which rank works on which samples."""
+"""The division of samples among ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def deal(num_tokens: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """The indices of the samples for each rank: the longest first, each to the rank that has the fewest tokens so far.
+    """Return the indices of the samples for each rank: the longest first, each to the rank that has the fewest tokens so far.
 
     Follows from its arguments alone. A rank may get nothing; none gets more than the mean and the longest sample together.
     """

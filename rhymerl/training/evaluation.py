@@ -59,7 +59,7 @@ class EvaluationSettings:
             _check(self._of(name), f"sets.{name}.")
 
     def rollout(self, training: RolloutSettings, name: str = ONLY_SET) -> RolloutSettings:
-        """The settings of a rollout on the data set `name`."""
+        """Return the settings of a rollout on the data set `name`."""
         asked = self._of(name)
         return RolloutSettings(
             group_size=asked["samples"],
@@ -72,7 +72,7 @@ class EvaluationSettings:
         )
 
     def max_tokens_of(self, name: str) -> int | None:
-        """The limit on answers to the data set `name`, None for that of training."""
+        """Return the limit on answers to the data set `name`, None for that of training."""
         limit: int | None = self._of(name)["max_tokens"]
         return limit
 
@@ -90,7 +90,7 @@ class EvaluationSettings:
             )
 
     def metrics(self, answered: Mapping[str, Sequence[Sample]], rewards: Sequence[Reward]) -> dict[str, float]:
-        """All metrics of an evaluation, from the answers by data set; those without a set's name are means over the sets."""
+        """Return all metrics of an evaluation, from the answers by data set; those without a set's name are means over the sets."""
         extract = self._extract or next((reward.extract for reward in rewards if reward.extract), None)
         found = [
             evaluation_metrics(samples, name, right_by=self.right_by, extract=extract)
@@ -104,7 +104,7 @@ class EvaluationSettings:
 
 
 def step_name(name: str) -> str:
-    """What keys the noise of an evaluation on the data set `name`: the same every time."""
+    """Return what keys the noise of an evaluation on the data set `name`: the same every time."""
     return "evaluation" if name == ONLY_SET else f"evaluation/{name}"
 
 
@@ -117,9 +117,9 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def majority(answers: Sequence[object], right: Sequence[bool]) -> float:
-    """Whether the answer given most often is right; None is no vote.
+    """Return the chance that the answer given most often is right; None is no vote.
 
-    Of answers given equally often one is taken by lot, so the result is the chance that this is a right one. Answers that are
+    Among answers given equally often one is taken by lot, so the result is the chance that this one is right. Answers that are
     extracted alike may have been judged differently: then it is the share of them that were right.
     """
     votes: dict[object, list[bool]] = {}
@@ -136,7 +136,7 @@ _OVERALL = ("eval/reward", "eval/mean_length", "eval/clipped_ratio")
 def evaluation_metrics(
     samples: Sequence[Sample], task: str = ONLY_SET, *, right_by: str | None = None, extract: Extract | None = None
 ) -> dict[str, float]:
-    """The metrics of one data set: docs/metrics.md has them all. pass@k is for k = 1, 2, 4 … and all answers of a prompt."""
+    """Return the metrics of one data set: docs/metrics.md has them all. pass@k is for k = 1, 2, 4 … and all answers of a prompt."""
     groups = by_prompt(samples)
     most = min(map(len, groups.values()))
     right = [[_reward(sample, right_by) >= _RIGHT for sample in group] for group in groups.values()]

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a module's arguments, and what to say when it could not hold one."""
+"""The part of a module's arguments that a checkpoint holds, and the message when it could not hold one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PLAIN = ("run_ahead", "max_staleness", "reward_workers", "seed")
 
 
 def arguments_of(module: Any, source: object) -> dict[str, Any]:
-    """A RhymeModule's constructor arguments in plain containers, with a mark for each that a checkpoint cannot hold.
+    """Return a RhymeModule's constructor arguments in plain containers, with a mark for each that a checkpoint cannot hold.
 
     `source` is where its model came from.
     """

@@ -30,7 +30,7 @@ def log_step(trainer: Any, metrics: Mapping[str, float], num_rollouts: int) -> d
 
 
 def log_metrics(logger: Any, metrics: Mapping[str, float], step: int) -> None:
-    """What `logger.log_metrics` does; called on all ranks, of which the first writes."""
+    """Log as `logger.log_metrics` does; called on all ranks, of which the first writes."""
     writer = _file_writer(logger)
     if writer is None:
         logger.log_metrics(dict(metrics), step=step)

@@ -348,7 +348,7 @@ class RhymeModule(L.LightningModule):
             validate_within_fit(self.trainer)
 
     def on_validation_epoch_start(self) -> None:
-        """What training has learned serves the evaluation, too, but learns nothing from it."""
+        """Put aside what training has learned: it serves the evaluation, too, but learns nothing from it."""
         assert self._loop is not None
         self._aside = Aside(self.budget, self.scheduler)
         self.evaluated, self._failures = {}, Failures()

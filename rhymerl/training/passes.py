@@ -27,7 +27,7 @@ def over_samples(
     max_tokens: int,
     behind: bool = False,
 ) -> Tensor:
-    """What `work` says of every response token, [B, T] in float64 with zeros in the padding, in the host's memory.
+    """Return what `work` says of every response token, [B, T] in float64 with zeros in the padding, in the host's memory.
 
     With `behind` it also has what `work` says behind the last one, [B, T + 1]. This is a collective: each rank does the
     work for its share of the samples, and gets the whole.

@@ -108,7 +108,7 @@ class UpdateSettings:
             )
 
     def optimizer(self, parameters: Sequence[nn.Parameter], *, critic: Critic | None = None) -> torch.optim.AdamW:
-        """One for the policy's parameters and, at its own learning rate, the critic; the policy's groups come first."""
+        """Return one optimizer for the policy's parameters and, at its own learning rate, the critic; the policy's groups come first."""
         groups = self._groups(parameters, self.learning_rate)
         if critic is not None:
             groups += self._groups(critic.parameters(), critic.settings.learning_rate)
@@ -127,7 +127,7 @@ class UpdateSettings:
     def schedule(
         self, optimizer: torch.optim.Optimizer, total_steps: float, *, critic: Critic | None = None
     ) -> LambdaLR:
-        """The learning-rate schedule, stepped once an optimizer step; `total_steps` may be infinite.
+        """Return the learning-rate schedule, stepped once an optimizer step; `total_steps` may be infinite.
 
         The policy's begins when it begins to move: after the warm-up of the critic.
         """
@@ -149,7 +149,7 @@ class UpdateSettings:
 
 
 class Rates:
-    """What an optimizer and its schedule were made with: learning rates, decays, betas."""
+    """The settings that an optimizer and its schedule were made with: learning rates, decays, betas."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep the settings of an optimizer with its schedule, before a checkpoint is loaded into them."""

@@ -1,4 +1,4 @@
-"""What a run has learned: put into a checkpoint, taken up again, and kept apart from evaluations."""
+"""The state that a run has learned: put into a checkpoint, taken up again, and kept apart from evaluations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Learner(Protocol):
 
 
 class Module(Protocol):
-    """What has a state of a RhymeModule, beside the names in `_COUNTS`."""
+    """The parts of a RhymeModule that have a state, beside the names in `_COUNTS`."""
 
     base_fingerprint: str
 
@@ -47,7 +47,7 @@ class Module(Protocol):
 
 
 def state_of(module: Module) -> dict[str, Any]:
-    """All that is the same on every rank, in plain containers; the budget's own state is not."""
+    """Return all that is the same on every rank, in plain containers; the budget's own state is not."""
     return {
         "format": FORMAT,
         **{name: getattr(module, name) for name in _COUNTS},
@@ -77,7 +77,7 @@ def load_budget(module: Module, state: Mapping[str, Any], rank: int) -> None:
 
 
 def is_of_same_class(module: Module, name: str, state: Mapping[str, Any]) -> bool:
-    """Whether a part is what it was, if that is known: what another class has learned is of no use to this one, which begins anew."""
+    """Return whether a part is what it was, if that is known: one of another class cannot use its state, and begins anew."""
     return state["classes"][name] in (None, _class_of(getattr(module, name)))
 
 
@@ -95,7 +95,7 @@ def check_base(module: Module, state: Mapping[str, Any], where: str) -> None:
 
 
 class Aside:
-    """What parts have learned up to now, put aside while something uses them that is to leave no trace in them."""
+    """The state that parts have learned so far, put aside while something uses them that is to leave no trace in them."""
 
     def __init__(self, *parts: Learner) -> None:
         self._states = [(part, copy.deepcopy(part.state_dict())) for part in parts]

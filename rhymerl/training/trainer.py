@@ -1,4 +1,4 @@
-"""What is asked of a Lightning Trainer, and what it is asked for."""
+"""The demands on a Lightning Trainer, and the requests to it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LOOPBACKS = ("lo", "lo0")  # as Linux and others call it
 
 
 def make_trainer(settings: Mapping[str, Any]) -> L.Trainer:
-    """The Trainer of these settings, a node of a config. Raises ConfigError that names the one which Lightning refuses."""
+    """Return the Trainer of these settings, a node of a config. Raises ConfigError that names the one which Lightning refuses."""
     accelerator = settings.get("accelerator")
     usable = [
         "auto",
@@ -59,7 +59,7 @@ def make_trainer(settings: Mapping[str, Any]) -> L.Trainer:
 
 
 def num_optimizer_steps(trainer: L.Trainer, each: int) -> float:
-    """Optimizer steps of the whole run, infinite if it has no end; max_steps counts these, max_epochs rollout steps of `each`."""
+    """Return the optimizer steps of the run, infinite if it has no end; max_steps counts these, max_epochs rollout steps of `each`."""
     by_steps = float(trainer.max_steps) if trainer.max_steps >= 0 else float("inf")
     if trainer.max_epochs is None or trainer.max_epochs < 0:
         return by_steps
@@ -164,7 +164,7 @@ def prepare_trainer(trainer: L.Trainer) -> None:
 
 
 def _log_each_step(trainer: Any) -> None:
-    """Lightning's own interval is for steps of milliseconds. Nothing tells its default from the same number that somebody gave."""
+    """Log each step instead of at Lightning's default interval, even if a user has set that number; it is for steps of milliseconds."""
     if trainer.log_every_n_steps == _LIGHTNING_LOGS_EVERY:
         trainer.log_every_n_steps = 1
 
@@ -213,7 +213,7 @@ def end_ranks(trainer: L.Trainer) -> None:
 
 
 def with_environment(plugins: Sequence[Any] | None) -> list[Any]:
-    """A Trainer's plugins, and SLURM, where it is there, without requeueing; one that is among them stays."""
+    """Return a Trainer's plugins, and SLURM, where it is there, without requeueing; one that is among them stays."""
     asked = list(plugins or [])
     is_slurm = SLURMEnvironment.detect() and not TorchElasticEnvironment.detect()
     is_wanted = is_slurm and not any(map(_is_environment, asked))
@@ -221,7 +221,7 @@ def with_environment(plugins: Sequence[Any] | None) -> list[Any]:
 
 
 def _is_environment(plugin: Any) -> bool:
-    """Whether a plugin, an object or its node, is a cluster environment."""
+    """Return whether a plugin, an object or its node, is a cluster environment."""
     kind = import_target(plugin["_target_"], setting="trainer.plugins") if is_component(plugin) else type(plugin)
     return isinstance(kind, type) and issubclass(kind, ClusterEnvironment)
 
@@ -236,7 +236,7 @@ def check_precision(precision: object) -> None:
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """Peak of the device's allocator, or of the process on a CPU."""
+    """Return the peak of the device's allocator, or of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

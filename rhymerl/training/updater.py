@@ -39,7 +39,7 @@ _PASSES: Mapping[Need, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Work:
-    """What all mini-batches of a step have in common."""
+    """The values that all mini-batches of a step have in common."""
 
     samples: Sequence[Sample]
     batch: Batch
@@ -131,7 +131,7 @@ class Updater:
     # -- before the first mini-batch -----------------------------------------------------------------------------
 
     def _prepared(self, samples: Sequence[Sample], step: int, times: dict[str, float]) -> Batch:
-        """The step's batch with all that the algorithm needs, and its advantages."""
+        """Return the step's batch with all that the algorithm needs, and its advantages."""
         batch = step_batch(samples)
         for need, (field, name) in _PASSES.items():
             asked = self._asked(need, samples, step)
@@ -149,7 +149,7 @@ class Updater:
             return self.algorithm.prepare(replace(batch, awaits_proximal=self._to_learn(samples, step) is not None))
 
     def _asked(self, need: Need, samples: Sequence[Sample], version: int) -> list[int]:
-        """The samples that a pass has to go over."""
+        """Return the samples that a pass has to go over."""
         if need not in self.algorithm.needs:
             return []
         if need == "proximal":
@@ -157,12 +157,12 @@ class Updater:
         return list(range(len(samples)))
 
     def _sampled_otherwise(self, samples: Sequence[Sample], version: int) -> list[int]:
-        """The samples whose behaviour log-probs are not those of the policy as it is, but for rounding."""
+        """Return the samples whose behaviour log-probs are not those of the policy as it is, but for rounding."""
         return [i for i, sample in enumerate(samples) if not (self.draws_exactly and _is_sampled_by(version, sample))]
 
     @property
     def _learns_proximal(self) -> bool:
-        """Whether the only update of a step finds the proximal log-probs in its own pass."""
+        """Return whether the only update of a step finds the proximal log-probs in its own pass."""
         is_wanted = "proximal" in self.algorithm.needs and not self.algorithm.prepares_by_proximal
         return is_wanted and self.settings.optimizer_steps == 1 and not self._is_random
 
@@ -226,7 +226,7 @@ class Updater:
         return _merged(found or self._over_ranks(mine), mean=True)
 
     def _parts(self, count: int, step: int) -> Iterator[list[int]]:
-        """The samples of each mini-batch, in every epoch others."""
+        """Yield the samples of each mini-batch, in every epoch others."""
         for epoch in range(self.settings.epochs):
             order = np.random.default_rng([self.seed, step, _ORDER, epoch]).permutation(count)
             for part in np.array_split(order, min(self.settings.mini_batches, count)):
@@ -248,7 +248,7 @@ class Updater:
         return {**metrics, **of_all} if self.ranks.rank == 0 else metrics
 
     def _trained(self, work: _Work) -> dict[str, list[nn.Parameter]]:
-        """The parameters that move now, by the prefix of their metrics."""
+        """Return the parameters that move now, by the prefix of their metrics."""
         models: dict[str, nn.Module] = {"": self.model} if work.trains_policy else {}
         if self.critic is not None:
             models["critic/"] = self.critic
@@ -352,7 +352,7 @@ def _timed(times: dict[str, float], name: str) -> Iterator[None]:
 
 
 def _merged(parts: Sequence[Mapping[str, float]], *, mean: bool) -> dict[str, float]:
-    """One metric for each name that any part has, from the parts that have it."""
+    """Return one metric for each name that any part has, from the parts that have it."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: _combine(name, [part[name] for part in parts if name in part], mean=mean) for name in names}
 

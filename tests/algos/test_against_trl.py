@@ -24,7 +24,7 @@ EXACT = {"rtol": 1e-6, "atol": 1e-9}
 
 
 class OneProcess:
-    """Of accelerate, what a loss asks for."""
+    """The part of accelerate that a loss asks for."""
 
     num_processes = 1
     process_index = 0
@@ -38,7 +38,7 @@ class OneProcess:
 
 
 def trainer(logprobs: Tensor, entropy: Tensor, **settings: Any) -> SimpleNamespace:
-    """As much of a GRPOTrainer as its loss reads; the model's part is given."""
+    """Return as much of a GRPOTrainer as its loss reads; the model's part is given."""
     given = {
         "loss_type": "dapo",
         "importance_sampling_level": "token",
@@ -159,7 +159,7 @@ def test_loss_and_gradient(seed, ours, theirs):
 @pytest.mark.parametrize("kind", ["truncated", "masked"])
 @pytest.mark.parametrize("floor", [None, 0.8])
 def test_loss_with_a_corrected_behaviour_policy(floor, kind, level, name):
-    """With TRL's formula for the weight.
+    """The weight follows TRL's formula.
 
     Where tokens of an answer have different weights, the ratio of the answer has another gradient than its token form,
     which is ours; in GSPO there are no such weights.

@@ -1,4 +1,4 @@
-"""How the coefficient of a divergence in the reward adapts, by hand."""
+"""The adaptation of the coefficient of a divergence in the reward, worked by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every algorithm's loss obeys, whatever its settings: identities, and a second implementation. float64, CPU."""
+"""The rules that every algorithm's loss obeys, whatever its settings: identities, and a second implementation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ each_setting = pytest.mark.parametrize("settings", SETTINGS, ids=str)
 
 
 def of_family(settings: dict, family: type[PolicyGradient]) -> dict:
-    """Those that it has."""
+    """Return the settings that the family has."""
     return {name: value for name, value in settings.items() if name != "scale" or family is GRPO}
 
 
@@ -76,7 +76,7 @@ def test_micro_batches_sum_to_the_batch(split, family, settings):
 
 
 def has_stopped_gradient(settings: dict) -> bool:
-    """Which is not that of the value, so finite differences cannot tell; tests of their own hold these."""
+    """Return whether its gradient is not that of the value, so that finite differences cannot tell; tests of their own hold these."""
     return bool({"cispo", "sequence"} & {settings.get("surrogate"), settings.get("ratio_level")})
 
 

@@ -17,7 +17,7 @@ close = torch.testing.assert_close
 
 
 def two_answers() -> Batch:
-    """Of two tokens and of one; the policy has diverged by 1 at the first token of the first."""
+    """Return answers of two tokens and of one; the policy has diverged by 1 at the first token of the first."""
     blank = torch.zeros(2, 2, dtype=torch.float64)
     return Batch(
         rewards=tensor(3, 5),
@@ -124,7 +124,7 @@ def test_the_policys_part_is_that_of_every_policy_gradient():
 
 
 def test_a_policy_that_does_not_move_leaves_the_critics_gradient():
-    """As in the critic's warm-up: log-probs have no gradient, values have."""
+    """This is the critic's warm-up: log-probs have no gradient, values have."""
     batch, logprobs = make_batch()
     batch = PPO().prepare(batch)
     values = torch.zeros_like(logprobs).requires_grad_()

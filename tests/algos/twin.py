@@ -9,7 +9,7 @@ from rhymerl.algos import Batch
 
 
 def plain_loss(settings: Any, batch: Batch, logprobs: list[list[float]], entropy: list[list[float]]) -> float:
-    """Of the whole mini-batch, for any settings of a PolicyGradient whose divergence is in the loss."""
+    """Return the loss of the whole mini-batch, for any settings of a PolicyGradient whose divergence is in the loss."""
     total = 0.0
     num_tokens = int(batch.mask.sum())
     for i in range(len(batch)):

@@ -1,4 +1,4 @@
-"""What a backend of a user's goes on meaning when the interface changes."""
+"""The meaning of a user's own backend when the interface changes."""
 
 from __future__ import annotations
 

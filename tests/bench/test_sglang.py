@@ -88,7 +88,7 @@ def test_the_file_says_what_the_engine_was_and_what_pays():
 
 
 class Clock:
-    """Of its own pace."""
+    """A clock that goes at its own pace."""
 
     now = 0.0
 

@@ -56,7 +56,7 @@ def work_of(benchmark: Any, num_prompts: int = 6) -> Any:
 
 
 def rounds_of(benchmark: Any, tails: dict[str, Sequence[int]]) -> tuple[Any, argparse.Namespace]:
-    """Of modes whose answers are the prompts with these tails."""
+    """Run rounds of modes whose answers are the prompts with these tails."""
     arguments, work, history = parsed(benchmark), work_of(benchmark), HistoryStore()
     sides = [benchmark.Side(mode=mode, backend=Watched(tail)) for mode, tail in tails.items()]
     found: dict[str, Any] = {mode: {} for mode in tails}

@@ -45,7 +45,7 @@ def outcome_of(
     seconds: float = 1.0,
     requests: Sequence[RolloutRequest] | None = None,
 ) -> PassOutcome:
-    """With nothing accepted unless said otherwise; siblings and children of what was accepted have been reached."""
+    """Return an outcome with nothing accepted unless said otherwise; siblings and children of what was accepted have been reached."""
     accepted = np.zeros(len(drafts.token_ids), np.bool_) if accepted is None else np.asarray(accepted, np.bool_)
     parent = drafts.parent_nodes
     return PassOutcome(

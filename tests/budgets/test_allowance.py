@@ -1,4 +1,4 @@
-"""What may be lost while drafts are looked for, and what drafts that paid may lose again."""
+"""The possible loss while drafts are looked for, and the loss that drafts that paid may make again."""
 
 from __future__ import annotations
 

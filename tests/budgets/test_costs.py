@@ -112,7 +112,7 @@ def check(
 @pytest.mark.parametrize("costs", MACHINES.values(), ids=MACHINES)
 @pytest.mark.parametrize("slow", [(), (0,), (0, 1, 2), (0, 5), (3,)])
 def test_a_linear_cost_is_recovered(costs: dict[str, Any], slow):
-    """From noise, outliers, and passes in which something was compiled."""
+    """The data have noise, outliers, and passes in which something was compiled."""
     cost = LearnedCost()
     watch(cost, costs, passes=300, slow=slow)
     check(cost, costs)

@@ -260,11 +260,11 @@ def test_a_probe_asks_for_few_requests_and_others_each_time():
     assert len(set.union(*asked)) == 40
 
 
-def test_tokens_sampled_ahead_are_tried_at_once():
-    """Whoever has some is asked first, however little drafts have paid lately."""
+def test_prefetched_tokens_are_tried_at_once():
+    """A request that has some is asked first, however little drafts have paid lately."""
     budget, requests = GoodputBudget(costs=DEAR), make_requests(40)
     passes(budget, 500, rows=40, propose=guesses(2))
-    requests[33] = replace(requests[33], ahead=np.array([5, 6], np.int32))
+    requests[33] = replace(requests[33], prefetched=np.array([5, 6], np.int32))
     budget.admit(requests[33])
     assert not budget.skips(40)
     assert budget.limits(requests)[33] > 0
@@ -285,7 +285,7 @@ def test_a_try_is_small_and_grows_where_it_pays():
 
 
 def test_far_more_nodes_than_ever_are_not_verified_at_once():
-    """What such a pass costs is not known, so it is found out by steps, even where all that is known says that nodes are free."""
+    """The cost of such a pass is not known, so it is found out by steps, even where all that is known says that nodes are free."""
     budget = GoodputBudget(32, costs=[(0, 1.0), (100_000, 1.001)])
     found = passes(budget, 40, rows=64, propose=guesses(32, 0.99), is_right=np.ones_like)
     nodes = [number for _, number in found]
@@ -314,7 +314,7 @@ def test_metrics_are_of_what_has_been_since():
 
 
 def test_a_resumed_budget_goes_on_as_the_whole_one_does():
-    """Through plain containers, as a checkpoint holds them; while drafts pay, and when they no longer do."""
+    """Its state goes through plain containers, as a checkpoint holds them; while drafts pay, and when they no longer do."""
     costs, luck = [(0, 1.0), (10, 2.0)], np.random.default_rng(0)
     whole = GoodputBudget(8, costs=costs)
     passes(whole, 200, rows=12, propose=guesses(4, 0.9), is_right=lambda nodes: luck.random(len(nodes)) < 0.9)
@@ -331,7 +331,7 @@ def test_a_resumed_budget_goes_on_as_the_whole_one_does():
 
 
 def test_now_and_then_a_pass_goes_without_drafts_although_they_pay():
-    """Without such passes nobody would know what drafts are compared with: here a pass with any costs 1.5, one without 1."""
+    """Nobody would know without such passes what drafts are compared with: here a pass with any costs 1.5, one without 1."""
     budget = GoodputBudget(8)
     seconds = lambda nodes, asked: 1.5 + 0.001 * nodes if asked else 1.0  # noqa: E731
     found = passes(budget, 400, rows=8, propose=guesses(4, 0.99), is_right=np.ones_like, seconds=seconds)

@@ -58,7 +58,7 @@ def test_names(package: ModuleType) -> None:
 
 @pytest.mark.parametrize("package", ["rhymerl", "rhymerl.drafters", "rhymerl.rewards"])
 def test_type_checkers_see_the_names_and_no_others(package: str) -> None:
-    """What is imported for them is what is there when a program runs."""
+    """The names imported for them are those that are there when a program runs."""
     path = ROOT.joinpath(*package.split("."), "__init__.py")
     (known, lazy) = (node.body for node in ast.parse(path.read_text()).body if isinstance(node, ast.If))
     imported = {alias.name for node in known if isinstance(node, ast.ImportFrom) for alias in node.names}

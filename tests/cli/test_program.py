@@ -214,7 +214,7 @@ def test_every_signal_that_ends_a_program_has_its_exit_code(
 
 
 def test_a_signal_that_is_ignored_stays_ignored() -> None:
-    """As nohup wants it."""
+    """This is what nohup relies on."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with Interrupt() as interrupt:
@@ -228,7 +228,7 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, -15), (signal.SIGHUP, -1), (signal.SIGINT, 1)])
 def test_a_forked_child_is_ended_as_usual(sent: signal.Signals, code: int) -> None:
-    """Of a pool of the user's, say, that is shut down in the middle of a run."""
+    """The child may belong to a user's pool, say, that is shut down in the middle of a run."""
     with Interrupt() as interrupt:
         interrupt.hold()
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))

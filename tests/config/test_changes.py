@@ -1,4 +1,4 @@
-"""What has been set otherwise since a checkpoint was written."""
+"""The settings that have changed since a checkpoint was written."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_deterministic_reaches_what_would_depend_on_the_clock(deterministic: boo
 
 
 def test_what_the_paper_says() -> None:
-    """Of arXiv 2508.18588: suffixes of 3 to 7 tokens in the last epoch's answers, the best rewarded branch alone."""
+    """The settings of arXiv 2508.18588 are suffixes of 3 to 7 tokens in the last epoch's answers, the best rewarded branch alone."""
     drafter, budget = (
         describe(instantiate(compose("base", ["drafter=paper", "budget=aimd"])[group]))
         for group in ("drafter", "budget")
@@ -78,7 +78,7 @@ def test_a_trainer_flag_reaches_the_trainer() -> None:
 
 
 def test_the_warm_start_of_the_shipped_policy() -> None:
-    """Whoever runs `rhymerl warmstart` gets the policy that comes with the package."""
+    """Running `rhymerl warmstart` gives the policy that comes with the package."""
     config = resolved(compose("warmstart_running_sum"))
     settings = config["warmstart"]
     names = ("num_steps", "batch_size", "learning_rate", "warmup_steps", "save_every", "seed")

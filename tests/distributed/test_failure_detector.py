@@ -94,7 +94,7 @@ class Team:
         return self.processes[rank].exitcode
 
     def reports(self, rank: int, failure: str) -> bool:
-        """Whether the rank reports that `failure` within SOON_S of now, and ends well."""
+        """Return whether the rank reports that `failure` within SOON_S of now, and ends well."""
         since = time.monotonic()
         assert self.pipes[rank].poll(2 * SOON_S), f"rank {rank} sees no failure"
         seen, at = self.pipes[rank].recv()

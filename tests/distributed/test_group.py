@@ -17,7 +17,7 @@ from rhymerl.types import Output, Ratio
 
 
 def join(rank: int, folder: str, secrets: list[str]) -> None:
-    """What each rank sees of the others goes to a file."""
+    """Write what each rank sees of the others to a file."""
     torch.set_num_threads(1)
     os.environ.update(RHYMERL_SECRET=secrets[rank], MASTER_ADDR="127.0.0.1")
     dist.init_process_group("gloo", init_method=f"file://{folder}/collective", rank=rank, world_size=2)

@@ -1,4 +1,4 @@
-"""What the ranks of a run know and nobody else does: from the environment, or of a file that is this user's alone."""
+"""The secret that only the ranks of a run know: from the environment, or from a file that is this user's alone."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Threads(Ranks):
         self._num_channels = 0
 
     def gather(self, value: T) -> list[T]:
-        """What others give comes as they would send it."""
+        """Return what others give as they would send it."""
         messages = self._gather(WIRE.pack(value, address="collective"))
         return [
             value if rank == self.rank else WIRE.unpack(message, address="collective")

@@ -1,4 +1,4 @@
-"""What the history drafter votes with, and whose tokens it looks at."""
+"""The matches that the history drafter votes with, and the tokens it looks at."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Nodes = dict[tuple[int, ...], float]
 
 
 def drafted(drafter: HistoryTreeDrafter, tokens: Sequence[int], *, budget: int = 32, prompt: Prompt = PROMPT) -> Draft:
-    """For a new request that has sampled these tokens."""
+    """Return the draft for a new request that has sampled these tokens."""
     new = request(prompt, name=f"request {next(_NUMBERS)}")
     drafter.start(new)
     return drafter.propose(new, context(new, tokens), budget)
@@ -129,7 +129,7 @@ def test_equal_rewards_leave_it_to_the_votes(drafters):
     ],
 )
 def test_which_matches_count(drafters, settings, lengths):
-    """After 3 4 one answer says 5; the other says 6 after 9 4, which shares a token less."""
+    """One answer says 5 after 3 4; the other says 6 after 9 4, which shares a token less."""
     history = [answer(sample=0, token_ids=[3, 4, 5]), answer(sample=1, token_ids=[9, 4, 6])]
     drafter = drafters(history, own=False, escape=0.0, **settings)
     draft = drafted(drafter, [8, 3, 4])

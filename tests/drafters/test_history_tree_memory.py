@@ -1,4 +1,4 @@
-"""What the history drafter keeps, and the settings it refuses."""
+"""The memory of the history drafter, and the settings it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts from tokens sampled ahead against what they should be by definition, and whose turn it is otherwise."""
+"""Drafts from prefetched tokens against what they should be by definition, and whose turn it is otherwise."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ class Fork(Drafter):
 
 def asking(sample: int, ahead: Sequence[int] | None, *, prompt: Sequence[int] = (7, 8)) -> RolloutRequest:
     tokens = None if ahead is None else np.array(ahead, np.int32)
-    return replace(request(make_prompt(prompt), sample), ahead=tokens)
+    return replace(request(make_prompt(prompt), sample), prefetched=tokens)
 
 
 def expected(asked: RolloutRequest, response: Sequence[int], budget: int, inner: Drafter) -> Draft:
-    """By definition, without any memory."""
-    ahead = [] if asked.ahead is None else asked.ahead.tolist()
+    """Return the draft by definition, without any memory."""
+    ahead = [] if asked.prefetched is None else asked.prefetched.tolist()
     rest = ahead[len(response) :][:budget]
     if ahead[: len(response)] != list(response) or not rest:
         return inner.propose(asked, context(asked, response), budget)
@@ -120,12 +120,12 @@ def test_what_comes_next_while_the_whole_response_agrees_and_else_the_inner_draf
         assert inner.told == ([("asked", theirs, [answers[r][2] for r in theirs])] if theirs else [])
     for each, response in zip(requests, responses, strict=True):
         drafter.finish(completion(each, response))
-    assert drafter._ahead == {}
+    assert drafter._prefetched == {}
 
 
 def test_only_new_tokens_are_looked_at():
     drafter, ahead = RunAheadDrafter(NoDrafter()), np.arange(1000, dtype=np.int32)
-    asked = replace(asking(0, []), ahead=ahead)
+    asked = replace(asking(0, []), prefetched=ahead)
     drafter.start(asked)
     response = ahead.tolist()
     assert len(drafter.propose(asked, context(asked, response[:600]), 9)) == 9
@@ -142,7 +142,7 @@ def test_a_request_that_goes_on_from_tokens_agrees_with_all_of_them():
 
 
 def test_who_starts_again_is_drafted_for_again():
-    """After it was withdrawn, perhaps by an update that drew something else."""
+    """The request was withdrawn, perhaps by an update that drew something else."""
     drafter, asked = RunAheadDrafter(NoDrafter()), asking(0, [1, 2, 3])
     for response, draft in (([], [1, 2, 3]), ([5], []), ([1], [2, 3])):
         drafter.start(asked)
@@ -161,7 +161,7 @@ def test_everything_is_passed_on():
     drafter.follow(delta)
     drafter.start(asked)
     drafter.close()
-    assert drafter._ahead == {}
+    assert drafter._prefetched == {}
     assert [what[0] for what in inner.told] == ["start", "accept", "finish", "learn", "follow", "start", "close"]
     assert inner.told[1] == ("accept", asked, tokens, 1)
     assert (inner.told[0][1], inner.told[2][1], inner.told[3][1], inner.told[4][1]) == (asked, ended, samples, delta)

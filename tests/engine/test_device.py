@@ -1,4 +1,4 @@
-"""On a CUDA device: the same sampler, the same tokens, log-probs within rounding."""
+"""The engine on a CUDA device: the same sampler, the same tokens, log-probs within rounding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Between engine, drafter and budget: who is asked and told what, and when."""
+"""The protocol between engine, drafter and budget: who is asked and told what, and when."""
 
 from __future__ import annotations
 
@@ -333,7 +333,7 @@ class SecondIsWrong(OracleDrafter):
 
 
 def test_metrics_by_hand():
-    """Of five tokens, 0/0 draws one a pass, asked in the first four; 1/0 draws 2, 2 and 1, asked in the first two."""
+    """Request 0/0 draws its five tokens one a pass, asked in the first four; 1/0 draws 2, 2 and 1, asked in the first two."""
     policy = tiny_policy(num_layers=1)
     requests = make_requests(2, max_tokens=5, stop_token_ids=())
     drafter = SecondIsWrong(oracle_for(answers(policy, requests)).answers)

@@ -58,7 +58,7 @@ ROUNDING = 1e-6  # nats: transformers' norms go through float32, where one in th
 
 
 def epochs_of_requests(count: int, **sampling) -> list[list[RolloutRequest]]:
-    """In every epoch the same prompts, four samples each, under other noise."""
+    """Return epochs of the same prompts, four samples each, under other noise."""
     requests = make_requests(-(-count // (4 * NUM_EPOCHS)), group_size=4, **sampling)
     return [
         [dataclasses.replace(r, id=f"{epoch}/{r.id}", seed=r.seed + epoch + 1) for r in requests]
@@ -67,7 +67,7 @@ def epochs_of_requests(count: int, **sampling) -> list[list[RolloutRequest]]:
 
 
 def move(policy: Policy, epoch: int) -> None:
-    """What an update might do: the same small step whoever asks."""
+    """Do what an update might do: the same small step whoever asks."""
     torch.manual_seed(epoch)
     with torch.no_grad():
         for parameter in policy.model.parameters():

@@ -1,4 +1,4 @@
-"""What goes wrong in a drafter, budget or scheduler of the user's is told with its class and line."""
+"""Errors in a user's drafter, budget or scheduler are told with its class and line."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def test_a_prompt_of_one_token_among_more_prompts_than_rows():
 
 
 class Wide(Drafter):
-    """As many siblings as the budget allows, in plain lists, as the docstring of Draft shows."""
+    """A drafter of as many siblings as the budget allows, in plain lists, as the docstring of Draft shows."""
 
     def propose(self, request, context, budget):
         return Draft(token_ids=list(range(2, 2 + budget)), parents=[-1] * budget)
@@ -222,7 +222,7 @@ def test_a_policy_that_has_diverged_is_an_error(where, dtype):
 
 
 def test_prompts_given_as_wider_integers_share_only_prefixes_that_are_theirs():
-    """As int64 the token 5 has the bytes of the tokens 5 0 as int32."""
+    """The token 5 as int64 has the bytes of the tokens 5 0 as int32."""
     policy = tiny_policy()
     (template,) = make_requests(1, max_tokens=12, stop_token_ids=())
     prompts = [make_prompt([5, 7]), make_prompt([5, 0, 7])]

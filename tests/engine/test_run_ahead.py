@@ -1,4 +1,4 @@
-"""Tokens sampled ahead change the speed and nothing else, and what becomes of them is counted."""
+"""Prefetched tokens change the speed and nothing else, and what becomes of them is counted."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def problem():
 def with_ahead(requests, plain, change, *, every: int = 1):
     """Each n-th request with what is made of its answer."""
     ahead = {each.id: change(plain[each.id].token_ids) for each in requests[::every]}
-    return [replace(each, ahead=ahead.get(each.id)) for each in requests]
+    return [replace(each, prefetched=ahead.get(each.id)) for each in requests]
 
 
 def num_passes(tokens: IntArray, ahead: IntArray) -> int:
-    """Of an answer without any other drafts: what is right is emitted, and one token more."""
+    """Return the passes of an answer without any other drafts: what is right is emitted, and one token more."""
     same = np.append(tokens, -1)[: len(ahead)] == ahead[: len(tokens) + 1]
     num_right = len(same) if same.all() else int(same.argmin())
     done = passes = 0
@@ -70,7 +70,7 @@ def test_they_change_no_token(problem, inner, change):
     done = answers(policy, asked, drafter=RunAheadDrafter(inner()), budget=FixedBudget(NODES), max_running=7)
     assert_same(plain, done)
     if inner is NoDrafter:
-        needed = {each.id: num_passes(plain[each.id].token_ids, each.ahead) for each in asked}
+        needed = {each.id: num_passes(plain[each.id].token_ids, each.prefetched) for each in asked}
         assert {name: each.num_passes for name, each in done.items()} == needed
 
 
@@ -90,7 +90,7 @@ def test_beside_requests_without_them(problem, inner, every, settings):
     "budget", [GoodputBudget(deterministic=True), AIMDBudget(), FixedBudget(8)], ids=["goodput", "aimd", "fixed"]
 )
 def test_every_budget_lets_them_through(problem, budget):
-    """Of 24 answers side by side, one in three was sampled ahead, and nothing else is drafted."""
+    """One in three of 24 answers side by side has prefetched tokens, and nothing else is drafted."""
     policy, requests, plain = problem
     asked = with_ahead(requests, plain, AHEAD["right"], every=3)
     done = answers(policy, asked, drafter=RunAheadDrafter(NoDrafter()), budget=budget)
@@ -100,7 +100,7 @@ def test_every_budget_lets_them_through(problem, budget):
 
 
 def test_new_weights_in_flight(problem):
-    """Keys and values are dropped, and requests wait again; what was sampled ahead stays theirs."""
+    """Keys and values are dropped, and requests wait again; what was prefetched stays theirs."""
     policy, requests, plain = problem
     engine = Engine(policy.model, drafter=RunAheadDrafter(NoDrafter()), kv_tokens=4096, check_drafts=True)
     engine.submit(with_ahead(requests, plain, AHEAD["wrong from the fifth"]))
@@ -119,11 +119,11 @@ def test_bad_drafts_of_the_inner_drafter_cost_nobody_else_theirs(problem):
         done = drain(engine)
         assert_same(plain, done)
         assert engine.totals.bad_drafts >= num_bad
-        assert all(done[each.id].num_passes == num_passes(each.ahead, each.ahead) for each in asked[::2])
+        assert all(done[each.id].num_passes == num_passes(each.prefetched, each.prefetched) for each in asked[::2])
 
 
 def test_metrics_by_hand():
-    """Of six tokens, the ahead of 0/0 has three right and two wrong: 5 nodes, 3 accepted. 1/0 draws its own."""
+    """The prefetched tokens of 0/0 are three right and two wrong ones of six: 5 nodes, 3 accepted. 1/0 draws its own."""
     policy = tiny_policy(num_layers=1)
     requests = make_requests(2, max_tokens=6, stop_token_ids=())
     plain = answers(policy, requests)
@@ -131,7 +131,7 @@ def test_metrics_by_hand():
     ahead = np.append(right[:3], (right[3:5] + 1) % 19).astype(np.int32)
     with EmbeddedBackend(check_drafts=True) as backend:
         backend.start(policy, RunAheadDrafter(oracle_for(plain)), budget=FixedBudget(NODES))
-        backend.submit([replace(requests[0], ahead=ahead), requests[1]])
+        backend.submit([replace(requests[0], prefetched=ahead), requests[1]])
         backend.collect()
         metrics = backend.metrics()
         assert backend.metrics()["spec/run_ahead_accept_rate"] == 0.0, "not reset"

@@ -113,7 +113,7 @@ def apart(lines: torch.Tensor, inverse_temperature: float, *, compiled: bool) ->
 @pytest.mark.parametrize("spread", [1.0, 4.0, 40.0])
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
 def test_logprobs_are_those_of_float64(dtype, most, spread, temperature, compiled):
-    """From flat logits to those of which exp makes numbers that a float32 cannot hold."""
+    """The logits range from flat ones to those of which exp makes numbers that a float32 cannot hold."""
     lines = torch.randn(8, 50_000, dtype=dtype, generator=torch.Generator().manual_seed(1)) * spread + 30
     lines[0, 7] = 200.0
     lines[1, ::2] = float("-inf")

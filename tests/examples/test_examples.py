@@ -60,7 +60,7 @@ def answers(policy, requests: Sequence[RolloutRequest], **settings) -> dict[str,
 
 
 def scored(completions: dict[str, Completion], requests: Sequence[RolloutRequest], *, best: int = 0) -> list[Sample]:
-    """In canonical order; of each group the sample `best` has the highest reward."""
+    """Return the samples in canonical order; of each group the sample `best` has the highest reward."""
     done = [completions[request.id] for request in requests]
     return [
         Sample(

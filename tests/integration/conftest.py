@@ -16,7 +16,7 @@ Run = Callable[..., "Done"]
 
 
 class Done:
-    """What a command left: exit code, words, and the run directory if there is one."""
+    """The traces of a command: exit code, words, and the run directory if there is one."""
 
     def __init__(self, code: int, out: str, err: str) -> None:
         self.code, self.out, self.err = code, out, err

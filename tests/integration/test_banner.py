@@ -1,4 +1,4 @@
-"""What is said before the first step, and after a run has ended too early."""
+"""The words before the first step, and after a run has ended too early."""
 
 from __future__ import annotations
 

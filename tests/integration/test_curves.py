@@ -1,4 +1,4 @@
-"""How often a run is logged, and what Lightning's own bar shows of it."""
+"""The frequency of a run's logging, and what Lightning's own bar shows of it."""
 
 from __future__ import annotations
 

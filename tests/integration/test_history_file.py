@@ -72,7 +72,7 @@ def test_a_stopped_run_leaves_its_history_too(words: list[str], tmp_path: Path) 
 
 
 def test_the_next_run_drafts_from_it_from_its_first_step_on(words: list[str], tmp_path: Path, rhymerl: Run) -> None:
-    """With the same noise the first step's answers are those of the file: hardly anything is left to draw."""
+    """The noise is the same, so the first step's answers are those of the file: hardly anything is left to draw."""
     more = [*words, "trainer.max_steps=2", "rollout.temperature=0.5", "drafter.siblings=false", "drafter.own=false"]
     said, answers = {}, {}
     assert rhymerl(*more, f"run_dir={tmp_path / 'first'}").code == 0

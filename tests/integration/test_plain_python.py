@@ -256,7 +256,7 @@ def test_two_fits_and_a_validation_on_one_module(model_dir, prompts):
 
 
 def test_a_data_module_can_be_printed(model_dir, prompts):
-    """Before a fit, and afterwards."""
+    """It can be printed before a fit, and afterwards."""
     module, datamodule = parts(str(model_dir), prompts)
     assert str(datamodule) == "PromptDataModule: nothing has been read yet"
     L.Trainer(devices=1, max_steps=1, **QUIET).fit(module, datamodule)

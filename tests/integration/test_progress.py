@@ -1,4 +1,4 @@
-"""What a person sees on a terminal, and what a file gets."""
+"""The output that a person sees on a terminal, and that a file gets."""
 
 from __future__ import annotations
 

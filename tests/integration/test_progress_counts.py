@@ -1,4 +1,4 @@
-"""What long commands tell of their progress adds up, and is shown on a terminal."""
+"""The progress of long commands adds up, and is shown on a terminal."""
 
 from __future__ import annotations
 

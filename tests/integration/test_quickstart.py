@@ -1,4 +1,4 @@
-"""What the quickstart promises, on a smaller model: repeatable, honest about held-out problems, and complete in its files."""
+"""The promises of the quickstart, on a smaller model: repeatable, honest about held-out problems, and complete in its files."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Launch:
         return self.output.read_text()
 
     def processes(self, *marks: str) -> list[int]:
-        """Those that run, whoever has started them, with these variables."""
+        """Return the processes that run with these variables, whoever has started them."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
@@ -53,7 +53,7 @@ class Launch:
         return until(lambda: next(iter(self.processes("LOCAL_RANK=1")), 0), self)
 
     def leaves_nothing(self) -> bool:
-        """Within SOON_S."""
+        """Return whether nothing is left within SOON_S."""
         deadline = time.monotonic() + SOON_S
         while self.processes() and time.monotonic() < deadline:
             time.sleep(0.05)

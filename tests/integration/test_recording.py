@@ -17,7 +17,7 @@ STEPS_A_PASS, NUM_PROMPTS, GROUP = 3, 10, 4
 
 
 def words_for(settings: list[str], run_dir: Path, *more: str) -> list[str]:
-    """In float64, where tokens do not even follow the drafts."""
+    """Return the words of a command in float64, where tokens do not even follow the drafts."""
     return [*settings, "model.dtype=float64", "record_rollouts=true", f"run_dir={run_dir}", *more]
 
 

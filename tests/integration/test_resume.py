@@ -130,7 +130,7 @@ def test_ctrl_c_says_so_and_saves(settings, tmp_path, rhymerl):
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
 def test_told_to_end_it_saves_at_the_end_of_the_step(sent, settings, whole, tmp_path, rhymerl):
-    """As by a cluster's scheduler, or because its terminal was closed."""
+    """The signal comes from a cluster's scheduler, or because its terminal was closed."""
     words = [*words_for(settings, tmp_path / "run"), "checkpoint.every_n_steps=100"]
     stops = f"algo={{_target_: tests.integration.programs.DieInUpdate, call: 3, signal: {int(sent)}}}"
     process = programs.start([*words, stops], tmp_path / "output")
@@ -162,7 +162,7 @@ def test_a_terminal_that_is_closed_takes_no_step_with_it(settings, tmp_path):
 
 
 def run_on_terminal(words: list[str], terminal: str) -> None:
-    """With nothing but the terminal, as a shell would start it there."""
+    """Run with nothing but the terminal, as a shell would start it there."""
     from rhymerl.cli import main
 
     os.setsid()

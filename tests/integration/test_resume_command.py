@@ -60,7 +60,7 @@ def damage(path: Path) -> None:
 
 
 def test_resume_goes_on_where_the_run_is(half: Path, whole: Path, rhymerl: Run) -> None:
-    """In another place than it was made in, and with the run's own settings."""
+    """The run is in another place than it was made in, and keeps its own settings."""
     done = rhymerl("resume", "trainer.max_steps=12", str(half))
     assert done.code == 0, done.err
     assert_same(checkpoint(half)["state_dict"], checkpoint(whole)["state_dict"])
@@ -200,7 +200,7 @@ def test_a_schedule_goes_on_from_its_place_at_the_new_rate(settings: list[str], 
 
 @pytest.mark.parametrize("more", [["budget=fixed"], ["scheduler=histopipe"], ["algo=rloo"], ["drafter=none"]], ids=str)
 def test_another_part_begins_anew(more: list[str], half: Path, rhymerl: Run) -> None:
-    """What one class has learned is no state of another."""
+    """The state that one class has learned is no state of another."""
     done = rhymerl("resume", str(half), "trainer.max_steps=12", *more)
     assert done.code == 0, done.err
     assert f"Changed since then: {more[0].partition('=')[0]}." in done.out

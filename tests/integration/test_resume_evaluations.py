@@ -43,7 +43,7 @@ def curves(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def run(words: list[str], tmp_path: Path) -> None:
-    """In a process of its own: a reader of curves knows the order of their files by process only."""
+    """Run in a process of its own: a reader of curves knows the order of their files by process only."""
     process = programs.start(words, tmp_path / "output")
     process.join(600)
     assert process.exitcode == 0, (tmp_path / "output").read_text()
@@ -144,7 +144,7 @@ def test_a_chain_of_kills(more, num_kills, settings, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_chain_of_kills_of_two_ranks_that_keep_what_they_drew_ahead(settings, tmp_path):
+def test_a_chain_of_kills_of_two_ranks_that_keep_what_they_prefetched(settings, tmp_path):
     num_steps = 100
 
     def start(name: str) -> list[Any]:

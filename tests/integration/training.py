@@ -23,7 +23,7 @@ Trained = tuple[dict[str, torch.Tensor], list[list[Sample]]]  # weights, and the
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """How long, and how many of the six prompts a step, four answers each."""
+    """The length of a run, and how many of the six prompts a step takes, four answers each."""
 
     num_steps: int
     prompts_per_step: int
@@ -32,7 +32,7 @@ class Run:
     learning_rate: float = 3e-3
 
     def train(self, *, callbacks: Sequence[L.Callback] = (), **parts: Any) -> Trained:
-        """With a drafter, a scheduler or the like."""
+        """Train with a drafter, a scheduler or the like."""
         module = RhymeModule(
             tiny_policy(dtype="float64", context=64, peaked=2.0),
             rollout=RolloutSettings(group_size=4, max_tokens=16, stop_token_ids=self.stop_token_ids),

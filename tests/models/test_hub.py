@@ -51,7 +51,7 @@ def hub(answer: Answer | None) -> Iterator[tuple[str, list[str]]]:
 
 
 def ask(address: str, home: Path, code: str) -> subprocess.CompletedProcess[str]:
-    """From outside, because the hub's client reads its settings when it is imported."""
+    """Ask in another process, because the hub's client reads its settings when it is imported."""
     proxies = {name: "" for name in os.environ if name.lower().endswith("_proxy")}
     online = {
         **proxies,

@@ -27,7 +27,7 @@ SMALL = {
 
 
 def build(model_type: str, *, dtype: torch.dtype = torch.float32, **settings) -> PreTrainedModel:
-    """At its own small initial weights, where a cap on the logits hardly shows."""
+    """Build the model at its own small initial weights, where a cap on the logits hardly shows."""
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**SMALL, **settings}), dtype=dtype)
 
 

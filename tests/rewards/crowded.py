@@ -66,7 +66,7 @@ def for_a_while() -> dict[str, object]:
 
 
 def for_good(*, leave: int, code: str) -> dict[str, object]:
-    """As many processes as are left, and no more."""
+    """Run the code where only as many processes are left, for good."""
     with Sandbox() as sandbox:
         crowd = Crowd(leave=leave)
         try:

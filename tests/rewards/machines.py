@@ -29,11 +29,11 @@ TIME_LIMIT_S = 1.0
 
 
 def whole() -> None:
-    """Whoever runs the tests, often root."""
+    """Stay the user who runs the tests, often root."""
 
 
 def ordinary_user() -> None:
-    """No right to anything."""
+    """Give up all rights."""
     if os.getuid() == 0:
         os.setgroups([])
         os.setgid(NOBODY)
@@ -41,7 +41,7 @@ def ordinary_user() -> None:
 
 
 def container() -> None:
-    """As in one of Docker: root with some rights, who may not make namespaces."""
+    """Become root as in a container of Docker's: with some rights, but none to make namespaces."""
     numbers = {"x86_64": 272, "aarch64": 97}  # unshare
     _refuse(numbers[os.uname().machine])
     header = (ctypes.c_uint32 * 2)(0x2008_0522, 0)
@@ -111,7 +111,7 @@ def attempt(sandbox: Sandbox, attack: Attack, folder: str, port: str) -> JobResu
 
 
 def refusal() -> str:
-    """What a run says before it starts, if it does not accept what this machine lacks."""
+    """Return what a run says before it starts, if it does not accept what this machine lacks."""
     try:
         check_code(Reward("rhymerl.rewards.code"))
     except ConfigError as error:

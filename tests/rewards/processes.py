@@ -1,4 +1,4 @@
-"""What runs, by what the kernel says of it."""
+"""The running processes, by what the kernel says of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_alive(pid: int) -> bool:
 
 
 def wait_until(holds: Callable[[], bool]) -> bool:
-    """Whether it holds after some seconds at most."""
+    """Return whether it holds after some seconds at most."""
     give_up = time.monotonic() + 10.0
     while not (held := holds()) and time.monotonic() < give_up:
         time.sleep(0.01)

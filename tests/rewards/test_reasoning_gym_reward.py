@@ -100,7 +100,7 @@ def test_a_program_is_no_answer(dataset: str, sandbox: Sandbox, tmp_path: Path) 
 
 @pytest.mark.parametrize("dataset", EVALUATING)
 def test_a_program_is_no_answer_in_this_process_either(dataset: str, tmp_path: Path) -> None:
-    """With the sandbox switched off, in a process of the pool, which the first wall has to itself."""
+    """The sandbox is off, and the program is in a process of the pool, which the first wall has to itself."""
     (row,) = rows(dataset)
     reward = Reward(reasoning_gym_reward, name="r", default=-1.0, arguments={"unsafe_unconfined": True})
     programs = [program.replace("FOLDER", str(tmp_path)) for program in PROGRAMS]
@@ -180,7 +180,7 @@ def test_the_data_sets_that_evaluate_are_those_that_the_documentation_names() ->
 
 
 def evaluators_of(data_set: type) -> set[str]:
-    """What its verifier calls, itself or by functions of its module, that evaluates a text as Python."""
+    """Return what its verifier calls, itself or by functions of its module, that evaluates a text as Python."""
     module = sys.modules[data_set.score_answer.__module__]
     own = {
         node.name: node

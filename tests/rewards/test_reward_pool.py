@@ -75,7 +75,7 @@ def test_misdeed_costs_that_one_sample(misdeed: str, kind: str, functions: list[
 @pytest.mark.parametrize("function", ["act", "act_in_batch", "act_async"])
 @pytest.mark.parametrize("misdeed", ["fork", "fork and raise", "fork and stay", "daemon"])
 def test_processes_that_a_reward_leaves_behind_count_for_nothing_and_end(misdeed: str, function: str) -> None:
-    """Whether they return, raise or stay, they are not the reward process."""
+    """They are not the reward process, whether they return, raise or stay."""
     before = set(processes())
     texts = ["a", misdeed, "bb", misdeed, "ccc"]
     rewards, metrics = score(texts, function, num_processes=1, timeout_s=5.0, batch=function == "act_in_batch")
@@ -85,7 +85,7 @@ def test_processes_that_a_reward_leaves_behind_count_for_nothing_and_end(misdeed
 
 
 def processes() -> list[int]:
-    """Those of this program's rewards, wherever they have gone."""
+    """Return the processes of this program's rewards, wherever they have gone."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Where rewards run, what they are given, and what comes back."""
+"""The running of rewards: where, what they are given, and what comes back."""
 
 from __future__ import annotations
 

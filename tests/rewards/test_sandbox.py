@@ -197,7 +197,7 @@ class Attacked:
     ],
 )
 def test_attacks_gain_nothing_and_leave_nothing(kind: str, missing: list[str], tmp_path: Path) -> None:
-    """In one test, so that each kind of machine is attacked once."""
+    """This is one test, so that each kind of machine is attacked once."""
     if kind == "container" and os.getuid() != 0:
         pytest.skip("only root can be root in a container")
     after = attacked(kind, tmp_path)
@@ -277,7 +277,7 @@ def sessions() -> list[int]:
 
 
 def settled(count: Callable[[], int]) -> int:
-    """What is left of it after a moment."""
+    """Return what is left of it after a moment."""
     give_up = time.monotonic() + 3.0
     while (left := count()) and time.monotonic() < give_up:
         time.sleep(0.02)

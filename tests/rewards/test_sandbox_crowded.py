@@ -1,4 +1,4 @@
-"""Where processes are few, right answers still count as right, or as nothing: never as wrong."""
+"""Right answers still count as right where processes are few, or as nothing: never as wrong."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = Path("/sys/fs/cgroup")
 
 @pytest.fixture
 def crowded() -> Iterator[Callable[[str, int], dict[str, Any]]]:
-    """What a scene of crowded.py prints in a control group with so many processes."""
+    """Return what a scene of crowded.py prints in a control group with so many processes."""
     group = new_group()
 
     def run(scene: str, num_processes: int) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def crowded() -> Iterator[Callable[[str, int], dict[str, Any]]]:
 
 
 def new_group() -> Path:
-    """Within the group of this process or beside it, as the version of cgroup wants it."""
+    """Make a group within that of this process or beside it, as the version of cgroup wants it."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "pids"):

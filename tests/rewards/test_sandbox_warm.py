@@ -35,7 +35,7 @@ def sandbox(started: Callable[[], list[int]]) -> Iterator[Sandbox]:
 
 
 def returned(sandbox: Sandbox, code: str) -> object:
-    """What the function `f` of the code returns."""
+    """Return what the function `f` of the code returns."""
     report = sandbox.run(Job(code=code, tests=[{"input": []}], entry_point="f"))
     assert report.values, report.failure
     return report.values[0]
@@ -67,7 +67,7 @@ def test_answers_draw_different_random_numbers(sandbox: Sandbox) -> None:
 
 
 def test_an_answer_has_its_own_descriptors_alone(sandbox: Sandbox) -> None:
-    """Those of a program of its own, and two pipes to its examiner."""
+    """It has those of a program of its own, and two pipes to its examiner."""
     code = "import os, stat\ndef f(): return [fd for fd in range(1000) if is_open(fd)]\ndef is_open(fd):\n try: return bool(os.fstat(fd))\n except OSError: return False"
     assert returned(sandbox, code) == [0, 1, 2, 3, 4]
 
@@ -121,7 +121,7 @@ def test_it_is_started_anew_where_it_was_killed(sandbox: Sandbox, started: Calla
 
 
 def test_an_answer_whose_sandbox_is_killed_is_tried_again(sandbox: Sandbox, started: Callable[[], list[int]]) -> None:
-    """By whoever kills what takes most memory, for instance."""
+    """The killer may be one that ends what takes most memory, for instance."""
     (warm,) = started()
     code = "import time\ndef f(): time.sleep(0.5); return 1"
     with ThreadPoolExecutor(1) as pool:

@@ -1,4 +1,4 @@
-"""What users might write, good and bad. The text of a completion says what the function shall do with it."""
+"""Rewards that users might write, good and bad. The text of a completion says what the function shall do with it."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Loops:
 
     @staticmethod
     async def count(completion: str) -> float:
-        """How many event loops this process has used."""
+        """Return how many event loops this process has used."""
         Loops.seen.add(id(asyncio.get_running_loop()))
         await asyncio.sleep(0)
         return float(len(Loops.seen))
@@ -184,7 +184,7 @@ def open_ledger(arguments: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def recorded(completion: str, *, path: str, ledger: list[str]) -> float:
-    """How many calls share a ledger."""
+    """Return how many calls share a ledger."""
     ledger.append(completion)
     return float(len(ledger))
 

@@ -156,7 +156,7 @@ def test_in_lockstep_nothing_follows_the_clock():
 
 
 @pytest.mark.parametrize("size", [3, 2, 1], ids=["as many ranks", "fewer ranks", "one rank"])
-def test_what_was_sampled_ahead_survives_a_checkpoint(size):
+def test_what_was_prefetched_survives_a_checkpoint(size):
     before = Ranked(pass_s=0.0004, run_ahead="keep")
     before.run(3)
     state = before.states[0]
@@ -172,7 +172,7 @@ def test_what_was_sampled_ahead_survives_a_checkpoint(size):
             assert completion.output.policy_versions.tolist()[: len(kept)] == [2] * len(kept)
 
 
-def test_what_an_earlier_version_sampled_ahead_is_read():
+def test_what_an_earlier_version_prefetched_is_read():
     """It wrote `drawn` where there is `outputs` now."""
     before = Ranked(pass_s=0.0004, run_ahead="keep")
     before.run(3)
@@ -184,7 +184,7 @@ def test_what_an_earlier_version_sampled_ahead_is_read():
         assert output.token_ids.tolist() == expected_outputs[name].token_ids.tolist()
 
 
-def test_a_validation_in_between_leaves_what_was_sampled_ahead_alone():
+def test_a_validation_in_between_leaves_what_was_prefetched_alone():
     def work(ranks: Threads) -> list[Rollout]:
         loop = Ranked(pass_s=0.0004, run_ahead="keep").loop(ranks)
         found = []

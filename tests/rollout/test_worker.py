@@ -36,7 +36,7 @@ def test_one_that_comes_after_the_plan_leaves_the_following_step_to_be_begun(com
 
 
 class Late(TokenBackend):
-    """As an engine in another process: what has nearly ended does so while it is withdrawn."""
+    """A backend like an engine in another process: what has nearly ended does so while it is withdrawn."""
 
     def withdraw(self, ids=None):
         for request, tokens, versions in self.answers.values():

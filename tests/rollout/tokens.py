@@ -93,5 +93,5 @@ def expected(completion: Completion) -> list[int]:
 
 
 def plain(request: RolloutRequest) -> RolloutRequest:
-    """Without what it brings along."""
-    return replace(request, output=None, ahead=None)
+    """Return the request without what it brings along."""
+    return replace(request, output=None, prefetched=None)

@@ -303,7 +303,7 @@ def on_the_recorded_run(drafter: dict[str, Any], budget: Budget) -> dict[str, fl
     ],
 )
 def test_tokens_a_pass_on_the_recorded_run(drafter, budget, tokens, verified):
-    """What history is worth on the trace that comes along, from the fifth epoch on."""
+    """History is worth this much on the trace that comes along, from the fifth epoch on."""
     result = on_the_recorded_run(drafter, budget)
     assert tokens[0] <= result["tokens_per_pass"] <= tokens[1]
     assert verified[0] <= result["verified_per_token"] <= verified[1]

@@ -68,7 +68,7 @@ def samples_for(lengths: Sequence[Sequence[int]]) -> list[Sample]:
 def progress_of(
     plan: Sequence[Sequence[RolloutRequest]], tokens: Sequence[Sequence[int | None]], *, step: int = 1
 ) -> Progress:
-    """What is unfinished of a plan: tokens by worker and place, None = finished."""
+    """Return what is unfinished of a plan: tokens by worker and place, None = finished."""
     unfinished = [
         (request, worker, count)
         for worker, (queue, counts) in enumerate(zip(plan, tokens, strict=True))

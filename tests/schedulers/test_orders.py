@@ -1,4 +1,4 @@
-"""What single schedulers do, by hand."""
+"""The orders of single schedulers, worked by hand."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def slope_of(counts, tau) -> float:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_tier_2_finds_the_smallest_slope(seed):
-    """Against every way to give each of three groups one to four of the workers."""
+    """The slope is compared with every way to give each of three groups one to four of the workers."""
     source = np.random.default_rng(seed)
     groups = cut(pieces(*sorted(source.uniform(10, 400, 9))), 3)
     cost = QueueCost([[0, 1.0], [4, 2.0]])

@@ -1,4 +1,4 @@
-"""What every scheduler promises: a plan is a partition, the same one for the same knowledge, and soon there."""
+"""The promises of every scheduler: a plan is a partition, the same one for the same knowledge, and soon there."""
 
 from __future__ import annotations
 

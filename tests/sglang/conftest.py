@@ -1,4 +1,4 @@
-"""How a test starts SGLang's engine on a CPU. `make test-sglang` makes the environment; standins/ holds what a CPU lacks."""
+"""The start of SGLang's engine on a CPU for a test. `make test-sglang` makes the environment; standins/ holds what a CPU lacks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ START_S = 300.0  # about 20 s on two idle cores
 
 @dataclass(frozen=True, kw_only=True)
 class CpuEngine:
-    """What an engine on a CPU needs: arguments of the server by their Python names, and variables of its process."""
+    """The needs of an engine on a CPU: arguments of the server by their Python names, and variables of its process."""
 
     arguments: Mapping[str, Any] = field(
         default_factory=lambda: {
@@ -86,7 +86,7 @@ class StockServer:
             return json.load(answer)
 
     def wait(self, process: subprocess.Popen[bytes], log: Path) -> None:
-        """Until it is healthy; fails with the end of its log."""
+        """Wait until it is healthy; fail with the end of its log."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline and process.poll() is None:
             try:

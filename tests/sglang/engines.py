@@ -21,7 +21,7 @@ Answers = dict[str, Completion]
 
 
 def sglang(**settings: Any) -> SGLangBackend:
-    """With seven draft nodes a request, where there is a drafter."""
+    """Return a backend with seven draft nodes a request, where there is a drafter."""
     engine = CpuEngine()
     on_cpu = {"arguments": engine.arguments, "environment": engine.environment}
     return SGLangBackend(**{"nodes": 7, "max_running": 16, **on_cpu, **settings})
@@ -50,7 +50,7 @@ def answered(backend: RolloutBackend, requests: Sequence[RolloutRequest]) -> Ans
 
 
 def embedded(policy: Policy, requests: Sequence[RolloutRequest]) -> Answers:
-    """What our own engine answers."""
+    """Return the answers of our own engine."""
     with EmbeddedBackend() as backend:
         return answered(started(backend, policy), requests)
 
@@ -84,7 +84,7 @@ def _past(answer: Completion, epoch: int) -> Answer:
 
 
 def largest_difference(one: Answers, two: Answers) -> float:
-    """Of the log-probs of requests whose tokens are the same."""
+    """Return the largest difference between the log-probs of requests whose tokens are the same."""
     return max(_differences(one, two))
 
 

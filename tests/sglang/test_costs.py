@@ -1,4 +1,4 @@
-"""What SGLang's passes cost on this machine, and the number of nodes that follows."""
+"""The cost of SGLang's passes on this machine, and the number of nodes that follows."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_new_weights_and_an_old_history(policy, weights):
 
 
 def test_rests_during_updates(policy):
-    """On a CPU no memory is freed by it; all else is as on a GPU."""
+    """A CPU frees no memory by it; all else is as on a GPU."""
     requests = make_requests(8, group_size=4, seed=3)
     with sglang(release_memory=True) as backend:
         started(backend, policy, HistoryTreeDrafter())

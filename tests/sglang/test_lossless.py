@@ -63,7 +63,7 @@ def test_a_thousand_sampled_answers(policy, plain, drafting):
 
 
 def test_the_same_request_of_another_client_again(plain, drafting):
-    """Under the same name; now its first answer is the draft."""
+    """The request has the same name; now its first answer is the draft."""
     sampling = {"temperature": 1.5, "max_new_tokens": 40, "ignore_eos": True}
     for backend in (plain, drafting):
         (engine,) = backend.session.fleet.engines

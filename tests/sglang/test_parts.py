@@ -1,4 +1,4 @@
-"""What of rhymerl stands in SGLang's own classes, without an engine around it."""
+"""The parts of rhymerl in SGLang's own classes, without an engine around them."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_ranks_go_on_from_the_same_tokens(tmp_path, with_logprobs):
 
 
 def sampler_and_batch():
-    """For three requests whose own draws are none of those that the first rank has."""
+    """Return a sampler and a batch of three requests whose own draws are none of those that the first rank has."""
     from rhymerl.backends.sglang.plugin.sampler import KeyedSampler
 
     sampler = object.__new__(KeyedSampler)

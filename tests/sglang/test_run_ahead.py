@@ -1,4 +1,4 @@
-"""Tokens sampled ahead, in SGLang's own process."""
+"""Prefetched tokens, in SGLang's own process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600), pytest.mark.usefixtu
 
 
 def test_they_save_passes_and_change_no_answer():
-    """Of seven nodes a pass all are right, or none from the tenth token on, or there are no tokens sampled ahead."""
+    """Seven nodes a pass are all right, or none from the tenth token on, or there are no prefetched tokens."""
     policy = tiny_policy(dtype="float32", context=512)
     requests = make_requests(12, group_size=4, max_tokens=48, stop_token_ids=())
     ours = embedded(policy, requests)
@@ -27,7 +27,7 @@ def test_they_save_passes_and_change_no_answer():
             if num_right:
                 tokens = {n: each.token_ids for n, each in ours.items()}
                 wrong = np.arange(48) >= num_right
-                asked = [replace(each, ahead=(tokens[each.id] + wrong).astype(np.int32) % 19) for each in requests]
+                asked = [replace(each, prefetched=(tokens[each.id] + wrong).astype(np.int32) % 19) for each in requests]
             answers = answered(backend, asked)
             lengths[name] = backend.metrics()["rollout/spec_accept_length"]
             assert equal(answers, ours) >= 0.95

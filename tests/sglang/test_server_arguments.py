@@ -1,4 +1,4 @@
-"""What is refused of a server's arguments, against those that SGLang has."""
+"""The refused arguments of a server, against those that SGLang has."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def ancestors_of(parents: list[int], node: int) -> set[int]:
 
 
 def links(kernels: ModuleType, forest: list[list[int]], lengths: list[int]) -> dict[str, Any]:
-    """What the stand-in reads off the masks of a forest."""
+    """Return what the stand-in reads off the masks of a forest."""
     n = len(forest[0])
     masks = torch.zeros(len(forest), n, n, dtype=torch.bool)
     for row, parents in enumerate(forest):

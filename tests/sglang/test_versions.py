@@ -1,4 +1,4 @@
-"""What a CPU with one version of SGLang does not show by itself: masks as on a GPU, and versions that lack something."""
+"""The differences that a CPU with one version of SGLang does not show: masks as on a GPU, and versions that lack something."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ COSTS = CostCurve([(1, 6.2), (64, 7.5), (256, 14), (512, 22), (1024, 38), (4096,
 
 @pytest.mark.parametrize("acceptance", [0.5, 0.95, 0.998])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_tokens_sampled_ahead_cost_no_time_where_all_draft(scheduler, acceptance):
+def test_prefetched_tokens_cost_no_time_where_all_draft(scheduler, acceptance):
     """Whatever share of them is right: no more are verified than pay, and none behind the first that is wrong."""
     decoding = Decoding(costs=COSTS, tokens_per_pass=3.5, verified=4, redo_acceptance=acceptance, redo_nodes=128)
     works = small(12, prompts_per_step=64, group_size=8, mean=1000.0, cap=4000)

@@ -39,7 +39,7 @@ def decoded(start: float, lengths: Sequence[int], max_running: int | None = None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ends:
-    """Of each step."""
+    """The end of each step."""
 
     done: list[float]  # the last worker has finished
     starts: list[list[float]]  # [S][W]

@@ -38,7 +38,7 @@ def test_a_whole_file_is_read_from_the_disk(tmp_path: Path) -> None:
 
 
 def test_every_wrong_bit_is_found(tmp_path: Path) -> None:
-    """In records, in the names and places of records, and in what fills up the space between them."""
+    """The bits are in records, in the names and places of records, and in what fills up the space between them."""
     content = saved(tmp_path / "step=3.ckpt").read_bytes()
     path = tmp_path / "wrong.ckpt"
     bits = random.Random(0).sample(range(8 * len(content)), 2000)

@@ -1,4 +1,4 @@
-"""What is said of the answers to validation prompts, against numbers worked by hand."""
+"""The metrics of the answers to validation prompts, against numbers worked by hand."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_metrics_by_hand() -> None:
 
 
 def test_names_with_one_answer_a_prompt() -> None:
-    """Those that there have always been; a majority of one says nothing."""
+    """The names are those that there have always been; a majority of one says nothing."""
     found = evaluation_metrics(samples({"a": [(1.0, "#7", 2, False)]}), extract=after_hash)
     assert set(found) == {
         "eval/reward",

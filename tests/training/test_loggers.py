@@ -1,4 +1,4 @@
-"""What is logged is the same whichever way it takes."""
+"""The logged values are the same whichever way they take."""
 
 from __future__ import annotations
 

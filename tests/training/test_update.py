@@ -93,7 +93,7 @@ def forgiving_grpo(**settings: float) -> GRPO:
 
 @functools.cache
 def first_policy(attention_dropout: float = 0.0) -> Policy:
-    """What every run starts from a copy of."""
+    """Return the policy of which every run starts from a copy."""
     policy = tiny_policy(attention_dropout=attention_dropout)
     policy.model.train()
     return policy

@@ -1,4 +1,4 @@
-"""What the update needs at its peak: a vocabulary costs its head and four chunks of logits, a length nothing."""
+"""The peak memory of the update: a vocabulary costs its head and four chunks of logits, a length nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_vocabulary_costs_its_head_and_four_chunks_of_logits(memory: Any) -> N
 
 
 def test_a_length_costs_no_logits(memory: Any) -> None:
-    """Those of 448 more tokens would be ten times as much; activations of the longer sample are in it."""
+    """The logits of 448 more tokens would be ten times as much; activations of the longer sample are in it."""
     short, long = (memory.measured(50_000, length, SETTINGS) for length in (64, 512))
     assert long - short < 0.1 * 4 * 50_000 * 448 / memory.MB
 

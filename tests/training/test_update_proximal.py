@@ -98,7 +98,7 @@ def test_with_several_updates_or_a_divergence_in_the_reward_there_is_a_pass():
 
 
 def sampled_by(sample: Sample, version: int, *, last: int) -> Sample:
-    """With policy versions, that of its last token apart."""
+    """Return the sample with policy versions, that of its last token apart."""
     versions = np.full(len(sample), version, np.int32)
     versions[-1] = last
     generated = replace(sample.completion.output, policy_versions=versions)

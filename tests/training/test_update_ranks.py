@@ -29,13 +29,13 @@ T = TypeVar("T")
 
 
 def on_threads(num_ranks: int, work: Callable[[Ranks], T]) -> list[T]:
-    """What each rank returns."""
+    """Return what each rank returns."""
     first_policy()  # made here, because transformers builds models one at a time
     return run_ranks(num_ranks, work)
 
 
 def ragged(count: int) -> list[Sample]:
-    """Of each group of four, the first is not trained on at all and the others in part."""
+    """Return samples of which the first of each group of four is not trained on at all and the others in part."""
     source = np.random.default_rng(5)
     return [
         replace(sample, loss_mask=(source.random(len(sample)) < 0.8) & (i % 4 > 0))

@@ -14,7 +14,7 @@ Scale = Literal["group", "batch", "none"]
 def group_advantages(
     rewards: Tensor, groups: Tensor, *, baseline: Baseline, scale: Scale, epsilon: float = 1e-4
 ) -> Tensor:
-    """Rewards less a baseline, over a standard deviation (of the sample, plus epsilon); [B] -> [B].
+    """Return the rewards less a baseline, over a standard deviation (of the sample, plus epsilon); [B] -> [B].
 
     Baseline `group`: the group's mean (GRPO, arXiv 2402.03300, section 4.1.2); `leave_one_out`: that of its other members
     (RLOO, arXiv 2402.14740, section 2). Scale `group` as in GRPO, `batch`: of all rewards (arXiv 2508.08221); `none` as

@@ -23,7 +23,7 @@ def divergence(logprobs: Tensor, reference: Tensor, *, estimator: Estimator) -> 
 
 
 def weighted_divergence(estimate: Tensor, ratio: Tensor, *, estimator: Estimator) -> Tensor:
-    """`estimate` times policy / behaviour, so that the expected gradient is that of KL(policy || reference).
+    """Return `estimate` times policy / behaviour, so that the expected gradient is that of KL(policy || reference).
 
     As a loss, k1 alone has the expected gradient 0, and k3 that of KL(reference || policy). The weight's own gradient
     mends both: DeepSeek-V3.2, arXiv 2512.02556, "unbiased KL estimate". That of k2 is right already, so its weight is a constant.

@@ -12,7 +12,7 @@ Level = Literal["token", "sequence"]
 
 
 def policy_ratio(log_ratio: Tensor, mask: Tensor, *, level: Level) -> Tensor:
-    """Probability of each token under the policy over that under an earlier one, [B, T]; `log_ratio` is 0 outside the mask.
+    """Return the probability of each token under the policy over that under an earlier one, [B, T]; `log_ratio` is 0 outside the mask.
 
     Level `sequence` is GSPO's geometric mean over the answer, with the gradient of each token's own log-prob
     (GSPO-token, arXiv 2507.18071, equations 7 and 14).
@@ -26,7 +26,7 @@ def policy_ratio(log_ratio: Tensor, mask: Tensor, *, level: Level) -> Tensor:
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> Tensor:
-    """The pessimistic policy-gradient loss of each token, all [B, T]: PPO, arXiv 1707.06347, equation 7.
+    """Return the pessimistic policy-gradient loss of each token, all [B, T]: PPO, arXiv 1707.06347, equation 7.
 
     `dual_clip` bounds the ratio where the advantage is negative: arXiv 1912.09729, section "Dual-clip PPO".
     """
@@ -58,7 +58,7 @@ def importance_weight(log_weight: Tensor, *, level: Level) -> Tensor:
 def bounded_weight(
     weight: Tensor, *, masked: bool, floor: float | None = None, cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The weight moved into the bounds, or `masked`: 0 where it is beyond them; and where that is so.
+    """Return the weight moved into the bounds, or `masked`: 0 where it is beyond them; and where that is so.
 
     Moved is truncated importance sampling (V-trace, arXiv 1802.01561, section 4.1), masked is IcePop (arXiv 2510.18855).
     """

@@ -61,20 +61,20 @@ class Client:
         return f"{self.scheme}://{host}:{self.port}{self.path}"
 
     def is_ready(self) -> bool:
-        """Whether it is up and answers."""
+        """Return whether the server is up and answers."""
         try:
             return self._call("GET", "/health", None, timeout_s=5)[0] == 200
         except BackendError:
             return False
 
     def get(self, path: str, *, timeout_s: float = _LONGEST_S) -> Any:
-        """What it answers. Raises NoAnswerError when it cannot be reached, RefusedError when it refuses."""
+        """Return the server's answer. Raises NoAnswerError when it cannot be reached, RefusedError when it refuses."""
         status, answer = self._call("GET", path, None, timeout_s=timeout_s)
         self._check(path, status, answer)
         return answer
 
     def get_if_known(self, path: str) -> Any:
-        """What it answers, None where it does not know that path. Raises as `get` does."""
+        """Return the server's answer, or None where it does not know that path. Raises as `get` does."""
         status, answer = self._call("GET", path, None, timeout_s=_LONGEST_S)
         if status == 404:
             return None
@@ -82,13 +82,13 @@ class Client:
         return answer
 
     def post(self, path: str, content: Mapping[str, Any], *, timeout_s: float | None = _LONGEST_S) -> Any:
-        """What it answers. Raises NoAnswerError when it cannot be reached, RefusedError when it refuses or says that it did not succeed."""
+        """Return the server's answer. Raises NoAnswerError when it cannot be reached, RefusedError when it refuses or reports failure."""
         status, answer = self._call("POST", path, content, timeout_s=timeout_s)
         self._check(path, status, answer)
         return answer
 
     def post_if_known(self, path: str, *, timeout_s: float = _LONGEST_S) -> bool:
-        """Whether it knows that path, which older versions may not. Raises as `post` does."""
+        """Return whether the server knows that path, which older versions may not. Raises as `post` does."""
         status, answer = self._call("POST", path, {}, timeout_s=timeout_s)
         if status != 404:
             self._check(path, status, answer)

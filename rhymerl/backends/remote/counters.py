@@ -25,7 +25,7 @@ class Counters:
             self._values[NAMES.index(name)] += amount
 
     def since(self) -> Mapping[str, float]:
-        """What has been counted since the last call."""
+        """Return the counts since the last call."""
         now = np.array(self._values)
         new, self._reported = now - self._reported, now
         return dict(zip(NAMES, new.tolist(), strict=True))

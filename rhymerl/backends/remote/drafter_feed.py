@@ -1,4 +1,4 @@
-"""What the trainer tells the drafter in an engine's process: history and scored samples, in numbered files of one folder.
+"""The trainer's messages to the drafter in an engine's process: history and scored samples, in numbered files of one folder.
 
 A request names the version of the feed that it needs, so nothing is sent on the engine's own wires. A drafter has read
 what the step before has brought when the first request of the next one arrives. Each file is written whole, read once

@@ -48,7 +48,7 @@ class Fleet:
         return fleet
 
     def each(self, action: Callable[[int, Client], T]) -> list[T]:
-        """What `action` makes of each engine and its number, of all at the same time; raises what the first of them raises."""
+        """Return what `action` gives for each engine and its number, run for all at the same time; raise what the first of them raises."""
         if len(self.engines) == 1:
             return [action(0, self.engines[0])]
         with ThreadPoolExecutor(len(self.engines), thread_name_prefix="rhymerl-fleet") as threads:
@@ -83,7 +83,7 @@ def _behind(address: Client) -> list[Client]:
 
 
 def _listed(address: Client) -> Sequence[Mapping[str, Any]] | None:
-    """What a router says of its engines; older ones only know their addresses. None where no router is."""
+    """Return what a router says of its engines; older routers only know their addresses. None where no router is."""
     answer = address.get_if_known("/workers")
     if isinstance(answer, Mapping) and isinstance(answer.get("workers"), list):
         return cast(Sequence[Mapping[str, Any]], answer["workers"])

@@ -54,12 +54,12 @@ class InFlightRequest:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why the engine could not be asked, or what it refused; None while it is in flight, and when it is well."""
+        """Return why the engine could not be asked, or what it refused; None while it is in flight, and when it is well."""
         return self.answer.exception() if self.answer.done() and not self.answer.cancelled() else None
 
 
 class InFlightRequests:
-    """What is in flight through the engines of `fleet`, at most `max_sent` requests with each at a time.
+    """The requests in flight through the engines of `fleet`, at most `max_sent` with each at a time.
 
     Raises ConfigError when so many connections cannot be open.
     """
@@ -91,7 +91,7 @@ class InFlightRequests:
         sent.answer.add_done_callback(lambda _: self._back.put(sent))
 
     def _connection_for(self, request: RolloutRequest) -> EngineConnection:
-        """Where its siblings are, who share its prompt's keys and values and are its drafts; else where least is in flight."""
+        """Return the engine of its siblings, which share its prompt's keys and values and are its drafts; else the least busy one."""
         with_siblings = (connection for connection in self.connections if connection.prompts[request.prompt.key])
         return next(with_siblings, None) or min(self.connections, key=lambda connection: connection.num_in_flight)
 
@@ -143,7 +143,7 @@ class InFlightRequests:
         sent.connection.count(sent.request, -1)
 
     def wait(self, timeout_s: float) -> list[InFlightRequest]:
-        """What is back, if the time is not over before. Requests that were completed otherwise are left out."""
+        """Wait until answers are back or the time is over, and return them. Requests that were completed otherwise are left out."""
         try:
             back = [self._back.get(timeout=timeout_s) if timeout_s > 0 else self._back.get_nowait(), *self._drained()]
         except queue.Empty:
@@ -151,7 +151,7 @@ class InFlightRequests:
         return [sent for sent in back if self.has(sent)]
 
     def has(self, sent: InFlightRequest) -> bool:
-        """Whether it has not been completed yet; its request may have been sent again."""
+        """Return whether the request has not been completed yet; it may have been sent again."""
         return self.requests.get(sent.request.id) is sent
 
     def settle(self, requests: Sequence[InFlightRequest], timeout_s: float) -> None:
@@ -197,7 +197,7 @@ class InFlightRequests:
     def _output(
         self, sent: InFlightRequest, pairs: Sequence[Sequence[Any]], meta: Mapping[str, Any], reason: FinishReason
     ) -> Output:
-        """What the engine has sampled since the request was sent."""
+        """Return what the engine has sampled since the request was sent."""
         logprobs = np.array([pair[0] for pair in pairs], np.float64)  # JSON has no NaN: there it is null
         if not np.isfinite(logprobs).all():
             raise BackendError(

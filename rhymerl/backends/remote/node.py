@@ -1,4 +1,4 @@
-"""Where this rank of the trainer stands: every rank has an engine of its own, and those of one node share what the node has."""
+"""The place of this rank on its node: every rank has an engine of its own, and the engines of one node share what the node has."""
 
 from __future__ import annotations
 

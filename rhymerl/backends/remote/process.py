@@ -68,7 +68,7 @@ class Server:
         return self._process.poll() is None
 
     def dies_within(self, timeout_s: float) -> bool:
-        """Whether it is dead, or so before the time is over: a process that is killed closes its connections before it is gone."""
+        """Return whether it is dead or dies within the time: a process that is killed closes its connections before it is gone."""
         deadline = time.monotonic() + timeout_s
         while self.is_alive and time.monotonic() < deadline:
             time.sleep(0.02)

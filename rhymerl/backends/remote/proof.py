@@ -1,4 +1,4 @@
-"""Whether an engine computes the policy's model: it ignores weights whose names it does not know, and says that all is well."""
+"""A proof that an engine computes the policy's model: it ignores weights whose names it does not know, and reports success."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def prove(client: Client, policy: Policy, dtype: str) -> None:
 
 
 def draws_by_seed(client: Client) -> bool:
-    """Whether one seed makes one answer and another seed another, as where rhymerl's plugin draws, and else hardly ever."""
+    """Return whether one seed makes one answer and another seed another; this holds where rhymerl's plugin draws, and else hardly ever."""
     first, same, other = (_sampled(client, seed) for seed in (1, 1, 2))
     return first == same != other
 

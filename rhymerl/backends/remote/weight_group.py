@@ -49,7 +49,7 @@ class WeightGroup:
         self._group: Any = None
         self._has_failed = False
         self._timeout = timedelta(seconds=_JOIN_S)
-        # Of its own: engines may still be in the group of a trainer that was killed.
+        # The name is its own: engines may still be in the group of a trainer that was killed.
         self._name = f"rhymerl_weights_{uuid.uuid4().hex}"
         address, size = _own_address([engine.host for engine in fleet.engines]), 1 + ranks * len(fleet.engines)
         # Not by torch's rendezvous: under torchrun that looks for a store of the launcher's at whatever address it is given.
@@ -133,7 +133,7 @@ class WeightGroup:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the group is closed, which it also is after a failure."""
+        """Return whether the group is closed, which it also is after a failure."""
         return self._rendezvous is None
 
     def close(self) -> None:

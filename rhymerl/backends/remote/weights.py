@@ -109,7 +109,7 @@ def buckets(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator
 
 
 def write_config(model: PreTrainedModel, folder: Path) -> None:
-    """What an engine needs to build the model; without stop tokens, which come with each request.
+    """Write what an engine needs to build the model, without stop tokens, which come with each request.
 
     SGLang would end an answer at the config's own as well, whatever the request says.
     """
@@ -121,7 +121,7 @@ def write_config(model: PreTrainedModel, folder: Path) -> None:
 
 
 def positions(model: PreTrainedModel) -> int:
-    """How long an engine is told that a sequence may be: SGLang keeps some for itself, and drafts stand behind the last token.
+    """Return how long an engine is told that a sequence may be: SGLang keeps some for itself, and drafts stand behind the last token.
 
     Where the rotation of keys follows that number it stays as it is, and the longest sequences are an error there.
     """
@@ -132,7 +132,7 @@ def positions(model: PreTrainedModel) -> int:
 
 
 def make_folder(folder: Path, model: PreTrainedModel, *, copies: int = 1, in_memory: bool = True) -> Path:
-    """Where weights are written, for this user alone: `in_memory` where that has the room for as many copies, else in `folder`.
+    """Make the folder for weights, for this user alone: `in_memory` where that has the room for as many copies, else in `folder`.
 
     Everybody may make folders in shared memory, so this one has a name that nobody knows before it is there.
     """
@@ -174,7 +174,7 @@ def update_session(fleet: Fleet) -> Iterator[None]:
 
 
 def _begins(engine: Client, timeout_s: float) -> bool:
-    """Whether it knows of sessions; one that a trainer has left open, because it failed or was killed, is ended before."""
+    """Return whether it knows of sessions; one that a failed or killed trainer has left open is ended before."""
     try:
         return engine.post_if_known("/begin_weight_update", timeout_s=timeout_s)
     except RefusedError:

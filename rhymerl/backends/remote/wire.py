@@ -1,4 +1,4 @@
-"""What travels with a request through SGLang, and back: requests as `custom_params`, answers as completions."""
+"""The wire format of requests to SGLang, as `custom_params`, and of its answers, as completions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 def to_custom_params(request: RolloutRequest, *, feed: int) -> dict[str, Any]:
     """The request but for its tokens and sampling parameters; `feed` is what the drafter has to have read before."""
-    ahead = {} if request.ahead is None else {"ahead": _packed(request.ahead)}
+    prefetched = {} if request.prefetched is None else {"prefetched": _packed(request.prefetched)}
     return {
         KEY: {
             "id": request.id,
@@ -35,7 +35,7 @@ def to_custom_params(request: RolloutRequest, *, feed: int) -> dict[str, Any]:
             "prompt_key": request.prompt.key,
             "offset": len(request.output) if request.output is not None else 0,
             "feed": feed,
-            **ahead,
+            **prefetched,
         }
     }
 
@@ -59,7 +59,7 @@ def from_custom_params(
         sampling=sampling,
         split=own["split"],
         output=without_logprobs(answer) if len(answer) else None,
-        ahead=_unpacked(own["ahead"]) if "ahead" in own else None,
+        prefetched=_unpacked(own["prefetched"]) if "prefetched" in own else None,
     )
 
 
@@ -96,13 +96,13 @@ def noise_of(params: Mapping[str, Any] | None, rid: str) -> tuple[int, int]:
 
 
 def feed_of(params: Mapping[str, Any] | None) -> int:
-    """What the drafter has to have read before."""
+    """Return the number of the feed that the drafter has to have read before."""
     own = _own(params)
     return own["feed"] if own else 0
 
 
 def _own(params: Any) -> dict[str, Any] | None:
-    """What `to_custom_params` has written, None for anything else: clients of a server may send what they like.
+    """Return what `to_custom_params` has written, or None for anything else: clients of a server may send what they like.
 
     An exception in SGLang's scheduler would end the engine.
     """
@@ -118,13 +118,13 @@ def _own(params: Any) -> dict[str, Any] | None:
         and _SEED.fullmatch(str(held["seed"])) is not None
         and held["split"] in get_args(Split)
     )
-    if not is_sound or "ahead" not in own:
+    if not is_sound or "prefetched" not in own:
         return held if is_sound else None
-    return {**held, "ahead": own["ahead"]} if _is_packed(own["ahead"]) else None
+    return {**held, "prefetched": own["prefetched"]} if _is_packed(own["prefetched"]) else None
 
 
 def _is_packed(text: object) -> bool:
-    """Whether it is base64 of whole tokens."""
+    """Return whether it is base64 of whole tokens."""
     if not isinstance(text, str) or len(text) % 4 or not _PACKED.fullmatch(text):
         return False
     return (len(text) // 4 * 3 - text.count("=")) % 4 == 0

@@ -68,7 +68,7 @@ def _refuse(name: str, value: Any, reasons: Mapping[str, str]) -> None:
 
 
 def engine_dtype(wanted: str | None, policy: str) -> str:
-    """What an engine computes in: what is `wanted`, else the policy's own, as far as SGLang has it."""
+    """Return the dtype an engine computes in: `wanted`, else the policy's own, as far as SGLang has it."""
     return wanted or ("float32" if policy == "float64" else policy)
 
 

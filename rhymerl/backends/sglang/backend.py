@@ -35,14 +35,13 @@ class SGLangBackend(RolloutBackend):
     """Answers come from an SGLang server that is started with the run and ends with it, or from those that run at `url` already.
 
     `nodes` draft nodes of every request are verified in every pass, a number that holds for the engine's life. null takes that of
-    `budget=fixed`; with `budget=goodput`, whose `nodes` are the most, it is chosen: with
-    `costs` (a file of `rhymerl bench costs`), for `max_running` requests whose drafted tokens are accepted with probability
-    `expected_accept_rate`, else 7. `arguments` go to the server as they are, `environment` to its process. `weights` names the
-    way of new weights: `tensor` (the same device), `disk` (a file in `folder`, by default in shared memory where there is room),
-    `distributed` (a process group with the engine's ranks), `auto`. An engine that dies is an error, unless it may be started
-    again `restarts` times, and so is one that has been silent for `silence_timeout_s` and fails a health check. `release_memory` frees
-    its memory while training. `url` is one or several, of servers or of routers, whose servers are then asked themselves; ranks
-    share them out.
+    `budget=fixed`. With `budget=goodput`, whose `nodes` are the most, null lets `costs` choose (a file of `rhymerl bench costs`),
+    for `max_running` requests whose drafted tokens are accepted with probability `expected_accept_rate`; without `costs` it is 7.
+    `arguments` go to the server as they are, `environment` to its process. `weights` names the way of new weights: `tensor` (the
+    same device), `disk` (a file in `folder`, by default in shared memory where there is room), `distributed` (a process group with
+    the engine's ranks), `auto`. An engine that dies is an error, unless it may be started again `restarts` times, and so is one
+    that has been silent for `silence_timeout_s` and fails a health check. `release_memory` frees its memory while training. `url`
+    is one or several, of servers or of routers, whose servers are then asked themselves; ranks share them out.
     """
 
     def __init__(

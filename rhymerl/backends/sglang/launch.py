@@ -34,7 +34,7 @@ def launch_line(config: DictConfig) -> dict[str, Any]:
     drafter, source = instantiate(config.drafter, key="drafter"), instantiate(config.model, key="model")
     if source.path is None:
         raise ConfigError("model.path=None: expected a directory or hub name, which a server reads its model from")
-    # A trainer that runs ahead may come: without tokens sampled ahead it is the drafter alone.
+    # A trainer that runs ahead may come: without prefetched tokens it is the drafter alone.
     settings = EngineSettings.of(RunAheadDrafter(drafter), open_folder(config.out, setting="out").resolve()).open()
     words = arguments.words(
         model_path=source.path,
@@ -50,7 +50,7 @@ def launch_line(config: DictConfig) -> dict[str, Any]:
 
 
 def _address(url: str | Sequence[str] | None) -> dict[str, Any]:
-    """Where the server has to listen for trainers that look for it at `url`; without one SGLang listens on its own machine only."""
+    """Return the arguments by which the server listens at `url`; without one SGLang listens on its own machine only."""
     if url is None:
         return {}
     urls = [url] if isinstance(url, str) else url

@@ -1,4 +1,4 @@
-"""How many nodes an engine verifies a request: one number for its whole life, chosen when it starts."""
+"""The number of nodes an engine verifies per request: one number for its whole life, chosen when it starts."""
 
 from __future__ import annotations
 

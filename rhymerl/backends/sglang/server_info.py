@@ -1,4 +1,4 @@
-"""What a server that was started by hand says of itself: whether it fits the trainer, and how it drafts."""
+"""Checks of a server that was started by hand: whether it fits the trainer, and how it drafts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOSSY = ("speculative_accept_threshold_single", "speculative_accept_threshold_a
 
 
 def tokens_a_pass(engine: Client, settings: SessionSettings, drafter: Drafter) -> int:
-    """How many tokens each request has in a pass, its last one among them: 1 without drafts.
+    """Return how many tokens each request has in a pass, its last one included: 1 without drafts.
 
     Raises ConfigError for a server whose drafts change what is sampled, or that is not what the settings say. Which drafter it has
     the server does not tell: a warning says that it has to be the run's.

@@ -134,7 +134,7 @@ class Session:
         self._heard_s = time.monotonic()
 
     def serves(self, policy: Policy, drafter: Drafter) -> bool:
-        """Whether it was started for these."""
+        """Return whether it was started for these."""
         return policy is self.policy and drafter is self.drafter
 
     def expect_new_weights(self) -> None:
@@ -333,7 +333,7 @@ class Session:
     # -- metrics -------------------------------------------------------------------------------------------------------
 
     def metrics(self) -> Mapping[str, float]:
-        """What came back since the last call, and what the drafter counted."""
+        """Return the metrics since the last call, those of the drafter included."""
         totals = self._in_flight.totals()
         result = {
             "rollout/spec_accept_length": Ratio(totals["emitted"], totals["passes"]),

@@ -1,4 +1,4 @@
-"""What a session is told by the backend."""
+"""The settings that the backend gives to a session."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SessionSettings:
     node: NodePosition
 
     def opened_folder(self) -> Path | None:
-        """Where the session's own folder is made: in `folder`, of which every rank has a part."""
+        """Make and return the session's own folder in `folder`, of which every rank has a part."""
         if self.folder is None:
             return None
         part = f"rank{self.node.rank}" if self.node.num_ranks > 1 else ""

@@ -9,15 +9,15 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 def num_refused() -> int:
-    """How many processes and threads the kernel has refused so far, to this group and to those above it, for want of numbers.
+    """Return how many processes and threads the kernel has refused so far, to this group and to those above it, for want of numbers.
 
-    0 where the group has no limit or cannot be seen, as in some containers.
+    The result is 0 where the group has no limit or cannot be seen, as in some containers.
     """
     return sum(_refused_by(folder / "pids.events") for folder in _folders())
 
 
 def _folders() -> list[Path]:
-    """Where the limit on processes is, by cgroup's first or second version, and all above."""
+    """Return the folder that limits processes, by cgroup's first or second version, and all folders above it."""
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)

@@ -21,7 +21,7 @@ _ABOVE = 100  # all descriptors that there are
 
 
 class NoProcessError(Exception):
-    """The machine gives no process. That is nobody's fault who is inside of it."""
+    """The machine gives no process, which is not the fault of a program inside the sandbox."""
 
 
 def fork(work: Callable[[], None]) -> int:

@@ -103,7 +103,7 @@ def _function_trials(tests: list[Any], entry_point: str | None, load: Any) -> It
 
 
 def _asked_for(offered: Any, wanted: set[str]) -> dict[str, Any]:
-    """Nothing else of what the answer's process says that it has: it would stand in the place of the tests' own names."""
+    """Return only the wanted names of what the answer's process offers: others would replace the tests' own names."""
     if not isinstance(offered, dict):
         raise BrokenMessageError("not names and what they stand for")
     return {name: offered[name] for name in wanted - {"__builtins__"} if name in offered}

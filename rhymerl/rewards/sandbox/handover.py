@@ -1,4 +1,4 @@
-"""What tests may hand to an answer, and how. An answer that can call any object of theirs can make it say what it likes."""
+"""The objects that tests may hand to an answer, and how. An answer that can call any object of theirs can make it say what it likes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class UnfitError(TypeError):
 
 
 def name_of(target: Any) -> list[str] | None:
-    """Module and qualified name of what an answer can import for itself: it then has its own `eval`, not that of the tests."""
+    """Return the module and qualified name of what an answer can import for itself: it then has its own `eval`, not that of the tests."""
     if not issubclass(type(target), _IMPORTED):
         return None
     bound_to = getattr(target, "__self__", None)
@@ -35,7 +35,7 @@ def name_of(target: Any) -> list[str] | None:
 
 
 def by_name(module: str, qualname: str) -> Any:
-    """What `name_of` named. Raises ImportError or AttributeError."""
+    """Return what `name_of` named. Raises ImportError or AttributeError."""
     return reduce(getattr, qualname.split("."), import_module(module))
 
 

@@ -30,7 +30,7 @@ def call(name: str, *args: Any) -> None:
 
 
 def address(name: str) -> int:
-    """Where a function of libc lies in memory, which is where the kernel puts all that is mapped."""
+    """Return where a function of libc lies in memory, which is where the kernel puts all that is mapped."""
     return ctypes.cast(getattr(_LIBC, name), ctypes.c_void_p).value or 0
 
 

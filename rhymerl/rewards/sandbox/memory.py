@@ -1,4 +1,4 @@
-"""Who goes first when the machine has no memory left."""
+"""The order in which processes go when the machine has no memory left."""
 
 from __future__ import annotations
 

@@ -66,8 +66,8 @@ class Caught:
 class Peer:
     """One end of a pair of pipes. `operations` are those that the other end may ask for on objects of this one.
 
-    Whoever waits for a result serves the other's calls meanwhile, so that functions can be passed as arguments. An end that
-    allows not everything believes nothing: of its objects it hands over only what `handover` lets it, and `unfit` is the
+    An end that waits for a result serves the other's calls meanwhile, so that functions can be passed as arguments. An end that
+    does not allow everything believes nothing: it hands over only those of its objects that `handover` lets it, and `unfit` is the
     first that was not. It takes no names from the other end.
     """
 
@@ -80,7 +80,7 @@ class Peer:
         self._handles: dict[int, int] = {}  # by id
 
     def export(self, target: Any) -> int:
-        """The handle of an object, which lives from now on as long as this end."""
+        """Return the handle of an object, which lives from now on as long as this end."""
         if id(target) not in self._handles:
             self._handles[id(target)] = len(self._objects)
             self._objects.append(target)
@@ -135,7 +135,7 @@ class Peer:
         return {"result": self._encode(result), "args": changed}
 
     def _write_back(self, args: tuple[Any, ...], after: Any) -> None:
-        """What the call has done to the lists, dicts and sets that it was given."""
+        """Write back what the call has done to the lists, dicts and sets that it was given."""
         for arg, data in zip(args, after, strict=True) if isinstance(after, list) and len(after) == len(args) else ():
             new = self._decode(data)
             if type(new) is not type(arg) or not isinstance(arg, _CHANGEABLE):
@@ -220,7 +220,7 @@ for _name in EVERYTHING - {*vars(Remote)}:
 
 
 def _error(message: dict[str, Any], operation: str) -> Exception:
-    """The nearest of Python's own exceptions. Those that end loops only where they belong, lest they end one of the tests'."""
+    """Return the nearest of Python's own exceptions; those that end loops only where they belong, lest they end one of the tests'."""
     kinds, args = message["error"], message.get("args")
     texts = [str(arg) for arg in args] if isinstance(args, list) else []
     for name in kinds if isinstance(kinds, list) else ():

@@ -43,7 +43,7 @@ class Job:
     unsafe_without: Sequence[Wall] = ()
 
     def message(self) -> dict[str, Any]:
-        """What the answer's process may know."""
+        """Return the part that the answer's process may know."""
         names = ("code", "entry_point", "is_program", "stops_at_failure", "time_limit_s", "memory_mb", "output_kb")
         return {name: getattr(self, name) for name in names} | {
             "folders": list(self.folders),
@@ -53,7 +53,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobResult:
-    """How many tests passed; `failure` says why the first that did not failed, as far as that is known.
+    """The number of tests passed; `failure` says why the first that did not failed, as far as that is known.
 
     `unfit` says why no answer can be judged by these tests, and `values` are those that tests without an output returned.
     """
@@ -66,7 +66,7 @@ class JobResult:
 
 
 class Sandbox:
-    """Where answers are tried, each in a sandbox of its own. A context manager; threads may share it.
+    """A place where answers are tried, each in a sandbox of its own. It is a context manager; threads may share it.
 
     A warm process imports `modules` once, from `folders` beside Python's own; answers find them imported. Entering starts it
     if it can be had, and `run` does where there is none.
@@ -173,5 +173,5 @@ def _refuse(kind: str, content: Any) -> Any:
 
 @cache
 def missing_walls() -> Mapping[str, str]:
-    """What this machine does not offer, and why. Raises SandboxError when not even a process can be started."""
+    """Return what this machine does not offer, and why. Raises SandboxError when not even a process can be started."""
     return run(Job(code="x = 1", tests=["assert x == 1"], unsafe_without=WALLS)).missing

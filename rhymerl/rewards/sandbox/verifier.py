@@ -19,7 +19,7 @@ _FUNCTIONS = (sqrt, cbrt, root)
 
 
 def score(completion: str, entry: str) -> float:
-    """The verifier's score of the answer in a completion, 0 where it cannot parse it."""
+    """Return the verifier's score of the answer in a completion, 0 where it cannot parse it."""
     scoring = decode(json.loads(entry), _refuse)
     data_set = create_dataset(scoring["dataset"], seed=0, size=1, **scoring["settings"])
     tag = scoring["answer_tag"]

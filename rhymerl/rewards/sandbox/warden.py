@@ -1,7 +1,7 @@
 """The first process of a sandbox: puts up its walls, keeps the time, and sees that nothing is left.
 
-One descriptor holds two messages: what the answer's process may know, and the tests. To another one go messages of how far
-the tests have come; the first says which walls are missing, and without the last this process was killed. Whoever wants to
+One descriptor holds two messages: what the answer's process may know, and the tests. Messages of how far the tests have come go to
+another one. The first of them says which walls are missing; if the last is missing, this process was killed. A reader that wants to
 hear no more closes it, and all ends.
 """
 

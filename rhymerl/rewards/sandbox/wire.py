@@ -17,7 +17,7 @@ _CHUNK_BYTES = 2**16
 
 
 class BrokenMessageError(Exception):
-    """What was received is no message of ours; whoever sent it is not to be believed."""
+    """The received bytes are no message of ours; whoever sent them is not to be believed."""
 
 
 def write_message(fd: int, message: Any) -> None:
@@ -29,7 +29,7 @@ def write_message(fd: int, message: Any) -> None:
 
 
 def read_message(fd: int, *, max_bytes: int) -> Any:
-    """The next message, waiting for it. Raises EOFError at the end and BrokenMessageError for anything else than a message."""
+    """Return the next message, waiting for it. Raises EOFError at the end and BrokenMessageError for anything else than a message."""
     length = int.from_bytes(_read(fd, _LENGTH_BYTES), "little")
     if length > max_bytes:
         raise BrokenMessageError(f"a message of {length} bytes; expected at most {max_bytes}")
@@ -63,7 +63,7 @@ def _read(fd: int, length: int) -> bytes:
 
 
 def encode(value: Any, refer: Callable[[Any], dict[str, Any]]) -> Any:
-    """A plain value, containers included, as JSON; a subclass counts as its base. `refer` stands in for any other object."""
+    """Return a plain value, containers included, as JSON; a subclass counts as its base. `refer` stands in for any other object."""
     if value is None or isinstance(value, bool | str | float):
         return value
     if isinstance(value, int):
@@ -86,7 +86,7 @@ def encode(value: Any, refer: Callable[[Any], dict[str, Any]]) -> Any:
 
 
 def decode(data: Any, resolve: Callable[[str, Any], Any]) -> Any:
-    """The inverse of `encode`. Raises BrokenMessageError for what `encode` never makes."""
+    """Return the inverse of `encode`. Raises BrokenMessageError for what `encode` never makes."""
     try:
         return _decode(data, resolve)
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:

@@ -21,7 +21,7 @@ BEHIND = 17  # what is sampled behind the end of an answer
 
 @dataclass
 class FakeRequest:
-    """What is read of SGLang's `Req`; `truth` is what it will draw."""
+    """The part of SGLang's `Req` that is read; `truth` is what it will draw."""
 
     rid: str
     origin_input_ids: list[int]
@@ -37,7 +37,7 @@ class FakeRequest:
         return self.truth[index] if index < len(self.truth) else BEHIND
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """As its scheduler takes up what a pass has sampled: all of it, whether or not the answer ended before."""
+        """Take up all that a pass has sampled, as SGLang's scheduler does, whether or not the answer ended before."""
         if self.finished():
             return
         self.output_ids.extend(tokens)
@@ -51,7 +51,7 @@ class FakeRequest:
 
 
 def fake(request: RolloutRequest, answer: Sequence[int], *, rid: str | None = None, **params: Any) -> FakeRequest:
-    """As it arrives in SGLang; `answer` is all of it, what was generated before included."""
+    """Return the request as it arrives in SGLang; `answer` is all of it, what was generated before included."""
     before = request.output.token_ids.tolist() if request.output is not None else []
     sampling = request.sampling
     given = {
@@ -101,7 +101,7 @@ def run(drafting: EngineDrafting, requests: Sequence[FakeRequest], *, overlap: b
 
 
 def commit(batch, tokens, sampled=None):
-    """Who goes on, with what was sampled for them."""
+    """Return the requests that go on, with what was sampled for them."""
     for request, new in zip(batch, tokens, strict=True):
         request.commit(new)
     going = [i for i, request in enumerate(batch) if not request.finished()]

@@ -89,7 +89,7 @@ class FakeEngine:
         self.vanish()
 
     def vanish(self) -> None:
-        """Whoever waits for an answer gets none; may be called twice."""
+        """End without an answer to anybody who waits for one; may be called twice."""
         self._quit.set()
         if self._thread is not None:
             self._server.shutdown()

@@ -66,7 +66,7 @@ def test_greedy_verification_takes_the_path_that_our_own_takes(batch, data):
 
 
 def emitted(batch: DraftBatch, predictions: np.ndarray) -> list[np.ndarray]:
-    """What the embedded engine emits when it draws `predictions` [R, n] at the roots and their nodes."""
+    """Return what the embedded engine emits when it draws `predictions` [R, n] at the roots and their nodes."""
     logits = ragged(1 + batch.counts)
     rows = SimpleNamespace(
         length=np.ones(len(batch), np.int64),

@@ -1,4 +1,4 @@
-"""How many nodes the engine verifies follows the run's budget, and a budget that it cannot keep to is refused."""
+"""The number of nodes that the engine verifies follows the run's budget, and a budget that it cannot keep to is refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.backends.sglang.test_session import all_of, synced
 
 
 class Own(Budget):
-    """Of a user's."""
+    """A user's own budget."""
 
     max_nodes = 3
 
@@ -91,7 +91,7 @@ def test_a_cost_curve_chooses_within_the_budget(tmp_path):
 
 
 def run_at(engine, policy, drafter, budget=None, **settings):
-    """How many nodes were verified for three answers of a server that says it verified 4 times."""
+    """Return how many nodes were verified for three answers of a server that says it verified 4 times."""
     with SGLangBackend(url=engine.url, max_running=4, **settings) as backend:
         backend.start(policy, drafter, budget=budget)
         synced(backend, policy, 0)

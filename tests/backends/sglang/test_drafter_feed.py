@@ -1,4 +1,4 @@
-"""What the trainer tells a drafter in another process."""
+"""The trainer's messages to a drafter in another process."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def problem():
 
 
 def decoded(requests, answers):
-    """Those that are more than a first token: the others end where the prompt is read, and no drafter hears of them."""
+    """Return the answers of more than a first token: the others end where the prompt is read, and no drafter hears of them."""
     return [r for r in requests if len(answers[r.id]) - (len(r.output) if r.output else 0) > 1]
 
 

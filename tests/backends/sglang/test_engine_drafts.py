@@ -191,7 +191,7 @@ def test_requests_of_others_are_drafted_for_too():
 
 
 def test_a_name_may_be_given_again():
-    """By other clients, as soon as the first request of that name has ended: before the batch has been seen without it."""
+    """Other clients may use a name again as soon as its first request has ended: before the batch has been seen without it."""
     drafter = Recorder()
     drafting, _ = drafting_of(drafter)
     request = make_requests(1, max_tokens=5)[0]
@@ -258,7 +258,7 @@ def test_who_was_taken_out_of_the_queue_may_be_sent_again(rid):
 
 @pytest.mark.parametrize("has_news", [False, True], ids=["by hand", "of a trainer"])
 def test_what_is_indexed_of_answers_ends_with_their_policy(has_news, tmp_path):
-    """Where a trainer tells of its history it says when; a server by hand is told of new weights only."""
+    """A trainer that tells of its history says when; a server by hand is told of new weights only."""
     writer, drafter = FeedWriter(tmp_path / "feed"), HistoryTreeDrafter(deterministic=True)
     drafting, _ = drafting_of(drafter, feed=FeedReader(tmp_path / "feed", drafter))
     if has_news:
@@ -301,7 +301,7 @@ def test_news_that_a_request_needs_are_heard_before_it_starts(tmp_path):
     "own", [{"id": "x"}, {"feed": 99}, {"offset": 10**12}, {"ahead": "!"}, {"seed": {}}, None, []], ids=str
 )
 def test_a_malformed_parameter_costs_its_own_request_only(own, tmp_path):
-    """As one of another client's, on a server that is the trainer's or not."""
+    """The parameter may be that of another client, on a server that is the trainer's or not."""
     drafts = []
     for malformed in (True, False):
         drafter = Recorder()

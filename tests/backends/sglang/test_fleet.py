@@ -33,7 +33,7 @@ def connected(engines, policy, **settings):
 
 
 def asked(engine):
-    """How many requests it has had of each prompt."""
+    """Return how many requests it has had of each prompt."""
     return Counter(map(tuple, engine.inputs.values()))
 
 

@@ -37,14 +37,14 @@ def rollout_request(seed: int, *, prompt: int = 5, generated: int = 0, **samplin
 
 
 def engine_request(request: RolloutRequest) -> SimpleNamespace:
-    """What SGLang has of it."""
+    """Return what SGLang has of the request."""
     count = len(request.prompt.token_ids) + (len(request.output) if request.output else 0)
     params = SimpleNamespace(custom_params=to_custom_params(request, feed=0))
     return SimpleNamespace(rid="x", origin_input_ids=[0] * count, sampling_params=params)
 
 
 def sampling_info(requests: list[RolloutRequest]) -> SimpleNamespace:
-    """As SGLang writes it: greedy is top-k 1 at temperature 1."""
+    """Return the record as SGLang writes it: greedy is top-k 1 at temperature 1."""
     params = [request.sampling for request in requests]
     top_k = [1 if each.temperature == 0 else each.top_k or _ALL for each in params]
     return SimpleNamespace(

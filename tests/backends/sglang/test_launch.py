@@ -19,7 +19,7 @@ def launched(tmp_path, *overrides):
 
 
 @pytest.mark.parametrize(("drafter", "tokens"), [("history_tree", "5"), ("none", None)])
-def test_it_drafts_as_asked_and_what_a_trainer_has_sampled_ahead(tmp_path, drafter, tokens):
+def test_it_drafts_as_asked_and_what_a_trainer_has_prefetched(tmp_path, drafter, tokens):
     launch = launched(tmp_path, f"drafter={drafter}", "backend.nodes=4")
     words = launch["arguments"]
     flag = "--speculative-num-draft-tokens"
@@ -87,7 +87,7 @@ def test_a_model_from_scratch_is_none_that_a_server_could_read(tmp_path):
     ],
 )
 def test_it_listens_where_a_trainer_will_look_for_it(tmp_path, url, host, port):
-    """With arguments of its own, too, which no server that runs already could have."""
+    """This also holds with arguments of its own, which no server that runs already could have."""
     found = flags(
         launched(
             tmp_path,

@@ -1,4 +1,4 @@
-"""How many tokens a request and pass, against trying them all."""
+"""The tokens per request and pass, against trying all numbers of nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens of a batch are sampled but not in the requests' output, with overlapping passes and without."""
+"""The tokens of a batch that are sampled but not in the requests' output, with overlapping passes and without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a version of SGLang lacks is told by name."""
+"""The names of what a version of SGLang lacks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_findings_go_to_another_process():
     ],
 )
 def test_drafts_that_cannot_be_had_or_would_bias_are_refused(found, refused):
-    """Without our draw SGLang verifies by its own rule, which is greedy on a CPU."""
+    """SGLang without our draw verifies by its own rule, which is greedy on a CPU."""
     for drafts in (False, True):
         for on_cpu in (False, True):
             if (drafts, on_cpu) not in refused:

@@ -48,7 +48,7 @@ def live(rank: int, folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict]:
-    """What the ranks have found."""
+    """Return what the ranks have found."""
     folder = tmp_path_factory.mktemp("ranks")
     torch.multiprocessing.spawn(live, (str(folder),), nprocs=SIZE)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(SIZE)]

@@ -51,7 +51,7 @@ def test_an_update_has_a_beginning_and_an_end_where_the_engine_knows_of_them(eng
 
 
 def test_an_update_that_a_trainer_left_open_is_ended(engine, flat_policy):
-    """As one that was killed does, at a server that goes on."""
+    """A trainer that was killed leaves one, at a server that goes on."""
     opened = []
 
     def begin(content):
@@ -192,7 +192,7 @@ def test_answers_behind_one_that_is_refused_are_not_forgotten(engine, flat_polic
 
 
 def test_weights_of_somebody_else_are_noticed(engine, flat_policy):
-    """As of a server that was started anew behind its address."""
+    """This happens when a server was started anew behind its address."""
     with connected(engine, flat_policy) as backend:
         engine.version = "default"
         backend.submit(make_requests(1))

@@ -1,4 +1,4 @@
-"""Tokens sampled ahead, on their way into SGLang's process and as drafts there."""
+"""Prefetched tokens, on their way into SGLang's process and as drafts there."""
 
 from __future__ import annotations
 
@@ -38,16 +38,18 @@ def test_they_are_drafts_as_far_as_they_are_right(right, overlap, tmp_path):
         ahead = np.array([*answer[:right], *(token + 1 for token in answer[right:])], np.int32) % 19
         counters = Counters(tmp_path / "counters", new=True)
         drafting = EngineDrafting(RunAheadDrafter(NoDrafter()), N, vocabulary=19, counters=counters)
-        asked = fake(replace(request, ahead=ahead), answer)
+        asked = fake(replace(request, prefetched=ahead), answer)
         run(drafting, [asked], overlap=overlap)
         assert asked.output_ids[: len(answer)] == answer
         most = needed(len(answer), min(right, len(answer)))
         assert counters.since()["asks"] in (most, most + overlap)
-        assert drafting.protocol.drafter._ahead == {}
+        assert drafting.protocol.drafter._prefetched == {}
 
 
 def test_beside_requests_without_them():
-    requests = [replace(each, ahead=np.array(ANSWERS[each.id], np.int32)) for each in REQUESTS[::2]] + REQUESTS[1::2]
+    requests = [replace(each, prefetched=np.array(ANSWERS[each.id], np.int32)) for each in REQUESTS[::2]] + REQUESTS[
+        1::2
+    ]
     batch = [fake(each, ANSWERS[each.id]) for each in requests]
     run(EngineDrafting(RunAheadDrafter(NGramDrafter()), N, vocabulary=19), batch)
     for request, asked in zip(requests, batch, strict=True):

@@ -1,4 +1,4 @@
-"""What an engine removes when its trainer was killed: the session's own folders, and nothing else."""
+"""The things that an engine removes when its trainer was killed: the session's own folders, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine's process is told, and the drafter that it makes of it."""
+"""The settings that an engine's process reads, and the drafter that it makes of them."""
 
 from __future__ import annotations
 

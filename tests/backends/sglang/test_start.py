@@ -25,7 +25,7 @@ from tests.backends.sglang.test_session import all_of, assert_whole, synced
 
 @pytest.fixture
 def installed(monkeypatch):
-    """As if SGLang were."""
+    """Pretend that SGLang is installed."""
     monkeypatch.syspath_prepend(str(PATH))
     monkeypatch.setattr("rhymerl.backends.sglang.session._HEALTH_S", 0.5)
     monkeypatch.setattr("rhymerl.backends.sglang.session._ABORT_S", 0.2)
@@ -138,7 +138,7 @@ def test_a_killed_engine_is_started_again_when_that_is_asked_for(installed, flat
 
 
 def test_an_engine_that_refuses_while_it_dies_has_a_successor(installed, flat_policy, tmp_path):
-    """What it says last is not taken for its answer."""
+    """Its last words are not taken for its answer."""
     requests = make_requests(4)
     environment = {"FAKE_FAULT": "refuses and dies", "FAKE_ONCE": str(tmp_path / "happened")}
     with started(flat_policy, environment=environment, restarts=1) as backend:

@@ -40,10 +40,10 @@ WHOLE = {
 
 @given(
     own=json_values
-    | st.builds(lambda name, value: {**WHOLE, name: value}, st.sampled_from([*WHOLE, "ahead"]), json_values)
+    | st.builds(lambda name, value: {**WHOLE, name: value}, st.sampled_from([*WHOLE, "prefetched"]), json_values)
 )
 def test_whatever_comes_as_our_parameters_is_a_request(own):
-    """In SGLang's scheduler an exception would end the engine, and all other requests with it."""
+    """An exception in SGLang's scheduler would end the engine, and all other requests with it."""
     params = {"rhymerl": own}
     seed, offset = noise_of(params, "rid")
     request = from_custom_params(params, "rid", [4, 5, 6], SAMPLING)
@@ -66,7 +66,7 @@ def test_and_so_is_what_comes_in_their_place(params):
 @pytest.mark.parametrize(
     ("name", "value"),
     [("seed", "x"), ("seed", "9" * 5000), ("seed", 1.5), ("offset", -1), ("offset", "1"), ("split", "test"), ("id", ["a"]),
-     ("prompt_key", {}), ("feed", -1), ("feed", None), ("sample", True), ("ahead", "?"), ("ahead", "AAA="), ("ahead", 3)],
+     ("prompt_key", {}), ("feed", -1), ("feed", None), ("sample", True), ("prefetched", "?"), ("prefetched", "AAA="), ("prefetched", 3)],
 )  # fmt: skip
 def test_what_is_malformed_is_taken_for_a_request_of_others(name, value, caplog):
     params = {"rhymerl": {**WHOLE, name: value}}
@@ -79,12 +79,12 @@ def test_what_is_malformed_is_taken_for_a_request_of_others(name, value, caplog)
 @given(
     prompt=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=6),
     answer=st.lists(st.integers(0, 2**31 - 1), max_size=6),
-    ahead=st.one_of(st.none(), st.lists(st.integers(0, 2**31 - 1), max_size=6)),
+    prefetched=st.one_of(st.none(), st.lists(st.integers(0, 2**31 - 1), max_size=6)),
     seed=st.one_of(st.integers(0, 2**64 - 1), st.integers(2**63 - 1, 2**63 + 1)),
     sample=st.integers(0, 99),
     split=st.sampled_from(["train", "validation"]),
 )
-def test_a_request_arrives_as_it_left(prompt, answer, ahead, seed, sample, split):
+def test_a_request_arrives_as_it_left(prompt, answer, prefetched, seed, sample, split):
     count = len(answer)
     generated = Output(
         token_ids=np.array(answer, np.int32), logprobs=np.zeros(count), policy_versions=np.zeros(count, np.int32)
@@ -97,7 +97,7 @@ def test_a_request_arrives_as_it_left(prompt, answer, ahead, seed, sample, split
         sampling=SAMPLING,
         split=split,
         output=generated,
-        ahead=None if ahead is None else np.array(ahead, np.int32),
+        prefetched=None if prefetched is None else np.array(prefetched, np.int32),
     )
     params = travelled(sent, feed=4)
     back = from_custom_params(params, "rid", [*prompt, *answer], SAMPLING)
@@ -108,9 +108,9 @@ def test_a_request_arrives_as_it_left(prompt, answer, ahead, seed, sample, split
     assert (back.output.token_ids.tolist() if back.output else []) == answer
     assert (back.output is None) == (count == 0)
     assert back.prompt.token_ids.dtype == np.int32
-    assert (back.ahead if back.ahead is None else back.ahead.tolist()) == ahead
-    assert back.ahead is None or back.ahead.dtype == np.int32
-    assert ("ahead" in params["rhymerl"]) == (ahead is not None)
+    assert (back.prefetched if back.prefetched is None else back.prefetched.tolist()) == prefetched
+    assert back.prefetched is None or back.prefetched.dtype == np.int32
+    assert ("prefetched" in params["rhymerl"]) == (prefetched is not None)
     assert noise_of(params, "rid") == (seed, count)
     assert feed_of(params) == 4
 

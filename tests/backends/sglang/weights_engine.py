@@ -49,7 +49,7 @@ class WeightsEngine(FakeEngine):
         return 200, os.getpid()
 
     def on_init_weights_update_group(self, content: dict[str, Any]) -> tuple[int, Any]:
-        """As `init_custom_process_group` of SGLang does it."""
+        """Join the group as `init_custom_process_group` of SGLang does."""
         name, rank, size = content["group_name"], content["rank_offset"], content["world_size"]
         address = f"tcp://{content['master_address']}:{content['master_port']}"
         store, rank, size = next(rendezvous(address, rank, size, timeout=_TIMEOUT))

@@ -35,7 +35,7 @@ def register() -> None:
 
 
 def _disguise() -> None:
-    """Without the names in RHYMERL_TEST_LACKS; with masks as on a GPU where RHYMERL_TEST_MASKS is set."""
+    """Hide the names in RHYMERL_TEST_LACKS; make masks as on a GPU where RHYMERL_TEST_MASKS is set."""
     for name in filter(None, os.environ.get("RHYMERL_TEST_LACKS", "").split(",")):
         owner, _, attribute = name.rpartition(".")
         delattr(pydoc.locate(owner), attribute)

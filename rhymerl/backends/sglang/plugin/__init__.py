@@ -1,4 +1,4 @@
-"""What runs inside SGLang: it loads this in each of its processes (entry point group `sglang.srt.plugins`)."""
+"""The plugin inside SGLang, which loads it in each of its processes (entry point group `sglang.srt.plugins`)."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from rhymerl.types import DraftBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeArrays:
-    """What SGLang verifies: parents come first, and whoever has none besides node 0 is filling that nothing can reach."""
+    """The trees that SGLang verifies: parents come first, and a node without a parent, except node 0, is padding that nothing can reach."""
 
     token_ids: IndexArray  # [R, n]
     parents: IndexArray  # [R, n] -1 = none

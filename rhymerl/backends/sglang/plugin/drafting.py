@@ -35,7 +35,7 @@ _NOTHING_NEW = HistoryDelta(version=NO_VERSION, is_snapshot=False, changes=())
 
 
 class EngineRequest(Protocol):
-    """What is read of SGLang's `Req`."""
+    """The part of SGLang's `Req` that is read here."""
 
     rid: str
     origin_input_ids: Sequence[int]  # the prompt, and what was generated before it came here
@@ -43,7 +43,7 @@ class EngineRequest(Protocol):
     sampling_params: Any
 
     def finished(self) -> bool:
-        """Whether its answer has ended."""
+        """Return whether its answer has ended."""
 
 
 @dataclass(slots=True)
@@ -222,7 +222,7 @@ class EngineDrafting:
             self.protocol.follow(_NOTHING_NEW)
 
     def _finish_departed(self, here: Set[int]) -> None:
-        """Who has left the batch and has ended is gone for good; others were only put back into the queue."""
+        """Finish the requests that have left the batch and have ended; others were only put back into the queue."""
         for key in [key for key, row in self._rows.items() if key not in here and row.engine_request.finished()]:
             self._finish(key)
 

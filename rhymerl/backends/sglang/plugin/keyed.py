@@ -25,7 +25,7 @@ _AT_ONCE = 2**24  # logits; to truncate each of them takes some 40 bytes
 
 
 def first_counter(engine_request: Any) -> int:
-    """What a position in the whole sequence is added to, as a signed 64-bit number."""
+    """Return the number to which a position in the whole sequence is added, as a signed 64-bit number."""
     seed, offset = noise_of(engine_request.sampling_params.custom_params, str(engine_request.rid))
     counter = int(noise_counters(np.array([seed % 2**64], np.uint64))[0])
     prompt = len(engine_request.origin_input_ids) - offset
@@ -109,7 +109,7 @@ def _spread(values: Tensor, each: int) -> Tensor:
 
 
 def is_plain(sampling_info: Any) -> bool:
-    """Whether nothing but temperature and truncation shapes the draw; penalties, biases, grammars and watermarks are SGLang's own business."""
+    """Return whether nothing but temperature and truncation shapes the draw; penalties, biases, grammars and watermarks are SGLang's."""
     changed = ("acc_additive_penalties", "acc_scaling_penalties", "logit_bias")
     orchestrator = getattr(sampling_info, "penalizer_orchestrator", None)
     return (

@@ -1,4 +1,4 @@
-"""What a version of SGLang has of what rhymerl's plugin builds on: asked by name, because versions move and rename things."""
+"""A probe for what rhymerl's plugin needs of a version of SGLang: it asks by name, because versions move and rename things."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Findings:
 
     @classmethod
     def from_json(cls, text: str) -> Findings:
-        """What `to_json` has written."""
+        """Read what `to_json` has written."""
         return cls(**json.loads(text))
 
 

@@ -49,7 +49,7 @@ class KeyedSampler(Sampler):  # type: ignore[misc]
         return tokens
 
     def _sync_token_ids_across_tp(self, batch_next_token_ids: torch.Tensor, sampling_info: Any) -> None:
-        """Those of the first rank for all: sums over a vocabulary need not be the same on two devices."""
+        """Give all ranks the tokens of the first: sums over a vocabulary need not be the same on two devices."""
         if dist.get_world_size(self.tp_sync_group) > 1:
             dist.broadcast(batch_next_token_ids, group=self.tp_sync_group, group_src=0)
 

@@ -1,4 +1,4 @@
-"""What an engine's processes are told of rhymerl: a file that an environment variable names."""
+"""The settings that an engine's processes read: a file that an environment variable names."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class EngineSettings:
 
     @classmethod
     def of_this_process(cls) -> EngineSettings:
-        """What the environment variable names. Raises BackendError when it names no such file."""
+        """Read the file that the environment variable names. Raises BackendError when it names no such file."""
         path = os.environ.get(VARIABLE, "")
         try:
             content = json.loads(Path(path).read_text())

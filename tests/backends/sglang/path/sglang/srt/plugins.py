@@ -1,4 +1,4 @@
-"""Where rhymerl's plugin is loaded; here there is nothing that it could change."""
+"""A stand-in for the module that loads rhymerl's plugin; here there is nothing that it could change."""
 
 import os
 
