@@ -103,7 +103,7 @@ class RolloutLoop:
         progress: ProgressBar = SILENT,
     ) -> None:
         check_run_ahead(run_ahead, max_staleness)
-        self.backend = backend
+        self.worker = Worker(backend)
         self.scheduler = scheduler
         self.scorer = scorer
         self.decode = decode
@@ -118,13 +118,13 @@ class RolloutLoop:
         self.policy_version = 0
         follows_clock = scheduler.migrates or run_ahead != "off"
         self._lockstep = lockstep and self.ranks.size > 1 and follows_clock
-        if self._lockstep and not backend.counts_passes:
+        if self._lockstep and not self.worker.counts_passes:
             raise ConfigError(
                 f"deterministic=true with {self.ranks.size} ranks and run_ahead={run_ahead}, "
-                f"scheduler={type(scheduler).__name__}: {type(backend).__name__} cannot count passes, by which ranks keep step; expected "
+                f"scheduler={type(scheduler).__name__}: {self.worker.name} cannot count passes, by which ranks keep step; expected "
                 "run_ahead=off with a scheduler that moves nothing, such as fifo, or backend=embedded"
             )
-        self.backend.follow(self.history)
+        self.worker.follow(self.history)
 
     def run(
         self,
@@ -154,7 +154,7 @@ class RolloutLoop:
             rounds.append(self._round(self._requests(fresh, step, settings, split, number), step, split, None))
             samples = replaced(samples, useless, rounds[-1].samples)
         if split == "train":
-            self.backend.sleep()
+            self.worker.sleep()
         metrics = {
             **rollout_metrics(samples),
             **metrics_of(rounds),
@@ -194,7 +194,7 @@ class RolloutLoop:
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Hand over the policy of the steps to come."""
         self.policy_version = policy_version
-        self.backend.sync_weights(named_tensors, policy_version)
+        self.worker.sync_weights(named_tensors, policy_version)
 
     # -- the beginning of a step ---------------------------------------------------------------------------------
 
@@ -241,12 +241,13 @@ class RolloutLoop:
         if self.run_ahead == "draft":
             queue = [_with_draft(request, outputs.get(request.id)) for request in queue]
         outputs = outputs if self.run_ahead == "keep" else {}
+        self.worker.begin(queue, requests=requests, outputs=outputs, limits=self._limits)
         return StepInProgress(
             step=step,
             requests=requests,
             following=following,
             resumes=taken is not None,
-            worker=Worker(self.backend, queue, requests=requests, outputs=outputs, limits=self._limits),
+            worker=self.worker,
             coordinator=Coordinator(
                 self.scheduler,
                 requests,
@@ -305,7 +306,7 @@ class RolloutLoop:
                 ScoredOutput(index=index, output=answers[name][0].output, text=answers[name][1], rewards=scores[name])
                 for index, name in order
             ],
-            metrics={**self.backend.metrics(), **self.scorer.metrics()},
+            metrics={**self.worker.metrics(), **self.scorer.metrics()},
             busy_s=current.worker.busy_s,
             rollout_s=rollout_s,
             failures=self.scorer.failures(),
@@ -334,7 +335,7 @@ class RolloutLoop:
         samples = [sample for each in rounds for sample in each.samples]
         metrics = {"sched/migration_rate": sum(each.num_moves for each in rounds) / len(samples)}
         if split == "train":
-            self.backend.learn(samples)
+            self.worker.learn(samples)
             if self.ranks.rank == 0:
                 with Hooks("scheduler", self.scheduler):
                     self.scheduler.learn(samples)
@@ -344,7 +345,7 @@ class RolloutLoop:
             known = sum(answer.epoch == epoch for answer in self.history.answers(prompt, split))
             moved = [replace(each, sample=each.sample + known) for each in answers] if known else answers
             self.history.add(prompt, moved, split)
-        self.backend.follow(self.history)
+        self.worker.follow(self.history)
         sizes = {"history/tokens": float(self.history.num_tokens), "history/bytes": float(self.history.bytes)}
         return {**self.ranks.broadcast(metrics), **sizes}
 

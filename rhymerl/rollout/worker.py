@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.distributed import Message
 from rhymerl.errors import BackendError
+from rhymerl.history import HistoryStore
 from rhymerl.rollout.coordinator import ProgressReport
-from rhymerl.types import Completion, Output, RolloutRequest
+from rhymerl.types import Completion, Output, RolloutRequest, Sample
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from rhymerl.types import IntArray
 
 
@@ -36,22 +39,31 @@ class MovedRequest:
 
 
 class Worker:
-    """Answers `queue` by a backend of its own.
+    """An engine as the rollout loop sees it: all that is asked of one, wherever it lives.
 
-    `outputs` are what there is of these answers already, by request id; `requests` are those of the whole step.
+    It goes on with requests (`begin`, `decode`, `receive`, `run_ahead`), says how far it is (`report`), gives requests back (`give_back`,
+    `pause`), and takes new weights and what its drafter is to learn. This one drives a backend in its own process.
     """
 
-    def __init__(
+    def __init__(self, backend: RolloutBackend) -> None:
+        self.counts_passes = backend.counts_passes
+        self.name = type(backend).__name__
+        self._backend = backend
+        self.begin([], requests=[], outputs={}, limits=DecodeLimits())
+
+    def begin(
         self,
-        backend: RolloutBackend,
         queue: Sequence[RolloutRequest],
         *,
         requests: Sequence[RolloutRequest],
         outputs: Mapping[str, Output],
         limits: DecodeLimits,
     ) -> None:
+        """Begin a step with its share of the step's `requests`.
+
+        `outputs` are what there is of these answers already, by request id.
+        """
         self.busy_s = 0.0
-        self._backend = backend
         self._requests = requests
         self._index = {request.id: index for index, request in enumerate(requests)}
         self._limits = limits
@@ -61,9 +73,31 @@ class Worker:
         self._reported_at = 0.0
         self._messages: list[Message] = []
         self._following: list[RolloutRequest] | None = None  # the queue of the following step, until it is begun
-        self._prefetching: dict[str, RolloutRequest] = {}  # requests of the following step, in the backend
-        self._prefetched: dict[str, Output] = {}  # outputs of the following step, no longer in the backend
+        self._prefetching: dict[str, RolloutRequest] = {}  # of the following step, in the backend
+        self._prefetched: dict[str, Output] = {}  # of the following step, no longer in the backend
         self._go_on([(request, outputs.get(request.id)) for request in queue])
+
+    # -- between steps -------------------------------------------------------------------------------------------
+
+    def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        """Sample with these weights from now on."""
+        self._backend.sync_weights(named_tensors, policy_version)
+
+    def learn(self, samples: Sequence[Sample]) -> None:
+        """Let the drafter learn from the scored answers of a step, in canonical order."""
+        self._backend.learn(samples)
+
+    def follow(self, history: HistoryStore) -> None:
+        """Let the drafter know what is new in the history."""
+        self._backend.follow(history)
+
+    def sleep(self) -> None:
+        """Give memory back until the next step, if that is wanted."""
+        self._backend.sleep()
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return what happened in the engine since the last call, by metric name."""
+        return self._backend.metrics()
 
     # -- decoding ------------------------------------------------------------------------------------------------
 
@@ -89,7 +123,7 @@ class Worker:
         self.busy_s += seconds
         if not found and not self._may_find_nothing(seconds):
             lost = len(self._unfinished) + len(self._prefetching)
-            raise BackendError(f"{type(self._backend).__name__} lost {lost} requests")
+            raise BackendError(f"{self.name} lost {lost} requests")
         for completion in found:
             self._take(completion)
 
@@ -108,7 +142,7 @@ class Worker:
             del self._prefetching[name]
             self._prefetched[name] = completion.output
         else:
-            raise BackendError(f"{type(self._backend).__name__} gave the answer to {name} twice, or unasked")
+            raise BackendError(f"{self.name} gave the answer to {name} twice, or unasked")
 
     def _go_on(self, requests: Sequence[tuple[RolloutRequest, Output | None]]) -> None:
         """Take on requests of the step: those whose answers have ended are done, others go on from what they have."""

@@ -64,9 +64,9 @@ class Ranked:
     def __init__(self, scheduler: type[Scheduler] = FIFOScheduler, *, size: int = 3, pass_s: float = 0.0, **settings):
         self.scheduler, self.size, self.pass_s, self.settings = scheduler, size, pass_s, settings
 
-    def loop(self, ranks: Threads) -> RolloutLoop:
+    def loop(self, ranks: Threads, backend: TokenBackend | None = None) -> RolloutLoop:
         return RolloutLoop(
-            TokenBackend(length, pass_s=self.pass_s * (1 + ranks.rank)),
+            backend or TokenBackend(length, pass_s=self.pass_s * (1 + ranks.rank)),
             self.scheduler(),
             scorer=RewardScorer([REWARD]),
             decode=lambda ids: " ".join(map(str, ids)),
@@ -214,9 +214,8 @@ def test_ranks_with_other_prompts_are_refused_before_anything_is_drawn():
     backends = []
 
     def work(ranks: Threads) -> None:
-        loop = Ranked().loop(ranks)
-        backends.append(loop.backend)
-        loop.run(PROMPTS[ranks.rank :: 2], 0, SETTINGS)
+        backends.append(TokenBackend(length))
+        Ranked().loop(ranks, backends[-1]).run(PROMPTS[ranks.rank :: 2], 0, SETTINGS)
 
     with pytest.raises(ConfigError, match="rank 1 has other prompts than rank 0"):
         run_ranks(2, work)
@@ -243,9 +242,7 @@ class Doubling(TokenBackend):
 
 def test_an_answer_that_comes_twice_is_an_error():
     def work(ranks: Threads) -> None:
-        loop = Ranked().loop(ranks)
-        loop.backend = Doubling(length)
-        loop.run(PROMPTS, 0, SETTINGS)
+        Ranked().loop(ranks, Doubling(length)).run(PROMPTS, 0, SETTINGS)
 
     with pytest.raises(BackendError, match="Doubling gave the answer"):
         run_ranks(2, work)
@@ -352,9 +349,7 @@ class Losing(TokenBackend):
 @pytest.mark.parametrize("lockstep", [False, True])
 def test_a_lost_request_is_an_error(lockstep):
     def work(ranks: Threads) -> None:
-        loop = Ranked(Restless, lockstep=lockstep).loop(ranks)
-        loop.backend = Losing(length)
-        loop.run(PROMPTS, 0, SETTINGS)
+        Ranked(Restless, lockstep=lockstep).loop(ranks, Losing(length)).run(PROMPTS, 0, SETTINGS)
 
     with pytest.raises(BackendError, match=r"Losing lost \d requests"):
         run_ranks(2, work)

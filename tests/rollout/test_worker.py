@@ -14,7 +14,9 @@ FOLLOWING = requests_of(PROMPTS[:2], 1, SETTINGS, seed=0, stop_token_ids=())
 
 
 def worker(backend: TokenBackend, queue, *, passes: int) -> Worker:
-    return Worker(backend, queue, requests=REQUESTS, outputs={}, limits=DecodeLimits(max_passes=passes))
+    made = Worker(backend)
+    made.begin(queue, requests=REQUESTS, outputs={}, limits=DecodeLimits(max_passes=passes))
+    return made
 
 
 def hand_over(giver: Worker, taker: Worker, index: int) -> None:

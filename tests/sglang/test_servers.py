@@ -52,7 +52,8 @@ def test_two_of_them(tmp_path, capsys):
     lines = []
     for name in "ab":
         out = tmp_path / name
-        assert main(["sglang-args", f"model.path={tmp_path / 'model'}", f"out={out}", *on_sglang()]) == 0
+        words = [f"model.path={tmp_path / 'model'}", f"out={out}", "backend.max_running=16"]
+        assert main(["sglang-args", *words, *on_sglang()]) == 0
         lines.append(capsys.readouterr().out.strip().splitlines()[-1])
     assert all(word in lines[0] for word in ("--speculative-algorithm RHYMERL", "RHYMERL_SGLANG="))
     with ExitStack() as stack:
