@@ -67,10 +67,6 @@ def _allowed_by(budget: Budget) -> AllowedNodes:
             raise ConfigError(f"budget.min_probability={budget.min_probability}: expected 0; {_ONE_NUMBER}")
         return AllowedNodes.exactly(budget.nodes, "budget.nodes")
     if type(budget) is GoodputBudget:
-        if budget.costs is not None:
-            raise ConfigError(
-                f"budget.costs={budget.costs!r}: expected null; SGLang's passes are those of backend.costs"
-            )
         return AllowedNodes(most=budget.nodes, setting="budget.nodes")
     raise ConfigError(
         f"budget={type(budget).__name__}: expected budget=fixed with budget.nodes, or budget=goodput; {_ONE_NUMBER}"

@@ -58,11 +58,6 @@ def test_the_engine_verifies_what_the_budget_says(budget, nodes, num_tokens):
         (FixedBudget(0), 7, r"backend\.nodes=7: expected 0, as budget\.nodes says, or null"),
         (GoodputBudget(0), 7, r"backend\.nodes=7: expected 0, as budget\.nodes says, or null"),
         (GoodputBudget(3), 7, r"backend\.nodes=7: expected at most 3, as budget\.nodes says"),
-        (
-            GoodputBudget(costs=[[1, 1.0], [8, 2.0]]),
-            None,
-            r"budget\.costs=.*: expected null; .* those of backend\.costs",
-        ),
         (OwnGoodput(), None, r"budget=OwnGoodput: expected budget=fixed with budget\.nodes, or budget=goodput"),
         (FixedBudget(3, min_probability=0.1), None, r"budget\.min_probability=0\.1: expected 0"),
         (AIMDBudget(), None, r"budget=AIMDBudget: expected budget=fixed with budget\.nodes, or budget=goodput"),
