@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from rhymerl.errors import ConfigError
 from rhymerl.models.policy import context_tokens, evaluating, named, refusing
+from rhymerl.models.proof import more_than_full_attention
 from rhymerl.models.rope import refuse_changing_rope
 from rhymerl.types import RolloutRequest
 
@@ -25,29 +26,12 @@ _NEEDED = "a decoder with full attention in every layer is needed (Qwen2, Qwen3,
 def refuse_unsupported(model: PreTrainedModel, longest_tokens: int | None = None) -> None:
     """Raise ConfigError with the reason when a token tree would silently break this model's attention.
 
-    `longest_tokens` is the longest sequence that will come, by default the model's context: a window that is no shorter
-    hides nothing.
+    `longest_tokens` is the longest sequence that will come, by default the model's context.
     """
-    config = model.config.get_text_config()
-    longest = context_tokens(config) if longest_tokens is None else longest_tokens
+    longest = context_tokens(model.config.get_text_config()) if longest_tokens is None else longest_tokens
     refuse_changing_rope(model, longest)
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    harmless = {"full_attention"} | ({"sliding_attention"} if window is not None and window >= longest else set())
-    kinds = set(getattr(config, "layer_types", None) or ()) - harmless
-    reasons = {
-        f"a window of {window} tokens in its {'sliding_attention layers' if kinds else 'attention'} hides a part of the "
-        f"longest prompt and its answer, {longest} tokens (at most {window} would do)": window is not None
-        and window < longest
-        and kinds <= {"sliding_attention"},
-        f"it has {', '.join(sorted(kinds))} layers": bool(kinds),
-        "its attention scores are soft-capped": getattr(config, "attn_logit_softcapping", None) is not None,
-        "its attention has sinks": any(name.endswith(".sinks") for name, _ in model.named_parameters()),
-        "it is an encoder-decoder": bool(config.is_encoder_decoder),
-        "it does not use transformers' attention interface": not model._supports_attention_backend,
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise ConfigError(f"{_cannot_run(model)}, because {reason}; {_NEEDED}")
+    if reason := more_than_full_attention(model, longest):
+        raise ConfigError(f"{_cannot_run(model)}, because {reason}; {_NEEDED}")
 
 
 def _cannot_run(model: PreTrainedModel) -> str:

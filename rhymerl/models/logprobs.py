@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from rhymerl.algos.base import PolicyOutput
 from rhymerl.models.head import chosen_logprobs, head_logprobs
+from rhymerl.models.shared_prefixes import SharedLayout, lay_out, packed_states
 from rhymerl.types import Sample
 
 _LOGIT_BYTES = 64 * 2**20  # logits held at a time when `chunk_tokens` is left to us
@@ -25,10 +26,11 @@ _LOGIT_BYTES = 64 * 2**20  # logits held at a time when `chunk_tokens` is left t
 class TokenBatch:
     """Samples side by side, padded on the right. B = samples, S = prompt and response, T = response."""
 
-    input_ids: Tensor  # [B, S]
-    indices: Tensor  # [N] flat index into [B, S] of the token before each response token
+    input_ids: Tensor  # [B, S]; [1, L] in a shared layout
+    indices: Tensor  # [N] flat index into `input_ids` of the token before each response token
     targets: Tensor  # [N] the response tokens
     response: Tensor  # [B, T] bool, where the N response tokens stand; [B, T + 1] with positions behind the last ones
+    shared: SharedLayout | None = None  # of samples that share their prompts
 
     def spread(self, values: Tensor) -> Tensor:
         """Return the value of each response token, [N], at its index in [B, T]; zeros in the padding."""
@@ -36,11 +38,15 @@ class TokenBatch:
         return blank.masked_scatter(self.response, values)
 
 
-def token_batch(samples: Sequence[Sample], device: torch.device | str, *, behind: bool = False) -> TokenBatch:
-    """Lay samples out for one forward pass.
+def token_batch(
+    samples: Sequence[Sample], device: torch.device | str, *, behind: bool = False, shares: bool = False
+) -> TokenBatch:
+    """Lay samples out for one forward pass, in which equal prompts are one if it `shares` them.
 
     With `behind`, the position of each answer's last token counts too; its target means nothing.
     """
+    if shares:
+        return _shared_batch(samples, device, behind=behind)
     prompts = [len(sample.prompt.token_ids) for sample in samples]
     lengths = [len(sample) for sample in samples]
     width = max(p + n for p, n in zip(prompts, lengths, strict=True))
@@ -60,8 +66,33 @@ def token_batch(samples: Sequence[Sample], device: torch.device | str, *, behind
     )
 
 
-def hidden_states(body: nn.Module, batch: TokenBatch) -> Tensor:
-    """Return the states of a model without its head in front of each response token, [N, H]."""
+def _shared_batch(samples: Sequence[Sample], device: torch.device | str, *, behind: bool) -> TokenBatch:
+    """An answer's last token is computed only if something is asked `behind` it."""
+    tokens = [sample.completion.token_ids for sample in samples]
+    read = tokens if behind else [each[:-1] for each in tokens]
+    placed = lay_out([sample.prompt.token_ids for sample in samples], read, device)
+    lengths = np.array([len(each) for each in tokens])
+    column = np.arange(lengths.max() + behind)
+    response = column < lengths[:, None] + behind
+    before = np.where(column == 0, placed.ends[:, None], placed.starts[:, None] + column - 1)
+    targets = np.zeros(response.shape, np.int64)
+    targets[column < lengths[:, None]] = np.concatenate(tokens)
+    return TokenBatch(
+        input_ids=placed.layout.input_ids,
+        indices=torch.from_numpy(before[response]).to(device),
+        targets=torch.from_numpy(targets[response]).to(device),
+        response=torch.from_numpy(response).to(device),
+        shared=placed.layout,
+    )
+
+
+def hidden_states(body: PreTrainedModel, batch: TokenBatch) -> Tensor:
+    """Return the states of a model without its head in front of each response token, [N, H].
+
+    A model that reads a shared layout has to be within `sharing`.
+    """
+    if batch.shared is not None:
+        return packed_states(body, batch.shared)[0][batch.indices]
     hidden: Tensor = body(input_ids=batch.input_ids, use_cache=False).last_hidden_state
     return hidden.flatten(0, 1)[batch.indices]
 

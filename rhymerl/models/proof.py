@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rhymerl.errors import ConfigError
 from rhymerl.models.policy import evaluating, named, refusing
+from rhymerl.models.shared_prefixes import lay_out, packed_states, sharing
 
 _NEEDED = "a causal decoder with plain output embeddings is needed (Qwen2, Qwen3, Llama, ...)"
 # Settings of models that change their logits, and the values at which they do not.
@@ -42,6 +44,55 @@ def prove_update(model: PreTrainedModel) -> None:
         _check_finite(model, states)
         _check_causal(model, ids, states)
         _check_head(model, ids, states)
+
+
+def more_than_full_attention(model: PreTrainedModel, longest_tokens: int) -> str | None:
+    """Return why attention of our own would silently be another than this model's; None where it is not.
+
+    A window that is no shorter than the longest sequence that will come hides nothing.
+    """
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    fits = window is not None and window >= longest_tokens
+    kinds = set(getattr(config, "layer_types", None) or ()) - {
+        "full_attention",
+        *(["sliding_attention"] if fits else []),
+    }
+    reasons = {
+        f"a window of {window} tokens in its {'sliding_attention layers' if kinds else 'attention'} hides a part of the "
+        f"longest prompt and its answer, {longest_tokens} tokens (at most {window} would do)": window is not None
+        and not fits
+        and kinds <= {"sliding_attention"},
+        f"it has {', '.join(sorted(kinds))} layers": bool(kinds),
+        "its attention scores are soft-capped": getattr(config, "attn_logit_softcapping", None) is not None,
+        "its attention has sinks": any(name.endswith(".sinks") for name, _ in model.named_parameters()),
+        "it is an encoder-decoder": bool(config.is_encoder_decoder),
+        "it does not use transformers' attention interface": not model._supports_attention_backend,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def prove_sharing(body: PreTrainedModel, longest_tokens: int) -> str | None:
+    """Return why the answers to a prompt cannot be computed behind one copy of it by this decoder; None where they can."""
+    if reason := more_than_full_attention(body, longest_tokens):
+        return reason
+    numbers = torch.arange(100).remainder(body.config.get_text_config().vocab_size).numpy()
+    prompts = [numbers[start : start + length] for start, length in ((1, 3), (2, 5))]
+    answers = [(0, 4), (1, 1), (0, 2), (1, 3), (0, 0)]  # the number of a prompt, and tokens
+    tokens = [numbers[7 * i : 7 * i + length] for i, (_, length) in enumerate(answers)]
+    placed = lay_out([prompts[number] for number, _ in answers], tokens, body.device)
+    try:
+        with refusing("it cannot be run like that"), evaluating(body), torch.no_grad():
+            with sharing([body]):
+                shared = packed_states(body, placed.layout)[0]
+            for (number, length), answer, start in zip(answers, tokens, placed.starts, strict=True):
+                ids = torch.from_numpy(np.append(prompts[number], answer))[None].to(body.device)
+                alone = body(input_ids=ids, use_cache=False).last_hidden_state[0, len(prompts[number]) :]
+                if length and _differ(shared[start : start + length], alone):
+                    return "its states behind a shared prompt are others"
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def _states(model: PreTrainedModel, ids: Tensor) -> Tensor:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from rhymerl.algos.base import Batch
-from rhymerl.compiled import compiled
+from rhymerl.models.padding import best_starts
 from rhymerl.types import Sample
 
 _OVERHEAD_TOKENS = 512  # what an empty micro-batch costs on a CPU: its many small operations
@@ -40,35 +40,52 @@ def total_tokens(sample: Sample) -> int:
     return len(sample.prompt.token_ids) + len(sample)
 
 
-def micro_batches(samples: Sequence[Sample], chosen: Sequence[int], max_tokens: int) -> list[list[int]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """Samples that are computed together: one, or some of a prompt that is computed once."""
+
+    samples: Sequence[int]
+    width: int  # tokens that are padded
+    extra: int  # tokens that are not
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens they are."""
+        return self.width + self.extra
+
+
+def units(samples: Sequence[Sample], chosen: Sequence[int], *, max_tokens: int | None, shares: bool) -> list[Unit]:
+    """Return the samples at `chosen` one by one; those of a prompt together if they share it, as far as `max_tokens` allow (None: any)."""
+    if not shares:
+        return [Unit(samples=[i], width=total_tokens(samples[i]), extra=0) for i in chosen]
+    by_prompt: dict[bytes, list[int]] = {}
+    for i in chosen:
+        by_prompt.setdefault(samples[i].prompt.token_ids.tobytes(), []).append(i)
+    found: list[Unit] = []
+    for group in by_prompt.values():
+        width = len(samples[group[0]].prompt.token_ids)
+        part, extra = list[int](), 0
+        for i in sorted(group, key=lambda i: (-len(samples[i]), i)):
+            if part and max_tokens is not None and width + extra + len(samples[i]) > max_tokens:
+                found.append(Unit(samples=part, width=width, extra=extra))
+                part, extra = [], 0
+            part, extra = [*part, i], extra + len(samples[i])
+        found.append(Unit(samples=part, width=width, extra=extra))
+    return found
+
+
+def micro_batches(
+    samples: Sequence[Sample], chosen: Sequence[int], max_tokens: int, *, shares: bool = False
+) -> list[list[int]]:
     """Split `chosen` into lists of like length whose padded size stays within `max_tokens` (one sample always fits).
 
-    Among all splits of the samples sorted by length, this is the one with the fewest padded tokens, each micro-batch counting for
-    some more.
+    Of all splits of the samples sorted by length it is the one with the fewest padded tokens, each micro-batch counting for
+    some more. If samples share their prompts, these are what is padded.
     """
-    width = {i: total_tokens(samples[i]) for i in chosen}
-    longest_first = sorted(chosen, key=lambda i: (-width[i], i))
-    starts = np.empty(len(chosen) + 1, np.int64)
-    _best_starts(np.array([width[i] for i in longest_first], np.int64), max_tokens, _OVERHEAD_TOKENS, starts)
-    parts, end = [], len(chosen)
-    while end:
-        start = int(starts[end])
-        parts.append(longest_first[start:end])
-        end = start
-    return parts[::-1]
-
-
-@compiled
-def _best_starts(widths: npt.NDArray[np.int64], max_tokens: int, overhead: int, starts: npt.NDArray[np.int64]) -> None:
-    """starts[n] = where the last micro-batch begins in the best split of the first n samples, whose `widths` never grow."""
-    cost = np.zeros(len(widths) + 1, np.int64)
-    starts[0] = 0
-    for end in range(1, len(widths) + 1):
-        cost[end] = -1
-        for start in range(end - 1, -1, -1):
-            tokens = (end - start) * widths[start]
-            if tokens > max_tokens and start < end - 1:
-                break
-            total = cost[start] + tokens + overhead
-            if cost[end] < 0 or total < cost[end]:
-                cost[end], starts[end] = total, start
+    parts = units(samples, chosen, max_tokens=max_tokens, shares=shares)
+    longest_first = sorted(parts, key=lambda unit: (-unit.width, -unit.extra, unit.samples[0]))
+    widths, extras = [unit.width for unit in longest_first], [unit.extra for unit in longest_first]
+    return [
+        [i for unit in longest_first[start:end] for i in unit.samples]
+        for start, end in best_starts(widths, extras, max_tokens=max_tokens, overhead=_OVERHEAD_TOKENS)
+    ]

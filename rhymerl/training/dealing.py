@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rhymerl.training.batches import Unit, units
+from rhymerl.types import Sample
+
 
 def deal(num_tokens: Sequence[int], num_ranks: int) -> list[list[int]]:
     """Return the indices of the samples for each rank: the longest first, each to the rank that has the fewest tokens so far.
@@ -17,3 +20,22 @@ def deal(num_tokens: Sequence[int], num_ranks: int) -> list[list[int]]:
         dealt[rank].append(i)
         loads[rank] += num_tokens[i]
     return dealt
+
+
+def deal_samples(samples: Sequence[Sample], chosen: Sequence[int], num_ranks: int, *, shares: bool) -> list[list[int]]:
+    """Deal the samples at `chosen`; those that share a prompt go to one rank, unless others would then have to wait for it."""
+    whole = _dealt(units(samples, chosen, max_tokens=None, shares=shares), num_ranks)
+    if not shares or num_ranks == 1:
+        return whole
+    single = _dealt(units(samples, chosen, max_tokens=None, shares=False), num_ranks)
+    return min(whole, single, key=lambda dealt: max(_tokens(samples, mine) for mine in dealt))
+
+
+def _dealt(parts: Sequence[Unit], num_ranks: int) -> list[list[int]]:
+    dealt = deal([part.tokens for part in parts], num_ranks)
+    return [[i for number in mine for i in parts[number].samples] for mine in dealt]
+
+
+def _tokens(samples: Sequence[Sample], mine: Sequence[int]) -> int:
+    """How many tokens a rank computes, each prompt once."""
+    return sum(part.tokens for part in units(samples, mine, max_tokens=None, shares=True))

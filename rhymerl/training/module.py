@@ -133,7 +133,7 @@ class RhymeModule(L.LightningModule):
         self.evaluated: dict[str, list[Sample]] = {}  # by data set, for callbacks at the end of an evaluation
         self.progress = SILENT  # hears of each answer of this rank's
         self._failures = Failures()  # of the rewards, in an evaluation
-        self._shares_engine = False
+        self._shares_engine = self._shares_prefixes = False
         self._ranks: Ranks | None = None
         self._resumed: Mapping[str, Any] | None = None  # a checkpoint's state of what is not brought up yet
         self._num_optimizer_steps = float("inf")
@@ -182,6 +182,10 @@ class RhymeModule(L.LightningModule):
         self._rewards = checked_rewards(self.rewards, datamodule)
         self.evaluation.check(datamodule.validation_names, self._rewards)
         self.update.check(self.model, longest)
+        bodies = (
+            [self.model, self.critic.body] if self.critic is not None and self.critic.body is not None else [self.model]
+        )
+        self._shares_prefixes = self.update.shares(bodies, longest)
 
     def on_fit_start(self) -> None:
         self.update.warn(self.model)
@@ -231,6 +235,7 @@ class RhymeModule(L.LightningModule):
             autocast=autocast,
             no_sync=lambda: no_sync(self.trainer),
             draws_exactly=self.backend.draws_exactly,
+            shares_prefixes=self._shares_prefixes,
             ranks=self._ranks,
             reference=self._reference,
             critic=self.critic,

@@ -17,7 +17,7 @@ from rhymerl.distributed.first import is_first_rank
 from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.models.critic import Critic
 from rhymerl.models.policy import is_random, named
-from rhymerl.models.proof import prove_update
+from rhymerl.models.proof import prove_sharing, prove_update
 from rhymerl.models.rope import refuse_changing_rope
 
 _LOG = logging.getLogger(__name__)
@@ -32,7 +32,8 @@ class UpdateSettings:
     last step. A step's samples make `mini_batches` optimizer steps, and in each of `epochs` passes over them others; a
     backward takes at most `micro_batch_tokens` tokens, padding included. `chunk_tokens` bounds the logits held at a time
     (None: 64 MiB of them); `activation_checkpointing` keeps only each layer's input for the backward and computes the rest
-    again. `max_grad_norm` 0 clips nothing; policy and critic are clipped apart.
+    again. `max_grad_norm` 0 clips nothing; policy and critic are clipped apart. With `share_prefixes` a prompt is computed once for all
+    of its answers in a micro-batch, where the model's attention allows it; the gradient is the same.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class UpdateSettings:
         micro_batch_tokens: int = 16_384,
         chunk_tokens: int | None = None,
         activation_checkpointing: bool = False,
+        share_prefixes: bool = True,
     ) -> None:
         at_least = {
             "learning_rate": (learning_rate, 0),
@@ -79,6 +81,7 @@ class UpdateSettings:
         self.micro_batch_tokens = micro_batch_tokens
         self.chunk_tokens = chunk_tokens
         self.activation_checkpointing = activation_checkpointing
+        self.share_prefixes = share_prefixes
 
     @property
     def optimizer_steps(self) -> int:
@@ -96,6 +99,21 @@ class UpdateSettings:
             raise ConfigError(
                 f"update.activation_checkpointing=true: {type(model).__name__} does not support it; expected false"
             )
+
+    def shares(self, models: Sequence[PreTrainedModel], longest_tokens: int) -> bool:
+        """Return whether prompts are computed once by all of these models; says once why not, where it is wanted.
+
+        A dropout would leave out the same of a prompt for all of its answers.
+        """
+        if not self.share_prefixes:
+            return False
+        for model in models:
+            reason = "it has a dropout" if is_random(model) else prove_sharing(model.get_decoder(), longest_tokens)
+            if reason is not None:
+                if is_first_rank():
+                    _LOG.info("update.share_prefixes: off for %s, because %s", named(model), reason)
+                return False
+        return True
 
     def warn(self, model: PreTrainedModel) -> None:
         """Say, on rank 0, what may surprise people in a training that begins with this model."""

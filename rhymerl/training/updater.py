@@ -22,8 +22,9 @@ from rhymerl.models.critic import Critic
 from rhymerl.models.logprobs import TokenBatch, hidden_states, policy_output, token_batch, token_logprobs
 from rhymerl.models.lora import without_adapters
 from rhymerl.models.policy import evaluating, is_random
-from rhymerl.training.batches import micro_batches, step_batch, total_tokens
-from rhymerl.training.dealing import deal
+from rhymerl.models.shared_prefixes import sharing
+from rhymerl.training.batches import micro_batches, step_batch
+from rhymerl.training.dealing import deal_samples
 from rhymerl.training.passes import over_samples
 from rhymerl.training.settings import UpdateSettings
 from rhymerl.types import Sample
@@ -54,7 +55,8 @@ class Updater:
 
     `backward`, `autocast` and `no_sync` are the trainer's own, so that its precision and its strategy hold; within
     `no_sync` a backward adds to this rank's gradients only. `draws_exactly` is the backend's. `reference` and `critic` are
-    there when the algorithm needs them; the reference may be the model itself if that has adapters.
+    there when the algorithm needs them; the reference may be the model itself if that has adapters. If it `shares_prefixes`, the
+    answers to a prompt are computed behind one copy of it.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Updater:
         autocast: Callable[[], AbstractContextManager[Any]],
         no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
         draws_exactly: bool = False,
+        shares_prefixes: bool = False,
         reference: PreTrainedModel | None = None,
         critic: Critic | None = None,
         ranks: Ranks | None = None,
@@ -82,6 +85,7 @@ class Updater:
         self.autocast = autocast
         self.no_sync = no_sync
         self.draws_exactly = draws_exactly
+        self.shares_prefixes = shares_prefixes
         self.reference = reference
         self.critic = critic
         self.ranks = ranks if ranks is not None else Alone()
@@ -94,6 +98,16 @@ class Updater:
         This is a collective: every rank gives all samples of the step in the same order. All get the same metrics but
         for times.
         """
+        with self._attention():
+            return self._run(samples, step, optimizer, schedule)
+
+    def _attention(self) -> AbstractContextManager[None]:
+        if not self.shares_prefixes:
+            return nullcontext()
+        own = self.critic.body if self.critic is not None else None
+        return sharing([model for model in (self.model, self.reference, own) if model is not None])
+
+    def _run(self, samples: Sequence[Sample], step: int, optimizer: Any, schedule: LambdaLR) -> Mapping[str, float]:
         times: dict[str, float] = {}
         batch = self._prepared(samples, step, times)
         warms_up = self.critic is not None and step < self.critic.settings.warmup_steps
@@ -184,6 +198,7 @@ class Updater:
                 device=self.model.device,
                 max_tokens=self.settings.micro_batch_tokens,
                 behind=need == "values" and self._values_behind,
+                shares=self.shares_prefixes,
             )
 
     @property
@@ -239,8 +254,8 @@ class Updater:
     def _mini_batch(self, work: _Work, chosen: list[int]) -> dict[str, float]:
         """Return this rank's part of the metrics."""
         totals = Totals(num_tokens=max(1, int(work.batch.mask[chosen].sum())), num_samples=len(chosen))
-        dealt = deal([total_tokens(work.samples[i]) for i in chosen], self.ranks.size)
-        mine = [chosen[i] for i in dealt[self.ranks.rank]]
+        dealt = deal_samples(work.samples, chosen, self.ranks.size, shares=self.shares_prefixes)
+        mine = dealt[self.ranks.rank]
         work.optimizer.zero_grad()
         metrics = self._backward(work, mine, totals)
         self.ranks.sum_gradients([p for each in self._trained(work).values() for p in each])
@@ -258,7 +273,8 @@ class Updater:
         """Add up gradients of the samples of this rank; returns their metrics, none where there are no samples."""
         collected: list[Mapping[str, Tensor]] = []
         with self.no_sync(), self._checkpointing():
-            for part in micro_batches(work.samples, chosen, self.settings.micro_batch_tokens):
+            most = self.settings.micro_batch_tokens
+            for part in micro_batches(work.samples, chosen, most, shares=self.shares_prefixes):
                 self.ranks.check()
                 loss, metrics = self._loss(work, part, totals)
                 self.backward(loss)
@@ -266,7 +282,8 @@ class Updater:
         return _merged([{name: float(m[name]) for name in m} for m in collected], mean=False)
 
     def _loss(self, work: _Work, part: list[int], totals: Totals) -> tuple[Tensor, Mapping[str, Tensor]]:
-        tokens = token_batch([work.samples[i] for i in part], self.model.device)
+        samples = [work.samples[i] for i in part]
+        tokens = token_batch(samples, self.model.device, shares=self.shares_prefixes)
         mine = work.batch.select(torch.tensor(part), tokens.response.shape[1]).to(self.model.device)
         with self.autocast():
             output = policy_output(

@@ -1,0 +1,231 @@
+"""A prompt computed once for its answers: the same gradients and metrics as row by row, to the last digits of float64."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from contextlib import nullcontext
+
+import pytest
+import torch
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+
+from rhymerl.algos import GRPO, PPO
+from rhymerl.models.critic import CriticSettings
+from rhymerl.models.logprobs import token_batch
+from rhymerl.models.lora import LoRA
+from rhymerl.models.policy import Policy
+from rhymerl.models.proof import prove_sharing
+from rhymerl.models.shared_prefixes import AnswerBucket, SharedLayout, sharing
+from rhymerl.testing import tiny_policy
+from rhymerl.training.batches import micro_batches
+from rhymerl.training.dealing import deal_samples
+from rhymerl.training.settings import UpdateSettings
+from rhymerl.training.updater import Updater
+from tests.distributed.threads import run_ranks
+from tests.training.test_update import ActorCritic, forgiving_grpo, scored
+
+
+@pytest.fixture(autouse=True)
+def norms_in_double(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep norms in the dtype of their input, where transformers goes down to float32: differences would be of that size."""
+
+    def forward(self: Qwen2RMSNorm, states: torch.Tensor) -> torch.Tensor:
+        return self.weight * states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    monkeypatch.setattr(Qwen2RMSNorm, "forward", forward)
+
+
+@functools.cache
+def policy_of(model_type: str = "qwen2") -> Policy:
+    policy = tiny_policy(model_type)  # type: ignore[arg-type]
+    policy.model.train()
+    return policy
+
+
+class Recording(Updater):
+    """Keeps the gradients of each optimizer step, and moves nothing."""
+
+    def _step(self, work):
+        self.gradients = getattr(self, "gradients", [])
+        self.gradients.append([p.grad.clone() for each in self._trained(work).values() for p in each])
+        return {}
+
+
+def gradients(samples, *, shares, algorithm, critic=None, ranks=None, policy=None, **settings):
+    """Return the gradients of each optimizer step of a rollout step, and its metrics."""
+    policy, made = policy or policy_of(), algorithm()
+    model = copy.deepcopy(policy.model)
+    values = critic.build(policy, seed=2) if critic is not None else None
+    update = UpdateSettings(learning_rate=1e-3, **settings)
+    optimizer = update.optimizer(list(model.parameters()), critic=values)
+    updater = Recording(
+        model,
+        made,
+        update,
+        temperature=0.9,
+        seed=1,
+        backward=torch.Tensor.backward,
+        autocast=nullcontext,
+        shares_prefixes=shares,
+        reference=copy.deepcopy(policy.model) if "reference" in made.needs else None,
+        critic=values,
+        ranks=ranks,
+    )
+    metrics = updater.run(samples, 0, optimizer=optimizer, schedule=update.schedule(optimizer, 10))
+    return updater.gradients, {name: value for name, value in metrics.items() if not name.startswith("timing_s/")}
+
+
+def assert_equal(found, expected):
+    assert found[1] == pytest.approx(expected[1], rel=1e-6)  # some are means in float32
+    for mine, others in zip(found[0], expected[0], strict=True):
+        largest = max(float(other.abs().max()) for other in others)
+        for left, right in zip(mine, others, strict=True):
+            torch.testing.assert_close(left, right, atol=1e-12 * max(largest, 1.0), rtol=0)
+
+
+OWN, SHARED = CriticSettings(head_std=0.3), CriticSettings(head_std=0.3, shared=True)
+ALGORITHMS = {
+    "grpo": (forgiving_grpo, None),
+    "grpo with kl and entropy": (functools.partial(GRPO, kl_coef=0.3, entropy_coef=0.1), None),
+    "grpo, each answer counts alike": (functools.partial(GRPO, loss_mean="sequence"), None),
+    "ppo": (PPO, OWN),
+    "ppo, one backbone": (PPO, SHARED),
+    "actor critic": (ActorCritic, OWN),
+}
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [1, 50, 10**6])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_gradients_are_those_of_separate_rows(name, micro_batch_tokens):
+    algorithm, critic = ALGORITHMS[name]
+    settings = {"algorithm": algorithm, "critic": critic, "mini_batches": 2}
+    expected = gradients(scored(16), shares=False, **settings)
+    assert_equal(gradients(scored(16), shares=True, micro_batch_tokens=micro_batch_tokens, **settings), expected)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt_neox"])
+def test_other_families(model_type, monkeypatch):
+    for name in ("llama.modeling_llama.LlamaRMSNorm", "qwen3.modeling_qwen3.Qwen3RMSNorm"):
+        monkeypatch.setattr(f"transformers.models.{name}.forward", Qwen2RMSNorm.forward)
+    settings = {"algorithm": forgiving_grpo, "policy": policy_of(model_type)}
+    assert_equal(gradients(scored(8), shares=True, **settings), gradients(scored(8), shares=False, **settings))
+
+
+def test_adapters_and_activations_that_are_computed_again():
+    policy = copy.deepcopy(policy_of())
+    LoRA(4).put_on(policy.model, seed=0)
+    for settings in ({"policy": policy}, {"activation_checkpointing": True}):
+        settings |= {"algorithm": forgiving_grpo}
+        assert_equal(gradients(scored(8), shares=True, **settings), gradients(scored(8), shares=False, **settings))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_any_number_of_ranks(size):
+    settings = {"algorithm": functools.partial(GRPO, kl_coef=0.3), "mini_batches": 2}
+    expected = gradients(scored(16), shares=False, **settings)
+    threads = torch.get_num_threads()
+    found = run_ranks(size, lambda ranks: gradients(scored(16), shares=True, ranks=ranks, **settings))
+    torch.set_num_threads(threads)
+    for each in found:
+        assert_equal(each, expected)
+
+
+# -- layout --------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_there_once_and_an_answers_last_token_not_at_all():
+    samples = scored(8)
+    one, two = samples[0], samples[4]
+    batch = token_batch(samples, "cpu", shares=True)
+    layout = batch.shared
+    assert layout is not None
+    assert layout.num_prompts == 2
+    assert layout.sizes[0] == 2 * max(len(one.prompt.token_ids), len(two.prompt.token_ids))
+    assert sum(layout.sizes) == layout.input_ids.numel() == layout.position_ids.numel()
+    rows = token_batch(samples, "cpu")
+    assert torch.equal(batch.targets, rows.targets)
+    assert torch.equal(batch.response, rows.response)
+    assert torch.equal(layout.input_ids[0, batch.indices], rows.input_ids.flatten()[rows.indices])
+    assert sum(layout.sizes[1:]) <= sum(len(sample) for sample in samples) + 8 * 8
+
+
+@pytest.mark.parametrize("max_tokens", [1, 30, 100, 10**6])
+def test_micro_batches_keep_a_prompts_answers_together_while_they_fit(max_tokens):
+    samples = scored(16)
+    parts = micro_batches(samples, range(16), max_tokens, shares=True)
+    assert sorted(i for part in parts for i in part) == list(range(16))
+    for part in parts:
+        prompts = {samples[i].prompt.id: len(samples[i].prompt.token_ids) for i in part}
+        tokens = max(prompts.values()) * len(prompts) + sum(len(samples[i]) for i in part)
+        assert tokens <= max_tokens or len(part) == 1
+    if max_tokens == 10**6:
+        assert len(parts) == 1
+
+
+def test_groups_are_dealt_whole_unless_a_rank_would_wait():
+    samples = scored(16)
+    for size in (1, 2, 4):
+        dealt = deal_samples(samples, range(16), size, shares=True)
+        assert sorted(i for part in dealt for i in part) == list(range(16))
+        assert all(len({part_of(i, dealt) for i in range(start, start + 4)}) == 1 for start in range(0, 16, 4))
+    dealt = deal_samples(samples[:4], range(4), 4, shares=True)
+    assert sorted(map(len, dealt)) == [1, 1, 1, 1], "one group for four ranks: each computes the prompt"
+
+
+def part_of(index: int, dealt: list[list[int]]) -> int:
+    return next(rank for rank, part in enumerate(dealt) if index in part)
+
+
+# -- proof ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_a_wrong_mask_or_position_is_found_out(dtype, monkeypatch):
+    body = tiny_policy(dtype=dtype).model.get_decoder()
+    assert prove_sharing(body, 64) is None
+    right = AnswerBucket.mask
+
+    def opened(self, like):
+        mask = right(self, like).clone()
+        mask[..., -2, -1] = 0  # the last but one sees the last
+        return mask
+
+    def closed(self, like):
+        mask = right(self, like).clone()
+        mask[:, :, -1, 0] = float("-inf")
+        return mask
+
+    for wrong in (opened, closed):
+        monkeypatch.setattr(AnswerBucket, "mask", wrong)
+        assert prove_sharing(body, 64) == "its states behind a shared prompt are others"
+    monkeypatch.setattr(AnswerBucket, "mask", right)
+    monkeypatch.setattr("rhymerl.models.shared_prefixes._first_position", lambda lengths: lengths + 1)
+    assert prove_sharing(body, 64) == "its states behind a shared prompt are others"
+
+
+@pytest.mark.parametrize(
+    ("made", "settings", "reason"),
+    [
+        ({"model_type": "gemma2"}, {}, "soft-capped"),
+        ({"model_type": "mistral", "sliding_window": 16}, {}, "window of 16 tokens"),
+        ({"attention_dropout": 0.1}, {}, "dropout"),
+        ({}, {"share_prefixes": False}, None),
+    ],
+)
+def test_a_model_that_cannot_computes_row_by_row_and_says_why(made, settings, reason, caplog):
+    model = tiny_policy(**made).model
+    with caplog.at_level("INFO"):
+        assert not UpdateSettings(**settings).shares([model], 64)
+    assert (reason is None and not caplog.text) or reason in caplog.text
+    assert UpdateSettings().shares([policy_of().model], 64)
+
+
+def test_outside_of_the_context_no_model_reads_a_shared_layout():
+    body = policy_of().model.get_decoder()
+    layout = token_batch(scored(4), "cpu", shares=True).shared
+    assert isinstance(layout, SharedLayout)
+    before = body.config._attn_implementation
+    with sharing([body, body]):
+        assert body.config._attn_implementation != before
+    assert body.config._attn_implementation == before
