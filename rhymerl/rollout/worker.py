@@ -153,7 +153,10 @@ class Worker:
         self._submit([(request, output) for request, output in requests if request.id in self._unfinished])
 
     def _submit(self, requests: Sequence[tuple[RolloutRequest, Output | None]]) -> None:
-        self._backend.submit([replace(request, output=output) if output else request for request, output in requests])
+        if requests:
+            self._backend.submit(
+                [replace(request, output=output) if output else request for request, output in requests]
+            )
 
     # -- with the other workers ------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rhymerl.errors import BackendError
 from rhymerl.rollout import requests_of
 from rhymerl.rollout.worker import DecodeLimits, Worker
 from tests.rollout.test_ranks import PROMPTS, SETTINGS, length
@@ -62,3 +63,14 @@ def test_one_that_ends_while_it_is_taken_back_is_not_sampled_further():
         taker.decode()
     ahead = taker.pause()
     assert {name: len(output) for name, output in ahead.items()} == {r.id: length(r) for r in FOLLOWING}
+
+
+class NotReady(TokenBackend):
+    """An engine that takes nothing before it has weights."""
+
+    def submit(self, requests):
+        raise BackendError("no weights yet")
+
+
+def test_before_a_step_nothing_is_asked_of_an_engine():
+    assert not Worker(NotReady(length)).is_busy
