@@ -61,7 +61,7 @@ def _child(node: Mapping[Any, Any], name: Any, key: str) -> Any:
 
 def _place(node: Mapping[Any, Any], name: Any, key: str) -> str:
     """Return the key under which a value of the node is written; for one that is linked to, its own place."""
-    if not hasattr(node, "_get_full_key"):
+    if not hasattr(node, "_get_root"):
         return _join(key, name)
     from rhymerl.config.nodes import origin
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rhymerl.errors import ConfigError
 from rhymerl.progress import SILENT, ProgressBar
 from rhymerl.rollout.base import RunAhead, check_run_ahead
 from rhymerl.schedulers.base import Plan, Progress, Scheduler, check_plan
@@ -129,10 +128,10 @@ class Simulation:
 
 
 def check_modes(run_ahead: str, max_staleness: int, pipeline: str) -> None:
-    """Raise ConfigError for modes that do not exist or contradict one another."""
+    """Raise ValueError for modes that do not exist or contradict one another."""
     check_run_ahead(run_ahead, max_staleness)
     if pipeline not in ("colocated", "disaggregated"):
-        raise ConfigError(f"pipeline={pipeline!r}: expected one of colocated, disaggregated")
+        raise ValueError(f"pipeline={pipeline!r}: expected one of colocated, disaggregated")
 
 
 def _indices(work: StepWork, plan: Plan) -> list[IndexArray]:
