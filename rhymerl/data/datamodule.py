@@ -115,7 +115,7 @@ class PromptDataModule(L.LightningDataModule):
         loader = self.train_loader
         train = (
             f"{len(loader.prompts):,} prompts to train on, {self.prompts_per_step:,} a step"
-            if loader
+            if loader is not None
             else "none to train on"
         )
         held_out = ", ".join(f"{name} {len(each.prompts):,}" for name, each in self.validation_loaders.items())

@@ -234,7 +234,7 @@ class RolloutLoop:
         state = taken if taken is not None and taken.asked == fingerprint(requests) else None
         outputs = state.outputs if state is not None else {}
         plan = state.plan if state is not None and len(state.plan.queues) == self.ranks.size else None
-        plan = plan or self._plan(requests, step)
+        plan = plan if plan is not None else self._plan(requests, step)
         queue = plan.queue(requests, worker=self.ranks.rank)
         if self.run_ahead == "draft":
             queue = [_with_draft(request, outputs.get(request.id)) for request in queue]

@@ -203,7 +203,8 @@ class RhymeModule(L.LightningModule):
         autocast = self.trainer.precision_plugin.forward_context
         if self._reference is not None and self._reference is not self.model:
             nn.Module.to(self._reference, device=self.device, dtype=self.model.dtype)
-        self._ranks = self._ranks or (Group(RECORDS) if self.trainer.world_size > 1 else Alone())
+        if self._ranks is None:
+            self._ranks = Group(RECORDS) if self.trainer.world_size > 1 else Alone()
         self.backend.start(self.policy, self._rollout_drafter, budget=self.budget, autocast=autocast)
         self._scorer = RewardScorer(self._rewards, num_processes=self.reward_workers)
         self._loop = RolloutLoop(
@@ -388,9 +389,10 @@ class RhymeModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Called on every rank, since each has something that only it knows."""
+        ranks = self._ranks if self._ranks is not None else Alone()
         checkpoint["rhymerl"] = {
             **state_of(self),
-            "budgets": (self._ranks or Alone()).gather(self.budget.state_dict()),
+            "budgets": ranks.gather(self.budget.state_dict()),
             "loop": self._loop.state_dict() if self._loop is not None else None,
             "policy_files": self.policy.files(),
         }

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rhymerl.data import LengthLimits, LocatedRow, PromptEncoder, encode_rows
+from rhymerl.data import LengthLimits, LocatedRow, PromptDataModule, PromptEncoder, encode_rows
 from rhymerl.errors import DataError
 from rhymerl.models.policy import character_tokenizer
 from rhymerl.types import Prompt
@@ -73,7 +73,7 @@ def test_fixed_template_arguments_are_refused(make_bpe: MakeBpe, name: str) -> N
         PromptEncoder(make_bpe(), chat_template_kwargs={name: True})
 
 
-def test_template_arguments_without_an_order_are_refused():
+def test_template_arguments_without_an_order_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^chat_template_kwargs=\{1: 2, 'a': 3\}: '<' not supported"):
         PromptDataModule(chat_template_kwargs={1: 2, "a": 3})
 
