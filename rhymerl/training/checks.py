@@ -86,8 +86,11 @@ def longest_tokens(datamodule: PromptDataModule, *, rollout: RolloutSettings, ev
     return max(longest, default=0)
 
 
-def checked_rewards(rewards: Any, datamodule: PromptDataModule) -> list[Reward]:
-    """Return the reward functions, the task's where `rewards` is None. Raises ConfigError for none; see `check_reward`."""
+def checked_rewards(rewards: Any, datamodule: PromptDataModule, *, evaluation: EvaluationSettings) -> list[Reward]:
+    """Return the reward functions, the task's where `rewards` is None.
+
+    Raises ConfigError for none; see `check_reward` and `check_evaluation`.
+    """
     refuse_lost(rewards=rewards)
     task_reward = datamodule.task.reward if datamodule.task is not None else None
     built = build_rewards(rewards if rewards is not None else task_reward)
@@ -96,4 +99,5 @@ def checked_rewards(rewards: Any, datamodule: PromptDataModule) -> list[Reward]:
     columns, gaps = datamodule.columns, datamodule.gaps
     for reward in built:
         check_reward(reward, columns, gaps=gaps)
+    check_evaluation(evaluation, datamodule.validation_names, built)
     return built

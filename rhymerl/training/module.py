@@ -40,14 +40,7 @@ from rhymerl.rollout.base import RunAhead, check_run_ahead
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.schedulers.fifo import FIFOScheduler
 from rhymerl.training.checkpoint import of_this_format
-from rhymerl.training.checks import (
-    check_algorithm,
-    check_answers_fit,
-    check_evaluation,
-    check_lockstep,
-    checked_rewards,
-    longest_tokens,
-)
+from rhymerl.training.checks import check_algorithm, check_answers_fit, check_lockstep, checked_rewards, longest_tokens
 from rhymerl.training.evaluation import EvaluationSettings, step_name
 from rhymerl.training.hyperparameters import arguments_of, refuse_lost
 from rhymerl.training.loggers import log_step
@@ -181,8 +174,7 @@ class RhymeModule(L.LightningModule):
         self.backend.check_drafting(self.drafter, self.budget)
         if self.critic is not None:
             self.critic.check(longest)
-        self._rewards = checked_rewards(self.rewards, datamodule)
-        check_evaluation(self.evaluation, datamodule.validation_names, self._rewards)
+        self._rewards = checked_rewards(self.rewards, datamodule, evaluation=self.evaluation)
         self.update.check(self.model, longest)
 
     def on_fit_start(self) -> None:
