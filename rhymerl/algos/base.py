@@ -156,7 +156,7 @@ class Algorithm(ABC):
         return False
 
     def check(self, *, group_size: int) -> None:
-        """Raise ConfigError when the algorithm cannot work with groups of this size."""
+        """Raise ValueError, which names `group_size`, when the algorithm cannot work with groups of this size."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs, as plain containers."""

@@ -11,7 +11,6 @@ from rhymerl.algos.functional import group_advantages, sums_from_here
 from rhymerl.algos.functional.advantages import Baseline, Scale
 from rhymerl.algos.policy_gradient import PolicyGradient
 from rhymerl.algos.settings import require
-from rhymerl.errors import ConfigError
 
 
 @dataclass(kw_only=True, eq=False)
@@ -33,8 +32,8 @@ class GRPO(PolicyGradient):
 
     def check(self, *, group_size: int) -> None:
         if group_size < 2 and (self.baseline != "none" or self.scale == "group"):
-            raise ConfigError(
-                f"rollout.group_size={group_size}: {type(self).__name__} compares the answers of a group, so at least 2"
+            raise ValueError(
+                f"group_size={group_size}: {type(self).__name__} compares the answers of a group, so at least 2"
             )
 
     def advantages(self, batch: Batch) -> Tensor:

@@ -35,8 +35,9 @@ def _build(node: object, key: str) -> Any:
         return node
     key = _full_key(node) or key
     if isinstance(node, Mapping):
-        values = {name: _build(_child(node, name, key), _join(key, name)) for name in node}
-        return _construct(values, key) if "_target_" in values else values
+        places = {name: _place(node, name, key) for name in node}
+        values = {name: _build(_child(node, name, key), place) for name, place in places.items()}
+        return _construct(values, key, places) if "_target_" in values else values
     if isinstance(node, Sequence) and (isinstance(node, list | tuple) or hasattr(node, "_get_full_key")):
         items = [_build(item, _join(key, index)) for index, item in enumerate(node)]
         return tuple(items) if isinstance(node, tuple) else items
@@ -58,47 +59,59 @@ def _child(node: Mapping[Any, Any], name: Any, key: str) -> Any:
         raise ConfigError(f"{_join(key, name)}: {str(error).splitlines()[0]}") from error
 
 
+def _place(node: Mapping[Any, Any], name: Any, key: str) -> str:
+    """Return the key under which a value of the node is written; for one that is linked to, its own place."""
+    if not hasattr(node, "_get_root"):
+        return _join(key, name)
+    from rhymerl.config.nodes import origin
+
+    written = _join(_full_key(node), name)
+    found = origin(node._get_root(), written)
+    return found if found != written else _join(key, name)
+
+
 def _join(key: str, name: object) -> str:
     return f"{key}.{name}" if key else str(name)
 
 
-def _construct(values: dict[str, Any], key: str) -> Any:
+def _construct(values: dict[str, Any], key: str, places: Mapping[str, str]) -> Any:
     path = values.pop("_target_")
     target = import_target(path, setting=_join(key, "_target_"))
     signature = signature_of(target)
-    arguments = {name: _fitted(value, name, key, signature) for name, value in values.items()}
+    arguments = {name: _fitted(value, name, key, signature, places[name]) for name, value in values.items()}
     for name, parameter in signature.parameters.items():
         if parameter.default is REQUIRED and name not in arguments:
             raise ConfigError(f"{_join(key, name)}: required by {path}, but not set")
-    return construct(target, arguments, key=key)
+    return construct(target, arguments, key=key, places=places)
 
 
-def construct(target: Callable[..., T], arguments: Mapping[str, Any], *, key: str) -> T:
-    """`target(**arguments)`, for settings that stand at `key`; "" is the top of a config.
+def construct(
+    target: Callable[..., T], arguments: Mapping[str, Any], *, key: str, places: Mapping[str, str] | None = None
+) -> T:
+    """`target(**arguments)`, for settings that stand at `key` ("" is the top of a config), or where `places` says.
 
     A constructor names only its own argument in a ValueError or TypeError; here that becomes a ConfigError which names the setting.
     """
     try:
         return target(**arguments)
     except (TypeError, ValueError) as error:
-        raise ConfigError(_located(str(error), key, target)) from error
+        raise ConfigError(_located(str(error), key, target, places or {})) from error
 
 
-def _located(message: str, key: str, target: Callable[..., Any]) -> str:
+def _located(message: str, key: str, target: Callable[..., Any], places: Mapping[str, str]) -> str:
     """A constructor's words in one line, behind `key`: as part of its path where they begin with an argument."""
     message = " ".join(message.split())
-    names = tuple(name + mark for name in signature_of(target).parameters for mark in "=.[:")
-    if message.startswith(names):
-        return _join(key, message)
+    for name in signature_of(target).parameters:
+        if message.startswith(tuple(name + mark for mark in "=.[:")):
+            return places.get(name, _join(key, name)) + message.removeprefix(name)
     return f"{key or getattr(target, '__qualname__', target)}: {message}"
 
 
-def _fitted(value: Any, name: str, key: str, signature: Signature) -> Any:
-    setting = _join(key, name)
+def _fitted(value: Any, name: str, key: str, signature: Signature, setting: str) -> Any:
     if name not in signature.parameters:
         if signature.is_open:
             return value
-        raise ConfigError(f"unknown setting {setting}{did_you_mean(name, signature.parameters)}")
+        raise ConfigError(f"unknown setting {_join(key, name)}{did_you_mean(name, signature.parameters)}")
     if isinstance(value, str) and value == "???":
         raise ConfigError(f"{setting}: required, but not set")
     try:

@@ -12,7 +12,7 @@ import lightning as L
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from rhymerl.data.base import ONLY_SET, LocatedRow, columns_of
-from rhymerl.data.encoding import LengthLimits, PromptEncoder, encode_rows
+from rhymerl.data.encoding import LengthLimits, PromptEncoder, check_template_arguments, encode_rows
 from rhymerl.data.loader import PromptLoader
 from rhymerl.data.sources import DataSource, Setting, read_rows
 from rhymerl.distributed.first import is_first_rank
@@ -105,6 +105,7 @@ class PromptDataModule(L.LightningDataModule):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: expected at least 1")
+        check_template_arguments(chat_template_kwargs)
         _check_names(validation)
 
     def __str__(self) -> str:
@@ -114,7 +115,7 @@ class PromptDataModule(L.LightningDataModule):
         loader = self.train_loader
         train = (
             f"{len(loader.prompts):,} prompts to train on, {self.prompts_per_step:,} a step"
-            if loader
+            if loader is not None
             else "none to train on"
         )
         held_out = ", ".join(f"{name} {len(each.prompts):,}" for name, each in self.validation_loaders.items())

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rhymerl.data.base import LocatedRow
 from rhymerl.distributed.first import is_first_rank
-from rhymerl.errors import ConfigError, DataError
+from rhymerl.errors import DataError
 from rhymerl.tasks.base import Row
 from rhymerl.types import Prompt
 
@@ -57,8 +57,7 @@ class PromptEncoder:
 
     Chat messages go through the tokenizer's template with its generation prompt; the template writes every
     special token itself. A string gets the special tokens that the tokenizer puts in front (such as BOS,
-    unless the string already begins with it) and none behind. Raises ConfigError for template arguments
-    that are fixed here.
+    unless the string already begins with it) and none behind. Raises ValueError, see `check_template_arguments`.
     """
 
     def __init__(
@@ -71,9 +70,7 @@ class PromptEncoder:
         self.tokenizer = tokenizer
         self.prompt_column = prompt_column
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
-        for name in _FIXED_TEMPLATE_ARGUMENTS:
-            if name in self.chat_template_kwargs:
-                raise ConfigError(f"data.chat_template_kwargs.{name}: this argument is fixed; remove it")
+        check_template_arguments(self.chat_template_kwargs)
         self.fingerprint = tokenizer_fingerprint(tokenizer, self.chat_template_kwargs)
         self.plain_text_at: str | None = None  # place of the first prompt that goes past the tokenizer's chat template
         self._unknown_id = _unknown_id(tokenizer)
@@ -196,6 +193,18 @@ def encode_rows(rows: Iterable[LocatedRow], encoder: PromptEncoder, limits: Leng
     return prompts
 
 
+def check_template_arguments(chat_template_kwargs: Mapping[str, Any] | None) -> None:
+    """Raise ValueError for template arguments that are fixed here, or that cannot be put in an order."""
+    given = dict(chat_template_kwargs or {})
+    for name in _FIXED_TEMPLATE_ARGUMENTS:
+        if name in given:
+            raise ValueError(f"chat_template_kwargs.{name}: this argument is fixed; remove it")
+    try:
+        json.dumps(given, sort_keys=True, default=str)  # as the fingerprint of the tokens does
+    except TypeError as error:
+        raise ValueError(f"chat_template_kwargs={given!r}: {error}") from error
+
+
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any]) -> bytes:
     """Return a digest of everything that decides a prompt's tokens; equal for a tokenizer saved and loaded again."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -210,10 +219,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase, chat_template_kwar
         tokenizer.chat_template,
         chat_template_kwargs,
     ]
-    try:
-        text = json.dumps(parts, sort_keys=True, default=str)
-    except TypeError as error:
-        raise ConfigError(f"data.chat_template_kwargs={dict(chat_template_kwargs)!r}: {error}") from error
+    text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 

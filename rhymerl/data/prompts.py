@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rhymerl.data.encoding import LengthLimits, PromptEncoder, encode_rows
+from rhymerl.data.encoding import LengthLimits, PromptEncoder, check_template_arguments, encode_rows
 from rhymerl.data.sources import DataSource, read_rows
 from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.models.policy import Policy
@@ -31,6 +31,7 @@ class PromptSource:
     ) -> None:
         longest = 1 if max_prompt_tokens is None else max_prompt_tokens
         require_at_least({"samples": (samples, 1), "max_prompt_tokens": (longest, 1)})
+        check_template_arguments(chat_template_kwargs)
         self.prompts = prompts
         self.task = task
         self.samples = samples

@@ -117,7 +117,7 @@ class HistoryStore:
         known = entry.answers if entry is not None else {}
         after = fitting(united(known, answers), window=self.window, max_tokens=self.max_tokens)
         if after:
-            entry = entry or Entry(token_ids=self._tokens.put(token_ids))
+            entry = entry if entry is not None else Entry(token_ids=self._tokens.put(token_ids))
             self._update(name, entry, after)
             self._use(name, entry)
         elif entry is not None:

@@ -37,6 +37,8 @@ class LoRA:
             raise ValueError(f"alpha={alpha}: expected more than 0, and finite")
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout={dropout}: expected at least 0 and less than 1")
+        if targets is not None and not targets:
+            raise ValueError("targets=[]: expected some of the model's linear layers, such as q_proj, or null for all")
         self.rank = rank
         self.alpha = alpha
         self.dropout = dropout
@@ -71,8 +73,6 @@ class LoRA:
             return [name for name, module in layers.items() if module is not head]
         given = f"adapter.targets={list(self.targets)}"
         known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
-        if not self.targets:
-            raise ConfigError(f"{given}: expected some of {known}, or null for all")
         for target in self.targets:
             if not any(f".{name}".endswith(f".{target}") for name in layers):
                 raise ConfigError(
@@ -92,7 +92,7 @@ def is_changed(model: nn.Module) -> bool:
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Raise ConfigError for adapters of another kind than ours, whose weights could be neither handed over nor exported."""
+    """Raise ValueError for adapters of another kind than ours, whose weights could be neither handed over nor exported."""
     if not is_adapted(model):
         return
     from peft.tuners.lora import Linear
@@ -101,7 +101,7 @@ def check_adapters(model: nn.Module) -> None:
     are_ours = all(isinstance(each, Linear) and list(each.scaling) == [_NAME] for each in layers)
     has_variants = any(getattr(each, "lora_variant", None) for each in layers)
     if not are_ours or has_variants or getattr(model, "_hf_peft_config_loaded", False):
-        raise ConfigError(
+        raise ValueError(
             "model: it has adapters that are not rhymerl's own; give it without them, and set adapter, or merge them into it first"
         )
 

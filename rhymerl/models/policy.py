@@ -202,6 +202,7 @@ class PolicySource:
             )
         if dtype not in DTYPES:
             raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
+        _check_characters(characters)
         self.path = path
         self.init = dict(init) if init is not None else None
         self.characters = characters
@@ -288,12 +289,11 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
     """One token a character (ASCII): 0 is padding, 1 ends an answer, then `characters` in order.
 
     It is a byte-level BPE without merges, because transformers loads the tokenizers of some model types as that, whatever
-    class was saved. Raises ConfigError for a character that appears twice or is not ASCII.
+    class was saved. Raises ValueError for a character that appears twice or is not ASCII.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    if len(set(characters)) < len(characters) or not characters.isascii():
-        raise ConfigError(f"model.characters={characters!r}: expected ASCII characters, each once")
+    _check_characters(characters)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     names = [byte_level.pre_tokenize_str(character)[0][0] for character in characters]
     vocabulary = {token: index for index, token in enumerate([PAD, END, *names])}
@@ -307,3 +307,8 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
+
+
+def _check_characters(characters: str) -> None:
+    if len(set(characters)) < len(characters) or not characters.isascii():
+        raise ValueError(f"characters={characters!r}: expected ASCII characters, each once")

@@ -40,7 +40,7 @@ class Reward:
     of column values, at once (and `timeout_s` for each); which completions share a chunk is not fixed.
     A sample whose call fails gets `default`.
 
-    Raises ConfigError.
+    Raises ValueError, which names the argument.
     """
 
     function: str | RewardFn
@@ -67,7 +67,7 @@ class Reward:
         timeout_s: float = 10.0,
         arguments: Mapping[str, Any] | None = None,  # fixed keyword arguments, which win over columns
     ) -> None:
-        name = _own_name(function) if name is None else name
+        name = own_name(function) if name is None else name
         values = {
             "function": function,
             "name": name,
@@ -84,14 +84,13 @@ class Reward:
         home = self._find()
         object.__setattr__(self, "home", home)
         object.__setattr__(self, "call", home.target if isinstance(function, str) and home else function)
-        object.__setattr__(self, "parameters", _parameters(self.call, setting=self.setting))
+        object.__setattr__(self, "parameters", _parameters(self.call, argument=self._function))
         self._check_function()
 
     @property
     def setting(self) -> str:
         """Return how messages name it: `rewards.score.function='my_module.score'`."""
-        shown = self.function if isinstance(self.function, str) else _own_name(self.function)
-        return f"rewards.{self.name}.function={shown!r}"
+        return f"rewards.{self.name}.{self._function}"
 
     @property
     def is_async(self) -> bool:
@@ -126,6 +125,11 @@ class Reward:
         """Parameters that no column is for."""
         return {*self.arguments, *opens_of(self.call), *(["device"] if self.takes_device else [])}
 
+    @property
+    def _function(self) -> str:
+        shown = self.function if isinstance(self.function, str) else own_name(self.function)
+        return f"function={shown!r}"
+
     def _check_values(self) -> None:
         allowed = {
             "name": (_is_name(self.name), "a name"),
@@ -141,17 +145,15 @@ class Reward:
         }
         for key, (holds, words) in allowed.items():
             if not holds:
-                raise ConfigError(f"rewards.{self.name}.{key}={getattr(self, key)!r}: expected {words}")
+                raise ValueError(f"{key}={getattr(self, key)!r}: expected {words}")
 
     def _find(self) -> Found | None:
-        home = find(self.function, setting=self.setting) if isinstance(self.function, str) else find_home(self.function)
+        name = self.function if isinstance(self.function, str) else None
+        home = find(name, argument=self._function) if name is not None else find_home(self.function)
         if self.where == "pool" and (home is None or home.module == "__main__"):
-            by_name = isinstance(self.function, str)
-            instead = (
-                f"set rewards.{self.name}.where='main'" if by_name else "pass it as a rhymerl.Reward with where='main'"
-            )
-            raise ConfigError(
-                f"{self.setting}: a reward process cannot import it by name (it is a closure, a lambda or "
+            instead = "set where='main'" if name is not None else "pass it as a rhymerl.Reward with where='main'"
+            raise ValueError(
+                f"{self._function}: a reward process cannot import it by name (it is a closure, a lambda or "
                 f"defined in the main script); move it into a module or {instead}"
             )
         return home
@@ -160,7 +162,7 @@ class Reward:
         for name in self.arguments:
             if not self.parameters.takes_any and name not in self.parameters.names:
                 hint = nearest(name, self.parameters.names)
-                raise ConfigError(f"rewards.{self.name}.arguments.{name}: the function has no such parameter{hint}")
+                raise ValueError(f"arguments.{name}: the function has no such parameter{hint}")
 
 
 def check_reward(reward: Reward, columns: Iterable[str], *, gaps: Mapping[str, str] | None = None) -> None:
@@ -191,21 +193,22 @@ def _is_name(value: object) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-def _own_name(function: object) -> str:
+def own_name(function: object) -> str:
+    """Return the name of a reward that is given none."""
     if isinstance(function, str):
         return function.rpartition(".")[2] or "reward"
     return str(getattr(function, "__name__", type(function).__name__)).strip("<>")
 
 
-def _parameters(function: object, *, setting: str) -> Parameters:
+def _parameters(function: object, *, argument: str) -> Parameters:
     if not callable(function):
-        raise ConfigError(f"{setting}: it is of type {type(function).__name__}, expected a function")
+        raise ValueError(f"{argument}: it is of type {type(function).__name__}, expected a function")
     try:
         first, *others = inspect.signature(function).parameters.values()
     except ValueError as error:  # no parameters, or a builtin without a signature
-        raise ConfigError(f"{setting}: it must take the completion as its first argument") from error
+        raise ValueError(f"{argument}: it must take the completion as its first argument") from error
     if first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
-        raise ConfigError(f"{setting}: it must take the completion as its first argument")
+        raise ValueError(f"{argument}: it must take the completion as its first argument")
     named = [each for each in others if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     return Parameters(
         names=tuple(each.name for each in named),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from numbers import Real
 from typing import Any
 
-from rhymerl.config import plain
+from rhymerl.config import construct, plain
 from rhymerl.errors import ConfigError
-from rhymerl.rewards.base import Reward, RewardFn
+from rhymerl.rewards.base import Reward, RewardFn, own_name
 from rhymerl.rewards.resolve import find_home, nearest
 
 RewardSpec = str | RewardFn | Reward | Mapping[str, Any]
@@ -45,12 +45,23 @@ def build_rewards(
 
 def _build(name: str | None, value: object) -> Reward:
     if isinstance(value, Reward):
-        return value if name is None else replace(value, name=name)
+        return value if name is None else _reward(name, _fields_of(value) | {"name": name})
     if isinstance(value, Mapping):
         return _build_from_fields(name, value)
     if isinstance(value, str) or callable(value):
-        return Reward(value, name=name)
+        return _reward(name, {"function": value, "name": name})
     raise ConfigError(f"rewards{f'.{name}' if name else ''}={value!r}: expected {_FORMS}")
+
+
+def _reward(name: str | None, values: Mapping[str, Any]) -> Reward:
+    """Return the reward that stands at `name`; one in a list stands at a name of its own."""
+    if name is None:
+        name = values.get("name") or own_name(values["function"])
+    return construct(Reward, values, key=f"rewards.{name}")
+
+
+def _fields_of(reward: Reward) -> dict[str, Any]:
+    return {field: getattr(reward, field) for field in _FIELDS}
 
 
 def _build_from_fields(name: str | None, values: Mapping[str, Any]) -> Reward:
@@ -60,7 +71,7 @@ def _build_from_fields(name: str | None, values: Mapping[str, Any]) -> Reward:
             raise ConfigError(f"{path}.{key}: unknown field{nearest(key, _FIELDS)}; known: {', '.join(_FIELDS)}")
     if "function" not in values:
         raise ConfigError(f"{path}.function is missing: expected a dotted name or a function")
-    return Reward(**{"name": name, **values})
+    return _reward(name, {"name": name, **values})
 
 
 def plain_rewards(spec: Any) -> Any:
@@ -79,8 +90,7 @@ def plain_rewards(spec: Any) -> Any:
 
 def _plain_reward(value: object, *, name: str | None = None) -> Any:
     if isinstance(value, Reward):
-        own = {field: getattr(value, field) for field in _FIELDS}
-        return _plain_reward({**own, "name": name or value.name})
+        return _plain_reward({**_fields_of(value), "name": name or value.name})
     if isinstance(value, Mapping):
         return {str(key): (_dotted_name if key == "function" else _plain_data)(item) for key, item in value.items()}
     return _dotted_name(value)

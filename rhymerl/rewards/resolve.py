@@ -10,7 +10,6 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from rhymerl.errors import ConfigError
 from rhymerl.rewards.calls import Attempt
 
 
@@ -28,20 +27,20 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
-def find(dotted_name: str, *, setting: str) -> Found:
-    """Import what a dotted name names. Raises ConfigError, which starts with `setting`."""
+def find(dotted_name: str, *, argument: str) -> Found:
+    """Import what a dotted name names. Raises ValueError, which starts with `argument`."""
     parts = dotted_name.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-        raise ConfigError(
-            f"{setting}: expected a dotted name such as 'my_module.my_function'{_ready_made(dotted_name)}"
+        raise ValueError(
+            f"{argument}: expected a dotted name such as 'my_module.my_function'{_ready_made(dotted_name)}"
         )
-    module = _import_longest(parts[:-1], setting)
+    module = _import_longest(parts[:-1], argument)
     target: Any = module
     names = parts[module.__name__.count(".") + 1 :]
     for name in names:
         if not hasattr(target, name):
             owner = getattr(target, "__name__", dotted_name)
-            raise ConfigError(f"{setting}: {owner!r} has no {name!r}{nearest(name, _members(target))}")
+            raise ValueError(f"{argument}: {owner!r} has no {name!r}{nearest(name, _members(target))}")
         target = getattr(target, name)
     return Found(module.__name__, ".".join(names), target)
 
@@ -58,7 +57,7 @@ def find_home(function: Any) -> Found | None:
     return None
 
 
-def _import_longest(parts: list[str], setting: str) -> ModuleType:
+def _import_longest(parts: list[str], argument: str) -> ModuleType:
     """Return the deepest module that `parts` lead to; what is left of them are attributes."""
     for length in range(len(parts), 0, -1):
         name = ".".join(parts[:length])
@@ -66,9 +65,9 @@ def _import_longest(parts: list[str], setting: str) -> ModuleType:
             return import_module(name)
         missing = attempt.error.name if isinstance(attempt.error, ModuleNotFoundError) else None
         if missing is None or not f"{name}.".startswith(f"{missing}."):
-            raise ConfigError(f"{setting}: importing {name!r} failed: {attempt.message}")
+            raise ValueError(f"{argument}: importing {name!r} failed: {attempt.message}")
     known = (module.name for module in pkgutil.iter_modules())
-    raise ConfigError(f"{setting}: there is no module {parts[0]!r} on the Python path{nearest(parts[0], known)}")
+    raise ValueError(f"{argument}: there is no module {parts[0]!r} on the Python path{nearest(parts[0], known)}")
 
 
 def _members(target: Any) -> list[str]:

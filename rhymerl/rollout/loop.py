@@ -12,14 +12,14 @@ import numpy as np
 
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.distributed import Alone, Channel, Ranks
-from rhymerl.errors import BackendError, ConfigError, RunError
+from rhymerl.errors import BackendError, RunError
 from rhymerl.history import HistoryStore
 from rhymerl.history.answers import answers_of
 from rhymerl.hooks import Hooks
 from rhymerl.progress import SILENT, ProgressBar
 from rhymerl.rewards import RewardScorer
 from rhymerl.rewards.failures import Failures
-from rhymerl.rollout.base import Rollout, RolloutSettings, RunAhead, check_run_ahead, requests_of
+from rhymerl.rollout.base import Rollout, RolloutSettings, RunAhead, check_run_ahead, follows_clock, requests_of
 from rhymerl.rollout.coordinator import Coordinator, SharedPlan, make_plan, wants_progress
 from rhymerl.rollout.metrics import metrics_of, rollout_metrics, staleness_metrics
 from rhymerl.rollout.results import RankResult, SamplingRound, ScoredOutput, groups_that_teach_nothing, replaced
@@ -82,7 +82,7 @@ class RolloutLoop:
 
     Every rank has a loop over a backend of its own, which has been started, and they run the same steps together; each gets the
     whole step's samples. `run_ahead` as `check_run_ahead` says; with `lockstep` nothing follows the clock, so that a run over
-    several ranks repeats bit for bit. Raises ConfigError for settings that contradict one another.
+    several ranks repeats bit for bit. Raises ValueError for arguments that contradict one another.
     """
 
     def __init__(
@@ -116,13 +116,11 @@ class RolloutLoop:
         self.history = history if history is not None else HistoryStore()
         self.run_ahead_state: RunAheadState | None = None  # for the next step to come
         self.policy_version = 0
-        follows_clock = scheduler.migrates or run_ahead != "off"
-        self._lockstep = lockstep and self.ranks.size > 1 and follows_clock
+        self._lockstep = lockstep and self.ranks.size > 1 and follows_clock(scheduler, run_ahead)
         if self._lockstep and not self.worker.counts_passes:
-            raise ConfigError(
-                f"deterministic=true with {self.ranks.size} ranks and run_ahead={run_ahead}, "
-                f"scheduler={type(scheduler).__name__}: {self.worker.name} cannot count passes, by which ranks keep step; expected "
-                "run_ahead=off with a scheduler that moves nothing, such as fifo, or backend=embedded"
+            raise ValueError(
+                f"lockstep=True: {self.worker.name} cannot count passes, by which {self.ranks.size} ranks keep step; expected a "
+                "backend that does, or run_ahead=off with a scheduler that moves nothing"
             )
         self.worker.follow(self.history)
 
@@ -236,7 +234,7 @@ class RolloutLoop:
         state = taken if taken is not None and taken.asked == fingerprint(requests) else None
         outputs = state.outputs if state is not None else {}
         plan = state.plan if state is not None and len(state.plan.queues) == self.ranks.size else None
-        plan = plan or self._plan(requests, step)
+        plan = plan if plan is not None else self._plan(requests, step)
         queue = plan.queue(requests, worker=self.ranks.rank)
         if self.run_ahead == "draft":
             queue = [_with_draft(request, outputs.get(request.id)) for request in queue]

@@ -126,8 +126,8 @@ class LengthPredictor:
         cut_from = min(limits, default=math.inf)
         median, tail = _middle(lengths), _quantile(lengths, self.tail)
         known = self._prompts.pop(key, None)  # what is learned last stands last
-        seen = known or _Seen(median, tail)
-        if known and not known.tail_is_cut and tail < cut_from:
+        seen = known if known is not None else _Seen(median, tail)
+        if known is not None and not known.tail_is_cut and tail < cut_from:
             self._growth.append(tail / max(known.tail, 1.0))
         seen.median, seen.median_is_cut = self._moved(seen.median, median, is_cut=median >= cut_from)
         seen.tail, seen.tail_is_cut = self._moved(seen.tail, tail, is_cut=tail >= cut_from)

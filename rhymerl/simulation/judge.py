@@ -157,7 +157,8 @@ def _decoding(config: DictConfig) -> Decoding:
 
 
 def _check(config: DictConfig) -> None:
-    check_modes(config.run_ahead, config.max_staleness, config.pipeline)
+    modes = {name: config[name] for name in ("run_ahead", "max_staleness", "pipeline")}
+    construct(check_modes, modes, key="")
     limits = {
         "workers": (config.workers, 1),
         "steps": (config.steps, 1),

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rhymerl.errors import ConfigError
 from rhymerl.progress import SILENT, ProgressBar
 from rhymerl.rollout.base import RunAhead, check_run_ahead
 from rhymerl.schedulers.base import Plan, Progress, Scheduler, check_plan
@@ -53,7 +52,7 @@ class Simulation:
         self.pipeline = pipeline
         self.train_time = train_time
         self.rebalance_every = rebalance_every
-        self.decoding = decoding or Decoding()
+        self.decoding = decoding if decoding is not None else Decoding()
         self._learns = type(scheduler).learn is not Scheduler.learn
 
     def run(self, works: Sequence[StepWork], *, progress: ProgressBar = SILENT) -> Timeline:
@@ -67,7 +66,7 @@ class Simulation:
         for step, work in enumerate(works):
             opened = trained[-2] if self.run_ahead == "keep" else trained[-1]
             starts = np.maximum(free, opened)
-            plan = plan or self._plan(work, step)
+            plan = plan if plan is not None else self._plan(work, step)
             run = self._step_run(work, plan, starts, drafts, step)
             following = works[step + 1] if step + 1 < len(works) and self.run_ahead != "off" else None
             plan = self._decode(run, following, step, updated=trained[-1])
@@ -129,10 +128,10 @@ class Simulation:
 
 
 def check_modes(run_ahead: str, max_staleness: int, pipeline: str) -> None:
-    """Raise ConfigError for modes that do not exist or contradict one another."""
+    """Raise ValueError for modes that do not exist or contradict one another."""
     check_run_ahead(run_ahead, max_staleness)
     if pipeline not in ("colocated", "disaggregated"):
-        raise ConfigError(f"pipeline={pipeline!r}: expected one of colocated, disaggregated")
+        raise ValueError(f"pipeline={pipeline!r}: expected one of colocated, disaggregated")
 
 
 def _indices(work: StepWork, plan: Plan) -> list[IndexArray]:

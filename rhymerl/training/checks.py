@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rhymerl.algos.base import Algorithm
 from rhymerl.algos.policy_gradient import PolicyGradient
+from rhymerl.backends.base import RolloutBackend
 from rhymerl.data import PromptDataModule
 from rhymerl.errors import ConfigError
 from rhymerl.models.policy import Policy
 from rhymerl.rewards import Reward, build_rewards, check_reward
+from rhymerl.rewards.resolve import nearest
 from rhymerl.rollout import RolloutSettings
+from rhymerl.rollout.base import RunAhead, follows_clock
+from rhymerl.schedulers.base import Scheduler
 from rhymerl.training.evaluation import EvaluationSettings
 from rhymerl.training.hyperparameters import refuse_lost
 from rhymerl.training.settings import UpdateSettings
@@ -29,12 +34,45 @@ def check_answers_fit(policy: Policy, *, rollout: RolloutSettings, evaluation: E
 
 
 def check_algorithm(algo: Algorithm, *, rollout: RolloutSettings, update: UpdateSettings) -> None:
-    """Raise ConfigError when it cannot work with these groups, or would never be asked for a bound between a step's updates."""
-    algo.check(group_size=rollout.group_size)
+    """Raise ValueError when it cannot learn from these groups, or would never be asked for a bound between a step's updates."""
+    if rollout.temperature == 0:
+        raise ValueError(
+            "rollout.temperature=0: greedy answers of a group are all the same, so nothing can be learned from them; "
+            "expected more than 0 (evaluation.temperature may be 0)"
+        )
+    try:
+        algo.check(group_size=rollout.group_size)
+    except ValueError as error:
+        raise ValueError(f"rollout.{error}") from error
     if isinstance(algo, PolicyGradient) and algo.max_kl is not None and update.optimizer_steps == 1:
-        raise ConfigError(
+        raise ValueError(
             f"algo.max_kl={algo.max_kl} with update.epochs=1 and update.mini_batches=1: a step has one update, after which there is "
             "nothing to leave out; expected more of either, or algo.max_kl=null"
+        )
+
+
+def check_evaluation(evaluation: EvaluationSettings, names: Iterable[str], rewards: Sequence[Reward]) -> None:
+    """Raise ConfigError for a data set or a reward that there is not; `names` are those of the validation sets."""
+    known, functions = list(names), [reward.name for reward in rewards]
+    for name in evaluation.sets or {}:
+        if name not in known:
+            raise ConfigError(
+                f"evaluation.sets.{name}: no data set of data.validation; there is {', '.join(known)}{nearest(name, known)}"
+            )
+    if evaluation.right_by is not None and evaluation.right_by not in functions:
+        raise ConfigError(
+            f"evaluation.right_by={evaluation.right_by!r}: no reward of the run; "
+            f"expected one of {', '.join(functions)}, or null"
+        )
+
+
+def check_lockstep(backend: RolloutBackend, scheduler: Scheduler, *, run_ahead: RunAhead, num_ranks: int) -> None:
+    """Raise ConfigError when ranks whose run is to be deterministic could not keep step."""
+    if num_ranks > 1 and follows_clock(scheduler, run_ahead) and not backend.counts_passes:
+        raise ConfigError(
+            f"deterministic=true with {num_ranks} ranks and run_ahead={run_ahead}, scheduler={type(scheduler).__name__}: "
+            f"{type(backend).__name__} cannot count passes, by which ranks keep step; expected run_ahead=off with a scheduler that "
+            "moves nothing, such as fifo, or backend=embedded"
         )
 
 
@@ -48,8 +86,11 @@ def longest_tokens(datamodule: PromptDataModule, *, rollout: RolloutSettings, ev
     return max(longest, default=0)
 
 
-def checked_rewards(rewards: Any, datamodule: PromptDataModule) -> list[Reward]:
-    """Return the reward functions, the task's where `rewards` is None. Raises ConfigError for none; see `check_reward`."""
+def checked_rewards(rewards: Any, datamodule: PromptDataModule, *, evaluation: EvaluationSettings) -> list[Reward]:
+    """Return the reward functions, the task's where `rewards` is None.
+
+    Raises ConfigError for none; see `check_reward` and `check_evaluation`.
+    """
     refuse_lost(rewards=rewards)
     task_reward = datamodule.task.reward if datamodule.task is not None else None
     built = build_rewards(rewards if rewards is not None else task_reward)
@@ -58,4 +99,5 @@ def checked_rewards(rewards: Any, datamodule: PromptDataModule) -> list[Reward]:
     columns, gaps = datamodule.columns, datamodule.gaps
     for reward in built:
         check_reward(reward, columns, gaps=gaps)
+    check_evaluation(evaluation, datamodule.validation_names, built)
     return built

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from rhymerl.data.base import ONLY_SET
-from rhymerl.errors import ConfigError, require_at_least
+from rhymerl.errors import require_at_least
 from rhymerl.rewards import Reward
 from rhymerl.rewards.calls import Attempt
 from rhymerl.rewards.hooks import Extract
@@ -75,19 +75,6 @@ class EvaluationSettings:
         """Return the limit on answers to the data set `name`, None for that of training."""
         limit: int | None = self._of(name)["max_tokens"]
         return limit
-
-    def check(self, names: Iterable[str], rewards: Sequence[Reward]) -> None:
-        """Raises ConfigError for a data set or a reward that there is not."""
-        known, functions = list(names), [reward.name for reward in rewards]
-        for name in self.sets or {}:
-            if name not in known:
-                raise ConfigError(
-                    f"evaluation.sets.{name}: no data set of data.validation; there is {', '.join(known)}{nearest(name, known)}"
-                )
-        if self.right_by is not None and self.right_by not in functions:
-            raise ConfigError(
-                f"evaluation.right_by={self.right_by!r}: no reward of the run; expected one of {', '.join(functions)}, or null"
-            )
 
     def metrics(self, answered: Mapping[str, Sequence[Sample]], rewards: Sequence[Reward]) -> dict[str, float]:
         """Return all metrics of an evaluation, from the answers by data set; those without a set's name are means over the sets."""
@@ -190,10 +177,7 @@ def _reward(sample: Sample, name: str | None) -> float:
 
 def _extractor(name: str) -> Callable[[str], object]:
     argument = f"extract={name!r}"
-    try:
-        found = find(name, setting=argument).target
-    except ConfigError as error:
-        raise ValueError(str(error)) from error
+    found = find(name, argument=argument).target
     if not callable(found):
         raise ValueError(f"{argument}: it is of type {type(found).__name__}, expected a function of a text")
     extract: Callable[[str], object] = found

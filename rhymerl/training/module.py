@@ -27,7 +27,7 @@ from rhymerl.distributed.group import Group
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.history_tree import HistoryTreeDrafter
 from rhymerl.drafters.run_ahead import RunAheadDrafter
-from rhymerl.errors import ConfigError, require_at_least
+from rhymerl.errors import require_at_least
 from rhymerl.history import HistoryStore
 from rhymerl.models.critic import Critic, CriticSettings
 from rhymerl.models.lora import check_adapters, in_full_precision
@@ -40,7 +40,7 @@ from rhymerl.rollout.base import RunAhead, check_run_ahead
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.schedulers.fifo import FIFOScheduler
 from rhymerl.training.checkpoint import of_this_format
-from rhymerl.training.checks import check_algorithm, check_answers_fit, checked_rewards, longest_tokens
+from rhymerl.training.checks import check_algorithm, check_answers_fit, check_lockstep, checked_rewards, longest_tokens
 from rhymerl.training.evaluation import EvaluationSettings, step_name
 from rhymerl.training.hyperparameters import arguments_of, refuse_lost
 from rhymerl.training.loggers import log_step
@@ -113,11 +113,6 @@ class RhymeModule(L.LightningModule):
         self.reward_workers = reward_workers
         self.seed = seed
         check_algorithm(self.algo, rollout=self.rollout, update=self.update)
-        if self.rollout.temperature == 0:
-            raise ConfigError(
-                "rollout.temperature=0: greedy answers of a group are all the same, so nothing can be learned from them; "
-                "expected more than 0 (evaluation.temperature may be 0)"
-            )
         source = PolicySource(model) if isinstance(model, str) else instantiate(model, key="model")
         self.policy: Policy = source.load() if isinstance(source, PolicySource) else source
         check_adapters(self.policy.model)
@@ -179,8 +174,7 @@ class RhymeModule(L.LightningModule):
         self.backend.check_drafting(self.drafter, self.budget)
         if self.critic is not None:
             self.critic.check(longest)
-        self._rewards = checked_rewards(self.rewards, datamodule)
-        self.evaluation.check(datamodule.validation_names, self._rewards)
+        self._rewards = checked_rewards(self.rewards, datamodule, evaluation=self.evaluation)
         self.update.check(self.model, longest)
         bodies = (
             [self.model, self.critic.body] if self.critic is not None and self.critic.body is not None else [self.model]
@@ -199,10 +193,14 @@ class RhymeModule(L.LightningModule):
         """Start engine and reward pool, once the model is on its device."""
         if self._loop is not None:
             return
+        lockstep = torch.are_deterministic_algorithms_enabled()
+        num_ranks = self.trainer.world_size if lockstep else 1
+        check_lockstep(self.backend, self.scheduler, run_ahead=self.run_ahead, num_ranks=num_ranks)
         autocast = self.trainer.precision_plugin.forward_context
         if self._reference is not None and self._reference is not self.model:
             nn.Module.to(self._reference, device=self.device, dtype=self.model.dtype)
-        self._ranks = self._ranks or (Group(RECORDS) if self.trainer.world_size > 1 else Alone())
+        if self._ranks is None:
+            self._ranks = Group(RECORDS) if self.trainer.world_size > 1 else Alone()
         self.backend.start(self.policy, self._rollout_drafter, budget=self.budget, autocast=autocast)
         self._scorer = RewardScorer(self._rewards, num_processes=self.reward_workers)
         self._loop = RolloutLoop(
@@ -217,7 +215,7 @@ class RhymeModule(L.LightningModule):
             ranks=self._ranks,
             run_ahead=self.run_ahead,
             max_staleness=self.max_staleness,
-            lockstep=torch.are_deterministic_algorithms_enabled(),
+            lockstep=lockstep,
             progress=self.progress,
         )
         if self._resumed is not None:
@@ -388,9 +386,10 @@ class RhymeModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Called on every rank, since each has something that only it knows."""
+        ranks = self._ranks if self._ranks is not None else Alone()
         checkpoint["rhymerl"] = {
             **state_of(self),
-            "budgets": (self._ranks or Alone()).gather(self.budget.state_dict()),
+            "budgets": ranks.gather(self.budget.state_dict()),
             "loop": self._loop.state_dict() if self._loop is not None else None,
             "policy_files": self.policy.files(),
         }

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from rhymerl.algos import GRPO
-from rhymerl.errors import ConfigError
 from tests.algos.batches import make_batch
 
 close = torch.testing.assert_close
@@ -44,7 +43,7 @@ def test_no_baseline_and_whitening_is_reinforce_plus_plus():
 
 @pytest.mark.parametrize("settings", [{}, {"baseline": "leave_one_out", "scale": "none"}, {"baseline": "none"}])
 def test_a_group_of_one_is_refused(settings):
-    with pytest.raises(ConfigError, match="rollout.group_size=1"):
+    with pytest.raises(ValueError, match="^group_size=1: GRPO compares"):
         GRPO(**settings).check(group_size=1)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 
 from rhymerl.config import compose, construct, describe, instantiate, to_yaml
 from rhymerl.config.targets import import_target
@@ -127,8 +128,31 @@ def test_a_component_does_not_know_where_it_stands() -> None:
         MyFan(width=3)
     with pytest.raises(ConfigError, match="^module.drafter.width=3: expected at most 2$"):
         instantiate({"_target_": "my_module.MyFan", "width": 3}, key="module.drafter")
+    alone = OmegaConf.create({"_target_": "my_module.MyFan", "width": 3})
+    with pytest.raises(ConfigError, match="^drafter.width=3: expected at most 2$"):
+        instantiate(alone, key="drafter")
     with pytest.raises(ConfigError, match="^width=3: expected at most 2$"):
         construct(MyFan, {"width": 3}, key="")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"width": "${limit}"}, "limit=3: expected at most 2"),
+        ({"width": "${other}"}, "limit=3: expected at most 2"),
+        ({"widths": "${limits}"}, "limits.top=3: expected at most 2"),
+        ({"widths": {"low": "${limit}"}}, "fan.widths.low=3: expected at most 2"),
+        ({"width": "${wrong}"}, "wrong='x': expected int"),
+    ],
+)
+def test_an_argument_that_is_a_link_is_named_by_the_setting_that_it_links_to(
+    settings: dict[str, Any], message: str
+) -> None:
+    values = {"limit": 3, "other": "${limit}", "limits": {"top": 3}, "wrong": "x"}
+    config = OmegaConf.create({**values, "fan": {"_target_": "my_module.MyFan", **settings}})
+    with pytest.raises(ConfigError) as caught:
+        instantiate(config.fan)
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rhymerl.data import LengthLimits, LocatedRow, PromptEncoder, encode_rows
-from rhymerl.errors import ConfigError, DataError
+from rhymerl.data import LengthLimits, LocatedRow, PromptDataModule, PromptEncoder, encode_rows
+from rhymerl.errors import DataError
 from rhymerl.models.policy import character_tokenizer
 from rhymerl.types import Prompt
 
@@ -69,8 +69,13 @@ def test_a_template_without_bos_gets_none(make_bpe: MakeBpe) -> None:
 
 @pytest.mark.parametrize("name", ["tokenize", "add_generation_prompt"])
 def test_fixed_template_arguments_are_refused(make_bpe: MakeBpe, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"data.chat_template_kwargs.{name}"):
+    with pytest.raises(ValueError, match=f"^chat_template_kwargs.{name}: this argument is fixed"):
         PromptEncoder(make_bpe(), chat_template_kwargs={name: True})
+
+
+def test_template_arguments_without_an_order_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^chat_template_kwargs=\{1: 2, 'a': 3\}: '<' not supported"):
+        PromptDataModule(chat_template_kwargs={1: 2, "a": 3})
 
 
 @pytest.mark.parametrize(

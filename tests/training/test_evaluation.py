@@ -15,6 +15,7 @@ from rhymerl.errors import ConfigError
 from rhymerl.rewards import Reward
 from rhymerl.rollout import RolloutSettings
 from rhymerl.rollout.base import requests_of
+from rhymerl.training.checks import check_evaluation
 from rhymerl.training.evaluation import EvaluationSettings, evaluation_metrics, majority, pass_at_k, step_name
 from rhymerl.types import Completion, Output, Prompt, Sample
 
@@ -215,7 +216,7 @@ def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
 )  # fmt: skip
 def test_names_that_there_are_not(settings: dict[str, Any], message: str) -> None:
     rewards = [Reward("rhymerl.rewards.numeric_match")]
-    EvaluationSettings(sets={"all": {}}, right_by="numeric_match").check(["greedy", "all"], rewards)
+    check_evaluation(EvaluationSettings(sets={"all": {}}, right_by="numeric_match"), ["greedy", "all"], rewards)
     with pytest.raises(ConfigError) as error:
-        EvaluationSettings(**settings).check(["greedy", "all"], rewards)
+        check_evaluation(EvaluationSettings(**settings), ["greedy", "all"], rewards)
     assert str(error.value) == message

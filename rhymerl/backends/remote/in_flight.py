@@ -235,7 +235,7 @@ def _make_room_for(num_connections: int) -> None:
 
 def _completion(sent: InFlightRequest, new: Output) -> Completion:
     """All that there is of the request: what it was sent with, and what is `new`."""
-    before = sent.request.output or _NOTHING
+    before = sent.request.output if sent.request.output is not None else _NOTHING
     whole = Output(
         token_ids=np.concatenate([before.token_ids, new.token_ids]),
         logprobs=np.concatenate([before.logprobs, new.logprobs]),

@@ -180,7 +180,9 @@ class Session:
                     f"request {request.id}: the prompt has token ids beyond the vocabulary (0 to {vocabulary - 1})"
                 )
             if request.sampling.min_p and verifies_by_its_own_rule:
-                raise ConfigError(f"min_p={request.sampling.min_p}: expected 0; this SGLang verifies drafts without it")
+                raise ConfigError(
+                    f"rollout.min_p={request.sampling.min_p}: expected 0; this SGLang verifies drafts without it"
+                )
         if not self._in_flight.requests:
             self._heard_s = time.monotonic()
         for request in requests:

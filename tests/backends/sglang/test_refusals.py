@@ -78,7 +78,9 @@ def test_an_engine_with_a_draw_of_its_own_is_told(engine, flat_policy, caplog, d
     with connected(engine, flat_policy, drafter) as backend:
         assert "draws tokens by its own rule" in caplog.text
         if refuses:
-            with pytest.raises(ConfigError, match=r"min_p=0\.1: expected 0; this SGLang verifies drafts without it"):
+            with pytest.raises(
+                ConfigError, match=r"^rollout\.min_p=0\.1: expected 0; this SGLang verifies drafts without it"
+            ):
                 backend.submit([request])
         else:
             backend.submit([request])

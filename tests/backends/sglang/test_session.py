@@ -7,6 +7,7 @@ import os
 import random
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from rhymerl.backends.sglang.backend import SGLangBackend
 from rhymerl.drafters import NoDrafter
 from rhymerl.errors import BackendError
 from rhymerl.testing import RandomTreeDrafter, make_requests
+from rhymerl.types import Output
 from tests.backends.sglang.fake_engine import LOGPROB, answer_of
 
 
@@ -309,3 +311,13 @@ def test_passes_are_not_counted(engine, flat_policy):
         assert not backend.counts_passes
         with pytest.raises(ValueError, match="max_passes=3"):
             backend.collect(max_passes=3)
+
+
+def test_what_a_request_took_before_its_first_token_counts(engine, flat_policy):
+    """It was withdrawn from another worker with nothing sampled yet."""
+    nothing = np.empty(0, np.int32)
+    before = Output(token_ids=nothing, logprobs=np.empty(0), policy_versions=nothing, num_drafted=5)
+    request = replace(make_requests(1)[0], output=before)
+    with connected(engine, flat_policy, NoDrafter()) as backend:
+        backend.submit([request])
+        assert all_of(backend, 1)[request.id].output.num_drafted == 5
