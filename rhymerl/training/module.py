@@ -176,10 +176,7 @@ class RhymeModule(L.LightningModule):
             self.critic.check(longest)
         self._rewards = checked_rewards(self.rewards, datamodule, evaluation=self.evaluation)
         self.update.check(self.model, longest)
-        bodies = (
-            [self.model, self.critic.body] if self.critic is not None and self.critic.body is not None else [self.model]
-        )
-        self._shares_prefixes = self.update.shares(bodies, longest)
+        self._shares_prefixes = self.update.shares(self.model, longest, critic=self.critic)
 
     def on_fit_start(self) -> None:
         self.update.warn(self.model)

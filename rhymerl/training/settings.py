@@ -100,20 +100,19 @@ class UpdateSettings:
                 f"update.activation_checkpointing=true: {type(model).__name__} does not support it; expected false"
             )
 
-    def shares(self, models: Sequence[PreTrainedModel], longest_tokens: int) -> bool:
-        """Return whether prompts are computed once by all of these models; says once why not, where it is wanted.
+    def shares(self, model: PreTrainedModel, longest_tokens: int, *, critic: Critic | None = None) -> bool:
+        """Return whether prompts are computed once by the model, and by a critic that has a backbone; say why not, where it is wanted.
 
         A dropout would leave out the same of a prompt for all of its answers.
         """
-        if not self.share_prefixes:
-            return False
-        for model in models:
-            reason = "it has a dropout" if is_random(model) else prove_sharing(model.get_decoder(), longest_tokens)
+        body = critic.body if critic is not None else None
+        for each in [model, *([body] if body is not None else [])] if self.share_prefixes else []:
+            reason = "it has a dropout" if is_random(each) else prove_sharing(each.get_decoder(), longest_tokens)
             if reason is not None:
                 if is_first_rank():
-                    _LOG.info("update.share_prefixes: off for %s, because %s", named(model), reason)
+                    _LOG.info("update.share_prefixes: off for %s, because %s", named(each), reason)
                 return False
-        return True
+        return self.share_prefixes
 
     def warn(self, model: PreTrainedModel) -> None:
         """Say, on rank 0, what may surprise people in a training that begins with this model."""

@@ -216,9 +216,9 @@ def test_a_wrong_mask_or_position_is_found_out(dtype, monkeypatch):
 def test_a_model_that_cannot_computes_row_by_row_and_says_why(made, settings, reason, caplog):
     model = tiny_policy(**made).model
     with caplog.at_level("INFO"):
-        assert not UpdateSettings(**settings).shares([model], 64)
+        assert not UpdateSettings(**settings).shares(model, 64)
     assert (reason is None and not caplog.text) or reason in caplog.text
-    assert UpdateSettings().shares([policy_of().model], 64)
+    assert UpdateSettings().shares(policy_of().model, 64)
 
 
 def test_outside_of_the_context_no_model_reads_a_shared_layout():
