@@ -169,7 +169,10 @@ def test_a_full_disk(index: Path, model_dir: Path, rhymerl: Run, monkeypatch: py
         (["warmstart", "out=out", "warmstart.num_steps=0"], "warmstart.num_steps=0: expected at least 1"),
         (["warmstart", "out=mine", "task=tests.integration.programs.Silent"], "task: Silent has no demonstrations"),
         (["warmstart", "out=bad_config"], "out='bad_config': holds a model already"),
-        (["fit", "--config=warmstart_running_sum"], "rhymerl fit: the config has no section 'module'"),
+        (
+            ["fit", "--config=warmstart_running_sum"],
+            "--config warmstart_running_sum: is a config of rhymerl warmstart, not of rhymerl fit",
+        ),
     ],
 )
 def test_other_commands(words: list[str], message: str, index: Path, model_dir: Path, rhymerl: Run) -> None:
