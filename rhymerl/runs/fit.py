@@ -32,6 +32,7 @@ from rhymerl.data import PromptDataModule
 from rhymerl.distributed.first import is_first_rank
 from rhymerl.drafters.history_tree import HistoryTreeDrafter
 from rhymerl.drafters.none import NoDrafter
+from rhymerl.drafters.run_ahead import listens
 from rhymerl.errors import ConfigError
 from rhymerl.folders import RunFolder, cannot_write, check_folder, writing
 from rhymerl.progress import SILENT, ProgressBar
@@ -357,12 +358,15 @@ def _speedup(
     loader = datamodule.train_loader
     assert loader is not None
     parts = resolved(config)["module"]
+    drafter = module.drafter
+    if listens(drafter, "follow"):  # else nothing that it has learned could be told a new one
+        drafter = instantiate(parts["drafter"], key="drafter", default=HistoryTreeDrafter)
     module.to(trainer.strategy.root_device)  # Lightning has taken it off
     return measure_speedup(
         module.policy,
         loader.peek(0).prompts,
         module.rollout,
-        drafter=instantiate(parts["drafter"], key="drafter", default=HistoryTreeDrafter),
+        drafter=drafter,
         budget=instantiate(parts["budget"], key="budget", default=GoodputBudget),
         history=module.history,
         like=module.backend,
