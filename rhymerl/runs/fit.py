@@ -126,6 +126,8 @@ def _fit(
     result = summary.result()
     _write_summary(result, run_dir)
     _say(result, run_dir)
+    if summary.num_steps and summary.num_idle_steps == summary.num_steps:
+        _note("Nothing was learned: the rewards did not tell the answers to a prompt apart in any step")
     if trainer.should_stop and (note := how_to_go_on(run_dir)):
         _note(note)
     return result

@@ -138,9 +138,11 @@ def _pair(sides: Sequence[_Side], requests: Sequence[RolloutRequest], *, is_reve
 
 def _like(backend: EmbeddedBackend) -> EmbeddedBackend:
     """A backend of our own class: what one derived from it does besides is no part of the measurement."""
-    return EmbeddedBackend(
+    like = EmbeddedBackend(
         max_running=backend.max_running,
         kv_tokens=backend.kv_tokens,
         max_pass_tokens=backend.max_pass_tokens,
         check_drafts=backend.check_drafts,
     )
+    like.complaints = backend.complaints
+    return like
