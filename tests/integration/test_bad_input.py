@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -189,3 +190,11 @@ def test_from_outside(index: Path, model_dir: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "rhymerl fit, grpo_jsonl: loading torch and Lightning\n")
     assert done.stderr.startswith("error: data.train='broken.jsonl', line 2: not valid JSON: ")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is installed")
+def test_sglang_that_is_not_installed_is_said_before_anything_is_computed(index: Path, rhymerl: Run) -> None:
+    done = rhymerl("fit", "--config=quickstart", "backend=sglang", "run_dir=run")
+    assert done.err == "error: backend=sglang: sglang is not installed; pip install 'rhymerl[sglang]'\n"
+    assert (done.code, done.out) == (2, "")
+    assert not Path("run").exists()
