@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class RolloutCommand(ConfiguredCommand):
-    """answer prompts in several passes, with drafts from the passes before, and record the answers (out=FILE)"""
+    """answer prompts in several epochs (passes=3), with drafts from those before, and record the answers (out=FILE)"""
 
     name = "rollout"
     usage = "model.path=DIR data.prompts=FILE out=FILE [key=value ...] [--config NAME|PATH]"
