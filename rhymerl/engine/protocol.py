@@ -117,7 +117,7 @@ class DraftingProtocol:
         return keep_nodes(drafts, mask)
 
     def _complain(self, proposed: str, num_requests: int) -> None:
-        own = self._in_drafter.component
+        own = innermost(self.drafter)
         told = f"{type(own).__name__} proposed {proposed} ({line_of(own, 'propose')})"
         if self._checks:
             raise HookError(told)

@@ -23,9 +23,9 @@ class Found(NamedTuple):
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """`; did you mean 'score'?`, or nothing when no choice is close."""
+    """`; did you mean score?`, or nothing when no choice is close."""
     matches = get_close_matches(name, list(choices), n=1)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
+    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def find(dotted_name: str, *, setting: str) -> Found:
@@ -41,7 +41,7 @@ def find(dotted_name: str, *, setting: str) -> Found:
     for name in names:
         if not hasattr(target, name):
             owner = getattr(target, "__name__", dotted_name)
-            raise ConfigError(f"{setting}: {owner!r} has no {name!r}{nearest(name, _members(target))}")
+            raise ConfigError(f"{setting}: {owner} has no {name!r}{nearest(name, _members(target))}")
         target = getattr(target, name)
     return Found(module.__name__, ".".join(names), target)
 
@@ -68,7 +68,9 @@ def _import_longest(parts: list[str], setting: str) -> ModuleType:
         if missing is None or not f"{name}.".startswith(f"{missing}."):
             raise ConfigError(f"{setting}: importing {name!r} failed: {attempt.message}")
     known = (module.name for module in pkgutil.iter_modules())
-    raise ConfigError(f"{setting}: there is no module {parts[0]!r} on the Python path{nearest(parts[0], known)}")
+    raise ConfigError(
+        f"{setting}: no module named {parts[0]!r}, neither installed nor in the current directory{nearest(parts[0], known)}"
+    )
 
 
 def _members(target: Any) -> list[str]:
@@ -79,4 +81,4 @@ def _members(target: Any) -> list[str]:
 
 def _ready_made(name: str) -> str:
     package = "rhymerl.rewards"
-    return f"; did you mean '{package}.{name}'?" if name in import_module(package).__all__ else ""
+    return f"; did you mean {package}.{name}?" if name in import_module(package).__all__ else ""

@@ -35,7 +35,7 @@ from rhymerl.drafters.none import NoDrafter
 from rhymerl.drafters.run_ahead import listens
 from rhymerl.errors import ConfigError
 from rhymerl.folders import RunFolder, cannot_write, check_folder, writing
-from rhymerl.progress import SILENT, ProgressBar
+from rhymerl.progress import SILENT, ProgressBar, counted
 from rhymerl.runs.banner import banner, how_to_go_on, noting_how_to_go_on
 from rhymerl.runs.earlier import save_history, start_with
 from rhymerl.runs.resume import ResumePoint, check_same_run, check_weights, policy_weights, resume_point
@@ -336,7 +336,7 @@ def _say_where(point: ResumePoint, changed: Sequence[Change], *, doing: str = "G
 
 
 def _evaluate(trainer: L.Trainer, module: RhymeModule, datamodule: PromptDataModule) -> float:
-    _note(f"Evaluating on {datamodule.num_validation_prompts:,} held-out prompts")
+    _note(f"Evaluating on {counted(datamodule.num_validation_prompts, 'held-out prompt')}")
     _validate(trainer, module, datamodule)
     return module.evaluation_metrics["eval/reward"]
 
