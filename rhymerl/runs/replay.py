@@ -192,12 +192,8 @@ def judge(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, An
         raise ConfigError("trace=null: name a file of recorded rollouts (.jsonl or .jsonl.gz)")
     records = list(read_trace(config.trace))
     costs = _ASSUMED if config.costs is None else construct(CostCurve.read, {"costs": config.costs}, key="")
-    settings = {
-        "costs": costs,
-        "max_running": config.max_running,
-        "from_epoch": config.from_epoch,
-        "progress": progress,
-    }
+    sizes = {"max_running": config.max_running, "from_epoch": config.from_epoch}
+    settings = {"costs": costs, "progress": progress, **sizes}
     num_answers = sum(record.epoch >= config.from_epoch for record in records)
     _warm_up(config, records)
     drafter = instantiate(config.drafter, key="drafter")
