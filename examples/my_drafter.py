@@ -3,7 +3,8 @@
     cd examples
     rhymerl fit --config quickstart drafter=my_drafter.CopyEarlierAnswer
 
-A wrong guess costs time and never changes a token, so there is nothing here to get subtly wrong.
+A wrong guess costs time and never changes a token, so there is nothing here to get subtly wrong. It follows the history, which checkpoints
+hold: so it guesses as well after a resume as before.
 """
 
 import numpy as np
@@ -18,11 +19,12 @@ class CopyEarlierAnswer(Drafter):
         self.match = match
         self._followed = {}
 
-    def learn(self, samples):
-        for sample in sorted(samples, key=lambda sample: sample.reward):
-            tokens = np.append(sample.prompt.token_ids, sample.completion.token_ids)
-            for end in range(self.match, len(tokens)):
-                self._followed[sample.prompt.key, tokens[end - self.match : end].tobytes()] = tokens[end:]
+    def follow(self, delta):
+        for change in delta:
+            for answer in sorted(change.added, key=lambda answer: (answer.epoch, answer.reward)):
+                tokens = np.append(change.prompt_token_ids, answer.token_ids)
+                for end in range(self.match, len(tokens)):
+                    self._followed[change.key, tokens[end - self.match : end].tobytes()] = tokens[end:]
 
     def propose(self, request, context, budget):
         guess = self._followed.get((request.prompt.key, context[-self.match :].tobytes()), context[:0])[:budget]

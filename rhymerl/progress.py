@@ -97,6 +97,11 @@ def about(seconds: float) -> str:
     return f"about {minutes} min" if minutes < 90 else f"about {minutes // 60} h {minutes % 60} min"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: `1 seed`, `1,024 seeds`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def _columns(stream: TextIO) -> int:
     try:
         return os.get_terminal_size(stream.fileno()).columns or 80

@@ -18,6 +18,7 @@ from rhymerl.algos import PPO, Algorithm
 from rhymerl.cli import main
 from rhymerl.config import compose, resolved
 from rhymerl.models.policy import Policy
+from rhymerl.runs.replay import judge
 from rhymerl.schedulers import SortedScheduler
 from rhymerl.tasks import RunningSum
 from rhymerl.testing import tiny_policy
@@ -227,6 +228,34 @@ def test_every_benchmark_is_described() -> None:
     }
     described = {cells[0].strip("`") for cells in table_after(DOCS / "benchmarks.md", "## What there is")}
     assert described == scripts
+
+
+REPLAYED = [  # a row of the table, and the replays that it is from
+    ("| `paper` with `aimd` | up to 32 | {} | {} |", [["drafter=paper", "budget=aimd"]]),
+    ("| `history_tree` | 8 | {} | {} |", [["budget.nodes=8"]]),
+    ("| | 16 | {} | {} |", [["budget.nodes=16"]]),
+    ("| | 32 | {} | {} |", [["budget.nodes=32"]]),
+    (
+        "| `history_tree`, `drafter.window=3` | 8 / 16 / 32 | {} | {} |",
+        [["drafter.window=3", f"budget.nodes={nodes}"] for nodes in (8, 16, 32)],
+    ),
+    ("| `history_tree`, no node below 0.7 | up to 32 | {} | {} |", [["budget.nodes=32", "budget.min_probability=0.7"]]),
+    ("| `ngram` | 8 | {} | {} |", [["drafter=ngram", "budget.nodes=8"]]),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("row", "replays"), REPLAYED)
+def test_replayed_figures_are_those_of_the_code(row: str, replays: list[list[str]]) -> None:
+    trace = ROOT / "benchmarks" / "traces" / "running_sum.jsonl.gz"
+    results = []
+    for words in replays:
+        config = compose("replay", [*words, "from_epoch=4"])
+        config.trace = str(trace)
+        results.append(judge(config))
+    names = ("tokens_per_pass", "verified_per_token")
+    cells = [" / ".join(f"{result[name]:.2f}" for result in results) for name in names]
+    assert row.format(*cells) in (DOCS / "drafting.md").read_text()
 
 
 # -- metrics ---------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from rhymerl.progress import ProgressBar, ShownProgressBar, about
+from rhymerl.progress import ProgressBar, ShownProgressBar, about, counted
 
 
 class Stream(io.StringIO):
@@ -96,3 +96,7 @@ def test_silence(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_times_as_people_say_them(seconds: float, words: str) -> None:
     assert about(seconds) == words
+
+
+def test_a_number_with_its_noun():
+    assert [counted(each, "seed") for each in (0, 1, 2048)] == ["0 seeds", "1 seed", "2,048 seeds"]

@@ -40,7 +40,7 @@ class Batch:
 
     @property
     def old_logprobs(self) -> Tensor:
-        """Log-probs of the policy that the step begins with, [B, T].
+        """Log-probs of the policy that the step begins with, [B, T]: `proximal_logprobs` where there are any, else `behaviour_logprobs`.
 
         Raises ValueError before the loss unless the algorithm declares by `prepares_by_proximal` that it reads them there.
         """
@@ -118,7 +118,7 @@ class Algorithm(ABC):
 
     @property
     def prepares_by_proximal(self) -> bool:
-        """Return whether `prepare` or `metrics` reads `proximal_logprobs`.
+        """Return whether `prepare` or `metrics` reads `old_logprobs`.
 
         Where only the loss does, and a step has only one update, that update's own pass says what they are.
         """

@@ -53,6 +53,7 @@ class EmbeddedBackend(RolloutBackend):
         self.kv_tokens = kv_tokens
         self.max_pass_tokens = max_pass_tokens
         self.check_drafts = check_drafts
+        self.complaints: set[type[Drafter]] = set()  # whose malformed drafts have been told about
         self._engine: Engine | None = None
         self._longest_tokens: int | None = None  # of a prompt and its answer, as `check` was told
         self._reported = EngineTotals()
@@ -86,6 +87,7 @@ class EmbeddedBackend(RolloutBackend):
             kv_tokens=self.kv_tokens,
             max_pass_tokens=self.max_pass_tokens,
             check_drafts=self.check_drafts,
+            complaints=self.complaints,
             autocast=autocast,
         )
         self._reported = EngineTotals()

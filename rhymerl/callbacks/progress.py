@@ -16,7 +16,7 @@ _LINE_S = 60.0
 
 
 class LiveProgress(L.Callback):
-    """A bar on a terminal; elsewhere a plain line every `lines_every` steps, or every minute. Rank 0 only."""
+    """A bar on a terminal; elsewhere a plain line after the first and third step, every `lines_every`, every minute, and at the end. Rank 0 only."""
 
     def __init__(self, *, lines_every: int = 10) -> None:
         self.lines_every = lines_every
@@ -26,6 +26,7 @@ class LiveProgress(L.Callback):
         self._num_batches = 0  # since this start
         self._first_at = self._line_at = 0.0  # the end of the first one, and the latest line
         self._first_done = 0
+        self._line_done = -1
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._num_batches = 0
@@ -66,9 +67,12 @@ class LiveProgress(L.Callback):
             self._first_at, self._first_done = now, _done(trainer)
         is_due = self._num_batches in (1, _KNOWN_AFTER) or _num_batches(trainer) % self.lines_every == 0
         if is_due or now - self._line_at > _LINE_S:
-            self._line_at = now
+            self._line_at, self._line_done = now, _done(trainer)
             left = f"  {about(self._left_s(trainer, now))} left" if self._is_known(trainer) else ""
-            self._console.print(f"step {_done(trainer)}  {status}{left}", highlight=False)
+            self._say(trainer, f"{status}{left}")
+
+    def _say(self, trainer: L.Trainer, words: str) -> None:
+        self._console.print(f"step {_done(trainer)}  {words}", highlight=False)
 
     def _is_known(self, trainer: L.Trainer) -> bool:
         return self._num_batches >= _KNOWN_AFTER and _done(trainer) < trainer.estimated_stepping_batches < float("inf")
@@ -82,6 +86,10 @@ class LiveProgress(L.Callback):
             self._progress.update(self._task, status="evaluating")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The last step has a line in any case."""
+        is_told = self._progress is not None or not trainer.is_global_zero or not self._num_batches
+        if not is_told and self._line_done != _done(trainer):
+            self._say(trainer, status_line(trainer.callback_metrics))
         self._stop()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:

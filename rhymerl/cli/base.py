@@ -43,30 +43,33 @@ class Subcommand(ABC):
 class ConfiguredCommand(Subcommand):
     """A command on a config: `--config NAME|PATH`, `--print-config`, `--json` and `key=value`."""
 
+    usage: ClassVar[str] = "--config NAME|PATH [key=value ...]"  # what has to be given, and what may be
+    needs: ClassVar[str] = "--config"
+    config_help: ClassVar[str] = "a packaged config or your own .yaml"
     default_config: ClassVar[str | None] = None
     is_told_early: ClassVar[bool] = False  # with a line on stdout before libraries are loaded that take seconds
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        parser.usage = f"rhymerl {self.name} --config NAME|PATH [key=value ...] [--print-config] [--json] [--debug]"
+        lines = [f"rhymerl {self.name} {line} [--print-config] [--json] [--debug]" for line in self.usage.splitlines()]
+        parser.usage = "\n       ".join(lines)
         parser.add_argument(
             "--config",
             metavar="NAME|PATH",
             default=self.default_config,
-            help="a packaged config or your own .yaml",
+            help=self.config_help,
         )
         parser.add_argument("--print-config", action="store_true", help="show every setting, and do nothing")
         parser.add_argument("--json", action="store_true", help="one JSON object on stdout, all else on stderr")
 
     def run(self, arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> Result | None:
-        from rhymerl.config import compose, packaged_names, resolved, to_yaml
-        from rhymerl.config.files import locate
+        from rhymerl.cli.kinds import check_kind, names_of
+        from rhymerl.config import compose, resolved, to_yaml
 
         if arguments.config is None:
-            raise UsageError(
-                f"rhymerl {self.name} needs --config: a .yaml file, or one of {', '.join(packaged_names())}"
-            )
+            known = ", ".join(names_of(self.kind(arguments)))
+            raise UsageError(f"rhymerl {self.name} needs {self.needs}: a .yaml file, or one of {known}")
+        check_kind(arguments.config, self.kind(arguments))
         if self.is_told_early and not arguments.print_config and "torch" not in sys.modules and is_first_rank():
-            locate(arguments.config)  # else the error is all that is said
             print(f"rhymerl {self.name}, {arguments.config}: loading torch and Lightning", flush=True)
         with self.progress().during(f"rhymerl {self.name}: reading the settings"):
             config = compose(arguments.config, overrides)
@@ -76,6 +79,10 @@ class ConfiguredCommand(Subcommand):
             print(to_yaml(config), end="")
             return resolved(config)
         return self.run_config(config, interrupt)
+
+    def kind(self, arguments: Namespace) -> str:
+        """Return the command whose configs this one takes."""
+        return self.name
 
     def progress(self) -> ProgressBar:
         """Return the progress display of the command, on the first rank."""

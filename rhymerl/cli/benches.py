@@ -17,11 +17,14 @@ class BenchCommand(ConfiguredCommand):
     """measure rollout speed by drafter (rollout), drafting alone (drafter) or the cost of passes (costs)"""
 
     name = "bench"
+    usage = "rollout|drafter|costs [key=value ...] [--config NAME|PATH]"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         super().add_arguments(parser)
-        parser.usage = "rhymerl bench rollout|drafter|costs [key=value ...] [--config NAME|PATH] [--json] [--debug]"
         parser.add_argument("what", choices=("rollout", "drafter", "costs"), help="what is measured")
+
+    def kind(self, arguments: Namespace) -> str:
+        return f"bench {arguments.what}"
 
     def run(self, arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> Result | None:
         arguments.config = arguments.config or f"bench_{arguments.what}"

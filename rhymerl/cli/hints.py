@@ -7,6 +7,17 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
+_COMMANDS_ELSEWHERE = {
+    "generate": "rollout",
+    "sample": "rollout",
+    "train": "fit",
+    "eval": "evaluate",
+    "validate": "evaluate",
+    "test": "evaluate",
+    "continue": "resume",
+    "benchmark": "bench",
+}
+
 
 def did_you_mean_option(word: str, following: Sequence[str], parser: ArgumentParser) -> str:
     """Suggest for a word that begins with a dash the nearest option, else an override (`--seed 3`: `seed=3`)."""
@@ -20,12 +31,20 @@ def did_you_mean_option(word: str, following: Sequence[str], parser: ArgumentPar
     return f"; did you mean {key}={value}?" if key and value else ""
 
 
-def did_you_mean_config(word: str) -> str:
-    """Suggest for a bare word the config that it names, or nearly so, or to resume the run that it names."""
-    from rhymerl.config.files import nearest_file, packaged_names
+def did_you_mean_command(word: str, names: Sequence[str]) -> str:
+    """Suggest for a word that is no command the nearest one, or the one that does what others call by this word."""
+    near = _COMMANDS_ELSEWHERE.get(word) or next(iter(get_close_matches(word, names, n=1)), None)
+    return f"; did you mean {near}?" if near else ""
+
+
+def did_you_mean_config(word: str, kind: str) -> str:
+    """Suggest for a bare word the config of this kind that it names, or nearly so, or to resume the run that it names."""
+    from rhymerl.cli.kinds import names_of
+    from rhymerl.config.files import nearest_file
 
     if Path(word, "config.yaml").is_file():
         return f"; did you mean rhymerl resume {word}?"
-    is_there = word in packaged_names() or (word.endswith(".yaml") and Path(word).is_file())
-    near = word if is_there else nearest_file(word)
+    names = names_of(kind)
+    is_there = word in names or (word.endswith(".yaml") and Path(word).is_file())
+    near = word if is_there else nearest_file(word, names)
     return f"; did you mean --config {near}?" if near else ""

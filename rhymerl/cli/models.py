@@ -18,6 +18,7 @@ class WarmstartCommand(ConfiguredCommand):
     """train a small policy on a task's demonstrations (out=DIR); an interrupted one goes on where it was"""
 
     name = "warmstart"
+    usage = "[key=value ...] [--config NAME|PATH]"
     is_told_early = True
     default_config = "warmstart_running_sum"
 
@@ -25,8 +26,6 @@ class WarmstartCommand(ConfiguredCommand):
         from rhymerl.callbacks import StopOnRequest
         from rhymerl.config import instantiate, resolved
 
-        if "warmstart" not in config:
-            raise UsageError("rhymerl warmstart: the config has no section 'warmstart'; build on warmstart.yaml")
         settings = resolved(config)["warmstart"]
         callbacks = [*(settings.get("callbacks") or []), StopOnRequest(interrupt)]
         out = instantiate({**settings, "callbacks": callbacks}, key="warmstart")
@@ -58,6 +57,7 @@ class SGLangArgsCommand(ConfiguredCommand):
     """print the command line of an SGLang server that drafts with ours (out=FOLDER for what it reads)"""
 
     name = "sglang-args"
+    usage = "model.path=DIR out=FOLDER [key=value ...] [--config NAME|PATH]"
     default_config = "sglang_args"
 
     def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result | None:

@@ -12,7 +12,7 @@ from contextlib import redirect_stdout
 
 from rhymerl.cli.base import ConfiguredCommand, Subcommand
 from rhymerl.cli.benches import BenchCommand
-from rhymerl.cli.hints import did_you_mean_config, did_you_mean_option
+from rhymerl.cli.hints import did_you_mean_command, did_you_mean_config, did_you_mean_option
 from rhymerl.cli.interrupt import Interrupt
 from rhymerl.cli.models import ExportCommand, SGLangArgsCommand, WarmstartCommand
 from rhymerl.cli.quiet import quiet
@@ -47,12 +47,17 @@ def main(argv: Sequence[str] | None = None, *, commands: Sequence[Subcommand] = 
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     parser = make_parser(commands)
-    arguments, overrides = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    words = sys.argv[1:] if argv is None else argv
+    names = [command.name for command in commands]
+    first = next((word for word in words if not word.startswith("-")), None)
+    if first is not None and first not in names:
+        parser.error(f"invalid choice: {first!r} (choose from {', '.join(names)}){did_you_mean_command(first, names)}")
+    arguments, overrides = parser.parse_known_args(words)
     if arguments.name is not None:
         overrides = arguments.command.claim(arguments, overrides)
     for index, word in enumerate(overrides):
         if word.startswith("-") or ("=" not in word and not word.startswith("~")):
-            hint = _hint(arguments.command, word, overrides[index + 1 :])
+            hint = _hint(arguments, word, overrides[index + 1 :])
             parser.error(f"{word!r}: expected an option of rhymerl {arguments.name}, or an override key=value{hint}")
     with as_launcher(), Interrupt() as interrupt, quiet():
         code = _run(arguments, overrides, interrupt)
@@ -80,11 +85,12 @@ def make_parser(commands: Sequence[Subcommand] = COMMANDS) -> ArgumentParser:
     return parser
 
 
-def _hint(command: Subcommand, word: str, following: Sequence[str]) -> str:
+def _hint(arguments: Namespace, word: str, following: Sequence[str]) -> str:
+    command = arguments.command
     if not isinstance(command, ConfiguredCommand):
         return ""
     if not word.startswith("-"):
-        return did_you_mean_config(word)
+        return did_you_mean_config(word, command.kind(arguments))
     parser = ArgumentParser(allow_abbrev=False)
     command.add_arguments(parser)
     return did_you_mean_option(word, following, parser)

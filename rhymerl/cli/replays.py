@@ -16,11 +16,11 @@ class ReplayCommand(ConfiguredCommand):
     """judge a drafter on recorded rollouts (TRACE), without a model"""
 
     name = "replay"
+    usage = "TRACE [key=value ...] [--config NAME|PATH]"
     default_config = "replay"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         super().add_arguments(parser)
-        parser.usage = "rhymerl replay TRACE [key=value ...] [--config NAME|PATH] [--print-config] [--json] [--debug]"
         parser.add_argument("trace", metavar="TRACE", help="recorded rollouts, .jsonl or .jsonl.gz")
 
     def settings(self, arguments: Namespace) -> dict[str, Any]:
@@ -40,6 +40,7 @@ class SimulateCommand(ConfiguredCommand):
     """judge a scheduler on synthetic or recorded lengths, for any number of workers"""
 
     name = "simulate"
+    usage = "[key=value ...] [--config NAME|PATH]"
     default_config = "simulate"
 
     def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result:

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 
 from rhymerl.cli.base import ConfiguredCommand, Result
 from rhymerl.cli.interrupt import Interrupt
-from rhymerl.errors import UsageError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
 class RolloutCommand(ConfiguredCommand):
-    """answer prompts in several passes, with drafts from the passes before, and record the answers (out=FILE)"""
+    """answer prompts in several epochs (passes=3), with drafts from those before, and record the answers (out=FILE)"""
 
     name = "rollout"
+    usage = "model.path=DIR data.prompts=FILE out=FILE [key=value ...] [--config NAME|PATH]"
     is_told_early = True
     default_config = "rollout"
 
@@ -24,8 +24,6 @@ class RolloutCommand(ConfiguredCommand):
         with progress.during("rhymerl rollout: loading torch"):
             from rhymerl.runs.generate import generate, report
 
-        if "passes" not in config:
-            raise UsageError("rhymerl rollout: the config has no setting 'passes'; build on rollout.yaml")
         result = generate(config, progress=progress)
         report(result)
         return result

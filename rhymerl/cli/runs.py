@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,6 @@ class FitCommand(ConfiguredCommand):
     is_told_early = True
 
     def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result | None:
-        _check_is_run(config, self.name)
         progress = self.progress()
         with progress.during("loading torch and Lightning"):
             from rhymerl.callbacks import StopOnRequest
@@ -35,6 +34,9 @@ class FitCommand(ConfiguredCommand):
 
 class RunCommand(ConfiguredCommand):
     """A command on the directory of a run, RUN, with the run's own config."""
+
+    def kind(self, arguments: Namespace) -> str:
+        return "fit"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         super().add_arguments(parser)
@@ -55,7 +57,7 @@ class RunCommand(ConfiguredCommand):
                 raise UsageError(f"rhymerl {self.name} takes RUN or run_dir=, not both")
             path = Path(arguments.run, "config.yaml")
             if not path.is_file():
-                near = did_you_mean_config(arguments.run) if not isinstance(self, ResumeCommand) else ""
+                near = did_you_mean_config(arguments.run, "fit") if not isinstance(self, ResumeCommand) else ""
                 raise UsageError(f"RUN={arguments.run!r}: not the directory of a run (it has no config.yaml){near}")
             arguments.config = str(path)
         arguments.names_checkpoint = any(word.startswith("ckpt_path=") for word in overrides)
@@ -72,10 +74,8 @@ class ResumeCommand(RunCommand, FitCommand):
     """go on with a run (RUN) from its newest whole checkpoint; key=value changes its settings"""
 
     name = "resume"
-
-    def add_arguments(self, parser: ArgumentParser) -> None:
-        super().add_arguments(parser)
-        parser.usage = "rhymerl resume RUN [key=value ...] [--print-config] [--json] [--debug]"
+    usage = "RUN [key=value ...]"
+    config_help = SUPPRESS  # a run has its own
 
     def run(self, arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> Result | None:
         if arguments.run is None:
@@ -87,15 +87,11 @@ class EvaluateCommand(RunCommand):
     """answer the validation prompts: with a run's newest whole checkpoint (RUN), a policy, or ckpt_path=PATH|last|auto"""
 
     name = "evaluate"
+    usage = "RUN [key=value ...]\n--config NAME|PATH [key=value ...]"
+    needs = "RUN or --config"
     is_told_early = True
 
-    def add_arguments(self, parser: ArgumentParser) -> None:
-        super().add_arguments(parser)
-        options = "[key=value ...] [--print-config] [--json] [--debug]"
-        parser.usage = f"rhymerl evaluate RUN {options}\n       rhymerl evaluate --config NAME|PATH {options}"
-
     def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result | None:
-        _check_is_run(config, self.name)
         progress = self.progress()
         with progress.during("loading torch and Lightning"):
             from rhymerl.runs.fit import evaluate
@@ -109,8 +105,3 @@ def _may_be_run(word: str) -> bool:
 
 def _said_once(result: Mapping[str, Any]) -> Result | None:
     return result if is_first_rank() else None
-
-
-def _check_is_run(config: DictConfig, command: str) -> None:
-    if "module" not in config:
-        raise UsageError(f"rhymerl {command}: the config has no section 'module'; build on base.yaml")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import PurePath
@@ -92,10 +93,23 @@ def construct(
 
     A constructor names only its own argument in a ValueError or TypeError; here that becomes a ConfigError which names the setting.
     """
+    _refuse_abstract(target, key)
     try:
         return target(**arguments)
     except (TypeError, ValueError) as error:
         raise ConfigError(_located(str(error), key, target, places or {})) from error
+
+
+def _refuse_abstract(target: Callable[..., Any], key: str) -> None:
+    """Raise ConfigError for a class that lacks a method which its base class asks for."""
+    missing = sorted(getattr(target, "__abstractmethods__", ()))
+    if isinstance(target, type) and inspect.isabstract(target):
+        methods = ", ".join(f"`{name}`" for name in missing)
+        is_one = len(missing) == 1
+        raise ConfigError(
+            f"{key or 'the class'}={_path(target)}: it has no {'method' if is_one else 'methods'} {methods}, "
+            f"which {'is' if is_one else 'are'} required"
+        )
 
 
 def _located(message: str, key: str, target: Callable[..., Any], places: Mapping[str, str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -44,25 +45,26 @@ class ConfigFile:
         return self.path.stem
 
 
-def locate(name_or_path: str | Path) -> Path:
-    """Return the file of a packaged name or of a path. Raises ConfigError when there is none."""
+def locate(name_or_path: str | Path, names: Callable[[], Sequence[str]] = packaged_names) -> Path:
+    """Return the file of a packaged name or of a path. Raises ConfigError, which tells of `names`, when there is none."""
     path = Path(name_or_path).expanduser()
     if path.suffix == ".yaml" and path.is_file():
         return path.resolve()
     if path.parent == Path() and (packaged_directory() / f"{path.name}.yaml").is_file():
         return packaged_directory() / f"{path.name}.yaml"
-    near = nearest_file(name_or_path)
+    known = names()
+    near = nearest_file(name_or_path, known)
     raise ConfigError(
-        f"--config {name_or_path}: expected the path of a .yaml file, or one of {', '.join(packaged_names())}"
+        f"--config {name_or_path}: expected the path of a .yaml file, or one of {', '.join(known)}"
         + (f"; did you mean {near}?" if near else "")
     )
 
 
-def nearest_file(name_or_path: str | Path) -> str | None:
-    """Return what `locate` would find under the nearest name: a packaged config, or a file in the same directory."""
+def nearest_file(name_or_path: str | Path, names: Sequence[str]) -> str | None:
+    """Return what `locate` would find under the nearest name: one of `names`, packaged ones, or a file in the same directory."""
     path = Path(name_or_path).expanduser()
     beside = [str(path.with_name(each.name)) for each in path.parent.glob("*.yaml")] if path.name else []
-    near = get_close_matches(str(path), [*packaged_names(), *beside], n=1)
+    near = get_close_matches(str(path), [*names, *beside], n=1)
     return near[0] if near else None
 
 

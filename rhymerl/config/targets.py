@@ -8,6 +8,7 @@ import importlib
 import inspect
 import math
 import os
+import pkgutil
 import re
 import sys
 import typing
@@ -103,8 +104,9 @@ def _import_module_part(path: str, setting: str) -> tuple[ModuleType, list[str]]
             if error.name == name and module is not None:
                 return module, parts[end - 1 :]
             if error.name == name:
+                near = did_you_mean(name, [each.name for each in pkgutil.iter_modules()])
                 raise ConfigError(
-                    f"{setting}={path!r}: no module named {name!r}, neither installed nor in the current directory"
+                    f"{setting}={path!r}: no module named {name!r}, neither installed nor in the current directory{near}"
                 ) from error
             raise ConfigError(f"{setting}={path!r}: importing {name} fails: {error}") from error
         except (ImportError, SyntaxError) as error:

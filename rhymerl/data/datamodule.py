@@ -18,6 +18,7 @@ from rhymerl.data.sources import DataSource, Setting, read_rows
 from rhymerl.distributed.first import is_first_rank
 from rhymerl.errors import ConfigError
 from rhymerl.models.policy import Policy
+from rhymerl.progress import counted
 from rhymerl.tasks.base import Task
 from rhymerl.types import Prompt
 
@@ -114,7 +115,7 @@ class PromptDataModule(L.LightningDataModule):
             return f"{type(self).__name__}: nothing has been read yet"
         loader = self.train_loader
         train = (
-            f"{len(loader.prompts):,} prompts to train on, {self.prompts_per_step:,} a step"
+            f"{counted(len(loader.prompts), 'prompt')} to train on, {self.prompts_per_step:,} a step"
             if loader is not None
             else "none to train on"
         )
@@ -185,9 +186,9 @@ class PromptDataModule(L.LightningDataModule):
         num_prompts = len(self.train_loader.prompts) if self.train_loader is not None else self.prompts_per_step
         if num_prompts < self.prompts_per_step and is_first_rank():
             _LOG.warning(
-                "data.prompts_per_step=%d: there are %d prompts to train on, so each step has %d",
+                "data.prompts_per_step=%d: the training data has only %s, so each step has %d",
                 self.prompts_per_step,
-                num_prompts,
+                counted(num_prompts, "prompt"),
                 num_prompts,
             )
 

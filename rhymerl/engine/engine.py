@@ -38,7 +38,7 @@ class Engine:
     `max_running` requests decode side by side; `kv_tokens` bounds the tokens that have keys and values (when it is
     full the youngest request is preempted and recomputed later); `max_pass_tokens` bounds one forward pass.
     `budget` says how much of what `drafter` proposes is verified. With `check_drafts` a malformed draft raises ValueError;
-    otherwise it is ignored and counted. `autocast` is entered around every forward.
+    otherwise it is ignored and counted (`complaints`: see DraftingProtocol). `autocast` is entered around every forward.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class Engine:
         kv_tokens: int = 65_536,
         max_pass_tokens: int = 8_192,
         check_drafts: bool = False,
+        complaints: set[type[Drafter]] | None = None,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.model = model
@@ -69,6 +70,7 @@ class Engine:
             budget if budget is not None else FixedBudget(),
             vocabulary=config.vocab_size,
             checks=check_drafts,
+            complaints=complaints,
         )
         self.drafting = Drafting(self.protocol, self.rows, self.totals)
         self.admission = Admission(self.rows, max_running=max_running, max_pass_tokens=max_pass_tokens)

@@ -28,11 +28,19 @@ _LOG = logging.getLogger(__name__)
 class DraftingProtocol:
     """The calls of a drafter and a budget, in the order that their base classes promise. R = requests.
 
-    With `checks` a malformed draft raises HookError; otherwise it is left out, counted, and told about once. An exception of the
-    drafter or budget becomes a HookError, too.
+    With `checks` a malformed draft raises HookError; otherwise it is left out, counted, and told about once: `complaints` has the
+    classes that have been told about, and is shared by the engines of a run. An exception of the drafter or budget becomes a HookError, too.
     """
 
-    def __init__(self, drafter: Drafter, budget: Budget, *, vocabulary: int, checks: bool = False) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        budget: Budget,
+        *,
+        vocabulary: int,
+        checks: bool = False,
+        complaints: set[type[Drafter]] | None = None,
+    ) -> None:
         self.drafter = drafter
         self.budget = budget
         self.max_nodes = 0 if isinstance(drafter, NoDrafter) else budget.max_nodes
@@ -46,7 +54,7 @@ class DraftingProtocol:
         self._pauses = Pauses(self._skips, self._count_passes)
         self._num_running = 0
         self._in_drafter, self._in_budget = Hooks("drafter", innermost(drafter)), Hooks("budget", budget)
-        self._has_complained = False
+        self._complaints = complaints if complaints is not None else set()
 
     def start(self, request: RolloutRequest) -> None:
         """A request enters for the first time."""
@@ -109,13 +117,13 @@ class DraftingProtocol:
         return keep_nodes(drafts, mask)
 
     def _complain(self, proposed: str, num_requests: int) -> None:
-        own = self._in_drafter.component
+        own = innermost(self.drafter)
         told = f"{type(own).__name__} proposed {proposed} ({line_of(own, 'propose')})"
         if self._checks:
             raise HookError(told)
         self.num_malformed += num_requests
-        if not self._has_complained:
-            self._has_complained = True
+        if type(own) not in self._complaints:
+            self._complaints.add(type(own))
             _LOG.warning("%s: such drafts are left out, and from now on only counted, as spec/bad_drafts", told)
 
     def accept(self, request: RolloutRequest, token_ids: IntArray, num_accepted: int) -> None:

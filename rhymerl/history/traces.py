@@ -119,8 +119,10 @@ def read_trace(path: str | Path) -> Iterator[TraceRecord]:
                 yield _parse(line, f"{location}, line {number}")
     except EOFError as error:
         raise DataError(f"{location}, line {number + 1}: the file is cut off here") from error
+    except FileNotFoundError as error:
+        raise DataError(f"{location}: no such file") from error
     except (OSError, zlib.error) as error:
-        raise DataError(f"{location}: cannot be read: {error}") from error
+        raise DataError(f"{location}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if number == 0:
         raise DataError(f"{location}: the file is empty")
 

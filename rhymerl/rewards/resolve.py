@@ -22,9 +22,9 @@ class Found(NamedTuple):
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """`; did you mean 'score'?`, or nothing when no choice is close."""
+    """`; did you mean score?`, or nothing when no choice is close."""
     matches = get_close_matches(name, list(choices), n=1)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
+    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def find(dotted_name: str, *, argument: str) -> Found:
@@ -40,7 +40,7 @@ def find(dotted_name: str, *, argument: str) -> Found:
     for name in names:
         if not hasattr(target, name):
             owner = getattr(target, "__name__", dotted_name)
-            raise ValueError(f"{argument}: {owner!r} has no {name!r}{nearest(name, _members(target))}")
+            raise ValueError(f"{argument}: {owner} has no {name!r}{nearest(name, _members(target))}")
         target = getattr(target, name)
     return Found(module.__name__, ".".join(names), target)
 
@@ -67,7 +67,9 @@ def _import_longest(parts: list[str], argument: str) -> ModuleType:
         if missing is None or not f"{name}.".startswith(f"{missing}."):
             raise ValueError(f"{argument}: importing {name!r} failed: {attempt.message}")
     known = (module.name for module in pkgutil.iter_modules())
-    raise ValueError(f"{argument}: there is no module {parts[0]!r} on the Python path{nearest(parts[0], known)}")
+    raise ValueError(
+        f"{argument}: no module named {parts[0]!r}, neither installed nor in the current directory{nearest(parts[0], known)}"
+    )
 
 
 def _members(target: Any) -> list[str]:
@@ -78,4 +80,4 @@ def _members(target: Any) -> list[str]:
 
 def _ready_made(name: str) -> str:
     package = "rhymerl.rewards"
-    return f"; did you mean '{package}.{name}'?" if name in import_module(package).__all__ else ""
+    return f"; did you mean {package}.{name}?" if name in import_module(package).__all__ else ""

@@ -32,9 +32,10 @@ from rhymerl.data import PromptDataModule
 from rhymerl.distributed.first import is_first_rank
 from rhymerl.drafters.history_tree import HistoryTreeDrafter
 from rhymerl.drafters.none import NoDrafter
+from rhymerl.drafters.run_ahead import listens
 from rhymerl.errors import ConfigError
 from rhymerl.folders import RunFolder, cannot_write, check_folder, writing
-from rhymerl.progress import SILENT, ProgressBar
+from rhymerl.progress import SILENT, ProgressBar, counted
 from rhymerl.runs.banner import banner, how_to_go_on, noting_how_to_go_on
 from rhymerl.runs.earlier import save_history, start_with
 from rhymerl.runs.resume import ResumePoint, check_same_run, check_weights, policy_weights, resume_point
@@ -125,6 +126,8 @@ def _fit(
     result = summary.result()
     _write_summary(result, run_dir)
     _say(result, run_dir)
+    if summary.num_steps and summary.num_idle_steps == summary.num_steps:
+        _note("Nothing was learned: the rewards did not tell the answers to a prompt apart in any step")
     if trainer.should_stop and (note := how_to_go_on(run_dir)):
         _note(note)
     return result
@@ -333,7 +336,7 @@ def _say_where(point: ResumePoint, changed: Sequence[Change], *, doing: str = "G
 
 
 def _evaluate(trainer: L.Trainer, module: RhymeModule, datamodule: PromptDataModule) -> float:
-    _note(f"Evaluating on {datamodule.num_validation_prompts:,} held-out prompts")
+    _note(f"Evaluating on {counted(datamodule.num_validation_prompts, 'held-out prompt')}")
     _validate(trainer, module, datamodule)
     return module.evaluation_metrics["eval/reward"]
 
@@ -357,12 +360,15 @@ def _speedup(
     loader = datamodule.train_loader
     assert loader is not None
     parts = resolved(config)["module"]
+    drafter = module.drafter
+    if listens(drafter, "follow"):  # else nothing that it has learned could be told a new one
+        drafter = instantiate(parts["drafter"], key="drafter", default=HistoryTreeDrafter)
     module.to(trainer.strategy.root_device)  # Lightning has taken it off
     return measure_speedup(
         module.policy,
         loader.peek(0).prompts,
         module.rollout,
-        drafter=instantiate(parts["drafter"], key="drafter", default=HistoryTreeDrafter),
+        drafter=drafter,
         budget=instantiate(parts["budget"], key="budget", default=GoodputBudget),
         history=module.history,
         like=module.backend,

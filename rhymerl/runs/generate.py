@@ -45,7 +45,7 @@ _COLUMNS = {  # of the table
 
 @dataclass(slots=True)
 class AnswerTotals:
-    """The totals of one pass over the prompts, or of all of them."""
+    """The totals of one epoch, which answers all prompts once, or of all epochs."""
 
     answers: int = 0
     forward_passes: int = 0
@@ -99,12 +99,12 @@ def generate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str,
     ):
         for number in range(config.passes):
             passes.append(AnswerTotals())
-            with progress.during(f"answers of pass {number + 1}", len(prompts) * settings.group_size):
+            with progress.during(f"answers of epoch {number}", len(prompts) * settings.group_size):
                 for rollout in _answers(loop, policy, prompts, number, settings):
                     writer.write(record_of(sample, number, with_logprobs=True) for sample in rollout.samples)
                     for totals in (whole, passes[-1]):
                         totals.count(rollout)
-            _note(number + 1, config.passes, passes[-1])
+            _note(number, config.passes, passes[-1])
     totals_of = [each.result(with_reward=config.rewards is not None) for each in (whole, *passes)]
     return {"out": str(out), "passes": config.passes, **totals_of[0], "by_pass": totals_of[1:]}
 
@@ -145,7 +145,7 @@ def _answers(
     for first in range(0, len(prompts), _PROMPTS_AT_A_TIME):
         loop.sync_weights(policy.named_weights(), 0)
         rollout = loop.run(prompts[first : first + _PROMPTS_AT_A_TIME], number, settings, epoch=number)
-        rollout.failures.check(loop.scorer.rewards, "a pass")
+        rollout.failures.check(loop.scorer.rewards, "an epoch")
         yield rollout
 
 
@@ -195,16 +195,17 @@ def _repeatable(wanted: bool) -> Iterator[None]:
 
 def _note(number: int, of: int, totals: AnswerTotals) -> None:
     tokens, seconds = totals.acceptance.tokens, max(totals.seconds, 1e-9)
-    Console().print(f"pass {number} of {of}  {tokens:,} tokens  {tokens / seconds:,.0f} tok/s", highlight=False)
+    words = f"epoch {number}, {number + 1} of {of}  {tokens:,} tokens  {tokens / seconds:,.0f} tok/s"
+    Console().print(words, highlight=False)
 
 
 def report(result: Mapping[str, Any]) -> None:
-    """Print a table by pass and the totals."""
-    table = Table("pass", title="Rollouts", title_justify="left")
+    """Print a table by epoch, which the file and `rhymerl replay` count likewise, and the totals."""
+    table = Table("epoch", title="Rollouts", title_justify="left")
     shown = [name for name in _COLUMNS if name in result]
     for name in shown:
         table.add_column(_COLUMNS[name], justify="right")
-    for number, each in enumerate(result["by_pass"], start=1):
+    for number, each in enumerate(result["by_pass"]):
         table.add_row(str(number), *(_cell(each[name]) for name in shown))
     table.add_section()
     table.add_row("all", *(_cell(result[name]) for name in shown), style="bold")

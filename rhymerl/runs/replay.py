@@ -10,7 +10,7 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from rhymerl.types import BoolArray, IndexArray, IntArray
 
+_WARM_UP = 16  # answers
 _COLUMNS = ("tokens_per_pass", "verified_per_token", "accept_rate", "draft_hit_rate", "propose_us")
 _UNUSED = SamplingParams(max_tokens=1)
 _MOST_TOKENS = 2**20  # that an answer might have gone on for
@@ -191,13 +192,10 @@ def judge(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, An
         raise ConfigError("trace=null: name a file of recorded rollouts (.jsonl or .jsonl.gz)")
     records = list(read_trace(config.trace))
     costs = _ASSUMED if config.costs is None else construct(CostCurve.read, {"costs": config.costs}, key="")
-    settings = {
-        "costs": costs,
-        "max_running": config.max_running,
-        "from_epoch": config.from_epoch,
-        "progress": progress,
-    }
+    sizes = {"max_running": config.max_running, "from_epoch": config.from_epoch}
+    settings = {"costs": costs, "progress": progress, **sizes}
     num_answers = sum(record.epoch >= config.from_epoch for record in records)
+    _warm_up(config, records)
     drafter = instantiate(config.drafter, key="drafter")
     try:
         budget, history = instantiate(config.budget, key="budget"), instantiate(config.history, key="history")
@@ -220,6 +218,16 @@ def judge(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, An
         "length_spearman": lengths.spearman,
         "epochs": {epoch: each.result() for epoch, each in by_epoch.items()},
     }
+
+
+def _warm_up(config: DictConfig, records: Sequence[TraceRecord]) -> None:
+    """Replay a few answers twice with parts of the same settings: compiled functions take long the first time."""
+    few = [replace(record, epoch=epoch) for epoch in (0, 1) for record in records[:_WARM_UP]]
+    drafter = instantiate(config.drafter, key="drafter")
+    try:
+        Replay(drafter, instantiate(config.budget, key="budget")).run(few)
+    finally:
+        drafter.close()
 
 
 class _Running:
@@ -359,9 +367,9 @@ def report(result: Mapping[str, Any]) -> None:
     for name in ("epoch", *_COLUMNS):
         table.add_column(name.replace("_", " "), justify="right")
     for epoch, each in result["epochs"].items():
-        table.add_row(str(epoch), *(f"{each[name]:.3g}" for name in _COLUMNS))
+        table.add_row(str(epoch), *(_shown(each[name]) for name in _COLUMNS))
     table.add_section()
-    table.add_row("all", *(f"{result[name]:.3g}" for name in _COLUMNS), style="bold")
+    table.add_row("all", *(_shown(result[name]) for name in _COLUMNS), style="bold")
     console = Console()
     console.print(table)
     _say_speedup(result, console)
@@ -372,6 +380,11 @@ def report(result: Mapping[str, Any]) -> None:
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _shown(value: float) -> str:
+    """Three digits, or all of those before the point: `0.523`, `1,910`."""
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
 
 
 def _say_speedup(result: Mapping[str, Any], console: Console) -> None:

@@ -93,7 +93,7 @@ def measure_speedup(
 ) -> Speedup:
     """Answer prompts in `_PAIRS` pairs, which one first taking turns, after one that warms up and is not counted.
 
-    `drafter` and `budget` are new, and follow `history` without adding to it; both engines have the settings of `like`. A
+    `drafter` and `budget` follow `history` without adding to it; both engines have the settings of `like`. A
     rollout of all `prompts` takes about `step_s` with drafts: no more of them are answered than `_ABOUT_S` seconds allow.
     Raises RunError when drafts change an answer in float64.
     """
@@ -138,9 +138,11 @@ def _pair(sides: Sequence[_Side], requests: Sequence[RolloutRequest], *, is_reve
 
 def _like(backend: EmbeddedBackend) -> EmbeddedBackend:
     """A backend of our own class: what one derived from it does besides is no part of the measurement."""
-    return EmbeddedBackend(
+    like = EmbeddedBackend(
         max_running=backend.max_running,
         kv_tokens=backend.kv_tokens,
         max_pass_tokens=backend.max_pass_tokens,
         check_drafts=backend.check_drafts,
     )
+    like.complaints = backend.complaints
+    return like

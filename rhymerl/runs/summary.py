@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -11,8 +12,10 @@ import lightning as L
 from rich.table import Table
 
 from rhymerl.rollout.metrics import AcceptanceTotals
+from rhymerl.runs.equal_rewards import equal_rewards, warning_of
 from rhymerl.runs.speedup import Speedup
 
+_LOG = logging.getLogger(__name__)
 _STATE = (
     "eval_before",
     "eval_after",
@@ -23,8 +26,10 @@ _STATE = (
     "num_tokens",
     "num_calls",
     "num_failed_calls",
+    "num_bad_drafts",
+    "num_idle_steps",
 )
-_WINDOW = 5  # steps that make `reward_first` and `reward_last`
+_WINDOW = 5  # steps at most that make `reward_first` and `reward_last`, which share none
 
 
 class Summary(L.Callback):
@@ -40,6 +45,8 @@ class Summary(L.Callback):
         self.num_tokens = 0
         self.num_calls = 0  # of rewards
         self.num_failed_calls = 0
+        self.num_bad_drafts = 0
+        self.num_idle_steps = 0  # from whose rewards nothing could be learned
         self.acceptance = AcceptanceTotals()
         self.speedup: Speedup | None = None
         self._since: float | None = None
@@ -58,12 +65,24 @@ class Summary(L.Callback):
         self.seconds["update"] += float(metrics["timing_s/update"])
         self.num_steps += 1
         self.num_tokens = int(metrics["num_tokens"])
+        self.num_bad_drafts += int(metrics.get("spec/bad_drafts", 0))
         rollout: Any = getattr(pl_module, "last_rollout", None)
         if rollout is not None:
             self.acceptance.count(sample.completion for sample in rollout.samples)
             self.num_calls += rollout.failures.num_samples * len(rollout.samples[0].rewards)
             self.num_failed_calls += sum(rollout.failures.num_failed.values())
+            self._look_at_rewards(trainer, pl_module, rollout)
         self._lap()
+
+    def _look_at_rewards(self, trainer: L.Trainer, pl_module: Any, rollout: Any) -> None:
+        alike = equal_rewards(
+            rollout.samples,
+            frac_zero_std=float(trainer.callback_metrics["frac_reward_zero_std"]),
+            advantages=pl_module.advantages,
+        )
+        self.num_idle_steps += alike is not None
+        if alike is not None and self.num_steps == 1 and trainer.is_global_zero:
+            _LOG.warning(warning_of(alike))
 
     def _lap(self) -> None:
         now = time.perf_counter()
@@ -79,13 +98,14 @@ class Summary(L.Callback):
         self.acceptance = AcceptanceTotals(**state_dict["speculation"])
 
     def result(self) -> dict[str, float | int | None]:
-        """Return the figures; `wall_s` is training alone (rollouts, updates, what is between), rewards are means of 5 steps."""
+        """Return the figures; `wall_s` is training alone (rollouts, updates, what is between), rewards are means of up to 5 steps."""
         rollout_s = self.seconds["rollout"]
+        window = max(1, min(_WINDOW, self.num_steps // 2))
         return {
             "eval_reward_before": self.eval_before,
             "eval_reward_after": self.eval_after,
-            "reward_first": _mean(self.first_rewards),
-            "reward_last": _mean(self.last_rewards),
+            "reward_first": _mean(self.first_rewards[:window]),
+            "reward_last": _mean(self.last_rewards[-window:]),
             "reward_failure_rate": self.num_failed_calls / max(self.num_calls, 1),
             "steps": self.num_steps,
             "wall_s": round(self.seconds["wall"], 3),
@@ -95,6 +115,7 @@ class Summary(L.Callback):
             "num_tokens": self.num_tokens,
             "spec_accept_rate": round(self.acceptance.accept_rate, 4),
             "spec_accept_length": round(self.acceptance.accept_length, 4),
+            **({"spec_bad_drafts": self.num_bad_drafts} if self.num_bad_drafts else {}),
             "rollout_speedup": round(self.speedup.ratio, 3) if self.speedup else None,
             "rollout_speedup_low": round(self.speedup.low, 3) if self.speedup else None,
             "rollout_speedup_high": round(self.speedup.high, 3) if self.speedup else None,
@@ -112,7 +133,7 @@ def summary_table(result: Mapping[str, float | int | None]) -> Table:
     table.add_column(justify="right")
     for name, value in result.items():
         if value is not None:
-            is_bad = name == "reward_failure_rate" and value > 0
+            is_bad = name in ("reward_failure_rate", "spec_bad_drafts") and value > 0
             table.add_row(name, readable(value), style="bold red" if is_bad else None)
     return table
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from rhymerl.config import construct, instantiate
 from rhymerl.costs import CostCurve
 from rhymerl.errors import ConfigError, require_at_least
-from rhymerl.progress import SILENT, ProgressBar
+from rhymerl.progress import SILENT, ProgressBar, counted
 from rhymerl.rollout.base import RunAhead
 from rhymerl.schedulers.fifo import FIFOScheduler
 from rhymerl.simulation.base import REFERENCE_COSTS, Decoding, LengthSource, StepWork, Timeline
@@ -49,7 +49,7 @@ def judge(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, An
     for seed in range(config.seed, config.seed + config.seeds):
         works = source.steps(config.steps + _RUN_OUT, seed)
         window = window_of(config, len(works))
-        words = f"steps with seed {seed}, {len(rows) + 1} of {config.seeds} seeds"
+        words = f"steps with seed {seed}, {len(rows) + 1} of {counted(config.seeds, 'seed')}"
         with _no_collection(), progress.during(words, 2 * len(works)):  # with the scheduler and with the baseline
             timeline, row = compared(config, works, window, progress=progress)
         rows.append(row)
@@ -198,7 +198,7 @@ def report(result: Mapping[str, Any]) -> None:
     console = Console()
     console.print(table)
     console.print(
-        f"{result['workers']} workers, {result['steps']} steps, {result['seeds']} seeds: "
+        f"{counted(result['workers'], 'worker')}, {counted(result['steps'], 'step')}, {counted(result['seeds'], 'seed')}: "
         f"{result['speedup_min']:.3f} to {result['speedup_max']:.3f} times as fast",
         highlight=False,
         soft_wrap=True,

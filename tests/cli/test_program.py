@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,8 +20,9 @@ import yaml
 from rhymerl.cli import main
 from rhymerl.cli.base import ConfiguredCommand, Result, Subcommand
 from rhymerl.cli.interrupt import Interrupt
+from rhymerl.cli.kinds import names_of
 from rhymerl.cli.program import COMMANDS
-from rhymerl.config import resolved
+from rhymerl.config import compose, packaged_names, resolved
 from rhymerl.errors import RunError
 
 CONFIG = "seed: 0\ntask: {_target_: rhymerl.tasks.RunningSum, seed: '${seed}'}\n"
@@ -96,6 +98,16 @@ def test_print_config(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["fit", "--config=quickstart", "--trainer.max_steps", "3"], "; did you mean trainer.max_steps=3?"),
         (["fit", "--config=quickstart", "-seed=3"], "; did you mean seed=3?"),
         (["fti"], "invalid choice: 'fti'"),
+        (["fti"], "; did you mean fit?"),
+        (["generate"], "; did you mean rollout?"),
+        (["train", "--config", "quickstart"], "; did you mean fit?"),
+        (["fit", "rollout"], "'rollout': expected an option of rhymerl fit, or an override key=value"),
+        (["evaluate"], "error: rhymerl evaluate needs RUN or --config: a .yaml file, or one of base"),
+        (
+            ["simulate", "--config=simulat"],
+            "expected the path of a .yaml file, or one of simulate; did you mean simulate?",
+        ),
+        (["resume", "run", "--config=quickstart"], "rhymerl resume takes RUN or --config, not both"),
         (["export", "run"], "the following arguments are required: OUT"),
         (["export", "run", "out", "seed=1"], "error: rhymerl export takes RUN and OUT only, not 'seed=1'"),
     ],
@@ -109,6 +121,69 @@ def test_bad_usage_is_one_line_and_exit_code_2(
         code = int(str(error.code))
     assert code == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        (["fit", "--config=simulate"], "simulate"),
+        (["fit", "--config=rollout", "trainer.max_steps=3"], "rollout"),
+        (["fit", "--config=warmstart_running_sum"], "warmstart"),
+        (["evaluate", "--config=replay"], "replay"),
+        (["simulate", "--config=quickstart"], "fit"),
+        (["simulate", "--config=quickstart", "workers=4"], "fit"),
+        (["replay", "trace.jsonl", "--config=quickstart"], "fit"),
+        (["rollout", "--config=sglang_args"], "sglang-args"),
+        (["bench", "rollout", "--config=quickstart"], "fit"),
+        (["bench", "drafter", "--config=bench_rollout"], "bench rollout"),
+        (["warmstart", "--config=rollout"], "rollout"),
+        (["sglang-args", "--config=rollout"], "rollout"),
+    ],
+)
+def test_a_config_of_another_command_is_named(words: list[str], kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    (config,) = (word.removeprefix("--config=") for word in words if word.startswith("--config="))
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"error: --config {config}: is a config of rhymerl {kind}, not of rhymerl ")
+    assert f" {config}," not in err.partition("or one of")[2]
+
+
+def test_a_file_that_is_no_config_of_the_command(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", f"--config={config}"]) == 2
+    lacks = f"--config {config}: is no config of rhymerl simulate, as it lacks 'lengths'; build on one of simulate"
+    assert capsys.readouterr().err == f"error: {lacks}\n"
+
+
+def test_every_packaged_config_is_of_one_command() -> None:
+    kinds = ("fit", "rollout", "replay", "simulate", "warmstart", "sglang-args")
+    names = [name for kind in kinds for name in names_of(kind)]
+    names += [name for what in ("rollout", "drafter", "costs") for name in names_of(f"bench {what}")]
+    assert sorted(names) == packaged_names()
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda each: each.name)
+def test_help_says_what_has_to_be_given(command: Subcommand, capsys: pytest.CaptureFixture[str]) -> None:
+    """A config is asked for where there is no default, and settings that the default config leaves open are shown."""
+    with pytest.raises(SystemExit):
+        main([command.name, "--help"])
+    usage = capsys.readouterr().out.partition("\n\n")[0]
+    if not isinstance(command, ConfiguredCommand):
+        return
+    assert ("[--config NAME|PATH]" in usage) == (command.default_config is not None or command.name == "bench")
+    assert "--config" in usage or command.name == "resume"
+    if command.default_config is not None:
+        settings = resolved(compose(command.default_config))
+        asked = {word.partition("=")[0] for word in re.findall(r"[\w.]+=[A-Z]+", usage)}
+        required = {"model.path" for _ in "x" if settings.get("model", {}).get("path") == "???"}
+        required |= {"out" for _ in "x" if settings.get("out", "") in (None, "???")}
+        assert required <= asked <= required | {"data.prompts"}
+
+
+def test_resume_does_not_offer_a_config(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["resume", "--help"])
+    assert "--config " not in capsys.readouterr().out
 
 
 def test_files_nearby_are_hinted_at(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

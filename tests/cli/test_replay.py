@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 
 from rhymerl.cli import main
 from rhymerl.history.traces import TraceRecord, TraceWriter
+from rhymerl.runs.replay import report
+from tests.documents import reader_in
 
 COLUMNS = {"tokens_per_pass", "verified_per_token", "accept_rate", "propose_us"}
 
@@ -138,3 +141,30 @@ def test_a_trace_is_needed(capsys):
 
 def test_a_drafter_without_history_is_judged(trace, capsys):
     assert answer([trace, "drafter.window=0"], capsys)["tokens_per_pass"] >= 1
+
+
+def test_what_has_to_be_compiled_is_so_before_the_first_epoch(trace, tmp_path, capsys, monkeypatch):
+    """By another drafter, which leaves nothing behind."""
+    (tmp_path / "my_warm.py").write_text(
+        "from rhymerl import Draft, Drafter\n\n\nclass Warm(Drafter):\n    told = []\n"
+        "    def __init__(self):\n        self.told.append('made')\n"
+        "    def close(self):\n        self.told.append('closed')\n"
+        "    def propose(self, request, context, budget):\n"
+        "        self.told.append('asked')\n        return Draft(token_ids=[], parents=[])\n"
+    )
+    with reader_in(tmp_path):
+        assert answer([trace, "drafter=my_warm.Warm"], capsys)["tokens_per_pass"] == 1
+        from my_warm import Warm
+
+        steps = [name for name, _ in groupby(Warm.told)]
+    assert steps == ["made", "asked", "closed", "made", "asked", "closed"]
+
+
+def test_no_figure_is_in_powers_of_ten(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    each = dict.fromkeys(COLUMNS | {"draft_hit_rate"}, 5470.0)
+    shown = {"predicted_speedup": 1.0, "predicted_from": "x", "similarity": 1.0, "length_same_group": 1.0}
+    report({**each, **shown, "length_spearman": 1.0, "epochs": {0: each}})
+    out = capsys.readouterr().out
+    assert "5,470" in out
+    assert "e+" not in out

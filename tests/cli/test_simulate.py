@@ -63,6 +63,11 @@ def test_a_table_for_people(capsys, monkeypatch):
     assert "times as fast as FIFO behind a barrier" in out
 
 
+def test_one_of_a_kind_is_no_plural(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert "4 workers, 7 steps, 1 seed: " in run([*TINY, "seeds=1"], capsys)[1]
+
+
 def test_recorded_lengths(capsys):
     result = answer([f"trace={TRACE}", "workers=4", "lengths.prompts_per_step=32", "warm_up=2", "seeds=1"], capsys)
     assert result["steps"] > 5
@@ -107,7 +112,7 @@ def test_a_chart_without_matplotlib_says_what_to_install(monkeypatch, capsys):
         (["redo_acceptance=2.0"], "error: redo_acceptance=2.0: expected 0 to 1"),
         (["tokens_per_pass=3.0"], "error: verified=1.0: expected at least 3.0"),
         (["costs=nothing.json"], "error: costs='nothing.json': expected a JSON file"),
-        (["trace=nothing.jsonl"], "error: trace 'nothing.jsonl': cannot be read"),
+        (["trace=nothing.jsonl"], "error: trace 'nothing.jsonl': no such file"),
         (["gantt=steps.pdf"], "error: gantt='steps.pdf': expected a file that ends in .png"),
         (["lengths.cap=0"], "error: lengths.cap=0: expected at least 1"),
         (["scheduler=histopip"], "error: scheduler='histopip': expected one of fifo, histopipe, paced, packed, sorted"),

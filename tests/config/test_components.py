@@ -11,7 +11,7 @@ from rhymerl.config import compose, construct, describe, instantiate, to_yaml
 from rhymerl.config.targets import import_target
 from rhymerl.drafters import NoDrafter
 from rhymerl.errors import ConfigError
-from rhymerl.schedulers import FIFOScheduler
+from rhymerl.schedulers import FIFOScheduler, Scheduler
 from rhymerl.tasks import RunningSum
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -194,3 +194,19 @@ def test_required_arguments(here: Path) -> None:
     assert "drafter: ???" in to_yaml(config)
     with pytest.raises(ConfigError, match=r"^job\.drafter: required, but not set"):
         instantiate(config.job)
+
+
+class Half(Scheduler):
+    """Has nothing of what a scheduler has to have."""
+
+
+def test_a_class_without_a_required_method_is_named_with_it() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^scheduler=\S*test_components\.Half: it has no method `plan`, which is req"
+    ):
+        instantiate({"_target_": f"{__name__}.Half"}, key="scheduler")
+
+
+def test_a_module_that_is_not_there_is_told_with_the_nearest_one(here: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no module named 'my_modul', neither .*; did you mean my_module\?"):
+        instantiate({"_target_": "my_modul.MyDrafter"}, key="drafter")

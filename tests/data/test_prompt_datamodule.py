@@ -327,7 +327,10 @@ def test_a_step_that_wants_more_prompts_than_there_are_is_said(
     prepare(PromptDataModule(ROWS, prompts_per_step=len(ROWS)), policy).warn()
     assert caplog.messages == []
     prepare(PromptDataModule(ROWS, prompts_per_step=8), policy).warn()
-    assert caplog.messages == ["data.prompts_per_step=8: there are 7 prompts to train on, so each step has 7"]
+    assert caplog.messages == ["data.prompts_per_step=8: the training data has only 7 prompts, so each step has 7"]
+    caplog.clear()
+    prepare(PromptDataModule(ROWS[:1], prompts_per_step=8), policy).warn()
+    assert caplog.messages == ["data.prompts_per_step=8: the training data has only 1 prompt, so each step has 1"]
 
 
 def test_columns_are_those_of_every_prompt(policy: Policy) -> None:

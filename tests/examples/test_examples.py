@@ -11,6 +11,9 @@ import pytest
 
 from rhymerl.cli import main
 from rhymerl.engine.engine import Engine
+from rhymerl.history import HistoryStore
+from rhymerl.history.answers import answers_of
+from rhymerl.history.records import HistoryDelta
 from rhymerl.schedulers.base import check_plan
 from rhymerl.testing import make_requests, tiny_policy
 from rhymerl.types import Completion, Draft, RolloutRequest, Sample
@@ -74,6 +77,14 @@ def scored(completions: dict[str, Completion], requests: Sequence[RolloutRequest
     ]
 
 
+def history_of(samples: Sequence[Sample]) -> HistoryDelta:
+    """Return what a drafter is told that follows a history with these answers."""
+    history = HistoryStore()
+    for prompt, group in answers_of(samples, 0):
+        history.add(prompt, group)
+    return history.snapshot()
+
+
 def test_the_drafter_changes_no_token_and_saves_passes():
     from my_drafter import CopyEarlierAnswer
 
@@ -81,7 +92,7 @@ def test_the_drafter_changes_no_token_and_saves_passes():
     requests = make_requests(6, group_size=2, temperature=0.5)
     plain = answers(policy, requests)
     drafter = CopyEarlierAnswer()
-    drafter.learn(scored(plain, requests))
+    drafter.follow(history_of(scored(plain, requests)))
     drafted = answers(policy, requests, drafter=drafter)
     for name, completion in plain.items():
         assert drafted[name].token_ids.tolist() == completion.token_ids.tolist(), name
@@ -94,7 +105,7 @@ def test_the_drafter_copies_the_best_answer():
     policy, requests = tiny_policy(), make_requests(1, group_size=2, prompt_tokens=(6, 6), temperature=2.0)
     samples = scored(answers(policy, requests), requests, best=1)
     drafter = CopyEarlierAnswer(match=3)
-    drafter.learn(samples)
+    drafter.follow(history_of(samples))
     draft = drafter.propose(requests[0], requests[0].prompt.token_ids, 5)
     assert isinstance(draft, Draft)
     assert draft.token_ids.tolist() == samples[1].completion.token_ids[:5].tolist()

@@ -206,7 +206,7 @@ def check_line(tmp_path: Path, line: bytes, message: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", None, "cannot be read: .*No such file"),
+        ("a.jsonl", None, "no such file$"),
         ("a.jsonl", b"", "the file is empty"),
         ("a.jsonl.gz", b"", "the file is empty"),
         ("a.jsonl.gz", b"{}\n", "cannot be read: Not a gzipped file"),

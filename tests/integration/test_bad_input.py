@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -169,7 +170,10 @@ def test_a_full_disk(index: Path, model_dir: Path, rhymerl: Run, monkeypatch: py
         (["warmstart", "out=out", "warmstart.num_steps=0"], "warmstart.num_steps=0: expected at least 1"),
         (["warmstart", "out=mine", "task=tests.integration.programs.Silent"], "task: Silent has no demonstrations"),
         (["warmstart", "out=bad_config"], "out='bad_config': holds a model already"),
-        (["fit", "--config=warmstart_running_sum"], "rhymerl fit: the config has no section 'module'"),
+        (
+            ["fit", "--config=warmstart_running_sum"],
+            "--config warmstart_running_sum: is a config of rhymerl warmstart, not of rhymerl fit",
+        ),
     ],
 )
 def test_other_commands(words: list[str], message: str, index: Path, model_dir: Path, rhymerl: Run) -> None:
@@ -186,3 +190,11 @@ def test_from_outside(index: Path, model_dir: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "rhymerl fit, grpo_jsonl: loading torch and Lightning\n")
     assert done.stderr.startswith("error: data.train='broken.jsonl', line 2: not valid JSON: ")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is installed")
+def test_sglang_that_is_not_installed_is_said_before_anything_is_computed(index: Path, rhymerl: Run) -> None:
+    done = rhymerl("fit", "--config=quickstart", "backend=sglang", "run_dir=run")
+    assert done.err == "error: backend=sglang: sglang is not installed; pip install 'rhymerl[sglang]'\n"
+    assert (done.code, done.out) == (2, "")
+    assert not Path("run").exists()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
 import select
 from pathlib import Path
+
+import pytest
 
 from rhymerl.runs.summary import readable
 from tests.integration import programs
@@ -46,6 +49,43 @@ def test_lines_elsewhere(settings, tmp_path, rhymerl: Run):
     assert "step 2  reward 0." in done.out
     assert done.err == ""
     assert "Going on from" in rhymerl(*settings, f"run_dir={tmp_path / 'run'}", "ckpt_path=last").out
+
+
+def test_the_last_step_has_a_line(settings, tmp_path, rhymerl: Run):
+    one_each = [*settings, "update.mini_batches=1"]
+    done = rhymerl(*one_each, "trainer.max_steps=5", f"run_dir={tmp_path / 'run'}")
+    assert re.findall(r"^step (\d+)  reward", done.out, re.MULTILINE) == ["1", "3", "5"]
+    done = rhymerl(*one_each, "trainer.max_steps=3", f"run_dir={tmp_path / 'short'}")
+    assert re.findall(r"^step (\d+)  reward", done.out, re.MULTILINE) == ["1", "3"]
+
+
+@pytest.mark.parametrize(("value", "is_idle"), [("0.0", True), ("float(len(completion) % 2)", False)])
+def test_a_run_that_learns_nothing_says_so(value, is_idle, settings, tmp_path, monkeypatch, caplog, rhymerl: Run):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_idle.py").write_text(f"def reward(completion: str) -> float:\n    return {value}\n")
+    short = [*settings, "update.mini_batches=1", "trainer.max_steps=2", "rewards=my_idle.reward"]
+    done = rhymerl(*short, "run_dir=run")
+    assert done.code == 0
+    told = "step 1: all 16 answers have the same reward (0), so nothing is learned from them. samples.jsonl shows"
+    assert [told in message for message in caplog.messages] == [True] * is_idle
+    assert ("Nothing was learned: " in done.out) == is_idle
+
+
+def test_malformed_drafts_are_told_about_once_a_run(settings, tmp_path, monkeypatch, caplog, rhymerl: Run):
+    """Though there is an engine for each evaluation, for training, and for what drafts were worth."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_bad.py").write_text(
+        "from rhymerl import Draft, Drafter\n\n"
+        "class Bad(Drafter):\n"
+        "    def propose(self, request, context, budget):\n"
+        "        return Draft(token_ids=[4], parents=[0])\n"
+    )
+    more = ["drafter=my_bad.Bad", "budget=fixed", "update.mini_batches=1", "trainer.max_steps=2", "run_dir=run"]
+    done = rhymerl(*settings, *more)
+    assert done.code == 0
+    assert sum("such drafts are left out, and from now on only counted" in each for each in caplog.messages) == 1
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["spec_bad_drafts"] > 0
+    assert "spec_bad_drafts" in done.out
 
 
 def test_a_run_without_progress(settings, tmp_path, rhymerl: Run):

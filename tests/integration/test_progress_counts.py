@@ -102,7 +102,7 @@ def test_rollouts(model_dir: Path, tmp_path: Path) -> None:
     progress = Counting()
     words = [f"model.path={model_dir}", f"data.prompts={tmp_path / 'prompts.jsonl'}", "data.samples=3", "passes=2"]
     generate(compose("rollout", [*words, "rollout.max_tokens=8", f"out={tmp_path / 'out.jsonl'}"]), progress=progress)
-    progress.check(("answers of pass 1", 6), ("answers of pass 2", 6))
+    progress.check(("answers of epoch 0", 6), ("answers of epoch 1", 6))
 
 
 def test_evaluations(settings: list[str], tmp_path: Path) -> None:

@@ -319,7 +319,7 @@ def test_evaluate_needs_no_training_data(model_dir: Path, tmp_path: Path, monkey
         (["resume"], "rhymerl resume needs RUN: the directory of a run"),
         (["resume", "nothing"], "RUN='nothing': not the directory of a run (it has no config.yaml)"),
         (["evaluate", "nothing"], "RUN='nothing': not the directory of a run (it has no config.yaml)"),
-        (["evaluate"], "rhymerl evaluate needs --config"),
+        (["evaluate"], "rhymerl evaluate needs RUN or --config"),
         (["evaluate", "RUN", "--config=quickstart"], "rhymerl evaluate takes RUN or --config, not both"),
         (["resume", "RUN", "run_dir=other"], "rhymerl resume takes RUN or run_dir=, not both"),
         (["resume", "RUN", "trainer.max_step=3"], "did you mean trainer.max_steps?"),

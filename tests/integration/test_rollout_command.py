@@ -171,7 +171,7 @@ def test_a_killed_run_leaves_whole_lines(rhymerl: Run, tmp_path: Path) -> None:
         (["rewards={each: tests.integration.test_rollout_command.needs_a_column}"], "missing_column"),
         (["drafter=crystal_ball"], "drafter='crystal_ball': expected one of history_tree, ngram, none"),
         (["sed=1"], "unknown setting sed"),
-        (["--config=quickstart"], "unknown setting passes"),
+        (["--config=quickstart"], "--config quickstart: is a config of rhymerl fit, not of rhymerl rollout"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -191,7 +191,8 @@ def test_one_line_and_exit_code_2(changed: list[str], message: str, index: Path,
 def test_a_config_of_another_command(rhymerl: Run) -> None:
     done = rhymerl("rollout", "--config=quickstart")
     assert (done.code, done.out) == (2, "")
-    assert done.err == "error: rhymerl rollout: the config has no setting 'passes'; build on rollout.yaml\n"
+    told = "--config quickstart: is a config of rhymerl fit, not of rhymerl rollout"
+    assert done.err == f"error: {told}; expected the path of a .yaml file, or one of rollout\n"
 
 
 def needs_a_column(completion: str, *, missing_column: str) -> float:

@@ -46,13 +46,16 @@ def test_functions_by_name_and_by_themselves(function: str | Callable[..., float
     [
         (
             "user_rewards.answerd",
-            "function='user_rewards.answerd': 'user_rewards' has no 'answerd'; did you mean 'answered'?",
+            "function='user_rewards.answerd': user_rewards has no 'answerd'; did you mean answered?",
         ),
-        ("user_rewards.Loops.cuont", "'Loops' has no 'cuont'; did you mean 'count'?"),
-        ("user_reward.answered", "no module 'user_reward' on the Python path; did you mean 'user_rewards'?"),
-        ("rhymerl.reward.exact_match", "'rhymerl' has no 'reward'; did you mean 'rewards'?"),
-        ("rhymerl.rewards.exact_mach", "did you mean 'exact_match'?"),
-        ("exact_match", "'my_module.my_function'; did you mean 'rhymerl.rewards.exact_match'?"),
+        ("user_rewards.Loops.cuont", "Loops has no 'cuont'; did you mean count?"),
+        (
+            "user_reward.answered",
+            "no module named 'user_reward', neither installed nor in the current directory; did you mean user_rewards?",
+        ),
+        ("rhymerl.reward.exact_match", "rhymerl has no 'reward'; did you mean rewards?"),
+        ("rhymerl.rewards.exact_mach", "did you mean exact_match?"),
+        ("exact_match", "'my_module.my_function'; did you mean rhymerl.rewards.exact_match?"),
         ("user_rewards.", "expected a dotted name"),
         ("", "expected a dotted name"),
         ("user_rewards.not_a_function", "it is of type int, expected a function"),
@@ -142,7 +145,7 @@ def test_check_columns() -> None:
         check_columns(reward, ["id", "answers"])
     assert str(error.value) == (
         "rewards.answered.function='user_rewards.answered': it needs a column 'answer', and the data set has "
-        "id, answers; did you mean 'answers'?"
+        "id, answers; did you mean answers?"
     )
     with pytest.raises(ConfigError, match="needs a column 'device'"):
         check_columns(Reward("user_rewards.on_device"), ["answer"])

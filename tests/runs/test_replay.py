@@ -259,7 +259,7 @@ def test_judge_compares_to_no_drafting(trace, tmp_path):
         (["history.window=0"], "history.window=0: expected at least 1"),
         (["max_running=0"], "max_running=0: expected at least 1"),
         (["costs=nothing.json"], r"costs='nothing.json': expected a JSON file"),
-        (["trace=nothing.jsonl"], "trace 'nothing.jsonl': cannot be read"),
+        (["trace=nothing.jsonl"], "trace 'nothing.jsonl': no such file"),
     ],
 )
 def test_what_cannot_be_judged(trace, overrides, message):

@@ -83,5 +83,5 @@ def test_what_is_no_workload(tmp_path: Path):
             SyntheticLengths(**{name: value})
     with pytest.raises(ValueError, match=r"^rank_correlation=1.5: expected 0 to 1"):
         SyntheticLengths(rank_correlation=1.5)
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="no such file$"):
         RecordedLengths(tmp_path / "nothing.jsonl", prompts_per_step=1)

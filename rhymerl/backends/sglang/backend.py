@@ -11,6 +11,7 @@ from rhymerl.backends.remote.client import Client
 from rhymerl.backends.remote.node import NodePosition
 from rhymerl.backends.sglang.arguments import check, check_for_ranks
 from rhymerl.backends.sglang.nodes import LARGEST, AllowedNodes, allowed_nodes, best_n
+from rhymerl.backends.sglang.server import require_sglang
 from rhymerl.backends.sglang.session import Session
 from rhymerl.backends.sglang.session_settings import SessionSettings
 from rhymerl.budgets.base import Budget
@@ -108,6 +109,11 @@ class SGLangBackend(RolloutBackend):
             raise ValueError(
                 f"{name}={getattr(self, name)!r}: is for a server that the run starts; url={self.url!r} runs already"
             )
+
+    def check(self, longest_tokens: int) -> None:
+        """Raise ConfigError where SGLang is not installed, unless servers run already."""
+        if self.url is None:
+            require_sglang(memory_saver=False)
 
     def check_drafting(self, drafter: Drafter, budget: Budget | None) -> None:
         """Raise ConfigError for a budget that the engine cannot keep to: it verifies one number of nodes in all passes."""
