@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from rhymerl.errors import ConfigError
 
 Row = dict[str, Any]
 Split = Literal["train", "validation", "warmstart"]
+Problem = str | list[dict[str, str]]  # text, or chat messages
 
 # Shares of all problems, in tenths. A problem's split follows from its text alone, so a problem of one
 # split can never turn up in another, whatever the seeds and sizes.
@@ -21,9 +23,9 @@ _SPLIT_OF_TENTH: tuple[Split, ...] = ("validation", "train", "train") + ("warmst
 _PATIENCE = 100_000  # draws in a row that bring nothing new
 
 
-def split_of(prompt: str) -> Split:
+def split_of(prompt: Problem) -> Split:
     """The only split in which a problem with this text may appear."""
-    digest = hashlib.blake2b(prompt.encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(_text(prompt).encode(), digest_size=8).digest()
     return _SPLIT_OF_TENTH[int.from_bytes(digest, "little") % len(_SPLIT_OF_TENTH)]
 
 
@@ -43,7 +45,7 @@ class Task(ABC):
 
     @abstractmethod
     def problem(self, random_source: random.Random) -> Row:
-        """Draw one problem: `prompt` (str) and whatever columns the reward needs."""
+        """Draw one problem: `prompt` (text or chat messages) and whatever columns the reward needs."""
 
     def demonstration(self, row: Row, random_source: random.Random) -> str:
         """An answer to imitate in the warm start. Raises TypeError when the task has none."""
@@ -58,8 +60,9 @@ class Task(ABC):
         pool: dict[str, Row] = {}
         repeats = 0
         for row in self.stream(split, seed=self.seed):
-            repeats = repeats + 1 if row["prompt"] in pool else 0
-            pool.setdefault(row["prompt"], row)
+            text = _text(row["prompt"])
+            repeats = repeats + 1 if text in pool else 0
+            pool.setdefault(text, row)
             if len(pool) == size:
                 break
             if repeats == _PATIENCE:
@@ -83,3 +86,7 @@ class Task(ABC):
                 misses = 0
                 yield row
         raise ValueError(f"{type(self).__name__} has no problems for the split {split!r}")
+
+
+def _text(prompt: Problem) -> str:
+    return prompt if isinstance(prompt, str) else json.dumps(prompt)
