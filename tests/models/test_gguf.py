@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -189,4 +188,3 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     write_gguf(tmp_path / "tiny.gguf")
     monkeypatch.setattr("rhymerl.models.gguf.is_gguf_available", lambda: False)
     assert refusal(tmp_path / "tiny.gguf") == "reading it needs gguf: pip install 'rhymerl[gguf]'"
-    assert sys.modules["gguf"]
