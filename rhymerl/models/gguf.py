@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import is_accelerate_available, is_gguf_available
+from transformers.utils.import_utils import is_accelerate_available, is_gguf_available
 
 from rhymerl.errors import ConfigError
 
 _SUFFIX = ".gguf"
+_MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -55,7 +56,7 @@ def read_header(path: Path, where: str) -> GGUFHeader:
         raise ConfigError(f"{where}: reading it needs gguf: pip install 'rhymerl[gguf]'")
     try:
         with path.open("rb") as file:
-            if not file.read(4) == b"GGUF":
+            if file.read(len(_MAGIC)) != _MAGIC:
                 raise ConfigError(f"{where}: not a GGUF file (it does not begin with 'GGUF')")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 header = _Reader(content).header()
@@ -71,7 +72,8 @@ def load_model(path: Path, dtype: torch.dtype, *, header: GGUFHeader, where: str
 
     Raises ConfigError where transformers would make up what it does not find, or leave out what it does not know.
     """
-    model, found = AutoModelForCausalLM.from_pretrained(
+    loader: Any = AutoModelForCausalLM
+    model, found = loader.from_pretrained(
         path.parent,
         gguf_file=path.name,
         dtype=dtype,
@@ -88,8 +90,8 @@ def load_model(path: Path, dtype: torch.dtype, *, header: GGUFHeader, where: str
             "use the directory that the file was made from"
         )
     model.name_or_path = model.config.name_or_path = str(path)
-    loaded: PreTrainedModel = model
-    return loaded
+    assert isinstance(model, PreTrainedModel)
+    return model
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
@@ -102,7 +104,7 @@ class _Reader:
 
     def __init__(self, content: mmap.mmap) -> None:
         self.content = content
-        self.place = len(b"GGUF")
+        self.place = len(_MAGIC)
 
     def header(self) -> GGUFHeader:
         version = self._number("I")
@@ -152,9 +154,9 @@ class _Reader:
         """The size of a tensor, from its shape and the type of its blocks."""
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-        shape = [self._number("Q") for _ in range(self._number("I"))]
+        shape: list[int] = [self._number("Q") for _ in range(self._number("I"))]
         block_size, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(self._number("I"))]
-        return math.prod(shape) // block_size * block_bytes
+        return math.prod(shape) // int(block_size) * int(block_bytes)
 
 
 def _form(kind: int) -> str:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from rhymerl.errors import ConfigError
@@ -15,18 +15,16 @@ Row = dict[str, Any]
 Split = Literal["train", "validation", "warmstart"]
 Problem = str | list[dict[str, str]]  # text, or chat messages
 
-# Shares of all problems, in tenths. A problem's split follows from its text alone, so a problem of one
-# split can never turn up in another, whatever the seeds and sizes.
-_SPLIT_OF_TENTH: tuple[Split, ...] = ("validation", "train", "train") + ("warmstart",) * 7
+_TENTHS: tuple[Split, ...] = ("validation", "train", "train") + ("warmstart",) * 7
 
 
 _PATIENCE = 100_000  # draws in a row that bring nothing new
 
 
-def split_of(prompt: Problem) -> Split:
-    """The only split in which a problem with this text may appear."""
+def split_of(prompt: Problem, tenths: Sequence[Split] = _TENTHS) -> Split:
+    """The only split in which a problem with this text may appear, whatever the seeds and sizes."""
     digest = hashlib.blake2b(_text(prompt).encode(), digest_size=8).digest()
-    return _SPLIT_OF_TENTH[int.from_bytes(digest, "little") % len(_SPLIT_OF_TENTH)]
+    return tenths[int.from_bytes(digest, "little") % len(tenths)]
 
 
 class Task(ABC):
@@ -34,6 +32,8 @@ class Task(ABC):
 
     #: Dotted name of the reward function that scores this task's answers; None = the user names one.
     reward: str | None = None
+    #: The splits' shares of all problems.
+    tenths: tuple[Split, ...] = _TENTHS
 
     def __init__(self, *, seed: int = 0, train_size: int = 512, validation_size: int = 512) -> None:
         for name, value in (("train_size", train_size), ("validation_size", validation_size)):
@@ -82,7 +82,7 @@ class Task(ABC):
         while misses < _PATIENCE:
             row = self.problem(random_source)
             misses += 1
-            if split_of(row["prompt"]) == split:
+            if split_of(row["prompt"], self.tenths) == split:
                 misses = 0
                 yield row
         raise ValueError(f"{type(self).__name__} has no problems for the split {split!r}")

@@ -77,7 +77,9 @@ def test_no_such_file_names_those_that_there_are(package: Made) -> None:
     assert refusal("some_model/c.json").endswith("has no file 'c.json'; it has no .json file")
 
 
-@pytest.mark.parametrize("name", ["some_model", "some_model/", "a.b/model.gguf", "some_model/../model.gguf", "/model.gguf"])
+@pytest.mark.parametrize(
+    "name", ["some_model", "some_model/", "a.b/model.gguf", "some_model/../model.gguf", "/model.gguf"]
+)
 def test_what_is_no_name(name: str, package: Made) -> None:
     package("some_model", "model.gguf")
     assert refusal(name) == f"{name!r}: expected NAME/FILE, such as my_package/model.gguf"

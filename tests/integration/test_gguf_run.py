@@ -92,7 +92,10 @@ def test_reading_the_file_draws_no_bars(words: list[str], tmp_path: Path) -> Non
         (lambda path: None, "no such file"),
         (lambda path: path.write_text("<!DOCTYPE html>"), "not a GGUF file (it does not begin with 'GGUF')"),
         (lambda path: path.write_bytes(b"GGUF" + bytes(9)), "broken or truncated: "),
-        (lambda path: write_gguf(path, architecture="rwkv7"), "GGUF model with architecture rwkv7 is not supported yet."),
+        (
+            lambda path: write_gguf(path, architecture="rwkv7"),
+            "GGUF model with architecture rwkv7 is not supported yet.",
+        ),
         (lambda path: write_gguf(path, has_tokenizer=False), "it has no tokenizer (tokenizer.ggml.tokens)"),
     ],
     ids=["missing", "another kind", "truncated", "architecture", "tokenizer"],

@@ -13,7 +13,9 @@ from gguf.quants import quantize
 from rhymerl.models.policy import END, PAD, Policy
 from rhymerl.testing import tiny_policy
 
-TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}{% if add_generation_prompt %}={% endif %}"
+TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}\n{% endfor %}{% if add_generation_prompt %}={% endif %}"
+)
 HEADS, KV_HEADS = 4, 2
 MERGED = "00"  # the one token of two characters: a byte-level tokenizer has merges
 _NAMES = {

@@ -15,8 +15,8 @@ def test_a_problem_is_a_chat_message_and_its_sum() -> None:
             _, _, one, _, other, *_ = message["content"].replace("?", "").split()
             assert message["role"] == "user"
             assert int(one) + int(other) == int(row["answer"])
-            assert max(int(one), int(other)) <= 99
-            assert split_of(row["prompt"]) == split
+            assert 1 <= int(one) <= int(other) <= 99
+            assert split_of(row["prompt"], task.tenths) == split
 
 
 def test_the_last_number_counts() -> None:
