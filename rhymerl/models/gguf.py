@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -51,7 +54,7 @@ def read_header(path: Path, where: str) -> GGUFHeader:
     package that it needs.
     """
     if not path.is_file():
-        raise ConfigError(f"{where}: {'a directory, expected a file' if path.is_dir() else 'no such file'}")
+        raise ConfigError(f"{where}: no such file")
     if not (is_gguf_available() and is_accelerate_available()):
         raise ConfigError(f"{where}: reading it needs gguf: pip install 'rhymerl[gguf]'")
     try:
@@ -70,17 +73,13 @@ def read_header(path: Path, where: str) -> GGUFHeader:
 def load_model(path: Path, dtype: torch.dtype, *, header: GGUFHeader, where: str) -> PreTrainedModel:
     """Read the model, its weights dequantised.
 
-    Raises ConfigError where transformers would make up what it does not find, or leave out what it does not know.
+    Raises ConfigError where transformers would make up weights that are missing, or leave positions unscaled.
     """
     loader: Any = AutoModelForCausalLM
-    model, found = loader.from_pretrained(
-        path.parent,
-        gguf_file=path.name,
-        dtype=dtype,
-        quantization_config=GgufConfig(dequantize=True),
-        output_loading_info=True,
-        local_files_only=True,
-    )
+    with _alone(path) as place:
+        model, found = loader.from_pretrained(
+            **place, dtype=dtype, quantization_config=GgufConfig(dequantize=True), output_loading_info=True
+        )
     if found["missing_keys"]:
         raise ConfigError(f"{where}: it has no weights for {min(found['missing_keys'])}")
     rope = getattr(model.config, "rope_parameters", None) or {}
@@ -96,7 +95,18 @@ def load_model(path: Path, dtype: torch.dtype, *, header: GGUFHeader, where: str
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """Read the tokenizer, with the chat template if the file has one."""
-    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+    with _alone(path) as place:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**place)
+    tokenizer.name_or_path = str(path)
+    return tokenizer
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[dict[str, Any]]:
+    """Where transformers finds the file in a directory without others, which it would read too."""
+    with TemporaryDirectory() as folder:
+        Path(folder, path.name).symlink_to(path.resolve())
+        yield {"pretrained_model_name_or_path": folder, "gguf_file": path.name, "local_files_only": True}
 
 
 class _Reader:
@@ -114,6 +124,8 @@ class _Reader:
         metadata = {self._string(): self._value(self._number("I")) for _ in range(num_values)}
         tensors = [(self._string(), self._num_bytes(), self._number("Q")) for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"general.alignment={alignment!r}")
         start = math.ceil(self.place / alignment) * alignment
         for name, num_bytes, offset in tensors:
             if start + offset + num_bytes > len(self.content):

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rhymerl.errors import ConfigError
 from rhymerl.models.policy import Policy, PolicySource
+from rhymerl.testing import tiny_policy
 from tests.models.ggufs import MERGED, TEMPLATE, weights_of, write_gguf
 
 TOKENS = torch.tensor([[2, 3, 12, 4, 13, 5, 19, 7]])
@@ -86,6 +87,19 @@ def test_what_is_saved_is_a_plain_model(policy: Policy, tmp_path: Path) -> None:
     assert tokenizer("1+1=?\n100")["input_ids"] == [3, 12, 3, 13, 16, 18, 3, 19]
 
 
+def test_files_beside_it_are_another_models(policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = tiny_policy("qwen2", dtype="float32")
+    other.tokenizer.chat_template = "another"
+    other.save(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    loaded = PolicySource("tiny.GGUF").load()
+    assert torch.equal(logits(loaded.model), logits(policy.model))
+    assert loaded.tokenizer.get_vocab() == policy.tokenizer.get_vocab()
+    assert loaded.tokenizer.chat_template == TEMPLATE
+    assert loaded.model.name_or_path == loaded.tokenizer.name_or_path == "tiny.GGUF"
+
+
 # -- what cannot be read ---------------------------------------------------------------------------------------------
 
 
@@ -146,6 +160,12 @@ def test_damage_to_the_header_ends_soon_and_is_named_or_does_no_harm(tmp_path: P
             PolicySource(str(path)).load()
             loaded += 1
     assert loaded < 50
+
+
+@pytest.mark.parametrize("alignment", [0, "wide"])
+def test_an_alignment_that_is_none(alignment: int | str, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", general__alignment=alignment)
+    assert refusal(tmp_path / "tiny.gguf") == f"broken or truncated: general.alignment={alignment!r}"
 
 
 def test_an_architecture_that_transformers_does_not_know(tmp_path: Path) -> None:
