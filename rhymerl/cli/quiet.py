@@ -14,6 +14,7 @@ _VARIABLES = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",
+    "TQDM_DISABLE": "1",
 }
 # Lightning sets the level of its outer loggers when it is imported; these, from which the chatter comes, it leaves alone.
 _LOGGERS = (

@@ -21,6 +21,7 @@ from rhymerl.config.annotations import is_component, wants_component
 from rhymerl.config.files import PACKAGE, ConfigFile, locate, options, packaged_directory, read_chain
 from rhymerl.config.nodes import origin, settle
 from rhymerl.config.overrides import Override, apply, parse
+from rhymerl.config.packages import package_file
 from rhymerl.config.schema import check, expand, kinds_by_key
 from rhymerl.config.targets import did_you_mean, import_target, is_dotted_path
 from rhymerl.errors import ConfigError
@@ -176,6 +177,7 @@ def _own_hydra(file: ConfigFile) -> Iterator[None]:
     Singleton._instances = {kind: it for kind, it in instances.items() if kind in (ConfigStore, Plugins)}
     try:
         OmegaConf.register_new_resolver("asset", _asset, replace=True)
+        OmegaConf.register_new_resolver("package", package_file, replace=True)
         OmegaConf.register_new_resolver("config_name", lambda: file.name, replace=True)
         yield
     finally:

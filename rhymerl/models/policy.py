@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from rhymerl.errors import ConfigError
+from rhymerl.models import gguf
 from rhymerl.models.hub import look_up
 from rhymerl.models.lora import LoRA, is_adapted, is_changed, merged, put_back, save_config
 
@@ -178,7 +179,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class PolicySource:
-    """The source of the policy: a directory or hub name (`path`), or a small config to build (`init`).
+    """The source of the policy: a directory, GGUF file or hub name (`path`), or a small config to build (`init`).
 
     `init` holds the fields of a transformers config with its `model_type`; the tokenizer is then one
     token a character of `characters`. With an `adapter` that alone is trained. Raises ValueError when neither or both of `path`
@@ -198,7 +199,7 @@ class PolicySource:
         if (path is None) == (init is None):
             raise ValueError(
                 f"path={path!r} and init={init!r}: set exactly one "
-                "(a Hugging Face directory or hub name, or a config to build from scratch)"
+                "(a Hugging Face directory, GGUF file or hub name, or a config to build from scratch)"
             )
         if dtype not in DTYPES:
             raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
@@ -223,8 +224,12 @@ class PolicySource:
     def _read(self, path: str, setting: str) -> Policy:
         where = f"{setting}.path={path!r}"
         folder = Path(path).expanduser()
+        if gguf.is_gguf(path) and not folder.is_dir():
+            return self._read_gguf(folder, where)
         if folder.exists() and not (folder / "config.json").is_file():
-            raise ConfigError(f"{where}: not a model directory (it has no config.json)")
+            files = ", ".join(sorted(each.name for each in folder.glob("*") if gguf.is_gguf(each.name)))
+            hint = f"; name a file of it: {files}" if files else ""
+            raise ConfigError(f"{where}: not a model directory (it has no config.json){hint}")
         looks_local = path.startswith(("/", ".", "~")) or path.count("/") > 1
         if not folder.exists() and looks_local:
             raise ConfigError(f"{where}: no such directory")
@@ -234,6 +239,15 @@ class PolicySource:
             model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[self.dtype], local_files_only=is_here)
         with _naming(f"{where}: cannot be loaded: its tokenizer"):
             tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=is_here)
+        _check_tokenizer(tokenizer, model, where)
+        return Policy(model=model, tokenizer=tokenizer)
+
+    def _read_gguf(self, path: Path, where: str) -> Policy:
+        header = gguf.read_header(path, where)
+        with _naming(f"{where}: cannot be loaded as a causal language model"):
+            model = gguf.load_model(path, DTYPES[self.dtype], header=header, where=where)
+        with _naming(f"{where}: cannot be loaded: its tokenizer"):
+            tokenizer = gguf.load_tokenizer(path)
         _check_tokenizer(tokenizer, model, where)
         return Policy(model=model, tokenizer=tokenizer)
 
@@ -255,6 +269,8 @@ def _naming(setting: str) -> Iterator[None]:
     """Context in which whatever the parsers of model files stumble over is a ConfigError in one line."""
     try:
         yield
+    except ConfigError:
+        raise
     except Exception as error:  # transformers raises anything there, and tokenizers bare Exceptions
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"{setting}: {reason}") from error
@@ -266,7 +282,8 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel,
     Special tokens beyond the embedding are common, for padding say: transformers adds some, and hardly any is ever fed.
     """
     vocabulary: Mapping[str, int] = tokenizer.get_vocab()
-    special = set(tokenizer.all_special_tokens)
+    added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    special = {*tokenizer.all_special_tokens, *added}
     if vocabulary.keys() <= special:
         raise ConfigError(
             f"{where}: it has no tokenizer (tokenizer.json, ...); save that of the model beside its weights"

@@ -1,6 +1,7 @@
 """Procedural tasks: endless problems with exact rewards, and their demonstrations."""
 
+from rhymerl.tasks.addition import Addition
 from rhymerl.tasks.base import Row, Split, Task, split_of
 from rhymerl.tasks.running_sum import RunningSum
 
-__all__ = ["Row", "RunningSum", "Split", "Task", "split_of"]
+__all__ = ["Addition", "Row", "RunningSum", "Split", "Task", "split_of"]

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from rhymerl.errors import ConfigError
 
 Row = dict[str, Any]
 Split = Literal["train", "validation", "warmstart"]
+Problem = str | list[dict[str, str]]  # text, or chat messages
 
-# Shares of all problems, in tenths. A problem's split follows from its text alone, so a problem of one
-# split can never turn up in another, whatever the seeds and sizes.
-_SPLIT_OF_TENTH: tuple[Split, ...] = ("validation", "train", "train") + ("warmstart",) * 7
+_TENTHS: tuple[Split, ...] = ("validation", "train", "train") + ("warmstart",) * 7
 
 
 _PATIENCE = 100_000  # draws in a row that bring nothing new
 
 
-def split_of(prompt: str) -> Split:
-    """Return the only split in which a problem with this text may appear."""
-    digest = hashlib.blake2b(prompt.encode(), digest_size=8).digest()
-    return _SPLIT_OF_TENTH[int.from_bytes(digest, "little") % len(_SPLIT_OF_TENTH)]
+def split_of(prompt: Problem, tenths: Sequence[Split] = _TENTHS) -> Split:
+    """Return the only split in which a problem with this text may appear, whatever the seeds and sizes."""
+    digest = hashlib.blake2b(_text(prompt).encode(), digest_size=8).digest()
+    return tenths[int.from_bytes(digest, "little") % len(tenths)]
 
 
 class Task(ABC):
@@ -32,6 +32,8 @@ class Task(ABC):
 
     #: Dotted name of the reward function that scores this task's answers; None = the user names one.
     reward: str | None = None
+    #: The splits' shares of all problems.
+    tenths: tuple[Split, ...] = _TENTHS
 
     def __init__(self, *, seed: int = 0, train_size: int = 512, validation_size: int = 512) -> None:
         for name, value in (("train_size", train_size), ("validation_size", validation_size)):
@@ -43,7 +45,7 @@ class Task(ABC):
 
     @abstractmethod
     def problem(self, random_source: random.Random) -> Row:
-        """Draw one problem: `prompt` (str) and whatever columns the reward needs."""
+        """Draw one problem: `prompt` (text or chat messages) and whatever columns the reward needs."""
 
     def demonstration(self, row: Row, random_source: random.Random) -> str:
         """Return an answer to imitate in the warm start. Raises TypeError when the task has none."""
@@ -58,8 +60,9 @@ class Task(ABC):
         pool: dict[str, Row] = {}
         repeats = 0
         for row in self.stream(split, seed=self.seed):
-            repeats = repeats + 1 if row["prompt"] in pool else 0
-            pool.setdefault(row["prompt"], row)
+            text = _text(row["prompt"])
+            repeats = repeats + 1 if text in pool else 0
+            pool.setdefault(text, row)
             if len(pool) == size:
                 break
             if repeats == _PATIENCE:
@@ -79,7 +82,11 @@ class Task(ABC):
         while misses < _PATIENCE:
             row = self.problem(random_source)
             misses += 1
-            if split_of(row["prompt"]) == split:
+            if split_of(row["prompt"], self.tenths) == split:
                 misses = 0
                 yield row
         raise ValueError(f"{type(self).__name__} has no problems for the split {split!r}")
+
+
+def _text(prompt: Problem) -> str:
+    return prompt if isinstance(prompt, str) else json.dumps(prompt)

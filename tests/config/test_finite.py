@@ -17,13 +17,14 @@ from rhymerl.config.nodes import components
 from rhymerl.config.targets import import_target, signature_of
 from rhymerl.errors import ConfigError
 from rhymerl.types import MaybeInfinite
+from tests.config.packaged import composed
 
 REQUIRED: dict[str, dict[str, Any]] = {"PolicySource": {"path": "x"}}
 
 
 def classes() -> list[str]:
     """All of ours that a packaged config names."""
-    named = {node["_target_"] for name in packaged_names() for _, node in components(compose(name))}
+    named = {node["_target_"] for name in packaged_names() for _, node in components(composed(name))}
     options = [yaml.safe_load(path.read_text()) or {} for path in packaged_directory().glob("*/*.yaml")]
     found = named | {option["_target_"] for option in options if "_target_" in option}
     return sorted(path for path in found if path.startswith("rhymerl.") and not path.endswith(".warmstart"))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from rhymerl.config import compose, describe, instantiate, packaged_names, resolved
 from rhymerl.config.files import packaged_directory
+from tests.config.packaged import composed
 
+ROOT = Path(__file__).parents[2]
 OPTIONS = sorted(packaged_directory().glob("*/*.yaml"))
 DRAFTING = [path for path in OPTIONS if path.parent.name in ("drafter", "budget")]
 NEEDS_EXTRA = {"reasoning_gym"}
@@ -16,7 +19,7 @@ NEEDS_EXTRA = {"reasoning_gym"}
 
 @pytest.mark.parametrize("name", packaged_names())
 def test_primary_configs(name: str) -> None:
-    config = compose(name)
+    config = composed(name)
     for section in (
         *("task", "algo", "drafter", "budget", "scheduler", "backend"),
         *("history", "rollout", "update", "evaluation"),
@@ -94,3 +97,20 @@ def test_the_warm_start_of_the_shipped_policy() -> None:
         "max_position_embeddings": 512,
         "tie_word_embeddings": True,
     }
+
+
+def test_the_pretrained_model_is_the_file_that_make_fetches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = re.search(r"^pretrained := \$\(packages\)/(.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert found
+    path = tmp_path / found[1]
+    path.parent.mkdir()
+    path.touch()
+    monkeypatch.setenv("RHYMERL_PACKAGES", str(tmp_path))
+    assert compose("smollm2").model.path == str(path)
+
+
+def test_additions_that_are_held_out_are_not_trained_on() -> None:
+    task = instantiate(composed("smollm2").task)
+    train, held_out = ({row["prompt"][-1]["content"] for row in task.rows(split)} for split in ("train", "validation"))
+    assert len(held_out) >= 64
+    assert train.isdisjoint(held_out)

@@ -16,6 +16,7 @@ from rhymerl.config import construct, instantiate, resolved
 from rhymerl.drafters import RunAheadDrafter
 from rhymerl.errors import ConfigError
 from rhymerl.folders import open_folder
+from rhymerl.models.gguf import is_gguf
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -34,6 +35,11 @@ def launch_line(config: DictConfig) -> dict[str, Any]:
     drafter, source = instantiate(config.drafter, key="drafter"), instantiate(config.model, key="model")
     if source.path is None:
         raise ConfigError("model.path=None: expected a directory or hub name, which a server reads its model from")
+    if is_gguf(source.path):
+        raise ConfigError(
+            f"model.path={source.path!r}: a server reads its model from a directory or hub name; "
+            f"PolicySource({source.path!r}).load().save(DIR) writes one"
+        )
     # A trainer that runs ahead may come: without prefetched tokens it is the drafter alone.
     settings = EngineSettings.of(RunAheadDrafter(drafter), open_folder(config.out, setting="out").resolve()).open()
     words = arguments.words(

@@ -68,6 +68,13 @@ def test_a_dtype_that_no_trainer_has_is_refused(tmp_path):
         launched(tmp_path, "model.dtype=float16")
 
 
+def test_a_server_is_not_given_the_quantised_weights_of_a_gguf_file(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"model.path='a.gguf': a server reads its model from a directory or hub name"
+    ):
+        launched(tmp_path, "model.path=a.gguf")
+
+
 def test_a_model_from_scratch_is_none_that_a_server_could_read(tmp_path):
     with pytest.raises(ConfigError, match=r"^model\.path=None: expected .* a server reads its model from"):
         launched(tmp_path, "model.path=null", "model.init={model_type: qwen2}")
