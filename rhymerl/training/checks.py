@@ -43,7 +43,8 @@ def check_algorithm(algo: Algorithm, *, rollout: RolloutSettings, update: Update
     try:
         algo.check(group_size=rollout.group_size)
     except ValueError as error:
-        raise ValueError(f"rollout.{error}") from error
+        names_size = str(error).startswith("group_size=")
+        raise ValueError(f"{'rollout.' if names_size else 'algo: '}{error}") from error
     if isinstance(algo, PolicyGradient) and algo.max_kl is not None and update.optimizer_steps == 1:
         raise ValueError(
             f"algo.max_kl={algo.max_kl} with update.epochs=1 and update.mini_batches=1: a step has one update, after which there is "

@@ -357,6 +357,19 @@ def test_dropout_is_warned_of(caplog):
     assert "update.micro_batch_tokens" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [("group_size=8: odd", "rollout.group_size=8: odd"), ("clip=2: too wide", "algo: clip=2: too wide")],
+)
+def test_what_an_algorithm_refuses_is_named_by_where_it_stands(words, told):
+    class Refusing(GRPO):
+        def check(self, *, group_size):
+            raise ValueError(words)
+
+    with pytest.raises(ValueError, match=f"^{told}"):
+        check_algorithm(Refusing(), rollout=RolloutSettings(), update=UpdateSettings())
+
+
 @pytest.mark.parametrize("settings", [{"epochs": 2}, {"mini_batches": 2}])
 def test_a_bound_on_the_divergence_needs_several_updates(settings):
     check_algorithm(GRPO(), rollout=RolloutSettings(), update=UpdateSettings())
