@@ -239,7 +239,7 @@ class RolloutLoop:
         if self.run_ahead == "draft":
             queue = [_with_draft(request, outputs.get(request.id)) for request in queue]
         outputs = outputs if self.run_ahead == "keep" else {}
-        self.worker.begin(queue, requests=requests, outputs=outputs, limits=self._limits)
+        self.worker.begin_step(queue, requests=requests, outputs=outputs, limits=self._limits)
         return StepInProgress(
             step=step,
             requests=requests,

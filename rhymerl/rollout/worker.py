@@ -41,7 +41,7 @@ class MovedRequest:
 class Worker:
     """An engine as the rollout loop sees it: all that is asked of one, wherever it lives.
 
-    It goes on with requests (`begin`, `decode`, `receive`, `run_ahead`), says how far it is (`report`), gives requests back (`give_back`,
+    It goes on with requests (`begin_step`, `decode`, `receive`, `run_ahead`), says how far it is (`report`), gives requests back (`give_back`,
     `pause`), and takes new weights and what its drafter is to learn. This one drives a backend in its own process.
     """
 
@@ -49,9 +49,9 @@ class Worker:
         self.counts_passes = backend.counts_passes
         self.name = type(backend).__name__
         self._backend = backend
-        self.begin([], requests=[], outputs={}, limits=DecodeLimits())
+        self.begin_step([], requests=[], outputs={}, limits=DecodeLimits())
 
-    def begin(
+    def begin_step(
         self,
         queue: Sequence[RolloutRequest],
         *,

@@ -16,7 +16,7 @@ FOLLOWING = requests_of(PROMPTS[:2], 1, SETTINGS, seed=0, stop_token_ids=())
 
 def worker(backend: TokenBackend, queue, *, passes: int) -> Worker:
     made = Worker(backend)
-    made.begin(queue, requests=REQUESTS, outputs={}, limits=DecodeLimits(max_passes=passes))
+    made.begin_step(queue, requests=REQUESTS, outputs={}, limits=DecodeLimits(max_passes=passes))
     return made
 
 
