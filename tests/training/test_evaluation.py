@@ -194,7 +194,7 @@ def test_settings_of_each_set() -> None:
         ({"sets": {"a": {"samples": 0}}}, "sets.a.samples=0: expected at least 1"),
         ({"sets": {"a": {"samples": 1.5}}}, "sets.a.samples=1.5: expected a whole number"),
         ({"sets": {"a": {"temperature": None}}}, "sets.a.temperature=None: expected a number"),
-        ({"sets": {"a": {"sample": 1}}}, "sets.a.sample: unknown setting; did you mean 'samples'?; known:"),
+        ({"sets": {"a": {"sample": 1}}}, "sets.a.sample: unknown setting; did you mean samples?; known:"),
         ({"extract": "rhymerl.rewards.functions.boxed"}, "extract='rhymerl.rewards.functions.boxed': "),
         (
             {"extract": "rhymerl.rewards.__all__"},
@@ -210,7 +210,7 @@ def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"sets": {"greed": {}}}, "evaluation.sets.greed: no data set of data.validation; there is greedy, all; did you mean 'greedy'?"),
+        ({"sets": {"greed": {}}}, "evaluation.sets.greed: no data set of data.validation; there is greedy, all; did you mean greedy?"),
         ({"right_by": "style"}, "evaluation.right_by='style': no reward of the run; expected one of numeric_match, or null"),
     ],
 )  # fmt: skip
