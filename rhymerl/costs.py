@@ -56,10 +56,18 @@ class PassCost(ABC):
     """Seconds of a pass over `rows` requests; where they are given, there is nothing to observe."""
 
     @abstractmethod
-    def seconds(self, rows: int, nodes: FloatArray | IndexArray, asked: int) -> FloatArray:
+    def seconds(
+        self,
+        rows: int | IndexArray,
+        nodes: FloatArray | IndexArray,
+        asked: int | IndexArray,
+        *,
+        prompt_tokens: int | IndexArray | FloatArray = 0,
+    ) -> FloatArray:
         """Return the time of a pass with so many draft nodes in all (an array of choices).
 
-        The drafter was asked for `asked` requests before it.
+        The drafter was asked for `asked` requests before it, and so many tokens of prompts are computed beside. Arrays and numbers
+        go together as NumPy's do.
         """
 
     @property
@@ -67,10 +75,21 @@ class PassCost(ABC):
         """Return whether `observe` changes what `seconds` returns."""
         return False
 
-    def observe(self, rows: int, nodes: int, asked: int, seconds: float, *, is_cold: bool = False) -> float:
+    def observe(
+        self,
+        rows: int,
+        nodes: int,
+        asked: int,
+        seconds: float,
+        *,
+        prompt_tokens: int = 0,
+        seen: int = 0,
+        is_cold: bool = False,
+    ) -> float:
         """A pass has taken so long; returns what it is held to have taken.
 
-        It `is_cold` where the drafter had been left alone before, so that its code and data had to be fetched from far: such
+        Beside rows and nodes it computed so many tokens of prompts; `seen` are the keys that rows and nodes attended to, summed. It
+        `is_cold` where the drafter had been left alone before, so that its code and data had to be fetched from far: such
         passes take longer than others, and say little of what they would take in a row.
         """
         return float(self.seconds(rows, np.array([nodes]), asked)[0])
@@ -99,8 +118,15 @@ class CostCurve(PassCost):
         """Read a curve from a JSON file {"costs": [[tokens, seconds], ...]}, such as `rhymerl bench costs` prints."""
         return cls(points_of(costs))
 
-    def seconds(self, rows: int, nodes: FloatArray | IndexArray, asked: int) -> FloatArray:
-        tokens = rows + np.asarray(nodes, np.float64)
+    def seconds(
+        self,
+        rows: int | IndexArray,
+        nodes: FloatArray | IndexArray,
+        asked: int | IndexArray,
+        *,
+        prompt_tokens: int | IndexArray | FloatArray = 0,
+    ) -> FloatArray:
+        tokens = rows + np.asarray(nodes, np.float64) + prompt_tokens
         slope = (self.costs[-1] - self.costs[-2]) / (self.tokens[-1] - self.tokens[-2])
         beyond = np.maximum(tokens - self.tokens[-1], 0) * slope
         return np.asarray(np.interp(tokens, self.tokens, self.costs) + beyond)

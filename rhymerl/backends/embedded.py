@@ -131,6 +131,8 @@ class EmbeddedBackend(RolloutBackend):
     def metrics(self) -> Mapping[str, float]:
         totals = dataclasses.replace(self.engine.totals)
         new, self._reported = totals.minus(self._reported), totals
+        meter = self.engine.speedup
+        worth = meter.report(self.engine.progress()) if meter is not None else {}
         by_depth = zip(new.accepted_to_depth.tolist(), new.drafts_to_depth.tolist(), strict=True)
         return {
             "rollout/passes": new.passes,
@@ -148,6 +150,7 @@ class EmbeddedBackend(RolloutBackend):
             "history/hit_epoch_age": Ratio(new.accepted_age_epochs, new.accepted_history),
             "spec/draft_time_frac": Ratio(new.draft_s, new.busy_s),
             "spec/bad_drafts": new.bad_drafts,
+            **worth,
             **self.engine.protocol.budget.metrics(),
         }
 

@@ -48,10 +48,19 @@ class CostTable(PassCost):
         self.nodes = np.array(nodes, np.float64)
         self.table = seconds
 
-    def seconds(self, rows: int, nodes: FloatArray | IndexArray, asked: int) -> FloatArray:
-        each = np.asarray(nodes, np.float64) / rows
-        columns = np.array([np.interp(each, self.nodes, line) for line in self.table])  # [rows, choices]
-        return np.array([np.interp(rows, self.rows, column) for column in columns.T.reshape(-1, len(self.rows))])
+    def seconds(
+        self,
+        rows: int | IndexArray,
+        nodes: FloatArray | IndexArray,
+        asked: int | IndexArray,
+        *,
+        prompt_tokens: int | IndexArray | FloatArray = 0,
+    ) -> FloatArray:
+        """Return the times; a prompt's token costs what a node does."""
+        rows, nodes = np.broadcast_arrays(rows, np.asarray(nodes, np.float64) + prompt_tokens)
+        columns = np.array([np.interp(nodes / rows, self.nodes, line) for line in self.table])  # [rows, ...]
+        flat = zip(rows.ravel(), columns.reshape(len(self.rows), -1).T, strict=True)
+        return np.array([np.interp(number, self.rows, column) for number, column in flat]).reshape(rows.shape)
 
     def points(self) -> list[list[float]]:
         """Return [tokens, seconds] as `budget.costs` takes them: medians of all passes with about as many tokens, never falling."""

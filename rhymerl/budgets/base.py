@@ -28,6 +28,12 @@ class PassOutcome:
     num_rows: int  # that fed them: requests, and prompts that are being computed
     seconds: float  # of the whole pass, drafting included
     is_decoding: bool  # every row fed one token and its draft, so that no prompt was computed
+    num_seen: int = 0  # keys that roots and nodes attended to, summed; 0 where that is not known
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens that were neither roots nor nodes."""
+        return self.num_tokens - len(self.requests) - len(self.drafts.token_ids)
 
 
 class Budget(ABC):

@@ -92,7 +92,8 @@ class GoodputBudget(Budget):
     def count_passes(self, num_passes: int) -> None:
         self._allowance.earn(num_passes)
         self._course.passes += num_passes
-        self._report.passes += num_passes
+        if num_passes:
+            self._report.begun.append((max(self._rows, 1), num_passes))
 
     def skips(self, num_requests: int) -> int:
         self._rows, self._asked = num_requests, 0
@@ -100,7 +101,6 @@ class GoodputBudget(Budget):
         self._is_cold = self._kind == "plain"
         self._kind = self._next_kind()
         if self._kind != "plain":
-            self._report.heard += 1
             return 0
         return self._allowance.passes_until_probe
 
@@ -174,8 +174,6 @@ class GoodputBudget(Budget):
     def _decide(self, gain: float) -> None:
         """A pass with drafts is expected to make `gain` times the tokens a second of one without."""
         course = self._course
-        self._report.gain += gain
-        self._report.asks += 1
         course.misses = 0 if gain > _GAIN else course.misses + 1
         if gain > _GAIN and not self._allowance.is_spent and self._cost.is_known:
             course.drafts = True
@@ -191,15 +189,16 @@ class GoodputBudget(Budget):
     # -- after a pass --------------------------------------------------------------------------------------------
 
     def learn(self, outcome: PassOutcome) -> None:
-        nodes, rows = len(outcome.drafts.token_ids), len(outcome.requests)
-        self._report.nodes += nodes
+        nodes, rows, prompts = len(outcome.drafts.token_ids), len(outcome.requests), outcome.num_prompt_tokens
+        expected = self._expected * self._calibration if nodes else 0.0
+        self._report.asked.append((rows, nodes, self._asked, prompts, expected))
         if nodes:
             self._learn_acceptance(outcome)
-        seconds = None
-        if outcome.is_decoding:
-            seconds = self._cost.observe(rows, nodes, self._asked, outcome.seconds, is_cold=self._is_cold)
+        sizes = {"prompt_tokens": prompts, "seen": outcome.num_seen}
+        seconds = self._cost.observe(rows, nodes, self._asked, outcome.seconds, is_cold=self._is_cold, **sizes)
         if self._asked:
-            self._settle(rows, nodes, seconds, made=1 + float(outcome.num_accepted.sum()) / rows)
+            comparable = seconds if outcome.is_decoding else None
+            self._settle(rows, nodes, comparable, made=1 + float(outcome.num_accepted.sum()) / rows)
 
     def _settle(self, rows: int, nodes: int, seconds: float | None, *, made: float) -> None:
         """A pass with drafts `made` so many tokens a request; None seconds cannot be compared, since a prompt was computed in it."""
@@ -253,9 +252,9 @@ class GoodputBudget(Budget):
         report, self._report = self._report, _PassTotals()
         plain, one_more = self._cost.seconds(1, np.array([0, 1]), 0)
         return {
-            "budget/nodes_per_pass": Ratio(report.nodes, report.passes),
-            "budget/paused_frac": Ratio(report.passes - report.heard, report.passes),
-            "budget/expected_speedup": Ratio(report.gain, report.asks) if report.asks else 1.0,
+            "budget/nodes_per_pass": Ratio(report.num_nodes, report.num_passes),
+            "budget/paused_frac": Ratio(report.num_passes - len(report.asked), report.num_passes),
+            "budget/expected_speedup": report.speedup(self._cost) if report.asked else 1.0,
             "budget/node_cost_frac": float((one_more - plain) / plain),
         }
 
@@ -276,13 +275,34 @@ class _Course:
 
 @dataclass(slots=True)
 class _PassTotals:
-    """The totals since the last metrics."""
+    """The passes since the last metrics."""
 
-    passes: int = 0
-    heard: int = 0  # of these, those in which the drafter was not left alone, or only to see what that costs
-    nodes: int = 0
-    asks: int = 0
-    gain: float = 0.0
+    begun: list[tuple[int, int]] = field(default_factory=list)  # rows, and how many passes
+    # Of these, each that the budget was told of: rows, nodes, requests that were asked, tokens of prompts, and of nodes as expected
+    asked: list[tuple[int, int, int, int, float]] = field(default_factory=list)
+
+    @property
+    def num_passes(self) -> int:
+        return sum(passes for _, passes in self.begun)
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(nodes for _, nodes, *_ in self.asked)
+
+    def speedup(self, cost: PassCost) -> Ratio:
+        """Return the time without drafts over the time with them, as far as the cost of passes and the expected tokens say.
+
+        Tokens that are expected of a pass's nodes would have taken their share of as many passes without drafts.
+        """
+        rows, nodes, asked, prompts, expected = np.array(self.asked).T
+        prompt_tokens = prompts.astype(np.int64)
+        with_drafts = float(cost.seconds(rows, nodes, asked, prompt_tokens=prompt_tokens).sum())
+        plain = float(cost.seconds(rows, 0 * nodes, 0 * asked, prompt_tokens=prompt_tokens).sum())
+        share = float((expected / rows * cost.seconds(rows, 0 * nodes, 0 * asked)).sum())
+        begun, passes = np.array(self.begun).T
+        left_alone = float((passes * cost.seconds(begun, 0 * begun, 0 * begun)).sum())
+        left_alone *= 1 - len(self.asked) / max(self.num_passes, len(self.asked))
+        return Ratio(plain + share + left_alone, with_drafts + left_alone)
 
 
 def _cost(costs: str | Path | Sequence[Sequence[float]] | PassCost | None, *, deterministic: bool) -> PassCost:

@@ -12,39 +12,55 @@ if TYPE_CHECKING:
     from rhymerl.types import FloatArray, IndexArray
 
 _FORGET = 0.998  # a pass; half of what is known is of the last 350 of its kind
-_SOLVE_EVERY = 8  # passes
+_SOLVE_EVERY = 8, 32  # passes, at first and later
+_YOUNG = 256  # passes until then
 _PLAIN_AFTER = 4, 64  # passes with drafts in a row, at first and later: a pass without them where they pay loses little
 _ENOUGH = 3  # passes of a kind
-_GUESS = np.array([1.0, 1 / 64, 1 / 128, 1 / 512, 1 / 8])  # before the first pass, in whatever unit
-_TYPICAL = np.array([1.0, 32.0, 64.0, 32.0, 1.0]) / 4  # features of the pass that the guess counts for afterwards
-_NODES, _ANY_ASKED = 2, 4  # where these features stand in `_features`
+_SIZES = 24  # of batches, by the binary digits of their rows
+
+# The curve is straight between these numbers of tokens, and beyond the last.
+_KNOTS = np.array([0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024], np.float64)
+_WIDTHS = np.diff(_KNOTS)
+_SEGMENT_ENDS = np.append(_WIDTHS, np.inf)
+_NUM_SEGMENTS = len(_KNOTS)
+# Features: 1, the tokens in each segment of the curve, and then these.
+_ROWS, _NODES, _ASKED, _ANY_ASKED, _SEEN = range(_NUM_SEGMENTS + 1, _NUM_SEGMENTS + 6)
+_NUM_FEATURES = _SEEN + 1
+# Before the first pass, in whatever unit: nodes are held to be cheap, so that they are tried.
+_GUESS = np.zeros(_NUM_FEATURES)
+_GUESS[: _NUM_SEGMENTS + 1] = 1 / 128
+_GUESS[[0, _ASKED, _ANY_ASKED]] = 1.0, 1 / 512, 1 / 8
+_TYPICAL = np.zeros(_NUM_FEATURES)  # features of the pass that the guess counts for afterwards
+_TYPICAL[[0, _ASKED, _ANY_ASKED]] = 0.25, 8.0, 0.25
+_TYPICAL[1 : _NUM_SEGMENTS + 1] = 0.25
+_SMOOTH = (
+    0.5  # passes that it counts for that a segment's slope is its neighbour's: what has not been seen is like what has
+)
 _LARGEST_SURPRISE = 3.0  # times what was expected
 _DOUBT = 0.9  # what is left of all that is known after a larger one: many in a row are another machine
+_ONE_BY_ONE = 128  # passes before many are taken at once
 _LEAST_S = 1e-9
-_SIZES = 24  # of batches, by the binary digits of their rows
-_CORRECT_OVER = 32  # passes of a size and kind
-_LARGEST_CORRECTION = 1.5  # times what was expected, a pass
 
 
 class LearnedCost(PassCost):
-    """Learned: seconds = (a + b rows + c nodes + d asked + [asked > 0] e) * r, by least squares of relative errors that forgets.
+    """Learned by least squares of relative errors that forgets: seconds = curve(tokens) + a rows + b nodes + c asked + [asked > 0] d + e seen.
 
-    Passes are not as straight as that, so r corrects it by the size of the batch, for passes with and without drafts apart: the two
-    are compared, and what is a little wrong for one of them would be a loss that nobody notices. Before the first pass nodes are
-    held to be cheap, so that they are tried. What takes far longer than expected (a compiler ran, or another program) weighs
-    little, as long as that is rare.
+    The curve is of all tokens of the pass, prompts included, straight between powers of two and never falling. `seen` are the
+    keys that rows and nodes attend to, summed. Before the first pass nodes are held to be cheap, so that they are tried. What takes
+    far longer than expected (a compiler ran, or another program) weighs little, as long as that is rare.
     """
 
     def __init__(self) -> None:
         self._weights = _GUESS
+        self._values = _values(_GUESS)  # of the curve, at the knots
+        self._seen_per_token = 0.0  # lately
         self._first: list[tuple[FloatArray, float]] = []  # features and seconds, until there are enough to solve for
         # One for passes for which the drafter was left alone, and one for the others. Each forgets by its own passes: while one kind
         # is all there is, what is known of the other must not fade, because the two are compared.
-        self._products = np.zeros((2, len(_GUESS), len(_GUESS)))
-        self._sums = np.zeros((2, len(_GUESS)))
+        self._products = np.zeros((2, _NUM_FEATURES, _NUM_FEATURES))
+        self._sums = np.zeros((2, _NUM_FEATURES))
         self.num_passes = 0
         self._num_of_kind = [0, 0]  # passes without and with asking
-        self._corrections = np.ones((2, _SIZES))  # r by kind and by the binary digits of the rows
         self._num_of_size = np.zeros((2, _SIZES), np.int64)
         self._since_plain = 0
         self._plain_after = _PLAIN_AFTER[0]
@@ -56,56 +72,103 @@ class LearnedCost(PassCost):
 
     @property
     def is_known(self) -> bool:
-        return self.num_passes >= _SOLVE_EVERY and min(self._num_of_kind) >= _ENOUGH
+        return self.num_passes >= _SOLVE_EVERY[0] and min(self._num_of_kind) >= _ENOUGH
 
-    def seconds(self, rows: int, nodes: FloatArray | IndexArray, asked: int) -> FloatArray:
-        per_node = self._weights[_NODES]
-        straight = float(_features(rows, 0, asked) @ self._weights) + per_node * np.asarray(nodes, np.float64)
-        return np.asarray(self._correction(int(asked > 0), _size(rows)) * straight)
-
-    def _correction(self, kind: int, size: int) -> float:
-        """Return the r of the nearest size that is known, of the other kind where nothing of this one is."""
-        for each in (kind, 1 - kind):
-            sizes = np.flatnonzero(self._num_of_size[each] >= _ENOUGH)
-            if len(sizes):
-                return float(self._corrections[each, sizes[np.abs(sizes - size).argmin()]])
-        return 1.0
-
-    def _correct(self, kind: int, size: int, ratio: float) -> None:
-        """A pass took `ratio` times what the straight line says."""
-        self._num_of_size[kind, size] += 1
-        before = self._corrections[kind, size]
-        # Far from what was expected an index was built, for instance.
-        ratio = min(max(ratio, before / _LARGEST_CORRECTION), before * _LARGEST_CORRECTION)
-        self._corrections[kind, size] += (ratio - before) / min(self._num_of_size[kind, size], _CORRECT_OVER)
+    def seconds(
+        self,
+        rows: int | IndexArray,
+        nodes: FloatArray | IndexArray,
+        asked: int | IndexArray,
+        *,
+        prompt_tokens: int | IndexArray | FloatArray = 0,
+        seen: FloatArray | IndexArray | None = None,
+    ) -> FloatArray:
+        """Return the time of passes. Without `seen` each row and node is held to see as much as in the last pass."""
+        logits, weights = rows + np.asarray(nodes, np.float64), self._weights
+        tokens = logits + prompt_tokens
+        sees = self._seen_per_token * logits if seen is None else seen
+        beyond = np.maximum(tokens - _KNOTS[-1], 0.0) * weights[_NUM_SEGMENTS]
+        return np.asarray(
+            np.interp(tokens, _KNOTS, self._values)
+            + beyond
+            + weights[_ROWS] * rows
+            + weights[_NODES] * nodes
+            + weights[_ASKED] * asked
+            + weights[_ANY_ASKED] * (np.asarray(asked) > 0)
+            + weights[_SEEN] * sees
+        )
 
     @property
     def learns(self) -> bool:
         return True
 
-    def observe(self, rows: int, nodes: int, asked: int, seconds: float, *, is_cold: bool = False) -> float:
+    def observe(
+        self,
+        rows: int,
+        nodes: int,
+        asked: int,
+        seconds: float,
+        *,
+        prompt_tokens: int = 0,
+        seen: int = 0,
+        is_cold: bool = False,
+    ) -> float:
         if not is_cold:
-            self._observe(rows, nodes, asked, seconds)
+            self._seen_per_token = seen / max(rows + nodes, 1)
+            self._num_of_size[int(asked > 0), _size(rows)] += 1
+            self._observe(_features(rows, nodes, asked, prompt_tokens, seen), max(seconds, _LEAST_S))
         return seconds
 
-    def _observe(self, rows: int, nodes: int, asked: int, seconds: float) -> None:
-        features, seconds = _features(rows, nodes, asked), max(seconds, _LEAST_S)
+    def observe_all(
+        self,
+        rows: IndexArray,
+        nodes: IndexArray,
+        asked: IndexArray,
+        seconds: FloatArray,
+        *,
+        prompt_tokens: IndexArray,
+        seen: IndexArray,
+    ) -> None:
+        """Observe many passes, [P] each, at the price of one or two."""
+        features = _features(rows, nodes, asked, prompt_tokens, seen)
+        seconds = np.maximum(seconds, _LEAST_S)
+        alone = max(_ONE_BY_ONE - self.num_passes, 0)
+        for each, taken in zip(features[:alone], seconds[:alone], strict=True):
+            self._observe(each, float(taken))
+        features, seconds = features[alone:], seconds[alone:]
+        if len(features) == 0:
+            return
+        expected = features @ self._weights
+        scale = np.where(seconds > _LARGEST_SURPRISE * expected, seconds, expected)
+        for kind in (0, 1):
+            of_kind = features[:, _ANY_ASKED] == kind
+            count = int(of_kind.sum())
+            weight = _FORGET ** np.arange(count)[::-1]
+            scaled = features[of_kind] / scale[of_kind, None]
+            left = _FORGET**count
+            self._products[kind] = left * self._products[kind] + scaled.T @ (weight[:, None] * scaled)
+            self._sums[kind] = left * self._sums[kind] + scaled.T @ (weight * (seconds / scale)[of_kind])
+            self._num_of_kind[kind] += count
+        self.num_passes += len(features)
+        self._solve()
+
+    def _observe(self, features: FloatArray, seconds: float) -> None:
+        is_asked = bool(features[_ANY_ASKED])
         self.num_passes += 1
-        self._num_of_kind[asked > 0] += 1
+        self._num_of_kind[is_asked] += 1
         self._since_plain += 1
-        if asked == 0:
+        if not is_asked:
             self._since_plain, self._plain_after = 0, min(2 * self._plain_after, _PLAIN_AFTER[1])
-        if self.num_passes <= _SOLVE_EVERY:
+        if self.num_passes <= _SOLVE_EVERY[0]:
             self._begin(features, seconds)
             return
         expected = float(features @ self._weights)
-        self._correct(int(asked > 0), _size(rows), seconds / expected)
         if seconds > _LARGEST_SURPRISE * expected:
             self._products, self._sums = _DOUBT * self._products, _DOUBT * self._sums
             self._add(features, seconds, seconds)
         else:
             self._add(features, seconds, expected)
-        if self.num_passes % _SOLVE_EVERY == 0:
+        if self.num_passes % _SOLVE_EVERY[self.num_passes > _YOUNG] == 0:
             self._solve()
 
     def _begin(self, features: FloatArray, seconds: float) -> None:
@@ -113,11 +176,13 @@ class LearnedCost(PassCost):
         self._first.append((features, seconds))
         usual = (len(self._first) - 1) // 2
         unit = sorted(taken / float(each @ _GUESS) for each, taken in self._first)[usual]
-        self._weights = unit * _GUESS
-        if len(self._first) < _SOLVE_EVERY:
+        self._take(unit * _GUESS)
+        if len(self._first) < _SOLVE_EVERY[0]:
             return
-        self._products[:] = np.diag((_TYPICAL / sorted(taken for _, taken in self._first)[usual]) ** 2) / 2
+        typical = sorted(taken for _, taken in self._first)[usual]
+        self._products[:] = np.diag((_TYPICAL / typical) ** 2) / 2
         self._sums = self._products @ self._weights
+        self._products += _smoothness(typical) / 2
         for each, taken in self._first:
             self._add(each, taken, taken)
         self._first.clear()
@@ -125,7 +190,7 @@ class LearnedCost(PassCost):
 
     def _add(self, features: FloatArray, seconds: float, scale: float) -> None:
         """Count a pass in which an error of `scale` is an error of 1."""
-        kind, features = int(features[_ANY_ASKED] > 0), features / scale
+        kind, features = int(features[_ANY_ASKED]), features / scale
         self._products[kind] = _FORGET * self._products[kind] + np.outer(features, features)
         self._sums[kind] = _FORGET * self._sums[kind] + features * (seconds / scale)
 
@@ -133,20 +198,55 @@ class LearnedCost(PassCost):
         """Least squares without negative costs: a feature that would be paid for is left out."""
         products, sums = self._products.sum(0), self._sums.sum(0)
         scale = np.sqrt(np.maximum(np.diag(products), 1e-30))
-        products, sums = products / np.outer(scale, scale) + 1e-6 * np.eye(len(_GUESS)), sums / scale
-        used = np.ones(len(_GUESS), np.bool_)
+        products, sums = products / np.outer(scale, scale) + 1e-6 * np.eye(len(sums)), sums / scale
+        used = np.ones(len(sums), np.bool_)
         while True:
             solved = np.linalg.solve(products[np.ix_(used, used)], sums[used])
             if (solved >= 0).all():
                 break
             used[np.flatnonzero(used)[solved < 0]] = False
-        self._weights = np.zeros(len(_GUESS))
-        self._weights[used] = solved / scale[used]
-        self._weights = np.maximum(self._weights, 1e-6 * self._weights.max())
+        weights = np.zeros(len(sums))
+        weights[used] = solved / scale[used]
+        weights[0] = max(weights[0], 1e-6 * weights.max())
+        self._take(weights)
+
+    def _take(self, weights: FloatArray) -> None:
+        self._weights, self._values = weights, _values(weights)
 
 
-def _features(rows: int, nodes: int, asked: int) -> FloatArray:
-    return np.array([1.0, rows, nodes, asked, asked > 0])
+def _features(
+    rows: int | IndexArray,
+    nodes: int | IndexArray,
+    asked: int | IndexArray,
+    prompt_tokens: int | IndexArray,
+    seen: int | IndexArray,
+) -> FloatArray:
+    """Return the features of a pass, [F], or of many, [P, F]."""
+    tokens = np.asarray(rows + nodes + prompt_tokens, np.float64)
+    features = np.empty((*tokens.shape, _NUM_FEATURES))
+    features[..., 0] = 1.0
+    segments = features[..., 1 : _NUM_SEGMENTS + 1]
+    np.subtract(tokens[..., None], _KNOTS, out=segments)
+    np.clip(segments, 0.0, _SEGMENT_ENDS, out=segments)
+    features[..., _ROWS], features[..., _NODES] = rows, nodes
+    features[..., _ASKED], features[..., _ANY_ASKED] = asked, np.greater(asked, 0)
+    features[..., _SEEN] = seen
+    return features
+
+
+def _values(weights: FloatArray) -> FloatArray:
+    rises: FloatArray = np.cumsum(_WIDTHS * weights[1:_NUM_SEGMENTS])
+    return np.concatenate([weights[:1], weights[0] + rises])
+
+
+def _smoothness(typical_s: float) -> FloatArray:
+    """Return what is added to the products: half of a segment's tokens at its neighbour's slope are an error by so much of a pass."""
+    products = np.zeros((_NUM_FEATURES, _NUM_FEATURES))
+    for segment in range(1, _NUM_SEGMENTS):
+        difference = np.zeros(_NUM_FEATURES)
+        difference[segment], difference[segment + 1] = 1.0, -1.0
+        products += _SMOOTH * np.outer(difference, difference) * (_KNOTS[segment] / typical_s) ** 2
+    return products
 
 
 def _size(rows: int) -> int:

@@ -15,6 +15,7 @@ from rhymerl.engine.layout import PassLayout
 from rhymerl.engine.protocol import DraftingProtocol
 from rhymerl.engine.ragged import IndexArray
 from rhymerl.engine.rows import Rows
+from rhymerl.engine.speedup import is_due_plain
 from rhymerl.engine.totals import NUM_DEPTHS, EngineTotals
 from rhymerl.engine.tree import no_drafts
 from rhymerl.engine.verify import Walk
@@ -35,19 +36,29 @@ class Drafting:
         self._totals = totals
         self._requests: list[RolloutRequest] = []  # of the rows that emit in the pass under way
         self._is_skipped = True  # the drafter is left alone in it
+        self.num_asked = 0  # requests for which the drafter was asked in it
+        self._policy_version = self._pass_number = 0
         self._nothing = no_drafts(0)
+
+    def begin_rollout(self, policy_version: int) -> None:
+        """Nothing is running, or the policy has changed."""
+        self._policy_version, self._pass_number = policy_version, 0
 
     def ask(self, row: IndexArray, *, spare: int) -> DraftBatch:
         """Return what is verified below the roots of the rows `row` [E]: at most `spare` nodes in all."""
-        self._is_skipped = self.protocol.is_skipped(len(row))
+        self._is_skipped, self.num_asked = self.protocol.is_skipped(len(row)), 0
+        self._pass_number += 1
         if not self._is_skipped or self.protocol.hears_tokens:
             self._requests = [request for each in row.tolist() if (request := self._rows.request[each]) is not None]
         if self._is_skipped:
             return self._no_drafts(len(row))
         started = time.perf_counter()
         rows, limits = self._rows, self.protocol.limits(self._requests)
+        if is_due_plain(self._policy_version, self._pass_number):
+            limits[:] = 0
         _fit(limits, row, rows.length, rows.limit, rows.context, self.protocol.max_nodes, max(spare, 0))
         askers = np.flatnonzero(limits)
+        self.num_asked = len(askers)
         drafts = self._no_drafts(len(row))
         if len(askers):
             drafts = self._proposed(row[askers], askers, limits[askers]).spread(askers, len(row))
@@ -157,4 +168,5 @@ def _outcome(requests: Sequence[RolloutRequest], layout: PassLayout, steps: Walk
         num_rows=len(layout.row),
         seconds=seconds,
         is_decoding=layout.is_decoding,
+        num_seen=layout.num_seen,
     )

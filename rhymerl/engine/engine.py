@@ -22,6 +22,7 @@ from rhymerl.engine.layout import PassLayout, lay_out
 from rhymerl.engine.protocol import DraftingProtocol
 from rhymerl.engine.rows import Rows
 from rhymerl.engine.sampler import Sampler
+from rhymerl.engine.speedup import SpeedupMeter
 from rhymerl.engine.support import refuse_impossible
 from rhymerl.engine.totals import EngineTotals
 from rhymerl.engine.tree import no_drafts
@@ -72,6 +73,8 @@ class Engine:
             checks=check_drafts,
             complaints=complaints,
         )
+        # Without a drafter there is nothing to compare.
+        self.speedup = SpeedupMeter(max_running) if self.protocol.max_nodes else None
         self.drafting = Drafting(self.protocol, self.rows, self.totals)
         self.admission = Admission(self.rows, max_running=max_running, max_pass_tokens=max_pass_tokens)
         self._allocate()
@@ -101,7 +104,11 @@ class Engine:
         """Queue requests. Raises ConfigError, queueing nothing, when one could never be answered."""
         for request in requests:
             refuse_impossible(request, self.rows.context)
+        if not self.has_work:
+            self.drafting.begin_rollout(self.policy_version)
         self.admission.submit(requests)
+        if self.speedup is not None:
+            self.speedup.submit(requests)
 
     def run(self, deadline: float | None = None, *, max_passes: int | None = None) -> list[Completion]:
         """Step until requests have ended, nothing is left, or `time.monotonic()` has passed `deadline`.
@@ -138,12 +145,15 @@ class Engine:
         started, fresh = self.admission.withdraw(ids)
         for completion in started:
             self.protocol.finish(completion)
+        if self.speedup is not None:
+            self.speedup.leave([*started, *fresh])
         return [*started, *fresh]
 
     def new_weights(self, policy_version: int) -> None:
         """The policy has changed: forget all keys and values; running requests go on from their tokens."""
         self.admission.preempt_all()
         self.policy_version = policy_version
+        self.drafting.begin_rollout(policy_version)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every KV slot is free or owned by exactly one live row."""
@@ -209,6 +219,8 @@ class Engine:
     def _finish_row(self, row: int, reason: FinishReason) -> Completion:
         completion = self.admission.finish(row, reason)
         self.protocol.finish(completion)
+        if self.speedup is not None:
+            self.speedup.leave([completion])
         return completion
 
     def _account(self, layout: PassLayout, steps: Walk, seconds: float) -> None:
@@ -220,3 +232,13 @@ class Engine:
         totals.request_passes += len(layout.emits)
         totals.busy_s += seconds
         totals.tail_s += seconds if len(layout.emits) < self.max_running / 4 else 0.0
+        if self.speedup is not None:
+            rows, nodes = len(layout.emits), len(layout.node_index)
+            self.speedup.count(
+                rows=rows,
+                nodes=nodes,
+                asked=self.drafting.num_asked,
+                prompt_tokens=layout.num_tokens - rows - nodes,
+                seen=layout.num_seen,
+                seconds=seconds,
+            )

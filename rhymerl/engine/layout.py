@@ -49,6 +49,7 @@ class PassLayout:
     logit_start: IndexArray  # [E] where each emitting row's logits begin
     logit_row: IndexArray  # [M] which of the E
     logit_level: IndexArray  # [M] 0 = root, else the node's depth
+    num_seen: int  # keys that roots and nodes attend to, summed; of their trees each node counts its root's
     buckets: list[BucketLayout]
     paged: PagedLayout | None  # tokens that the compiled attention takes
 
@@ -77,7 +78,7 @@ def lay_out(
     token_ids, positions, parent, seen, reader = np.empty((5, len(slots)), np.int64)
     node_index, node_depth = np.empty((2, len(drafts.parents)), np.int64)
     logit_indices, logit_row, logit_level = np.empty((3, len(emits) + len(drafts.parents)), np.int64)
-    _fill(
+    num_seen = _fill(
         *(rows.tokens, rows.slots, rows.cached, rows.shared, rows.prefix_row),
         *(row, chain, emits, paged, slots),
         *(drafts.token_ids, drafts.parents, drafts.starts),
@@ -99,6 +100,7 @@ def lay_out(
         logit_start=drafts.starts[:-1] + np.arange(len(emits)),
         logit_row=logit_row,
         logit_level=logit_level,
+        num_seen=num_seen,
         buckets=[] if paged.all() else _buckets(rows, row, chain, width, emits, drafts, ~paged),
         paged=PagedLayout(table=rows.slots, row=reader, seen=seen, parent=parent, slot=slots) if paged.any() else None,
     )
@@ -129,9 +131,12 @@ def _fill(
     logit_indices: IndexArray,
     logit_row: IndexArray,
     logit_level: IndexArray,
-) -> None:
-    """Write what stands in `PassLayout` and `PagedLayout` about each token, node and logit; rows learn their new slots."""
-    n, m, e = 0, 0, 0
+) -> int:
+    """Write what stands in `PassLayout` and `PagedLayout` about each token, node and logit; rows learn their new slots.
+
+    Returns `num_seen`.
+    """
+    n, m, e, num_seen = 0, 0, 0, 0
     for f in range(len(row)):
         r = row[f]
         base = cached[r]
@@ -147,6 +152,7 @@ def _fill(
             logit_indices[m], logit_row[m], logit_level[m] = n - 1, e, 0
             m += 1
             root, tree = base + chain[f], n
+            num_seen += root * (1 + node_starts[e + 1] - node_starts[e])
             for k in range(node_starts[e], node_starts[e + 1]):
                 above = node_parents[k]
                 depth = 1 if above < 0 else node_depth[node_starts[e] + above] + 1
@@ -161,6 +167,7 @@ def _fill(
             parent[each] = CHAIN
         for each in range(first, n):
             reader[each] = r if paged[f] else -1
+    return num_seen
 
 
 def _buckets(

@@ -16,8 +16,6 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from rhymerl.backends.embedded import EmbeddedBackend
-from rhymerl.budgets import GoodputBudget
 from rhymerl.callbacks import (
     AtomicCheckpointIO,
     Checkpoints,
@@ -30,16 +28,12 @@ from rhymerl.config import construct, instantiate, keep_former, resolved, save_c
 from rhymerl.config.changes import Change
 from rhymerl.data import PromptDataModule
 from rhymerl.distributed.first import is_first_rank
-from rhymerl.drafters.history_tree import HistoryTreeDrafter
-from rhymerl.drafters.none import NoDrafter
-from rhymerl.drafters.run_ahead import listens
 from rhymerl.errors import ConfigError
 from rhymerl.folders import RunFolder, cannot_write, check_folder, writing
 from rhymerl.progress import SILENT, ProgressBar, counted
 from rhymerl.runs.banner import banner, how_to_go_on, noting_how_to_go_on
 from rhymerl.runs.earlier import save_history, start_with
 from rhymerl.runs.resume import ResumePoint, check_same_run, check_weights, policy_weights, resume_point
-from rhymerl.runs.speedup import Speedup, measure_speedup
 from rhymerl.runs.summary import Summary, summary_table
 from rhymerl.training.module import RhymeModule
 from rhymerl.training.trainer import check_precision, check_trainer, make_trainer, with_environment
@@ -68,7 +62,7 @@ def fit(config: DictConfig, *, callbacks: Sequence[L.Callback] = (), progress: P
     """Train, evaluating before and after; rank 0 leaves config, checkpoints, logs and summary.json in the run directory.
 
     A run that a callback stops early (`should_stop`) is saved but not evaluated; of one that has been finished nothing is left to do.
-    `progress` is that of evaluations and of what drafts were worth. Raises ConfigError and DataError for bad input before anything
+    `progress` is that of evaluations. Raises ConfigError and DataError for bad input before anything
     is computed, made or overwritten; what else ends it carries a note how to go on.
     """
     run_dir = Path(config.run_dir)
@@ -115,16 +109,11 @@ def _fit(
             summary.eval_after = module.evaluation_metrics["eval/reward"]
     if not trainer.is_global_zero:
         return summary.result()
-    _write_summary(summary.result(), run_dir)
-    save_history(run_dir / "history.rhyme", module, datamodule)
-    if not trainer.should_stop and summary.num_steps:
-        step_s = summary.seconds["rollout"] / summary.num_steps
-        with progress.during("measuring what drafts are worth"):
-            summary.speedup = _speedup(config, trainer, module, datamodule, step_s)
-        if summary.speedup is not None:
-            _note(str(summary.speedup))
     result = summary.result()
     _write_summary(result, run_dir)
+    save_history(run_dir / "history.rhyme", module, datamodule)
+    if (speedup := summary.speedup.speedup) is not None:
+        _note(str(speedup))
     _say(result, run_dir)
     if summary.num_steps and summary.num_idle_steps == summary.num_steps:
         _note("Nothing was learned: the rewards did not tell the answers to a prompt apart in any step")
@@ -346,36 +335,6 @@ def _validate(trainer: L.Trainer, module: RhymeModule, datamodule: PromptDataMod
     answers = sum(len(datamodule.validation_loaders[name].prompts) * each.group_size for name, each in settings.items())
     with module.progress.during("answers of the evaluation", -(-answers // trainer.world_size)):
         trainer.validate(module, datamodule, verbose=False)
-
-
-def _speedup(
-    config: DictConfig, trainer: Any, module: RhymeModule, datamodule: PromptDataModule, step_s: float
-) -> Speedup | None:
-    """Measure the speedup on the prompts that the next step would have.
-
-    None without drafts, and for a backend that has no embedded engine.
-    """
-    if isinstance(module.drafter, NoDrafter) or not isinstance(module.backend, EmbeddedBackend):
-        return None
-    loader = datamodule.train_loader
-    assert loader is not None
-    parts = resolved(config)["module"]
-    drafter = module.drafter
-    if listens(drafter, "follow"):  # else nothing that it has learned could be told a new one
-        drafter = instantiate(parts["drafter"], key="drafter", default=HistoryTreeDrafter)
-    module.to(trainer.strategy.root_device)  # Lightning has taken it off
-    return measure_speedup(
-        module.policy,
-        loader.peek(0).prompts,
-        module.rollout,
-        drafter=drafter,
-        budget=instantiate(parts["budget"], key="budget", default=GoodputBudget),
-        history=module.history,
-        like=module.backend,
-        seed=module.seed,
-        step_s=step_s,
-        autocast=trainer.precision_plugin.forward_context,
-    )
 
 
 def _write_summary(result: Result, run_dir: Path) -> None:

@@ -1,148 +1,82 @@
-"""The speed-up of rollouts by drafts: the same requests answered with and without them, in turn, by the same weights."""
+"""What drafts were worth in a run: the speed-up of its rollouts, with an interval."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from math import exp, log, sqrt
-from statistics import mean, median, stdev
+from typing import Any
 
 import numpy as np
-import torch
 
-from rhymerl.backends.embedded import EmbeddedBackend
-from rhymerl.budgets.base import Budget
-from rhymerl.budgets.fixed import FixedBudget
-from rhymerl.drafters.base import Drafter
-from rhymerl.drafters.none import NoDrafter
-from rhymerl.errors import RunError
-from rhymerl.history import HistoryStore
-from rhymerl.models.policy import Policy
-from rhymerl.rollout import RolloutSettings, requests_of
-from rhymerl.types import Completion, Prompt, RolloutRequest
-
-_PAIRS = 3
-_STUDENT_T = 4.303  # of the 95 % interval of a mean of three
-_ABOUT_S = 10.0  # of all pairs together
-_PLAIN_TO_DRAFTED = 1.5  # how much longer rollouts without drafts are held to take, to stay within that
+_LEAST = 3  # steps with passes of a kind, for an interval
+_TOO_WIDE = 1.2  # its upper end over its lower
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speedup:
-    """The result of the pairs."""
+    """The time that the run's rollouts would have taken without drafts, over the time they took; a 95 % interval where there is one."""
 
-    ratio: float  # median of the seconds without drafts over those with
-    low: float  # of its 95 % interval
-    high: float
-    equal: float  # share of the answers that are the same; 1 in float64
-
-    @classmethod
-    def of(cls, ratios: Sequence[float], *, equal: float) -> Speedup:
-        """Build it from the ratios of three pairs: Student's interval, which is wide where they differ.
-
-        Their logarithms are taken for normal.
-        """
-        assert len(ratios) == _PAIRS
-        logs = [log(each) for each in ratios]
-        half = _STUDENT_T * stdev(logs) / sqrt(_PAIRS)
-        return cls(ratio=median(ratios), low=exp(mean(logs) - half), high=exp(mean(logs) + half), equal=equal)
+    ratio: float
+    low: float | None = None
+    high: float | None = None
 
     def __str__(self) -> str:
-        """Return two lines, which claim nothing that the pairs do not show."""
+        """Return a line that claims nothing that the run does not show."""
+        if self.low is None or self.high is None:
+            return "Too short a run to tell what drafts were worth"
         interval = f"95 % interval {self.low:.2f} to {self.high:.2f}"
-        told = f"Drafts make rollouts {self.ratio:.2f} times as fast ({interval})"
-        if self.low <= 1 <= self.high:
-            told = f"Too short to tell what drafts are worth: {interval} times"
-        return f"{told}\n{self.equal:.1%} of answers are the same with and without drafts"
+        if self.low <= 1 <= self.high and self.high > _TOO_WIDE * self.low:
+            return f"Too short a run to tell what drafts were worth: {interval}"
+        return f"Drafts made rollouts {self.ratio:.2f} times as fast ({interval})"
 
 
-class _Side:
-    """One engine of the two."""
+@dataclass(slots=True)
+class SpeedupTotals:
+    """Sums up the steps of a run: `rollout/speedup`, and how far passes were from what its cost curve says (docs/operations.md)."""
 
-    def __init__(self, backend: EmbeddedBackend, history: HistoryStore) -> None:
-        self.backend = backend
-        self.history = history
-        self.backend.follow(history)
+    rollout_s: float = 0.0
+    plain_s: float = 0.0  # what these rollouts would have taken
+    plain_errors: list[float] = field(default_factory=list)  # logarithms, a step
+    drafted_errors: list[float] = field(default_factory=list)
 
-    def run(self, requests: Sequence[RolloutRequest]) -> tuple[float, list[Completion]]:
-        """Return the seconds, and the answers in the order of the requests."""
-        started = time.perf_counter()
-        self.backend.submit(requests)
-        done: dict[str, Completion] = {}
-        while len(done) < len(requests):
-            done.update((each.request.id, each) for each in self.backend.collect())
-        seconds = time.perf_counter() - started
-        self.backend.follow(self.history)  # nothing new: the drafter forgets these answers
-        return seconds, [done[request.id] for request in requests]
+    def count(self, metrics: Mapping[str, Any]) -> None:
+        """Add a step, if it says anything."""
+        if "rollout/speedup" not in metrics:
+            return
+        rollout_s = float(metrics["timing_s/rollout"])
+        self.rollout_s += rollout_s
+        self.plain_s += rollout_s * float(metrics["rollout/speedup"])
+        for errors, name in ((self.plain_errors, "plain"), (self.drafted_errors, "drafted")):
+            ratio = float(metrics[f"rollout/{name}_pass_error"])
+            if ratio > 0:  # there were passes of this kind
+                errors.append(log(ratio))
 
+    @property
+    def speedup(self) -> Speedup | None:
+        """Return what drafts were worth; None where no step said anything.
 
-def measure_speedup(
-    policy: Policy,
-    prompts: Sequence[Prompt],
-    settings: RolloutSettings,
-    *,
-    drafter: Drafter,
-    budget: Budget,
-    history: HistoryStore,
-    like: EmbeddedBackend,
-    seed: int,
-    step_s: float,
-    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
-) -> Speedup:
-    """Answer prompts in `_PAIRS` pairs, which one first taking turns, after one that warms up and is not counted.
+        The costs of passes without and with drafts are compared, and each is as uncertain as the mean of its errors over the steps.
+        """
+        if not self.rollout_s:
+            return None
+        ratio = self.plain_s / self.rollout_s
+        if min(len(self.plain_errors), len(self.drafted_errors)) < _LEAST:
+            return Speedup(ratio=ratio)
+        half = sqrt(_half_interval(self.plain_errors) ** 2 + _half_interval(self.drafted_errors) ** 2)
+        return Speedup(ratio=ratio, low=ratio * exp(-half), high=ratio * exp(half))
 
-    `drafter` and `budget` follow `history` without adding to it; both engines have the settings of `like`. A
-    rollout of all `prompts` takes about `step_s` with drafts: no more of them are answered than `_ABOUT_S` seconds allow.
-    Raises RunError when drafts change an answer in float64.
-    """
-    with ExitStack() as stack:
-        sides = []
-        for each, its_budget in ((NoDrafter(), FixedBudget(0)), (drafter, budget)):
-            backend = stack.enter_context(_like(like))
-            backend.start(policy, each, budget=its_budget, autocast=autocast)
-            sides.append(_Side(backend, history))
-        chosen = prompts[: num_affordable(len(prompts), step_s)]
-        pairs = [
-            _pair(
-                sides,
-                requests_of(chosen, f"speedup {number}", settings, seed=seed, stop_token_ids=policy.stop_token_ids),
-                is_reversed=number % 2 == 1,
-            )
-            for number in range(1 + _PAIRS)
-        ]
-    ratios = [seconds for seconds, _ in pairs[1:]]
-    equal = float(np.mean([share for _, share in pairs]))
-    if equal < 1 and policy.model.dtype == torch.float64:
-        raise RunError(
-            f"{type(drafter).__name__}: {1 - equal:.2%} of the answers are others than without drafts, in float64; "
-            "drafts must never change a token: please report this"
-        )
-    return Speedup.of(ratios, equal=equal)
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums in plain containers."""
+        return asdict(self)
 
 
-def num_affordable(num_prompts: int, step_s: float) -> int:
-    """Return how many prompts all pairs have time for, at least one, where a rollout of `num_prompts` takes `step_s` with drafts."""
-    expected_s = (1 + _PAIRS) * (1 + _PLAIN_TO_DRAFTED) * step_s
-    return max(1, min(num_prompts, int(num_prompts * _ABOUT_S / max(expected_s, 1e-9))))
+def _half_interval(values: Sequence[float]) -> float:
+    """Return half of the 95 % interval of the mean, by the median deviation: a machine that was busy for a while is no error."""
+    deviation = 1.4826 * float(np.median(np.abs(np.array(values) - np.median(values))))
+    return _student_t(len(values) - 1) * deviation / sqrt(len(values))
 
 
-def _pair(sides: Sequence[_Side], requests: Sequence[RolloutRequest], *, is_reversed: bool) -> tuple[float, float]:
-    """Return the seconds without drafts over seconds with, and the share of equal answers; `sides` are without and with."""
-    results = {id(side): side.run(requests) for side in (reversed(sides) if is_reversed else sides)}
-    (plain_s, plain), (drafted_s, drafted) = (results[id(side)] for side in sides)
-    same = [np.array_equal(one.token_ids, two.token_ids) for one, two in zip(plain, drafted, strict=True)]
-    return plain_s / drafted_s, float(np.mean(same))
-
-
-def _like(backend: EmbeddedBackend) -> EmbeddedBackend:
-    """A backend of our own class: what one derived from it does besides is no part of the measurement."""
-    like = EmbeddedBackend(
-        max_running=backend.max_running,
-        kv_tokens=backend.kv_tokens,
-        max_pass_tokens=backend.max_pass_tokens,
-        check_drafts=backend.check_drafts,
-    )
-    like.complaints = backend.complaints
-    return like
+def _student_t(degrees: int) -> float:
+    """Return the 97.5 % quantile of Student's distribution (Abramowitz and Stegun, 26.7.5), to 3 % for 2 degrees and better for more."""
+    return 1.960 + 2.372 / degrees + 2.823 / degrees**2 + 2.556 / degrees**3

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from rhymerl.rollout.metrics import AcceptanceTotals
 from rhymerl.runs.equal_rewards import equal_rewards, warning_of
-from rhymerl.runs.speedup import Speedup
+from rhymerl.runs.speedup import SpeedupTotals
 
 _LOG = logging.getLogger(__name__)
 _STATE = (
@@ -48,7 +48,7 @@ class Summary(L.Callback):
         self.num_bad_drafts = 0
         self.num_idle_steps = 0  # from whose rewards nothing could be learned
         self.acceptance = AcceptanceTotals()
-        self.speedup: Speedup | None = None
+        self.speedup = SpeedupTotals()
         self._since: float | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -65,6 +65,7 @@ class Summary(L.Callback):
         self.seconds["update"] += float(metrics["timing_s/update"])
         self.num_steps += 1
         self.num_tokens = int(metrics["num_tokens"])
+        self.speedup.count(metrics)
         self.num_bad_drafts += int(metrics.get("spec/bad_drafts", 0))
         rollout: Any = getattr(pl_module, "last_rollout", None)
         if rollout is not None:
@@ -90,17 +91,23 @@ class Summary(L.Callback):
         self._since = now
 
     def state_dict(self) -> dict[str, Any]:
-        return {**{name: getattr(self, name) for name in _STATE}, "speculation": asdict(self.acceptance)}
+        return {
+            **{name: getattr(self, name) for name in _STATE},
+            "speculation": asdict(self.acceptance),
+            "speedup": self.speedup.state_dict(),
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         for name in _STATE:
             setattr(self, name, state_dict.get(name, getattr(self, name)))
         self.acceptance = AcceptanceTotals(**state_dict["speculation"])
+        self.speedup = SpeedupTotals(**state_dict.get("speedup", {}))
 
     def result(self) -> dict[str, float | int | None]:
         """Return the figures; `wall_s` is training alone (rollouts, updates, what is between), rewards are means of up to 5 steps."""
         rollout_s = self.seconds["rollout"]
         window = max(1, min(_WINDOW, self.num_steps // 2))
+        speedup = self.speedup.speedup
         return {
             "eval_reward_before": self.eval_before,
             "eval_reward_after": self.eval_after,
@@ -116,14 +123,18 @@ class Summary(L.Callback):
             "spec_accept_rate": round(self.acceptance.accept_rate, 4),
             "spec_accept_length": round(self.acceptance.accept_length, 4),
             **({"spec_bad_drafts": self.num_bad_drafts} if self.num_bad_drafts else {}),
-            "rollout_speedup": round(self.speedup.ratio, 3) if self.speedup else None,
-            "rollout_speedup_low": round(self.speedup.low, 3) if self.speedup else None,
-            "rollout_speedup_high": round(self.speedup.high, 3) if self.speedup else None,
+            "rollout_speedup": _rounded(speedup.ratio) if speedup else None,
+            "rollout_speedup_low": _rounded(speedup.low) if speedup else None,
+            "rollout_speedup_high": _rounded(speedup.high) if speedup else None,
         }
 
 
 def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
+
+
+def _rounded(value: float | None) -> float | None:
+    return round(value, 3) if value is not None else None
 
 
 def summary_table(result: Mapping[str, float | int | None]) -> Table:

@@ -1,0 +1,144 @@
+"""What drafts are worth: the time that answers took against the time that the same answers would have taken without drafts.
+
+Drafts change no token, so the passes without them are known: requests enter in order while there are slots, and each pass adds a
+token to each. What such a pass takes is learned from the run's own passes, of which some are without drafts (`is_due_plain`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rhymerl.budgets.learned_cost import LearnedCost
+from rhymerl.types import Completion, Ratio, RolloutRequest
+
+if TYPE_CHECKING:
+    from rhymerl.types import IndexArray
+
+_PLAIN_EVERY = 16, 64  # passes, of the first policy versions and later: so few that they cost at most 1 %
+_FIRST_VERSIONS = 8
+_STRIDE = 17  # passes by which they move from version to version, so that short rollouts have some, too
+
+
+def is_due_plain(policy_version: int, pass_number: int) -> bool:
+    """Return whether the pass goes without drafts, so that their worth can be told; `pass_number` counts since the rollout began.
+
+    It depends on nothing else, so a resumed run does it in the same passes.
+    """
+    every = _PLAIN_EVERY[policy_version >= _FIRST_VERSIONS]
+    return (pass_number + _STRIDE * policy_version) % every == every // 2
+
+
+@dataclass(slots=True)
+class _Answer:
+    """An answer, as far as it was sampled since the last report."""
+
+    begun: int  # tokens that it had before
+    context: int  # tokens in front of the first new one
+    sampled: int = 0
+
+
+class SpeedupMeter:
+    """Compares passes with what the same answers would have taken without drafts."""
+
+    def __init__(self, max_running: int) -> None:
+        self._max_running = max_running
+        self._cost = LearnedCost()
+        self._answers: list[_Answer] = []  # in the order in which they were submitted
+        self._open: dict[str, _Answer] = {}
+        # rows, nodes, requests asked, tokens of prompts, keys seen, seconds
+        self._passes: list[tuple[int, int, int, int, int, float]] = []
+        self._began_at = self._ended_at = 0.0
+
+    def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        """Requests are queued."""
+        for request in requests:
+            self._begin(request.id, len(request.output) if request.output else 0, len(request.prompt.token_ids))
+
+    def _begin(self, name: str, tokens: int, prompt_tokens: int) -> None:
+        self._open[name] = _Answer(begun=tokens, context=prompt_tokens + tokens)
+        self._answers.append(self._open[name])
+
+    def leave(self, completions: Iterable[Completion]) -> None:
+        """Requests have ended, or were taken back."""
+        for each in completions:
+            answer = self._open.pop(each.request.id)
+            answer.sampled = len(each.token_ids) - answer.begun
+
+    def count(self, *, rows: int, nodes: int, asked: int, prompt_tokens: int, seen: int, seconds: float) -> None:
+        """A pass is over."""
+        self._ended_at = time.perf_counter()
+        if not self._passes:
+            self._began_at = self._ended_at - seconds
+        self._passes.append((rows, nodes, asked, prompt_tokens, seen, seconds))
+
+    def report(self, progress: Mapping[str, int]) -> dict[str, float]:
+        """Return the metrics since the last report; `progress` are the tokens of all requests that are waiting or running.
+
+        Nothing is said before passes of both kinds are known.
+        """
+        for name, answer in self._open.items():
+            answer.sampled = progress[name] - answer.begun
+        result = self._compare() if self._passes else {}
+        self._answers = []
+        for name, answer in self._open.items():
+            prompt_tokens = answer.context - answer.begun
+            self._begin(name, answer.begun + answer.sampled, prompt_tokens)
+        self._passes.clear()
+        return result
+
+    def _compare(self) -> dict[str, float]:
+        *sizes, taken = np.array(self._passes).T
+        rows, nodes, asked, prompt_tokens, seen = (each.astype(np.int64) for each in sizes)
+        self._cost.observe_all(rows, nodes, asked, taken, prompt_tokens=prompt_tokens, seen=seen)
+        if not self._cost.is_known:
+            return {}
+        expected = self._cost.seconds(rows, nodes, asked, prompt_tokens=prompt_tokens, seen=seen)
+        plain = self._plain_seconds(int(prompt_tokens.sum())) * float(taken.sum() / expected.sum())
+        between = self._ended_at - self._began_at - float(taken.sum())  # passes
+        is_plain = asked == 0
+        return {
+            "rollout/speedup": Ratio(plain + between, float(taken.sum()) + between),
+            "rollout/plain_pass_error": Ratio(float(taken[is_plain].sum()), float(expected[is_plain].sum())),
+            "rollout/drafted_pass_error": Ratio(float(taken[~is_plain].sum()), float(expected[~is_plain].sum())),
+        }
+
+    def _plain_seconds(self, prompt_tokens: int) -> float:
+        """Return what the answers would have taken without drafts, on the machine as it usually is."""
+        answers = [each for each in self._answers if each.sampled]
+        tokens, context = np.array([(each.sampled, each.context) for each in answers], np.int64).T
+        starts = _starts(tokens.tolist(), self._max_running)
+        rows, seen, entered = _passes_of(starts, tokens, context)
+        prompts = prompt_tokens * entered / len(answers)
+        nothing = np.zeros(len(rows), np.int64)
+        return float(self._cost.seconds(rows, nothing, nothing, prompt_tokens=prompts, seen=seen).sum())
+
+
+def _starts(tokens: Sequence[int], slots: int) -> IndexArray:
+    """Return the pass in which each request enters, [R], where each takes as many passes as it has tokens."""
+    starts: list[int] = []
+    ends: list[int] = []
+    for each in tokens:
+        starts.append(heappop(ends) if len(ends) == slots else 0)
+        heappush(ends, starts[-1] + each)
+    return np.array(starts, np.int64)
+
+
+def _passes_of(
+    starts: IndexArray, tokens: IndexArray, context: IndexArray
+) -> tuple[IndexArray, IndexArray, IndexArray]:
+    """Return by pass, [P], the running rows, the keys that they see, and the requests that enter."""
+    ends = starts + tokens
+    size = int(ends.max()) + 1
+    entered: IndexArray = np.bincount(starts, minlength=size).astype(np.int64)
+    rows: IndexArray = np.cumsum(entered - np.bincount(ends, minlength=size))
+    # A row sees its context and what it has sampled: context - start + pass.
+    offset = context - starts
+    offsets = np.bincount(starts, weights=offset, minlength=size) - np.bincount(ends, weights=offset, minlength=size)
+    seen = np.cumsum(offsets) + rows * np.arange(size)
+    return rows[:-1], seen[:-1].astype(np.int64), entered[:-1]

@@ -1,0 +1,142 @@
+"""What drafts are worth: the passes that the same answers would have taken without them, and their time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rhymerl.budgets import FixedBudget
+from rhymerl.drafters import Drafter, NoDrafter
+from rhymerl.engine.engine import Engine
+from rhymerl.engine.speedup import SpeedupMeter, _passes_of, _starts, is_due_plain
+from rhymerl.testing import OracleDrafter, make_requests, tiny_policy
+from rhymerl.types import Completion, Draft, Output
+
+
+def sizes(engine: Engine, requests) -> tuple[list[int], list[int], list[Completion]]:
+    """Return by pass the rows and the keys that they see, and the answers in the order of the requests."""
+    engine.submit(requests)
+    rows, seen, done = [], [], {}
+    account = engine._account
+
+    def note(layout, steps, seconds):
+        rows.append(len(layout.emits))
+        seen.append(layout.num_seen)
+        account(layout, steps, seconds)
+
+    engine._account = note
+    while engine.has_work:
+        done |= {each.request.id: each for each in engine.run()}
+    engine._account = account
+    return rows, seen, [done[request.id] for request in requests]
+
+
+@pytest.mark.parametrize("slots", [1, 3, 5, 16])
+def test_the_passes_without_drafts_are_those_of_an_engine_without_a_drafter(slots: int) -> None:
+    model = tiny_policy().model
+    requests = make_requests(4, group_size=4, max_tokens=20, stop_token_ids=(1, 2, 3))
+    rows, seen, answers = sizes(Engine(model, drafter=NoDrafter(), max_running=slots), requests)
+    lengths = np.array([len(each.token_ids) for each in answers])
+    assert len(set(lengths.tolist())) > 3
+    context = np.array([len(request.prompt.token_ids) for request in requests])
+    found, sees, entered = _passes_of(_starts(lengths.tolist(), slots), lengths, context)
+    assert (found.tolist(), sees.tolist()) == (rows, seen)
+    assert entered.sum() == len(requests)
+
+
+def feed(meter: SpeedupMeter, engine: Engine, requests, rng: np.random.Generator, *, factor: float = 1.0) -> float:
+    """Answer requests on a machine of known costs; returns what is said, and compares it with what is true."""
+
+    def seconds(rows: int, nodes: int, asked: int, prompts: int) -> float:
+        return factor * (3e-3 + 1e-4 * rows + 5e-5 * nodes + 2e-5 * prompts + 1e-5 * asked)
+
+    meter.submit(requests)
+    engine.submit(requests)
+    account, taken, done = engine._account, [], {}
+
+    def note(layout, steps, _):
+        rows, nodes, asked = len(layout.emits), len(layout.node_index), engine.drafting.num_asked
+        prompts = layout.num_tokens - rows - nodes
+        taken.append(seconds(rows, nodes, asked, prompts))
+        noisy = taken[-1] * (1 + 0.05 * rng.standard_normal())
+        meter.count(rows=rows, nodes=nodes, asked=asked, prompt_tokens=prompts, seen=layout.num_seen, seconds=noisy)
+        account(layout, steps, 0.0)
+
+    engine._account = note
+    while engine.has_work:
+        completions = engine.run()
+        meter.leave(completions)
+        done |= {each.request.id: each for each in completions}
+    engine._account = account
+    meter._began_at, meter._ended_at = 0.0, sum(each[-1] for each in meter._passes)
+    prompt_tokens = sum(each[3] for each in meter._passes)
+    said = meter.report({}).get("rollout/speedup", float("nan"))
+    lengths = np.array([len(done[request.id].token_ids) for request in requests])
+    rows, _, _ = _passes_of(_starts(lengths.tolist(), engine.max_running), lengths, lengths)
+    plain = sum(seconds(int(each), 0, 0, 0) for each in rows) + factor * 2e-5 * prompt_tokens
+    return said / (plain / sum(taken))
+
+
+@pytest.mark.parametrize("accepted", [0.0, 0.5, 1.0])
+def test_what_is_said_is_what_is_true(accepted: float) -> None:
+    """With drafts that are all wrong, half of them right and all right, on a machine that is ten times as slow at times."""
+    model, rng = tiny_policy().model, np.random.default_rng(0)
+    plain = Engine(model, drafter=NoDrafter())
+    requests = make_requests(6, group_size=4, max_tokens=40, stop_token_ids=(1,))
+    answers = {each.request.id: each.token_ids for each in sizes(plain, requests)[2]}
+    drafts = {name: tokens if rng.random() < accepted else (tokens + 1) % 19 for name, tokens in answers.items()}
+    engine = Engine(model, drafter=OracleDrafter(drafts), budget=FixedBudget(4), max_running=8)
+    meter, errors = SpeedupMeter(8), []
+    for version in range(24):
+        engine.new_weights(version)
+        errors.append(feed(meter, engine, requests, rng, factor=10.0 if version in (3, 7, 15) else 1.0))
+    assert np.nanmedian(errors) == pytest.approx(1, abs=0.05)
+    assert np.nanmax(np.abs(np.log(errors[8:]))) < 0.1
+
+
+def test_requests_that_move_are_counted_where_and_when_they_were_answered() -> None:
+    meter, requests = SpeedupMeter(4), make_requests(3, group_size=1, max_tokens=30)
+    meter.submit(requests)
+    output = Output(token_ids=np.arange(5, dtype=np.int32), logprobs=np.zeros(5), policy_versions=np.zeros(5, np.int32))
+    meter.leave([Completion(request=requests[0], output=output)])
+    meter.report({requests[1].id: 7, requests[2].id: 0})
+    assert [(each.begun, each.context - each.begun) for each in meter._answers] == [
+        (7, len(requests[1].prompt.token_ids)),
+        (0, len(requests[2].prompt.token_ids)),
+    ]
+    assert meter.report({requests[1].id: 9, requests[2].id: 3}) == {}  # no pass was counted
+
+
+def test_few_passes_go_without_drafts_and_each_place_of_a_rollout_has_some() -> None:
+    later = [[is_due_plain(version, number) for number in range(8)] for version in range(8, 72)]
+    assert np.sum(later, axis=0).tolist() == [1] * 8  # 1 of 64
+    assert 0 < np.mean([is_due_plain(version, number) for version in range(8) for number in range(64)]) <= 1 / 16
+
+
+class Guess(Drafter):
+    """Guesses the same each time."""
+
+    def propose(self, request, context, budget):
+        return Draft(token_ids=[int(context[-1])], parents=[-1])
+
+
+def test_an_engine_drafts_in_the_same_passes_again() -> None:
+    """Whatever it has done before: a resumed run begins with another past."""
+    model, requests = tiny_policy().model, make_requests(4, group_size=2, max_tokens=40)
+    found = []
+    for warmed_up in (False, True):
+        engine = Engine(model, drafter=Guess(), budget=FixedBudget(4))
+        if warmed_up:
+            sizes(engine, make_requests(3, group_size=2, max_tokens=7))
+        engine.new_weights(5)
+        asked: list[int] = []
+        account = engine._account
+        engine._account = lambda layout, steps, s: (asked.append(engine.drafting.num_asked), account(layout, steps, s))  # noqa: B023
+        sizes(engine, requests)
+        found.append([each > 0 for each in asked])
+    assert found[0] == found[1]
+    assert 0 < found[0].count(False) < len(found[0]) / 4
+
+
+def test_without_a_drafter_nothing_is_measured() -> None:
+    assert Engine(tiny_policy().model, drafter=NoDrafter()).speedup is None
