@@ -105,13 +105,15 @@ class PassCost(ABC):
 
 
 class CostCurve(PassCost):
-    """Given: seconds by the tokens of a pass, straight between the points and beyond the last one. Drafting itself is free.
+    """Given: seconds by the tokens of a pass, straight between the points and beyond the last one, and what asking takes.
 
+    `ask_cost` is that of a pass in which the drafter was asked, and of each request that it was asked for.
     A unit other than seconds does as well: only ratios count. Raises ValueError for a curve that is none.
     """
 
-    def __init__(self, points: Sequence[Sequence[float]]) -> None:
+    def __init__(self, points: Sequence[Sequence[float]], *, ask_cost: tuple[float, float] = (0.0, 0.0)) -> None:
         self.tokens, self.costs = np.array(_checked(points, "points")).T
+        self.ask_cost = ask_cost
 
     @classmethod
     def read(cls, costs: str | Path) -> CostCurve:
@@ -129,4 +131,6 @@ class CostCurve(PassCost):
         tokens = rows + np.asarray(nodes, np.float64) + prompt_tokens
         slope = (self.costs[-1] - self.costs[-2]) / (self.tokens[-1] - self.tokens[-2])
         beyond = np.maximum(tokens - self.tokens[-1], 0) * slope
-        return np.asarray(np.interp(tokens, self.tokens, self.costs) + beyond)
+        a_pass, a_request = self.ask_cost
+        asking = a_pass * np.greater(asked, 0) + a_request * np.asarray(asked)
+        return np.asarray(np.interp(tokens, self.tokens, self.costs) + beyond + asking)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # Without measuring: a pass costs 1 + tokens / 64.
 _ASSUMED = ((0, 1.0), (64, 2.0))
-_GAIN = 1.1  # the best of many estimates is too good: 5 % expected was a loss when measured
+_GAIN = 1.02  # the best of many estimates is too good
 _PATIENCE = 4  # passes in a row without that gain after which drafting stops
 _OTHER_BATCH = 2.0  # a batch that has shrunk or grown by this factor may be one in which other things pay
 _PROBED = 8  # requests that a probe asks for
@@ -48,7 +48,8 @@ class GoodputBudget(Budget):
 
     P(v) is calibrated online (budgets/acceptance.py) and falls along a path, so the best set is a prefix of all nodes sorted
     by P. The cost is learned from the passes, or given as `costs`: points [tokens, seconds], or a file with them. With
-    `deterministic` it is never measured; without `costs` it is then assumed to be 1 + tokens / 64.
+    `deterministic` it is never measured; without `costs` it is then assumed to be 1 + tokens / 64. Given costs go with an `ask_cost`,
+    in their unit: what asking the drafter adds to a pass, and what each request does that it is asked for. Where costs are learned, so is that.
     At most `nodes` a request. While drafts do not pay, a few requests are probed now and then, as often as the allowance
     permits (budgets/allowance.py), so that drafting never costs more than some percent of the time without it.
     """
@@ -58,13 +59,21 @@ class GoodputBudget(Budget):
         nodes: int = 32,
         *,
         costs: str | Path | Sequence[Sequence[float]] | PassCost | None = None,
+        ask_cost: Sequence[float] = (0.0, 0.0),
         deterministic: bool = False,
     ) -> None:
         require_at_least({"nodes": (nodes, 0)})
+        if len(ask_cost) != 2 or min(ask_cost) < 0:
+            raise ValueError(
+                f"ask_cost={list(ask_cost)}: expected two costs, of a pass and of a request, each 0 or more"
+            )
+        if any(ask_cost) and costs is None and not deterministic:
+            raise ValueError(f"ask_cost={list(ask_cost)}: expected [0, 0] without costs, because it is learned then")
         self.nodes = nodes
         self.costs = costs
+        self.ask_cost = ask_cost
         self.deterministic = deterministic
-        self._cost = _cost(costs, deterministic=deterministic)
+        self._cost = _cost(costs, ask_cost, deterministic=deterministic)
         self._acceptance = Acceptance()
         self._allowance = Allowance()
         self._outlook = Outlook()
@@ -251,11 +260,14 @@ class GoodputBudget(Budget):
     def metrics(self) -> Mapping[str, float]:
         report, self._report = self._report, _PassTotals()
         plain, one_more = self._cost.seconds(1, np.array([0, 1]), 0)
+        few, many = self._cost.seconds(1, np.zeros(2), np.array([1, 2]))
         return {
             "budget/nodes_per_pass": Ratio(report.num_nodes, report.num_passes),
             "budget/paused_frac": Ratio(report.num_passes - len(report.asked), report.num_passes),
             "budget/expected_speedup": report.speedup(self._cost) if report.asked else 1.0,
             "budget/node_cost_frac": float((one_more - plain) / plain),
+            "budget/ask_cost_frac": float((few - plain) / plain),
+            "budget/ask_more_cost_frac": float((many - few) / plain),
         }
 
 
@@ -305,9 +317,12 @@ class _PassTotals:
         return Ratio(plain + share + left_alone, with_drafts + left_alone)
 
 
-def _cost(costs: str | Path | Sequence[Sequence[float]] | PassCost | None, *, deterministic: bool) -> PassCost:
+def _cost(
+    costs: str | Path | Sequence[Sequence[float]] | PassCost | None, ask_cost: Sequence[float], *, deterministic: bool
+) -> PassCost:
     if isinstance(costs, PassCost):
         return costs
+    a_pass, a_request = ask_cost
     if costs is not None:
-        return CostCurve(points_of(costs))
-    return CostCurve(_ASSUMED) if deterministic else LearnedCost()
+        return CostCurve(points_of(costs), ask_cost=(a_pass, a_request))
+    return CostCurve(_ASSUMED, ask_cost=(a_pass, a_request)) if deterministic else LearnedCost()

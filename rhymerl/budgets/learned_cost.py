@@ -36,6 +36,8 @@ _TYPICAL[1 : _NUM_SEGMENTS + 1] = 0.25
 _SMOOTH = (
     0.5  # passes that it counts for that a segment's slope is its neighbour's: what has not been seen is like what has
 )
+# Probes alone cannot tell what asking costs in a pass from what it costs for a request; then a pass costs as much as so many of these.
+_REQUESTS_A_PASS = 24
 _LARGEST_SURPRISE = 3.0  # times what was expected
 _DOUBT = 0.9  # what is left of all that is known after a larger one: many in a row are another machine
 _ONE_BY_ONE = 128  # passes before many are taken at once
@@ -240,13 +242,15 @@ def _values(weights: FloatArray) -> FloatArray:
 
 
 def _smoothness(typical_s: float) -> FloatArray:
-    """Return what is added to the products: half of a segment's tokens at its neighbour's slope are an error by so much of a pass."""
+    """Return what is added to the products for what passes have not shown: a segment's slope is its neighbour's, and `_REQUESTS_A_PASS`."""
     products = np.zeros((_NUM_FEATURES, _NUM_FEATURES))
     for segment in range(1, _NUM_SEGMENTS):
         difference = np.zeros(_NUM_FEATURES)
         difference[segment], difference[segment + 1] = 1.0, -1.0
         products += _SMOOTH * np.outer(difference, difference) * (_KNOTS[segment] / typical_s) ** 2
-    return products
+    difference = np.zeros(_NUM_FEATURES)
+    difference[_ANY_ASKED], difference[_ASKED] = 1.0, -_REQUESTS_A_PASS
+    return products + _SMOOTH * np.outer(difference, difference) / typical_s**2
 
 
 def _size(rows: int) -> int:

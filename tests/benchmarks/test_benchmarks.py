@@ -164,3 +164,12 @@ def test_guard_compares_this_tree_with_a_commit(run: Run) -> None:
     rows = run("guard", "--base", "HEAD", "--repeats", "1", "--only", "rollout", "--limit", "1000")["rows"]
     assert [row["what"] for row in rows] == [f"rollout {n} rows, pass {k}" for n in (1, 8, 64) for k in (1, 3)]
     assert all(row["verdict"] == "ok" and row["ratio"]["median"] > 0 for row in rows)
+
+
+def test_budget_choice_has_a_row_an_epoch_and_one_of_the_whole_run(run: Run) -> None:
+    sizes = ("task.train_size=4", "task.validation_size=2", "data.prompts_per_step=2", "rollout.group_size=2")
+    rows = run("budget_choice", *sizes, "rollout.max_tokens=8", "trainer.max_steps=4", "--nodes", "1")["rows"]
+    assert [row["epoch"] for row in rows] == [0, 1, "all"]
+    for row in rows:
+        assert row["had"] == pytest.approx(row["plain_s"] / row["own_s"], abs=0.02 * row["had"])
+        assert row["best_had"] == max(1.0, row["fixed_1"])

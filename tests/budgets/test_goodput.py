@@ -95,6 +95,9 @@ def test_costs_from_a_list_and_from_a_file_are_the_same(tmp_path):
         ({"nodes": -1}, "^nodes=-1: expected at least 0"),
         ({"costs": "nothing.json"}, "^costs='nothing.json': expected a JSON file"),
         ({"costs": [[1, 2]]}, r"^costs=\[\[1, 2\]\]: expected at least two"),
+        ({"costs": [[1, 2], [2, 3]], "ask_cost": [0, -1]}, r"^ask_cost=\[0, -1\]: expected two costs"),
+        ({"costs": [[1, 2], [2, 3]], "ask_cost": [1]}, r"^ask_cost=\[1\]: expected two costs"),
+        ({"ask_cost": [0, 0.5]}, r"^ask_cost=\[0, 0\.5\]: expected \[0, 0\] without costs"),
     ],
 )
 def test_settings_out_of_range_are_named(settings, message):
@@ -151,6 +154,14 @@ def test_deterministic_never_depends_on_the_clock():
 
     assert choices(1) == choices(2)
     assert any(nodes for _, nodes in choices(1))
+
+
+@pytest.mark.parametrize(("ask_cost", "are_verified"), [((0, 0), True), ((0, 0.5), False), ((4, 0), False)])
+def test_what_asking_costs_decides_where_costs_are_given(ask_cost, are_verified):
+    budget = GoodputBudget(8, costs=[(1, 1.0), (100, 2.0)], ask_cost=ask_cost, deterministic=True)
+    found = passes(budget, 300, rows=8, propose=guesses(3, 0.9), is_right=np.ones_like)
+    assert (np.mean([asked == 8 for asked, _ in found]) > 0.5) == are_verified
+    assert budget.metrics()["budget/ask_cost_frac"] == pytest.approx(sum(ask_cost))
 
 
 @pytest.mark.parametrize(("per_node", "are_verified"), [(1e-4, True), (0.5, False)])
@@ -308,6 +319,8 @@ def test_metrics_are_of_what_has_been_since():
         "budget/paused_frac": 0.0,
         "budget/expected_speedup": pytest.approx(expected),
         "budget/node_cost_frac": 0.0,
+        "budget/ask_cost_frac": 0.0,
+        "budget/ask_more_cost_frac": 0.0,
     }
     assert budget.metrics()["budget/nodes_per_pass"] == 0.0
     assert budget.metrics()["budget/expected_speedup"] == 1.0

@@ -44,7 +44,7 @@ def state(run_dir: Path) -> dict[str, Any]:
     """All of the last checkpoint that follows neither the clock nor how much was drafted."""
     saved = checkpoint(run_dir)
     summary = saved["callbacks"]["Summary"]
-    del summary["seconds"], summary["speculation"]
+    del summary["seconds"], summary["speculation"], summary["speedup"]
     del saved["callbacks"]["_RunConfig"], saved["loops"], saved["hyper_parameters"], saved["rhymerl"]["logged"]
     del saved["epoch"]  # follows the moment of saving, before or after the end of the epoch; nothing reads it
     return saved

@@ -52,7 +52,9 @@ def test_the_interval_covers_what_is_true() -> None:
         # A mean error of passes without drafts is one of the figure, too.
         error = np.log(plain).mean() - np.log(drafted).mean()
         found = steps([1.5 * float(np.exp(error))] * 12, plain=list(plain), drafted=list(drafted)).speedup
-        assert found is not None and found.low is not None and found.high is not None
+        assert found is not None
+        assert found.low is not None
+        assert found.high is not None
         covered += found.low <= 1.5 <= found.high
     assert 0.9 <= covered / 400 <= 0.99
 

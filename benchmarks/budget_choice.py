@@ -1,0 +1,139 @@
+"""What a run says of its drafts against what they bring: its rollouts are answered again, without drafts and with fixed budgets.
+
+A run is trained as its config says. Before each step other engines answer the same requests with the same weights: one without drafts, and one
+for each fixed number of nodes, whose drafters follow the run's history. So each epoch has, for the whole of its rollouts, the speed-up that
+the run `had` over the engine without drafts, the one that it `said` (rollout/speedup), the one that its budget `expected`
+(budget/expected_speedup), and that of the best fixed number. The order of the engines turns from step to step; the run's own comes last.
+
+    python benchmarks/budget_choice.py --config quickstart [--nodes 1 2 4 8] [key=value ...]
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import record
+
+from rhymerl.backends.embedded import EmbeddedBackend
+from rhymerl.budgets import FixedBudget
+from rhymerl.config import compose
+from rhymerl.drafters import HistoryTreeDrafter, NoDrafter
+from rhymerl.rollout import requests_of
+from rhymerl.runs.fit import fit
+from rhymerl.training.module import RhymeModule
+
+SAID = {"said": "rollout/speedup", "expected": "budget/expected_speedup"}
+
+
+class Others:
+    """The engines beside the run's own; used from within its training."""
+
+    def __init__(self, nodes: Sequence[int], stack: ExitStack) -> None:
+        self.nodes = (0, *nodes)
+        self.stack = stack
+        self.backends: dict[int, EmbeddedBackend] = {}
+        self.seconds: dict[int, list[float]] = defaultdict(list)  # a step, by nodes
+
+    def run(self, module: RhymeModule, prompts: Any) -> None:
+        if not self.backends:
+            self.backends = {number: self._start(module, number) for number in self.nodes}
+        step = module.num_rollouts
+        requests = requests_of(
+            prompts,
+            step,
+            module.rollout,
+            seed=module.seed,
+            stop_token_ids=module.policy.stop_token_ids,
+        )
+        turn = step % len(self.nodes)
+        for number in self.nodes[turn:] + self.nodes[:turn]:
+            backend = self.backends[number]
+            backend.sync_weights([], policy_version=step)
+            backend.follow(module.history)
+            started, left = time.perf_counter(), len(requests)
+            backend.submit(requests)
+            while left:
+                left -= len(backend.collect())
+            self.seconds[number].append(time.perf_counter() - started)
+            backend.metrics()
+
+    def _start(self, module: RhymeModule, nodes: int) -> EmbeddedBackend:
+        own = module.backend
+        assert isinstance(own, EmbeddedBackend)
+        backend = self.stack.enter_context(EmbeddedBackend(max_running=own.max_running, kv_tokens=own.kv_tokens))
+        drafter = HistoryTreeDrafter(deterministic=True) if nodes else NoDrafter()
+        autocast = module.trainer.precision_plugin.forward_context
+        backend.start(module.policy, drafter, budget=FixedBudget(nodes), autocast=autocast)
+        return backend
+
+
+def main(words: Sequence[str] | None = None) -> dict[str, Any]:
+    parser = record.options(__doc__)
+    parser.add_argument("--config", default="quickstart")
+    parser.add_argument("--nodes", nargs="*", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("settings", nargs="*", metavar="key=value")
+    arguments = parser.parse_args(words)
+    record.set_threads(arguments.threads)
+    start = record.environment()
+    steps: list[dict[str, float]] = []
+    train_step, log_end = RhymeModule.training_step, RhymeModule.on_train_batch_end
+    with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
+        others = Others(arguments.nodes, stack)
+
+        def training_step(self: RhymeModule, batch: Any, batch_idx: int) -> Any:
+            others.run(self, batch.prompts)
+            loader = self.trainer.datamodule.train_loader  # type: ignore[attr-defined]
+            steps.append({"epoch": loader.epoch})
+            return train_step(self, batch, batch_idx)
+
+        def on_train_batch_end(self: RhymeModule, *rest: Any) -> None:
+            metrics = self.trainer.callback_metrics
+            busy = 1 - float(metrics["rollout/bubble_frac"])  # without the scoring, which the others have none of
+            steps[-1]["own"] = busy * float(metrics["timing_s/rollout"])
+            steps[-1] |= {name: float(metrics.get(metric, 1.0)) for name, metric in SAID.items()}
+            log_end(self, *rest)
+
+        stack.enter_context(
+            patch.multiple(RhymeModule, training_step=training_step, on_train_batch_end=on_train_batch_end)
+        )
+        settings = ["trainer.limit_val_batches=0", f"run_dir={Path(folder) / 'run'}", *arguments.settings]
+        fit(compose(arguments.config, settings))
+    rows = [
+        row_of(
+            epoch, [number for number, step in enumerate(steps) if epoch in ("all", int(step["epoch"]))], steps, others
+        )
+        for epoch in [*dict.fromkeys(int(step["epoch"]) for step in steps), "all"]
+    ]
+    for row in rows:
+        print(record.cell(row), file=sys.stderr, flush=True)
+    return record.finish("budget_choice", __doc__, arguments, rows=rows, start=start)
+
+
+def row_of(epoch: Any, of: Sequence[int], steps: Sequence[dict[str, float]], others: Others) -> dict[str, Any]:
+    """A row of the table, of the steps `of`; speed-ups are ratios of summed seconds."""
+    own = sum(steps[each]["own"] for each in of)
+    seconds = {number: sum(taken[each] for each in of) for number, taken in others.seconds.items()}
+    best = min(seconds, key=lambda number: seconds[number])
+    means = {name: sum(steps[each]["own"] * steps[each][name] for each in of) / own for name in SAID}
+    return {
+        "epoch": epoch,
+        "plain_s": round(seconds[0], 3),
+        "own_s": round(own, 3),
+        "had": round(seconds[0] / own, 3),
+        **{name: round(mean, 3) for name, mean in means.items()},
+        "best_fixed": best,
+        "best_had": round(seconds[0] / seconds[best], 3),
+        **{f"fixed_{number}": round(seconds[0] / taken, 3) for number, taken in seconds.items() if number},
+    }
+
+
+if __name__ == "__main__":
+    main()
