@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from rhymerl.types import FloatArray, IndexArray
 
 _FORGET = 0.998  # a pass; half of what is known is of the last 350 of its kind
-_SOLVE_EVERY = 8, 32  # passes, at first and later
-_YOUNG = 256  # passes until then
+_BEGIN = 8  # passes before the first solution
+_SOLVE_EVERY = 32  # passes at most; at first whenever there are a quarter more
 _PLAIN_AFTER = 4, 64  # passes with drafts in a row, at first and later: a pass without them where they pay loses little
 _ENOUGH = 3  # passes of a kind
 _SIZES = 24  # of batches, by the binary digits of their rows
@@ -40,7 +40,7 @@ _SMOOTH = (
 _REQUESTS_A_PASS = 24
 _LARGEST_SURPRISE = 3.0  # times what was expected
 _DOUBT = 0.9  # what is left of all that is known after a larger one: many in a row are another machine
-_ONE_BY_ONE = 128  # passes before many are taken at once
+_ONE_BY_ONE = 16  # passes before many are taken at once
 _LEAST_S = 1e-9
 
 
@@ -62,6 +62,7 @@ class LearnedCost(PassCost):
         self._products = np.zeros((2, _NUM_FEATURES, _NUM_FEATURES))
         self._sums = np.zeros((2, _NUM_FEATURES))
         self.num_passes = 0
+        self._solve_at = 0  # passes
         self._num_of_kind = [0, 0]  # passes without and with asking
         self._num_of_size = np.zeros((2, _SIZES), np.int64)
         self._since_plain = 0
@@ -74,7 +75,7 @@ class LearnedCost(PassCost):
 
     @property
     def is_known(self) -> bool:
-        return self.num_passes >= _SOLVE_EVERY[0] and min(self._num_of_kind) >= _ENOUGH
+        return self.num_passes >= _BEGIN and min(self._num_of_kind) >= _ENOUGH
 
     def seconds(
         self,
@@ -161,7 +162,7 @@ class LearnedCost(PassCost):
         self._since_plain += 1
         if not is_asked:
             self._since_plain, self._plain_after = 0, min(2 * self._plain_after, _PLAIN_AFTER[1])
-        if self.num_passes <= _SOLVE_EVERY[0]:
+        if self.num_passes <= _BEGIN:
             self._begin(features, seconds)
             return
         expected = float(features @ self._weights)
@@ -170,7 +171,7 @@ class LearnedCost(PassCost):
             self._add(features, seconds, seconds)
         else:
             self._add(features, seconds, expected)
-        if self.num_passes % _SOLVE_EVERY[self.num_passes > _YOUNG] == 0:
+        if self.num_passes >= self._solve_at:
             self._solve()
 
     def _begin(self, features: FloatArray, seconds: float) -> None:
@@ -179,7 +180,7 @@ class LearnedCost(PassCost):
         usual = (len(self._first) - 1) // 2
         unit = sorted(taken / float(each @ _GUESS) for each, taken in self._first)[usual]
         self._take(unit * _GUESS)
-        if len(self._first) < _SOLVE_EVERY[0]:
+        if len(self._first) < _BEGIN:
             return
         typical = sorted(taken for _, taken in self._first)[usual]
         self._products[:] = np.diag((_TYPICAL / typical) ** 2) / 2
@@ -198,6 +199,7 @@ class LearnedCost(PassCost):
 
     def _solve(self) -> None:
         """Least squares without negative costs: a feature that would be paid for is left out."""
+        self._solve_at = self.num_passes + min(max(self.num_passes // 4, 1), _SOLVE_EVERY)
         products, sums = self._products.sum(0), self._sums.sum(0)
         scale = np.sqrt(np.maximum(np.diag(products), 1e-30))
         products, sums = products / np.outer(scale, scale) + 1e-6 * np.eye(len(sums)), sums / scale

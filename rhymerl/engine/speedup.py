@@ -30,7 +30,9 @@ def is_due_plain(policy_version: int, pass_number: int) -> bool:
 
     It depends on nothing else, so a resumed run does it in the same passes.
     """
-    every = _PLAIN_EVERY[policy_version >= _FIRST_VERSIONS]
+    if policy_version == 0:  # perhaps there is no training at all
+        return False
+    every = _PLAIN_EVERY[policy_version > _FIRST_VERSIONS]
     return (pass_number + _STRIDE * policy_version) % every == every // 2
 
 
