@@ -125,8 +125,8 @@ def row_of(epoch: Any, of: Sequence[int], steps: Sequence[dict[str, float]], oth
     means = {name: sum(steps[each]["own"] * steps[each][name] for each in of) / own for name in SAID}
     return {
         "epoch": epoch,
-        "plain_s": round(seconds[0], 3),
-        "own_s": round(own, 3),
+        "plain_s": float(f"{seconds[0]:.4g}"),
+        "own_s": float(f"{own:.4g}"),
         "had": round(seconds[0] / own, 3),
         **{name: round(mean, 3) for name, mean in means.items()},
         "best_fixed": best,

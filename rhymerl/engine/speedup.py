@@ -18,10 +18,12 @@ from rhymerl.budgets.learned_cost import LearnedCost
 from rhymerl.types import Completion, Ratio, RolloutRequest
 
 if TYPE_CHECKING:
-    from rhymerl.types import IndexArray
+    from rhymerl.types import FloatArray, IndexArray
 
 _PLAIN_EVERY = 16, 64  # passes, of the first policy versions and later: so few that they cost at most 1 %
 _FIRST_VERSIONS = 8
+_LEAST_S = 0.5  # of passes that are compared at once, so that it takes less than a thousandth of them
+_FIRST_REPORTS = 8  # are compared one by one: a short run shall have a figure, too
 _STRIDE = 17  # passes by which they move from version to version, so that short rollouts have some, too
 
 
@@ -52,10 +54,14 @@ class SpeedupMeter:
         self._max_running = max_running
         self._cost = LearnedCost()
         self._answers: list[_Answer] = []  # in the order in which they were submitted
+        self._rollouts: list[list[_Answer]] = []  # the answers of earlier reports that are not compared yet
         self._open: dict[str, _Answer] = {}
         # rows, nodes, requests asked, tokens of prompts, keys seen, seconds
         self._passes: list[tuple[int, int, int, int, int, float]] = []
+        self._first_pass = 0  # of this report
+        self._taken_s = self._between_s = 0.0  # of passes, and between those of a report
         self._began_at = self._ended_at = 0.0
+        self._num_reports = 0
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         """Requests are queued."""
@@ -75,24 +81,35 @@ class SpeedupMeter:
     def count(self, *, rows: int, nodes: int, asked: int, prompt_tokens: int, seen: int, seconds: float) -> None:
         """A pass is over."""
         self._ended_at = time.perf_counter()
-        if not self._passes:
+        if len(self._passes) == self._first_pass:
             self._began_at = self._ended_at - seconds
         self._passes.append((rows, nodes, asked, prompt_tokens, seen, seconds))
 
     def report(self, progress: Mapping[str, int]) -> dict[str, float]:
         """Return the metrics since the last report; `progress` are the tokens of all requests that are waiting or running.
 
-        Nothing is said before passes of both kinds are known.
+        Nothing is said before passes of both kinds are known. Later, short rollouts are compared together (`_LEAST_S`).
         """
         for name, answer in self._open.items():
             answer.sampled = progress[name] - answer.begun
-        result = self._compare() if self._passes else {}
-        self._answers = []
+        self._close_rollout()
         for name, answer in self._open.items():
-            prompt_tokens = answer.context - answer.begun
-            self._begin(name, answer.begun + answer.sampled, prompt_tokens)
-        self._passes.clear()
+            self._begin(name, answer.begun + answer.sampled, answer.context - answer.begun)
+        self._num_reports += 1
+        if not self._passes or (self._taken_s < _LEAST_S and self._num_reports > _FIRST_REPORTS):
+            return {}
+        result = self._compare()
+        self._rollouts, self._passes, self._first_pass = [], [], 0
+        self._taken_s = self._between_s = 0.0
         return result
+
+    def _close_rollout(self) -> None:
+        taken = sum(seconds for *_, seconds in self._passes[self._first_pass :])
+        if taken:
+            self._taken_s += taken
+            self._between_s += max(self._ended_at - self._began_at - taken, 0.0)
+            self._rollouts.append([each for each in self._answers if each.sampled])
+        self._answers, self._first_pass = [], len(self._passes)
 
     def _compare(self) -> dict[str, float]:
         *sizes, taken = np.array(self._passes).T
@@ -101,23 +118,25 @@ class SpeedupMeter:
         if not self._cost.is_known:
             return {}
         expected = self._cost.seconds(rows, nodes, asked, prompt_tokens=prompt_tokens, seen=seen)
-        plain = self._plain_seconds(int(prompt_tokens.sum())) * float(taken.sum() / expected.sum())
-        between = self._ended_at - self._began_at - float(taken.sum())  # passes
+        prompts = float(prompt_tokens.sum()) / max(sum(map(len, self._rollouts)), 1)
+        plain = sum(self._plain_seconds(each, prompts) for each in self._rollouts if each)
+        plain *= float(taken.sum() / expected.sum())
         is_plain = asked == 0
         return {
-            "rollout/speedup": Ratio(plain + between, float(taken.sum()) + between),
+            "rollout/speedup": Ratio(plain + self._between_s, self._taken_s + self._between_s),
             "rollout/plain_pass_error": Ratio(float(taken[is_plain].sum()), float(expected[is_plain].sum())),
             "rollout/drafted_pass_error": Ratio(float(taken[~is_plain].sum()), float(expected[~is_plain].sum())),
         }
 
-    def _plain_seconds(self, prompt_tokens: int) -> float:
-        """Return what the answers would have taken without drafts, on the machine as it usually is."""
-        answers = [each for each in self._answers if each.sampled]
+    def _plain_seconds(self, answers: Sequence[_Answer], prompt_tokens: float) -> float:
+        """Return what a rollout's answers would have taken without drafts, on the machine as it usually is.
+
+        `prompt_tokens` are those that are computed for each, on average.
+        """
         tokens, context = np.array([(each.sampled, each.context) for each in answers], np.int64).T
-        starts = _starts(tokens.tolist(), self._max_running)
-        rows, seen, entered = _passes_of(starts, tokens, context)
-        prompts = prompt_tokens * entered / len(answers)
+        rows, seen, entered = _passes_of(_starts(tokens.tolist(), self._max_running), tokens, context)
         nothing = np.zeros(len(rows), np.int64)
+        prompts: FloatArray = entered.astype(np.float64) * prompt_tokens
         return float(self._cost.seconds(rows, nothing, nothing, prompt_tokens=prompts, seen=seen).sum())
 
 

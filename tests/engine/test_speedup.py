@@ -68,8 +68,9 @@ def feed(meter: SpeedupMeter, engine: Engine, requests, rng: np.random.Generator
         meter.leave(completions)
         done |= {each.request.id: each for each in completions}
     engine._account = account
-    meter._began_at, meter._ended_at = 0.0, sum(each[-1] for each in meter._passes)
-    prompt_tokens = sum(each[3] for each in meter._passes)
+    fresh = meter._passes[meter._first_pass :]
+    meter._began_at, meter._ended_at = 0.0, sum(each[-1] for each in fresh)
+    prompt_tokens = sum(each[3] for each in fresh)
     said = meter.report({}).get("rollout/speedup", float("nan"))
     lengths = np.array([len(done[request.id].token_ids) for request in requests])
     rows, _, _ = _passes_of(_starts(lengths.tolist(), engine.max_running), lengths, lengths)
@@ -78,8 +79,9 @@ def feed(meter: SpeedupMeter, engine: Engine, requests, rng: np.random.Generator
 
 
 @pytest.mark.parametrize("accepted", [0.0, 0.5, 1.0])
-def test_what_is_said_is_what_is_true(accepted: float) -> None:
+def test_what_is_said_is_what_is_true(accepted: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """With drafts that are all wrong, half of them right and all right, on a machine that is ten times as slow at times."""
+    monkeypatch.setattr("rhymerl.engine.speedup._LEAST_S", 0.0)
     model, rng = tiny_policy().model, np.random.default_rng(0)
     plain = Engine(model, drafter=NoDrafter())
     requests = make_requests(6, group_size=4, max_tokens=40, stop_token_ids=(1,))
@@ -105,6 +107,26 @@ def test_requests_that_move_are_counted_where_and_when_they_were_answered() -> N
         (0, len(requests[2].prompt.token_ids)),
     ]
     assert meter.report({requests[1].id: 9, requests[2].id: 3}) == {}  # no pass was counted
+
+
+def test_short_rollouts_are_compared_together_and_one_by_one() -> None:
+    """Those of one step do not run beside those of the next."""
+    meter, requests, said = SpeedupMeter(8), make_requests(1, group_size=8, max_tokens=30), []
+    output = Output(
+        token_ids=np.arange(20, dtype=np.int32), logprobs=np.zeros(20), policy_versions=np.zeros(20, np.int32)
+    )
+    for number in range(40):
+        meter.submit(requests)
+        asked = 8 * (number % 2)
+        for _ in range(10 if asked else 20):  # with drafts in half as many passes of the same cost
+            meter.count(rows=8, nodes=asked, asked=asked, prompt_tokens=0, seen=160, seconds=5e-3)
+        meter._began_at, meter._ended_at = 0.0, 5e-3 * (10 if asked else 20)
+        meter.leave([Completion(request=request, output=output) for request in requests])
+        said.append(meter.report({}).get("rollout/speedup"))
+    assert said[:8].count(None) == 1  # passes of one kind only
+    together = [each for each in said[8:] if each]
+    assert len(together) == 4
+    assert together == pytest.approx([4 / 3] * 4, rel=0.13)
 
 
 def test_few_passes_go_without_drafts_and_each_place_of_a_rollout_has_some() -> None:
