@@ -52,7 +52,7 @@ test: $(stamp)
 test-pretrained: $(stamp) $(pretrained)
 	$(python) -m pytest -m pretrained $(if $(filter file,$(origin PYTEST_ARGS)),,$(PYTEST_ARGS))
 
-test-sglang: $(sglang_stamp)
+test-sglang: $(sglang_stamp) $(pretrained)
 	$(sglang_python) -m pytest -m 'sglang and not gpu' $(if $(filter file,$(origin PYTEST_ARGS)),,$(PYTEST_ARGS))
 
 check: $(stamp)

@@ -1,4 +1,4 @@
-"""The echo task, as both sides of `trl_echo.py` see it: nothing here needs more than the standard library.
+"""The echo task: nothing here needs more than the standard library, so other environments can load it, too.
 
 A prompt is one letter three times and a colon; the reward is the share of the answer that is this letter. A random
 model earns about one over the vocabulary.
@@ -6,8 +6,6 @@ model earns about one over the vocabulary.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 LETTERS = "abcdefghijklmnop"
@@ -31,19 +29,3 @@ def rows() -> list[dict[str, str]]:
 def echo(completion: str, *, target: str) -> float:
     """The reward, as a rhymerl reward function."""
     return completion.count(target) / len(completion) if completion else 0.0
-
-
-def side_options(description: str | None) -> argparse.ArgumentParser:
-    """Return the options of either side."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--policy", type=Path, required=True, help="Hugging Face directory to start from")
-    parser.add_argument("--folder", type=Path, required=True, help="for logs")
-    parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--prompts", type=int, required=True, help="a step")
-    parser.add_argument("--group-size", type=int, required=True)
-    parser.add_argument("--max-tokens", type=int, required=True)
-    parser.add_argument("--learning-rate", type=float, required=True)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--reward-where", choices=["pool", "main"], default="pool", help="rhymerl only")
-    return parser

@@ -78,7 +78,7 @@ class EmbeddedBackend(RolloutBackend):
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         refuse_unsupported(policy.model, self._longest_tokens or policy.context_tokens)
-        prove(policy.model, autocast)
+        prove(policy.model)
         self._engine = Engine(
             policy.model,
             drafter=drafter,

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 _SHARE = 0.005  # of a pass that each pass adds
-_SHARE_SAVED = 0.03  # of what drafts have saved, as long as there is some: what has paid is looked for harder
+_SHARE_SAVED = 0.02  # of what drafts have saved, as long as there is some: what has paid is looked for harder
 _MOST = 4.0  # in the balance
 _MOST_SAVED = 32.0  # bad passes come in runs, and after good ones they are no reason to stop
 _LATELY = 0.7
@@ -22,7 +22,7 @@ class Allowance:
     """
 
     balance: float = 1.0
-    saved: float = 4.0  # lent: drafts are looked for from the start, but what rhymes may come later
+    saved: float = 2.0  # lent: drafts are looked for from the start, but what rhymes may come later
     price: float = 0.3
 
     @property

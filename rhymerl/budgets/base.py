@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rhymerl.types import DraftBatch, RolloutRequest
+from rhymerl.types import Completion, DraftBatch, RolloutRequest
 
 if TYPE_CHECKING:
     from rhymerl.types import BoolArray, IndexArray, IntArray
@@ -47,8 +47,8 @@ class Budget(ABC):
     def skips(self, num_requests: int) -> int:
         """Return for how many passes, the one that begins included, the drafter is left alone.
 
-        That holds as long as the same `num_requests` are running and none enters. Nothing is asked meanwhile, and `learn`
-        hears nothing of these passes: so passes without drafts cost next to nothing.
+        That holds as long as none enters and more than half of the `num_requests` are running. Nothing is asked meanwhile, and
+        `learn` hears nothing of these passes: so passes without drafts cost next to nothing.
         """
         return 0
 
@@ -72,8 +72,8 @@ class Budget(ABC):
     def learn(self, outcome: PassOutcome) -> None:
         """A pass is over; called after each one in which requests sampled tokens, unless it was skipped."""
 
-    def finish(self, request: RolloutRequest) -> None:
-        """A request left for good: drop what is kept for it."""
+    def finish(self, completion: Completion) -> None:
+        """An admitted request left for good: drop what is kept for it. `finish_reason` is `withdrawn` if the caller took it back."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what has been learned, in plain containers: with it a resumed run verifies the very nodes that the whole run did."""
@@ -112,7 +112,7 @@ class Pauses:
     def take(self, num_requests: int) -> bool:
         """Return whether the pass that begins is skipped."""
         self._passes += 1
-        if self._left == 0 or num_requests != self._num_requests:
+        if self._left == 0 or not self._num_requests / 2 < num_requests <= self._num_requests:
             self.tell()
             self._left = self._skips(num_requests)
             self._num_requests = num_requests

@@ -100,6 +100,8 @@ class HistoryTreeDrafter(Drafter):
 
     def finish(self, completion: Completion) -> None:
         self._num_passes += completion.num_passes
+        if not self._groups:  # nobody has asked
+            return
         request = completion.request
         key = self._key_of.pop(request.id, None) or self._group_key(request)
         group = self._groups.get(key)

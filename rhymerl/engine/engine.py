@@ -133,6 +133,8 @@ class Engine:
         steps = self._commit(layout, self.forward.logits(layout))
         self.drafting.tell(layout, steps, seconds=time.perf_counter() - started)
         finished = self._finish(layout, steps)
+        if self.speedup is not None and finished:
+            self.speedup.leave(finished)
         self._account(layout, steps, time.perf_counter() - started)
         return finished
 
@@ -219,8 +221,6 @@ class Engine:
     def _finish_row(self, row: int, reason: FinishReason) -> Completion:
         completion = self.admission.finish(row, reason)
         self.protocol.finish(completion)
-        if self.speedup is not None:
-            self.speedup.leave([completion])
         return completion
 
     def _account(self, layout: PassLayout, steps: Walk, seconds: float) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,14 +9,14 @@ from transformers import PreTrainedModel
 
 from rhymerl.errors import ConfigError
 from rhymerl.models.policy import context_tokens, evaluating, named, refusing
+from rhymerl.models.precision import in_float32
 from rhymerl.models.proof import more_than_full_attention
 from rhymerl.models.rope import refuse_changing_rope
 from rhymerl.types import RolloutRequest
 
-# Largest difference of log-probs (nats) between a packed tree pass and the model's own forward.
-_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-2, torch.bfloat16: 0.5, torch.float16: 0.2}
-# The same, as a share of how far the log-probs after two paths are apart: a model at its first weights says little.
-_SHARE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+# Largest difference of log-probs between a packed tree pass and the model's own forward, as a share of how far the log-probs after
+# two paths are apart: a model at its first weights says little, a sharp one a lot.
+_SHARE = {torch.float64: 1e-7, torch.float32: 1e-3}
 _NEEDED = "a decoder with full attention in every layer is needed (Qwen2, Qwen3, Llama, ...)"
 
 
@@ -38,8 +35,8 @@ def _cannot_run(model: PreTrainedModel) -> str:
     return f"{named(model)}: the embedded backend cannot run it"
 
 
-def prove(model: PreTrainedModel, autocast: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
-    """Run a small random tree in one packed pass and each of its paths through the model alone.
+def prove(model: PreTrainedModel) -> None:
+    """Run a small random tree in one packed pass and each of its paths through the model alone, both in float32 at least.
 
     Raises ConfigError when they differ (some part of this model reads more than the tokens on its own path), and when the model
     cannot be run in such a pass at all.
@@ -48,39 +45,28 @@ def prove(model: PreTrainedModel, autocast: Callable[[], AbstractContextManager[
     vocabulary = model.config.get_text_config().vocab_size
     prompt = generator.integers(0, vocabulary, 7)
     paths = [generator.integers(0, vocabulary, 3) for _ in range(2)]
-    with refusing(f"{_cannot_run(model)}; {_NEEDED}"):
-        tree = _tree_logits(model, prompt, paths, autocast)
-        alone = _logits_alone(model, prompt, paths, autocast)
+    with refusing(f"{_cannot_run(model)}; {_NEEDED}"), in_float32(model):
+        tree = _tree_logits(model, prompt, paths)
+        alone = _logits_alone(model, prompt, paths)
     expected = alone.double().log_softmax(-1)
     difference = (tree.double().log_softmax(-1) - expected).abs().max().item()
     first, second = expected.chunk(len(paths))
-    dtype = alone.dtype if alone.dtype in _TOLERANCE else torch.bfloat16
-    most = min(_TOLERANCE[dtype], _SHARE[dtype] * (first - second).abs().max().item())
+    most = _SHARE[alone.dtype] * (first - second).abs().max().item()
     if not difference <= most:
         raise ConfigError(
             f"{_cannot_run(model)}: log-probs of a packed token tree differ from the model's own by {difference:.2g} nats "
-            f"(at most {most:.2g} in {dtype}); {_NEEDED}"
+            f"(at most {most:.2g} in {alone.dtype}); {_NEEDED}"
         )
 
 
-def _logits_alone(
-    model: PreTrainedModel,
-    prompt: np.ndarray,
-    paths: list[np.ndarray],
-    autocast: Callable[[], AbstractContextManager[object]],
-) -> Tensor:
+def _logits_alone(model: PreTrainedModel, prompt: np.ndarray, paths: list[np.ndarray]) -> Tensor:
     """Return [nodes, vocabulary] after each node, from a pass of the model's own for each of `paths`."""
     inputs = [torch.from_numpy(np.append(prompt, path))[None].to(model.device) for path in paths]
-    with evaluating(model), torch.no_grad(), autocast():
+    with evaluating(model), torch.no_grad():
         return torch.cat([model(input_ids=each).logits[0, len(prompt) :] for each in inputs])
 
 
-def _tree_logits(
-    model: PreTrainedModel,
-    prompt: np.ndarray,
-    paths: list[np.ndarray],
-    autocast: Callable[[], AbstractContextManager[object]],
-) -> Tensor:
+def _tree_logits(model: PreTrainedModel, prompt: np.ndarray, paths: list[np.ndarray]) -> Tensor:
     """Return [nodes, vocabulary] after each node, all `paths` hanging below `prompt` in one packed pass."""
     from rhymerl.engine.attention import AttentionPlan, Bucket, packed
     from rhymerl.engine.kv_store import KVStore
@@ -101,7 +87,7 @@ def _tree_logits(
         queries=slots[None],
         valid=torch.ones_like(slots[None], dtype=torch.bool),
     )
-    with packed(model), autocast():
+    with packed(model):
         logits: Tensor = model(
             input_ids=torch.from_numpy(np.concatenate([prompt, *paths]))[None].to(model.device),
             position_ids=torch.tensor([positions], device=model.device),

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from rhymerl.errors import ConfigError
 from rhymerl.models.policy import evaluating, named, refusing
+from rhymerl.models.precision import in_float32
 from rhymerl.models.shared_prefixes import lay_out, packed_states, sharing
 
 _NEEDED = "a causal decoder with plain output embeddings is needed (Qwen2, Qwen3, Llama, ...)"
@@ -26,8 +27,8 @@ _OF_LOGITS: dict[str, tuple[float | None, ...]] = {
     "lm_head_multiplier": (None, 1),
     "output_multiplier": (None, 1),
 }
-# What rounding may come to, as a share of the largest value.
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+# What rounding may come to, as a share of the largest value; models of 16 bits are computed in float32.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _LARGE = 1000.0  # logits far beyond the caps that models have, which leave small ones nearly as they are
 
 
@@ -38,7 +39,12 @@ def prove_update(model: PreTrainedModel) -> None:
         value = getattr(config, name, None)
         if value not in neutral:
             raise ConfigError(_more_than_a_head(model, f"{name}={value} in its config.json"))
-    with refusing(f"{named(model)}: the update cannot run it; {_NEEDED}"), evaluating(model), torch.no_grad():
+    with (
+        refusing(f"{named(model)}: the update cannot run it; {_NEEDED}"),
+        evaluating(model),
+        torch.no_grad(),
+        in_float32(model),
+    ):
         ids = torch.arange(4, device=model.device)[None] % config.vocab_size
         states = _states(model, ids)
         _check_finite(model, states)
@@ -82,7 +88,7 @@ def prove_sharing(body: PreTrainedModel, longest_tokens: int) -> str | None:
     tokens = [numbers[7 * i : 7 * i + length] for i, (_, length) in enumerate(answers)]
     placed = lay_out([prompts[number] for number, _ in answers], tokens, body.device)
     try:
-        with refusing("it cannot be run like that"), evaluating(body), torch.no_grad():
+        with refusing("it cannot be run like that"), evaluating(body), torch.no_grad(), in_float32(body):
             with sharing([body]):
                 shared = packed_states(body, placed.layout)[0]
             for (number, length), answer, start in zip(answers, tokens, placed.starts, strict=True):
@@ -151,6 +157,5 @@ def _scaled_input(head: nn.Module, factor: float) -> Iterator[None]:
 
 def _differ(left: Tensor, right: Tensor) -> bool:
     """Return whether they differ by more than rounding; NaN differs from everything."""
-    tolerance = _TOLERANCE.get(right.dtype, _TOLERANCE[torch.bfloat16])
     difference = (left.double() - right.double()).abs().max()
-    return not bool(difference <= tolerance * right.double().abs().max())
+    return not bool(difference <= _TOLERANCE[right.dtype] * right.double().abs().max())

@@ -24,7 +24,7 @@ def test_a_probe_is_afforded_after_as_many_passes_as_are_said():
 
 def test_savings_make_probes_more_frequent_until_they_are_used_up():
     poor, rich = Allowance(balance=0.0, saved=0.0, price=1.0), Allowance(balance=0.0, saved=3.0, price=1.0)
-    assert 5 * rich.passes_until_probe < poor.passes_until_probe
+    assert 4 * rich.passes_until_probe < poor.passes_until_probe
     probes = 0
     for _ in range(1000):
         rich.earn(1)

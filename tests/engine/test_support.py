@@ -72,6 +72,60 @@ def test_the_proof_sees_a_model_that_reads_its_neighbours():
         prove(model)
 
 
+def in_packed_passes(model, change):
+    """Let `change` edit the arguments of the model's packed passes."""
+
+    def edited(module, arguments, settings):
+        if "rhymerl_plan" in settings:
+            change(settings)
+        return arguments, settings
+
+    model.register_forward_pre_hook(edited, with_kwargs=True)
+
+
+def hide_a_token(settings):
+    settings["rhymerl_plan"].buckets[0].mask[0, -1, 0] = False
+
+
+def show_a_token(settings):
+    mask = settings["rhymerl_plan"].buckets[0].mask
+    mask[0, -1, mask[0, -1].logical_not().nonzero()[0, 0]] = True
+
+
+def move_a_token(settings):
+    settings["position_ids"][0, -1] += 1
+
+
+DTYPES = ["float64", "float32", "bfloat16"]
+
+
+@pytest.mark.parametrize("change", [hide_a_token, show_a_token, move_a_token])
+@pytest.mark.parametrize("factor", [0.25, 1, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_proof_sees_one_wrong_mask_entry_or_position(dtype, factor, change):
+    model = tiny_policy(dtype=dtype).model
+    with torch.no_grad():
+        model.model.norm.weight.mul_(factor)
+    prove(model)
+    in_packed_passes(model, change)
+    with pytest.raises(ConfigError, match="differ"):
+        prove(model)
+
+
+@pytest.mark.parametrize("factor", [1, 4, 64])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rounding_is_no_reason_to_refuse(dtype, factor):
+    """However sharp the model has become."""
+    policy = tiny_policy(dtype=dtype, hidden_size=128, num_layers=6, vocab_size=2000)
+    with torch.no_grad():
+        policy.model.model.norm.weight.mul_(factor)
+    weights = {name: each.clone() for name, each in policy.model.state_dict().items()}
+    prove(policy.model)
+    for name, each in policy.model.state_dict().items():
+        assert each.dtype == weights[name].dtype
+        assert torch.equal(each, weights[name])
+
+
 LATENT = {
     "q_lora_rank": 16,
     "kv_lora_rank": 16,

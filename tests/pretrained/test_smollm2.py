@@ -11,13 +11,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rhymerl.config import compose
 from rhymerl.models.policy import Policy, PolicySource
-from rhymerl.testing import OracleDrafter, RandomTreeDrafter, make_prompt
-from rhymerl.types import RolloutRequest, SamplingParams
+from rhymerl.testing import OracleDrafter, RandomTreeDrafter
 from tests.engine.test_lossless import answers, assert_same
+from tests.pretrained.questions import QUESTIONS, asked, requests
 
 pytestmark = [pytest.mark.pretrained, pytest.mark.timeout(600)]
-
-QUESTIONS = ("What is the capital of France?", "What is 2 + 2?")
 
 
 @pytest.fixture(scope="module")
@@ -29,28 +27,6 @@ def path() -> str:
 @pytest.fixture(scope="module")
 def policy(path: str) -> Policy:
     return PolicySource(path).load()
-
-
-def asked(policy: Policy, question: str) -> list[int]:
-    """The prompt that the chat template makes."""
-    messages = [{"role": "user", "content": question}]
-    ids: list[int] = policy.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-    return ids
-
-
-def requests(policy: Policy, **sampling: float) -> list[RolloutRequest]:
-    settings = SamplingParams(max_tokens=24, stop_token_ids=policy.stop_token_ids, **sampling)  # type: ignore[arg-type]
-    return [
-        RolloutRequest(
-            id=f"{number}/{sample}",
-            prompt=make_prompt(asked(policy, question), id=str(number)),
-            sample=sample,
-            seed=100 * number + sample,
-            sampling=settings,
-        )
-        for number, question in enumerate(QUESTIONS)
-        for sample in range(2)
-    ]
 
 
 def test_it_is_what_its_card_says(policy: Policy) -> None:

@@ -1,4 +1,4 @@
-"""TRL's side of `trl_echo.py`, which starts it with an interpreter that has TRL: GRPOTrainer; prints one JSON line.
+"""TRL's side of a comparison (`against_trl.py`), which starts it with an interpreter that has TRL: GRPOTrainer; prints one JSON line.
 
 It starts from the same weights and tokenizer as our side and needs none of our code. Whatever is not set here is TRL's
 default, and our side's settings are made to match: AdamW without weight decay, gradient norm 1, clip range 0.2, no KL.
@@ -9,18 +9,27 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import echo_task
+import sides
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 
-def rewards(completions: list[str], target: list[str], **ignored: Any) -> list[float]:
-    pairs = zip(completions, target, strict=True)
-    return [echo_task.echo(completion, target=letter) for completion, letter in pairs]
+def rewards_by(reward: Callable[..., float], names: Sequence[str]) -> Callable[..., list[float]]:
+    """Return a reward function as TRL calls it: completions, texts or messages, and the columns of their rows."""
+
+    def rewards(completions: list[Any], **columns: Any) -> list[float]:
+        texts = [each if isinstance(each, str) else each[-1]["content"] for each in completions]
+        given = zip(*(columns[name] for name in names), strict=True)
+        return [
+            reward(text, **dict(zip(names, values, strict=True))) for text, values in zip(texts, given, strict=True)
+        ]
+
+    return rewards
 
 
 class Clock(TrainerCallback):
@@ -87,17 +96,18 @@ def configuration(arguments: Any) -> GRPOConfig:
 
 
 def main() -> None:
-    arguments = echo_task.side_options(__doc__).parse_args()
+    arguments = sides.side_options(__doc__).parse_args()
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     set_seed(arguments.seed)
-    clock = Clock()
+    clock, rows = Clock(), sides.rows_of(arguments)
+    names = [name for name in rows[0] if name != "prompt"]
     trainer = TimedTrainer(
         model=AutoModelForCausalLM.from_pretrained(arguments.policy, dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(arguments.policy),
-        reward_funcs=rewards,
+        reward_funcs=rewards_by(sides.reward_of(arguments), names),
         args=configuration(arguments),
-        train_dataset=Dataset.from_list(echo_task.rows()),
+        train_dataset=Dataset.from_list(rows),
         callbacks=[clock],
     )
     trainer.clock = clock

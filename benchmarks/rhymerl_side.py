@@ -1,4 +1,4 @@
-"""Our side of `trl_echo.py`, which starts it: RhymeModule under lightning.Trainer; prints one JSON line."""
+"""Our side of a comparison (`against_trl.py`), which starts it: RhymeModule under lightning.Trainer; prints one JSON line."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import time
 import warnings
 from typing import Any
 
-import echo_task
 import lightning as L
+import sides
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 
@@ -49,7 +49,7 @@ class Clock(L.Callback):
 
 
 def main() -> None:
-    arguments = echo_task.side_options(__doc__).parse_args()
+    arguments = sides.side_options(__doc__).parse_args()
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     warnings.filterwarnings("ignore", module="lightning")
@@ -59,10 +59,10 @@ def main() -> None:
         GRPO(),
         rollout=RolloutSettings(group_size=arguments.group_size, max_tokens=arguments.max_tokens),
         update=UpdateSettings(learning_rate=arguments.learning_rate),
-        rewards=Reward(echo_task.echo, where=arguments.reward_where),
+        rewards=Reward(sides.reward_of(arguments), where=arguments.reward_where),
         seed=arguments.seed,
     )
-    data = PromptDataModule(echo_task.rows(), prompts_per_step=arguments.prompts, seed=arguments.seed)
+    data = PromptDataModule(sides.rows_of(arguments), prompts_per_step=arguments.prompts, seed=arguments.seed)
     clock = Clock()
     trainer = L.Trainer(
         accelerator="cpu",

@@ -1,0 +1,42 @@
+"""What both sides of a comparison with TRL are told on the command line; it needs the standard library only."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def side_options(description: str | None) -> argparse.ArgumentParser:
+    """Return the options of either side."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--policy", type=Path, required=True, help="Hugging Face directory to start from")
+    parser.add_argument(
+        "--rows", type=Path, required=True, help="JSON lines: prompt, and what the reward is given by name"
+    )
+    parser.add_argument("--reward", required=True, help="MODULE.FUNCTION of this folder, for an answer's text")
+    parser.add_argument("--folder", type=Path, required=True, help="for logs")
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--prompts", type=int, required=True, help="a step")
+    parser.add_argument("--group-size", type=int, required=True)
+    parser.add_argument("--max-tokens", type=int, required=True)
+    parser.add_argument("--learning-rate", type=float, required=True)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--reward-where", choices=["pool", "main"], default="pool", help="rhymerl only")
+    return parser
+
+
+def rows_of(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The problems."""
+    return [json.loads(line) for line in arguments.rows.read_text().splitlines()]
+
+
+def reward_of(arguments: argparse.Namespace) -> Callable[..., float]:
+    """The reward function."""
+    module, _, name = arguments.reward.rpartition(".")
+    reward: Callable[..., float] = getattr(importlib.import_module(module), name)
+    return reward

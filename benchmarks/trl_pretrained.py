@@ -1,0 +1,43 @@
+"""A training step of rhymerl and of TRL's GRPOTrainer with SmolLM2-135M-Instruct, and what each learns from it.
+
+The model that `make pretrained` fetches learns to add: problems of the task `addition`, 6 prompts x 6 answers x at most 32 tokens in its
+chat template, in float32, one optimizer step a rollout; otherwise as in `trl_echo.py`. `ms_per_token` is the step over all generated tokens.
+
+    make pretrained  # once: it fetches the model
+    python benchmarks/trl_pretrained.py --trl-python PYTHON_WITH_TRL [--steps 20] [--seeds 3]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import against_trl
+
+from rhymerl.config import compose
+from rhymerl.models.policy import PolicySource
+from rhymerl.tasks.addition import Addition
+
+
+def main(words: Sequence[str] | None = None) -> dict[str, Any]:
+    sizes = {"prompts": 6, "group_size": 6, "max_tokens": 32, "learning_rate": 3e-5}
+    parser = against_trl.options(__doc__, steps=20, warm_up=2, **sizes)
+    parser.add_argument("--model", help="GGUF file or directory; the one that `make pretrained` fetches by default")
+
+    def save(arguments: Any) -> against_trl.Save:
+        model = PolicySource(arguments.model or compose("smollm2").model.path)
+        return lambda policy, seed: model.load().save(policy)
+
+    return against_trl.compare(
+        "trl_pretrained",
+        __doc__,
+        parser,
+        words,
+        save=save,
+        rows=lambda arguments: list(Addition(max_number=15, train_size=60, validation_size=0).rows("train")),
+        reward="addition_task.last_number",
+    )
+
+
+if __name__ == "__main__":
+    main()
