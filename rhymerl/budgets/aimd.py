@@ -9,7 +9,7 @@ import numpy as np
 
 from rhymerl.budgets.base import Budget, PassOutcome
 from rhymerl.errors import require_at_least
-from rhymerl.types import Completion, RolloutRequest
+from rhymerl.types import RolloutRequest
 
 if TYPE_CHECKING:
     from rhymerl.types import IntArray
@@ -45,5 +45,5 @@ class AIMDBudget(Budget):
             whole = outcome.num_accepted[r] == counts[r]
             self._window[request.id] = self._of(request) + self.increase if whole else self.start
 
-    def finish(self, completion: Completion) -> None:
-        self._window.pop(completion.request.id, None)
+    def finish(self, request: RolloutRequest) -> None:
+        self._window.pop(request.id, None)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rhymerl.types import Completion, DraftBatch, RolloutRequest
+from rhymerl.types import DraftBatch, RolloutRequest
 
 if TYPE_CHECKING:
     from rhymerl.types import BoolArray, IndexArray, IntArray
@@ -72,8 +72,8 @@ class Budget(ABC):
     def learn(self, outcome: PassOutcome) -> None:
         """A pass is over; called after each one in which requests sampled tokens, unless it was skipped."""
 
-    def finish(self, completion: Completion) -> None:
-        """An admitted request left for good: drop what is kept for it. `finish_reason` is `withdrawn` if the caller took it back."""
+    def finish(self, request: RolloutRequest) -> None:
+        """A request left for good: drop what is kept for it."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what has been learned, in plain containers: with it a resumed run verifies the very nodes that the whole run did."""

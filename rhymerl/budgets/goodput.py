@@ -14,10 +14,9 @@ from rhymerl.budgets.allowance import Allowance
 from rhymerl.budgets.base import Budget, PassOutcome
 from rhymerl.budgets.learned_cost import LearnedCost
 from rhymerl.budgets.outlook import Outlook
-from rhymerl.budgets.worth import TokenWorth
 from rhymerl.costs import CostCurve, PassCost, points_of
 from rhymerl.errors import require_at_least
-from rhymerl.types import Completion, DraftBatch, Ratio, RolloutRequest
+from rhymerl.types import DraftBatch, Ratio, RolloutRequest
 
 if TYPE_CHECKING:
     from rhymerl.types import BoolArray, FloatArray, IntArray
@@ -78,7 +77,6 @@ class GoodputBudget(Budget):
         self._acceptance = Acceptance()
         self._allowance = Allowance()
         self._outlook = Outlook()
-        self._worth = TokenWorth()
         self._course = _Course(reach=float(min(_PROBE_NODES, nodes)))
         self._expected_lately = self._accepted_lately = (
             0.0  # tokens expected of verified nodes, and accepted ones, of late
@@ -95,7 +93,6 @@ class GoodputBudget(Budget):
         return self.nodes
 
     def admit(self, request: RolloutRequest) -> None:
-        self._worth.admit(request)
         if request.prefetched is not None:
             self._allowance.grant_probe()
 
@@ -131,8 +128,7 @@ class GoodputBudget(Budget):
             return
         is_new, course.rows = course.rows == 0, rows
         if not is_new:
-            gain = self._outlook.gain(rows, self._cost, worth=self._worth.of(rows), least=_GAIN)
-            course.drafts = not self._allowance.is_spent and gain > _GAIN
+            course.drafts = not self._allowance.is_spent and self._outlook.gain(rows, self._cost, least=_GAIN) > _GAIN
             course.misses = 0
 
     def _next_kind(self) -> Kind:
@@ -179,7 +175,7 @@ class GoodputBudget(Budget):
         """
         rows = self._rows if self._kind == "probe" else asked
         nodes = np.arange(len(expected), dtype=np.float64) * (rows / asked)
-        goodput = (rows + expected * (self._worth.of(rows) * rows / asked)) / self._cost.seconds(rows, nodes, rows)
+        goodput = (rows + expected * (rows / asked)) / self._cost.seconds(rows, nodes, rows)
         size = int(goodput.argmax())
         self._decide(float(goodput[size]) / rows * self._plain_seconds(rows))
         return size
@@ -203,7 +199,7 @@ class GoodputBudget(Budget):
 
     def learn(self, outcome: PassOutcome) -> None:
         nodes, rows, prompts = len(outcome.drafts.token_ids), len(outcome.requests), outcome.num_prompt_tokens
-        expected = self._expected * self._calibration * self._worth.of(rows) if nodes else 0.0
+        expected = self._expected * self._calibration if nodes else 0.0
         self._report.asked.append((rows, nodes, self._asked, prompts, expected))
         if nodes:
             self._learn_acceptance(outcome)
@@ -211,16 +207,10 @@ class GoodputBudget(Budget):
         seconds = self._cost.observe(rows, nodes, self._asked, outcome.seconds, is_cold=self._is_cold, **sizes)
         if self._asked:
             comparable = seconds if outcome.is_decoding else None
-            accepted = int(outcome.num_accepted.sum())
-            if self._kind == "draft":  # a probe drafts for so few that the slowest is hardly ever among them
-                self._worth.credit(accepted, rows, self._plain_seconds(rows))
-            self._settle(rows, nodes, comparable, made=1 + self._worth.of(rows) * accepted / rows)
-
-    def finish(self, completion: Completion) -> None:
-        self._worth.finish(completion, self._cost)
+            self._settle(rows, nodes, comparable, made=1 + float(outcome.num_accepted.sum()) / rows)
 
     def _settle(self, rows: int, nodes: int, seconds: float | None, *, made: float) -> None:
-        """A pass with drafts `made` what so many tokens a request are worth; None seconds cannot be compared, since a prompt was computed in it."""
+        """A pass with drafts `made` so many tokens a request; None seconds cannot be compared, since a prompt was computed in it."""
         plain = self._plain_seconds(rows)
         if self._kind == "probe":
             self._allowance.pay_probe(None if seconds is None else seconds / plain - made)
@@ -255,7 +245,6 @@ class GoodputBudget(Budget):
             "acceptance": self._acceptance.state_dict(),
             "allowance": asdict(self._allowance),
             "outlook": self._outlook.state_dict(),
-            "worth": self._worth.state_dict(),
             "course": asdict(self._course),
             "expected": self._expected_lately,
             "accepted": self._accepted_lately,
@@ -265,8 +254,6 @@ class GoodputBudget(Budget):
         self._acceptance.load_state_dict(state["acceptance"])
         self._allowance = Allowance(**state["allowance"])
         self._outlook.load_state_dict(state["outlook"])
-        if "worth" in state:  # not in older checkpoints
-            self._worth.load_state_dict(state["worth"])
         self._course = _Course(**state["course"])
         self._expected_lately, self._accepted_lately = state["expected"], state["accepted"]
 

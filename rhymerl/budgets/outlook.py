@@ -26,17 +26,15 @@ class Outlook:
         tokens = np.interp(_NODES, np.arange(len(expected)) / rows, expected / rows)
         self._tokens = tokens if self._tokens is None else _LATELY * self._tokens + (1 - _LATELY) * tokens
 
-    def gain(self, rows: int, cost: PassCost, *, worth: float, least: float) -> float:
+    def gain(self, rows: int, cost: PassCost, *, least: float) -> float:
         """Return the best speed-up over a pass without drafts, in tokens a second, for `rows` requests.
-
-        Each token counts as `worth` tokens (budgets/worth.py).
 
         The result is 1 where it is certainly not more than `least`.
         """
-        if self._tokens is None or 1 + worth * self._tokens[-1] <= least:
+        if self._tokens is None or 1 + self._tokens[-1] <= least:
             return 1.0
         plain = float(cost.seconds(rows, np.zeros(1), 0)[0])
-        return float((plain * (1 + worth * self._tokens) / cost.seconds(rows, rows * _NODES, rows)).max())
+        return float((plain * (1 + self._tokens) / cost.seconds(rows, rows * _NODES, rows)).max())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in plain containers."""

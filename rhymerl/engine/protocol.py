@@ -70,7 +70,7 @@ class DraftingProtocol:
         with self._in_drafter:
             self.drafter.finish(completion)
         with self._in_budget:
-            self.budget.finish(completion)
+            self.budget.finish(completion.request)
         self._num_running -= 1
         if self._num_running == 0:
             self._pauses.tell()

@@ -244,7 +244,7 @@ class _Running:
         )
         self.ends_by_length = record.finish_reason == "length"
         self._tokens = np.concatenate([record.prompt_tokens, record.response_tokens], dtype=np.int32)
-        self._done, self._num_passes = len(record.prompt_tokens), 0
+        self._done = len(record.prompt_tokens)
 
     @property
     def context(self) -> IntArray:
@@ -265,8 +265,8 @@ class _Running:
 
     def advance(self, count: int) -> IntArray:
         """Emit `count` tokens, fewer at the end."""
-        before, self._num_passes = self._done, self._num_passes + 1
-        self._done = min(before + count, len(self._tokens))
+        before = self._done
+        self._done = min(self._done + count, len(self._tokens))
         return self._tokens[before : self._done]
 
     def sample(self) -> Sample:
@@ -282,7 +282,6 @@ class _Running:
             logprobs=nothing,
             policy_versions=nothing.astype(np.int32),
             finish_reason=self.record.finish_reason,
-            num_passes=self._num_passes,
         )
         return Completion(request=self.request, output=output)
 

@@ -9,7 +9,7 @@ import pytest
 
 from rhymerl.budgets import AIMDBudget
 from rhymerl.testing import make_requests
-from rhymerl.types import Completion, DraftBatch, Output
+from rhymerl.types import DraftBatch
 from tests.budgets.passes import chain, outcome_of
 
 
@@ -49,12 +49,8 @@ def test_each_request_has_its_own_window_until_it_leaves():
     learn(budget, requests, [(2, 2), (2, 1), (2, 2)])
     learn(budget, requests, [(4, 4), (2, 2), (0, 0)])
     assert budget.limits(requests).tolist() == [6, 4, 4]
-    completion = Completion(
-        request=requests[0],
-        output=Output(token_ids=np.empty(0, np.int32), logprobs=np.empty(0), policy_versions=np.empty(0, np.int32)),
-    )
-    budget.finish(completion)
-    budget.finish(completion)  # again: nothing is known of it
+    budget.finish(requests[0])
+    budget.finish(requests[0])  # again: nothing is known of it
     assert budget.limits(requests).tolist() == [2, 4, 4]
 
 

@@ -145,8 +145,8 @@ class Recording(Budget):
         assert not any(request.id in self.finished for request in outcome.requests)
         self.outcomes.append(outcome)
 
-    def finish(self, completion):
-        self.finished[completion.request.id] += 1
+    def finish(self, request):
+        self.finished[request.id] += 1
 
     def metrics(self):
         return {"budget/outcomes": float(len(self.outcomes))}
