@@ -51,6 +51,7 @@ LIBRARY_VARIABLES = {
     "PYTEST_CURRENT_TEST",
     "PYTORCH_NVML_BASED_CUDA_CHECK",  # lightning, at import
     "TORCHINDUCTOR_CACHE_DIR",  # torch, at the first import of its compiler
+    "TRITON_CACHE_DIR",  # the same, when it compiles for a GPU
     "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",  # the same, when it has compiled for the CPU
 }
 
@@ -60,6 +61,7 @@ def is_library_thread(thread: threading.Thread) -> bool:
     return (
         isinstance(thread, threading._DummyThread)  # not Python's: torch's autograd on a device
         or type(thread).__module__ == "tqdm._monitor"
+        or thread.name == "InductorSubproc"  # torch's compiler for a GPU hears its worker
     )
 
 
@@ -67,7 +69,12 @@ def is_library_process(command: str) -> bool:
     """Helpers of the standard library and of torch that live as long as the process."""
     return any(
         name in command
-        for name in ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch_shm_manager")
+        for name in (
+            "multiprocessing.resource_tracker",
+            "multiprocessing.forkserver",
+            "torch_shm_manager",
+            "torch/_inductor/compile_worker",
+        )
     )
 
 

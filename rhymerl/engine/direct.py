@@ -58,7 +58,7 @@ class _Projection:
 
     @classmethod
     def of(cls, linear: Any) -> _Projection:
-        return cls(linear.weight, linear.bias)
+        return cls(_autocast(linear.weight), None if linear.bias is None else _autocast(linear.bias))
 
     def __call__(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.weight, self.bias)
@@ -75,6 +75,12 @@ class _Norm:
     @classmethod
     def of(cls, norm: Any) -> _Norm:
         return cls(norm.forward, norm.weight.detach(), norm.variance_epsilon)
+
+
+def _autocast(weight: Tensor) -> Tensor:
+    """Return what autocast would make of it in every pass, where that is on."""
+    kind = weight.device.type
+    return weight.detach().to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else weight
 
 
 class _Layer:

@@ -124,6 +124,8 @@ class Engine:
                     break
                 finished += self.step()
                 passes += 1
+        if not self.has_work:
+            self.forward.forget()
         return finished
 
     def step(self) -> list[Completion]:
@@ -154,6 +156,7 @@ class Engine:
     def new_weights(self, policy_version: int) -> None:
         """The policy has changed: forget all keys and values; running requests go on from their tokens."""
         self.admission.preempt_all()
+        self.forward.forget()
         self.policy_version = policy_version
         self.drafting.begin_rollout(policy_version)
 

@@ -19,9 +19,8 @@ from rhymerl.engine.rows import Rows
 from rhymerl.engine.threads import threads_for
 from rhymerl.types import Draft, DraftBatch
 
-# Largest difference of log-probs (nats) between the direct forward and transformers' own.
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-_TOLERANCE_OF_OTHERS = 0.05
+# Largest difference of log-probs between the direct forward and transformers' own, as a share of the largest one.
+_SHARE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2**-8}
 _log = logging.getLogger("rhymerl")
 
 
@@ -37,6 +36,7 @@ class Forward:
         self._operations = 2.0 * model.num_parameters(exclude_embeddings=True)  # of one token
         self._device = model.device
         self._direct: DirectForward | None = None
+        self.kind: type[DirectForward] | None = None  # of passes since the last `ready`; None = by transformers
         self._proved: list[object] = []  # of what the comparison below was made
         self._is_same = False
 
@@ -45,8 +45,14 @@ class Forward:
         """Context in which passes may run. Entering and leaving walks all modules."""
         with packed(self.model):
             self._device = self.model.device
-            self._direct = self._direct_forward()
+            with self.autocast():
+                self._direct = self._direct_forward()
+            self.kind = None if self._direct is None else type(self._direct)
             yield
+
+    def forget(self) -> None:
+        """Drop copies of weights that autocast has made; to be called before weights change, and when there is nothing more to do."""
+        self._direct = None
 
     def logits(self, layout: PassLayout) -> Tensor:
         """Return the logits [M, vocabulary] at every root and draft node, in float32 or better."""
@@ -72,11 +78,6 @@ class Forward:
             ).logits[0]
             return logits
 
-    @property
-    def is_direct(self) -> bool:
-        """Return whether passes since the last `ready` go directly over the model's modules."""
-        return self._direct is not None
-
     # -- the direct forward ----------------------------------------------------------------------------------------
 
     def _direct_forward(self) -> DirectForward | None:
@@ -87,27 +88,34 @@ class Forward:
         modules = list(self.model.modules())
         if not (self.store.is_allocated and can_be_direct(self.model, modules)):
             return None
-        kind = CompiledForward if self._is_single_on_cpu() else DirectForward
-        proved = [kind, self.model.dtype, self._device, *modules]
+        kind = (
+            CompiledForward if self._device.type == "cpu" and self._product_dtype() == torch.float32 else DirectForward
+        )
+        proved = [kind, self._product_dtype(), self._device, *modules]
         if self._proved != proved:
             self._proved, self._is_same = proved, self._compare(kind)
-        return kind(self.model, self.store) if self._is_same else None
+            self._direct = None
+        if not self._is_same:
+            return None
+        is_kept = self._direct is not None and self._is_cast()
+        return self._direct if is_kept else kind(self.model, self.store)
 
-    def _is_single_on_cpu(self) -> bool:
-        with self.autocast():
-            is_cast = torch.is_autocast_enabled(self._device.type)
-        return self._device.type == "cpu" and self.model.dtype == torch.float32 and not is_cast
+    def _is_cast(self) -> bool:
+        return torch.is_autocast_enabled(self._device.type)
+
+    def _product_dtype(self) -> torch.dtype:
+        return torch.get_autocast_dtype(self._device.type) if self._is_cast() else self.model.dtype
 
     def _compare(self, kind: type[DirectForward]) -> bool:
         """Return whether two prompts with a draft tree each get the same log-probs directly and by transformers; warn if not."""
         vocabulary = self.model.config.vocab_size
         by_transformers, directly = (self._example(each, vocabulary) for each in (None, kind))
         difference = (by_transformers - directly).abs().max().item()
-        most = _TOLERANCE.get(self.model.dtype, _TOLERANCE_OF_OTHERS)
+        most = _SHARE[self._product_dtype()] * by_transformers.abs().max().item()
         if not difference <= most:
             name = type(self.model).__name__
             _log.warning(
-                f"{name}: log-probs of the direct forward differ from transformers' by {difference:.2g} nats (at most {most:g}); "
+                f"{name}: log-probs of the direct forward differ from transformers' by {difference:.2g} nats (at most {most:.2g}); "
                 "passes go through transformers, which takes longer"
             )
         return difference <= most

@@ -19,7 +19,10 @@ from rhymerl.models.head import chosen_logprobs, head_logprobs
 from rhymerl.models.shared_prefixes import SharedLayout, lay_out, packed_states
 from rhymerl.types import Sample
 
-_LOGIT_BYTES = 64 * 2**20  # logits held at a time when `chunk_tokens` is left to us
+# Logits held at a time when `chunk_tokens` is left to us: on a GPU each chunk reads the whole head again, so few large ones pay.
+_LOGIT_BYTES = 64 * 2**20
+_LOGIT_BYTES_OF_GPU = 2**30
+_LOGIT_SHARE_OF_GPU = 1 / 64  # of its memory, at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,4 +151,11 @@ def _head(model: PreTrainedModel) -> nn.Module:
 def _chunk_tokens(head: nn.Module) -> int:
     weight = head.weight
     assert isinstance(weight, Tensor)
-    return max(1, _LOGIT_BYTES // (4 * len(weight)))
+    return max(1, _logit_bytes(weight.device) // (4 * len(weight)))
+
+
+def _logit_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _LOGIT_BYTES
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return min(_LOGIT_BYTES_OF_GPU, int(_LOGIT_SHARE_OF_GPU * memory))

@@ -25,6 +25,10 @@ def banner(module: RhymeModule, datamodule: PromptDataModule, trainer: Any, run_
         "prompts": _prompts(module, datamodule),
         "run_dir": str(run_dir),
     }
+    if _rounds_coarsely(module, trainer):
+        lines["rounding"] = (
+            "bfloat16: another drafter may change single tokens, not their distribution (docs/correctness.md)"
+        )
     return "\n".join(f"{name:<8} {words}" for name, words in lines.items())
 
 
@@ -40,6 +44,12 @@ def _device(trainer: Any) -> str:
     name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
     ranks = f", {trainer.world_size} ranks" if trainer.world_size > 1 else ""
     return f"{name}, {trainer.precision}{ranks}"
+
+
+def _rounds_coarsely(module: RhymeModule, trainer: Any) -> bool:
+    """Return whether weights, passes or an engine of its own have 16 bits."""
+    found = (trainer.precision, module.model.dtype, getattr(module.backend, "dtype", None))
+    return any("16" in str(each) for each in found)
 
 
 def _prompts(module: RhymeModule, datamodule: PromptDataModule) -> str:

@@ -139,8 +139,10 @@ class Updater:
         return [float(each.mean()) if len(each) else None for each in trained]
 
     def forget(self) -> None:
-        """Free the step's batch, once nobody asks about it any more."""
+        """Free the step's batch and gradients, once nobody asks about them any more: an engine may need their memory."""
         self._batch = None
+        for model in [self.model, *([self.critic] if self.critic is not None else [])]:
+            model.zero_grad()
 
     # -- before the first mini-batch -----------------------------------------------------------------------------
 

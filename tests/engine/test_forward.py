@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ def passes_of(model, **settings) -> tuple[Engine, list[tuple[torch.Tensor, torch
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_float64_logits_are_transformers_to_the_bit(family, tied):
     engine, pairs = passes_of(model_of(family, tied=tied, attention_bias=True))
-    assert engine.forward.is_direct
+    assert engine.forward.kind is not None
     assert len(pairs) > 10
     assert all(torch.equal(direct, expected) for direct, expected in pairs)
 
@@ -50,7 +51,7 @@ def test_in_float64_logits_are_transformers_to_the_bit(family, tied):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_in_float32_they_are_so_but_for_rounding(family):
     engine, pairs = passes_of(model_of(family, dtype="float32"))
-    assert isinstance(engine.forward._direct, CompiledForward)
+    assert engine.forward.kind is CompiledForward
     for direct, expected in pairs:
         torch.testing.assert_close(direct, expected, atol=1e-4, rtol=1e-4)
 
@@ -58,24 +59,24 @@ def test_compiled_in_float32_they_are_so_but_for_rounding(family):
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_in_bfloat16_and_under_autocast_they_are_transformers_to_the_bit(family):
     engine, pairs = passes_of(model_of(family, dtype="bfloat16"))
-    assert type(engine.forward._direct) is DirectForward
+    assert engine.forward.kind is DirectForward
     assert all(torch.equal(direct, expected.float()) for direct, expected in pairs)
     autocast = {"autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16)}
     engine, pairs = passes_of(model_of(family, dtype="float32"), **autocast)
-    assert type(engine.forward._direct) is DirectForward
+    assert engine.forward.kind is DirectForward
     assert all(torch.equal(direct, expected.float()) for direct, expected in pairs)
 
 
 @pytest.mark.parametrize("rope", [{"rope_type": "linear", "factor": 2.0}, {"rope_type": "yarn", "factor": 2.0}])
 def test_rotary_embeddings_are_the_models_own(rope):
     engine, pairs = passes_of(model_of("llama", rope_parameters={"rope_theta": 10_000.0, **rope}))
-    assert engine.forward.is_direct
+    assert engine.forward.kind is not None
     assert all(torch.equal(direct, expected) for direct, expected in pairs)
 
 
 def test_angles_that_depend_on_other_positions_are_left_to_transformers():
     rope = {"rope_theta": 10_000.0, "rope_type": "dynamic", "factor": 2.0}
-    assert not passes_of(model_of("llama", rope_parameters=rope))[0].forward.is_direct
+    assert passes_of(model_of("llama", rope_parameters=rope))[0].forward.kind is None
 
 
 # -- whoever changes the model or listens to it ----------------------------------------------------------------------
@@ -129,13 +130,13 @@ def test_whoever_changes_the_model_between_two_runs_is_heard(change):
     engine = Engine(policy.model)
     engine.submit(requests)
     plain = {each.request.id: each for each in engine.run(max_passes=99)}
-    assert engine.forward.is_direct
+    assert engine.forward.kind is not None
     for model in (policy.model, fresh.model):
         change(model)
     engine.new_weights(0)
     engine.submit(requests)
     changed = {each.request.id: each for each in engine.run(max_passes=99)}
-    assert not engine.forward.is_direct
+    assert engine.forward.kind is None
     assert_same(answers(fresh, requests), changed)
     assert any(changed[name].token_ids.tolist() != plain[name].token_ids.tolist() for name in plain), "nothing changed"
 
@@ -158,9 +159,29 @@ def test_new_values_and_new_tensors_of_weights_are_seen():
         engine.new_weights(0)
         engine.submit(requests)
         done = {each.request.id: each for each in engine.run(max_passes=99)}
-        assert engine.forward.is_direct
+        assert engine.forward.kind is not None
         assert_same(answers(other, requests), done)
         policy.model.load_state_dict(tiny_policy(seed=1).model.state_dict())
+
+
+def bfloat16():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def test_copies_that_autocast_makes_of_weights_follow_new_weights():
+    policy, other = tiny_policy(dtype="float32", seed=1), tiny_policy(dtype="float32", seed=2)
+    engine = Engine(policy.model, autocast=bfloat16)
+    engine.submit(make_requests(3, max_tokens=12, stop_token_ids=()))
+    engine.run(max_passes=3)
+    policy.model.load_state_dict(other.model.state_dict())
+    engine.new_weights(1)
+    rest = [replace(each.request, output=each.output) for each in engine.withdraw()]
+    engine.submit(rest)
+    done = {each.request.id: each for each in engine.run(max_passes=99)}
+    fresh = Engine(other.model, autocast=bfloat16)
+    fresh.new_weights(1)
+    fresh.submit(rest)
+    assert_same({each.request.id: each for each in fresh.run(max_passes=99)}, done)
 
 
 def test_a_model_that_computes_something_else_is_left_to_transformers_and_said_so(monkeypatch, caplog):
@@ -177,7 +198,7 @@ def test_a_model_that_computes_something_else_is_left_to_transformers_and_said_s
     with caplog.at_level(logging.WARNING, "rhymerl"):
         done = {each.request.id: each for each in engine.run(max_passes=99)}
         engine.run()
-    assert not engine.forward.is_direct
+    assert engine.forward.kind is None
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["Qwen2ForCausalLM"]
     np.testing.assert_allclose(
         [answers(policy, requests)[name].logprobs for name in done], [each.logprobs for each in done.values()]

@@ -46,6 +46,14 @@ def test_what_is_trained_on_what_and_where(settings: list[str], tmp_path: Path, 
     assert "Tip" not in done.out + done.err
 
 
+@pytest.mark.parametrize("words", [["model.dtype=bfloat16"], ["trainer.precision=bf16-mixed"], []])
+def test_what_equality_means_in_bfloat16(words: list[str], settings: list[str], tmp_path: Path, rhymerl: Run) -> None:
+    done = rhymerl(*settings, f"run_dir={tmp_path / 'run'}", "trainer.max_steps=1", *words)
+    assert done.code == 0, done.err
+    found = re.findall(r"^rounding bfloat16: another drafter may change single tokens.*$", done.out, re.MULTILINE)
+    assert len(found) == bool(words)
+
+
 def test_adapters_are_what_is_trained(settings: list[str], tmp_path: Path, rhymerl: Run) -> None:
     pytest.importorskip("peft")
     done = rhymerl(*settings, "adapter=lora", f"run_dir={tmp_path / 'run'}", "trainer.max_steps=2")

@@ -242,6 +242,28 @@ def test_loggers_and_callbacks(model_dir, prompts, tmp_path):
     assert len(seen) == 2
 
 
+class GradientsByTheWay(L.Callback):
+    """Whether there are gradients at the end of a step, for callbacks, and when the next one begins."""
+
+    def __init__(self) -> None:
+        self.at_end: list[bool] = []
+        self.at_start: list[bool] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: object) -> None:
+        self.at_end.append(any(each.grad is not None for each in pl_module.parameters()))
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: object) -> None:
+        self.at_start.append(any(each.grad is not None for each in pl_module.parameters()))
+
+
+def test_gradients_hold_no_memory_while_an_engine_needs_it(model_dir, prompts):
+    module, datamodule = parts(str(model_dir), prompts)
+    seen = GradientsByTheWay()
+    L.Trainer(devices=1, max_steps=3, callbacks=[seen], **QUIET).fit(module, datamodule)
+    assert seen.at_end == [True] * 3
+    assert seen.at_start == [False] * 3
+
+
 def test_two_fits_and_a_validation_on_one_module(model_dir, prompts):
     module, datamodule = parts(str(model_dir), prompts)
     first = L.Trainer(devices=1, max_steps=2, **QUIET)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rhymerl.models.head import head_logprobs
-from rhymerl.models.logprobs import policy_output, token_batch
+from rhymerl.models.logprobs import _chunk_tokens, policy_output, token_batch
 from rhymerl.testing import make_requests, tiny_policy
 from rhymerl.training.batches import micro_batches, total_tokens
 from rhymerl.types import Completion, Output, RolloutRequest, Sample
@@ -151,3 +152,19 @@ def test_the_entropy_of_peaked_distributions_costs_no_more_and_is_right():
         _, entropy = head_logprobs(logits, head, targets, temperature=1.0, chunk_tokens=4)
         expected = torch.distributions.Categorical(logits=logits.double()).entropy()
         torch.testing.assert_close(entropy.double(), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("gib", "tokens"), [(80, 2**30 // (4 * 151_936)), (16, 2**28 // (4 * 151_936))])
+def test_chunks_of_logits_fit_the_device(gib, tokens, monkeypatch):
+    """Each chunk reads the head's weight again: 110 tokens at a time would be slow on a GPU."""
+    head = torch.nn.Linear(1, 151_936, bias=False)
+    assert _chunk_tokens(head) == 2**26 // (4 * 151_936)
+    memory = SimpleNamespace(total_memory=gib * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    assert _chunk_tokens(SimpleNamespace(weight=OnGPU(head.weight))) == tokens
+
+
+class OnGPU(torch.Tensor):
+    """Says so, and is not."""
+
+    device = torch.device("cuda")

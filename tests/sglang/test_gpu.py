@@ -1,7 +1,12 @@
-"""The same on a GPU: overlapping passes, CUDA graphs, weights that are handed over in place. Run by hand where there is one."""
+"""The same on a GPU: overlapping passes, CUDA graphs, weights that are handed over in place. Run by hand where there is one.
+
+RHYMERL_SGLANG_GPU, a JSON object, adds to the backend's `arguments` and `environment`, for machines that lack some kernels.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import time
 
 import pytest
@@ -24,7 +29,18 @@ def policy():
 
 
 def engine(**settings):
-    return SGLangBackend(**{"nodes": 7, "max_running": 32, "arguments": {"mem_fraction_static": 0.3}, **settings})
+    of_machine = json.loads(os.environ.get("RHYMERL_SGLANG_GPU", "{}"))
+    arguments = {"mem_fraction_static": 0.3, **of_machine.get("arguments", {})}
+    return SGLangBackend(
+        **{
+            "nodes": 7,
+            "max_running": 32,
+            "dtype": "float32",
+            "arguments": arguments,
+            "environment": of_machine.get("environment", {}),
+            **settings,
+        }
+    )
 
 
 @pytest.mark.parametrize("weights", ["tensor", "disk"])
@@ -42,6 +58,7 @@ def test_tokens_with_and_without_drafts(policy, weights):
 
 
 def test_memory_comes_and_goes(policy):
+    pytest.importorskip("torch_memory_saver")
     requests = make_requests(16, group_size=4)
     with engine(release_memory=True) as backend:
         started(backend, policy, HistoryTreeDrafter())

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from rhymerl.backends.remote import weights
 from rhymerl.backends.remote.fleet import Fleet
 from rhymerl.backends.remote.proof import draws_by_seed, prove
@@ -83,6 +85,8 @@ class Delivery:
     def wake_up(self) -> None:
         """The engines have their memory again, and nothing in it."""
         if self.is_asleep:
+            if self.policy.model.device.type == "cuda":
+                torch.cuda.empty_cache()  # what the update has used at most is the allocator's until then
             self.fleet.post("/resume_memory_occupation", {})
             self.is_asleep = False
 

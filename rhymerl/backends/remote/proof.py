@@ -16,9 +16,12 @@ from rhymerl.types import Prompt, RolloutRequest, SamplingParams
 
 if TYPE_CHECKING:
     from rhymerl.models.policy import Policy
+    from rhymerl.types import FloatArray
 
 _PROMPT, _ANSWER = 8, 8  # tokens
-_TOLERANCE = {"float32": 0.01, "bfloat16": 0.5}  # nats; another model is several off
+# Nats of difference for each of the largest logit, by which rounding grows; another model is several nats off.
+_SHARE = {"float32": 3e-4, "bfloat16": 2**-6}
+_LEAST_LOGIT = 32.0
 
 
 def prove(client: Client, policy: Policy, dtype: str) -> None:
@@ -29,12 +32,13 @@ def prove(client: Client, policy: Policy, dtype: str) -> None:
     content = {"input_ids": prompt, "sampling_params": params, "return_logprob": True, "logprob_start_len": -1}
     pairs = client.post("/generate", content)["meta_info"]["output_token_logprobs"]
     theirs = np.array([pair[0] for pair in pairs], np.float64)  # null is NaN
-    ours = _logprobs(policy, prompt, [pair[1] for pair in pairs])
-    worst = float(np.abs(theirs - ours).max())
-    if not worst <= _TOLERANCE[dtype]:
+    ours, largest = _logprobs(policy, prompt, [pair[1] for pair in pairs])
+    worst, most = float(np.abs(theirs - ours).max()), _SHARE[dtype] * max(largest, _LEAST_LOGIT)
+    if not worst <= most:
         raise BackendError(
             f"the SGLang engine does not compute the policy: log-probs of a short answer differ by {worst:.3g} nats right after "
-            f"the weights were handed over ({type(policy.model).__name__} may go by other names or settings there)"
+            f"the weights were handed over, at most {most:.2g} in {dtype} ({type(policy.model).__name__} may go by other names or "
+            "settings there)"
         )
 
 
@@ -59,10 +63,10 @@ def _sampled(client: Client, seed: int) -> list[int]:
     return [int(token) for token in answer["output_ids"]]
 
 
-def _logprobs(policy: Policy, prompt: list[int], answer: list[int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Return the log-prob of each token of the answer, [tokens], at temperature 1."""
+def _logprobs(policy: Policy, prompt: list[int], answer: list[int]) -> tuple[FloatArray, float]:
+    """Return the log-prob of each token of the answer, [tokens], at temperature 1; and the largest logit."""
     tokens = torch.tensor([[*prompt, *answer]], device=policy.model.device)
     with evaluating(policy.model), torch.no_grad():
         logits = policy.model(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1]
     chosen = torch.log_softmax(logits.double(), -1).gather(-1, tokens[0, len(prompt) :, None])
-    return chosen[:, 0].cpu().numpy()
+    return chosen[:, 0].cpu().numpy(), float(logits.abs().max())

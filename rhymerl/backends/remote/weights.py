@@ -120,15 +120,17 @@ def write_config(model: PreTrainedModel, folder: Path) -> None:
     path.write_text(json.dumps({**content, **own}, indent=1))
 
 
-def positions(model: PreTrainedModel) -> int:
+def positions(model: PreTrainedModel, longest_tokens: int | None = None) -> int:
     """Return how long an engine is told that a sequence may be: SGLang keeps some for itself, and drafts stand behind the last token.
 
-    Where the rotation of keys follows that number it stays as it is, and the longest sequences are an error there.
+    Its buffers grow with that, so it is no more than the `longest_tokens` that will come (None: the model's context). Where the rotation of keys follows that number it stays as it is, and the longest sequences are an error there.
     """
     config = model.config.get_text_config()
     context = int(getattr(config, "max_position_embeddings", 0) or 2**20)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    return context if rope.get("rope_type", "default") in _BY_LENGTH else context + _SPARE
+    if rope.get("rope_type", "default") in _BY_LENGTH:
+        return context
+    return min(context, longest_tokens or context) + _SPARE
 
 
 def make_folder(folder: Path, model: PreTrainedModel, *, copies: int = 1, in_memory: bool = True) -> Path:

@@ -27,9 +27,11 @@ _REFUSED = {
     "admin_api_key": _KEY,
     "config": "cannot be set, because what a file says would not be looked at here",
     "speculative_ngram_max_bfs_breadth": "cannot be set, because trees would be verified as chains",
+    "nnodes": "cannot be set, because an engine's processes are this machine's",
     "pp_size": _STAGES,
     "pipeline_parallel_size": _STAGES,
 }
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _COPIES = "expected 1; every rank of the trainer has its own engine"  # each would read the one drafter's feed
 _LOSSY = "expected 1.0; below it drafts change what is sampled"
 _ONE = {  # with a number other than 1
@@ -67,9 +69,36 @@ def _refuse(name: str, value: Any, reasons: Mapping[str, str]) -> None:
             raise ValueError(f"arguments.{name}={value!r}{read_as}: {reason}")
 
 
-def engine_dtype(wanted: str | None, policy: str) -> str:
-    """Return the dtype an engine computes in: `wanted`, else the policy's own, as far as SGLang has it."""
-    return wanted or ("float32" if policy == "float64" else policy)
+def engine_dtype(wanted: str | None, policy: str, *, on_cpu: bool) -> str:
+    """Return the dtype an engine computes in: `wanted`, else the policy's own on a CPU, as far as SGLang has it, and bfloat16 on a GPU."""
+    if wanted is not None:
+        return wanted
+    return "bfloat16" if not on_cpu else "float32" if policy == "float64" else policy
+
+
+def of_device(kind: str, *, dtype: str, saves_memory: bool) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the arguments and the environment that fit an engine to a device of kind "cpu" or "cuda".
+
+    SGLang's default attention on Hopper (fa3) takes no float32. Triton's does, in products of 10 bits unless it is told otherwise.
+    """
+    if kind == "cpu":
+        return {"device": "cpu"}, {}
+    ours: dict[str, Any] = {"enable_memory_saver": saves_memory}
+    if dtype != "float32":
+        return ours, {}
+    return {**ours, "attention_backend": "triton"}, {"TRITON_F32_DEFAULT": "ieee"}
+
+
+def without_expandable_segments(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return torch's allocator settings but for expandable segments, which are a trainer's.
+
+    An engine whose memory comes and goes, or that opens tensors of another process, cannot bear them.
+    """
+    given = {name: environment[name] for name in _ALLOCATOR if "expandable_segments" in environment.get(name, "")}
+    return {
+        name: ",".join(each for each in value.split(",") if not each.strip().startswith("expandable_segments"))
+        for name, value in given.items()
+    }
 
 
 def words(

@@ -96,6 +96,7 @@ class SGLangBackend(RolloutBackend):
         self._addresses = _addresses(url)
         self._cost = CostCurve.read(costs) if costs is not None else None
         self._session: Session | None = None
+        self._longest_tokens: int | None = None
 
     def _refuse_what_starts_a_server(self) -> None:
         given = {
@@ -114,6 +115,7 @@ class SGLangBackend(RolloutBackend):
         """Raise ConfigError where SGLang is not installed, unless servers run already."""
         if self.url is None:
             require_sglang(memory_saver=False)
+        self._longest_tokens = longest_tokens
 
     def check_drafting(self, drafter: Drafter, budget: Budget | None) -> None:
         """Raise ConfigError for a budget that the engine cannot keep to: it verifies one number of nodes in all passes."""
@@ -128,16 +130,22 @@ class SGLangBackend(RolloutBackend):
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """The engine computes in `dtype`, by default the policy's own, and not under `autocast`. One that was released goes on."""
-        if self._session is not None and self._session.serves(policy, drafter):
+        if self._session is not None and self._session.serves(policy, drafter, self._longest_tokens):
             return
         self.close()
         node = NodePosition.of_this_process()
         if node.num_ranks > 1:
             self._refuse_what_ranks_would_share(node)
+        if self.weights == "distributed" and self.url is None and policy.model.device.type == "cuda":
+            raise ConfigError(
+                "backend.weights=distributed: an engine that the run starts shares the trainer's GPU, and NCCL refuses two ranks on one; "
+                "expected tensor, disk or auto"
+            )
         settings = SessionSettings(
             n=self.num_tokens(drafter, budget),
             allowed=self._allowed_nodes(drafter, budget),
             max_running=self.max_running,
+            longest_tokens=self._longest_tokens,
             dtype=self.dtype,
             tensor_parallel=self.tensor_parallel,
             arguments=self.arguments,

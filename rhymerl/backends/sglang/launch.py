@@ -40,19 +40,22 @@ def launch_line(config: DictConfig) -> dict[str, Any]:
             f"model.path={source.path!r}: a server reads its model from a directory or hub name; "
             f"PolicySource({source.path!r}).load().save(DIR) writes one"
         )
+    on_cpu = backend.arguments.get("device") == "cpu"
+    dtype = arguments.engine_dtype(backend.dtype, source.dtype, on_cpu=on_cpu)
+    ours, variables = arguments.of_device("cpu" if on_cpu else "cuda", dtype=dtype, saves_memory=backend.release_memory)
     # A trainer that runs ahead may come: without prefetched tokens it is the drafter alone.
     settings = EngineSettings.of(RunAheadDrafter(drafter), open_folder(config.out, setting="out").resolve()).open()
     words = arguments.words(
         model_path=source.path,
-        dtype=arguments.engine_dtype(backend.dtype, source.dtype),
+        dtype=dtype,
         n=backend.num_tokens(drafter),
         max_running=backend.max_running,
         tensor_parallel=backend.tensor_parallel,
         algorithm=ALGORITHM,
         context_tokens=None,
-        more={**_address(url), "enable_memory_saver": backend.release_memory, **backend.arguments},
+        more={**_address(url), **ours, **backend.arguments},
     )
-    return {"environment": {VARIABLE: str(settings), **backend.environment}, "arguments": words}
+    return {"environment": {VARIABLE: str(settings), **variables, **backend.environment}, "arguments": words}
 
 
 def _address(url: str | Sequence[str] | None) -> dict[str, Any]:

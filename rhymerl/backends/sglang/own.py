@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,9 +54,11 @@ class OwnEngine:
         self.counters = Counters(self.folder / COUNTERS)
         shutil.rmtree(self.folder / FEED, ignore_errors=True)
         self.feed = FeedWriter(self.folder / FEED)
-        self.server = start_server(
-            self._words(saves_memory), {VARIABLE: str(file), **self.settings.environment}, self.folder / "engine.log"
-        )
+        kind = "cpu" if self._on_cpu else "cuda"
+        ours, variables = arguments.of_device(kind, dtype=self.dtype, saves_memory=saves_memory)
+        inherited = arguments.without_expandable_segments(os.environ)
+        environment = {VARIABLE: str(file), **inherited, **variables, **self.settings.environment}
+        self.server = start_server(self._words(ours), environment, self.folder / "engine.log")
         try:
             self.server.wait_until_ready(self.settings.start_timeout_s)
             found = EngineSettings.read_report(self.folder)
@@ -63,10 +67,8 @@ class OwnEngine:
             self.server.close()
             raise
 
-    def _words(self, saves_memory: bool) -> list[str]:
-        device = self.policy.model.device
-        gpu = {"base_gpu_id": device.index or 0, "enable_memory_saver": saves_memory}
-        ours: dict[str, Any] = {"device": "cpu"} if self._on_cpu else gpu
+    def _words(self, ours: Mapping[str, Any]) -> list[str]:
+        index = {} if self._on_cpu else {"base_gpu_id": self.policy.model.device.index or 0}
         return arguments.words(
             model_path=str(self.model),
             dtype=self.dtype,
@@ -74,8 +76,8 @@ class OwnEngine:
             max_running=self.settings.max_running,
             tensor_parallel=self.settings.tensor_parallel,
             algorithm=ALGORITHM,
-            context_tokens=weights.positions(self.policy.model),
-            more={"load_format": "dummy", "sleep_on_idle": True, **ours, **self.settings.arguments},
+            context_tokens=weights.positions(self.policy.model, self.settings.longest_tokens),
+            more={"load_format": "dummy", "sleep_on_idle": True, **index, **ours, **self.settings.arguments},
         )
 
     @property

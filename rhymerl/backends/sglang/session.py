@@ -104,7 +104,7 @@ class Session:
     @property
     def _dtype(self) -> str:
         own = next(name for name, dtype in DTYPES.items() if dtype == self.policy.model.dtype)
-        return engine_dtype(self.settings.dtype, own)
+        return engine_dtype(self.settings.dtype, own, on_cpu=self.policy.model.device.type == "cpu")
 
     def _recover(
         self, error: BackendError, *, version: int | None = None, without: Sequence[InFlightRequest] = ()
@@ -133,9 +133,11 @@ class Session:
             self._go_on(old.abandon(sent))
         self._heard_s = time.monotonic()
 
-    def serves(self, policy: Policy, drafter: Drafter) -> bool:
-        """Return whether it was started for these."""
-        return policy is self.policy and drafter is self.drafter
+    def serves(self, policy: Policy, drafter: Drafter, longest_tokens: int | None) -> bool:
+        """Return whether it was started for these, and for sequences as long."""
+        most = self.settings.longest_tokens
+        fits = most is None or (longest_tokens is not None and longest_tokens <= most)
+        return policy is self.policy and drafter is self.drafter and fits
 
     def expect_new_weights(self) -> None:
         """Whatever version comes next is loaded, also one that the engine had before. Nothing is left in flight."""

@@ -19,6 +19,7 @@ class SessionSettings:
     n: int
     allowed: AllowedNodes  # what a server that runs already may verify
     max_running: int
+    longest_tokens: int | None  # of a prompt and its answer; None = the model's context
     dtype: str | None
     tensor_parallel: int
     arguments: Mapping[str, Any]

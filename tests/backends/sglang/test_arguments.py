@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from rhymerl.backends.sglang.arguments import check, check_for_ranks, engine_dtype, words
+from rhymerl.backends.sglang.arguments import (
+    check,
+    check_for_ranks,
+    engine_dtype,
+    of_device,
+    without_expandable_segments,
+    words,
+)
 from rhymerl.backends.sglang.backend import SGLangBackend
 
 GIVEN = {
@@ -134,13 +141,40 @@ def test_settings_out_of_range_are_refused_by_name(settings, message):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "policy", "expected"),
+    ("wanted", "policy", "on_cpu", "expected"),
     [
-        (None, "float32", "float32"),
-        (None, "bfloat16", "bfloat16"),
-        (None, "float64", "float32"),
-        ("bfloat16", "float32", "bfloat16"),
+        (None, "float32", True, "float32"),
+        (None, "bfloat16", True, "bfloat16"),
+        (None, "float64", True, "float32"),
+        (None, "float32", False, "bfloat16"),
+        (None, "float64", False, "bfloat16"),
+        ("float32", "bfloat16", False, "float32"),
+        ("bfloat16", "float32", True, "bfloat16"),
     ],
 )
-def test_an_engine_computes_in_what_is_asked_else_as_the_policy_does(wanted, policy, expected):
-    assert engine_dtype(wanted, policy) == expected
+def test_an_engine_computes_in_what_is_asked_else_as_its_device_does_well(wanted, policy, on_cpu, expected):
+    assert engine_dtype(wanted, policy, on_cpu=on_cpu) == expected
+
+
+def test_float32_on_a_gpu_takes_an_attention_that_has_it():
+    """SGLang's default on Hopper, fa3, is for 16 bits and fewer; Triton's products have TF32's 10 bits unless it is told."""
+    arguments, environment = of_device("cuda", dtype="float32", saves_memory=True)
+    assert arguments == {"enable_memory_saver": True, "attention_backend": "triton"}
+    assert environment == {"TRITON_F32_DEFAULT": "ieee"}
+    assert of_device("cuda", dtype="bfloat16", saves_memory=False) == ({"enable_memory_saver": False}, {})
+    assert of_device("cpu", dtype="float32", saves_memory=False) == ({"device": "cpu"}, {})
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, {"PYTORCH_CUDA_ALLOC_CONF": ""}),
+        (
+            {"PYTORCH_ALLOC_CONF": "max_split_size_mb:512,expandable_segments:True, garbage_collection_threshold:0.8"},
+            {"PYTORCH_ALLOC_CONF": "max_split_size_mb:512, garbage_collection_threshold:0.8"},
+        ),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512", "HOME": "/"}, {}),
+    ],
+)
+def test_expandable_segments_stay_with_the_trainer(given, expected):
+    assert without_expandable_segments(given) == expected

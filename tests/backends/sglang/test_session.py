@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from rhymerl.backends.sglang.backend import SGLangBackend
 from rhymerl.drafters import NoDrafter
@@ -248,6 +249,19 @@ def test_memory_comes_back_before_it_is_needed(engine, flat_policy):
         backend.submit(make_requests(2))
         backend.sleep()  # not while something is in flight
         assert len(all_of(backend, 2)) == 2
+
+
+def test_on_a_gpu_the_update_gives_its_memory_back_before_the_engine_wakes(engine, flat_policy, monkeypatch):
+    with connected(engine, flat_policy, release_memory=True) as backend:
+        backend.sleep()
+        monkeypatch.setattr(type(flat_policy.model), "device", torch.device("cuda"))
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: engine.calls.append("empty_cache"))
+        backend.session._delivery.wake_up()
+        assert [each for each in engine.calls if "memory" in each or "cache" in each][-3:] == [
+            "/release_memory_occupation",
+            "empty_cache",
+            "/resume_memory_occupation",
+        ]
 
 
 def test_a_server_that_is_left_has_its_memory_again(engine, flat_policy):

@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+import torch
 
 from rhymerl.backends.sglang.backend import SGLangBackend
 from rhymerl.backends.sglang.plugin.names import VARIABLE
@@ -42,6 +43,32 @@ def started(policy, drafter=None, *, environment=None, **settings):
 
 def process_of(backend):
     return backend.session._own.server._process.pid
+
+
+def test_an_engine_is_told_how_long_sequences_will_be(installed, flat_policy):
+    """Its buffers grow with that: Qwen2.5's context of 131 072 tokens takes gigabytes. A stage with longer ones gets another engine."""
+    with started(flat_policy, nodes=3) as backend:
+        first = process_of(backend)
+        assert "--context-length 320 " in backend.session._own.server.log.read_text()
+        backend.check(100)
+        backend.start(flat_policy, backend.session.drafter)
+        assert process_of(backend) == first
+    backend = SGLangBackend(max_running=2, environment=ENVIRONMENT)
+    backend.check(100)
+    with backend:
+        backend.start(flat_policy, drafter := HistoryTreeDrafter())
+        first = process_of(backend)
+        assert "--context-length 164 " in backend.session._own.server.log.read_text()
+        backend.check(120)
+        backend.start(flat_policy, drafter)
+        assert process_of(backend) != first
+        assert "--context-length 184 " in backend.session._own.server.log.read_text()
+
+
+def test_weights_cannot_go_through_nccl_to_an_engine_on_the_same_gpu(installed, flat_policy, monkeypatch):
+    monkeypatch.setattr(type(flat_policy.model), "device", torch.device("cuda"))
+    with pytest.raises(ConfigError, match=r"backend\.weights=distributed: .* expected tensor, disk or auto"):
+        SGLangBackend(weights="distributed").start(flat_policy, HistoryTreeDrafter())
 
 
 class Reward(Drafter):
