@@ -23,7 +23,16 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 TIMES = ("step_s", "rollout_s", "update_s")
-PASSED_ON = ("steps", "prompts", "group_size", "max_tokens", "learning_rate", "threads", "reward_where")
+PASSED_ON = (
+    "steps",
+    "prompts",
+    "group_size",
+    "max_tokens",
+    "learning_rate",
+    "threads",
+    "reward_where",
+    "rows_per_backward",
+)
 
 Block = Mapping[str, Any]
 Save = Callable[[Path, int], None]  # writes the policy that a seed begins with
@@ -41,6 +50,7 @@ def options(description: str | None, **defaults: Any) -> argparse.ArgumentParser
     parser.add_argument("--max-tokens", type=int)
     parser.add_argument("--learning-rate", type=float)
     parser.add_argument("--reward-where", choices=["pool", "main"], default="pool")
+    parser.add_argument("--rows-per-backward", type=int, help="answers in each of TRL's backwards (default: all)")
     parser.set_defaults(**defaults)
     return parser
 
@@ -53,14 +63,17 @@ def compare(
     *,
     save: Callable[[Any], Save],
     rows: Callable[[Any], Sequence[Mapping[str, Any]]],
-    reward: str,
+    reward: Callable[[Any], str],
 ) -> dict[str, Any]:
-    """Measure both sides on these rows and this reward (MODULE.FUNCTION); return and write the result."""
+    """Measure both sides on these rows and this reward (MODULE.FUNCTION); return and write the result.
+
+    `save`, `rows` and `reward` are asked with the options.
+    """
     arguments = parser.parse_args(words)
     if arguments.warm_up >= arguments.steps:
         parser.error(f"--warm-up {arguments.warm_up}: expected less than --steps {arguments.steps}")
     start = record.environment()
-    blocks = run_blocks(arguments, save(arguments), rows(arguments), reward)
+    blocks = run_blocks(arguments, save(arguments), rows(arguments), reward(arguments))
     ours, theirs = blocks["rhymerl"], blocks.get("trl")
     pairs = [(medians(a, arguments), medians(b, arguments)) for a, b in zip(ours, theirs or [], strict=False)]
     return record.finish(

@@ -39,7 +39,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
         words,
         save=lambda arguments: save,
         rows=lambda arguments: echo_task.rows(),
-        reward="echo_task.echo",
+        reward=lambda arguments: "echo_task.echo",
     )
 
 

@@ -1,10 +1,13 @@
 """A training step of rhymerl and of TRL's GRPOTrainer with SmolLM2-135M-Instruct, and what each learns from it.
 
-The model that `make pretrained` fetches learns to add: problems of the task `addition`, 6 prompts x 6 answers x at most 32 tokens in its
-chat template, in float32, one optimizer step a rollout; otherwise as in `trl_echo.py`. `ms_per_token` is the step over all generated tokens.
+6 prompts x 6 answers in float32, one optimizer step a rollout; otherwise as in `trl_echo.py`. With --task addition, the model that
+`make pretrained` fetches learns to add in its chat template, with answers of at most 32 tokens; with --task sums, the model that
+`rhymerl warmstart --config warmstart_smollm2_sums` has made adds up to 16 numbers step by step. `ms_per_token` is the step over all
+generated tokens.
 
     make pretrained  # once: it fetches the model
     python benchmarks/trl_pretrained.py --trl-python PYTHON_WITH_TRL [--steps 20] [--seeds 3]
+    python benchmarks/trl_pretrained.py --task sums --model out/warmstart_smollm2_sums --max-tokens 320 --rows-per-backward 6 ...
 """
 
 from __future__ import annotations
@@ -17,11 +20,18 @@ import against_trl
 from rhymerl.config import compose
 from rhymerl.models.policy import PolicySource
 from rhymerl.tasks.addition import Addition
+from rhymerl.tasks.running_sum import RunningSum
+
+TASKS = {
+    "addition": (Addition(max_number=15, train_size=60, validation_size=40), "sum_rewards.last_number"),
+    "sums": (RunningSum(difficulty=15, max_number=9999, train_size=24, validation_size=24), "sum_rewards.total"),
+}
 
 
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     sizes = {"prompts": 6, "group_size": 6, "max_tokens": 32, "learning_rate": 3e-5}
     parser = against_trl.options(__doc__, steps=20, warm_up=2, **sizes)
+    parser.add_argument("--task", choices=list(TASKS), default="addition")
     parser.add_argument("--model", help="GGUF file or directory; the one that `make pretrained` fetches by default")
 
     def save(arguments: Any) -> against_trl.Save:
@@ -34,8 +44,8 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
         parser,
         words,
         save=save,
-        rows=lambda arguments: list(Addition(max_number=15, train_size=60, validation_size=0).rows("train")),
-        reward="addition_task.last_number",
+        rows=lambda arguments: list(TASKS[arguments.task][0].rows("train")),
+        reward=lambda arguments: TASKS[arguments.task][1],
     )
 
 

@@ -58,27 +58,31 @@ class TimedTrainer(GRPOTrainer):
     """Notes how long generation takes, and when the batch is ready for the update."""
 
     clock: Clock
+    has_generated = False
 
     def _generate_single_turn(self, *arguments: Any, **more: Any) -> Any:
-        started = time.perf_counter()
+        started, self.has_generated = time.perf_counter(), True
         result = super()._generate_single_turn(*arguments, **more)
         self.clock.rollout_s.append(time.perf_counter() - started)
         return result
 
     def _prepare_inputs(self, *arguments: Any, **more: Any) -> Any:
         result = super()._prepare_inputs(*arguments, **more)
-        self.clock.prepared = time.perf_counter()
+        if self.has_generated:  # and not for the later backwards of a step
+            self.clock.prepared, self.has_generated = time.perf_counter(), False
         return result
 
 
 def configuration(arguments: Any) -> GRPOConfig:
     """One rollout and one optimizer step a step; logged every step, as on our side."""
+    rows = arguments.prompts * arguments.group_size
+    at_once = arguments.rows_per_backward or rows
     return GRPOConfig(
         output_dir=str(arguments.folder),
         seed=arguments.seed,
         max_steps=arguments.steps,
-        per_device_train_batch_size=arguments.prompts * arguments.group_size,
-        gradient_accumulation_steps=1,
+        per_device_train_batch_size=at_once,
+        gradient_accumulation_steps=rows // at_once,
         num_generations=arguments.group_size,
         max_completion_length=arguments.max_tokens,
         temperature=1.0,
