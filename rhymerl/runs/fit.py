@@ -33,6 +33,7 @@ from rhymerl.folders import RunFolder, cannot_write, check_folder, writing
 from rhymerl.progress import SILENT, ProgressBar, counted
 from rhymerl.runs.banner import banner, how_to_go_on, noting_how_to_go_on
 from rhymerl.runs.earlier import save_history, start_with
+from rhymerl.runs.forecast import ForecastLine
 from rhymerl.runs.resume import ResumePoint, check_same_run, check_weights, policy_weights, resume_point
 from rhymerl.runs.summary import Summary, summary_table
 from rhymerl.training.module import RhymeModule
@@ -128,7 +129,7 @@ def _trainer_of(
     continues = point is not None and point.is_own
     recorder = [RecordRollouts(run_dir / "rollouts.jsonl.gz", continues=continues)] if config.record_rollouts else []
     progress = [LiveProgress()] if config.trainer.enable_progress_bar is not False else []
-    own = [_RunConfig(config, run_dir, is_new=point is None or continues), *progress, *recorder]
+    own = [_RunConfig(config, run_dir, is_new=point is None or continues), *progress, *recorder, ForecastLine()]
     trainer = build_trainer(config, run_dir, [*own, *callbacks], point=point)
     check_trainer(trainer)
     return trainer
