@@ -1,6 +1,6 @@
 # Everything goes through .venv, which is made when it is missing and brought up to date when pyproject.toml, constraints.txt or
 # hashes.txt have changed. Nothing but Python 3.11 or later is needed. Another interpreter: make install PYTHON=python3.12
-.PHONY: help install quickstart pretrained test test-pretrained test-sglang check format bench-guard constraints clean
+.PHONY: help install quickstart pretrained test test-pretrained test-sglang check format bench-guard gpu constraints clean
 .DELETE_ON_ERROR:
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -35,6 +35,7 @@ help:
 	@echo "make test-sglang run those of the SGLang backend with its engine on the CPU, in .venv-sglang (some minutes the first time)"
 	@echo "make check       formatter, linter, types, layers; make format repairs the first two"
 	@echo "make bench-guard BASE=COMMIT  compare this tree's speed with a commit's, on a quiet machine (some 15 minutes)"
+	@echo "make gpu         take all figures that need a GPU, in parts that go on where they were stopped (docs/gpu.md)"
 	@echo "make constraints pin the newest versions that pyproject.toml allows, and their hashes; torch moves by hand"
 	@echo "make clean       remove caches and build results; .venv and runs/ stay"
 
@@ -68,6 +69,10 @@ format: $(stamp)
 bench-guard: $(stamp)
 	@test -n "$(BASE)" || { echo "Name the commit to compare with: make bench-guard BASE=COMMIT" >&2; exit 2; }
 	$(python) benchmarks/guard.py --base $(BASE) $(ARGS)
+
+# With the Python that has torch for the GPU, and without a network: docs/gpu.md
+gpu:
+	@$(or $(PYTHON),python3) benchmarks/gpu.py $(ARGS)
 
 # In two steps, because pip asks for hashes of everything or of nothing: all but torch by hash, then torch and this package, for whose
 # build all that is needed is there.

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+ROWS = "RHYMERL_BENCHMARK_ROWS"
 PACKAGES = ("torch", "transformers", "lightning", "numpy", "numba")
 
 Row = Mapping[str, Any]
@@ -114,6 +115,13 @@ def settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """The options that shape the figures; interpreters and folders of one machine are left out."""
     left_out = ("out", "hardware", "trl_python")
     return {name: value for name, value in vars(arguments).items() if name not in left_out}
+
+
+def note_row(row: Row) -> None:
+    """Append a row to the file that the variable RHYMERL_BENCHMARK_ROWS names, so that it is kept if the rest is not reached."""
+    if name := os.environ.get(ROWS):
+        with Path(name).open("a") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 def finish(

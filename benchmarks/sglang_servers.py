@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from omegaconf import OmegaConf
 
+from rhymerl.backends.base import RolloutBackend
+from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.backends.sglang import arguments as server
 from rhymerl.backends.sglang.backend import SGLangBackend
 from rhymerl.backends.sglang.server import start_server
@@ -28,6 +30,7 @@ DRAFTERS: Mapping[str, type[Drafter]] = {
     "ours_ngram": NGramDrafter,
     HISTORY: HistoryTreeDrafter,
 }
+EMBEDDED = "embedded"  # the engine in the trainer's own process, without drafts
 MODES = (NONE, STOCK_NGRAM, "ours_ngram", HISTORY)
 ON_CPU: Mapping[str, Any] = {  # the attention backend is the stand-ins', by a name that SGLang knows
     "device": "cpu",
@@ -137,8 +140,12 @@ def completion(request: RolloutRequest, answer: Mapping[str, Any], *, nodes: int
     )
 
 
-def start(mode: str, policy: Policy, arguments: Namespace) -> StockServer | SGLangBackend:
+def start(mode: str, policy: Policy, arguments: Namespace) -> StockServer | RolloutBackend:
     """A running server, that has the policy's weights."""
+    if mode == EMBEDDED:
+        engine = EmbeddedBackend(max_running=max(arguments.running))
+        engine.start(policy, NoDrafter())
+        return engine
     settings = server_settings(arguments)
     if mode in (STOCK, STOCK_NGRAM):
         return StockServer(policy, nodes=arguments.nodes if mode == STOCK_NGRAM else 0, **settings)

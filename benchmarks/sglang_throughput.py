@@ -6,6 +6,7 @@ Each mode is a server with the same policy, and answers the same prompts after t
 - ngram: SGLang's own NGRAM speculation with as many draft tokens, on its stock server, which sees nothing of rhymerl;
 - ours_ngram: NGramDrafter inside SGLang, which drafts from the request's own text;
 - history_tree: HistoryTreeDrafter inside SGLang, which knows those epochs;
+- embedded, where asked for: the embedded engine without drafts, in this process;
 - stock, where asked for: SGLang's own server without drafts, beside which none shows what our keyed draws cost.
 
 All servers run side by side and take turns, round by round; where memory is short, --in-turns starts one after another. In a round
@@ -39,7 +40,7 @@ from typing import Any
 import numpy as np
 import record
 import torch
-from sglang_servers import HISTORY, MODES, NONE, STOCK, STOCK_NGRAM, StockServer, start
+from sglang_servers import EMBEDDED, HISTORY, MODES, NONE, STOCK, STOCK_NGRAM, StockServer, start
 from sglang_work import SIZES, Work, make_policy, make_prompts
 
 from rhymerl.backends.base import RolloutBackend
@@ -180,6 +181,8 @@ def run_rounds(
             say(
                 f"round {number}, {running} running, {side.mode}: {one.tokens_per_s:.0f} tokens/s, accept length {length:.2f}"
             )
+            known = {"round": number, "running": running, "mode": side.mode, "accept_length": round(length, 3)}
+            record.note_row({**known, "tokens_per_s": round(one.tokens_per_s, 1)})
             side.backend.follow(history)  # nothing new: the drafter forgets these answers
             if side.mode == STOCK_NGRAM:
                 side.epochs += len(requests) / work.answers_an_epoch
@@ -276,8 +279,10 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     policy.add_argument("--size", choices=list(SIZES), help="random peaked weights of that size instead")
     parser.add_argument("--prompts", help=".jsonl with a prompt a line (default: running sums)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    modes = [*MODES, STOCK]
-    parser.add_argument("--modes", nargs="+", choices=modes, default=list(MODES), help=f"(all but {STOCK})")
+    modes = [*MODES, STOCK, EMBEDDED]
+    parser.add_argument(
+        "--modes", nargs="+", choices=modes, default=list(MODES), help=f"(all but {STOCK} and {EMBEDDED})"
+    )
     parser.add_argument("--running", type=int, nargs="+", default=[1, 8, 32], help="requests side by side (1 8 32)")
     parser.add_argument("--nodes", type=int, default=7, help="draft nodes of a request and pass (7)")
     parser.add_argument("--epochs", type=int, default=2, help="of history (2)")

@@ -35,6 +35,14 @@ SIZES: Mapping[str, Mapping[str, int]] = {  # of Qwen2.5; the last is for tests
         "num_attention_heads": 12,
         "intermediate_size": 8960,
     },
+    "7B": {
+        "vocab_size": 152_064,
+        "hidden_size": 3584,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "intermediate_size": 18_944,
+    },
     "tiny": {
         "vocab_size": 100,
         "hidden_size": 32,

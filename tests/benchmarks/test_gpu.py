@@ -1,0 +1,106 @@
+"""`make gpu`, with other commands in the place of its parts: what is kept, and where it goes on."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+# A part writes a row, then waits if it is told to, and ends with its result.
+PART = """
+import json, os, sys, time
+with open(os.environ["RHYMERL_BENCHMARK_ROWS"] + ".pid", "w") as file:
+    file.write(str(os.getpid()))
+with open(os.environ["RHYMERL_BENCHMARK_ROWS"], "a") as file:
+    file.write(json.dumps({"number": sys.argv[1]}) + "\\n")
+time.sleep(float(sys.argv[2]))
+print("some words")
+print(json.dumps({"of": sys.argv[1]}))
+sys.exit(int(sys.argv[3]))
+"""
+DRIVER = """
+import sys
+from pathlib import Path
+import gpu, os
+parts = [gpu.Part(name=n, question="?", words=("-c", {part!r}, n, s, c), minutes=m)
+         for n, s, c, m in [("one", "0", "0", 1), ("two", sys.argv[1], "0", 1), ("three", "0", "3", 1), ("four", "9", "0", 0.01)]]
+gpu.Session(Path(sys.argv[2]), environment=os.environ, folder=Path(sys.argv[3])).run(parts)
+"""
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("gpu")
+
+
+def driver(folder: Path, wait_s: str) -> subprocess.Popen[bytes]:
+    words = [sys.executable, "-c", DRIVER.format(part=PART), wait_s, str(folder / "lines.jsonl"), str(folder / "work")]
+    return subprocess.Popen(words, env={**os.environ, "PYTHONPATH": str(BENCHMARKS)}, stdout=subprocess.DEVNULL)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    file = folder / "lines.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def test_it_goes_on_after_a_kill_and_keeps_what_was_found(tmp_path: Path) -> None:
+    killed = driver(tmp_path, "60")
+    deadline = time.monotonic() + 30
+    while {"part": "two", "row": {"number": "two"}} not in lines(tmp_path):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    os.kill(
+        int((tmp_path / "work" / "two.rows.pid").read_text()), signal.SIGKILL
+    )  # which the driver's death leaves behind
+    with (tmp_path / "lines.jsonl").open("a") as file:
+        file.write('{"part": "two", "en')  # a line that a kill breaks off
+    assert driver(tmp_path, "0").wait(60) == 0
+    whole = [line for line in (tmp_path / "lines.jsonl").read_text().splitlines() if line != '{"part": "two", "en']
+    found = [json.loads(line) for line in whole]
+    began = [line["part"] for line in found if "began" in line]
+    assert began == ["one", "two", "two", "three", "four"]
+    ended = {line["part"]: line for line in found if "ended" in line}
+    assert [ended[name]["ended"] for name in ("one", "two", "three")] == [0, 0, 3]
+    assert ended["two"]["result"] == {"of": "two"}
+    assert ended["four"]["ended"] == "out of time"
+    assert {"part": "four", "row": {"number": "four"}} in found
+    assert driver(tmp_path, "60").wait(60) == 0  # nothing is left
+
+
+def test_a_machine_without_a_gpu_says_what_would_run_and_what_is_missing(
+    gpu: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gpu.main(["--work", str(tmp_path), "--wheels", str(tmp_path / "wheels")]) == 2
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1
+    assert said.startswith("make gpu would run tests, table-0.5B, draw, ")
+    assert "a GPU that torch sees" in said
+
+
+def test_an_unknown_part_is_refused(gpu: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu.main(["--only", "tabel", "--work", str(tmp_path)])
+    assert "table-0.5B" in capsys.readouterr().err
+
+
+def test_parts_end_within_what_a_command_may_take(gpu: Any) -> None:
+    parts = gpu.parts(argparse.Namespace(server=["a=b"], environment=["C=d"]))
+    assert all(part.minutes < 9 for part in parts)
+    assert sum(part.minutes for part in parts) <= 30
+    for part in parts:
+        if part.words[0].endswith(".py"):
+            assert (ROOT / part.words[0]).is_file()
