@@ -15,6 +15,7 @@ class RunningSum(Task):
     `difficulty` is the largest number of additions (1 to 15): answers grow with it, by up to 12 characters an addition.
     `error_rate` is the share of wrong additions planted in demonstrations: a policy that imitates them is
     right far more often at a low temperature than at 1, which leaves reinforcement learning a skill to sharpen.
+    `prefix` stands before the sum: many pretrained models hardly read the first token of a sequence.
     """
 
     reward = "rhymerl.tasks.running_sum.running_sum_reward"
@@ -25,6 +26,7 @@ class RunningSum(Task):
         difficulty: int = 7,
         max_number: int = 99,
         error_rate: float = 0.2,
+        prefix: str = "",
         seed: int = 0,
         train_size: int = 512,
         validation_size: int = 512,
@@ -39,14 +41,15 @@ class RunningSum(Task):
         self.difficulty = difficulty
         self.max_number = max_number
         self.error_rate = error_rate
+        self.prefix = prefix
 
     def problem(self, random_source: random.Random) -> Row:
         count = random_source.randint(2, self.difficulty + 1)
         numbers = [random_source.randint(1, self.max_number) for _ in range(count)]
-        return {"prompt": "+".join(map(str, numbers)) + "=?\n", "answer": str(sum(numbers))}
+        return {"prompt": f"{self.prefix}{'+'.join(map(str, numbers))}=?\n", "answer": str(sum(numbers))}
 
     def demonstration(self, row: Row, random_source: random.Random) -> str:
-        numbers = [int(number) for number in row["prompt"].removesuffix("=?\n").split("+")]
+        numbers = [int(number) for number in row["prompt"].removeprefix(self.prefix).removesuffix("=?\n").split("+")]
         total, steps = numbers[0], []
         for number in numbers[1:]:
             result = total + number

@@ -42,6 +42,13 @@ def test_a_larger_pool_only_adds() -> None:
     assert RunningSum(train_size=20, seed=1).rows("train") != small
 
 
+def test_a_prefix_stands_before_the_sum_and_nowhere_else():
+    task, plain = RunningSum(prefix="Add: 1+", train_size=20), RunningSum(train_size=20)
+    for row, bare in zip(task.rows("train"), plain.rows("train"), strict=True):
+        assert row == {**bare, "prompt": f"Add: 1+{bare['prompt']}"}
+        assert task.demonstration(row, random.Random(0)) == plain.demonstration(bare, random.Random(0))
+
+
 def demonstrations(task: RunningSum, number: int) -> list[tuple[dict[str, Any], str]]:
     source = random.Random(0)
     return [(row, task.demonstration(row, source)) for row in islice(task.stream("warmstart", seed=0), number)]
