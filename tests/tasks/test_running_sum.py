@@ -43,9 +43,11 @@ def test_a_larger_pool_only_adds() -> None:
 
 
 def test_a_prefix_stands_before_the_sum_and_nowhere_else():
-    task, plain = RunningSum(prefix="Add: 1+", train_size=20), RunningSum(train_size=20)
-    for row, bare in zip(task.rows("train"), plain.rows("train"), strict=True):
-        assert row == {**bare, "prompt": f"Add: 1+{bare['prompt']}"}
+    task, plain = RunningSum(prefix="Add: 1+", train_size=20), RunningSum()
+    for row in task.rows("train"):
+        bare = {**row, "prompt": row["prompt"].removeprefix("Add: 1+")}
+        assert len(bare["prompt"]) == len(row["prompt"]) - 7
+        assert sum(map(int, bare["prompt"][:-3].split("+"))) == int(row["answer"])
         assert task.demonstration(row, random.Random(0)) == plain.demonstration(bare, random.Random(0))
 
 
