@@ -24,7 +24,7 @@ from rhymerl.tasks.running_sum import RunningSum
 
 TASKS = {
     "addition": (Addition(max_number=15, train_size=60, validation_size=40), "sum_rewards.last_number"),
-    "sums": (RunningSum(difficulty=15, max_number=9999, train_size=24, validation_size=24), "sum_rewards.total"),
+    "sums": (RunningSum(difficulty=15, prefix="Add step by step: ", train_size=24), "sum_rewards.total"),
 }
 
 
