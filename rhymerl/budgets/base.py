@@ -12,6 +12,7 @@ import numpy as np
 from rhymerl.types import DraftBatch, RolloutRequest
 
 if TYPE_CHECKING:
+    from rhymerl.history.records import HistoryDelta
     from rhymerl.types import BoolArray, IndexArray, IntArray
 
 
@@ -53,7 +54,13 @@ class Budget(ABC):
         return 0
 
     def count_passes(self, num_passes: int) -> None:
-        """So many passes have begun since the last call; called before `skips`, and when the last request has left."""
+        """So many passes have begun since the last call; called before `skips`, and when requests enter or leave."""
+
+    def note_running(self, requests: Sequence[RolloutRequest], num_generated: IndexArray, *, num_waiting: int) -> None:
+        """The requests of a pass that is not skipped, how many tokens each answer has, [R], and how many wait for a slot.
+
+        Called before `limits`.
+        """
 
     @abstractmethod
     def limits(self, requests: Sequence[RolloutRequest]) -> IntArray:
@@ -75,6 +82,9 @@ class Budget(ABC):
     def finish(self, request: RolloutRequest) -> None:
         """A request left for good: drop what is kept for it."""
 
+    def follow(self, delta: HistoryDelta) -> None:
+        """These answers are new in the history; called between steps, and with all of them at first, as a drafter is told."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return what has been learned, in plain containers: with it a resumed run verifies the very nodes that the whole run did."""
         return {}
@@ -90,7 +100,7 @@ class Budget(ABC):
 class Pauses:
     """Counts the passes for which a budget leaves the drafter alone; `skips` and `count_passes` are the budget's.
 
-    What is counted here is in no checkpoint, so it is told whenever nothing is running.
+    What is counted here is in no checkpoint, so it is told whenever a request leaves.
     """
 
     def __init__(self, skips: Callable[[int], int], count_passes: Callable[[int], None]) -> None:
@@ -102,12 +112,14 @@ class Pauses:
 
     def end(self) -> None:
         """A request enters."""
+        self.tell()
         self._left = 0
 
     def tell(self) -> None:
-        """Nothing is running any more, or the budget is asked next."""
-        self._count_passes(self._passes)
-        self._passes = 0
+        """A request enters or leaves, or the budget is asked next."""
+        if self._passes:
+            self._count_passes(self._passes)
+            self._passes = 0
 
     def take(self, num_requests: int) -> bool:
         """Return whether the pass that begins is skipped."""

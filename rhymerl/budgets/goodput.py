@@ -12,14 +12,17 @@ import numpy as np
 from rhymerl.budgets.acceptance import Acceptance, largest_part
 from rhymerl.budgets.allowance import Allowance
 from rhymerl.budgets.base import Budget, PassOutcome
+from rhymerl.budgets.expectation import PassTotals
 from rhymerl.budgets.learned_cost import LearnedCost
 from rhymerl.budgets.outlook import Outlook
+from rhymerl.budgets.worth import TokenWorth
 from rhymerl.costs import CostCurve, PassCost, points_of
 from rhymerl.errors import require_at_least
 from rhymerl.types import DraftBatch, Ratio, RolloutRequest
 
 if TYPE_CHECKING:
-    from rhymerl.types import BoolArray, FloatArray, IntArray
+    from rhymerl.history.records import HistoryDelta
+    from rhymerl.types import BoolArray, FloatArray, IndexArray, IntArray
 
 # Without measuring: a pass costs 1 + tokens / 64.
 _ASSUMED = ((0, 1.0), (64, 2.0))
@@ -47,7 +50,7 @@ class GoodputBudget(Budget):
     """Chooses the set S of draft nodes that maximises (B + sum of P(v) over S) / cost(B, |S|), of B running requests.
 
     P(v) is calibrated online (budgets/acceptance.py) and falls along a path, so the best set is a prefix of all nodes sorted
-    by P. The cost is learned from the passes, or given as `costs`: points [tokens, seconds], or a file with them. With
+    by P. Where no request waits, P(v) is weighed by what a token of its request is worth (budgets/worth.py). The cost is learned from the passes, or given as `costs`: points [tokens, seconds], or a file with them. With
     `deterministic` it is never measured; without `costs` it is then assumed to be 1 + tokens / 64. Given costs go with an `ask_cost`,
     in their unit: what asking the drafter adds to a pass, and what each request does that it is asked for. Where costs are learned, so is that.
     At most `nodes` a request. While drafts do not pay, a few requests are probed now and then, as often as the allowance
@@ -86,23 +89,32 @@ class GoodputBudget(Budget):
         self._rows = 0  # of the pass under way
         self._asked = 0  # of these, those that the drafter was asked for
         self._expected = 0.0  # tokens, of its verified nodes
-        self._report = _PassTotals()
+        self._worth = TokenWorth()
+        self._weights: FloatArray | None = None  # of the running requests; None: all tokens are worth the same
+        self._row: dict[str, int] = {}  # of each of these, by request id
+        self._report = PassTotals()
 
     @property
     def max_nodes(self) -> int:
         return self.nodes
 
     def admit(self, request: RolloutRequest) -> None:
+        self._report.enter(request)
         if request.prefetched is not None:
             self._allowance.grant_probe()
+
+    def finish(self, request: RolloutRequest) -> None:
+        self._report.leave(request)
+
+    def follow(self, delta: HistoryDelta) -> None:
+        self._worth.follow(delta)
 
     # -- before a pass -------------------------------------------------------------------------------------------
 
     def count_passes(self, num_passes: int) -> None:
         self._allowance.earn(num_passes)
         self._course.passes += num_passes
-        if num_passes:
-            self._report.begun.append((max(self._rows, 1), num_passes))
+        self._report.num_passes += num_passes
 
     def skips(self, num_requests: int) -> int:
         self._rows, self._asked = num_requests, 0
@@ -113,13 +125,28 @@ class GoodputBudget(Budget):
             return 0
         return self._allowance.passes_until_probe
 
+    def note_running(self, requests: Sequence[RolloutRequest], num_generated: IndexArray, *, num_waiting: int) -> None:
+        """While others wait, an end lets one in, whoever ends: so all tokens are worth the same."""
+        self._weights = None if num_waiting else self._worth.weights(requests, num_generated, self._cost)
+        if self._weights is not None:
+            self._row = {request.id: row for row, request in enumerate(requests)}
+
     def limits(self, requests: Sequence[RolloutRequest]) -> IntArray:
         limits = np.zeros(len(requests), np.int32)
         if self._kind == "draft":
             limits[:] = min(round(self._course.reach), self.nodes)
+            limits[self._worthless(len(requests))] = 0
         elif self._kind == "probe":
             limits[self._probed(requests)] = min(_PROBE_NODES, self.nodes)
         return limits
+
+    def _worthless(self, rows: int) -> BoolArray:
+        """Return the requests, [R], of which a token is worth less than a node costs, even if it is accepted."""
+        if self._weights is None:
+            return np.zeros(rows, np.bool_)
+        plain, doubled = self._cost.seconds(rows, np.array([0, rows]), 0).tolist()
+        worthless: BoolArray = self._weights * plain < doubled - plain
+        return worthless if not worthless.all() else np.zeros(rows, np.bool_)
 
     def _look(self, rows: int) -> None:
         """Look anew in a batch of another size: drafts that did not pay in a large one may pay in a small one, and the other way round."""
@@ -154,10 +181,13 @@ class GoodputBudget(Budget):
     def trim(self, requests: Sequence[RolloutRequest], drafts: DraftBatch) -> BoolArray:
         asked = self._asked = len(requests)
         probability = self._calibration * self._acceptance.probabilities(drafts)
-        best_first = np.argsort(-probability, kind="stable")  # parents stay in front of their children
-        expected = np.concatenate([[0.0], np.cumsum(probability[best_first])])
         if self._kind == "probe" or self._course.passes % _OUTLOOK_EVERY == 0:
-            self._outlook.learn(expected, asked)
+            self._outlook.learn(_sums(-np.sort(-probability)), asked)
+        worth = probability
+        if self._weights is not None:
+            worth = worth * self._weights[[self._row[request.id] for request in requests]][drafts.requests]
+        best_first = np.argsort(-worth, kind="stable")  # parents stay in front of their children
+        expected = _sums(worth[best_first])
         size = min(self._best_size(expected, asked), self._course.trusted)
         if self._kind == "probe":
             size = max(size, min(asked, len(probability)))  # only what is verified teaches anything
@@ -169,13 +199,14 @@ class GoodputBudget(Budget):
         return mask
 
     def _best_size(self, expected: FloatArray, asked: int) -> int:
-        """Return how many of the best nodes make the most tokens a second; `expected` [nodes + 1] are the tokens that so many add.
+        """Return how many of the best nodes make the most tokens a second; `expected` [nodes + 1] are the tokens that so many add, weighed by their worth.
 
         After a probe it counts as if all requests had been asked for, and the others had drafts like these.
         """
-        rows = self._rows if self._kind == "probe" else asked
-        nodes = np.arange(len(expected), dtype=np.float64) * (rows / asked)
-        goodput = (rows + expected * (rows / asked)) / self._cost.seconds(rows, nodes, rows)
+        rows = max(self._rows, asked)
+        share = asked / rows if self._kind == "probe" else 1.0
+        nodes = np.arange(len(expected), dtype=np.float64) / share
+        goodput = (rows + expected / share) / self._cost.seconds(rows, nodes, rows)
         size = int(goodput.argmax())
         self._decide(float(goodput[size]) / rows * self._plain_seconds(rows))
         return size
@@ -199,9 +230,9 @@ class GoodputBudget(Budget):
 
     def learn(self, outcome: PassOutcome) -> None:
         nodes, rows, prompts = len(outcome.drafts.token_ids), len(outcome.requests), outcome.num_prompt_tokens
-        expected = self._expected * self._calibration if nodes else 0.0
-        self._report.asked.append((rows, nodes, self._asked, prompts, expected))
+        self._report.asked.append((rows, nodes, self._asked, prompts))
         if nodes:
+            self._report.saved.append((outcome.requests, outcome.num_accepted))
             self._learn_acceptance(outcome)
         sizes = {"prompt_tokens": prompts, "seen": outcome.num_seen}
         seconds = self._cost.observe(rows, nodes, self._asked, outcome.seconds, is_cold=self._is_cold, **sizes)
@@ -245,6 +276,7 @@ class GoodputBudget(Budget):
             "acceptance": self._acceptance.state_dict(),
             "allowance": asdict(self._allowance),
             "outlook": self._outlook.state_dict(),
+            "worth": self._worth.state_dict(),
             "course": asdict(self._course),
             "expected": self._expected_lately,
             "accepted": self._accepted_lately,
@@ -254,11 +286,13 @@ class GoodputBudget(Budget):
         self._acceptance.load_state_dict(state["acceptance"])
         self._allowance = Allowance(**state["allowance"])
         self._outlook.load_state_dict(state["outlook"])
+        if "worth" in state:  # in checkpoints of earlier versions it is not
+            self._worth.load_state_dict(state["worth"])
         self._course = _Course(**state["course"])
         self._expected_lately, self._accepted_lately = state["expected"], state["accepted"]
 
     def metrics(self) -> Mapping[str, float]:
-        report, self._report = self._report, _PassTotals()
+        report, self._report = self._report, self._report.next()
         plain, one_more = self._cost.seconds(1, np.array([0, 1]), 0)
         few, many = self._cost.seconds(1, np.zeros(2), np.array([1, 2]))
         return {
@@ -285,36 +319,9 @@ class _Course:
     attempt: list[Kind] = field(default_factory=list)  # kinds of the passes that come next, of a probe under way
 
 
-@dataclass(slots=True)
-class _PassTotals:
-    """The passes since the last metrics."""
-
-    begun: list[tuple[int, int]] = field(default_factory=list)  # rows, and how many passes
-    # Of these, each that the budget was told of: rows, nodes, requests that were asked, tokens of prompts, and of nodes as expected
-    asked: list[tuple[int, int, int, int, float]] = field(default_factory=list)
-
-    @property
-    def num_passes(self) -> int:
-        return sum(passes for _, passes in self.begun)
-
-    @property
-    def num_nodes(self) -> int:
-        return sum(nodes for _, nodes, *_ in self.asked)
-
-    def speedup(self, cost: PassCost) -> Ratio:
-        """Return the time without drafts over the time with them, as far as the cost of passes and the expected tokens say.
-
-        Tokens that are expected of a pass's nodes would have taken their share of as many passes without drafts.
-        """
-        rows, nodes, asked, prompts, expected = np.array(self.asked).T
-        prompt_tokens = prompts.astype(np.int64)
-        with_drafts = float(cost.seconds(rows, nodes, asked, prompt_tokens=prompt_tokens).sum())
-        plain = float(cost.seconds(rows, 0 * nodes, 0 * asked, prompt_tokens=prompt_tokens).sum())
-        share = float((expected / rows * cost.seconds(rows, 0 * nodes, 0 * asked)).sum())
-        begun, passes = np.array(self.begun).T
-        left_alone = float((passes * cost.seconds(begun, 0 * begun, 0 * begun)).sum())
-        left_alone *= 1 - len(self.asked) / max(self.num_passes, len(self.asked))
-        return Ratio(plain + share + left_alone, with_drafts + left_alone)
+def _sums(values: FloatArray) -> FloatArray:
+    """Return 0 and the sums of the first ones, [n + 1]."""
+    return np.concatenate([[0.0], np.cumsum(values)])
 
 
 def _cost(

@@ -34,6 +34,11 @@ class Admission:
         """Return whether a request is waiting or running."""
         return bool(self._waiting or self.running)
 
+    @property
+    def num_waiting(self) -> int:
+        """The requests that have no row yet."""
+        return len(self._waiting)
+
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         """Queue requests."""
         self._waiting.extend(requests)

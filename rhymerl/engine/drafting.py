@@ -44,8 +44,8 @@ class Drafting:
         """Nothing is running, or the policy has changed."""
         self._policy_version, self._pass_number = policy_version, 0
 
-    def ask(self, row: IndexArray, *, spare: int) -> DraftBatch:
-        """Return what is verified below the roots of the rows `row` [E]: at most `spare` nodes in all."""
+    def ask(self, row: IndexArray, *, spare: int, num_waiting: int) -> DraftBatch:
+        """Return what is verified below the roots of the rows `row` [E]: at most `spare` nodes in all. So many requests wait."""
         self._is_skipped, self.num_asked = self.protocol.is_skipped(len(row)), 0
         self._pass_number += 1
         if not self._is_skipped or self.protocol.hears_tokens:
@@ -53,7 +53,9 @@ class Drafting:
         if self._is_skipped:
             return self._no_drafts(len(row))
         started = time.perf_counter()
-        rows, limits = self._rows, self.protocol.limits(self._requests)
+        rows = self._rows
+        generated = rows.length[row] - rows.prompt_length[row]
+        limits = self.protocol.limits(self._requests, generated, num_waiting=num_waiting)
         if is_due_plain(self._policy_version, self._pass_number):
             limits[:] = 0
         _fit(limits, row, rows.length, rows.limit, rows.context, self.protocol.max_nodes, max(spare, 0))

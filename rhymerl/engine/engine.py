@@ -174,7 +174,7 @@ class Engine:
         row, chain = self.admission.feed()
         emits = np.flatnonzero(rows.is_request[row] & (rows.cached[row] + chain == rows.length[row]))
         spare = min(free.num_free, self.max_pass_tokens) - int(chain.sum())
-        drafts = self.drafting.ask(row[emits], spare=spare)
+        drafts = self.drafting.ask(row[emits], spare=spare, num_waiting=self.admission.num_waiting)
         return lay_out(rows, row, chain, emits, drafts, compiled=self.kv.is_readable_in_place)
 
     def _commit(self, layout: PassLayout, logits: Tensor) -> Walk:

@@ -49,17 +49,16 @@ class DraftingProtocol:
         self.num_malformed = 0
         self.hears_tokens = self.max_nodes > 0 and listens(drafter, "accept")
         self.hears_outcomes = type(budget).learn is not Budget.learn
+        self._hears_running = type(budget).note_running is not Budget.note_running
         self._vocabulary = vocabulary
         self._checks = checks
         self._pauses = Pauses(self._skips, self._count_passes)
-        self._num_running = 0
         self._in_drafter, self._in_budget = Hooks("drafter", innermost(drafter)), Hooks("budget", budget)
         self._complaints = complaints if complaints is not None else set()
 
     def start(self, request: RolloutRequest) -> None:
         """A request enters for the first time."""
         self._pauses.end()
-        self._num_running += 1
         with self._in_drafter:
             self.drafter.start(request)
         with self._in_budget:
@@ -69,11 +68,9 @@ class DraftingProtocol:
         """A request that was started leaves for good."""
         with self._in_drafter:
             self.drafter.finish(completion)
+        self._pauses.tell()
         with self._in_budget:
             self.budget.finish(completion.request)
-        self._num_running -= 1
-        if self._num_running == 0:
-            self._pauses.tell()
 
     # -- a pass ------------------------------------------------------------------------------------------------------
 
@@ -89,9 +86,14 @@ class DraftingProtocol:
         with self._in_budget:
             self.budget.count_passes(num_passes)
 
-    def limits(self, requests: Sequence[RolloutRequest]) -> IntArray:
-        """Return how many nodes the budget grants each request, [R], a copy."""
+    def limits(self, requests: Sequence[RolloutRequest], num_generated: IndexArray, *, num_waiting: int) -> IntArray:
+        """Return how many nodes the budget grants each request, [R], a copy.
+
+        `num_generated` [R] are the tokens of each answer, `num_waiting` the requests that have no slot yet.
+        """
         with self._in_budget:
+            if self._hears_running:
+                self.budget.note_running(requests, num_generated, num_waiting=num_waiting)
             return np.array(self.budget.limits(requests), np.int32)
 
     def propose(
@@ -144,9 +146,12 @@ class DraftingProtocol:
             self.drafter.learn(samples)
 
     def follow(self, delta: HistoryDelta) -> None:
-        """Tell the drafter what is new in the history."""
+        """Tell drafter and budget what is new in the history."""
         with self._in_drafter:
             self.drafter.follow(delta)
+        if self.max_nodes:
+            with self._in_budget:
+                self.budget.follow(delta)
 
     def close(self) -> None:
         """Close the drafter."""

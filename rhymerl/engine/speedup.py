@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rhymerl.budgets.learned_cost import LearnedCost
+from rhymerl.budgets.timeline import rows_of, starts_of
 from rhymerl.types import Completion, Ratio, RolloutRequest
 
 if TYPE_CHECKING:
@@ -134,32 +134,23 @@ class SpeedupMeter:
         `prompt_tokens` are those that are computed for each, on average.
         """
         tokens, context = np.array([(each.sampled, each.context) for each in answers], np.int64).T
-        rows, seen, entered = _passes_of(_starts(tokens.tolist(), self._max_running), tokens, context)
+        rows, seen, entered = _passes_of(starts_of(tokens.tolist(), self._max_running), tokens, context)
         nothing = np.zeros(len(rows), np.int64)
         prompts: FloatArray = entered.astype(np.float64) * prompt_tokens
         return float(self._cost.seconds(rows, nothing, nothing, prompt_tokens=prompts, seen=seen).sum())
-
-
-def _starts(tokens: Sequence[int], slots: int) -> IndexArray:
-    """Return the pass in which each request enters, [R], where each takes as many passes as it has tokens."""
-    starts: list[int] = []
-    ends: list[int] = []
-    for each in tokens:
-        starts.append(heappop(ends) if len(ends) == slots else 0)
-        heappush(ends, starts[-1] + each)
-    return np.array(starts, np.int64)
 
 
 def _passes_of(
     starts: IndexArray, tokens: IndexArray, context: IndexArray
 ) -> tuple[IndexArray, IndexArray, IndexArray]:
     """Return by pass, [P], the running rows, the keys that they see, and the requests that enter."""
-    ends = starts + tokens
-    size = int(ends.max()) + 1
+    rows = rows_of(starts, tokens)
+    size = len(rows) + 1
     entered: IndexArray = np.bincount(starts, minlength=size).astype(np.int64)
-    rows: IndexArray = np.cumsum(entered - np.bincount(ends, minlength=size))
     # A row sees its context and what it has sampled: context - start + pass.
     offset = context - starts
-    offsets = np.bincount(starts, weights=offset, minlength=size) - np.bincount(ends, weights=offset, minlength=size)
-    seen = np.cumsum(offsets) + rows * np.arange(size)
-    return rows[:-1], seen[:-1].astype(np.int64), entered[:-1]
+    offsets = np.bincount(starts, weights=offset, minlength=size) - np.bincount(
+        starts + tokens, weights=offset, minlength=size
+    )
+    seen = np.cumsum(offsets)[:-1] + rows * np.arange(len(rows))
+    return rows, seen.astype(np.int64), entered[:-1]

@@ -26,13 +26,14 @@ from rhymerl.costs import CostCurve, PassCost
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
 from rhymerl.engine.protocol import DraftingProtocol
+from rhymerl.engine.tree import no_drafts
 from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.history import Answer, HistoryStore
 from rhymerl.history.answers import group_advantages
 from rhymerl.history.similarity import length_stability, similarity
 from rhymerl.history.traces import TraceRecord, read_trace
 from rhymerl.progress import SILENT, ProgressBar
-from rhymerl.types import Completion, Draft, DraftBatch, Output, Prompt, RolloutRequest, Sample, SamplingParams
+from rhymerl.types import Completion, DraftBatch, Output, Prompt, RolloutRequest, Sample, SamplingParams
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -43,7 +44,6 @@ _WARM_UP = 16  # answers
 _COLUMNS = ("tokens_per_pass", "verified_per_token", "accept_rate", "draft_hit_rate", "propose_us")
 _UNUSED = SamplingParams(max_tokens=1)
 _MOST_TOKENS = 2**20  # that an answer might have gone on for
-_NO_DRAFT = Draft(token_ids=np.empty(0, np.int32), parents=np.empty(0, np.int32))
 _ASSUMED = CostCurve([(0, 1.0), (64, 2.0)])
 _ASSUMPTION = "a pass of n tokens takes 1 + n / 64"
 
@@ -138,18 +138,18 @@ class Replay:
             while waiting and len(running) < self.max_running:
                 running.append(waiting.popleft())
                 self.protocol.start(running[-1].request)
-            self._step(running, totals)
+            self._step(running, totals, num_waiting=len(waiting))
             for each in [each for each in running if each.is_done]:
                 running.remove(each)
                 self.protocol.finish(each.completion())
                 self.progress.advance()
         return totals
 
-    def _step(self, running: Sequence[_Running], totals: ReplayTotals) -> None:
+    def _step(self, running: Sequence[_Running], totals: ReplayTotals, *, num_waiting: int) -> None:
         requests = [each.request for each in running]
         started = time.perf_counter()
         is_skipped = self.protocol.is_skipped(len(requests))
-        drafts = DraftBatch.pack([_NO_DRAFT] * len(running)) if is_skipped else self._drafts(running, requests)
+        drafts = no_drafts(len(running)) if is_skipped else self._drafts(running, requests, num_waiting)
         totals.propose_s += time.perf_counter() - started
         reached, accepted, num_accepted = _verify(drafts, [each.remaining for each in running])
         num_tokens = len(running) + len(drafts.token_ids)
@@ -173,14 +173,15 @@ class Replay:
                 self.protocol.accept(each.request, tokens, count)
         totals.count(outcome)
 
-    def _drafts(self, running: Sequence[_Running], requests: Sequence[RolloutRequest]) -> DraftBatch:
+    def _drafts(self, running: Sequence[_Running], requests: Sequence[RolloutRequest], num_waiting: int) -> DraftBatch:
         """Ask as an engine does: requests that have one token left are not asked for."""
-        room = np.array([each.room for each in running], np.int32)
-        limits = np.minimum(self.protocol.limits(requests), self.protocol.max_nodes)
+        room, generated = np.array([(each.room, each.num_generated) for each in running], np.int32).T
+        granted = self.protocol.limits(requests, generated, num_waiting=num_waiting)
+        limits = np.minimum(granted, self.protocol.max_nodes)
         limits[room <= 1] = 0
         askers = np.flatnonzero(limits)
         if len(askers) == 0:
-            return DraftBatch.pack([_NO_DRAFT] * len(running))
+            return no_drafts(len(running))
         asking = [requests[r] for r in askers.tolist()]
         contexts = [running[r].context for r in askers.tolist()]
         return self.protocol.propose(asking, contexts, limits[askers], room[askers]).spread(askers, len(running))
@@ -249,6 +250,10 @@ class _Running:
     @property
     def context(self) -> IntArray:
         return self._tokens[: self._done]
+
+    @property
+    def num_generated(self) -> int:
+        return self._done - len(self.record.prompt_tokens)
 
     @property
     def room(self) -> int:

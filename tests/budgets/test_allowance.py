@@ -65,7 +65,7 @@ def test_probes_are_not_paid_from_savings_at_once():
     assert not allowance.affords_probe
 
 
-def test_paused_passes_are_counted_once_each_and_told_when_nothing_runs():
+def test_paused_passes_are_counted_once_each_and_told_when_requests_enter_or_leave():
     told, asked = [], []
 
     def skips(num_requests: int) -> int:
@@ -76,10 +76,13 @@ def test_paused_passes_are_counted_once_each_and_told_when_nothing_runs():
     assert all(pauses.take(3) for _ in range(7))
     assert (asked, told) == ([3, 3], [1, 5])
     pauses.end()  # a request enters
+    assert told == [1, 5, 1]
     assert pauses.take(3)
-    assert told == [1, 5, 2]
+    assert pauses.take(3)
+    pauses.tell()  # one leaves
+    assert told == [1, 5, 1, 1, 1]
     pauses.tell()
-    assert sum(told) == 8
+    assert sum(told) == 9
 
 
 def test_the_first_pass_after_a_pause_teaches_no_cost():

@@ -307,17 +307,19 @@ def test_far_more_nodes_than_ever_are_not_verified_at_once():
 def test_metrics_are_of_what_has_been_since():
     budget, requests = GoodputBudget(8, costs=[(0, 1.0), (10, 1.0), (20, 2.0)]), make_requests(2)
     assert budget.max_nodes == 8
+    for request in requests:
+        budget.admit(request)
     budget.count_passes(1)
     assert not budget.skips(2)
     assert budget.limits(requests).tolist() == [4, 4]
     drafts = DraftBatch.pack([chain(2, 0.9), chain(1, 0.9)])
     assert budget.trim(requests, drafts).all()
-    budget.learn(outcome_of(drafts))
-    expected = (2 + Acceptance().probabilities(drafts).sum()) / 2
+    budget.learn(outcome_of(drafts, np.ones(3)))
+    # Without drafts the requests would have taken 3 and 2 passes, each at a cost of 1; they took one, at 1 for its 5 tokens.
     assert budget.metrics() == {
         "budget/nodes_per_pass": 3.0,
         "budget/paused_frac": 0.0,
-        "budget/expected_speedup": pytest.approx(expected),
+        "budget/expected_speedup": pytest.approx(3.0),
         "budget/node_cost_frac": 0.0,
         "budget/ask_cost_frac": 0.0,
         "budget/ask_more_cost_frac": 0.0,

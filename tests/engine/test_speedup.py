@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from rhymerl.budgets import FixedBudget
+from rhymerl.budgets.timeline import starts_of
 from rhymerl.drafters import Drafter, NoDrafter
 from rhymerl.engine.engine import Engine
-from rhymerl.engine.speedup import SpeedupMeter, _passes_of, _starts, is_due_plain
+from rhymerl.engine.speedup import SpeedupMeter, _passes_of, is_due_plain
 from rhymerl.testing import OracleDrafter, make_requests, tiny_policy
 from rhymerl.types import Completion, Draft, Output
 
@@ -39,7 +40,7 @@ def test_the_passes_without_drafts_are_those_of_an_engine_without_a_drafter(slot
     lengths = np.array([len(each.token_ids) for each in answers])
     assert len(set(lengths.tolist())) > 3
     context = np.array([len(request.prompt.token_ids) for request in requests])
-    found, sees, entered = _passes_of(_starts(lengths.tolist(), slots), lengths, context)
+    found, sees, entered = _passes_of(starts_of(lengths.tolist(), slots), lengths, context)
     assert (found.tolist(), sees.tolist()) == (rows, seen)
     assert entered.sum() == len(requests)
 
@@ -73,7 +74,7 @@ def feed(meter: SpeedupMeter, engine: Engine, requests, rng: np.random.Generator
     prompt_tokens = sum(each[3] for each in fresh)
     said = meter.report({}).get("rollout/speedup", float("nan"))
     lengths = np.array([len(done[request.id].token_ids) for request in requests])
-    rows, _, _ = _passes_of(_starts(lengths.tolist(), engine.max_running), lengths, lengths)
+    rows, _, _ = _passes_of(starts_of(lengths.tolist(), engine.max_running), lengths, lengths)
     plain = sum(seconds(int(each), 0, 0, 0) for each in rows) + factor * 2e-5 * prompt_tokens
     return said / (plain / sum(taken))
 

@@ -94,6 +94,10 @@ class _Row:
         return view
 
     @property
+    def num_generated(self) -> int:
+        return self.length - len(self.request.prompt.token_ids)
+
+    @property
     def room(self) -> int:
         """Tokens that may still come."""
         given = len(self.engine_request.origin_input_ids)
@@ -206,7 +210,8 @@ class EngineDrafting:
             return no_drafts(len(rows))
         asking = [rows[i] for i in askers.tolist()]
         requests, before = [row.request for row in asking], self.protocol.num_malformed
-        limits = self.protocol.limits(requests)
+        generated = np.array([row.num_generated for row in asking], np.int64)
+        limits = self.protocol.limits(requests, generated, num_waiting=0)  # fixed: nothing depends on it
         drafts = self.protocol.propose(requests, [row.context for row in asking], limits, room[askers])
         self._count(bad_drafts=self.protocol.num_malformed - before)
         return drafts.spread(askers, len(rows))

@@ -1,0 +1,80 @@
+"""What drafts brought by the costs that a budget goes by: the time of the passes since the last metrics, against the time without drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rhymerl.budgets.timeline import rows_of, starts_of
+from rhymerl.costs import PassCost
+from rhymerl.types import Ratio, RolloutRequest
+
+if TYPE_CHECKING:
+    from rhymerl.types import IndexArray
+
+
+@dataclass(slots=True)
+class _Span:
+    """The passes of a request since the last metrics."""
+
+    start: int
+    end: int | None = None  # None while it runs
+    saved: int = 0  # passes that it would have needed more without drafts
+
+
+@dataclass(slots=True)
+class PassTotals:
+    """The passes since the last metrics."""
+
+    num_passes: int = 0
+    # Of these, each that the budget was told of: rows, nodes, requests that were asked, tokens of prompts.
+    asked: list[tuple[int, int, int, int]] = field(default_factory=list)
+    # The requests of each pass with drafts, and their accepted nodes [R].
+    saved: list[tuple[Sequence[RolloutRequest], IndexArray]] = field(default_factory=list)
+    spans: dict[str, _Span] = field(default_factory=dict)  # by request id, as they entered
+
+    def next(self) -> PassTotals:
+        """Return those of the time that begins now: what runs goes on."""
+        running = {name: _Span(start=0) for name, span in self.spans.items() if span.end is None}
+        return PassTotals(spans=running)
+
+    def enter(self, request: RolloutRequest) -> None:
+        self.spans[request.id] = _Span(start=self.num_passes)
+
+    def leave(self, request: RolloutRequest) -> None:
+        if request.id in self.spans:
+            self.spans[request.id].end = self.num_passes
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(nodes for _, nodes, *_ in self.asked)
+
+    def speedup(self, cost: PassCost) -> Ratio:
+        """Return the time without drafts over the time with them, by the cost of passes.
+
+        Without drafts each request takes a pass more for each accepted node, so that it ends later. What runs beside it then follows
+        from all of them, as in an engine that lets requests in when there is room.
+        """
+        for requests, accepted in self.saved:
+            for request, saved in zip(requests, accepted.tolist(), strict=True):
+                if request.id in self.spans:
+                    self.spans[request.id].saved += saved
+        spans = [
+            (each.start, self.num_passes if each.end is None else each.end, each.saved) for each in self.spans.values()
+        ]
+        starts, ends, more = np.array(spans, np.int64).reshape(-1, 3).T
+        rows = rows_of(starts, ends - starts)
+        lengths = ends - starts + more
+        longer = rows_of(starts_of(lengths.tolist(), int(rows.max(initial=1))), lengths)
+        told, nodes, asked, prompts = np.array(self.asked, np.int64).reshape(-1, 4).T
+        plain = cost.seconds(told, 0 * told, 0 * told)
+        drafting = float((cost.seconds(told, nodes, asked, prompt_tokens=prompts) - plain).sum())
+        reading = float((cost.seconds(told, 0 * told, 0 * told, prompt_tokens=prompts) - plain).sum())
+        return Ratio(_plain_seconds(longer, cost) + reading, _plain_seconds(rows, cost) + drafting)
+
+
+def _plain_seconds(rows: IndexArray, cost: PassCost) -> float:
+    return float(cost.seconds(rows, 0 * rows, 0 * rows).sum())

@@ -1,0 +1,65 @@
+"""What a token of each running request is worth: those of the requests that end last shorten the rollout most."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rhymerl.budgets.lengths import LengthTable
+from rhymerl.types import RolloutRequest
+
+if TYPE_CHECKING:
+    from rhymerl.costs import PassCost
+    from rhymerl.history.records import HistoryDelta
+    from rhymerl.types import FloatArray, IndexArray
+
+_LEAST_SPREAD = 0.1  # of the predicted lengths
+_FEWER = 0.5  # of the rows: how the time of a pass changes as requests end is seen from here to all of them
+
+
+class TokenWorth:
+    """Weighs tokens by the time that they save.
+
+    A pass over B requests takes a time c(B), of which a part goes by its requests and a part does not. A token that a draft adds ends its
+    request one pass earlier. That saves the request's own part of a pass; the other part is saved only if the request is the last one to
+    end. So of B tokens worth c(B) together, that of request i is worth c(B) - c(B - 1), and P(i ends last) of the rest. The
+    probabilities follow from the lengths that the prompts' earlier answers had, and from how far such predictions were off.
+    """
+
+    def __init__(self) -> None:
+        self._lengths = LengthTable()
+
+    def follow(self, delta: HistoryDelta) -> None:
+        """Learn the lengths of new answers."""
+        self._lengths.follow(delta)
+
+    def weights(
+        self, requests: Sequence[RolloutRequest], num_generated: IndexArray, cost: PassCost
+    ) -> FloatArray | None:
+        """Return each request's weight, [R], of mean 1; None where nothing tells the requests apart."""
+        predicted = [self._lengths.predict(request) for request in requests]
+        known = [length for length in predicted if length is not None]
+        if len(known) == 0 or len(requests) == 1:
+            return None
+        mean = sum(known) / len(known)
+        spread = max(self._lengths.error, _LEAST_SPREAD) * mean
+        expected = np.array([mean if length is None else length for length in predicted])
+        left = np.maximum(expected - num_generated, 1.0)
+        last = np.exp((left - left.max()) / spread)
+        last /= last.sum()
+        rows = len(requests)
+        fewer = max(int(_FEWER * rows), 1)
+        whole, less = cost.seconds(np.array([rows, fewer]), np.zeros(2), np.zeros(2, np.int64)).tolist()
+        own = min(max((whole - less) / (rows - fewer), 0.0) * rows / whole, 1.0)  # the part that goes by requests
+        weights: FloatArray = own + (1 - own) * rows * last
+        return weights
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the history does not tell again."""
+        return {"length_error": self._lengths.error}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        self._lengths.error = state["length_error"]
