@@ -90,8 +90,7 @@ class GoodputBudget(Budget):
         self._asked = 0  # of these, those that the drafter was asked for
         self._expected = 0.0  # tokens, of its verified nodes
         self._worth = TokenWorth()
-        self._weights: FloatArray | None = None  # of the running requests; None: all tokens are worth the same
-        self._row: dict[str, int] = {}  # of each of these, by request id
+        self._weights: dict[str, float] | None = None  # by id of a running request; None: all tokens are worth the same
         self._report = PassTotals()
 
     @property
@@ -100,11 +99,13 @@ class GoodputBudget(Budget):
 
     def admit(self, request: RolloutRequest) -> None:
         self._report.enter(request)
+        self._worth.enter(request)
         if request.prefetched is not None:
             self._allowance.grant_probe()
 
     def finish(self, request: RolloutRequest) -> None:
         self._report.leave(request)
+        self._worth.leave(request)
 
     def follow(self, delta: HistoryDelta) -> None:
         self._worth.follow(delta)
@@ -127,25 +128,25 @@ class GoodputBudget(Budget):
 
     def note_running(self, requests: Sequence[RolloutRequest], num_generated: IndexArray, *, num_waiting: int) -> None:
         """While others wait, an end lets one in, whoever ends: so all tokens are worth the same."""
-        self._weights = None if num_waiting else self._worth.weights(requests, num_generated, self._cost)
-        if self._weights is not None:
-            self._row = {request.id: row for row, request in enumerate(requests)}
+        weights = None if num_waiting else self._worth.weights(requests, num_generated, self._cost)
+        names = (request.id for request in requests)
+        self._weights = None if weights is None else dict(zip(names, weights.tolist(), strict=True))
 
     def limits(self, requests: Sequence[RolloutRequest]) -> IntArray:
         limits = np.zeros(len(requests), np.int32)
         if self._kind == "draft":
             limits[:] = min(round(self._course.reach), self.nodes)
-            limits[self._worthless(len(requests))] = 0
+            if self._weights is not None:
+                limits[self._worthless(np.array([self._weights[request.id] for request in requests]))] = 0
         elif self._kind == "probe":
             limits[self._probed(requests)] = min(_PROBE_NODES, self.nodes)
         return limits
 
-    def _worthless(self, rows: int) -> BoolArray:
+    def _worthless(self, weights: FloatArray) -> BoolArray:
         """Return the requests, [R], of which a token is worth less than a node costs, even if it is accepted."""
-        if self._weights is None:
-            return np.zeros(rows, np.bool_)
+        rows = len(weights)
         plain, doubled = self._cost.seconds(rows, np.array([0, rows]), 0).tolist()
-        worthless: BoolArray = self._weights * plain < doubled - plain
+        worthless: BoolArray = weights * plain < doubled - plain
         return worthless if not worthless.all() else np.zeros(rows, np.bool_)
 
     def _look(self, rows: int) -> None:
@@ -185,7 +186,8 @@ class GoodputBudget(Budget):
             self._outlook.learn(_sums(-np.sort(-probability)), asked)
         worth = probability
         if self._weights is not None:
-            worth = worth * self._weights[[self._row[request.id] for request in requests]][drafts.requests]
+            weights = np.array([self._weights[request.id] for request in requests])
+            worth = worth * weights[drafts.requests]
         best_first = np.argsort(-worth, kind="stable")  # parents stay in front of their children
         expected = _sums(worth[best_first])
         size = min(self._best_size(expected, asked), self._course.trusted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -41,10 +42,10 @@ class LengthTable:
         error = sum(abs(length - predicted) for length in lengths) / (len(lengths) * max(predicted, 1.0))
         self.error = _REMEMBER * self.error + (1 - _REMEMBER) * error if self.error else error
 
-    def predict(self, request: RolloutRequest) -> float | None:
-        """Return the tokens that the whole answer is expected to have; None for a prompt that has not been answered."""
+    def predict(self, request: RolloutRequest) -> float:
+        """Return the tokens that the whole answer is expected to have; NaN for a prompt that has not been answered."""
         seen = self._seen.get((request.split, request.prompt.key))
-        return None if seen is None else seen.mean
+        return math.nan if seen is None else seen.mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rhymerl.types import FloatArray, IndexArray
 
 _LEAST_SPREAD = 0.1  # of the predicted lengths
+_RENEWED_EVERY = 32
 _FEWER = 0.5  # of the rows: how the time of a pass changes as requests end is seen from here to all of them
 
 
@@ -30,31 +31,50 @@ class TokenWorth:
 
     def __init__(self) -> None:
         self._lengths = LengthTable()
+        self._expected: dict[str, float] = {}  # tokens of the whole answer, NaN = unknown, by id of a running request
+        self._own = 1.0  # the part of a pass over `_rows` requests that goes by its requests
+        self._rows = self._num_asked = 0
 
     def follow(self, delta: HistoryDelta) -> None:
         """Learn the lengths of new answers."""
         self._lengths.follow(delta)
 
+    def enter(self, request: RolloutRequest) -> None:
+        """A request runs from now on."""
+        self._expected[request.id] = self._lengths.predict(request)
+
+    def leave(self, request: RolloutRequest) -> None:
+        """It has left."""
+        self._expected.pop(request.id, None)
+
     def weights(
         self, requests: Sequence[RolloutRequest], num_generated: IndexArray, cost: PassCost
     ) -> FloatArray | None:
         """Return each request's weight, [R], of mean 1; None where nothing tells the requests apart."""
-        predicted = [self._lengths.predict(request) for request in requests]
-        known = [length for length in predicted if length is not None]
-        if len(known) == 0 or len(requests) == 1:
+        if len(requests) == 1:
             return None
-        mean = sum(known) / len(known)
-        spread = max(self._lengths.error, _LEAST_SPREAD) * mean
-        expected = np.array([mean if length is None else length for length in predicted])
+        expected = np.array([self._expected[request.id] for request in requests])
+        unknown = np.isnan(expected)
+        if unknown.any():
+            if unknown.all():
+                return None
+            expected[unknown] = expected[~unknown].mean()
         left = np.maximum(expected - num_generated, 1.0)
+        spread = max(self._lengths.error, _LEAST_SPREAD) * float(expected.mean())
         last = np.exp((left - left.max()) / spread)
-        last /= last.sum()
-        rows = len(requests)
-        fewer = max(int(_FEWER * rows), 1)
-        whole, less = cost.seconds(np.array([rows, fewer]), np.zeros(2), np.zeros(2, np.int64)).tolist()
-        own = min(max((whole - less) / (rows - fewer), 0.0) * rows / whole, 1.0)  # the part that goes by requests
-        weights: FloatArray = own + (1 - own) * rows * last
+        own = self._own_part(len(requests), cost)
+        weights: FloatArray = own + (1 - own) * len(requests) / last.sum() * last
         return weights
+
+    def _own_part(self, rows: int, cost: PassCost) -> float:
+        """Return the part of a pass over so many requests that goes by its requests; asked for anew now and then, since costs are learned."""
+        self._num_asked += 1
+        if rows != self._rows or self._num_asked % _RENEWED_EVERY == 0:
+            fewer = max(int(_FEWER * rows), 1)
+            whole, less = cost.seconds(np.array([rows, fewer]), np.zeros(2), np.zeros(2, np.int64)).tolist()
+            self._own = min(max((whole - less) / (rows - fewer), 0.0) * rows / whole, 1.0)
+            self._rows = rows
+        return self._own
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the history does not tell again."""

@@ -48,8 +48,11 @@ def history_of(requests, lengths) -> HistoryStore:
 
 
 def worth_of(requests, lengths) -> TokenWorth:
+    """What is known when these requests run, of which the first ones were answered with so many tokens."""
     worth = TokenWorth()
-    worth.follow(history_of(requests, lengths).snapshot())
+    worth.follow(history_of(requests[: len(lengths)], lengths).snapshot())
+    for request in requests:
+        worth.enter(request)
     return worth
 
 
@@ -69,16 +72,16 @@ def test_where_all_is_fixed_the_last_request_decides():
 
 def test_a_prompt_without_answers_is_held_to_be_as_long_as_the_others():
     requests = make_requests(3)
-    worth = worth_of(requests[:2], [10, 30])
+    worth = worth_of(requests, [10, 30])
     assert worth.weights(requests, np.array([0, 0, 0]), FIXED).argmax() == 1
     assert worth.weights(requests, np.array([0, 25, 0]), FIXED).argmax() == 2
-    assert TokenWorth().weights(requests, np.zeros(3, np.int64), FIXED) is None
+    assert worth_of(requests, []).weights(requests, np.zeros(3, np.int64), FIXED) is None
     assert worth.weights(requests[:1], np.zeros(1, np.int64), FIXED) is None
 
 
 def test_lengths_are_those_of_the_latest_epoch_and_their_error_is_learned():
     request, table, history = make_requests(1)[0], LengthTable(), HistoryStore()
-    assert table.predict(request) is None
+    assert np.isnan(table.predict(request))
     history.add(request.prompt, answers([10, 30]))
     delta = history.snapshot()
     table.follow(delta)
