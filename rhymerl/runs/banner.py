@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from rhymerl.backends.base import RolloutBackend
+from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.data import PromptDataModule
 from rhymerl.distributed.first import is_first_rank
 from rhymerl.errors import UsageError
@@ -25,6 +27,8 @@ def banner(module: RhymeModule, datamodule: PromptDataModule, trainer: Any, run_
         "prompts": _prompts(module, datamodule),
         "run_dir": str(run_dir),
     }
+    if (words := embedded_on_gpu(module.backend, trainer.strategy.root_device.type)) is not None:
+        lines["engine"] = words
     if _rounds_coarsely(module, trainer):
         lines["rounding"] = (
             "bfloat16: another drafter may change single tokens, not their distribution (docs/correctness.md)"
@@ -44,6 +48,13 @@ def _device(trainer: Any) -> str:
     name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
     ranks = f", {trainer.world_size} ranks" if trainer.world_size > 1 else ""
     return f"{name}, {trainer.precision}{ranks}"
+
+
+def embedded_on_gpu(backend: RolloutBackend, device_type: str) -> str | None:
+    """Return what to say of an engine that is meant for development, on a device of type "cuda"; None of any other."""
+    if device_type != "cuda" or not isinstance(backend, EmbeddedBackend):
+        return None
+    return "embedded, a default for development: on a GPU backend=sglang is several times as fast (docs/sglang.md)"
 
 
 def _rounds_coarsely(module: RhymeModule, trainer: Any) -> bool:

@@ -50,7 +50,6 @@ from rhymerl.training.teardown import AFTER_EXCEPTION, TeardownOnException
 from rhymerl.training.trainer import (
     datamodule_of,
     end_ranks,
-    no_sync,
     num_optimizer_steps,
     peak_memory_gb,
     prepare_trainer,
@@ -228,7 +227,6 @@ class RhymeModule(L.LightningModule):
             seed=self.seed,
             backward=self.manual_backward,
             autocast=autocast,
-            no_sync=lambda: no_sync(self.trainer),
             draws_exactly=self.backend.draws_exactly,
             shares_prefixes=self._shares_prefixes,
             ranks=self._ranks,

@@ -8,8 +8,8 @@ import resource
 import signal
 import socket
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -22,11 +22,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import MPSAccelerator
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from torch.nn.parallel import DistributedDataParallel
 
 from rhymerl.config.components import instantiate, is_component
 from rhymerl.config.targets import import_target
 from rhymerl.data import PromptDataModule
+from rhymerl.distributed.equal_weights import equal_weights
 from rhymerl.distributed.failure_detector import is_loopback
 from rhymerl.distributed.parent import end_with_parent
 from rhymerl.errors import ConfigError, RunError
@@ -90,12 +90,6 @@ def datamodule_of(trainer: Any) -> PromptDataModule:
     return datamodule
 
 
-def no_sync(trainer: Any) -> AbstractContextManager[None]:
-    """Keeps DDP from summing the gradients of each backward; the update does so itself."""
-    wrapped = trainer.strategy.model
-    return wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) else nullcontext()
-
-
 def check_trainer(trainer: Any) -> None:
     """Raise ConfigError for a Trainer flag that cannot be honoured, with the reason."""
     _check_strategy(trainer)
@@ -137,6 +131,11 @@ def _check_strategy(trainer: Any) -> None:
             f"{name}: a communication hook or model averaging would never be asked, because gradients are summed once a "
             "mini-batch over global token counts; leave ddp_comm_hook and model_averaging_period out"
         )
+    if type(strategy).configure_ddp is not DDPStrategy.configure_ddp:
+        raise ConfigError(
+            f"{name}: its own configure_ddp would never be asked, because the model is not wrapped: gradients are summed once a "
+            "mini-batch; expected ddp"
+        )
 
 
 def _check_requeueing(trainer: Any) -> None:
@@ -151,12 +150,13 @@ def _check_requeueing(trainer: Any) -> None:
 def prepare_trainer(trainer: L.Trainer) -> None:
     """Check as `check_trainer` does, and prepare the ranks before Lightning opens the process group.
 
-    On one machine its store listens where no other machine can reach it. Raises RunError when its port is taken.
+    The model stays without a wrapper. On one machine its store listens where no other machine can reach it. Raises RunError when its port is taken.
     Each step is logged, unless the Trainer was told otherwise.
     """
     try:
         check_trainer(trainer)
         _log_each_step(trainer)
+        _wrap_nothing(trainer.strategy)
         _prepare_ranks(trainer)
     except BaseException:
         end_ranks(trainer)
@@ -167,6 +167,21 @@ def _log_each_step(trainer: Any) -> None:
     """Log each step instead of at Lightning's default interval, even if a user has set that number; it is for steps of milliseconds."""
     if trainer.log_every_n_steps == _LIGHTNING_LOGS_EVERY:
         trainer.log_every_n_steps = 1
+
+
+def _wrap_nothing(strategy: Any) -> None:
+    """Let the ranks begin with equal weights, as DDP does, and leave DDP itself out: the update sums gradients itself.
+
+    DDP's buckets for sums that nobody asks for have the size of all gradients.
+    """
+    if isinstance(strategy, DDPStrategy):
+        # On the object, because it is the Trainer's, which the user may have made.
+        vars(strategy)["configure_ddp"] = partial(_begin_equal, strategy)
+
+
+def _begin_equal(strategy: DDPStrategy) -> None:
+    assert strategy.model is not None, "the Trainer has connected it"
+    equal_weights(strategy.model)
 
 
 def _prepare_ranks(trainer: L.Trainer) -> None:

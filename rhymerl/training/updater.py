@@ -53,8 +53,8 @@ class _Work:
 class Updater:
     """Runs the optimizer steps of one rollout step, on every rank the same ones.
 
-    `backward`, `autocast` and `no_sync` are the trainer's own, so that its precision and its strategy hold; within
-    `no_sync` a backward adds to this rank's gradients only. `draws_exactly` is the backend's. `reference` and `critic` are
+    `backward` and `autocast` are the trainer's own, so that its precision and its strategy hold; a backward adds to this
+    rank's gradients only. `draws_exactly` is the backend's. `reference` and `critic` are
     there when the algorithm needs them; the reference may be the model itself if that has adapters. If it `shares_prefixes`, the
     answers to a prompt are computed behind one copy of it.
     """
@@ -69,7 +69,6 @@ class Updater:
         seed: int,
         backward: Callable[[Tensor], None],
         autocast: Callable[[], AbstractContextManager[Any]],
-        no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
         draws_exactly: bool = False,
         shares_prefixes: bool = False,
         reference: PreTrainedModel | None = None,
@@ -83,7 +82,6 @@ class Updater:
         self.seed = seed
         self.backward = backward
         self.autocast = autocast
-        self.no_sync = no_sync
         self.draws_exactly = draws_exactly
         self.shares_prefixes = shares_prefixes
         self.reference = reference
@@ -274,7 +272,7 @@ class Updater:
     def _backward(self, work: _Work, chosen: list[int], totals: Totals) -> dict[str, float]:
         """Add up gradients of the samples of this rank; returns their metrics, none where there are no samples."""
         collected: list[Mapping[str, Tensor]] = []
-        with self.no_sync(), self._checkpointing():
+        with self._checkpointing():
             most = self.settings.micro_batch_tokens
             for part in micro_batches(work.samples, chosen, most, shares=self.shares_prefixes):
                 self.ranks.check()

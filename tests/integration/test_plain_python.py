@@ -383,14 +383,20 @@ def test_flags_that_cannot_be_honoured(call, flags, message, model_dir, prompts)
         getattr(L.Trainer(devices=1, max_steps=1, **QUIET, **flags), call)(module, datamodule)
 
 
+class OwnWrapper(DDPStrategy):
+    def configure_ddp(self) -> None:
+        pass
+
+
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
         (DDPStrategy(start_method="fork"), "with start_method='fork': the history would be lost with the processes"),
         (DDPStrategy(ddp_comm_hook=print), ": a communication hook or model averaging would never be asked"),
+        (OwnWrapper(), ": its own configure_ddp would never be asked"),
         (FSDPStrategy(), ": the engine reads whole weights"),
     ],
-    ids=["fork", "hook", "fsdp"],
+    ids=["fork", "hook", "wrapper", "fsdp"],
 )
 def test_strategies_that_cannot_be_honoured(strategy, message):
     """Lightning itself makes no Trainer with the last one where there is no GPU."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -106,7 +106,6 @@ def run_update(
     critic: CriticSettings | None = None,
     steps: int = 1,
     dropout: float = 0.0,
-    no_sync: Callable[[], AbstractContextManager[None]] = nullcontext,
     backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
     ranks: Ranks | None = None,
     draws_exactly: bool = False,
@@ -132,7 +131,6 @@ def run_update(
         seed=1,
         backward=backward,
         autocast=nullcontext,
-        no_sync=no_sync,
         draws_exactly=draws_exactly,
         reference=first_policy(dropout).model if "reference" in made.needs else None,
         critic=trained["critic"] if critic is not None else None,
