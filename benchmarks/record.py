@@ -12,12 +12,13 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 ROWS = "RHYMERL_BENCHMARK_ROWS"
 PACKAGES = ("torch", "transformers", "lightning", "numpy", "numba")
 
 Row = Mapping[str, Any]
+Value = TypeVar("Value")
 
 
 def options(description: str | None, *, repeats: int | None = None) -> argparse.ArgumentParser:
@@ -52,13 +53,13 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 
 def interleaved(
-    measures: Mapping[str, Callable[[], float]], *, repeats: int, warm_up: int = 1
-) -> dict[str, list[float]]:
+    measures: Mapping[str, Callable[[], Value]], *, repeats: int, warm_up: int = 1
+) -> dict[str, list[Value]]:
     """Call all measures in turn, `repeats` times, so that drift of the machine hits them alike; -> values by name.
 
     The first `warm_up` rounds are not kept.
     """
-    values: dict[str, list[float]] = {name: [] for name in measures}
+    values: dict[str, list[Value]] = {name: [] for name in measures}
     for number in range(warm_up + repeats):
         for name, measure in measures.items():
             value = measure()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -14,7 +15,7 @@ from rhymerl.drafters.grow import TreeBuffers, grow_trees
 from rhymerl.drafters.live import LiveGroup
 from rhymerl.errors import require_at_least
 from rhymerl.history.entries import Name
-from rhymerl.history.index import REACH
+from rhymerl.history.index import REACH, LiveIndex
 from rhymerl.history.sealed import SealedAnswers, SealedHistory
 from rhymerl.types import Completion, Draft, DraftBatch, MaybeInfinite, RolloutRequest
 
@@ -85,6 +86,8 @@ class HistoryTreeDrafter(Drafter):
         self._history = SealedHistory(window=max(window, 1), recency=recency, advantage_tilt=advantage_tilt)
         self._groups: dict[GroupKey, LiveGroup] = {}
         self._key_of: dict[str, GroupKey] = {}  # by id of a running request that has asked
+        self._behind: list[LiveGroup] = []  # have tokens that nothing is found at yet
+        self._is_launched = False  # the engine has said so of the last pass, so it will of the next
         self._num_asked = self._num_passes = 0  # of requests, since the history was followed
         self._idle: OrderedDict[GroupKey, None] = OrderedDict()  # longest idle first
 
@@ -118,7 +121,7 @@ class HistoryTreeDrafter(Drafter):
 
     def close(self) -> None:
         self._history.close()
-        for table in (self._groups, self._key_of, self._idle):
+        for table in (self._groups, self._key_of, self._idle, self._behind):
             table.clear()
 
     @property
@@ -146,13 +149,37 @@ class HistoryTreeDrafter(Drafter):
         for line, request in enumerate(requests):
             key = self._key_of.get(request.id) or self._enter(request)
             members.setdefault(key, []).append(line)
-        for key, lines in members.items():
-            group, request = self._groups[key], requests[lines[0]]
-            rows = group.extend([requests[line].id for line in lines], [contexts[line] for line in lines])
-            self._history.settle(_key(request), wait=self.deterministic)
-            sealed = self._history.get(_key(request), request.prompt.token_ids)
-            self._grow(group, rows, sealed or _NO_HISTORY, np.array(lines), limits, trees)
+        askers = [self._asker(key, lines, requests, contexts) for key, lines in members.items()]
+        if not self._is_launched:
+            self._sort_in()
+        self._is_launched = False
+        for asker in askers:
+            self._grow(asker, limits, trees)
         return trees.packed()
+
+    def _asker(
+        self,
+        key: GroupKey,
+        lines: Sequence[int],
+        requests: Sequence[RolloutRequest],
+        contexts: Sequence[IntArray],
+    ) -> _Asker:
+        """Take up what is new of a prompt and its running answers."""
+        group, request = self._groups[key], requests[lines[0]]
+        rows = group.extend([requests[line].id for line in lines], [contexts[line] for line in lines])
+        self._behind.append(group)
+        self._history.settle(_key(request), wait=self.deterministic)
+        sealed = self._history.get(_key(request), request.prompt.token_ids)
+        return _Asker(group.index, rows, sealed or _NO_HISTORY, np.array(lines))
+
+    def catch_up(self) -> None:
+        self._is_launched = True
+        self._sort_in()
+
+    def _sort_in(self) -> None:
+        for group in self._behind:
+            group.catch_up()
+        self._behind.clear()
 
     def _enter(self, request: RolloutRequest) -> GroupKey:
         """A request asks for the first time: find it a group."""
@@ -170,17 +197,9 @@ class HistoryTreeDrafter(Drafter):
     def _group_key(self, request: RolloutRequest) -> GroupKey:
         return _key(request) if self.siblings else (*_key(request), request.id)
 
-    def _grow(
-        self,
-        group: LiveGroup,
-        rows: IndexArray,
-        sealed: SealedAnswers,
-        lines: IndexArray,
-        limits: IntArray,
-        trees: TreeBuffers,
-    ) -> None:
-        live, history = group.index, sealed.index
-        ends = live.ends[rows]
+    def _grow(self, asker: _Asker, limits: IntArray, trees: TreeBuffers) -> None:
+        live, sealed, history = asker.live, asker.sealed, asker.sealed.index
+        ends = live.ends[asker.rows]
         bounds = {"most": self.max_matches, "shortest": self.min_match, "longest": self.max_match}
         here, there = live.matches(live.text, ends, **bounds), history.matches(live.text, ends, **bounds)
         grow_trees(
@@ -197,14 +216,14 @@ class HistoryTreeDrafter(Drafter):
             sealed.weights,
             sealed.rewards if self.priority == "reward" else np.zeros(len(sealed.weights)),
             sealed.ages,
-            rows,
+            asker.rows,
             self.own,
             self.siblings,
             self.length_weight,
             self.escape,
             self.max_branches or 2 * self.max_matches,  # more than there can be
-            limits[lines],
-            lines,
+            limits[asker.lines],
+            asker.lines,
             trees.token_ids,
             trees.parents,
             trees.scores,
@@ -212,6 +231,16 @@ class HistoryTreeDrafter(Drafter):
             trees.counts,
             trees.longest,
         )
+
+
+@dataclass(slots=True)
+class _Asker:
+    """The running answers to a prompt that ask for drafts."""
+
+    live: LiveIndex
+    rows: IndexArray  # [Q] in it
+    sealed: SealedAnswers
+    lines: IndexArray  # [Q] of the batch
 
 
 _NO_HISTORY = SealedAnswers.of(np.empty(0, np.int32), [])

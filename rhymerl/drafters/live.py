@@ -24,32 +24,44 @@ class LiveGroup:
         self.prompt = prompt
         self.index = LiveIndex(prompt)
         self.running: dict[str, int] = {}  # row by request id
+        self._lengths = [len(prompt)]  # by row: reading them from the index takes longer
         self._left: dict[str, int] = {}
-        # Request ids, rows (None for who never asked) and whole answers, to be indexed when next somebody asks.
+        # Request ids, rows (None for who never asked) and whole answers, to be taken up when next somebody asks.
         self._ended: list[tuple[str, int | None, IntArray]] = []
 
     def extend(self, ids: Sequence[str], contexts: Sequence[IntArray]) -> IndexArray:
-        """Index what each context (prompt and response so far) has that its row lacks; returns the rows."""
-        self._catch_up()
-        length = len(self.prompt)
+        """Append what each context (prompt and response so far) has that its row lacks, found from `catch_up` on; returns the rows."""
+        self._take_up_ended()
+        length, running = len(self.prompt), self.running
+        rows: list[int] = []
+        new: list[IntArray] = []
         for name, context in zip(ids, contexts, strict=True):
-            if name not in self.running:
-                self.running[name] = self._row_of(name, context[length:])
-        rows = np.array([self.running[each] for each in ids], np.int64)
-        known = (length + self.index.ends[rows] - self.index.starts[rows]).tolist()
-        new = [context[count:] for context, count in zip(contexts, known, strict=True)]
-        counts = np.array([len(tokens) for tokens in new], np.int64)
-        if counts.any():
-            self.index.extend(rows, counts, np.concatenate(new))
-        return rows
+            row = running.get(name)
+            if row is None:
+                row = running[name] = self._row_of(name, context[length:])
+            known = length + self._lengths[row]
+            rows.append(row)
+            new.append(context[known:])
+        found = np.array(rows, np.int64)
+        self._append(found, new)
+        return found
+
+    def _append(self, rows: IndexArray, new: Sequence[IntArray]) -> None:
+        counts = [len(tokens) for tokens in new]
+        if not any(counts):
+            return
+        for row, count in zip(rows.tolist(), counts, strict=True):
+            self._lengths[row] += count
+        self.index.append(rows, np.array(counts, np.int64), np.concatenate(new, dtype=np.int32))
 
     def _row_of(self, name: str, response: IntArray) -> int:
         """Return the request's former row if it goes on from there, else a new one."""
         row = self._left.pop(name, None)
         if row is not None:
-            start, end = int(self.index.starts[row]), int(self.index.ends[row])
-            if np.array_equal(self.index.text[start:end], response[: end - start]):
+            start, length = int(self.index.starts[row]), self._lengths[row]
+            if np.array_equal(self.index.text[start : start + length], response[:length]):
                 return row
+        self._lengths.append(0)
         return self.index.open()
 
     def finish(self, completion: Completion) -> None:
@@ -57,11 +69,13 @@ class LiveGroup:
         row = self.running.pop(completion.request.id, None)
         self._ended.append((completion.request.id, row, completion.token_ids))
 
-    def _catch_up(self) -> None:
-        """Answers that have ended are indexed when somebody asks again: they cost nothing while the drafter is left alone."""
+    def catch_up(self) -> None:
+        """Index all that has been appended."""
+        self.index.catch_up()
+
+    def _take_up_ended(self) -> None:
+        """Answers that have ended are taken up when somebody asks again: they cost nothing while the drafter is left alone."""
         for name, row, answer in self._ended:
             at = self._left[name] = self._row_of(name, answer) if row is None else row
-            new = answer[int(self.index.ends[at] - self.index.starts[at]) :]
-            if len(new):
-                self.index.extend(np.array([at]), np.array([len(new)]), np.array(new, np.int32))
+            self._append(np.array([at]), [answer[self._lengths[at] :]])
         self._ended.clear()

@@ -45,6 +45,7 @@ class NGramDrafter(Drafter):
         if group is None:
             group = self._contexts[request.id] = LiveGroup(request.prompt.token_ids)
         rows = group.extend([request.id], [context])
+        group.catch_up()
         index, ends = group.index, group.index.ends[rows]
         found = index.matches(index.text, ends, most=_MOST, shortest=self.min_match, longest=self.max_match)
         lengths = found.lengths[0, : found.counts[0]]

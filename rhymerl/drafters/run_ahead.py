@@ -62,6 +62,9 @@ class RunAheadDrafter(Drafter):
             return False
         return prefetched is not None
 
+    def catch_up(self) -> None:
+        self.inner.catch_up()
+
     # -- what is known -------------------------------------------------------------------------------------------
 
     def start(self, request: RolloutRequest) -> None:

@@ -128,6 +128,11 @@ class DraftingProtocol:
             self._complaints.add(type(own))
             _LOG.warning("%s: such drafts are left out, and from now on only counted, as spec/bad_drafts", told)
 
+    def catch_up(self) -> None:
+        """The pass is launched; called only by engines whose passes run while this process goes on."""
+        with self._in_drafter:
+            self.drafter.catch_up()
+
     def accept(self, request: RolloutRequest, token_ids: IntArray, num_accepted: int) -> None:
         """A pass emitted tokens for a request; called only where the drafter listens (`hears_tokens`)."""
         with self._in_drafter:

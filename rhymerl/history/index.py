@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rhymerl.history.suffixes import BLOCK, collect, extend, positions_in_order, sorted_by_context, widen
+from rhymerl.history.suffixes import BLOCK, append, collect, insert_rows, positions_in_order, sorted_by_context, widen
 
 if TYPE_CHECKING:
     from rhymerl.types import IndexArray, IntArray
@@ -41,8 +41,9 @@ class SuffixIndex:
     def __init__(self, prompt: IntArray, answers: Sequence[IntArray]) -> None:
         """Sorts all positions, with the GIL released: about 0.1 us a token."""
         pieces: list[IntArray] = []
+        before, behind = _tail(prompt), np.array([NO_TOKEN], np.int32)
         for answer in answers:
-            pieces += [_tail(prompt), answer, np.array([NO_TOKEN], np.int32)]
+            pieces += [before, answer, behind]
         lengths = np.array([len(answer) for answer in answers], np.int64)
         self.text: IntArray = np.concatenate(pieces, dtype=np.int32) if pieces else np.empty(0, np.int32)
         self.starts = np.cumsum(lengths + REACH + 1) - lengths - 1
@@ -110,7 +111,10 @@ class SuffixIndex:
 
 
 class LiveIndex(SuffixIndex):
-    """The prompt and the answers that are being generated for it, by row; row 0 is the prompt."""
+    """The prompt and the answers that are being generated for it, by row; row 0 is the prompt.
+
+    What is appended can be read at once, behind a match too, and `catch_up` makes it part of what is found.
+    """
 
     def __init__(self, prompt: IntArray) -> None:
         self._tail = _tail(prompt)
@@ -121,13 +125,16 @@ class LiveIndex(SuffixIndex):
         self._width = REACH + _FIRST_WIDTH + 1
         self.starts = np.array([REACH], np.int64)
         self.ends = np.array([REACH + len(prompt)], np.int64)
+        self._sorted_ends = self.ends.copy()  # positions before these are in the order
+        self._behind: list[IndexArray] = []  # rows that have more
+        self._num_behind = 0  # of their tokens
         is_position = np.zeros(len(self.text) + 1, np.bool_)
         is_position[REACH : REACH + len(prompt)] = True
         self._set_order(positions_in_order(sorted_by_context(self.text, REACH), is_position), spare=1)
 
     @property
     def bytes(self) -> int:
-        return super().bytes + self.ends.nbytes + self._tail.nbytes
+        return super().bytes + self.ends.nbytes + self._sorted_ends.nbytes + self._tail.nbytes
 
     def open(self) -> int:
         """A new, empty answer; returns its row."""
@@ -139,26 +146,41 @@ class LiveIndex(SuffixIndex):
         self.text[start] = NO_TOKEN
         self.starts = np.append(self.starts, start)
         self.ends = np.append(self.ends, start)
+        self._sorted_ends = np.append(self._sorted_ends, start)
         return len(self.starts) - 1
 
     def extend(self, rows: IndexArray, counts: IndexArray, token_ids: IntArray) -> None:
-        """Append counts[r] of the concatenated `token_ids` to the answer of each row."""
-        while int((self.ends[rows] - self.starts[rows] + counts).max()) >= self._width - REACH:
+        """Append counts[r] of the concatenated `token_ids` to the answer of each row, and sort them in."""
+        self.append(rows, counts, token_ids)
+        self.catch_up()
+
+    def append(self, rows: IndexArray, counts: IndexArray, token_ids: IntArray) -> None:
+        """Append like `extend`, but let nothing be found at the new positions yet."""
+        while not append(self.text, self.starts, self.ends, rows, counts, token_ids, self._width - REACH):
             self._widen()
-        self._make_room(len(token_ids))
-        self.num_blocks = extend(
-            self.text,
-            self.ends,
-            rows,
-            counts,
-            token_ids,
-            self.order,
-            self.fill,
-            self.sequence,
-            self.num_blocks,
-            REACH,
-        )
-        self.num_tokens += len(token_ids)
+        self._behind.append(rows)
+        self._num_behind += len(token_ids)
+
+    def catch_up(self) -> None:
+        """Sort in what has been appended."""
+        if not self._behind:
+            return
+        self._make_room(self._num_behind)
+        for rows in self._behind:
+            self.num_blocks = insert_rows(
+                self.text,
+                self._sorted_ends,
+                self.ends,
+                rows,
+                self.order,
+                self.fill,
+                self.sequence,
+                self.num_blocks,
+                REACH,
+            )
+        self.num_tokens += self._num_behind
+        self._behind.clear()
+        self._num_behind = 0
 
     def _widen(self) -> None:
         """Give every answer twice the room."""
@@ -172,6 +194,7 @@ class LiveIndex(SuffixIndex):
         moved = np.arange(num_rows) * (width - self._width)
         self.starts[1:] += moved
         self.ends[1:] += moved
+        self._sorted_ends[1:] += moved
         widen(self.order, self._rows_begin, self._width, width)
         self.text, self._width = text, width
 

@@ -228,19 +228,19 @@ def positions_in_order(order: IntArray, is_position: BoolArray) -> IntArray:
 
 
 @compiled
-def extend(
+def append(
     text: IntArray,
+    starts: IndexArray,
     ends: IndexArray,
     rows: IndexArray,
     counts: IndexArray,
     token_ids: IntArray,
-    order: IntArray,
-    fill: IntArray,
-    sequence: IntArray,
-    blocks: int,
-    reach: int,
-) -> int:
-    """Append tokens to the text's rows, whose ends move, and put their positions in; returns the number of blocks."""
+    room: int,
+) -> bool:
+    """Append tokens to the text's rows, whose ends move; False where a row would not stay below `room` tokens: then nothing is done."""
+    for r in range(len(rows)):
+        if ends[rows[r]] - starts[rows[r]] + counts[r] >= room:
+            return False
     taken = 0
     for r in range(len(rows)):
         begin = ends[rows[r]]
@@ -250,7 +250,26 @@ def extend(
         text[end] = -1
         ends[rows[r]] = end
         taken += counts[r]
-        blocks = insert(text, order, fill, sequence, blocks, begin, end, reach)
+    return True
+
+
+@compiled
+def insert_rows(
+    text: IntArray,
+    sorted_ends: IndexArray,
+    ends: IndexArray,
+    rows: IndexArray,
+    order: IntArray,
+    fill: IntArray,
+    sequence: IntArray,
+    blocks: int,
+    reach: int,
+) -> int:
+    """Put the positions of the rows from their `sorted_ends` to their `ends` in; returns the number of blocks."""
+    for r in range(len(rows)):
+        row = rows[r]
+        blocks = insert(text, order, fill, sequence, blocks, sorted_ends[row], ends[row], reach)
+        sorted_ends[row] = ends[row]
     return blocks
 
 

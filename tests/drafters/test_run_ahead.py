@@ -41,6 +41,9 @@ class Fork(Drafter):
         self.told.append(("asked", [each.sample for each in requests], list(budgets)))
         return super().propose_batch(requests, contexts, budgets)
 
+    def catch_up(self):
+        self.told.append(("catch_up",))
+
     def start(self, request):
         self.told.append(("start", request))
 
@@ -160,9 +163,11 @@ def test_everything_is_passed_on():
     drafter.learn(samples)
     drafter.follow(delta)
     drafter.start(asked)
+    drafter.catch_up()
     drafter.close()
     assert drafter._prefetched == {}
-    assert [what[0] for what in inner.told] == ["start", "accept", "finish", "learn", "follow", "start", "close"]
+    heard = ["start", "accept", "finish", "learn", "follow", "start", "catch_up", "close"]
+    assert [what[0] for what in inner.told] == heard
     assert inner.told[1] == ("accept", asked, tokens, 1)
     assert (inner.told[0][1], inner.told[2][1], inner.told[3][1], inner.told[4][1]) == (asked, ended, samples, delta)
 

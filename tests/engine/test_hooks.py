@@ -12,6 +12,7 @@ from rhymerl.budgets import FixedBudget
 from rhymerl.drafters import NoDrafter
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.run_ahead import RunAheadDrafter
+from rhymerl.engine.protocol import DraftingProtocol
 from rhymerl.errors import HookError
 from rhymerl.rewards import RewardScorer
 from rhymerl.rollout import RolloutLoop, RolloutSettings
@@ -29,6 +30,9 @@ class Raising(Drafter):
     def propose(self, request: Any, context: Any, budget: int) -> Draft:
         self.look("propose")
         return Draft(token_ids=[3], parents=[-1])
+
+    def catch_up(self) -> None:
+        self.look("catch_up")
 
     def start(self, request: Any) -> None:
         self.look("start")
@@ -105,6 +109,14 @@ def test_a_drafter_that_raises(hook: str, runs_ahead: bool) -> None:
     with pytest.raises(HookError, match=words) as caught:
         run(RunAheadDrafter(drafter) if runs_ahead else drafter)
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_drafter_that_raises_when_its_drafts_are_launched() -> None:
+    """Only engines whose passes run elsewhere tell it so."""
+    words = rf"^drafter={NAME}.Raising: look raised KeyError: 'table' "
+    with pytest.raises(HookError, match=words):
+        DraftingProtocol(Raising("catch_up"), FixedBudget(), vocabulary=9).catch_up()
+    run(Raising("catch_up"))
 
 
 def test_a_budget_that_raises() -> None:

@@ -176,6 +176,28 @@ def test_live_index_grows_row_by_row(prompt, steps, most):
         check(index, found, expected_lengths(live_texts(prompt, rows), [*prompt, *tokens]), most=most)
 
 
+@given(
+    prompt=prompts,
+    steps=st.lists(st.tuples(st.lists(answers, min_size=2, max_size=2), st.booleans()), max_size=6),
+)
+def test_what_is_appended_is_found_from_the_next_catch_up_on(prompt, steps):
+    index, rows, sorted_rows = LiveIndex(ints(prompt)), [[], []], [[], []]
+    numbers = np.array([index.open(), index.open()])
+    for new, catches_up in steps:
+        counts = np.array([len(tokens) for tokens in new])
+        index.append(numbers, counts, ints(sum(new, [])))
+        rows = [[*row, *tokens] for row, tokens in zip(rows, new, strict=True)]
+        if catches_up:
+            index.catch_up()
+            sorted_rows = rows
+        index.check_integrity()
+        for number, row in zip(numbers, rows, strict=True):
+            assert index.text[index.starts[number] : index.ends[number] + 1].tolist() == [*row, NO_TOKEN]
+            found = index.matches(index.text, index.ends[[number]], most=40)
+            known = live_texts(prompt, sorted_rows)
+            check(index, found, expected_lengths(known, [*prompt, *row]), most=40)
+
+
 def test_queries_of_several_rows_are_independent():
     rng = np.random.default_rng(3)
     index = LiveIndex(rng.integers(0, 4, 40).astype(np.int32))

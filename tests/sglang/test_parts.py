@@ -85,6 +85,44 @@ def test_the_plugin_leaves_masks_alone(ngram_worker, monkeypatch):
     assert ngram_worker.USE_FULL_MASK
 
 
+@pytest.mark.parametrize(("device", "then"), [("cuda", ["catch up"]), ("cpu", [])])
+def test_the_drafter_catches_up_when_the_pass_is_launched(ngram_worker, monkeypatch, device, then):
+    """On a CPU the pass is over by then, and better drafts are all that is left to gain."""
+    from rhymerl.backends.sglang.plugin.worker import HistoryWorker
+
+    done = []
+
+    def note(what, result=None):
+        return lambda *args, **kwargs: done.append(what) or result
+
+    one, none = torch.ones(1, dtype=torch.int32), SimpleNamespace()
+    outcome = SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=None), can_run_cuda_graph=False)
+    worker = object.__new__(HistoryWorker)
+    worker.draft_token_num = worker.speculative_num_draft_tokens = N
+    worker.device, worker.token_to_kv_pool_allocator, worker._prev_decode_rids = device, none, set()
+    worker._target_worker = SimpleNamespace(forward_batch_generation=note("launch", outcome))
+    worker._drafting = SimpleNamespace(catch_up=note("catch up"))
+    worker._prepare_for_speculative_decoding = note("draft")
+    monkeypatch.setattr(ngram_worker, "eagle_sample", note("verify", (one, one, torch.zeros(1, 1, dtype=torch.long))))
+    monkeypatch.setattr(ngram_worker, "move_accept_tokens_to_target_kvcache", note("move"))
+    for name in ("record_stream_for_v2_verify", "set_time_batch", "commit_mamba_states_after_verify"):
+        monkeypatch.setattr(ngram_worker, name, lambda *args, **kwargs: None)
+    for name in ("maybe_detect_nan", "maybe_detect_inf", "NgramVerifyInput"):
+        monkeypatch.setattr(ngram_worker, name, lambda *args, **kwargs: SimpleNamespace())
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(current_stream=lambda: None))
+    monkeypatch.setattr(torch, "ones", lambda *size, device, **kwargs: one)
+    batch = SimpleNamespace(
+        reqs=[SimpleNamespace(rid="a")],
+        spec_info=SimpleNamespace(),
+        forward_mode=SimpleNamespace(is_target_verify=lambda: True),
+        has_grammar=False,
+        return_logprob=False,
+        seq_lens=one,
+    )
+    worker.forward_batch_generation(batch)
+    assert done == ["draft", "launch", "verify", "move", *then]
+
+
 @pytest.mark.parametrize("with_logprobs", [False, True])
 def test_ranks_go_on_from_the_same_tokens(tmp_path, with_logprobs):
     """Whatever another rank has sampled: sums over a vocabulary need not be the same on two devices."""

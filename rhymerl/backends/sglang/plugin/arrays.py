@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,9 @@ import numpy.typing as npt
 from rhymerl.compiled import compiled
 from rhymerl.engine.ragged import IndexArray
 from rhymerl.types import DraftBatch
+
+if TYPE_CHECKING:
+    from rhymerl.types import BoolArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +33,10 @@ class TreeArrays:
         n = flat.shape[1] // 2
         return cls(token_ids=flat[:, :n], parents=flat[:, n:])
 
-    def mask(self) -> npt.NDArray[np.int64]:
-        """[R, n, n] 1 where node j is i or one of its ancestors."""
+    def mask(self) -> BoolArray:
+        """[R, n, n] True where node j is i or one of its ancestors."""
         num_requests, n = self.parents.shape
-        mask = np.zeros((num_requests, n, n), np.int64)
+        mask = np.zeros((num_requests, n, n), np.bool_)
         _show_ancestors(mask, self.parents)
         return mask
 
@@ -54,10 +58,10 @@ def lay_out(drafts: DraftBatch, roots: IndexArray, n: int) -> TreeArrays:
 
 
 @compiled
-def _show_ancestors(mask: npt.NDArray[np.int64], parents: IndexArray) -> None:
+def _show_ancestors(mask: BoolArray, parents: IndexArray) -> None:
     for r in range(mask.shape[0]):
         for node in range(mask.shape[1]):
             above = parents[r, node]
             if above >= 0:
                 mask[r, node] = mask[r, above]
-            mask[r, node, node] = 1
+            mask[r, node, node] = True

@@ -53,10 +53,15 @@ class _Row:
     engine_request: EngineRequest
     request: RolloutRequest
     tokens: IntArray  # [capacity] also what the engine draws behind the end of the answer
-    num_output: int  # of the engine's output_ids, how many are in `tokens`
+    visible: IntArray  # [capacity] the same memory, read-only
+    stops: Set[int]
+    given: int  # tokens that came with the request
+    limit: int  # of tokens, these included
     end: int  # of what is in `tokens`
     length: int  # of the prompt and what belongs to the answer
     num_told: int  # tokens that the drafter's `accept` has heard of
+    last: int  # of the tokens up to `end`
+    num_output: int = 0  # of the engine's output_ids, how many are in `tokens`
     has_stopped: bool = False  # the answer has its stop token
 
     @classmethod
@@ -64,34 +69,37 @@ class _Row:
         given, params = engine_request.origin_input_ids, engine_request.sampling_params
         sampling = _sampling(params, noise_of(params.custom_params, engine_request.rid)[1])
         request = from_custom_params(params.custom_params, engine_request.rid, given, sampling)
-        tokens = np.empty(len(given) + int(params.max_new_tokens) + 2 * num_nodes + 1, np.int32)
-        tokens[: len(given)] = given
-        return cls(engine_request, request, tokens, 0, len(given), len(given), len(given))
+        length, limit = len(given), len(given) + int(params.max_new_tokens)
+        tokens = np.empty(limit + 2 * num_nodes + 1, np.int32)
+        tokens[:length] = given
+        visible = tokens.view()
+        visible.flags.writeable = False
+        stops = frozenset(sampling.stop_token_ids)
+        return cls(engine_request, request, tokens, visible, stops, length, limit, length, length, length, given[-1])
 
     def follow(self, ahead: Sequence[int]) -> None:
         """Take up what the engine has committed, and behind it the tokens `ahead` that it will commit next.
 
         In both there may be more than belongs to the answer: what follows a stop token, or the last token that is wanted.
         """
-        given = len(self.engine_request.origin_input_ids)
-        start, committed = given + self.num_output, self.engine_request.output_ids[self.num_output :]
-        self.num_output += len(committed)
-        self.end = start + len(committed) + len(ahead)
+        start, committed = self.given + self.num_output, self.engine_request.output_ids[self.num_output :]
         new = [*committed, *ahead]
-        self.tokens[start : self.end] = new
+        self.num_output += len(committed)
+        self.end = start + len(new)
+        if new:
+            self.tokens[start : self.end] = new
+        self.last = new[-1] if new else int(self.tokens[self.end - 1])
         if self.has_stopped and self.length <= start:
             return
-        stops = self.request.sampling.stop_token_ids
-        stop = next((index for index, token in enumerate(new, start + 1) if token in stops), None)
-        limit = given + int(self.engine_request.sampling_params.max_new_tokens)
-        self.has_stopped = stop is not None and stop <= limit
-        self.length = min(self.end if stop is None else stop, limit)
+        self.length, self.has_stopped = min(self.end, self.limit), False
+        if not self.stops.isdisjoint(new):
+            stop = next(index for index, token in enumerate(new, start + 1) if token in self.stops)
+            if stop <= self.limit:
+                self.length, self.has_stopped = stop, True
 
     @property
     def context(self) -> IntArray:
-        view = self.tokens[: self.length]
-        view.flags.writeable = False
-        return view
+        return self.visible[: self.length]
 
     @property
     def num_generated(self) -> int:
@@ -100,9 +108,7 @@ class _Row:
     @property
     def room(self) -> int:
         """Tokens that may still come."""
-        given = len(self.engine_request.origin_input_ids)
-        left = int(self.engine_request.sampling_params.max_new_tokens) - (self.length - given)
-        return 0 if self.has_stopped else left
+        return 0 if self.has_stopped else self.limit - self.length
 
     def completion(self) -> Completion:
         answer = self.tokens[len(self.request.prompt.token_ids) : self.length]
@@ -154,11 +160,15 @@ class EngineDrafting:
             row.follow(tokens)
             self._tell(row)
         drafts = self._drafts(rows)
-        roots = np.array([row.tokens[row.end - 1] for row in rows], np.int64)
+        roots = np.array([row.last for row in rows], np.int64)
         arrays = lay_out(drafts, roots, self.n)
         self._count(asks=len(rows), hits=int((drafts.counts > 0).sum()), drafted_nodes=len(drafts.token_ids))
         self._count(passes=1, draft_s=time.perf_counter() - started)
         return arrays
+
+    def catch_up(self) -> None:
+        """The pass of the trees is launched."""
+        self.protocol.catch_up()
 
     def _row(self, engine_request: EngineRequest, here: Set[int]) -> _Row:
         row = self._rows.get(id(engine_request))

@@ -82,7 +82,7 @@ class HistoryWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
             trees, num_tokens = batch.spec_info.custom_mask, int(batch.seq_lens_cpu.sum())
             batch.spec_info.custom_mask = full_mask(trees, batch.seq_lens, self.draft_token_num, num_tokens=num_tokens)
 
-    def _prepare_draft_tokens(self, batch: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _prepare_draft_tokens(self, batch: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """Token ids [R * n] and masks [R * n * n] of the batch's trees."""
         ahead = not_yet_known(
             batch.reqs,
@@ -105,7 +105,9 @@ class HistoryWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
         return TreeArrays.unflat(shared.numpy())
 
     def _update_ngram_corpus(self, batch: Any) -> None:
-        """Do nothing: the drafter reads the requests' own tokens at the next pass."""
+        """The verify pass is launched, and a GPU is busy with it; on a CPU it is over, and nothing is gained by waiting for it."""
+        if self._drafting is not None and self.device != "cpu":
+            self._drafting.catch_up()
 
 
 class HistoryAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
