@@ -63,7 +63,6 @@ def parts(arguments: argparse.Namespace) -> list[Part]:
             words=(*table, *small, "--modes", *MODES, "stock", *engine),
             minutes=7.5,
         ),
-        Part(name="draw", question="what does the keyed draw cost?", words=("benchmarks/draw_kernel.py",), minutes=1.5),
         Part(
             name="steps",
             question="what does history bring to a training step?",

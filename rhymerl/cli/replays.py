@@ -29,7 +29,8 @@ class ReplayCommand(ConfiguredCommand):
     def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result:
         progress = self.progress()
         with progress.during("rhymerl replay: loading"):
-            from rhymerl.runs.replay import judge, report
+            from rhymerl.runs.replay import judge
+            from rhymerl.runs.replay_report import report
 
         result = judge(config, progress=progress)
         report(result)

@@ -9,14 +9,12 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from rhymerl.budgets.base import Budget, PassOutcome
 from rhymerl.budgets.fixed import FixedBudget
@@ -41,11 +39,10 @@ if TYPE_CHECKING:
     from rhymerl.types import BoolArray, IndexArray, IntArray
 
 _WARM_UP = 16  # answers
-_COLUMNS = ("tokens_per_pass", "verified_per_token", "accept_rate", "draft_hit_rate", "propose_us")
 _UNUSED = SamplingParams(max_tokens=1)
 _MOST_TOKENS = 2**20  # that an answer might have gone on for
 _ASSUMED = CostCurve([(0, 1.0), (64, 2.0)])
-_ASSUMPTION = "a pass of n tokens takes 1 + n / 64"
+ASSUMPTION = "a pass of n tokens takes 1 + n / 64"
 
 
 @dataclass(slots=True)
@@ -213,7 +210,7 @@ def judge(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, An
     return {
         **totals.result(),
         "predicted_speedup": sum(plain.values(), ReplayTotals()).cost / totals.cost,
-        "predicted_from": _ASSUMPTION if config.costs is None else str(config.costs),
+        "predicted_from": ASSUMPTION if config.costs is None else str(config.costs),
         "similarity": alike.overall,
         "length_same_group": lengths.same_group,
         "length_spearman": lengths.spearman,
@@ -364,40 +361,3 @@ def follow(
             accepted[found] = True
             num_accepted[r] += 1
             node, index = found - starts[r], index + 1
-
-
-def report(result: Mapping[str, Any]) -> None:
-    """Print a table by epoch and the totals."""
-    table = Table(title="Replay", title_justify="left")
-    for name in ("epoch", *_COLUMNS):
-        table.add_column(name.replace("_", " "), justify="right")
-    for epoch, each in result["epochs"].items():
-        table.add_row(str(epoch), *(_shown(each[name]) for name in _COLUMNS))
-    table.add_section()
-    table.add_row("all", *(_shown(result[name]) for name in _COLUMNS), style="bold")
-    console = Console()
-    console.print(table)
-    _say_speedup(result, console)
-    console.print(
-        f"similarity to the epoch before {result['similarity']:.3f}; "
-        f"prompts that keep their length group {result['length_same_group']:.3f} (rank correlation "
-        f"{result['length_spearman']:.3f})",
-        highlight=False,
-        soft_wrap=True,
-    )
-
-
-def _shown(value: float) -> str:
-    """Three digits, or all of those before the point: `0.523`, `1,910`."""
-    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
-
-
-def _say_speedup(result: Mapping[str, Any], console: Console) -> None:
-    source = result["predicted_from"]
-    is_assumed = source == _ASSUMPTION
-    reason = f"assuming that {source}" if is_assumed else f"with the costs of {source}"
-    advice = ["costs=FILE takes what rhymerl bench costs --json measures"] if is_assumed else []
-    if result["predicted_speedup"] < 1:
-        advice.append("below 1 drafts lose: budget=goodput drafts what pays")
-    words = "; ".join([f"predicted speed-up {result['predicted_speedup']:.2f}, {reason}", *advice])
-    console.print(words, highlight=False, soft_wrap=True)

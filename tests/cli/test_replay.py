@@ -14,7 +14,7 @@ import pytest
 
 from rhymerl.cli import main
 from rhymerl.history.traces import TraceRecord, TraceWriter
-from rhymerl.runs.replay import report
+from rhymerl.runs.replay_report import report
 from tests.documents import reader_in
 
 COLUMNS = {"tokens_per_pass", "verified_per_token", "accept_rate", "propose_us"}
