@@ -17,6 +17,7 @@ from rhymerl.types import Completion, RolloutRequest, Sample
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rhymerl.models.memory import UpdateShape
     from rhymerl.models.policy import Policy
 
 
@@ -36,6 +37,9 @@ class RolloutBackend(ABC):
 
     def check_drafting(self, drafter: Drafter, budget: Budget | None) -> None:
         """Raise ConfigError for a drafter or a budget that the engine cannot use as they are set; called before any compute."""
+
+    def share(self, update: UpdateShape | None) -> None:
+        """Leave an update of this shape its memory on the device; called before `start`. None: nothing is trained."""
 
     @abstractmethod
     def start(
@@ -78,6 +82,10 @@ class RolloutBackend(ABC):
         At least those that the request brought along; a backend that cannot see into its engine knows no more.
         """
         return {}
+
+    def words(self) -> str | None:
+        """Return what a run tells of its engine once it has started, in one line; None: nothing."""
+        return None
 
     def learn(self, samples: Sequence[Sample]) -> None:
         """The scored answers of a step, in canonical (prompt, sample) order: the drafter learns from them."""

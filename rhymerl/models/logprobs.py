@@ -119,7 +119,7 @@ def policy_output(
     with torch.set_grad_enabled(torch.is_grad_enabled() and trains_policy):
         hidden = hidden_states(model.get_decoder(), batch)
         head = _head(model)
-        size = chunk_tokens or _chunk_tokens(head)
+        size = chunk_tokens or default_chunk_tokens(head)
         logprobs, entropy = head_logprobs(
             hidden, head, batch.targets, temperature=temperature or 1.0, chunk_tokens=size
         )
@@ -136,7 +136,7 @@ def token_logprobs(
     """Return the log-probs of `policy_output`, [B, T], alone and without gradient."""
     with torch.no_grad():
         hidden, head = hidden_states(model.get_decoder(), batch), _head(model)
-        size = chunk_tokens or _chunk_tokens(head)
+        size = chunk_tokens or default_chunk_tokens(head)
         return batch.spread(
             chosen_logprobs(hidden, head, batch.targets, temperature=temperature or 1.0, chunk_tokens=size)
         )
@@ -148,7 +148,8 @@ def _head(model: PreTrainedModel) -> nn.Module:
     return head
 
 
-def _chunk_tokens(head: nn.Module) -> int:
+def default_chunk_tokens(head: nn.Module) -> int:
+    """Return how many tokens' logits are held at a time where nobody says it."""
     weight = head.weight
     assert isinstance(weight, Tensor)
     return max(1, _logit_bytes(weight.device) // (4 * len(weight)))

@@ -251,12 +251,14 @@ class _RunConfig(L.Callback):
         every = self.config.trainer.log_every_n_steps
         trainer.log_every_n_steps = every if every is not None else 1
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: RhymeModule) -> None:  # type: ignore[override]
         if trainer.is_global_zero:
             former = keep_former(self.config, self.run_dir)
             save_config(self.config, self.run_dir)
             if former is not None:
                 _note(f"The former settings are in {former}")
+            if (words := pl_module.backend.words()) is not None:  # its engine has just started
+                _note(words)
 
     def state_dict(self) -> dict[str, Any]:
         return {"config": resolved(self.config)}

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rhymerl.models.head import head_logprobs
-from rhymerl.models.logprobs import _chunk_tokens, policy_output, token_batch
+from rhymerl.models.logprobs import default_chunk_tokens, policy_output, token_batch
 from rhymerl.testing import make_requests, tiny_policy
 from rhymerl.training.batches import micro_batches, total_tokens
 from rhymerl.types import Completion, Output, RolloutRequest, Sample
@@ -158,10 +158,10 @@ def test_the_entropy_of_peaked_distributions_costs_no_more_and_is_right():
 def test_chunks_of_logits_fit_the_device(gib, tokens, monkeypatch):
     """Each chunk reads the head's weight again: 110 tokens at a time would be slow on a GPU."""
     head = torch.nn.Linear(1, 151_936, bias=False)
-    assert _chunk_tokens(head) == 2**26 // (4 * 151_936)
+    assert default_chunk_tokens(head) == 2**26 // (4 * 151_936)
     memory = SimpleNamespace(total_memory=gib * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
-    assert _chunk_tokens(SimpleNamespace(weight=OnGPU(head.weight))) == tokens
+    assert default_chunk_tokens(SimpleNamespace(weight=OnGPU(head.weight))) == tokens
 
 
 class OnGPU(torch.Tensor):

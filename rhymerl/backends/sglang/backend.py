@@ -26,6 +26,7 @@ from rhymerl.types import Completion, RolloutRequest, Sample
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rhymerl.models.memory import UpdateShape
     from rhymerl.models.policy import Policy
 
 _USUAL_NODES = 7  # without a cost curve
@@ -97,6 +98,7 @@ class SGLangBackend(RolloutBackend):
         self._cost = CostCurve.read(costs) if costs is not None else None
         self._session: Session | None = None
         self._longest_tokens: int | None = None
+        self._update: UpdateShape | None = None
 
     def _refuse_what_starts_a_server(self) -> None:
         given = {
@@ -120,6 +122,13 @@ class SGLangBackend(RolloutBackend):
     def check_drafting(self, drafter: Drafter, budget: Budget | None) -> None:
         """Raise ConfigError for a budget that the engine cannot keep to: it verifies one number of nodes in all passes."""
         self._allowed_nodes(drafter, budget)
+
+    def share(self, update: UpdateShape | None) -> None:
+        """An engine that the run starts is given what the update leaves of the GPU, unless `arguments` say mem_fraction_static."""
+        self._update = update
+
+    def words(self) -> str | None:
+        return self.session.memory
 
     def start(
         self,
@@ -156,6 +165,7 @@ class SGLangBackend(RolloutBackend):
             folder=self.folder,
             start_timeout_s=self.start_timeout_s,
             silence_timeout_s=self.silence_timeout_s,
+            update=self._update,
             node=node,
         )
         self._session = Session(settings, policy, drafter, addresses=self._addresses)

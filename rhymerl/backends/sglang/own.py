@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from rhymerl.backends.remote import weights
 from rhymerl.backends.remote.client import Client, NoAnswerError
 from rhymerl.backends.remote.counters import Counters
 from rhymerl.backends.remote.drafter_feed import FeedWriter
 from rhymerl.backends.remote.process import Server
-from rhymerl.backends.sglang import arguments
+from rhymerl.backends.sglang import arguments, memory
+from rhymerl.backends.sglang.memory import Split
 from rhymerl.backends.sglang.plugin.names import ALGORITHM, VARIABLE
 from rhymerl.backends.sglang.plugin.settings import COUNTERS, FEED, EngineSettings
 from rhymerl.backends.sglang.server import require_sglang, start_server
@@ -24,6 +28,8 @@ from rhymerl.errors import BackendError
 if TYPE_CHECKING:
     from rhymerl.models.policy import Policy
 
+_log = logging.getLogger(__name__)
+_EVEN = "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"  # refuses GPUs of which one has less free memory: the trainer's has
 _DYING_S = 2.0  # from a broken connection to the end of the process
 
 
@@ -45,6 +51,7 @@ class OwnEngine:
         self.model = model  # a folder with its config
         self.restarts_left = settings.restarts
         self._on_cpu = policy.model.device.type == "cpu"
+        self.split: Split | None = None  # of the GPU, between engine and update
         self._start()
 
     def _start(self) -> None:
@@ -57,7 +64,8 @@ class OwnEngine:
         kind = "cpu" if self._on_cpu else "cuda"
         ours, variables = arguments.of_device(kind, dtype=self.dtype, saves_memory=saves_memory)
         inherited = arguments.without_expandable_segments(os.environ)
-        environment = {VARIABLE: str(file), **inherited, **variables, **self.settings.environment}
+        uneven = {_EVEN: "false"} if self.settings.tensor_parallel > 1 else {}
+        environment = {VARIABLE: str(file), **inherited, **variables, **uneven, **self.settings.environment}
         self.server = start_server(self._words(ours), environment, self.folder / "engine.log")
         try:
             self.server.wait_until_ready(self.settings.start_timeout_s)
@@ -68,7 +76,7 @@ class OwnEngine:
             raise
 
     def _words(self, ours: Mapping[str, Any]) -> list[str]:
-        index = {} if self._on_cpu else {"base_gpu_id": self.policy.model.device.index or 0}
+        index = {} if self._on_cpu else {"base_gpu_id": self.policy.model.device.index or 0, **self._static_memory()}
         return arguments.words(
             model_path=str(self.model),
             dtype=self.dtype,
@@ -79,6 +87,21 @@ class OwnEngine:
             context_tokens=weights.positions(self.policy.model, self.settings.longest_tokens),
             more={"load_format": "dummy", "sleep_on_idle": True, **index, **ours, **self.settings.arguments},
         )
+
+    def _static_memory(self) -> dict[str, Any]:
+        """Return the argument that leaves the update its memory. A successor gets the bytes of the first one, though moments may have come."""
+        settings = self.settings
+        if self.policy.model.device.type != "cuda" or settings.update is None or memory.is_given(settings.arguments):
+            return {}
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.policy.model.device)
+        if self.split is None:
+            engine = memory.engine_shape(settings, self.policy.model, dtype=self.dtype)
+            self.split = memory.split(
+                settings.update, engine, free_bytes=free, total_bytes=total, release_memory=settings.release_memory
+            )
+            _log.info("%s", self.split)
+        return {memory.ARGUMENT: self.split.fraction_of(free)}
 
     @property
     def client(self) -> Client:

@@ -163,6 +163,12 @@ class Session:
         shutil.rmtree(self.weights_folder, ignore_errors=True)
 
     @property
+    def memory(self) -> str | None:
+        """How the engine and the update share the GPU, in one line; None where nothing was divided."""
+        split = self._own.split if self._own is not None else None
+        return str(split) if split is not None else None
+
+    @property
     def version(self) -> int:
         """The version of the weights in the engines."""
         return self._delivery.version

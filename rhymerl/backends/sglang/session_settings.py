@@ -10,6 +10,7 @@ from typing import Any, Literal
 from rhymerl.backends.remote.node import NodePosition
 from rhymerl.backends.sglang.nodes import AllowedNodes
 from rhymerl.folders import open_folder
+from rhymerl.models.memory import UpdateShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,7 @@ class SessionSettings:
     folder: str | None  # where the session makes its own
     start_timeout_s: float
     silence_timeout_s: float
+    update: UpdateShape | None  # what the trainer holds on the same GPU; None: it trains nothing
     node: NodePosition
 
     def opened_folder(self) -> Path | None:

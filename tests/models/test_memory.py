@@ -1,0 +1,161 @@
+"""What an update is said to need, by numbers worked by hand, and what layers really keep for a backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from rhymerl.models.lora import LoRA
+from rhymerl.models.memory import GIB, UpdateShape, layer_bytes, update_memory
+
+HALF_BILLION = UpdateShape(  # Qwen2.5-0.5B in float32
+    layers=24,
+    hidden=896,
+    attention=896,
+    intermediate=4864,
+    vocabulary=151_936,
+    weight_bytes=4 * 494_032_768,
+    trained_bytes=4 * 494_032_768,
+    weight_itemsize=4,
+    itemsize=4,
+    micro_batch_tokens=16_384,
+    longest_tokens=1536,
+    chunk_tokens=1000,
+)
+MIXED = replace(HALF_BILLION, itemsize=2)
+TRUE = replace(MIXED, weight_itemsize=2, weight_bytes=2 * 494_032_768, trained_bytes=2 * 494_032_768)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        # norms 2 * 896 * 8 = 14336; q, k, v, output 4 * 896 * 4 = 14336; MLP 3 * 4864 * 4 = 58368; inputs (3 * 896 + 4864) * 4 = 30208
+        (HALF_BILLION, 117_248),
+        # 14336; 7168; 29184; copies of inputs (6 * 896 + 4864) * 2 = 20480
+        (MIXED, 71_168),
+        # norms 2 * 896 * 6 = 10752; 7168; 29184; inputs (3 * 896 + 4864) * 2 = 15104
+        (TRUE, 62_208),
+        # adapters in float32 copy their inputs: (6 * 896 + 4864) * 4 = 40960 instead of 15104
+        (replace(TRUE, has_adapters=True), 88_064),
+        (replace(HALF_BILLION, score_bytes=100), 117_348),
+    ],
+    ids=["float32", "mixed", "bfloat16", "adapters", "scores"],
+)
+def test_what_a_layer_keeps_of_a_token(shape: UpdateShape, expected: int) -> None:
+    assert layer_bytes(shape) == expected
+
+
+def test_the_update_of_half_a_billion_weights() -> None:
+    found = update_memory(HALF_BILLION)
+    assert found.gradients == 1_976_131_072
+    assert found.moments == 3_952_262_144
+    assert found.activations == 16_384 * 25 * 117_248 == 48_024_780_800
+    # four chunks of 1000 * 151936 logits of 4 bytes, and twice 151936 * 896 weights: head and embedding
+    assert found.logits == 2_430_976_000 + 1_089_077_248
+    assert found.reserve == 2 * GIB + 4_802_478_080
+    assert found.total == 64_423_188_992
+    assert found.lasting == 3_952_262_144 + 2 * GIB + 4_802_478_080
+    assert str(found) == "60.0 (gradients 1.8, moments 3.7, activations 44.7, logits 3.3, reserve 6.5)"
+
+
+def test_autocast_holds_copies_of_weights() -> None:
+    assert update_memory(MIXED).activations == 16_384 * 25 * 71_168 + 2 * 494_032_768
+
+
+def test_checkpointing_keeps_inputs_and_one_layer() -> None:
+    found = update_memory(replace(HALF_BILLION, activation_checkpointing=True))
+    assert found.activations == 16_384 * (24 * 896 * 4 + 2 * 117_248)
+
+
+def test_adapters_have_small_gradients_and_leave_the_ends_alone() -> None:
+    found = update_memory(replace(HALF_BILLION, has_adapters=True, trained_bytes=1000))
+    assert (found.gradients, found.moments) == (1000, 2000)
+    assert found.logits == 2_430_976_000
+
+
+def test_a_sample_fits_however_few_tokens_a_micro_batch_has() -> None:
+    found = update_memory(replace(HALF_BILLION, micro_batch_tokens=1))
+    assert found.activations == 1536 * 25 * 117_248
+
+
+def test_a_critic_with_a_backbone_keeps_as_much_again() -> None:
+    assert update_memory(replace(HALF_BILLION, backbones=2)).activations == 2 * 48_024_780_800
+
+
+LAYERS, HIDDEN, INTERMEDIATE, TOKENS = 3, 256, 704, 96
+
+
+def model_of(dtype: torch.dtype) -> PreTrainedModel:
+    config = AutoConfig.for_model(
+        "qwen2",
+        vocab_size=50,
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=TOKENS,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+
+
+def kept_bytes(model: PreTrainedModel, context: Callable[[], AbstractContextManager[object]]) -> int:
+    """What the layers keep for a backward, each storage once, without weights and their copies."""
+    weights = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    shapes = {each.shape for each in model.parameters()} | {
+        each.T.shape for each in model.parameters() if each.ndim == 2
+    }
+    found: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights and tensor.shape not in shapes:
+            found[storage.data_ptr()] = storage
+        return tensor
+
+    ids = torch.arange(TOKENS)[None] % 50
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), context():
+        states = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    assert states.requires_grad
+    return sum(storage.nbytes() for storage in found.values())
+
+
+def shape_of(model: PreTrainedModel, itemsize: int) -> UpdateShape:
+    return replace(
+        HALF_BILLION,
+        layers=LAYERS,
+        hidden=HIDDEN,
+        attention=HIDDEN,
+        intermediate=INTERMEDIATE,
+        weight_itemsize=model.dtype.itemsize,
+        itemsize=itemsize,
+    )
+
+
+def autocast() -> AbstractContextManager[object]:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+CASES = {
+    "float32": (torch.float32, nullcontext, 4),
+    "mixed": (torch.float32, autocast, 2),
+    "bfloat16": (torch.bfloat16, nullcontext, 2),
+}
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["all", "adapters"])
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_layers_keep_what_is_said(case: tuple, adapters: bool) -> None:
+    dtype, context, itemsize = case
+    model = model_of(dtype)
+    if adapters:
+        pytest.importorskip("peft")
+        LoRA().put_on(model, seed=0)
+    said = LAYERS * TOKENS * layer_bytes(replace(shape_of(model, itemsize), has_adapters=adapters))
+    kept = kept_bytes(model, context)
+    assert 0.85 * said < kept < 1.1 * said
