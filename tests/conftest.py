@@ -151,12 +151,15 @@ def settle(left: Callable[[], list[Leak]]) -> list[Leak]:
 def children() -> dict[int, str]:
     """Running child processes and their command lines; zombies are not running. Empty where there is no /proc."""
     found = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for name in os.listdir("/proc") if Path("/proc").is_dir() else []:
+        if not name.isdigit():
+            continue
+        stat = Path("/proc", name, "stat")
         try:
             state, parent, *_ = stat.read_text().rpartition(")")[2].split()
             if int(parent) == os.getpid() and state != "Z":
                 command = stat.with_name("cmdline").read_bytes().replace(b"\0", b" ")
-                found[int(stat.parent.name)] = command.decode(errors="replace").strip()[:200]
+                found[int(name)] = command.decode(errors="replace").strip()[:200]
         except OSError:  # it ended while we looked
             continue
     return found
