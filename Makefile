@@ -36,7 +36,7 @@ help:
 	@echo "make check       formatter, linter, types, layers; make format repairs the first two"
 	@echo "make bench-guard BASE=COMMIT  compare this tree's speed with a commit's, on a quiet machine (some 15 minutes)"
 	@echo "make gpu         take all figures that need a GPU, in parts that go on where they were stopped (docs/gpu.md)"
-	@echo "make constraints pin the newest versions that pyproject.toml allows, and their hashes; torch moves by hand"
+	@echo "make constraints pin the newest versions that pyproject.toml allows, and their hashes; torch and triton move by hand"
 	@echo "make clean       remove caches and build results; .venv and runs/ stay"
 
 install: $(stamp)
@@ -131,20 +131,21 @@ echo "Making $(1) with $$("$$found" --version)"; \
 "$$found" -m venv $(1) || { rm -rf $(1); exit 1; }
 endef
 
-# torch stays at the version that constraints.txt names: edit that line first to move it. Its own CUDA wheels are left out:
-# torch pins them itself, and a CPU build has none.
+# torch stays at the version that constraints.txt names: edit that line first to move it. So does triton, at the one that CUDA builds
+# of that torch pin; it has files for Linux only. Their other CUDA wheels are left out: torch pins them itself, and a CPU build has none.
 constraints:
 	@rm -rf .venv-constraints
 	$(call make_environment,.venv-constraints)
-	@grep '^torch==' constraints.txt > .venv-constraints/torch.txt
+	@grep -E '^(torch|triton)==' constraints.txt > .venv-constraints/torch.txt
 	.venv-constraints/bin/python -m pip install --disable-pip-version-check --constraint .venv-constraints/torch.txt '.[dev,plot]'
 	@{ sed '/^[^#]/,$$d' constraints.txt; \
 		.venv-constraints/bin/python -m pip freeze --all --exclude rhymerl --exclude pip \
-			| grep -v -i -E '^(nvidia|cuda|triton)[-_=]' | sed -E 's/\+[a-z0-9.]+$$//' | LC_ALL=C sort -f; \
+			| grep -v -i -E '^(nvidia|cuda)[-_=]' | sed -E 's/\+[a-z0-9.]+$$//' | LC_ALL=C sort -f; \
 	} > constraints.new
 	.venv-constraints/bin/python -m pip install --disable-pip-version-check uv
 	@{ sed '/^[^#]/,$$d' hashes.txt; \
-		grep -v -e '^#' -e '^torch==' constraints.new | .venv-constraints/bin/uv pip compile --quiet --universal --no-deps \
+		grep -v -e '^#' -e '^torch==' constraints.new \
+			| sed "s/^triton==.*/& ; sys_platform == 'linux'/" | .venv-constraints/bin/uv pip compile --quiet --universal --no-deps \
 			--generate-hashes --no-header --no-annotate -; \
 	} > hashes.new
 	@mv constraints.new constraints.txt

@@ -64,6 +64,12 @@ def parts(arguments: argparse.Namespace) -> list[Part]:
             minutes=7.5,
         ),
         Part(
+            name="draw",
+            question="what does the keyed draw cost?",
+            words=("benchmarks/draw_kernel.py",),
+            minutes=1.5,
+        ),
+        Part(
             name="steps",
             question="what does history bring to a training step?",
             words=(*steps, *engine),

@@ -1,7 +1,6 @@
-"""The draw: the race of engine/noise.py, compiled for the CPU at about a nanosecond a token, and in torch for any device.
+"""The draw on the CPU: the race of engine/noise.py, compiled, at about a nanosecond a token, and the log-probs of what was sampled.
 
-Beside it, for the CPU, the log-probs of what was sampled.
-On the CPU a token can only win when w < p / p_best-so-far, and both a bound of that ratio and the leading 32 bits of w
+engine/device_draw.py has it for other devices. A token can only win when w < p / p_best-so-far, and both a bound of that ratio and the leading 32 bits of w
 are cheap, so the logarithms are taken for a handful of tokens a row and the answer is still exact.
 """
 
@@ -11,32 +10,9 @@ import math
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from rhymerl.compiled import compiled
-from rhymerl.engine.noise import KeyArray, log_race_times
-
-_AT_ONCE = 2**24  # logits; without a compiler each of them needs some 40 bytes
-
-
-def draw_on_device(logits: Tensor, inverse_temperatures: Tensor, keys: Tensor) -> Tensor:
-    """Return what `draw_tokens` draws, [n] int64, from logits [n, vocabulary], inverse temperatures [n] and keys [n, 3] int64.
-
-    On an accelerator one compiled kernel reads the logits once.
-    """
-    race = torch.compile(_race, dynamic=True) if logits.is_cuda else _race
-    rows = max(_AT_ONCE // logits.shape[-1], 1)
-    scales = inverse_temperatures.double()
-    parts = zip(logits.split(rows), scales.split(rows), keys.split(rows), strict=True)
-    return torch.cat([race(*part) for part in parts])
-
-
-def _race(logits: Tensor, scales: Tensor, keys: Tensor) -> Tensor:
-    scale = scales[:, None]
-    scores = logits.double() * torch.where(scale > 0, scale, 1.0)
-    scores = scores - torch.where(scale > 0, log_race_times(keys, logits.shape[-1]), 0.0)
-    return scores.argmax(-1)
+from rhymerl.engine.noise import KeyArray
 
 
 @compiled

@@ -47,6 +47,15 @@ def test_sampler_has_a_row_for_each_number_of_rows(run: Run) -> None:
     assert [row["rows"] for row in result["rows"]] == [1, 3]
 
 
+def test_draw_kernel_says_what_it_needs(run: Run) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.raises(SystemExit, match="needs a CUDA device"):
+        run("draw_kernel")
+
+
 def test_loop_overhead_tells_the_ways_apart_and_writes_its_files(run: Run, tmp_path: Path) -> None:
     words = ("--prompts", "16", "--group-size", "2", "--prompts-per-step", "4")
     result = run("loop_overhead", *words, "--out", str(tmp_path), "--hardware", "here")

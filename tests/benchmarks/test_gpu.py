@@ -87,7 +87,7 @@ def test_a_machine_without_a_gpu_says_what_would_run_and_what_is_missing(
     assert gpu.main(["--work", str(tmp_path), "--wheels", str(tmp_path / "wheels")]) == 2
     said = capsys.readouterr().out
     assert said.count("\n") == 1
-    assert said.startswith("make gpu would run tests, table-0.5B, steps, ")
+    assert said.startswith("make gpu would run tests, table-0.5B, draw, steps, ")
     assert "a GPU that torch sees" in said
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import dataclasses
 
 import numpy as np
 import pytest
@@ -10,8 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rhymerl.engine import draw
-from rhymerl.engine.noise import noise_counters, noise_keys, noise_keys_on_device
+from rhymerl.engine import device_draw
+from rhymerl.engine.draw import draw_tokens
+from rhymerl.engine.kv_store import SlotPool
+from rhymerl.engine.noise import keys_at, noise_counters, noise_keys, noise_keys_on_device
+from rhymerl.engine.rows import Rows
+from rhymerl.engine.sampler import Sampler
+from rhymerl.testing import make_requests
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**62)), min_size=1, max_size=20))
@@ -22,50 +27,59 @@ def test_keys_are_the_same_64_bits_signed_and_not(pairs):
 
 
 def problem(count: int, vocabulary: int, dtype: str):
-    """Logits [count, vocabulary] with gaps, inverse temperatures and keys; some draws are greedy."""
+    """Logits [count, vocabulary] with gaps, inverse temperatures and counters; some draws are greedy."""
     source = np.random.default_rng(vocabulary)
     logits = (source.normal(size=(count, vocabulary)) * 4).astype(dtype)
     logits[source.random(logits.shape) < 0.2] = -np.inf
     logits[:, 1] = 3
     scales = source.choice([0.0, 1.0, 1 / 0.7], count)
-    keys = noise_keys(source.integers(0, 2**63, count).astype(np.uint64), source.integers(0, 9999, count))
-    return logits, scales, keys
+    return logits, scales, source.integers(0, 2**63, count).astype(np.uint64)
 
 
-def on_device(logits, scales, keys, *, race=draw.draw_on_device):
-    keys = torch.from_numpy(keys.astype(np.int64))
-    return race(torch.from_numpy(logits), torch.from_numpy(scales), keys)
+def on_device(logits, scales, counters):
+    ones = torch.ones(len(logits), dtype=torch.float64)
+    draws = (torch.from_numpy(each) for each in (logits, counters.view(np.int64), scales))
+    return device_draw.draw_with_logprobs(*draws, ones)
 
 
-def compiled(logits, scales, keys):
+def compiled(logits, scales, counters):
     out = np.empty(len(logits), np.int32)
-    draw.draw_tokens(logits, np.arange(len(logits)), scales, keys, out)
+    keys = keys_at(counters, np.zeros(len(counters), np.int64))
+    draw_tokens(logits, np.arange(len(logits)), scales, keys, out)
     return out
 
 
 @pytest.mark.parametrize("at_once", [1, 1000, 2**24], ids=["line by line", "some lines", "whole"])
 @pytest.mark.parametrize(("vocabulary", "dtype"), [(2, "float64"), (19, "float32"), (513, "float32")])
 def test_tokens_are_those_of_the_compiled_draw(vocabulary, dtype, at_once, monkeypatch):
-    monkeypatch.setattr(draw, "_AT_ONCE", at_once)
+    monkeypatch.setattr(device_draw, "_AT_ONCE", at_once)
     given_ = problem(301, vocabulary, dtype)
-    sampled = on_device(*given_)
+    sampled, logprobs = on_device(*given_)
     assert sampled.dtype == torch.int64
     np.testing.assert_array_equal(sampled.numpy(), compiled(*given_))
+    expected = torch.from_numpy(given_[0]).double().log_softmax(-1).gather(-1, sampled[:, None])[:, 0]
+    assert logprobs.dtype == getattr(torch, dtype)
+    torch.testing.assert_close(logprobs.double(), expected, atol=1e-6 if dtype == "float32" else 1e-12, rtol=0)
 
 
 def test_of_equal_logits_the_greedy_draw_takes_the_first():
-    keys = noise_keys(np.arange(3, dtype=np.uint64), np.arange(3))
-    assert on_device(np.zeros((3, 9), np.float32), np.zeros(3), keys).tolist() == [0, 0, 0]
+    tokens, _ = on_device(np.zeros((3, 9), np.float32), np.zeros(3), np.arange(3, dtype=np.uint64))
+    assert tokens.tolist() == [0, 0, 0]
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in torch itself
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
-def test_tokens_are_the_same_when_torch_compiles_the_race():
-    import torch._inductor.config
-
-    with torch._inductor.config.patch(compile_threads=1):
-        race = torch.compile(draw._race, dynamic=True)
-        for count, vocabulary in ((64, 513), (7, 30), (300, 1000)):
-            given_ = problem(count, vocabulary, "float32")
-            np.testing.assert_array_equal(on_device(*given_, race=race).numpy(), compiled(*given_))
+def test_the_sampler_draws_the_same_on_a_device():
+    """The way of an accelerator, on the CPU: some lines at a time, with rules in some rows, and log-probs that come with the tokens."""
+    rows = Rows(4, 64, SlotPool(64))
+    rules = ({}, {"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.8}, {"top_k": 5, "min_p": 0.05})
+    for i, each in enumerate(rules):
+        request = make_requests(1, seed=i, **each)[0]
+        rows.enter(dataclasses.replace(request, seed=-i), None)
+    owner = np.tile(rows.is_request.nonzero()[0], 5)
+    logits = torch.randn(len(owner), 200) * 3
+    here, there = Sampler(logits, rows), Sampler(logits, rows)
+    for indices in (np.array([3, 7, 1]), np.arange(len(owner))):
+        row, positions = owner[indices], indices * 2
+        tokens = here.draw(indices, row, positions)
+        np.testing.assert_array_equal(there._draw_on_device(indices, row, positions), tokens)
+        expected = here.logprobs(indices, row, tokens)
+        np.testing.assert_allclose(there._sampled_logprobs[indices], expected, atol=1e-5)

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from rhymerl.engine.device_draw import log_norms
 from rhymerl.engine.draw import chosen_logprobs, draw_tokens
 from rhymerl.engine.noise import log_race_times, noise_keys
-from rhymerl.engine.sampler import log_norms, truncate
+from rhymerl.engine.truncation import truncate
 
 
 def draws(logits: np.ndarray, seeds: np.ndarray, positions: np.ndarray, *, temperature: float = 1.0) -> np.ndarray:

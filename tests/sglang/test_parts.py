@@ -28,6 +28,8 @@ import torch.distributed as dist
 
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=2)
 dist.broadcast(torch.tensor([7, 8, 9]), src=0)
+if sys.argv[2] == "True":
+    dist.broadcast(torch.tensor([-0.7, -0.8, -0.9]), src=0)
 sys.stdin.readline()
 """
 
@@ -127,7 +129,7 @@ def test_the_drafter_catches_up_when_the_pass_is_launched(ngram_worker, monkeypa
 def test_ranks_go_on_from_the_same_tokens(tmp_path, with_logprobs):
     """Whatever another rank has sampled: sums over a vocabulary need not be the same on two devices."""
     sampler, info, logits = sampler_and_batch()
-    words = [sys.executable, "-c", BESIDE, str(tmp_path / "store")]
+    words = [sys.executable, "-c", BESIDE, str(tmp_path / "store"), str(with_logprobs)]
     with subprocess.Popen(words, stdin=subprocess.PIPE) as first:
         try:
             dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=1, world_size=2)
@@ -140,8 +142,43 @@ def test_ranks_go_on_from_the_same_tokens(tmp_path, with_logprobs):
                 dist.destroy_process_group()
     assert tokens.tolist() == [7, 8, 9]
     if with_logprobs:
-        logprobs = torch.log_softmax(logits, -1)
-        assert torch.allclose(output.next_token_logprobs, logprobs[range(3), [7, 8, 9]])
+        assert torch.allclose(output.next_token_logprobs, torch.tensor([-0.7, -0.8, -0.9]))
+
+
+@pytest.mark.parametrize("wanted", ["plain", "top", "of ids"])
+def test_log_probs_of_accepted_tokens_are_those_that_sglang_computes(ngram_worker, wanted):
+    """From what the draw has found; what else is asked for, SGLang computes itself."""
+    from rhymerl.backends.sglang.plugin import keyed, verify
+
+    (name,) = (each for each in verify._LOGPROBS if hasattr(ngram_worker, each))
+    original, calls = getattr(ngram_worker, name), []
+    info = sampling_info([rollout_request(seed, temperature=0.7) for seed in range(2)])
+    info.is_all_greedy = False
+    logits = torch.randn(2 * N, info.vocab_size) * 3
+    tokens, drawn = keyed.draw(logits, info, torch.arange(2 * N), each=N)
+    accepted = torch.tensor([[0, 2, -1], [3, -1, -1]])
+    batch = SimpleNamespace(
+        seq_lens=torch.tensor([9, 9]),
+        sampling_info=info,
+        top_logprobs_nums=[2, 0] if wanted == "top" else [0, 0],
+        token_ids_logprobs=[None, [1]] if wanted == "of ids" else [None, None],
+    )
+    rest = (N - 1,) if name == "compute_spec_v2_logprobs" else ()
+
+    def theirs(*args, **kwargs):
+        calls.append(args)
+        original(*args, **kwargs)
+
+    def logprobs(compute):
+        output = SimpleNamespace(next_token_logits=logits.clone(), keyed_logprobs=drawn)
+        if rest:
+            compute(batch, output, tokens.int(), accepted, *rest)
+        else:
+            compute(batch, output, tokens.int(), accept_index=accepted)
+        return output.next_token_logprobs
+
+    torch.testing.assert_close(logprobs(verify.keyed_logprobs(theirs)), logprobs(original), atol=1e-5, rtol=0)
+    assert len(calls) == (0 if wanted == "plain" else 1)
 
 
 def sampler_and_batch():

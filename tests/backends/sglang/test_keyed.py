@@ -123,16 +123,19 @@ def test_the_tokens_are_those_of_the_embedded_engine(batch, each):
         clean = logits.clone()
         indices = np.repeat(np.arange(7) + round_number, each) + np.tile(np.arange(each), 7)
         in_sequence = torch.from_numpy(indices + np.repeat(np.arange(7) + 3, each) - 1)
-        sampled = keyed.draw(logits, sampling_info(requests), in_sequence, each=each)
+        sampled, logprobs = keyed.draw(logits, sampling_info(requests), in_sequence, each=each)
         assert sampled.tolist() == our_draw(logits, requests, indices, each)
         assert sampled.dtype == torch.int64
+        temperatures = sampling_info(requests).temperatures.repeat_interleave(each, 0)
+        expected = (logits.double() / temperatures).log_softmax(-1).gather(-1, sampled[:, None])[:, 0]
+        torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=0)
         assert torch.equal(logits, clean), "noise or truncation touched the clean logits"
 
 
 def test_logits_of_half_precision_are_sampled_from_as_they_are():
     requests = [rollout_request(seed) for seed in range(50)]
     logits = torch.randn(50, V).bfloat16()
-    sampled = keyed.draw(logits, sampling_info(requests), torch.full((50,), 4), each=1)
+    sampled, _ = keyed.draw(logits, sampling_info(requests), torch.full((50,), 4), each=1)
     assert sampled.tolist() == our_draw(logits.float(), requests, np.zeros(50, np.int64), 1)
 
 

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from rhymerl.backends.remote.wire import noise_of
-from rhymerl.engine.draw import draw_on_device, draw_tokens
+from rhymerl.engine.device_draw import draw_with_logprobs
+from rhymerl.engine.draw import chosen_logprobs, draw_tokens
 from rhymerl.engine.noise import noise_counters, noise_keys_on_device
-from rhymerl.engine.sampler import truncate
+from rhymerl.engine.truncation import Truncation
 
-_AT_ONCE = 2**24  # logits; to truncate each of them takes some 40 bytes
+_AT_ONCE = 2**24  # logits, on a CPU; to truncate each of them takes some 40 bytes
 
 
 def first_counter(engine_request: Any) -> int:
@@ -33,44 +34,39 @@ def first_counter(engine_request: Any) -> int:
     return unsigned - 2**64 if unsigned >= 2**63 else unsigned
 
 
-def draw(logits: Tensor, sampling_info: Any, positions: Tensor, *, each: int) -> Tensor:
-    """Return the tokens sampled at `positions` [n] from clean logits [n, V], [n] int64.
+def draw(logits: Tensor, sampling_info: Any, positions: Tensor, *, each: int) -> tuple[Tensor, Tensor]:
+    """Return the tokens sampled at `positions` [n] from clean logits [n, V], [n] int64, and their log-probs, [n] float32 in nats.
 
-    Each request owns `each` lines in a row.
+    Each request owns `each` lines in a row. Log-probs are those of log_softmax(logits / T) without truncation.
 
     Noise and truncation only touch copies, of some lines at a time.
     """
     temperature, top_k, top_p, min_p = (_spread(values, each) for values in _settings(sampling_info))
-    inverse = torch.where(top_k == 1, 0.0, 1.0 / temperature)
+    scales = 1.0 / temperature
+    inverse = torch.where(top_k == 1, 0.0, scales)
     counters = _spread(sampling_info.sampling_seed, each) + positions.to(torch.int64)
-    lines = max(_AT_ONCE // logits.shape[-1], 1)
-    parts = zip(
-        *(values.split(lines) for values in (logits, counters, inverse, temperature, top_k, top_p, min_p)), strict=True
-    )
-    truncates = _truncates(sampling_info)
-    return torch.cat([_draw(*part, truncates=truncates) for part in parts])
-
-
-def _draw(
-    logits: Tensor,
-    counters: Tensor,
-    inverse: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    *,
-    truncates: bool,
-) -> Tensor:
-    logits = logits.float()
-    if truncates:
-        logits = truncate(logits, temperature.to(logits), top_k, top_p.to(logits), min_p.to(logits))
-    keys = noise_keys_on_device(counters)
+    truncation = None
+    if _truncates(sampling_info):
+        truncation = Truncation(temperatures=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     if logits.device.type != "cpu":
-        return draw_on_device(logits, inverse, keys)
-    out = np.empty(len(logits), np.int32)
-    draw_tokens(logits.numpy(), np.arange(len(logits)), inverse.double().numpy(), keys.numpy().astype(np.uint32), out)
-    return torch.from_numpy(out).to(torch.int64)
+        return draw_with_logprobs(logits, counters, inverse, scales, truncation)
+    lines = max(_AT_ONCE // logits.shape[-1], 1)
+    parts = (slice(start, start + lines) for start in range(0, max(len(logits), 1), lines))
+    draws = (logits, counters, inverse, scales)
+    done = [_draw_on_cpu(truncation and truncation.part(part), *(values[part] for values in draws)) for part in parts]
+    return torch.cat([tokens for tokens, _ in done]), torch.cat([logprobs for _, logprobs in done])
+
+
+def _draw_on_cpu(
+    rules: Truncation | None, logits: Tensor, counters: Tensor, inverse: Tensor, scales: Tensor
+) -> tuple[Tensor, Tensor]:
+    clean = logits.float()
+    left = clean if rules is None else rules.apply(clean)
+    keys = noise_keys_on_device(counters).numpy().astype(np.uint32)
+    lines, tokens, logprobs = np.arange(len(clean)), np.empty(len(clean), np.int32), np.empty(len(clean))
+    draw_tokens(left.numpy(), lines, inverse.double().numpy(), keys, tokens)
+    chosen_logprobs(clean.numpy(), lines, scales.double().numpy(), tokens, logprobs)
+    return torch.from_numpy(tokens).to(torch.int64), torch.from_numpy(logprobs).float()
 
 
 def _truncates(sampling_info: Any) -> bool:

@@ -40,12 +40,11 @@ class KeyedSampler(Sampler):  # type: ignore[misc]
             theirs = dataclasses.replace(sampling_info, sampling_seed=None)  # some of its ways refuse seeds
             given = (logits_output, theirs, return_logprob, top_logprobs_nums, token_ids_logprobs, positions)
             return cast(torch.Tensor, super().forward(*given, **more))
-        logits = logits_output.next_token_logits
-        tokens = keyed.draw(logits, sampling_info, positions, each=1)
+        tokens, logprobs = keyed.draw(logits_output.next_token_logits, sampling_info, positions, each=1)
         self._sync_token_ids_across_tp(tokens, sampling_info)
         if return_logprob:
-            logprobs = torch.log_softmax(logits.float() / sampling_info.temperatures, -1)
-            logits_output.next_token_logprobs = logprobs.gather(-1, tokens[:, None])[:, 0]
+            self._sync_token_ids_across_tp(logprobs, sampling_info)  # those of the first rank's tokens
+            logits_output.next_token_logprobs = logprobs
         return tokens
 
     def _sync_token_ids_across_tp(self, batch_next_token_ids: torch.Tensor, sampling_info: Any) -> None:

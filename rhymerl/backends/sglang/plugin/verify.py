@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.distributed.parallel_state import get_tp_group
+from sglang.srt.environ import envs
 from sglang.srt.speculative import eagle_utils, ngram_worker
 
 from rhymerl.backends.sglang.plugin import keyed
@@ -13,6 +14,8 @@ from rhymerl.backends.sglang.plugin.sampler import warn_once
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_LOGPROBS = ("compute_spec_v2_logprobs", "compute_spec_logprobs")  # 0.5.17, 0.5.21
 
 
 def keyed_verify(original: Any) -> Any:
@@ -24,11 +27,16 @@ def keyed_verify(original: Any) -> Any:
         if batch.forward_mode.is_idle() or grammar_mask is not None or not keyed.is_plain(batch.sampling_info):
             if not batch.forward_mode.is_idle():
                 warn_once()
+            logits_output.keyed_logprobs = None
             with keyed.without_seeds(batch):
                 return original(verify_input, batch, logits_output, grammar_mask, *args, **kwargs)
         n, num_requests = verify_input.draft_token_num, len(batch.seq_lens)
         logits = logits_output.next_token_logits
-        sampled = keyed.draw(logits, batch.sampling_info, verify_input.positions, each=n)
+        sampled, logprobs = keyed.draw(logits, batch.sampling_info, verify_input.positions, each=n)
+        group = get_tp_group()
+        if group.world_size > 1:  # as the tokens below
+            logprobs = group.broadcast(logprobs, src=0)
+        logits_output.keyed_logprobs = logprobs
         return _follow(verify_input, sampled.view(num_requests, n))
 
     return verify
@@ -58,6 +66,24 @@ def _follow(verify_input: Any, sampled: Tensor) -> tuple[Tensor, Tensor, Tensor]
     return predict, lengths + 1, index
 
 
+def keyed_logprobs(original: Any) -> Any:
+    """Log-probs of accepted tokens from what the draw has found already: a token is accepted only where it is its node's own draw."""
+
+    def logprobs(batch: Any, logits_output: Any, predict: Tensor, *args: Any, **kwargs: Any) -> None:
+        logprobs_of_nodes = getattr(logits_output, "keyed_logprobs", None)
+        others = any(batch.top_logprobs_nums or ()) or any(each is not None for each in batch.token_ids_logprobs or ())
+        if logprobs_of_nodes is None or others or envs.SGLANG_RETURN_ORIGINAL_LOGPROB.get():
+            original(batch, logits_output, predict, *args, **kwargs)
+            return
+        index = kwargs["accept_index"] if "accept_index" in kwargs else args[0]
+        logits_output.next_token_logprobs = logprobs_of_nodes[index.long()].view(len(batch.seq_lens), -1)
+
+    return logprobs
+
+
 def install() -> None:
-    """Make it the verification of n-gram speculation; once a process."""
+    """Make it the verification of n-gram speculation; once a process. A version that computes log-probs elsewhere goes on doing so."""
     ngram_worker.eagle_sample = keyed_verify(ngram_worker.eagle_sample)
+    for name in _LOGPROBS:
+        if hasattr(ngram_worker, name):
+            setattr(ngram_worker, name, keyed_logprobs(getattr(ngram_worker, name)))

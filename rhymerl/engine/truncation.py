@@ -1,0 +1,48 @@
+"""Top-k, top-p and min-p: what may be sampled at all. n = draws, V = vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Truncation:
+    """What may be sampled at each draw, all [n]: the rules are off at top-k 0, top-p 1 and min-p 0."""
+
+    temperatures: Tensor  # above 0; those that top-p and min-p see
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+    def part(self, which: slice) -> Truncation:
+        """Return that of some draws."""
+        return Truncation(
+            temperatures=self.temperatures[which],
+            top_k=self.top_k[which],
+            top_p=self.top_p[which],
+            min_p=self.min_p[which],
+        )
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Return a copy of logits [n, V] as `truncate` makes it."""
+        top_p, min_p = self.top_p.to(logits), self.min_p.to(logits)
+        return truncate(logits, self.temperatures.to(logits), self.top_k, top_p, min_p)
+
+
+def truncate(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Return a copy of logits [n, V] with -inf where temperature, top-k, top-p and min-p (each [n]) rule a token out.
+
+    Each rule sees the renormalised distribution that the one before it left; the most likely token always stays.
+    """
+    ordered, order = (logits / temperature[:, None]).sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    keep = (top_k[:, None] == 0) | (rank < top_k[:, None])
+    probabilities = ordered.masked_fill(~keep, float("-inf")).softmax(-1)
+    # A sum of many rounded numbers reaches 1 before its end: with top-p 1 nothing may fall behind it.
+    keep &= (probabilities.cumsum(-1) - probabilities < top_p[:, None]) | (top_p[:, None] >= 1)
+    keep &= probabilities >= min_p[:, None] * probabilities[:, :1]
+    keep[:, 0] = True
+    return logits.masked_fill(~torch.zeros_like(keep).scatter_(-1, order, keep), float("-inf"))
