@@ -96,7 +96,9 @@ def test_constraints_pin_a_version_in_the_declared_range(line: str) -> None:
 
 def test_every_pinned_version_but_torch_has_hashes_of_its_files() -> None:
     text = (ROOT / "hashes.txt").read_text()
-    entries = re.findall(r"^([\w.-]+)==(\S+)(?: ; [^\\\n]+)?((?: \\\n    --hash=sha256:[0-9a-f]{64})+)$", text, re.MULTILINE)
+    entries = re.findall(
+        r"^([\w.-]+)==(\S+)(?: ; [^\\\n]+)?((?: \\\n    --hash=sha256:[0-9a-f]{64})+)$", text, re.MULTILINE
+    )
     versions = {canonical(name): version for name, version, _ in entries}
     assert versions == {name: version for name, version in pinned().items() if name != "torch"}
     assert text.count("--hash") == sum(hashes.count("--hash") for *_, hashes in entries)

@@ -1,4 +1,4 @@
-"""The interface of rollout backends: ONE worker's engine. Data parallelism is SPMD, so every rank owns its own."""
+"""The interfaces of rollout backends: `Backend` is what a run brings up and closes, `RolloutBackend` one worker's engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rhymerl.models.policy import Policy
 
 
-class RolloutBackend(ABC):
+class Backend(ABC):
     """A context manager: leaving it frees the engine, and requests still in it are lost.
 
     The constructor takes settings only; `start` hands over what the run has.
@@ -50,11 +50,34 @@ class RolloutBackend(ABC):
         budget: Budget | None = None,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """Bring up the engine; called once on every rank before the first `submit`.
+        """Bring up the engine; called once on every rank, before any request.
 
         `budget` None is the backend's own default; `autocast` is the update's own context for forward passes. Raises ConfigError
         for a policy that cannot be run.
         """
+
+    def words(self) -> str | None:
+        """Return what a run tells of its engine once it has started, in one line; None: nothing."""
+        return None
+
+    def release(self) -> None:
+        """The stage is over; `start` may come again, with the same policy and drafter, or `close`. An engine that is dear to bring up stays."""
+        self.close()
+
+    def close(self) -> None:
+        """Free the engine and `close` the drafter; may be called twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class RolloutBackend(Backend):
+    """ONE worker's engine. Every rank owns its own, or a process that is a worker and no rank."""
 
     @abstractmethod
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
@@ -83,9 +106,9 @@ class RolloutBackend(ABC):
         """
         return {}
 
-    def words(self) -> str | None:
-        """Return what a run tells of its engine once it has started, in one line; None: nothing."""
-        return None
+    def outputs(self) -> list[Completion]:
+        """Return what there is of the requests in flight that have tokens; they go on. A backend that cannot see them knows none."""
+        return []
 
     def learn(self, samples: Sequence[Sample]) -> None:
         """The scored answers of a step, in canonical (prompt, sample) order: the drafter learns from them."""
@@ -113,18 +136,3 @@ class RolloutBackend(ABC):
         Over ranks an int is a count, which is summed, a `Ratio` that of the sums; of other floats they log the mean, by time.
         """
         return {}
-
-    def release(self) -> None:
-        """The stage is over; `start` may come again, with the same policy and drafter, or `close`. An engine that is dear to bring up stays."""
-        self.close()
-
-    def close(self) -> None:
-        """Free the engine and `close` the drafter; may be called twice."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -120,6 +120,9 @@ class EmbeddedBackend(RolloutBackend):
     def progress(self) -> Mapping[str, int]:
         return self.engine.progress()
 
+    def outputs(self) -> list[Completion]:
+        return self.engine.outputs()
+
     def learn(self, samples: Sequence[Sample]) -> None:
         self.engine.protocol.learn(samples)
 

@@ -144,6 +144,10 @@ class Engine:
         """Return the response tokens so far of all requests by id, the running ones first, oldest first."""
         return self.admission.progress()
 
+    def outputs(self) -> list[Completion]:
+        """Return what there is of the requests that are running, oldest first."""
+        return [self.rows.completion(row, "withdrawn") for row in self.admission.running]
+
     def withdraw(self, ids: Iterable[str] | None = None) -> list[Completion]:
         """Take back requests, those that have run first, with what has been sampled of them; None = all."""
         started, fresh = self.admission.withdraw(ids)

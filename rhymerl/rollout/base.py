@@ -5,17 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
 
 from rhymerl.errors import require_at_least
 from rhymerl.rewards.failures import Failures
 from rhymerl.types import Prompt, RolloutRequest, Sample, SamplingParams, Split
-
-if TYPE_CHECKING:
-    from rhymerl.schedulers.base import Scheduler
-
-# What a worker does that has finished its queue while others have not.
-RunAhead = Literal["off", "draft", "keep"]
 
 
 class RolloutSettings:
@@ -63,28 +56,6 @@ class RolloutSettings:
             min_p=self.min_p,
             stop_token_ids=tuple(sorted({*stop_token_ids, *self.stop_token_ids})),
         )
-
-
-def check_run_ahead(run_ahead: str, max_staleness: int) -> None:
-    """Raise ValueError for a mode that does not exist, or that the staleness allowed (in steps) rules out.
-
-    off: it waits. draft: it begins the next step, whose tokens are sampled again after the update, along the earlier ones as
-    drafts. keep: it begins the next step, and its tokens stay in the answers.
-    """
-    if run_ahead not in ("off", "draft", "keep"):
-        raise ValueError(f"run_ahead={run_ahead!r}: expected one of off, draft, keep")
-    if max_staleness not in (0, 1):
-        raise ValueError(f"max_staleness={max_staleness}: expected 0 or 1")
-    if run_ahead == "keep" and max_staleness == 0:
-        raise ValueError(
-            "max_staleness=0: run_ahead=keep trains on tokens of the policy before; expected max_staleness=1, or "
-            "run_ahead=draft or off"
-        )
-
-
-def follows_clock(scheduler: Scheduler, run_ahead: RunAhead) -> bool:
-    """Return whether what a rank does next follows from how far all of them are by then."""
-    return scheduler.migrates or run_ahead != "off"
 
 
 def request_seed(run_seed: int, step: int | str, prompt: Prompt, sample: int, round_number: int = 0) -> int:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from rhymerl.history.answers import are_alike
 from rhymerl.rollout.results import SamplingRound, by_prompt
-from rhymerl.types import Completion, Ratio, Sample
+from rhymerl.types import Completion, Sample
+from rhymerl.workers.metrics import over_workers
 
 
 def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
@@ -57,30 +58,13 @@ def metrics_of(rounds: Sequence[SamplingRound]) -> dict[str, float]:
     busy_s, num_ranks = sum(result.busy_s for result in results), len(rounds[0].by_rank)
     first, *others = (len({sample.prompt.id for sample in each.samples}) for each in rounds)
     return {
-        **over_ranks([result.metrics for result in results], [result.busy_s for result in results]),
+        **over_workers([result.metrics for result in results], [result.busy_s for result in results]),
         "timing_s/rollout": rollout_s,
         "timing_s/reward": sum(each.scored_s for each in rounds),  # what was not hidden behind the rollout
         "rollout/tokens_per_s": sum(result.num_tokens for result in results) / max(rollout_s, 1e-9),
         "rollout/bubble_frac": max(0.0, 1 - busy_s / max(num_ranks * rollout_s, 1e-9)),
         "rollout/replaced_groups": sum(others) / first,
     }
-
-
-def over_ranks(each: Sequence[Mapping[str, float]], weights: Sequence[float]) -> dict[str, float]:
-    """Return one set of metrics from each rank's: the sum of ints, the ratio of summed ratios, the weighted mean of other floats."""
-    names = dict.fromkeys(name for metrics in each for name in metrics)
-    return {name: _over_ranks(name, each, weights) for name in names}
-
-
-def _over_ranks(name: str, each: Sequence[Mapping[str, float]], weights: Sequence[float]) -> float:
-    found = [(metrics[name], weight) for metrics, weight in zip(each, weights, strict=True) if name in metrics]
-    ratios = [value for value, _ in found if isinstance(value, Ratio)]
-    if ratios:
-        return float(Ratio(sum(ratio.part for ratio in ratios), sum(ratio.whole for ratio in ratios)))
-    if all(isinstance(value, int) for value, _ in found):
-        return float(sum(value for value, _ in found))
-    total = sum(weight for _, weight in found)
-    return sum(value * weight for value, weight in found) / total if total else float(found[0][0])
 
 
 @dataclass(slots=True)

@@ -16,12 +16,12 @@ from rhymerl.config import construct, instantiate
 from rhymerl.costs import CostCurve
 from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.progress import SILENT, ProgressBar, counted
-from rhymerl.rollout.base import RunAhead
 from rhymerl.schedulers.fifo import FIFOScheduler
 from rhymerl.simulation.base import REFERENCE_COSTS, Decoding, LengthSource, StepWork, Timeline
 from rhymerl.simulation.pipeline import Simulation, check_modes
 from rhymerl.simulation.summary import Window, step_time, summary
 from rhymerl.simulation.workload import RecordedLengths
+from rhymerl.workers import RunAhead
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rhymerl.progress import SILENT, ProgressBar
-from rhymerl.rollout.base import RunAhead, check_run_ahead
 from rhymerl.schedulers.base import Plan, Progress, Scheduler, check_plan
 from rhymerl.simulation.base import Decoding, Pipeline, StepWork, Timeline
 from rhymerl.simulation.course import Course
 from rhymerl.simulation.step import StepRun
 from rhymerl.types import Completion, Output, Sample
+from rhymerl.workers import RunAhead, check_run_ahead
 
 if TYPE_CHECKING:
     from rhymerl.types import FloatArray, IndexArray

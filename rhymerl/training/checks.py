@@ -14,11 +14,11 @@ from rhymerl.models.policy import Policy
 from rhymerl.rewards import Reward, build_rewards, check_reward
 from rhymerl.rewards.resolve import nearest
 from rhymerl.rollout import RolloutSettings
-from rhymerl.rollout.base import RunAhead, follows_clock
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.training.evaluation import EvaluationSettings
 from rhymerl.training.hyperparameters import refuse_lost
 from rhymerl.training.settings import UpdateSettings
+from rhymerl.workers import RunAhead, follows_clock
 
 
 def check_answers_fit(policy: Policy, *, rollout: RolloutSettings, evaluation: EvaluationSettings) -> None:

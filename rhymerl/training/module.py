@@ -36,7 +36,6 @@ from rhymerl.progress import SILENT
 from rhymerl.rewards import Reward, RewardScorer
 from rhymerl.rewards.failures import Failures
 from rhymerl.rollout import RECORDS, Rollout, RolloutLoop, RolloutSettings
-from rhymerl.rollout.base import RunAhead, check_run_ahead
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.schedulers.fifo import FIFOScheduler
 from rhymerl.training.checkpoint import of_this_format
@@ -58,6 +57,7 @@ from rhymerl.training.trainer import (
 )
 from rhymerl.training.updater import Updater
 from rhymerl.types import Sample, Split
+from rhymerl.workers import RunAhead, check_run_ahead
 
 Node = Mapping[str, Any]  # a component as plain config, with `_target_`
 

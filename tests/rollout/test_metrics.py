@@ -6,9 +6,10 @@ import pickle
 from dataclasses import replace
 
 from rhymerl.history.answers import group_advantages
-from rhymerl.rollout.metrics import over_ranks, rollout_metrics
+from rhymerl.rollout.metrics import rollout_metrics
 from rhymerl.rollout.results import groups_that_teach_nothing
 from rhymerl.types import Ratio
+from rhymerl.workers.metrics import over_workers
 from tests.training.test_update import scored
 
 
@@ -24,13 +25,13 @@ def test_each_kind_of_metric_over_ranks():
     one = {"count": 2, "rate": Ratio(1, 10), "mean": 1.0, "only one": Ratio(1, 2)}
     other = {"count": 3, "rate": Ratio(80, 80), "mean": 4.0}
     idle = {"count": 0, "rate": Ratio(0, 0), "mean": 0.0}
-    found = over_ranks([one, other, idle], [1.0, 2.0, 0.0])
+    found = over_workers([one, other, idle], [1.0, 2.0, 0.0])
     assert found == {"count": 5.0, "rate": 81 / 90, "mean": 3.0, "only one": 0.5}
     assert {type(value) for value in found.values()} == {float}
 
 
 def test_a_mean_without_weights_is_the_first_value():
-    assert over_ranks([{"mean": 2.0}, {"mean": 4.0}], [0.0, 0.0]) == {"mean": 2.0}
+    assert over_workers([{"mean": 2.0}, {"mean": 4.0}], [0.0, 0.0]) == {"mean": 2.0}
 
 
 def test_equal_rewards_have_no_deviation_whatever_rounding_leaves():

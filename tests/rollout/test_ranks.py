@@ -14,7 +14,6 @@ from rhymerl.distributed import Alone
 from rhymerl.errors import BackendError, ConfigError, RunError
 from rhymerl.rewards import Reward, RewardScorer
 from rhymerl.rollout import Rollout, RolloutLoop, RolloutSettings
-from rhymerl.rollout.run_ahead import RunAheadState
 from rhymerl.schedulers import (
     FIFOScheduler,
     HistoPipeScheduler,
@@ -27,6 +26,7 @@ from rhymerl.schedulers import (
 )
 from rhymerl.testing import make_prompt
 from rhymerl.training.checks import check_lockstep
+from rhymerl.workers.run_ahead import RunAheadState
 from tests.distributed.threads import Threads, run_ranks
 from tests.rollout.tokens import TokenBackend, expected
 
@@ -275,7 +275,7 @@ def test_groups_that_teach_nothing_are_replaced_and_ranks_agree():
         loop.scorer = RewardScorer([Reward(reward, name="reward", where="main")])
         stream = iter(prompts[4:12])
         rollout = loop.run(prompts[:4], 0, settings, following=prompts[:4], replacements=stream)
-        ahead = loop.run_ahead_state
+        ahead = loop.workers.state()
         assert ahead is None or ahead.step == 1
         return rollout, loop.history.num_answers, len(list(stream))
 

@@ -6,7 +6,7 @@ import pytest
 
 from rhymerl.errors import BackendError
 from rhymerl.rollout import requests_of
-from rhymerl.rollout.worker import DecodeLimits, Worker
+from rhymerl.workers.worker import DecodeLimits, Worker
 from tests.rollout.test_ranks import PROMPTS, SETTINGS, length
 from tests.rollout.tokens import TokenBackend, token
 

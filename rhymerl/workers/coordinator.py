@@ -161,11 +161,17 @@ class Coordinator:
         number = {self._requests[index].id: index for left in self._left for index in left}
         goals = {number[move.request_id]: move.worker for move in moves}
         goals = {index: worker for index, worker in goals.items() if worker != self._worker[index]}
-        for index, worker in goals.items():
-            self._left[worker][index] = self._left[self._worker[index]].pop(index)
-            self._worker[index] = worker
+        self.note_moves(goals)
         self.num_moves += len(goals)
         return goals
+
+    def note_moves(self, goals: Mapping[int, int]) -> None:
+        """Requests, by their index, go on with other workers; those that have ended do not."""
+        for index, worker in goals.items():
+            tokens = self._left[self._worker[index]].pop(index, None)
+            self._worker[index] = worker
+            if tokens is not None:
+                self._left[worker][index] = tokens
 
     def _progress(self) -> Progress:
         assert self._step is not None

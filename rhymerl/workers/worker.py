@@ -11,8 +11,8 @@ from rhymerl.backends.base import RolloutBackend
 from rhymerl.distributed import Message
 from rhymerl.errors import BackendError
 from rhymerl.history import HistoryStore
-from rhymerl.rollout.coordinator import ProgressReport
 from rhymerl.types import Completion, Output, RolloutRequest, Sample
+from rhymerl.workers.coordinator import ProgressReport
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from rhymerl.rollout.coordinator import SharedPlan
 from rhymerl.types import Output, RolloutRequest
+from rhymerl.workers.coordinator import SharedPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

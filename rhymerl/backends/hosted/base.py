@@ -1,0 +1,54 @@
+"""The interface of backends whose engines live apart from the trainer's ranks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from rhymerl.backends.base import Backend
+from rhymerl.backends.hosted.messages import Events, Message, WeightSource
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Connection(ABC):
+    """The way to one worker's host. A worker that is gone makes the futures raise OSError or a subclass of it."""
+
+    @abstractmethod
+    def post(self, message: Message) -> None:
+        """Send a message without waiting; messages arrive in order. Never raises for a worker that is gone."""
+
+    @abstractmethod
+    def poll(self, wait_s: float) -> Future[Events]:
+        """Ask what is new, of a host that works by itself; it waits so long for something. One at a time."""
+
+    @abstractmethod
+    def step(self, max_passes: int) -> Future[Events]:
+        """Let a host in lockstep take its messages and do at most so many passes; returns what is new."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End the worker at once; may be called twice."""
+
+
+class HostedBackend(Backend):
+    """Brings up workers by number, each with an engine of its own. `start` only takes down what they are made of."""
+
+    start_timeout_s: float = 300.0  # until a worker has to be there
+    hang_timeout_s: float = 30.0  # without an answer it counts as lost
+    remembers = True  # whether its drafter wants past answers
+    learns = False  # whether its drafter wants scored answers
+
+    @abstractmethod
+    def connect(self, number: int, *, lockstep: bool) -> Connection:
+        """Start a worker; returns at once. Called on rank 0 only, and again for a worker that was lost.
+
+        A host in lockstep does nothing by itself.
+        """
+
+    @abstractmethod
+    def publish(self, named_tensors: Iterable[tuple[str, Tensor]]) -> WeightSource:
+        """Copy weights to where workers can load them; the ones before may be dropped."""

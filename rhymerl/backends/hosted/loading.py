@@ -1,0 +1,54 @@
+"""An engine that begins with the first weights that its host is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from rhymerl.backends.base import RolloutBackend
+from rhymerl.backends.hosted.messages import WeightSource
+from rhymerl.budgets.base import Budget
+from rhymerl.drafters.base import Drafter
+from rhymerl.errors import BackendError
+
+if TYPE_CHECKING:
+    from rhymerl.models.policy import Policy
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineLoader:
+    """Makes the policy with the first weights, starts the engine on it, and copies later weights into it."""
+
+    make_policy: Callable[[], Policy]
+    engine: RolloutBackend
+    drafter: Drafter
+    budget: Budget | None = None
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+    _policy: Policy | None = None
+
+    def __call__(self, source: WeightSource, version: int) -> RolloutBackend:
+        is_first = self._policy is None
+        policy = self._policy = self._policy or self.make_policy()
+        copy_weights(policy.model, source.load())
+        if is_first:
+            self.engine.start(policy, self.drafter, budget=self.budget, autocast=self.autocast)
+        self.engine.sync_weights(policy.named_weights(), version)
+        return self.engine
+
+
+def copy_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Write all parameters of a model. Raises BackendError where their names or shapes are others."""
+    parameters = dict(model.named_parameters())
+    if parameters.keys() != tensors.keys():
+        other = sorted(parameters.keys() ^ tensors.keys())[0]
+        raise BackendError(f"a worker's model is not the trainer's: only one of them has {other!r}")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if parameter.shape != tensors[name].shape:
+                raise BackendError(f"a worker's model is not the trainer's: {name!r} has another shape")
+            parameter.copy_(tensors[name])

@@ -1,0 +1,134 @@
+"""What the trainer and a worker apart from it say to one another. L = response tokens."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rhymerl.history.packing import PackedPrompt
+from rhymerl.types import Output, RolloutRequest, Sample, Split
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class WeightSource(ABC):
+    """One policy's weights on their way: workers load them when they come to it."""
+
+    @abstractmethod
+    def load(self) -> Mapping[str, Tensor]:
+        """Return all tensors by name; they are not to be written to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """A new policy. Of several that wait, only the newest is loaded."""
+
+    version: int
+    source: WeightSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submit:
+    """Requests to answer, in this order and behind all of a lower `rank`.
+
+    They are sampled by policies from version `oldest` on. What policies before version `final` sample is a draft of the answer, along which it
+    is sampled again.
+    """
+
+    requests: Sequence[RolloutRequest]
+    rank: int
+    oldest: int
+    final: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Withdraw:
+    """Give these requests back, as far as they are here and not answered."""
+
+    ids: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remember:
+    """Past answers to prompts that are to come."""
+
+    prompts: Sequence[PackedPrompt]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learn:
+    """The scored answers of a step, for the drafter."""
+
+    samples: Sequence[Sample]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measure:
+    """Tell what happened in the engine since the last time."""
+
+
+Message = Weights | Submit | Withdraw | Remember | Learn | Measure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tail:
+    """The tokens of an answer from index `start` on, with counts of the whole of it."""
+
+    id: str
+    start: int
+    output: Output  # [L - start]
+
+    def behind(self, known: Output | None) -> Output:
+        """Return the answer so far, of which `known` has been told before."""
+        if not self.start:
+            return self.output
+        assert known is not None
+        joined = {
+            name: np.concatenate([getattr(known, name)[: self.start], getattr(self.output, name)])
+            for name in ("token_ids", "logprobs", "policy_versions")
+        }
+        return replace(self.output, **joined)
+
+
+def nothing() -> Output:
+    """Return an answer of which there is no token yet."""
+    return Output(token_ids=np.empty(0, np.int32), logprobs=np.empty(0), policy_versions=np.empty(0, np.int32))
+
+
+def tail_of(name: str, output: Output, start: int) -> Tail:
+    """Return what of an answer is new since its first `start` tokens were told."""
+    return Tail(
+        id=name,
+        start=start,
+        output=replace(
+            output,
+            token_ids=output.token_ids[start:],
+            logprobs=output.logprobs[start:],
+            policy_versions=output.policy_versions[start:],
+        ),
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class Events:
+    """What a worker has to tell since the last time."""
+
+    finished: list[tuple[str, Output]] = field(default_factory=list)
+    released: list[tuple[str, Output]] = field(default_factory=list)  # withdrawn, with what there is of them
+    tails: list[Tail] = field(default_factory=list)  # of answers that go on; drafts of answers too
+    forgotten: list[tuple[Split, str]] = field(default_factory=list)  # prompts whose history did not fit
+    measured: list[Mapping[str, float]] = field(default_factory=list)  # an answer to each `Measure`
+    version: int | None = None  # of the policy with which it samples; None before the first
+    busy: list[tuple[float, float, int]] = field(default_factory=list)  # passes from .. to (Unix time), of this rank
+    history_bytes: int = 0
+    error: Exception | None = None  # its end
+
+    @property
+    def is_urgent(self) -> bool:
+        """Return whether somebody may wait for it."""
+        return bool(self.finished or self.released or self.measured or self.error)

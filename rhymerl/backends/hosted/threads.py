@@ -1,0 +1,124 @@
+"""Hosts in threads of the trainer's process: for engines that are servers already, and for tests."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rhymerl.backends.base import RolloutBackend
+from rhymerl.backends.hosted.base import Connection, HostedBackend
+from rhymerl.backends.hosted.host import Load, WorkerHost
+from rhymerl.backends.hosted.loading import EngineLoader
+from rhymerl.backends.hosted.messages import Events, Message, WeightSource
+from rhymerl.budgets.base import Budget
+from rhymerl.drafters.base import Drafter
+from rhymerl.drafters.none import NoDrafter
+from rhymerl.drafters.run_ahead import innermost, listens
+from rhymerl.history import HistoryStore
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rhymerl.models.policy import Policy
+
+_CLOSE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopiedWeights(WeightSource):
+    """Weights in this process's memory."""
+
+    tensors: Mapping[str, Tensor]
+
+    def load(self) -> Mapping[str, Tensor]:
+        return self.tensors
+
+
+class ThreadConnection(Connection):
+    """A host in this process."""
+
+    def __init__(self, host: WorkerHost, *, lockstep: bool) -> None:
+        self._host = host
+        self._is_killed = False
+        self._pool = ThreadPoolExecutor(1)
+        self._thread = threading.Thread(target=host.run, daemon=True)
+        if not lockstep:
+            self._thread.start()
+
+    def post(self, message: Message) -> None:
+        self._host.post(message)
+
+    def poll(self, wait_s: float) -> Future[Events]:
+        return self._pool.submit(self._told, lambda: self._host.poll(wait_s))
+
+    def step(self, max_passes: int) -> Future[Events]:
+        return self._pool.submit(self._told, lambda: self._host.step(max_passes))
+
+    def _told(self, ask: Callable[[], Events]) -> Events:
+        events = ask()
+        if self._is_killed:
+            raise ConnectionError("it was killed")
+        return events
+
+    def kill(self) -> None:
+        self._is_killed = True
+        self._host.close()
+        self._pool.shutdown(wait=False)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until its engine has stopped."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+
+class ThreadBackend(HostedBackend):
+    """`make` gives the engine of each worker by its number; each has copies of policy, drafter and budget."""
+
+    counts_passes = True
+
+    def __init__(self, make: Callable[[int], RolloutBackend]) -> None:
+        self.make = make
+        self.connections: list[ThreadConnection] = []
+
+    def start(
+        self,
+        policy: Policy,
+        drafter: Drafter,
+        *,
+        budget: Budget | None = None,
+        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self._parts = policy, drafter, budget, autocast
+        self.remembers = not isinstance(innermost(drafter), NoDrafter)
+        self.learns = listens(drafter, "learn")
+
+    def connect(self, number: int, *, lockstep: bool) -> Connection:
+        host = WorkerHost(self._load(number), history=HistoryStore())
+        connection = ThreadConnection(host, lockstep=lockstep)
+        self.connections.append(connection)
+        return connection
+
+    def _load(self, number: int) -> Load:
+        policy, drafter, budget, autocast = self._parts
+        return EngineLoader(
+            make_policy=lambda: deepcopy(policy),
+            engine=self.make(number),
+            drafter=deepcopy(drafter),
+            budget=deepcopy(budget),
+            autocast=autocast,
+        )
+
+    def publish(self, named_tensors: Iterable[tuple[str, Tensor]]) -> WeightSource:
+        return CopiedWeights(tensors={name: tensor.detach().cpu().clone() for name, tensor in named_tensors})
+
+    def close(self) -> None:
+        for connection in self.connections:
+            connection.kill()
+        for connection in self.connections:
+            connection.join(_CLOSE_S)
+        self.connections = []

@@ -1,0 +1,61 @@
+"""The workers that answer requests: on the trainer's ranks, or apart from them."""
+
+from rhymerl.backends.base import Backend, RolloutBackend
+from rhymerl.backends.hosted.base import HostedBackend
+from rhymerl.distributed import Ranks
+from rhymerl.schedulers.base import Scheduler
+from rhymerl.types import Output
+from rhymerl.workers.base import RunAhead, StepRequests, Workers, check_run_ahead, follows_clock
+from rhymerl.workers.coordinator import Command, ProgressReport, SharedPlan
+from rhymerl.workers.fleet import Fleet
+from rhymerl.workers.ranks import RankWorkers
+from rhymerl.workers.run_ahead import RunAheadState
+from rhymerl.workers.worker import MovedRequest
+
+# What travels between the workers of ranks, apart from plain data and arrays.
+RECORDS: tuple[type, ...] = (Command, MovedRequest, Output, ProgressReport, RunAheadState, SharedPlan)
+
+
+def workers_of(
+    backend: Backend,
+    scheduler: Scheduler,
+    *,
+    num_workers: int | None,
+    ranks: Ranks,
+    run_ahead: RunAhead,
+    max_staleness: int,
+    lockstep: bool,
+) -> Workers:
+    """Return the workers of a backend that has been started; `num_workers` None = one a rank.
+
+    Raises ValueError for arguments that contradict one another.
+    """
+    if isinstance(backend, HostedBackend):
+        return Fleet(
+            backend,
+            scheduler,
+            num_workers=num_workers or ranks.size,
+            ranks=ranks,
+            run_ahead=run_ahead,
+            max_staleness=max_staleness,
+            lockstep=lockstep,
+        )
+    assert isinstance(backend, RolloutBackend)
+    if num_workers not in (None, ranks.size):
+        raise ValueError(
+            f"workers={num_workers}: with {type(backend).__name__} every rank is a worker; expected null, {ranks.size}, or backend=ray"
+        )
+    return RankWorkers(backend, scheduler, ranks=ranks, run_ahead=run_ahead, lockstep=lockstep)
+
+
+__all__ = [
+    "RECORDS",
+    "RankWorkers",
+    "RunAhead",
+    "RunAheadState",
+    "StepRequests",
+    "Workers",
+    "check_run_ahead",
+    "follows_clock",
+    "workers_of",
+]

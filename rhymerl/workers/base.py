@@ -1,0 +1,101 @@
+"""The workers that answer a step's requests, as the rollout loop sees them: it knows neither where they live nor how many there are."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from rhymerl.history import HistoryStore
+from rhymerl.types import Completion, RolloutRequest, Sample, Split
+from rhymerl.workers.run_ahead import RunAheadState
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rhymerl.schedulers.base import Scheduler
+
+# What a worker does that has finished its queue while others have not.
+RunAhead = Literal["off", "draft", "keep"]
+
+
+def check_run_ahead(run_ahead: str, max_staleness: int) -> None:
+    """Raise ValueError for a mode that does not exist, or that the staleness allowed (in steps) rules out.
+
+    off: it waits. draft: it begins the next step, whose tokens are sampled again after the update, along the earlier ones as
+    drafts. keep: it begins the next step, and its tokens stay in the answers.
+    """
+    if run_ahead not in ("off", "draft", "keep"):
+        raise ValueError(f"run_ahead={run_ahead!r}: expected one of off, draft, keep")
+    if max_staleness not in (0, 1):
+        raise ValueError(f"max_staleness={max_staleness}: expected 0 or 1")
+    if run_ahead == "keep" and max_staleness == 0:
+        raise ValueError(
+            "max_staleness=0: run_ahead=keep trains on tokens of the policy before; expected max_staleness=1, or "
+            "run_ahead=draft or off"
+        )
+
+
+def follows_clock(scheduler: Scheduler, run_ahead: RunAhead) -> bool:
+    """Return whether what a worker does next follows from how far all of them are by then."""
+    return scheduler.migrates or run_ahead != "off"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRequests:
+    """The requests that are answered together, in canonical order, and those of the next step, which workers may begin."""
+
+    step: int | str
+    requests: Sequence[RolloutRequest]
+    following: Sequence[RolloutRequest] | None = None
+    split: Split = "train"
+
+    @property
+    def number(self) -> int | None:
+        """The step of training; None for an evaluation, in which nothing moves."""
+        return self.step if isinstance(self.step, int) and self.split == "train" else None
+
+
+class Workers(ABC):
+    """All methods are collectives: every rank calls them in the same order."""
+
+    num_moves = 0  # requests that went to another worker in the latest `answer`
+    busy_s = 0.0  # of this rank's workers in the latest `answer`: their mean
+
+    @abstractmethod
+    def answer(self, work: StepRequests) -> Iterator[Completion]:
+        """Yield the answers that this rank is to score, each as it ends; it is over when all ranks have theirs."""
+
+    def end_step(self) -> None:
+        """Every rank has gathered what the latest `answer` of all of them gave."""
+
+    @abstractmethod
+    def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        """Sample with these weights from now on."""
+
+    @abstractmethod
+    def learn(self, samples: Sequence[Sample]) -> None:
+        """Let drafters learn from the scored answers of a step, in canonical order."""
+
+    @abstractmethod
+    def follow(self, history: HistoryStore) -> None:
+        """Let drafters know what is new in the history."""
+
+    @abstractmethod
+    def state(self) -> RunAheadState | None:
+        """Return what this rank has of the next step."""
+
+    @abstractmethod
+    def restore(self, state: RunAheadState | None) -> None:
+        """Take up what all ranks had together."""
+
+    def sleep(self) -> None:
+        """Give memory back until the next step, if that is wanted."""
+
+    @abstractmethod
+    def metrics(self) -> Mapping[str, float]:
+        """Return what happened in this rank's engines since the last call, by metric name."""
+
+    def close(self) -> None:
+        """Nothing is asked any more; may be called twice. The backend closes its engines."""

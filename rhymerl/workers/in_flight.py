@@ -1,0 +1,103 @@
+"""The requests of a step that workers apart from the trainer answer: who has which, and what has been told of each."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from rhymerl.backends.hosted.messages import Submit, Tail
+from rhymerl.types import Completion, Output, RolloutRequest
+from rhymerl.workers.base import RunAhead, StepRequests
+from rhymerl.workers.coordinator import ProgressReport, SharedPlan
+from rhymerl.workers.run_ahead import RunAheadState, fingerprint
+
+_EVALUATION = -1  # a rank before all steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Versions:
+    """The policies that may sample a step's tokens: from `oldest` on; what is older than `final` are drafts."""
+
+    oldest: int
+    final: int
+
+    @classmethod
+    def of(cls, target: int, run_ahead: RunAhead, max_staleness: int) -> Versions:
+        """Return those of answers that train the policy of version `target`."""
+        match run_ahead:
+            case "keep":
+                return cls(oldest=target - max_staleness, final=target - max_staleness)
+            case "draft":
+                return cls(oldest=target - 1, final=target)
+        return cls(oldest=target, final=target)
+
+
+@dataclass(slots=True, kw_only=True)
+class InFlight:
+    """A step that is being answered. Every request has one worker, or is finished."""
+
+    work: StepRequests
+    plan: SharedPlan
+    versions: Versions
+    outputs: dict[str, Output] = field(default_factory=dict)  # by request id, as far as they are told
+    worker: dict[str, int] = field(default_factory=dict)  # of unfinished requests
+    finished: deque[str] = field(default_factory=deque)  # that nobody has taken yet
+    goals: dict[str, int] = field(default_factory=dict)  # of requests that their worker is to give back: the next one
+    moved: dict[int, int] = field(default_factory=dict)  # by index, those that went elsewhere because a worker was lost
+    index: Mapping[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.index = {request.id: number for number, request in enumerate(self.work.requests)}
+
+    @property
+    def rank(self) -> int:
+        return _EVALUATION if self.work.number is None else self.work.number
+
+    def is_final(self, output: Output) -> bool:
+        """Return whether its tokens are an answer, and not a draft of one."""
+        return not len(output) or int(output.policy_versions[0]) >= self.versions.final
+
+    def request(self, name: str) -> RolloutRequest:
+        """Return a request with what is known of its answer: its beginning, or a draft of it."""
+        request, output = self.work.requests[self.index[name]], self.outputs.get(name)
+        if output is None or not len(output):
+            return request
+        if self.is_final(output):
+            return replace(request, output=output)
+        return replace(request, prefetched=output.token_ids)
+
+    def submit(self, names: Iterable[str]) -> Submit:
+        """Return the message by which a worker gets these requests."""
+        requests = [self.request(name) for name in names]
+        return Submit(requests=requests, rank=self.rank, oldest=self.versions.oldest, final=self.versions.final)
+
+    def finish(self, name: str, output: Output) -> None:
+        """Note an answer."""
+        del self.worker[name]
+        self.outputs[name] = output
+        self.finished.append(name)
+
+    def tell(self, tail: Tail) -> None:
+        """Note how far an answer is."""
+        self.outputs[tail.id] = tail.behind(self.outputs.get(tail.id))
+
+    def take(self) -> list[Completion]:
+        """Return the answers that have ended since the last time."""
+        names, self.finished = list(self.finished), deque()
+        return [Completion(request=self.work.requests[self.index[name]], output=self.outputs[name]) for name in names]
+
+    def report(self, completed: Iterable[Completion], *, tells_tokens: bool) -> ProgressReport:
+        """Return what the coordinator is to know."""
+        known = ((name, self.outputs.get(name)) for name in self.worker) if tells_tokens else ()
+        return ProgressReport(
+            finished=tuple(self.index[each.request.id] for each in completed),
+            tokens={self.index[name]: len(output) for name, output in known if output is not None},
+        )
+
+    def state(self) -> RunAheadState | None:
+        """Return what a run that ends here goes on from; None for an evaluation."""
+        if self.work.number is None:
+            return None
+        asked = fingerprint(self.work.requests)
+        return RunAheadState(step=self.work.number, asked=asked, plan=self.plan, outputs=dict(self.outputs))

@@ -1,0 +1,65 @@
+"""A worker apart from the trainer, as the fleet knows it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from rhymerl.backends.hosted.base import Connection
+from rhymerl.backends.hosted.messages import Events, Remember
+from rhymerl.history import HistoryStore
+from rhymerl.history.packing import PackedPrompt
+from rhymerl.types import RolloutRequest, Split
+
+_LOCATION = tuple[int, int, int]  # of an answer: epoch, sample, policy version
+
+
+@dataclass(slots=True, kw_only=True)
+class Member:
+    """A worker by number. One that has been lost is another one behind the same number."""
+
+    number: int
+    connection: Connection
+    since: float = field(default_factory=time.monotonic)  # it was started
+    asked: Future[Events] | None = None
+    asked_at: float = 0.0
+    version: int | None = None  # of the policy with which it samples; None until it is up
+    busy_s: float = 0.0
+    history_bytes: int = 0
+    measured: deque[Mapping[str, float]] = field(default_factory=deque)
+    remembered: dict[tuple[Split, str], set[_LOCATION]] = field(default_factory=dict)
+
+    @property
+    def is_up(self) -> bool:
+        return self.version is not None
+
+    def ask(self, wait_s: float) -> Future[Events]:
+        """Return what it will tell."""
+        if self.asked is None:
+            self.asked, self.asked_at = self.connection.poll(wait_s), time.monotonic()
+        return self.asked
+
+    def note(self, events: Events) -> None:
+        """Note what is about the worker alone."""
+        self.version = events.version
+        self.busy_s += sum(end - start for start, end, _ in events.busy)
+        self.history_bytes = events.history_bytes
+        self.measured += events.measured
+        for name in events.forgotten:
+            self.remembered.pop(name, None)
+
+    def remind(self, history: HistoryStore, requests: Iterable[RolloutRequest]) -> Remember | None:
+        """Return the past answers to these prompts that the worker does not have yet; None: it has all."""
+        prompts = {(request.split, request.prompt.key): request.prompt for request in requests}
+        unknown = []
+        for (split, key), prompt in prompts.items():
+            known = self.remembered.setdefault((split, key), set())
+            answers = history.answers(prompt, split)
+            fresh = tuple(each for each in answers if (each.epoch, each.sample, each.policy_version) not in known)
+            if fresh:
+                known |= {(each.epoch, each.sample, each.policy_version) for each in fresh}
+                unknown.append(PackedPrompt(split=split, key=key, token_ids=prompt.token_ids, answers=fresh))
+        return Remember(prompts=unknown) if unknown else None
