@@ -104,16 +104,21 @@ def context_tokens(config: PretrainedConfig) -> int:
     return int(getattr(config, "max_position_embeddings", 0) or 2**31)
 
 
+def write_files(files: Mapping[str, str], directory: str | Path) -> None:
+    """Write `Policy.files`. Raises ConfigError, before anything is written, for a file that would lie outside the directory."""
+    paths = {name: _inside(Path(directory), name) for name in files}
+    for name, path in paths.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b64decode(files[name]))
+
+
 def restore(files: Mapping[str, str], weights: Mapping[str, torch.Tensor], directory: str | Path) -> None:
     """Write `Policy.files` and a state dict of the model as a directory that plain `transformers` loads.
 
     Raises ConfigError, before anything is written, for a file that would lie outside the directory.
     """
     directory = Path(directory)
-    paths = {name: _inside(directory, name) for name in files}
-    for name, path in paths.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b64decode(files[name]))
+    write_files(files, directory)
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rhymerl.backends.base import RolloutBackend
+from rhymerl.backends.base import Backend
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.data import PromptDataModule
 from rhymerl.distributed.first import is_first_rank
@@ -50,7 +50,7 @@ def _device(trainer: Any) -> str:
     return f"{name}, {trainer.precision}{ranks}"
 
 
-def embedded_on_gpu(backend: RolloutBackend, device_type: str) -> str | None:
+def embedded_on_gpu(backend: Backend, device_type: str) -> str | None:
     """Return what to say of an engine that is meant for development, on a device of type "cuda"; None of any other."""
     if device_type != "cuda" or not isinstance(backend, EmbeddedBackend):
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from rhymerl.backends.base import RolloutBackend
+from rhymerl.backends.base import Backend
 from rhymerl.budgets.base import Budget
 from rhymerl.config import instantiate
 from rhymerl.data.base import columns_of
@@ -162,12 +162,12 @@ def _loop(
     drafter: Drafter = instantiate(config.drafter, key="drafter")
     budget: Budget = instantiate(config.budget, key="budget")
     scheduler = instantiate(config.scheduler, key="scheduler")
-    backend: RolloutBackend = instantiate(config.backend, key="backend")
+    backend: Backend = instantiate(config.backend, key="backend")
     backend.check(max(len(prompt.token_ids) for prompt in prompts) + settings.max_tokens)
     backend.check_drafting(drafter, budget)
     with backend, RewardScorer(rewards, num_processes=1) as scorer:
         backend.start(policy, drafter, budget=budget)
-        yield RolloutLoop(
+        loop = RolloutLoop(
             backend,
             scheduler,
             scorer=scorer,
@@ -176,8 +176,11 @@ def _loop(
             stop_token_ids=policy.stop_token_ids,
             seed=config.seed,
             device=policy.model.device,
+            num_workers=config.get("workers"),
             progress=progress,
         )
+        with closing(loop):
+            yield loop
 
 
 @contextmanager

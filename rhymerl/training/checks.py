@@ -7,7 +7,7 @@ from typing import Any
 
 from rhymerl.algos.base import Algorithm
 from rhymerl.algos.policy_gradient import PolicyGradient
-from rhymerl.backends.base import RolloutBackend
+from rhymerl.backends.base import Backend
 from rhymerl.data import PromptDataModule
 from rhymerl.errors import ConfigError
 from rhymerl.models.policy import Policy
@@ -67,12 +67,12 @@ def check_evaluation(evaluation: EvaluationSettings, names: Iterable[str], rewar
         )
 
 
-def check_lockstep(backend: RolloutBackend, scheduler: Scheduler, *, run_ahead: RunAhead, num_ranks: int) -> None:
+def check_lockstep(backend: Backend, scheduler: Scheduler, *, run_ahead: RunAhead, num_workers: int) -> None:
     """Raise ConfigError when ranks whose run is to be deterministic could not keep step."""
-    if num_ranks > 1 and follows_clock(scheduler, run_ahead) and not backend.counts_passes:
+    if num_workers > 1 and follows_clock(scheduler, run_ahead) and not backend.counts_passes:
         raise ConfigError(
-            f"deterministic=true with {num_ranks} ranks and run_ahead={run_ahead}, scheduler={type(scheduler).__name__}: "
-            f"{type(backend).__name__} cannot count passes, by which ranks keep step; expected run_ahead=off with a scheduler that "
+            f"deterministic=true with {num_workers} workers and run_ahead={run_ahead}, scheduler={type(scheduler).__name__}: "
+            f"{type(backend).__name__} cannot count passes, by which workers keep step; expected run_ahead=off with a scheduler that "
             "moves nothing, such as fifo, or backend=embedded"
         )
 

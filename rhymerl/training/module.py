@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from rhymerl.algos.base import Algorithm
 from rhymerl.algos.grpo import GRPO
-from rhymerl.backends.base import RolloutBackend
+from rhymerl.backends.base import Backend
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.budgets import Budget, GoodputBudget
 from rhymerl.config import instantiate
@@ -84,16 +84,17 @@ class RhymeModule(L.LightningModule):
         budget: Budget | Node | None = None,
         history: HistoryStore | Node | None = None,
         scheduler: Scheduler | Node | None = None,
-        backend: RolloutBackend | Node | None = None,
+        backend: Backend | Node | None = None,
         run_ahead: RunAhead = "off",
         max_staleness: int = 1,
+        workers: int | None = None,
         rewards: Any = None,
         reward_workers: int = 1,
         seed: int = 0,
     ) -> None:
         super().__init__()
         check_run_ahead(run_ahead, max_staleness)
-        require_at_least({"reward_workers": (reward_workers, 1)})
+        require_at_least({"reward_workers": (reward_workers, 1), "workers": (1 if workers is None else workers, 1)})
         self.automatic_optimization = False
         refuse_lost(model=model, algo=algo, critic=critic, rollout=rollout, update=update, evaluation=evaluation)
         refuse_lost(drafter=drafter, budget=budget, history=history, scheduler=scheduler, backend=backend)
@@ -106,9 +107,10 @@ class RhymeModule(L.LightningModule):
         self.budget: Budget = instantiate(budget, key="budget", default=GoodputBudget)
         self.history: HistoryStore = instantiate(history, key="history", default=HistoryStore)
         self.scheduler: Scheduler = instantiate(scheduler, key="scheduler", default=FIFOScheduler)
-        self.backend: RolloutBackend = instantiate(backend, key="backend", default=EmbeddedBackend)
+        self.backend: Backend = instantiate(backend, key="backend", default=EmbeddedBackend)
         self.run_ahead: RunAhead = run_ahead
         self.max_staleness = max_staleness
+        self.workers = workers
         self.rewards = rewards
         self.reward_workers = reward_workers
         self.seed = seed
@@ -191,8 +193,8 @@ class RhymeModule(L.LightningModule):
         if self._loop is not None:
             return
         lockstep = torch.are_deterministic_algorithms_enabled()
-        num_ranks = self.trainer.world_size if lockstep else 1
-        check_lockstep(self.backend, self.scheduler, run_ahead=self.run_ahead, num_ranks=num_ranks)
+        num_workers = (self.workers or self.trainer.world_size) if lockstep else 1
+        check_lockstep(self.backend, self.scheduler, run_ahead=self.run_ahead, num_workers=num_workers)
         autocast = self.trainer.precision_plugin.forward_context
         if self._reference is not None and self._reference is not self.model:
             nn.Module.to(self._reference, device=self.device, dtype=self.model.dtype)
@@ -214,6 +216,7 @@ class RhymeModule(L.LightningModule):
             run_ahead=self.run_ahead,
             max_staleness=self.max_staleness,
             lockstep=lockstep,
+            num_workers=self.workers,
             progress=self.progress,
         )
         if self._resumed is not None:
@@ -240,6 +243,8 @@ class RhymeModule(L.LightningModule):
         """Free the engine and the reward processes; a later fit brings up new ones."""
         if self._scorer is not None:
             self._scorer.close()
+        if self._loop is not None:
+            self._loop.close()
         if self._shares_engine and self._loop is not None and stage != AFTER_EXCEPTION:
             self.backend.release()
         else:

@@ -7,7 +7,7 @@ from rhymerl.schedulers.base import Scheduler
 from rhymerl.types import Output
 from rhymerl.workers.base import RunAhead, StepRequests, Workers, check_run_ahead, follows_clock
 from rhymerl.workers.coordinator import Command, ProgressReport, SharedPlan
-from rhymerl.workers.fleet import Fleet
+from rhymerl.workers.hosted import HostedWorkers
 from rhymerl.workers.ranks import RankWorkers
 from rhymerl.workers.run_ahead import RunAheadState
 from rhymerl.workers.worker import MovedRequest
@@ -31,7 +31,7 @@ def workers_of(
     Raises ValueError for arguments that contradict one another.
     """
     if isinstance(backend, HostedBackend):
-        return Fleet(
+        return HostedWorkers(
             backend,
             scheduler,
             num_workers=num_workers or ranks.size,

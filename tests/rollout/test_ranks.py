@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
-from rhymerl.distributed import Alone
+from rhymerl.distributed import Alone, Ranks
 from rhymerl.errors import BackendError, ConfigError, RunError
 from rhymerl.rewards import Reward, RewardScorer
 from rhymerl.rollout import Rollout, RolloutLoop, RolloutSettings
@@ -66,7 +66,7 @@ class Ranked:
     def __init__(self, scheduler: type[Scheduler] = FIFOScheduler, *, size: int = 3, pass_s: float = 0.0, **settings):
         self.scheduler, self.size, self.pass_s, self.settings = scheduler, size, pass_s, settings
 
-    def loop(self, ranks: Threads, backend: TokenBackend | None = None) -> RolloutLoop:
+    def loop(self, ranks: Ranks, backend: TokenBackend | None = None) -> RolloutLoop:
         return RolloutLoop(
             backend or TokenBackend(length, pass_s=self.pass_s * (1 + ranks.rank)),
             self.scheduler(),
@@ -296,8 +296,7 @@ def test_replacements_end_with_the_bound_and_with_the_prompts():
     equal = [Reward(lambda completion: 1.0, name="equal", where="main")]
 
     def groups(num_others: int) -> list[str]:
-        loop = Ranked(size=1).loop(Threads(0, None, [None], None))
-        loop.ranks = Alone()
+        loop = Ranked(size=1).loop(Alone())
         loop.scorer = RewardScorer(equal)
         rollout = loop.run(PROMPTS[:2], 0, settings, replacements=iter(PROMPTS[2 : 2 + num_others]))
         assert {sample.prompt.id for sample in rollout.samples} == {"0", "1"}
@@ -365,13 +364,13 @@ def test_ranks_keep_step_by_passes_so_their_engines_must_count_them(scheduler, r
     ):
         run_ranks(2, lambda ranks: ranked.loop(ranks, Uncounted(length)))
     settings = {"scheduler": scheduler(), "run_ahead": run_ahead}
-    check_lockstep(Uncounted(length), **settings, num_ranks=1)
-    check_lockstep(TokenBackend(length), **settings, num_ranks=2)
+    check_lockstep(Uncounted(length), **settings, num_workers=1)
+    check_lockstep(TokenBackend(length), **settings, num_workers=2)
     message = (
         rf"^deterministic=true with 2 ranks and run_ahead={run_ahead}, scheduler={scheduler.__name__}: Uncounted cannot"
     )
     with pytest.raises(ConfigError, match=message) if is_refused else nullcontext():
-        check_lockstep(Uncounted(length), **settings, num_ranks=2)
+        check_lockstep(Uncounted(length), **settings, num_workers=2)
 
 
 @pytest.mark.parametrize("lockstep", [False, True])

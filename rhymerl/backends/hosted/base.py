@@ -42,6 +42,9 @@ class HostedBackend(Backend):
     remembers = True  # whether its drafter wants past answers
     learns = False  # whether its drafter wants scored answers
 
+    def reserve(self, num_workers: int) -> None:
+        """Raise ConfigError where there can never be so many workers; called once before the first `connect`."""
+
     @abstractmethod
     def connect(self, number: int, *, lockstep: bool) -> Connection:
         """Start a worker; returns at once. Called on rank 0 only, and again for a worker that was lost.

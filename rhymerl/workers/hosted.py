@@ -37,7 +37,7 @@ _CLOSE_S = 10.0
 _LOSSES = 5  # of one worker in a row that had requests and told of no token
 
 
-class Fleet(Workers):
+class HostedWorkers(Workers):
     """`num_workers` workers of a backend that has been started. Rank 0 alone speaks with them; the other ranks get no answers to score.
 
     A worker that is lost costs the tokens that it had not told of: its requests go on elsewhere, and another one takes its
@@ -74,7 +74,7 @@ class Fleet(Workers):
         self._history: HistoryStore | None = None
         self._weights: Weights | None = None
         self._resumed: RunAheadState | None = None
-        self._flights: list[InFlight] = []  # the oldest first; the last may be of the step to come
+        self._pending: list[InFlight] = []  # the oldest first; the last may be of the step to come
         self._ahead: InFlight | None = None
         self._error: Exception | None = None
         self._ended_at = time.monotonic()  # the latest `answer`
@@ -87,9 +87,10 @@ class Fleet(Workers):
         self._changed = threading.Condition(threading.RLock())
         self._is_closed = False
         if ranks.rank == 0:
+            backend.reserve(num_workers)
             self._members = [self._member(number) for number in range(num_workers)]
             if not lockstep:
-                self._listener = threading.Thread(target=self._listen, name="fleet", daemon=True)
+                self._listener = threading.Thread(target=self._listen, name="hosted workers", daemon=True)
                 self._listener.start()
 
     def _member(self, number: int) -> Member:
@@ -103,28 +104,28 @@ class Fleet(Workers):
         started = time.monotonic()
         with self._changed:
             self._settle()
-            flight = self._begin(work)
+            pending = self._begin(work)
         reports = wants_progress(self._scheduler)
-        coordinator = self._coordinator(flight)
+        coordinator = self._coordinator(pending)
         is_done, self._num_exchanges = False, 0
         while not is_done:
             with self._changed:
-                self._listen_a_while(flight)
-                completed = flight.take()
-                moved, flight.moved = flight.moved, {}
-                report = flight.report(completed, tells_tokens=reports)
+                self._listen_a_while(pending)
+                completed = pending.take()
+                moved, pending.moved = pending.moved, {}
+                report = pending.report(completed, tells_tokens=reports)
             yield from completed
             coordinator.note_moves(moved)
             command = coordinator.decide([(0, report)])
             if command is None:
                 continue
             with self._changed:
-                self._move(flight, command.moves)
+                self._move(pending, command.moves)
                 if command.plan is not None and work.following is not None:
                     self._ahead = self._launch(_following(work), command.plan, ahead=1)
             is_done = command.is_done
         with self._changed:
-            self._flights.remove(flight)
+            self._pending.remove(pending)
             self._go_on_ahead()
         self.num_moves = coordinator.num_moves
         self._account(started)
@@ -158,24 +159,24 @@ class Fleet(Workers):
         """Give each worker its queue, without answers that are there already."""
         mode = self._run_ahead if work.number is not None else "off"
         versions = Versions.of(self._version + ahead, mode, self._max_staleness)
-        flight = InFlight(work=work, plan=plan, versions=versions, outputs=dict(outputs or {}))
-        self._flights.append(flight)
+        pending = InFlight(work=work, plan=plan, versions=versions, outputs=dict(outputs or {}))
+        self._pending.append(pending)
         for member, queue in zip(self._members, plan.queues, strict=True):
             names = [work.requests[index].id for index in queue]
-            flight.worker |= dict.fromkeys(names, member.number)
+            pending.worker |= dict.fromkeys(names, member.number)
             for name in names:
-                output = flight.outputs.get(name)
-                if output is not None and output.is_finished and flight.is_final(output):
-                    flight.finish(name, output)
-            self._submit(member, flight, [name for name in names if name in flight.worker])
-        return flight
+                output = pending.outputs.get(name)
+                if output is not None and output.is_finished and pending.is_final(output):
+                    pending.finish(name, output)
+            self._submit(member, pending, [name for name in names if name in pending.worker])
+        return pending
 
-    def _coordinator(self, flight: InFlight) -> Coordinator:
-        work = flight.work
+    def _coordinator(self, pending: InFlight) -> Coordinator:
+        work = pending.work
         return Coordinator(
             self._scheduler,
             work.requests,
-            flight.plan,
+            pending.plan,
             step=work.number,
             following=work.following,
             keeps=self._run_ahead == "keep",
@@ -183,30 +184,30 @@ class Fleet(Workers):
             clock=None if self._lockstep else time.monotonic,
         )
 
-    def _move(self, flight: InFlight, moves: Mapping[int, int]) -> None:
+    def _move(self, pending: InFlight, moves: Mapping[int, int]) -> None:
         """Take requests back from their workers; `_take_released` gives them to the others."""
         by_worker: dict[int, list[str]] = {}
         for index, goal in moves.items():
-            name = flight.work.requests[index].id
-            if (now := flight.worker.get(name)) is not None and now != goal:
+            name = pending.work.requests[index].id
+            if (now := pending.worker.get(name)) is not None and now != goal:
                 by_worker.setdefault(now, []).append(name)
-                flight.goals[name] = goal
+                pending.goals[name] = goal
         for worker, names in by_worker.items():
             self._post(self._members[worker], Withdraw(ids=names))
 
-    def _abandon(self, flight: InFlight) -> None:
+    def _abandon(self, pending: InFlight) -> None:
         """Nobody wants its answers any more."""
-        self._flights.remove(flight)
+        self._pending.remove(pending)
         for member in self._members:
-            names = [name for name, worker in flight.worker.items() if worker == member.number]
+            names = [name for name, worker in pending.worker.items() if worker == member.number]
             if names:
                 self._post(member, Withdraw(ids=names))
 
-    def _submit(self, member: Member, flight: InFlight, names: Sequence[str]) -> None:
+    def _submit(self, member: Member, pending: InFlight, names: Sequence[str]) -> None:
         """Give a worker requests, with the past answers to their prompts."""
         if not names:
             return
-        message = flight.submit(names)
+        message = pending.submit(names)
         if self._history is not None and (unknown := member.remind(self._history, message.requests)) is not None:
             self._post(member, unknown)
         self._post(member, message)
@@ -243,12 +244,12 @@ class Fleet(Workers):
                 if self._error is not None:
                     return
 
-    def _listen_a_while(self, flight: InFlight) -> None:
+    def _listen_a_while(self, pending: InFlight) -> None:
         """Wait until something is new in a step, but not for long."""
         if self._lockstep:
             self._step(_PASSES)
         else:
-            self._changed.wait_for(lambda: flight.finished or flight.moved or self._error, _SLICE_S)
+            self._changed.wait_for(lambda: pending.finished or pending.moved or self._error, _SLICE_S)
         self._raise()
 
     def _step(self, max_passes: int, *, waits: bool = True) -> None:
@@ -287,32 +288,32 @@ class Fleet(Workers):
             self._losses[member.number] = 0
         self.busy += [(member.number, *each) for each in events.busy]
         for name, output in events.finished:
-            if (flight := self._owned(name, member)) is not None:
-                flight.finish(name, output)
+            if (pending := self._owned(name, member)) is not None:
+                pending.finish(name, output)
         for tail in events.tails:
-            if (flight := self._owned(tail.id, member)) is not None:
-                flight.tell(tail)
+            if (pending := self._owned(tail.id, member)) is not None:
+                pending.tell(tail)
         self._take_released(events, member)
         if member.is_up and not was_up:
             self._even_out(member)
 
     def _owned(self, name: str, member: Member) -> InFlight | None:
         """Return the step in which this worker has this request."""
-        return next((each for each in self._flights if each.worker.get(name) == member.number), None)
+        return next((each for each in self._pending if each.worker.get(name) == member.number), None)
 
     def _take_released(self, events: Events, member: Member) -> None:
         """Requests that were withdrawn go on with the workers that they were moved to."""
         by_goal: dict[tuple[int, int], list[str]] = {}
         for name, output in events.released:
-            if (flight := self._owned(name, member)) is None:
+            if (pending := self._owned(name, member)) is None:
                 continue
-            goal = flight.goals.pop(name, member.number)
-            flight.worker[name] = goal
+            goal = pending.goals.pop(name, member.number)
+            pending.worker[name] = goal
             if len(output):
-                flight.outputs[name] = output
-            by_goal.setdefault((goal, self._flights.index(flight)), []).append(name)
+                pending.outputs[name] = output
+            by_goal.setdefault((goal, self._pending.index(pending)), []).append(name)
         for (goal, number), names in by_goal.items():
-            self._submit(self._members[goal], self._flights[number], names)
+            self._submit(self._members[goal], self._pending[number], names)
 
     # -- workers that are lost ---------------------------------------------------------------------------------------
 
@@ -332,7 +333,7 @@ class Fleet(Workers):
         if self._lockstep:
             raise BackendError(f"worker {member.number} is lost ({reason}), and others cannot go on for it in lockstep")
         self.num_lost += 1
-        self._losses[member.number] += any(member.number in each.worker.values() for each in self._flights)
+        self._losses[member.number] += any(member.number in each.worker.values() for each in self._pending)
         if self._losses[member.number] > _LOSSES:
             raise BackendError(
                 f"worker {member.number} was lost {_LOSSES + 1} times before it told of a token: {reason}"
@@ -342,16 +343,16 @@ class Fleet(Workers):
         fresh = self._members[member.number] = self._member(member.number)
         if self._weights is not None:
             self._post(fresh, self._weights)
-        for flight in self._flights:
-            names = [name for name, worker in flight.worker.items() if worker == member.number]
-            self._deal(flight, names)
+        for pending in self._pending:
+            names = [name for name, worker in pending.worker.items() if worker == member.number]
+            self._deal(pending, names)
 
-    def _deal(self, flight: InFlight, names: Sequence[str]) -> None:
+    def _deal(self, pending: InFlight, names: Sequence[str]) -> None:
         """Give requests to workers that are up, the least busy ones first; to all where none is."""
         load = {member.number: 0 for member in self._members if member.is_up} or dict.fromkeys(
             range(len(self._members)), 0
         )
-        for each in self._flights:
+        for each in self._pending:
             for worker in each.worker.values():
                 if worker in load:
                     load[worker] += 1
@@ -360,25 +361,25 @@ class Fleet(Workers):
             goal = min(load, key=lambda worker: load[worker])
             load[goal] += 1
             shares.setdefault(goal, []).append(name)
-            flight.goals.pop(name, None)
-            flight.worker[name] = goal
-            flight.moved[flight.index[name]] = goal
+            pending.goals.pop(name, None)
+            pending.worker[name] = goal
+            pending.moved[pending.index[name]] = goal
         for worker, share in shares.items():
-            self._submit(self._members[worker], flight, share)
+            self._submit(self._members[worker], pending, share)
 
     def _even_out(self, member: Member) -> None:
         """Give a worker that has come up late half of what the busiest one has, the last of its queue."""
-        for flight in self._flights:
+        for pending in self._pending:
             by_worker: dict[int, list[str]] = {}
-            for name, worker in flight.worker.items():
+            for name, worker in pending.worker.items():
                 by_worker.setdefault(worker, []).append(name)
             if by_worker.get(member.number) or not by_worker:
                 continue
             busiest = max(by_worker, key=lambda worker: len(by_worker[worker]))
             names = by_worker[busiest][(len(by_worker[busiest]) + 1) // 2 :]
-            moves = {flight.index[name]: member.number for name in names}
-            self._move(flight, moves)
-            flight.moved |= moves
+            moves = {pending.index[name]: member.number for name in names}
+            self._move(pending, moves)
+            pending.moved |= moves
 
     def _raise(self) -> None:
         if self._error is not None:

@@ -1,0 +1,305 @@
+"""Workers in actors of a Ray cluster, each with an engine on its own devices."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import pickle
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from rhymerl.backends.base import RolloutBackend
+from rhymerl.backends.embedded import EmbeddedBackend
+from rhymerl.backends.hosted.base import Connection, HostedBackend
+from rhymerl.backends.hosted.host import WorkerHost
+from rhymerl.backends.hosted.loading import EngineLoader
+from rhymerl.backends.hosted.messages import Events, Message, WeightSource
+from rhymerl.budgets.base import Budget
+from rhymerl.drafters.base import Drafter
+from rhymerl.drafters.none import NoDrafter
+from rhymerl.drafters.run_ahead import innermost, listens
+from rhymerl.errors import ConfigError, require_at_least
+from rhymerl.history import HistoryStore
+from rhymerl.models.policy import Policy, write_files
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_QUIET = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+_ALL_GONE = "the Ray cluster has ended; start it again and go on with ckpt_path=last"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedWeights(WeightSource):
+    """Weights in Ray's object store, once on every node."""
+
+    reference: list[Any]  # one, in a list: Ray would wait for a bare one
+
+    def load(self) -> Mapping[str, Tensor]:
+        import ray
+
+        return {name: _tensor(*each) for name, each in ray.get(self.reference[0]).items()}
+
+
+def _array(tensor: Tensor) -> tuple[Any, str, tuple[int, ...]]:
+    """Return bytes, dtype and shape: NumPy knows no bfloat16, and the store shares its arrays without a copy."""
+    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return content, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+
+
+def _tensor(content: Any, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    content = content if content.flags.writeable else content.copy()
+    return torch.from_numpy(content).view(getattr(torch, dtype)).reshape(shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostRecipe:
+    """All that an actor needs to make its host."""
+
+    files: Mapping[str, str]  # the policy's, without weights
+    dtype: torch.dtype
+    attention: str
+    engine: RolloutBackend
+    drafter: Drafter
+    budget: Budget | None
+    autocast: Callable[[], AbstractContextManager[object]]
+    history: Mapping[str, Any]  # arguments of the store
+
+    def host(self) -> WorkerHost:
+        load = EngineLoader(
+            make_policy=partial(_policy, self.files, dtype=self.dtype, attention=self.attention),
+            engine=self.engine,
+            drafter=self.drafter,
+            budget=self.budget,
+            autocast=self.autocast,
+        )
+        return WorkerHost(load, history=HistoryStore(**self.history))
+
+
+def _policy(files: Mapping[str, str], *, dtype: torch.dtype, attention: str) -> Policy:
+    """Return a policy of this architecture; its weights come later."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_files(files, folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    return Policy(model=model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer=tokenizer)
+
+
+class RayWorker:
+    """The actor: messages come in one thread, questions in another, and the engine works in a third."""
+
+    def __init__(self, recipe: bytes, lockstep: bool) -> None:
+        made: HostRecipe = pickle.loads(recipe)
+        self.host = made.host()
+        if not lockstep:
+            threading.Thread(target=self.host.run, daemon=True).start()
+
+    def post(self, message: Message) -> None:
+        self.host.post(message)
+
+    def poll(self, wait_s: float) -> Events:
+        return self.host.poll(wait_s)
+
+    def step(self, max_passes: int) -> Events:
+        return self.host.step(max_passes)
+
+
+class RayConnection(Connection):
+    """An actor, which may not be there yet."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def post(self, message: Message) -> None:
+        self._actor.post.options(concurrency_group="messages").remote(message)
+
+    def poll(self, wait_s: float) -> Future[Events]:
+        return self._told(self._actor.poll.options(concurrency_group="questions").remote(wait_s))
+
+    def step(self, max_passes: int) -> Future[Events]:
+        return self._told(self._actor.step.options(concurrency_group="questions").remote(max_passes))
+
+    def _told(self, reference: Any) -> Future[Events]:
+        """Return Ray's future as one that raises OSError where the actor is gone."""
+        from ray.exceptions import RayActorError, RayError
+
+        told: Future[Events] = Future()
+
+        def finish(done: Future[Events]) -> None:
+            error = done.exception()
+            if error is None:
+                told.set_result(done.result())
+            elif isinstance(error, RayActorError):
+                told.set_exception(ConnectionError("its actor has ended"))
+            elif isinstance(error, RayError):
+                told.set_exception(ConnectionError(str(error).splitlines()[0]))
+            else:
+                told.set_exception(error)
+
+        reference.future().add_done_callback(finish)
+        return told
+
+    def kill(self) -> None:
+        import ray
+
+        try:
+            ray.kill(self._actor)
+        except Exception as error:  # noqa: BLE001 - it is gone already, or Ray is
+            logging.getLogger(__name__).debug("an actor could not be killed: %r", error)
+
+
+class RayBackend(HostedBackend):
+    """Workers as Ray actors, with engines of their own: `engine` is `embedded`, `sglang`, or such a backend's settings.
+
+    `address` is the cluster to join; null joins the one that this machine belongs to, or starts one here. Each worker takes
+    `cpus_per_worker` and `gpus_per_worker` of it, and remembers at most `history_tokens` of past answers (null: no limit). It
+    has to be up after `start_timeout_s`, and counts as lost without an answer for `hang_timeout_s`.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: RolloutBackend | str = "embedded",
+        address: str | None = None,
+        cpus_per_worker: int = 1,
+        gpus_per_worker: int = 0,
+        history_tokens: int | None = 50_000_000,
+        start_timeout_s: float = 180.0,
+        hang_timeout_s: float = 60.0,
+    ) -> None:
+        require_at_least({"cpus_per_worker": (cpus_per_worker, 1), "gpus_per_worker": (gpus_per_worker, 0)})
+        require_at_least({"start_timeout_s": (start_timeout_s, 1), "hang_timeout_s": (hang_timeout_s, 1)})
+        self.engine = _engine(engine) if isinstance(engine, str) else engine
+        self.address = address
+        self.cpus_per_worker = cpus_per_worker
+        self.gpus_per_worker = gpus_per_worker
+        self.history_tokens = history_tokens
+        self.start_timeout_s = start_timeout_s
+        self.hang_timeout_s = hang_timeout_s
+        self.draws_exactly = self.engine.draws_exactly
+        self.counts_passes = self.engine.counts_passes
+        self._recipe: HostRecipe | None = None
+        self._connections: list[RayConnection] = []
+        self._started_ray = False
+        self._published: Any = None  # held until there are newer ones, so that late workers find it
+
+    def check(self, longest_tokens: int) -> None:
+        if importlib.util.find_spec("ray") is None:
+            raise ConfigError("backend=ray: needs Ray: pip install 'rhymerl[ray]'")
+        self.engine.check(longest_tokens)
+
+    def check_drafting(self, drafter: Drafter, budget: Budget | None) -> None:
+        self.engine.check_drafting(drafter, budget)
+
+    def start(
+        self,
+        policy: Policy,
+        drafter: Drafter,
+        *,
+        budget: Budget | None = None,
+        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self.remembers = not isinstance(innermost(drafter), NoDrafter)
+        self.learns = listens(drafter, "learn")
+        self._recipe = HostRecipe(
+            files=policy.files(),
+            dtype=policy.model.dtype,
+            attention=policy.model.config._attn_implementation,
+            engine=self.engine,
+            drafter=drafter,
+            budget=budget,
+            autocast=autocast,
+            history={"max_tokens": self.history_tokens},
+        )
+
+    def connect(self, number: int, *, lockstep: bool) -> Connection:
+        import ray
+
+        self._join()
+        actor = ray.remote(
+            num_cpus=self.cpus_per_worker,
+            num_gpus=self.gpus_per_worker,
+            concurrency_groups={"messages": 1, "questions": 1},
+        )(RayWorker)
+        # As bytes: arrays that Ray hands over cannot be written to.
+        connection = RayConnection(actor.remote(ray.cloudpickle.dumps(self._recipe), lockstep))
+        self._connections.append(connection)
+        return connection
+
+    def reserve(self, num_workers: int) -> None:
+        """Raise ConfigError where the cluster is too small for so many workers: they would wait for ever."""
+        import ray
+
+        self._join(num_workers)
+        wanted = {"CPU": num_workers * self.cpus_per_worker, "GPU": num_workers * self.gpus_per_worker}
+        found = ray.cluster_resources()
+        for name, amount in wanted.items():
+            if amount > found.get(name, 0):
+                raise ConfigError(
+                    f"workers={num_workers}: they need {amount} {name}, and the cluster has {found.get(name, 0):g}; expected fewer "
+                    f"workers, or a smaller backend.{name.lower()}s_per_worker"
+                )
+
+    def _join(self, num_workers: int = 1) -> None:
+        """Join the cluster, or start one here that is large enough for the CPUs asked for: engines share what there is."""
+        import ray
+
+        if ray.is_initialized():
+            return
+        for name, value in _QUIET.items():
+            os.environ.setdefault(name, value)
+        settings = {"log_to_driver": False, "configure_logging": False}
+        address = self.address or os.environ.get("RAY_ADDRESS")
+        try:
+            ray.init(address=address or "auto", **settings)
+        except ConnectionError as error:
+            if address is not None:
+                raise ConfigError(f"backend.address={address!r}: no Ray cluster answers there") from error
+            cpus = max(os.cpu_count() or 1, num_workers * self.cpus_per_worker)
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False, **settings)
+        self._started_ray = True
+
+    def publish(self, named_tensors: Iterable[tuple[str, Tensor]]) -> WeightSource:
+        import ray
+
+        self._published = ray.put({name: _array(tensor) for name, tensor in named_tensors})
+        return SharedWeights(reference=[self._published])
+
+    def words(self) -> str | None:
+        import ray
+
+        if not ray.is_initialized():
+            return None
+        found = ray.cluster_resources()
+        return f"Ray with {found.get('CPU', 0):g} CPUs and {found.get('GPU', 0):g} GPUs; engine {type(self.engine).__name__}"
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.kill()
+        self._connections, self._published = [], None
+        if self._started_ray:
+            import ray
+
+            ray.shutdown()
+        self._started_ray = False
+
+
+def _engine(name: str) -> RolloutBackend:
+    if name == "embedded":
+        return EmbeddedBackend()
+    if name == "sglang":
+        from rhymerl.backends.sglang.backend import SGLangBackend
+
+        return SGLangBackend()
+    raise ValueError(f"engine={name!r}: expected embedded, sglang, or the settings of such a backend")
