@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import os
 import pickle
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -128,7 +129,8 @@ class RayConnection(Connection):
         return self._told(self._actor.poll.options(concurrency_group="questions").remote(wait_s))
 
     def step(self, max_passes: int) -> Future[Events]:
-        return self._told(self._actor.step.options(concurrency_group="questions").remote(max_passes))
+        # In one thread with the messages, which have to be there before it.
+        return self._told(self._actor.step.options(concurrency_group="messages").remote(max_passes))
 
     def _told(self, reference: Any) -> Future[Events]:
         """Return Ray's future as one that raises OSError where the actor is gone."""
@@ -191,7 +193,8 @@ class RayBackend(HostedBackend):
         self.counts_passes = self.engine.counts_passes
         self._recipe: HostRecipe | None = None
         self._connections: list[RayConnection] = []
-        self._started_ray = False
+        self._joined_ray = False
+        self._folder: str | None = None  # of a cluster that was started here
         self._published: Any = None  # held until there are newer ones, so that late workers find it
 
     def check(self, longest_tokens: int) -> None:
@@ -267,8 +270,9 @@ class RayBackend(HostedBackend):
             if address is not None:
                 raise ConfigError(f"backend.address={address!r}: no Ray cluster answers there") from error
             cpus = max(os.cpu_count() or 1, num_workers * self.cpus_per_worker)
-            ray.init(address="local", num_cpus=cpus, include_dashboard=False, **settings)
-        self._started_ray = True
+            self._folder = tempfile.mkdtemp(prefix="ray-")
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False, _temp_dir=self._folder, **settings)
+        self._joined_ray = True
 
     def publish(self, named_tensors: Iterable[tuple[str, Tensor]]) -> WeightSource:
         import ray
@@ -288,11 +292,13 @@ class RayBackend(HostedBackend):
         for connection in self._connections:
             connection.kill()
         self._connections, self._published = [], None
-        if self._started_ray:
+        if self._joined_ray:
             import ray
 
             ray.shutdown()
-        self._started_ray = False
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._joined_ray, self._folder = False, None
 
 
 def _engine(name: str) -> RolloutBackend:

@@ -1,0 +1,77 @@
+"""Actors and trainers that are killed, and actors that are stopped: time is lost, and nothing else."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.ray.commands import actors, answers, end, finish, furthest, one_process, processes, start, temporary, weights
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+SLOW = ["trainer.max_steps=10", "rollout.max_tokens=96", "backend.hang_timeout_s=3"]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    run_dir = tmp_path_factory.mktemp("alone") / "run"
+    one_process(run_dir, *SLOW[:2])
+    yield run_dir
+    shutil.rmtree(temporary(run_dir.parent))
+
+
+def wait_for_actors(run_dir: Path, process: subprocess.Popen[str], number: int) -> list[int]:
+    while process.poll() is None and len(found := actors(run_dir)) < number:
+        time.sleep(0.05)
+    return [] if process.poll() is not None else found
+
+
+def check(run_dir: Path, alone: Path, run_ahead: str) -> None:
+    if run_ahead == "keep":
+        assert len({answer[:3] for answer in answers(run_dir)}) == len(answers(run_dir)) == 10 * 16
+    else:
+        assert answers(run_dir) == answers(alone)
+        assert furthest(weights(run_dir), weights(alone)) < 1e-9
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("run_ahead", ["'off'", "draft", "keep"])
+def test_actors_that_are_lost_cost_no_token(run_ahead, sign, alone, tmp_path):
+    draw = random.Random(f"{run_ahead}/{sign}")
+    process = start(tmp_path / "run", *SLOW, f"run_ahead={run_ahead}", "workers=3")
+    kills = 0
+    while process.poll() is None and kills < 4:
+        found = wait_for_actors(tmp_path / "run", process, 3)
+        time.sleep(draw.uniform(0, 6))
+        lost = draw.sample(found, min(draw.choice([1, 1, 2]), len(found)))
+        end(lost, sign)
+        kills += len(lost)
+    finish(process, timeout_s=400)
+    assert kills >= 2
+    check(tmp_path / "run", alone, run_ahead)
+
+
+@pytest.mark.parametrize("run_ahead", ["draft", "keep"])
+def test_a_trainer_that_is_killed_resumes_with_new_workers(run_ahead, alone, tmp_path):
+    process = start(tmp_path / "run", *SLOW, f"run_ahead={run_ahead}")
+    draw = random.Random(run_ahead)
+    for _ in range(2):
+        while process.poll() is None and not list((tmp_path / "run" / "checkpoints").glob("*.ckpt")):
+            time.sleep(0.05)
+        time.sleep(draw.uniform(0, 1.5))
+        end([process.pid])
+        process.communicate()
+        until = time.monotonic() + 30
+        while processes(tmp_path / "run") and time.monotonic() < until:
+            time.sleep(0.2)
+        assert not processes(tmp_path / "run"), "the cluster outlives its trainer"
+        process = start(tmp_path / "run", *SLOW, f"run_ahead={run_ahead}", "ckpt_path=auto")
+        time.sleep(8)
+    finish(process, timeout_s=300)
+    check(tmp_path / "run", alone, run_ahead)

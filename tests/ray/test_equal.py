@@ -1,0 +1,54 @@
+"""Where workers live, how many there are and what they do during the update changes no token and no weight."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.ray.commands import answers, fit, furthest, one_process, temporary, weights
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    run_dir = tmp_path_factory.mktemp("alone") / "run"
+    one_process(run_dir)
+    yield run_dir
+    shutil.rmtree(temporary(run_dir.parent))
+
+
+@pytest.mark.parametrize("scheduler", ["fifo", "sorted", "histopipe", "paced"])
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("run_ahead", ["'off'", "draft"])
+def test_tokens_and_weights_are_those_of_one_process(run_ahead, workers, scheduler, alone, tmp_path):
+    if workers != 2 and scheduler in ("sorted", "paced"):
+        pytest.skip("two workers stand for the others")
+    fit(tmp_path / "run", f"run_ahead={run_ahead}", f"workers={workers}", f"scheduler={scheduler}")
+    assert answers(tmp_path / "run") == answers(alone)
+    assert furthest(weights(tmp_path / "run"), weights(alone)) < 1e-9
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_kept_tokens_are_within_the_bound(workers, tmp_path):
+    """A token that is older ends the run."""
+    fit(tmp_path / "run", "run_ahead=keep", f"workers={workers}", "scheduler=histopipe")
+    assert len(answers(tmp_path / "run")) == 6 * 16
+
+
+@pytest.mark.parametrize("run_ahead", ["'off'", "draft"])
+def test_a_deterministic_run_repeats_bit_for_bit(run_ahead, tmp_path):
+    for name in ("one", "two"):
+        fit(
+            tmp_path / name,
+            "deterministic=true",
+            f"run_ahead={run_ahead}",
+            "model.dtype=float32",
+            "trainer.precision=32-true",
+            "scheduler=histopipe",
+        )
+    assert answers(tmp_path / "one") == answers(tmp_path / "two")
+    assert furthest(weights(tmp_path / "one"), weights(tmp_path / "two")) == 0.0
