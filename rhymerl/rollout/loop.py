@@ -201,6 +201,7 @@ class RolloutLoop:
             metrics={**self.workers.metrics(), **self.scorer.metrics()},
             busy_s=self.workers.busy_s,
             rollout_s=rollout_s,
+            sampled_s=self.workers.sampled_s,
             failures=self.scorer.failures(),
         )
 

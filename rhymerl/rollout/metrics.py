@@ -55,13 +55,14 @@ def metrics_of(rounds: Sequence[SamplingRound]) -> dict[str, float]:
     """Return the times and rates of all rounds together."""
     results = [result for each in rounds for result in each.by_rank]
     rollout_s = sum(each.rollout_s for each in rounds)
+    sampled_s = max((each.sampled_s for each in results if each.sampled_s is not None), default=rollout_s)
     busy_s, num_ranks = sum(result.busy_s for result in results), len(rounds[0].by_rank)
     first, *others = (len({sample.prompt.id for sample in each.samples}) for each in rounds)
     return {
         **over_workers([result.metrics for result in results], [result.busy_s for result in results]),
         "timing_s/rollout": rollout_s,
         "timing_s/reward": sum(each.scored_s for each in rounds),  # what was not hidden behind the rollout
-        "rollout/tokens_per_s": sum(result.num_tokens for result in results) / max(rollout_s, 1e-9),
+        "rollout/tokens_per_s": sum(result.num_tokens for result in results) / max(sampled_s, 1e-9),
         "rollout/bubble_frac": max(0.0, 1 - busy_s / max(num_ranks * rollout_s, 1e-9)),
         "rollout/replaced_groups": sum(others) / first,
     }

@@ -28,6 +28,7 @@ class RankResult:
     metrics: Mapping[str, float]
     busy_s: float
     rollout_s: float
+    sampled_s: float | None = None  # as of Workers
     failures: Failures = field(default_factory=Failures)  # of the rewards
 
     @property

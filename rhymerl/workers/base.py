@@ -61,6 +61,7 @@ class Workers(ABC):
     """All methods are collectives: every rank calls them in the same order."""
 
     num_moves = 0  # requests that went to another worker in the latest `answer`
+    sampled_s: float | None = None  # over which the latest answers were sampled, where that is more than `answer` took
     busy_s = 0.0  # of this rank's workers in the latest `answer`: their mean
 
     @abstractmethod

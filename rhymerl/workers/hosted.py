@@ -222,6 +222,7 @@ class HostedWorkers(Workers):
             busy_s = sum(member.busy_s for member in self._members)
             for member in self._members:
                 member.busy_s = 0.0
+        self.sampled_s = now - self._ended_at
         self._busy_frac = min(busy_s / max(len(self._members) * (now - self._ended_at), 1e-9), 1.0)
         self.busy_s = self._busy_frac * (now - started) * self._ranks.size
         self._ended_at = now

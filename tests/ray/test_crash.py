@@ -40,7 +40,7 @@ def check(run_dir: Path, alone: Path, run_ahead: str) -> None:
         assert furthest(weights(run_dir), weights(alone)) < 1e-9
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("run_ahead", ["'off'", "draft", "keep"])
 def test_actors_that_are_lost_cost_no_token(run_ahead, sign, alone, tmp_path):
     draw = random.Random(f"{run_ahead}/{sign}")
@@ -67,7 +67,7 @@ def test_a_trainer_that_is_killed_resumes_with_new_workers(run_ahead, alone, tmp
         time.sleep(draw.uniform(0, 1.5))
         end([process.pid])
         process.communicate()
-        until = time.monotonic() + 30
+        until = time.monotonic() + 90  # Ray's agents look for the end of their cluster now and then
         while processes(tmp_path / "run") and time.monotonic() < until:
             time.sleep(0.2)
         assert not processes(tmp_path / "run"), "the cluster outlives its trainer"

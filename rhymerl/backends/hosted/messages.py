@@ -88,11 +88,12 @@ class Tail:
         if not self.start:
             return self.output
         assert known is not None
-        joined = {
-            name: np.concatenate([getattr(known, name)[: self.start], getattr(self.output, name)])
-            for name in ("token_ids", "logprobs", "policy_versions")
-        }
-        return replace(self.output, **joined)
+        return replace(
+            self.output,
+            token_ids=np.concatenate([known.token_ids[: self.start], self.output.token_ids]),
+            logprobs=np.concatenate([known.logprobs[: self.start], self.output.logprobs]),
+            policy_versions=np.concatenate([known.policy_versions[: self.start], self.output.policy_versions]),
+        )
 
 
 def nothing() -> Output:
