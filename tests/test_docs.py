@@ -181,9 +181,12 @@ def test_dotted_names_exist(page: Path) -> None:
             assert hasattr(import_module(owner), last), name
 
 
+BACKENDS = {"sglang.md": "sglang", "fleet.md": "ray"}  # that a page is about
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_settings_exist(page: Path) -> None:
-    config = resolved(compose("quickstart", ["backend=sglang"] if page.name == "sglang.md" else []))
+    config = resolved(compose("quickstart", [f"backend={BACKENDS[page.name]}"] if page.name in BACKENDS else []))
     sections = "|".join(name for name, value in config.items() if isinstance(value, dict))
     unknown = []
     for span in code_spans(page):

@@ -8,6 +8,7 @@ from typing import Any
 from rhymerl.algos.base import Algorithm
 from rhymerl.algos.policy_gradient import PolicyGradient
 from rhymerl.backends.base import Backend
+from rhymerl.backends.hosted.base import HostedBackend
 from rhymerl.data import PromptDataModule
 from rhymerl.errors import ConfigError
 from rhymerl.models.policy import Policy
@@ -67,11 +68,18 @@ def check_evaluation(evaluation: EvaluationSettings, names: Iterable[str], rewar
         )
 
 
-def check_lockstep(backend: Backend, scheduler: Scheduler, *, run_ahead: RunAhead, num_workers: int) -> None:
-    """Raise ConfigError when ranks whose run is to be deterministic could not keep step."""
-    if num_workers > 1 and follows_clock(scheduler, run_ahead) and not backend.counts_passes:
+def check_workers(
+    backend: Backend, scheduler: Scheduler, *, workers: int | None, num_ranks: int, run_ahead: RunAhead, lockstep: bool
+) -> None:
+    """Raise ConfigError for a number of workers that the backend cannot have, and where they are to keep step and could not."""
+    if workers not in (None, num_ranks) and not isinstance(backend, HostedBackend):
         raise ConfigError(
-            f"deterministic=true with {num_workers} workers and run_ahead={run_ahead}, scheduler={type(scheduler).__name__}: "
+            f"workers={workers}: with {type(backend).__name__} every rank is a worker; expected null, {num_ranks}, or backend=ray"
+        )
+    number = workers or num_ranks
+    if lockstep and number > 1 and follows_clock(scheduler, run_ahead) and not backend.counts_passes:
+        raise ConfigError(
+            f"deterministic=true with {number} workers and run_ahead={run_ahead}, scheduler={type(scheduler).__name__}: "
             f"{type(backend).__name__} cannot count passes, by which workers keep step; expected run_ahead=off with a scheduler that "
             "moves nothing, such as fifo, or backend=embedded"
         )

@@ -39,7 +39,7 @@ from rhymerl.rollout import RECORDS, Rollout, RolloutLoop, RolloutSettings
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.schedulers.fifo import FIFOScheduler
 from rhymerl.training.checkpoint import of_this_format
-from rhymerl.training.checks import check_algorithm, check_answers_fit, check_lockstep, checked_rewards, longest_tokens
+from rhymerl.training.checks import check_algorithm, check_answers_fit, check_workers, checked_rewards, longest_tokens
 from rhymerl.training.evaluation import EvaluationSettings, step_name
 from rhymerl.training.hyperparameters import arguments_of, refuse_lost
 from rhymerl.training.loggers import log_step
@@ -192,14 +192,14 @@ class RhymeModule(L.LightningModule):
         """Start engine and reward pool, once the model is on its device."""
         if self._loop is not None:
             return
-        lockstep = torch.are_deterministic_algorithms_enabled()
-        num_workers = (self.workers or self.trainer.world_size) if lockstep else 1
-        check_lockstep(self.backend, self.scheduler, run_ahead=self.run_ahead, num_workers=num_workers)
+        modes: Any = {"run_ahead": self.run_ahead, "lockstep": torch.are_deterministic_algorithms_enabled()}
+        size = self.trainer.world_size
+        check_workers(self.backend, self.scheduler, workers=self.workers, num_ranks=size, **modes)
         autocast = self.trainer.precision_plugin.forward_context
         if self._reference is not None and self._reference is not self.model:
             nn.Module.to(self._reference, device=self.device, dtype=self.model.dtype)
         if self._ranks is None:
-            self._ranks = Group(RECORDS) if self.trainer.world_size > 1 else Alone()
+            self._ranks = Group(RECORDS) if size > 1 else Alone()
         self.backend.share(update_shape(self) if self._shares_engine or self.trainer.training else None)
         self.backend.start(self.policy, self._rollout_drafter, budget=self.budget, autocast=autocast)
         self._scorer = RewardScorer(self._rewards, num_processes=self.reward_workers)
@@ -213,11 +213,10 @@ class RhymeModule(L.LightningModule):
             seed=self.seed,
             device=self.device,
             ranks=self._ranks,
-            run_ahead=self.run_ahead,
             max_staleness=self.max_staleness,
-            lockstep=lockstep,
             num_workers=self.workers,
             progress=self.progress,
+            **modes,
         )
         if self._resumed is not None:
             if self._resumed["loop"] is not None:
@@ -241,10 +240,9 @@ class RhymeModule(L.LightningModule):
 
     def teardown(self, stage: str) -> None:
         """Free the engine and the reward processes; a later fit brings up new ones."""
-        if self._scorer is not None:
-            self._scorer.close()
-        if self._loop is not None:
-            self._loop.close()
+        for part in (self._scorer, self._loop):
+            if part is not None:
+                part.close()
         if self._shares_engine and self._loop is not None and stage != AFTER_EXCEPTION:
             self.backend.release()
         else:
@@ -328,10 +326,7 @@ class RhymeModule(L.LightningModule):
         self._evaluate_if_due()
 
     def advantages(self, indices: Sequence[int]) -> list[float | None]:
-        """Return the mean advantage over the tokens of each sample at these indices of `last_rollout`.
-
-        Callbacks call it at the end of a step.
-        """
+        """Return, at the end of a step, the mean advantage over the tokens of each sample at these indices of `last_rollout`."""
         assert self._updater is not None
         return self._updater.advantages(indices)
 

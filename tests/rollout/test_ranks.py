@@ -25,7 +25,7 @@ from rhymerl.schedulers import (
     SortedScheduler,
 )
 from rhymerl.testing import make_prompt
-from rhymerl.training.checks import check_lockstep
+from rhymerl.training.checks import check_workers
 from rhymerl.workers.run_ahead import RunAheadState
 from tests.distributed.threads import Threads, run_ranks
 from tests.rollout.tokens import TokenBackend, expected
@@ -363,14 +363,12 @@ def test_ranks_keep_step_by_passes_so_their_engines_must_count_them(scheduler, r
         else nullcontext()
     ):
         run_ranks(2, lambda ranks: ranked.loop(ranks, Uncounted(length)))
-    settings = {"scheduler": scheduler(), "run_ahead": run_ahead}
-    check_lockstep(Uncounted(length), **settings, num_workers=1)
-    check_lockstep(TokenBackend(length), **settings, num_workers=2)
-    message = (
-        rf"^deterministic=true with 2 ranks and run_ahead={run_ahead}, scheduler={scheduler.__name__}: Uncounted cannot"
-    )
+    settings = {"scheduler": scheduler(), "run_ahead": run_ahead, "lockstep": True, "workers": None}
+    check_workers(Uncounted(length), **settings, num_ranks=1)
+    check_workers(TokenBackend(length), **settings, num_ranks=2)
+    message = rf"^deterministic=true with 2 workers and run_ahead={run_ahead}, scheduler={scheduler.__name__}: Uncounted cannot"
     with pytest.raises(ConfigError, match=message) if is_refused else nullcontext():
-        check_lockstep(Uncounted(length), **settings, num_workers=2)
+        check_workers(Uncounted(length), **settings, num_ranks=2)
 
 
 @pytest.mark.parametrize("lockstep", [False, True])

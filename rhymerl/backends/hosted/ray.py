@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 import shutil
+import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -36,8 +37,8 @@ from rhymerl.models.policy import Policy, write_files
 if TYPE_CHECKING:
     from torch import Tensor
 
+_CONNECT_S = 5.0
 _QUIET = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
-_ALL_GONE = "the Ray cluster has ended; start it again and go on with ckpt_path=last"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,11 +265,13 @@ class RayBackend(HostedBackend):
             os.environ.setdefault(name, value)
         settings = {"log_to_driver": False, "configure_logging": False}
         address = self.address or os.environ.get("RAY_ADDRESS")
+        if address is not None:
+            _refuse_silent(address)
         try:
             ray.init(address=address or "auto", **settings)
         except ConnectionError as error:
             if address is not None:
-                raise ConfigError(f"backend.address={address!r}: no Ray cluster answers there") from error
+                raise _no_cluster(address) from error
             cpus = max(os.cpu_count() or 1, num_workers * self.cpus_per_worker)
             self._folder = tempfile.mkdtemp(prefix="ray-")
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, _temp_dir=self._folder, **settings)
@@ -299,6 +302,21 @@ class RayBackend(HostedBackend):
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
         self._joined_ray, self._folder = False, None
+
+
+def _refuse_silent(address: str) -> None:
+    """Raise ConfigError where nobody listens: Ray would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():  # `auto`, or a name that Ray knows
+        return
+    try:
+        socket.create_connection((host, int(port)), _CONNECT_S).close()
+    except OSError as error:
+        raise _no_cluster(address) from error
+
+
+def _no_cluster(address: str) -> ConfigError:
+    return ConfigError(f"backend.address={address!r}: no Ray cluster answers there; expected one that is up, or null")
 
 
 def _engine(name: str) -> RolloutBackend:

@@ -1,0 +1,265 @@
+"""The crew of workers apart from the trainer: what they are told, what they tell, and who goes on for one that is lost."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
+
+from rhymerl.backends.hosted.base import HostedBackend
+from rhymerl.backends.hosted.messages import Events, Message, Weights, Withdraw
+from rhymerl.errors import BackendError, RhymeError
+from rhymerl.history import HistoryStore
+from rhymerl.workers.in_flight import InFlight
+from rhymerl.workers.member import Member
+
+LOG = logging.getLogger(__name__)
+_POLL_S = 0.1  # a worker keeps what is not urgent for so long
+_CLOSE_S = 10.0
+_LOSSES = 5  # of one worker in a row that had requests and told of no token
+
+
+class Crew:
+    """`num_workers` workers of a backend that has been started, and the steps that they have requests of.
+
+    Without `lockstep` a thread listens to them, whatever the trainer does; methods are called while `changed`, its lock, is held. In
+    lockstep nothing is told but for `step`.
+    """
+
+    def __init__(self, backend: HostedBackend, *, num_workers: int, lockstep: bool) -> None:
+        self.num_lost = 0
+        self.changed = threading.Condition(threading.RLock())
+        self.pending: list[InFlight] = []  # the oldest first
+        self.history: HistoryStore | None = None  # for drafters that want it
+        self.weights: Weights | None = None
+        self._backend = backend
+        self._lockstep = lockstep
+        self._error: Exception | None = None
+        self._losses = [0] * num_workers
+        self._is_closed = False
+        self._listener: threading.Thread | None = None
+        if num_workers:
+            backend.reserve(num_workers)
+        self.members = [self._member(number) for number in range(num_workers)]
+        if num_workers and not lockstep:
+            self._listener = threading.Thread(target=self._listen, name="crew", daemon=True)
+            self._listener.start()
+
+    def _member(self, number: int) -> Member:
+        return Member(number=number, connection=self._backend.connect(number, lockstep=self._lockstep))
+
+    def close(self) -> None:
+        """Listen no more; may be called twice."""
+        self._is_closed = True
+        if self._listener is not None:
+            self._listener.join(_CLOSE_S)
+
+    # -- what workers are told -------------------------------------------------------------------------------------
+
+    def tell(self, message: Message) -> None:
+        """Tell all workers."""
+        for member in self.members:
+            member.connection.post(message)
+
+    def publish(self, weights: Weights) -> None:
+        """Tell all workers of new weights, and those that will take the place of others."""
+        self.weights = weights
+        self.tell(weights)
+
+    def launch(self, pending: InFlight) -> None:
+        """Give each worker its queue of a step, without answers that are there already."""
+        self.pending.append(pending)
+        requests = pending.work.requests
+        for member, queue in zip(self.members, pending.plan.queues, strict=True):
+            names = [requests[index].id for index in queue]
+            pending.worker |= dict.fromkeys(names, member.number)
+            for name in names:
+                output = pending.outputs.get(name)
+                if output is not None and output.is_finished and pending.is_final(output):
+                    pending.finish(name, output)
+            self._submit(member, pending, [name for name in names if name in pending.worker])
+
+    def move(self, pending: InFlight, moves: Mapping[int, int]) -> None:
+        """Take requests back from their workers; `_take_released` gives them to the others."""
+        by_worker: dict[int, list[str]] = {}
+        for index, goal in moves.items():
+            name = pending.work.requests[index].id
+            if (now := pending.worker.get(name)) is not None and now != goal:
+                by_worker.setdefault(now, []).append(name)
+                pending.goals[name] = goal
+        for worker, names in by_worker.items():
+            self.members[worker].connection.post(Withdraw(ids=names))
+
+    def abandon(self, pending: InFlight) -> None:
+        """Nobody wants its answers any more."""
+        self.pending.remove(pending)
+        for member in self.members:
+            names = [name for name, worker in pending.worker.items() if worker == member.number]
+            if names:
+                member.connection.post(Withdraw(ids=names))
+
+    def _submit(self, member: Member, pending: InFlight, names: Sequence[str]) -> None:
+        """Give a worker requests, with the past answers to their prompts."""
+        if not names:
+            return
+        message = pending.submit(names)
+        if self.history is not None and (unknown := member.remind(self.history, message.requests)) is not None:
+            member.connection.post(unknown)
+        member.connection.post(message)
+
+    # -- what workers tell -----------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        """Take what workers tell, whatever the trainer does, until the crew is closed."""
+        while not self._is_closed:
+            asked = {member.ask(_POLL_S): member for member in self.members}
+            done, _ = wait(asked, timeout=_POLL_S, return_when=FIRST_COMPLETED)
+            with self.changed:
+                try:
+                    for future in done:
+                        self._take(asked[future])
+                    self._look_after()
+                except Exception as error:  # noqa: BLE001 - `check` raises it
+                    self._error = error
+                self.changed.notify_all()
+                if self._error is not None:
+                    return
+
+    def check(self) -> None:
+        """Raise what has ended a worker, or the listening."""
+        if self._error is not None:
+            raise self._error
+
+    def wait(self, timeout_s: float, for_what: Callable[[], object]) -> None:
+        """Let go of the lock until that holds, or for so long. Raises what `check` raises."""
+        self.changed.wait_for(lambda: self._error or for_what(), timeout_s)
+        self.check()
+
+    def step(self, max_passes: int, *, waits: bool = True) -> None:
+        """Let all workers in lockstep do so many passes."""
+        for member in self.members:
+            member.asked = member.connection.step(max_passes)
+        if waits:
+            self.settle()
+
+    def settle(self) -> None:
+        """Take what workers in lockstep have to tell, in the order of their numbers."""
+        for member in self.members if self._lockstep else ():
+            if member.asked is not None:
+                self._take(member)
+
+    def _take(self, member: Member) -> None:
+        """Take what a worker has told; one that is gone is replaced."""
+        assert member.asked is not None
+        future, member.asked = member.asked, None
+        try:
+            events = future.result()
+        except OSError as error:
+            self._replace(member, str(error) or type(error).__name__)
+            return
+        if events.error is not None:
+            raise _of_worker(events.error, member.number)
+        was_up = member.is_up
+        member.note(events)
+        if events.finished or events.tails:
+            self._losses[member.number] = 0
+        for name, output in events.finished:
+            if (pending := self._owned(name, member)) is not None:
+                pending.finish(name, output)
+        for tail in events.tails:
+            if (pending := self._owned(tail.id, member)) is not None:
+                pending.tell(tail)
+        self._take_released(events, member)
+        if member.is_up and not was_up:
+            self._even_out(member)
+
+    def _owned(self, name: str, member: Member) -> InFlight | None:
+        """Return the step in which this worker has this request."""
+        return next((each for each in self.pending if each.worker.get(name) == member.number), None)
+
+    def _take_released(self, events: Events, member: Member) -> None:
+        """Requests that were withdrawn go on with the workers that they were moved to."""
+        by_goal: dict[tuple[int, int], list[str]] = {}
+        for name, output in events.released:
+            if (pending := self._owned(name, member)) is None:
+                continue
+            goal = pending.goals.pop(name, member.number)
+            pending.worker[name] = goal
+            if len(output):
+                pending.outputs[name] = output
+            by_goal.setdefault((goal, self.pending.index(pending)), []).append(name)
+        for (goal, number), names in by_goal.items():
+            self._submit(self.members[goal], self.pending[number], names)
+
+    # -- workers that are lost ---------------------------------------------------------------------------------------
+
+    def _look_after(self) -> None:
+        """Replace workers that hang; raise BackendError for one that does not come up."""
+        now = time.monotonic()
+        for member in self.members:
+            if member.is_up and member.asked is not None and now - member.asked_at > self._backend.hang_timeout_s:
+                self._replace(member, f"no answer for {now - member.asked_at:.0f} s")
+            elif not member.is_up and self.weights is not None and now - member.since > self._backend.start_timeout_s:
+                raise BackendError(
+                    f"worker {member.number} has not come up within backend.start_timeout_s={self._backend.start_timeout_s:g}"
+                )
+
+    def _replace(self, member: Member, reason: str) -> None:
+        """Let others go on with what a worker had, and start another in its place."""
+        if self._lockstep:
+            raise BackendError(f"worker {member.number} is lost ({reason}), and others cannot go on for it in lockstep")
+        self.num_lost += 1
+        self._losses[member.number] += any(member.number in each.worker.values() for each in self.pending)
+        if self._losses[member.number] > _LOSSES:
+            raise BackendError(
+                f"worker {member.number} was lost {_LOSSES + 1} times before it told of a token: {reason}"
+            )
+        LOG.warning("worker %d is lost (%s): its requests go on elsewhere", member.number, reason)
+        member.connection.kill()
+        fresh = self.members[member.number] = self._member(member.number)
+        if self.weights is not None:
+            fresh.connection.post(self.weights)
+        for pending in self.pending:
+            names = [name for name, worker in pending.worker.items() if worker == member.number]
+            self._deal(pending, names)
+
+    def _deal(self, pending: InFlight, names: Sequence[str]) -> None:
+        """Give requests to workers that are up, the least busy ones first; to all where none is."""
+        load = {member.number: 0 for member in self.members if member.is_up} or dict.fromkeys(
+            range(len(self.members)), 0
+        )
+        for each in self.pending:
+            for worker in each.worker.values():
+                if worker in load:
+                    load[worker] += 1
+        shares: dict[int, list[str]] = {}
+        for name in names:
+            goal = min(load, key=lambda worker: load[worker])
+            load[goal] += 1
+            shares.setdefault(goal, []).append(name)
+            pending.goals.pop(name, None)
+            pending.worker[name] = goal
+            pending.moved[pending.index[name]] = goal
+        for worker, share in shares.items():
+            self._submit(self.members[worker], pending, share)
+
+    def _even_out(self, member: Member) -> None:
+        """Give a worker that has come up late half of what the busiest one has, the last of its queue."""
+        for pending in self.pending:
+            by_worker: dict[int, list[str]] = {}
+            for name, worker in pending.worker.items():
+                by_worker.setdefault(worker, []).append(name)
+            if by_worker.get(member.number) or not by_worker:
+                continue
+            busiest = max(by_worker, key=lambda worker: len(by_worker[worker]))
+            names = by_worker[busiest][(len(by_worker[busiest]) + 1) // 2 :]
+            moves = {pending.index[name]: member.number for name in names}
+            self.move(pending, moves)
+            pending.moved |= moves
+
+
+def _of_worker(error: Exception, number: int) -> Exception:
+    """Return an error of a worker's engine as the run's."""
+    return error if isinstance(error, RhymeError) else BackendError(f"worker {number}: {error!r}")
