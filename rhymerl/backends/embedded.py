@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
+from rhymerl.engine.emulation import EmulatedDevice
 from rhymerl.engine.engine import Engine
 from rhymerl.engine.support import prove, refuse_impossible, refuse_unsupported
 from rhymerl.engine.totals import EngineTotals
@@ -30,6 +31,7 @@ class EmbeddedBackend(RolloutBackend):
 
     `max_running` requests decode side by side, `kv_tokens` bounds the tokens with keys and values (in all layers),
     `max_pass_tokens` the tokens of one forward pass. With `check_drafts` a malformed draft is an error, not only counted.
+    `emulate` is a file with the costs of another device, times `emulate_scale`: passes wait until they have taken as long as there.
     """
 
     draws_exactly = True
@@ -42,6 +44,8 @@ class EmbeddedBackend(RolloutBackend):
         kv_tokens: int = 65_536,
         max_pass_tokens: int = 8_192,
         check_drafts: bool = False,
+        emulate: str | None = None,
+        emulate_scale: float = 1.0,
     ) -> None:
         at_least = {
             "max_running": (max_running, 1),
@@ -53,6 +57,7 @@ class EmbeddedBackend(RolloutBackend):
         self.kv_tokens = kv_tokens
         self.max_pass_tokens = max_pass_tokens
         self.check_drafts = check_drafts
+        self.emulated = None if emulate is None else EmulatedDevice.read(emulate, scale=emulate_scale)
         self.complaints: set[type[Drafter]] = set()  # whose malformed drafts have been told about
         self._engine: Engine | None = None
         self._longest_tokens: int | None = None  # of a prompt and its answer, as `check` was told
@@ -89,6 +94,7 @@ class EmbeddedBackend(RolloutBackend):
             check_drafts=self.check_drafts,
             complaints=self.complaints,
             autocast=autocast,
+            emulated=self.emulated,
         )
         self._reported = EngineTotals()
         self._followed = NO_VERSION
@@ -153,9 +159,15 @@ class EmbeddedBackend(RolloutBackend):
             "history/hit_epoch_age": Ratio(new.accepted_age_epochs, new.accepted_history),
             "spec/draft_time_frac": Ratio(new.draft_s, new.busy_s),
             "spec/bad_drafts": new.bad_drafts,
+            **self._emulation(),
             **worth,
             **self.engine.protocol.budget.metrics(),
         }
+
+    def _emulation(self) -> dict[str, float]:
+        """Return the share of the emulated time by which real passes were too slow for it."""
+        device = self.emulated
+        return {} if device is None else {"emulated/overrun_frac": Ratio(device.overrun_s, device.charged_s)}
 
     def close(self) -> None:
         if self._engine is not None:

@@ -16,6 +16,7 @@ from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
 from rhymerl.engine.admission import Admission
 from rhymerl.engine.drafting import Drafting
+from rhymerl.engine.emulation import EmulatedDevice, EmulatedForward
 from rhymerl.engine.forward import Forward
 from rhymerl.engine.kv_store import KVStore
 from rhymerl.engine.layout import PassLayout, lay_out
@@ -40,6 +41,7 @@ class Engine:
     full the youngest request is preempted and recomputed later); `max_pass_tokens` bounds one forward pass.
     `budget` says how much of what `drafter` proposes is verified. With `check_drafts` a malformed draft raises ValueError;
     otherwise it is ignored and counted (`complaints`: see DraftingProtocol). `autocast` is entered around every forward.
+    On an `emulated` device passes take its time.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Engine:
         check_drafts: bool = False,
         complaints: set[type[Drafter]] | None = None,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        emulated: EmulatedDevice | None = None,
     ) -> None:
         self.model = model
         self.max_running = max_running
@@ -64,7 +67,8 @@ class Engine:
         positions = int(getattr(config, "max_position_embeddings", 0) or kv_tokens)
         # Running rows and as many prefixes can never hold more than this.
         self.kv = KVStore(config.num_hidden_layers, min(kv_tokens, 2 * max_running * positions))
-        self.forward = Forward(model, self.kv, autocast=autocast)
+        forward = Forward(model, self.kv, autocast=autocast)
+        self.forward = forward if emulated is None else EmulatedForward(forward, emulated)
         self.rows = Rows(2 * max_running + 16, min(positions, self.kv.num_slots), self.kv.pool)
         self.protocol = DraftingProtocol(
             drafter if drafter is not None else NoDrafter(),

@@ -147,6 +147,11 @@ class HostedWorkers(Workers):
             clock=None if self._lockstep else time.monotonic,
         )
 
+    def timeline(self) -> list[tuple[int, float, float, int]]:
+        """Return when workers had passes, lately: worker, from .. to (Unix time), step."""
+        with self._crew.changed:
+            return [(member.number, *span) for member in self._crew.members for span in member.busy]
+
     def _account(self, started: float) -> None:
         """Note how busy workers were since the step before had its answers."""
         now = time.monotonic()

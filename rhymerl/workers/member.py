@@ -14,6 +14,7 @@ from rhymerl.history import HistoryStore
 from rhymerl.history.packing import PackedPrompt
 from rhymerl.types import RolloutRequest, Split
 
+_SPANS = 1_000
 _LOCATION = tuple[int, int, int]  # of an answer: epoch, sample, policy version
 
 
@@ -28,6 +29,9 @@ class Member:
     asked_at: float = 0.0
     version: int | None = None  # of the policy with which it samples; None until it is up
     busy_s: float = 0.0
+    busy: list[tuple[float, float, int]] = field(
+        default_factory=list
+    )  # from .. to (Unix time), step; of the latest ones
     history_bytes: int = 0
     measured: deque[Mapping[str, float]] = field(default_factory=deque)
     remembered: dict[tuple[Split, str], set[_LOCATION]] = field(default_factory=dict)
@@ -46,6 +50,7 @@ class Member:
         """Note what is about the worker alone."""
         self.version = events.version
         self.busy_s += sum(end - start for start, end, _ in events.busy)
+        self.busy = [*self.busy, *events.busy][-_SPANS:]
         self.history_bytes = events.history_bytes
         self.measured += events.measured
         for name in events.forgotten:

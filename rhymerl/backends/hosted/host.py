@@ -27,6 +27,7 @@ from rhymerl.history import HistoryStore
 from rhymerl.types import Completion, Output, Prompt, RolloutRequest
 
 _SLICE_S = 0.05  # between two looks at the messages
+_GAP_S = 0.005  # between passes that follow one another
 _TELL_S = 0.5  # between two tellings of answers that go on
 
 # Loads weights into the engine's policy, and starts the engine with the first of them.
@@ -242,9 +243,16 @@ class WorkerHost:
         for completion in found:
             self._take(completion)
         with self._changed:
-            self._events.busy.append((started, time.time(), rank))
+            self._note_busy(started, time.time(), rank)
             if self._events.is_urgent:
                 self._changed.notify_all()
+
+    def _note_busy(self, start: float, end: float, rank: int) -> None:
+        """Note passes, as one span with those right before them."""
+        busy = self._events.busy
+        if busy and busy[-1][2] == rank and start - busy[-1][1] < _GAP_S:
+            start = busy.pop()[0]
+        busy.append((start, end, rank))
 
     def _take(self, completion: Completion) -> None:
         """Keep what there is of a request that has left the engine; an answer is told and forgotten."""

@@ -1,0 +1,80 @@
+"""Passes that take as long as on another device: a small model then stands for a large one, in real time."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from rhymerl.costs import CostCurve
+from rhymerl.engine.forward import Forward
+from rhymerl.engine.layout import PassLayout
+from rhymerl.errors import require_at_least
+
+_NO_NODES = np.zeros(1)
+
+
+@dataclass(slots=True, kw_only=True)
+class EmulatedDevice:
+    """A device whose passes cost what a curve says: seconds by the tokens of a pass, and `context_s_per_token` for each key attended to."""
+
+    curve: CostCurve
+    context_s_per_token: float = 0.0
+    scale: float = 1.0
+    charged_s: float = field(default=0.0, init=False)
+    overrun_s: float = field(default=0.0, init=False)  # of passes that took longer than they should
+
+    @classmethod
+    def read(cls, path: str | Path, *, scale: float) -> EmulatedDevice:
+        """Read {"costs": [[tokens, seconds], ...], "context_s_per_token": seconds}. Raises ValueError that begins with `emulate=`."""
+        require_at_least({"emulate_scale": (scale, 0)})
+        try:
+            curve = CostCurve.read(path)
+            context = float(json.loads(Path(path).read_text()).get("context_s_per_token", 0.0))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"emulate={str(path)!r}: {str(error).partition(': ')[2] or error}") from error
+        if context < 0:
+            raise ValueError(f"emulate={str(path)!r}: context_s_per_token={context}: expected at least 0")
+        return cls(curve=curve, context_s_per_token=context, scale=scale)
+
+    def seconds(self, layout: PassLayout) -> float:
+        """Return what a pass costs."""
+        of_tokens = float(self.curve.seconds(layout.num_tokens, _NO_NODES, 0)[0])
+        return self.scale * (of_tokens + self.context_s_per_token * layout.num_seen)
+
+    def wait(self, started: float, layout: PassLayout) -> None:
+        """Wait until the pass that began at `started` (`time.perf_counter`) has taken what it costs."""
+        charged = self.seconds(layout)
+        left = charged - (time.perf_counter() - started)
+        self.charged_s += charged
+        self.overrun_s += max(-left, 0.0)
+        if left > 0:
+            time.sleep(left)
+
+
+class EmulatedForward:
+    """A forward pass on an emulated device; what is done beside it takes the time that it takes."""
+
+    def __init__(self, forward: Forward, device: EmulatedDevice) -> None:
+        self._forward = forward
+        self._device = device
+
+    def ready(self) -> AbstractContextManager[None]:
+        """As `Forward.ready`."""
+        return self._forward.ready()
+
+    def forget(self) -> None:
+        """As `Forward.forget`."""
+        self._forward.forget()
+
+    def logits(self, layout: PassLayout) -> Tensor:
+        """As `Forward.logits`, in the device's time."""
+        started = time.perf_counter()
+        logits = self._forward.logits(layout)
+        self._device.wait(started, layout)
+        return logits

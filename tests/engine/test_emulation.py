@@ -1,0 +1,86 @@
+"""An emulated device: passes take its time, and nothing else changes."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from rhymerl.backends.embedded import EmbeddedBackend
+from rhymerl.costs import CostCurve
+from rhymerl.drafters import NoDrafter
+from rhymerl.engine.emulation import EmulatedDevice
+from rhymerl.testing import make_requests, tiny_policy
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def costs(tmp_path: Path) -> Path:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({"costs": [[1, 0.02], [100, 0.03]], "context_s_per_token": 0.0}))
+    return path
+
+
+def answered(backend: EmbeddedBackend) -> tuple[list[list[int]], float, dict[str, float]]:
+    with backend:
+        backend.start(tiny_policy(), NoDrafter())
+        requests = make_requests(4, max_tokens=12, stop_token_ids=())
+        started = time.perf_counter()
+        backend.submit(requests)
+        found = []
+        while len(found) < len(requests):
+            found += backend.collect()
+        seconds = time.perf_counter() - started
+        metrics = dict(backend.metrics())
+    tokens = {each.request.id: each.token_ids.tolist() for each in found}
+    return [tokens[request.id] for request in requests], seconds, metrics
+
+
+def test_tokens_are_the_same_and_passes_take_the_devices_time(costs):
+    plain, _, metrics = answered(EmbeddedBackend())
+    assert not any(name.startswith("emulated/") for name in metrics)
+    emulated, seconds, metrics = answered(EmbeddedBackend(emulate=str(costs)))
+    assert emulated == plain
+    passes = metrics["rollout/passes"]
+    assert seconds >= 0.02 * passes
+    assert seconds < 0.03 * passes + 0.5
+    assert metrics["emulated/overrun_frac"] < 0.5
+
+
+def test_a_real_pass_that_is_too_slow_is_told(costs):
+    _, _, metrics = answered(EmbeddedBackend(emulate=str(costs), emulate_scale=1e-6))
+    assert metrics["emulated/overrun_frac"] > 1
+
+
+def test_costs_are_by_tokens_and_by_keys():
+    class Layout:
+        num_tokens, num_seen = 4, 1000
+
+    device = EmulatedDevice(curve=CostCurve([(1, 1.0), (11, 2.0)]), context_s_per_token=0.001, scale=2.0)
+    assert device.seconds(Layout()) == pytest.approx(2 * (1.3 + 1.0))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "expected a JSON file"),
+        ({"costs": [[1, 1]]}, "expected at least two"),
+        ({"costs": [[1, 1], [2, 2]], "context_s_per_token": -1}, "context_s_per_token=-1.0: expected at least 0"),
+    ],
+)
+def test_a_bad_file_is_refused(content, words, tmp_path):
+    path = tmp_path / "costs.json"
+    if content is not None:
+        path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=rf"^emulate='{path}': .*{words}"):
+        EmbeddedBackend(emulate=str(path))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "emulated").glob("*.json")), ids=lambda path: path.stem)
+def test_the_devices_of_benchmarks_can_be_read(path):
+    device = EmulatedDevice.read(path, scale=1.0)
+    assert 0.001 < device.curve.costs[0] < 0.1
+    assert json.loads(path.read_text())["source"]
