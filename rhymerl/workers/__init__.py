@@ -26,7 +26,7 @@ def workers_of(
     max_staleness: int,
     lockstep: bool,
 ) -> Workers:
-    """Return the workers of a backend that has been started; `num_workers` None = one a rank.
+    """Return the workers of a backend that has been started; `num_workers` None = one a rank, or as many as there are.
 
     Raises ValueError for arguments that contradict one another.
     """
@@ -34,7 +34,7 @@ def workers_of(
         return HostedWorkers(
             backend,
             scheduler,
-            num_workers=num_workers or ranks.size,
+            num_workers=0 if ranks.rank else num_workers or backend.num_workers(ranks.size),
             ranks=ranks,
             run_ahead=run_ahead,
             max_staleness=max_staleness,

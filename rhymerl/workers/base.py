@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from rhymerl.errors import require_at_least
 from rhymerl.history import HistoryStore
 from rhymerl.types import Completion, RolloutRequest, Sample, Split
 from rhymerl.workers.run_ahead import RunAheadState
@@ -28,11 +29,10 @@ def check_run_ahead(run_ahead: str, max_staleness: int) -> None:
     """
     if run_ahead not in ("off", "draft", "keep"):
         raise ValueError(f"run_ahead={run_ahead!r}: expected one of off, draft, keep")
-    if max_staleness not in (0, 1):
-        raise ValueError(f"max_staleness={max_staleness}: expected 0 or 1")
+    require_at_least({"max_staleness": (max_staleness, 0)})
     if run_ahead == "keep" and max_staleness == 0:
         raise ValueError(
-            "max_staleness=0: run_ahead=keep trains on tokens of the policy before; expected max_staleness=1, or "
+            "max_staleness=0: run_ahead=keep trains on tokens of the policy before; expected at least 1, or "
             "run_ahead=draft or off"
         )
 

@@ -65,7 +65,7 @@ class HostedWorkers(Workers):
         self._ended_at = time.monotonic()  # the latest `answer`
         self._busy_frac = 0.0
         self._num_exchanges = 0  # of the latest `answer`
-        self._crew = Crew(backend, num_workers=num_workers if ranks.rank == 0 else 0, lockstep=lockstep)
+        self._crew = Crew(backend, num_workers=num_workers, lockstep=lockstep)
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -184,13 +184,16 @@ class HostedWorkers(Workers):
         return self._crew.weights.version if self._crew.weights is not None else 0
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        """Publish them; each worker loads them when it comes to it, and nobody waits. A version that is out already stays."""
+        """Publish them; each worker loads them when it comes to it, and nobody waits, but perhaps for the first. A version that is out already stays."""
         if self._ranks.rank != 0 or (self._crew.weights is not None and self._crew.weights.version == policy_version):
             return
         weights = Weights(version=policy_version, source=self._backend.publish(named_tensors))
         with self._crew.changed:
             self._crew.settle()
+            is_first = self._crew.weights is None
             self._crew.publish(weights)
+            if is_first and self._backend.starts_together:
+                self._crew.wait(None, lambda: all(member.is_up for member in self._crew.members))
 
     def learn(self, samples: Sequence[Sample]) -> None:
         if self._backend.learns:
@@ -219,6 +222,7 @@ class HostedWorkers(Workers):
             return {
                 **over_workers(found, [1.0] * len(found)),
                 "workers/idle_frac": 1 - self._busy_frac,
+                "workers/up": sum(member.is_up for member in self._crew.members),
                 "workers/lost": self._crew.num_lost,
                 "workers/history_bytes": max((member.history_bytes for member in self._crew.members), default=0),
             }

@@ -24,6 +24,8 @@ class Member:
 
     number: int
     connection: Connection
+    is_late: bool = False  # nobody waits for it: it takes the place of one that was lost, or comes when there is room
+    is_here: bool = False  # it has answered once
     since: float = field(default_factory=time.monotonic)  # it was started
     asked: Future[Events] | None = None
     asked_at: float = 0.0
@@ -48,6 +50,7 @@ class Member:
 
     def note(self, events: Events) -> None:
         """Note what is about the worker alone."""
+        self.is_here = True
         self.version = events.version
         self.busy_s += sum(end - start for start, end, _ in events.busy)
         self.busy = [*self.busy, *events.busy][-_SPANS:]

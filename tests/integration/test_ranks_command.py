@@ -139,7 +139,7 @@ class ToldToEnd(GRPO):
             "max_staleness=0: run_ahead=keep trains on tokens of the policy before",
         ),
         (["run_ahead=always"], "run_ahead='always': expected one of off, draft, keep"),
-        (["max_staleness=3"], "max_staleness=3: expected 0 or 1"),
+        (["max_staleness=-1"], "max_staleness=-1: expected at least 0"),
         (["trainer.strategy=fsdp"], "FSDP"),
         (["trainer.strategy=ddp_spawn", "trainer.devices=2"], "expected ddp, whose ranks are started as scripts"),
     ],

@@ -27,10 +27,10 @@ NO_POLICY = SimpleNamespace(model=nn.Module(), named_weights=list)
 
 @contextmanager
 def fleet(
-    scheduler=FIFOScheduler, *, workers: int = 3, pass_s: float = 0.0, make=None, ranks=None, **settings
+    scheduler=FIFOScheduler, *, workers: int = 3, pass_s: float = 0.0, make=None, backend=None, ranks=None, **settings
 ) -> Iterator[tuple[RolloutLoop, ThreadBackend]]:
     """A loop over workers in threads, some slower than others."""
-    backend = ThreadBackend(make or (lambda number: TokenBackend(length, pass_s=pass_s * (1 + number))))
+    backend = backend or ThreadBackend(make or (lambda number: TokenBackend(length, pass_s=pass_s * (1 + number))))
     with backend:
         backend.start(NO_POLICY, NoDrafter())
         loop = RolloutLoop(
@@ -166,6 +166,49 @@ def test_a_worker_that_hangs_is_replaced():
         over.set()
         assert answers(rollout) == answers(alone(2)[1])
         assert rollout.metrics["workers/lost"] == 1
+
+
+class Late(ThreadBackend):
+    """The first worker is there at once; there is room for the others when `room` says so."""
+
+    goes_on_short = True
+
+    def __init__(self, make) -> None:
+        super().__init__(make)
+        self.room = threading.Event()
+
+    def least_workers(self, num_workers: int) -> int:
+        return 1
+
+    def connect(self, number: int, *, lockstep: bool):
+        connection = super().connect(number, lockstep=lockstep)
+        if number:
+            connection.poll = lambda wait_s: connection._pool.submit(self._when_there, connection, wait_s)
+        return connection
+
+    def _when_there(self, connection, wait_s: float):
+        self.room.wait(30)
+        return connection._told(lambda: connection._host.poll(wait_s))
+
+
+def test_workers_come_in_the_middle_of_a_step_and_are_taken_away():
+    backend = Late(lambda number: TokenBackend(length, pass_s=0.004))
+    backend.start_timeout_s = 0.3
+    with fleet(backend=backend, workers=4) as (loop, _):
+        found = [run_step(loop, 0)]
+        assert found[0].metrics["workers/up"] == 1
+        time.sleep(0.5)  # longer than one may take that somebody waits for
+        threading.Timer(0.1, backend.room.set).start()
+        found.append(run_step(loop, 1))
+        found.append(run_step(loop, 2))
+        assert found[-1].metrics["workers/up"] == 4
+        backend.room.clear()  # there is none for others in the place of these
+        threading.Timer(0.05, lambda: [each.kill() for each in backend.connections[1:]]).start()
+        found += run(loop, range(3, 6))
+        assert found[-1].metrics["workers/up"] == 1
+        assert found[-1].metrics["workers/lost"] == 3
+        backend.room.set()
+    assert [answers(one) for one in alone(6)] == [answers(step) for step in found]
 
 
 def test_an_error_in_an_engine_ends_the_run_with_its_words():

@@ -40,7 +40,9 @@ class CopiedWeights(WeightSource):
 
 
 class ThreadConnection(Connection):
-    """A host in this process."""
+    """A host in this process. Errors of the kinds `lost` mean that its engine is gone."""
+
+    lost: tuple[type[Exception], ...] = ()
 
     def __init__(self, host: WorkerHost, *, lockstep: bool) -> None:
         self._host = host
@@ -63,6 +65,8 @@ class ThreadConnection(Connection):
         events = ask()
         if self._is_killed:
             raise ConnectionError("it was killed")
+        if isinstance(events.error, self.lost):
+            raise ConnectionError(str(events.error))
         return events
 
     def kill(self) -> None:
