@@ -205,22 +205,20 @@ class Crew:
     # -- workers that are lost ---------------------------------------------------------------------------------------
 
     def _look_after(self) -> None:
-        """Replace workers that hang; raise BackendError for one that does not come up."""
+        """Replace workers that hang; raise BackendError where one does not come up that the run cannot do without."""
         now = time.monotonic()
         for member in self.members:
             if member.is_up and member.asked is not None and now - member.asked_at > self._backend.hang_timeout_s:
                 self._replace(member, f"no answer for {now - member.asked_at:.0f} s")
-            elif not member.is_up and self._is_overdue(member, now):
-                raise BackendError(
-                    f"worker {member.number} has not come up within backend.start_timeout_s={self._backend.start_timeout_s:g}"
-                )
+            elif not member.is_up and self.weights is not None and now - member.since > self._backend.start_timeout_s:
+                self._miss(member)
 
-    def _is_overdue(self, member: Member, now: float) -> bool:
-        """Return whether a worker that is not up should be, so that the run ends without it."""
-        if self.weights is None or now - member.since <= self._backend.start_timeout_s:
-            return False
-        others_go_on = member.is_late and any(each.is_up for each in self.members)
-        return not (self._backend.goes_on_short and others_go_on)
+    def _miss(self, member: Member) -> None:
+        words = f"has not come up within backend.start_timeout_s={self._backend.start_timeout_s:g}"
+        if not self._backend.goes_on_short or not any(each.is_up for each in self.members):
+            raise BackendError(f"worker {member.number} {words}")
+        if not member.is_late:
+            self._replace(member, words)
 
     def _replace(self, member: Member, reason: str) -> None:
         """Let others go on with what a worker had, and start another in its place."""
