@@ -17,6 +17,7 @@ from rhymerl.workers.member import Member
 
 LOG = logging.getLogger(__name__)
 _POLL_S = 0.1  # a worker keeps what is not urgent for so long
+_POLL_EACH_S = 1e-3  # and for longer where there are many
 _CLOSE_S = 10.0
 _LOSSES = 5  # of one worker in a row that had requests and told of no token
 
@@ -38,6 +39,7 @@ class Crew:
         self._lockstep = lockstep
         self._error: Exception | None = None
         self._losses = [0] * num_workers
+        self._poll_s = max(_POLL_S, _POLL_EACH_S * num_workers)
         self._is_closed = False
         self._listener: threading.Thread | None = None
         if num_workers:
@@ -121,7 +123,7 @@ class Crew:
     def _listen(self) -> None:
         """Take what workers tell, whatever the trainer does, until the crew is closed."""
         while not self._is_closed:
-            asked = {member.ask(_POLL_S): member for member in self.members}
+            asked = {member.ask(self._poll_s): member for member in self.members}
             done, _ = wait(asked, timeout=_POLL_S, return_when=FIRST_COMPLETED)
             with self.changed:
                 try:
