@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -275,13 +276,15 @@ class RayBackend(HostedBackend):
             os.environ.setdefault(name, value)
         settings = {"log_to_driver": False, "configure_logging": False}
         address = self.address or os.environ.get("RAY_ADDRESS")
+        if address is not None and not _listens(address):
+            raise _no_cluster(address)
+        address = address or _started_here()
         if address is not None:
-            _refuse_silent(address)
-        try:
-            ray.init(address=address or "auto", **settings)
-        except ConnectionError as error:
-            if address is not None:
+            try:
+                ray.init(address=address, **settings)
+            except ConnectionError as error:
                 raise _no_cluster(address) from error
+        else:
             cpus = max(os.cpu_count() or 1, num_workers * self.cpus_per_worker)
             self._folder = tempfile.mkdtemp(prefix="ray-")
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, _temp_dir=self._folder, **settings)
@@ -314,15 +317,28 @@ class RayBackend(HostedBackend):
         self._joined_ray, self._folder = False, None
 
 
-def _refuse_silent(address: str) -> None:
-    """Raise ConfigError where nobody listens: Ray would try for minutes."""
+def _started_here() -> str | None:
+    """Return the address of the cluster that `ray start` has made this machine a part of, None where there is none.
+
+    Ray's own `auto` would take any cluster that runs here too, such as another run's, which ends with it.
+    """
+    file = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "ray", "ray_current_cluster")
+    if not file.is_file():
+        return None
+    address = file.read_text().strip()
+    return address if _listens(address) else None
+
+
+def _listens(address: str) -> bool:
+    """Return whether somebody listens there: Ray itself would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():  # `auto`, or a name that Ray knows
-        return
+        return True
     try:
         socket.create_connection((host, int(port)), _CONNECT_S).close()
-    except OSError as error:
-        raise _no_cluster(address) from error
+    except OSError:
+        return False
+    return True
 
 
 def _no_cluster(address: str) -> ConfigError:
