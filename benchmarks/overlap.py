@@ -49,7 +49,7 @@ TABLES = {
     },
 }
 BARRIER, ONE_STEP_OFF = "none, fifo, off", "none, fifo, keep"
-OVERRUN = 0.02  # of the emulated time, above which figures say nothing
+OVERRUN = 0.05  # of the emulated time, above which a row is not given
 Span = tuple[int, float, float, int]
 
 
