@@ -145,6 +145,7 @@ class HostedWorkers(Workers):
             keeps=self._run_ahead == "keep",
             every=_REBALANCE_EXCHANGES if self._lockstep else _REBALANCE_S,
             clock=None if self._lockstep else time.monotonic,
+            works_on=True,
         )
 
     def timeline(self) -> list[tuple[int, float, float, int]]:

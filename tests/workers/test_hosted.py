@@ -105,6 +105,18 @@ def test_a_step_is_sampled_while_the_one_before_is_trained():
         assert rollout.metrics["workers/idle_frac"] < 1
 
 
+def test_workers_go_on_during_every_update():
+    """Also where a step was answered as a whole while the one before was trained."""
+    with fleet(pass_s=0.001, run_ahead="keep", workers=2) as (loop, _):
+        run_step(loop, 0)
+        for step in range(1, 4):
+            time.sleep(0.6)  # of an update
+            started = time.perf_counter()
+            rollout = run_step(loop, step)
+            assert time.perf_counter() - started < 0.2
+            assert rollout.metrics["off_policy/staleness/mean"] > 0.9
+
+
 @pytest.mark.parametrize("run_ahead", ["off", "draft", "keep"])
 def test_lost_workers_cost_nothing_but_time(run_ahead):
     """Workers are killed at random instants, several at once too."""
