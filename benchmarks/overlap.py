@@ -89,11 +89,11 @@ class Steps:
 
     def mean(self, name: str, warm_up: int) -> float:
         """Return the mean of a metric over the steps that count."""
-        return statistics.fmean(step[name] for step in self.metrics[warm_up:])
+        return statistics.fmean(step[name] for step in self.metrics[warm_up:-1])
 
     def seconds(self, warm_up: int) -> list[float]:
-        """Return the seconds of the steps that count."""
-        return [after - before for before, after in zip(self.ends[warm_up - 1 :], self.ends[warm_up:], strict=False)]
+        """Return the seconds of the steps that count: not the last one, behind which nothing is sampled ahead."""
+        return [after - before for before, after in zip(self.ends[warm_up - 1 :], self.ends[warm_up:-1], strict=False)]
 
 
 def run_steps(name: str, row: Sequence[str], update_s: float, arguments: Any, *, steps: int) -> Steps:
@@ -101,7 +101,7 @@ def run_steps(name: str, row: Sequence[str], update_s: float, arguments: Any, *,
     settings = [
         f"workers={arguments.workers}",
         *row,
-        f"backend.engine.emulate={arguments.emulate}",
+        f"backend.engine.emulate={Path(__file__).parent / 'emulated' / arguments.emulate}.json",
         f"backend.engine.emulate_scale={arguments.scale}",
         "task.train_size=64",
         "data.prompts_per_step=16",
@@ -167,13 +167,13 @@ def draw(rows: dict[str, Steps], path: Path, *, warm_up: int) -> None:
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     parser = record.options(__doc__)
     parser.add_argument("--table", choices=TABLES, default="overlap")
-    parser.add_argument("--emulate", default=str(Path(__file__).parent / "emulated" / "h100_8b.json"))
+    parser.add_argument("--emulate", default="h100_8b", help="name of a file in benchmarks/emulated/")
     parser.add_argument("--scale", type=float, default=6.0)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warm-up", type=int, default=4)
     parser.add_argument("--update", type=float, default=0.3)
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--plot", help="file for a picture of workers and trainer over four steps")
     parser.add_argument("settings", nargs="*", metavar="key=value")
     arguments = parser.parse_args(words)
     record.set_threads(arguments.threads)
@@ -190,7 +190,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
         record.note_row(rows[-1])
         print(record.cell(rows[-1]), file=sys.stderr, flush=True)
     if arguments.plot is not None:
-        draw(found, arguments.plot, warm_up=arguments.warm_up)
+        draw(found, Path(arguments.plot), warm_up=arguments.warm_up)
     return record.finish("overlap", __doc__, arguments, rows=rows, start=start)
 
 
