@@ -103,7 +103,9 @@ class Output:
     num_passes: int = 0  # verify passes in which tokens were emitted
     num_drafted: int = 0  # draft nodes verified
     num_accepted: int = 0  # draft nodes that became tokens
-    sources: npt.NDArray[np.int8] | None = None  # [L] DraftSource of accepted tokens, NOT_DRAFTED for others; for reports
+    sources: npt.NDArray[np.int8] | None = (
+        None  # [L] DraftSource of accepted tokens, NOT_DRAFTED for others; for reports
+    )
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rhymerl.backends.spans import WorkerSpan
 from rhymerl.history.packing import PackedPrompt
 from rhymerl.types import Output, RolloutRequest, Sample, Split
 
@@ -134,7 +135,7 @@ class Events:
     forgotten: list[tuple[Split, str]] = field(default_factory=list)  # prompts whose history did not fit
     measured: list[Mapping[str, float]] = field(default_factory=list)  # an answer to each `Measure`
     version: int | None = None  # of the policy with which it samples; None before the first
-    busy: list[tuple[float, float, int]] = field(default_factory=list)  # passes from .. to (Unix time), of this rank
+    spans: list[WorkerSpan] = field(default_factory=list)  # what it did; by numbers, it is worker 0
     history_bytes: int = 0
     error: Exception | None = None  # its end
 
