@@ -28,12 +28,12 @@ def draw_pictures(runs: Sequence[Run], folder: Path) -> list[Path]:
     """Write a picture of each chart and timeline of the report on these runs; returns the files."""
     check_matplotlib()
     charts = [chart for section in sections_of(runs) for chart in section.charts]
-    drawn = [_save(_chart(chart), folder / f"{chart.id}.png") for chart in charts]
+    pictures = [_save(_chart(chart), folder / f"{chart.id}.png") for chart in charts]
     for number, run in enumerate(runs):
         timeline = timeline_of(run)
         if timeline is not None:
-            drawn.append(_save(_timeline(timeline, run.name), folder / f"timeline-{number}.png"))
-    return drawn
+            pictures.append(_save(_timeline(timeline, run.name), folder / f"timeline-{number}.png"))
+    return pictures
 
 
 def _save(figure: Any, path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""What is drawn: charts of series, in sections."""
+"""What a report shows: charts of series, in sections."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _series(name: str, curve: Curve, colour: str, kind: Kind) -> Series:
 
 
 def of_run(title: str, run: Run, runs: Sequence[Run]) -> str:
-    """Return the title of a chart that is drawn for each run."""
+    """Return the title of one of the charts that each run has."""
     return f"{title}: {run.name}" if len(runs) > 1 else title
 
 
