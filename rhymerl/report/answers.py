@@ -15,32 +15,46 @@ if TYPE_CHECKING:
 _COUNTS = ("sample", "tokens", "passes", "drafted", "accepted", "is_cut")
 
 
+class AnswerColumns:
+    """Puts the answers of one step behind those of another; a long run has millions."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[str, int] = {}  # by id
+        self._parts: dict[str, list[Any]] = {name: [] for name in (*_COUNTS, "step", "epoch", "prompt", "reward")}
+        self._texts: dict[int, AnswerText] = {}
+        self._count = 0
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Add what a step has recorded."""
+        found = record["answers"]
+        count = len(found["reward"])
+        prompt = [self._prompts.setdefault(name, len(self._prompts)) for name in found["prompt_id"]]
+        columns = {**{name: found[name] for name in _COUNTS}, "prompt": prompt}
+        for name, values in columns.items():
+            self._parts[name].append(np.array(values, np.int32))
+        self._parts["reward"].append(np.array(found["reward"], np.float64))
+        for name in ("step", "epoch"):
+            self._parts[name].append(np.full(count, record[name], np.int32))
+        self._texts |= {self._count + each["answer"]: _text(each) for each in record["texts"]}
+        self._count += count
+
+    def whole(self) -> Answers | None:
+        """Return the answers of all steps; None where there is none."""
+        if not self._count:
+            return None
+        columns: dict[str, Any] = {name: np.concatenate(parts) for name, parts in self._parts.items()}
+        columns |= {name: columns[name].astype(np.int64) for name in ("step", "epoch", "prompt")}
+        change = _changes(columns["prompt"], columns["epoch"], columns["reward"])
+        is_cut = columns.pop("is_cut") > 0
+        return Answers(**columns, is_cut=is_cut, change=change, prompt_ids=list(self._prompts), texts=self._texts)
+
+
 def answers_of_steps(records: Iterable[Mapping[str, Any]]) -> Answers | None:
     """Return the answers that steps have recorded; None where there is none."""
-    columns: dict[str, list[Any]] = {name: [] for name in (*_COUNTS, "step", "epoch", "prompt_id", "reward")}
-    texts: dict[int, AnswerText] = {}
+    columns = AnswerColumns()
     for record in records:
-        found, first = record["answers"], len(columns["step"])
-        for name in (*_COUNTS, "prompt_id", "reward"):
-            columns[name] += found[name]
-        for name in ("step", "epoch"):
-            columns[name] += [record[name]] * len(found["reward"])
-        texts |= {first + each["answer"]: _text(each) for each in record["texts"]}
-    if not columns["step"]:
-        return None
-    prompt_ids = list(dict.fromkeys(columns["prompt_id"]))
-    numbers = {name: number for number, name in enumerate(prompt_ids)}
-    prompt = np.array([numbers[name] for name in columns["prompt_id"]], np.int64)
-    counts: dict[str, Any] = {name: np.array(columns[name], np.int64) for name in (*_COUNTS, "step", "epoch")}
-    reward = np.array(columns["reward"], np.float64)
-    return Answers(
-        **{**counts, "is_cut": counts["is_cut"] > 0},
-        prompt=prompt,
-        reward=reward,
-        change=_changes(prompt, counts["epoch"], reward),
-        prompt_ids=prompt_ids,
-        texts=texts,
-    )
+        columns.add(record)
+    return columns.whole()
 
 
 def _text(row: Mapping[str, Any]) -> AnswerText:

@@ -76,7 +76,7 @@ class Run:
     curves: Mapping[str, Curve]  # by the names of docs/metrics.md
     evaluations: Mapping[str, Curve]
     step_name: str = "step"  # what the x of curves counts
-    steps: Sequence[StepTimes] = ()
+    steps: Sequence[StepTimes] = ()  # the last ones
     answers: Answers | None = None
     similarity: Mapping[int, float] = field(default_factory=dict)  # by epoch, to the one before
     missing: Sequence[str] = ()  # sentences for people: what could not be shown, and why

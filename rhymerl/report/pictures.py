@@ -105,7 +105,7 @@ def _timeline(timeline: RunTimeline, name: str) -> Any:
     figure, axis = _figure(f"Timeline: {name}", caption, 1.6 + 0.35 * len(timeline.rows))
     for kind in ("rollout", "ahead", "update"):
         bars = [bar for bar in timeline.bars if bar.kind == kind]
-        label = "begun for the next step" if kind == "ahead" else kind
+        label = "for the next step" if kind == "ahead" else kind
         widths, starts = [bar.end_s - bar.start_s for bar in bars], [bar.start_s for bar in bars]
         axis.barh([bar.row for bar in bars], widths, left=starts, height=0.7, color=_light(f"bar-{kind}"), label=label)
     weights = [bar for bar in timeline.bars if bar.kind == "weights"]

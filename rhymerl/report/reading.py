@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,14 @@ from rhymerl.history.files import read_sections
 from rhymerl.history.packing import unpack
 from rhymerl.history.similarity import similarity
 from rhymerl.history.traces import TraceRecord
-from rhymerl.report.answers import answers_of_steps
+from rhymerl.report.answers import AnswerColumns
 from rhymerl.report.base import Run, StepTimes
 from rhymerl.report.curves import curves_of, read_tensorboard
 from rhymerl.report.settings import flat_settings
 from rhymerl.report.steps import STEPS, read_steps
 
+_MOST_STEPS = 1_000  # of a timeline
+_MOST_BYTES = 128 * 2**20  # of a history file
 _MOST_TOKENS = 2_000_000  # of the history, for its similarity: a second's work
 
 
@@ -56,16 +59,24 @@ def _summary(path: Path) -> Mapping[str, Any]:
 
 
 def _with_steps(run: Run, folder: Path) -> Run:
-    records = list(read_steps(folder / STEPS))
+    steps: dict[int, Mapping[str, float]] = {}
+    evaluations: dict[int, Mapping[str, float]] = {}
+    times: deque[StepTimes] = deque(maxlen=_MOST_STEPS)
+    answers = AnswerColumns()
     try:
-        evaluations = [each for each in records if "evaluation" in each]
-        steps = [each for each in records if "evaluation" not in each]
+        for record in read_steps(folder / STEPS):
+            if "evaluation" in record:
+                evaluations[record["step"]] = record["evaluation"]
+                continue
+            steps[record["step"]] = record["metrics"]
+            times.append(_times(record))
+            answers.add(record)
         return replace(
             run,
-            curves=curves_of((each["step"], each["metrics"]) for each in steps),
-            evaluations=curves_of((each["step"], each["evaluation"]) for each in evaluations),
-            steps=[_times(each) for each in steps],
-            answers=answers_of_steps(steps),
+            curves=curves_of(steps.items()),
+            evaluations=curves_of(evaluations.items()),
+            steps=list(times),
+            answers=answers.whole(),
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise DataError(f"{folder / STEPS}: is not what a run writes there: {error!r}") from error
@@ -102,6 +113,9 @@ def _with_tensorboard(run: Run, folder: Path) -> Run:
 def _with_similarity(run: Run, path: Path) -> Run:
     if not path.exists():
         return run
+    if path.stat().st_size > _MOST_BYTES:
+        note = f"history.rhyme is larger than {_MOST_BYTES // 2**20} MiB, so its epochs have not been compared."
+        return replace(run, missing=[*run.missing, note])
     sections = read_sections(path, tokenizer=None)
     try:
         records = _records(unpack(sections))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rhymerl.backends.spans import EVALUATION, WorkerSpan
 from rhymerl.report.base import Run, StepTimes
 
 _MOST_BARS = 2_000
@@ -17,7 +18,7 @@ BarKind = Literal["rollout", "ahead", "update", "weights"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """What a row did from .. to, in seconds since the timeline began; `ahead` is decoding for a step before its turn."""
+    """What a row did from .. to, in seconds since the timeline began; `ahead` is decoding for a step before the one before has ended."""
 
     row: int
     kind: BarKind
@@ -45,7 +46,8 @@ def timeline_of(run: Run) -> RunTimeline | None:
     workers = sorted({span.worker for span in spans})
     rows = [f"{'worker' if workers_apart else 'rank'} {worker}" for worker in workers]
     begin_s = min(span.start_s for span in spans)
-    bars = [bar for step in steps for bar in _decoding(step, workers, begin_s)]
+    ends = {step.step: step.ended_at for step in steps}
+    bars = [bar for span in spans for bar in _bars(span, workers.index(span.worker), ends, begin_s)]
     # Ranks train together, so what rank 0 says of the update holds for all of them.
     trainers = [len(rows)] if workers_apart else list(range(len(rows)))
     bars += [bar for step in steps for row in trainers for bar in _training(step, row, begin_s)]
@@ -67,18 +69,26 @@ def _last(steps: Sequence[StepTimes]) -> list[StepTimes]:
     return found[::-1]
 
 
-def _decoding(step: StepTimes, workers: Sequence[int], begin_s: float) -> list[Bar]:
-    """Spans count steps from 0, as policies are counted; a report counts them from 1, as the run does."""
-    bars = []
-    for span in step.spans:
-        kind: BarKind = "weights"
-        if span.activity == "decode":
-            kind = "rollout" if span.number < step.step else "ahead"
-        number = span.number + 1 if span.activity == "decode" else span.number
-        row, start_s, end_s = workers.index(span.worker), span.start_s - begin_s, span.end_s - begin_s
-        if number > 0 or kind == "weights":  # no evaluation
-            bars.append(Bar(row=row, kind=kind, step=number, start_s=start_s, end_s=end_s))
-    return bars
+def _bars(span: WorkerSpan, row: int, ends: Mapping[int, float], begin_s: float) -> list[Bar]:
+    """Return the bars of a span, which is two where the step before ends in it.
+
+    Spans count steps from 0, as policies are counted; a report counts them from 1, as the run does.
+    """
+    start_s, end_s = span.start_s - begin_s, span.end_s - begin_s
+    if span.activity == "weights":
+        return [Bar(row=row, kind="weights", step=span.number, start_s=start_s, end_s=end_s)]
+    if span.number == EVALUATION:
+        return []
+    turn_s = ends.get(span.number, span.start_s) - begin_s
+    parts: list[tuple[BarKind, float, float]] = [
+        ("ahead", start_s, min(end_s, turn_s)),
+        ("rollout", max(start_s, turn_s), end_s),
+    ]
+    return [
+        Bar(row=row, kind=kind, step=span.number + 1, start_s=first, end_s=last)
+        for kind, first, last in parts
+        if last > first
+    ]
 
 
 def _training(step: StepTimes, row: int, begin_s: float) -> list[Bar]:

@@ -83,7 +83,7 @@
     for (const kind of ["rollout", "ahead", "update"]) {
       const bars = timeline.bars.filter((each) => each.kind === kind);
       traces.push({
-        type: "bar", orientation: "h", name: kind === "ahead" ? "begun for the next step" : kind,
+        type: "bar", orientation: "h", name: kind === "ahead" ? "for the next step" : kind,
         y: bars.map((each) => each.row), base: bars.map((each) => each.start_s), x: bars.map((each) => each.end_s - each.start_s),
         customdata: bars.map((each) => each.step), hovertemplate: "step %{customdata}, %{x:.3~g} s",
         marker: { color: rhymerl.colour(`bar-${kind}`), line: { color: rhymerl.colour("surface"), width: 1 } }, width: 0.72,
