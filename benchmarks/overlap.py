@@ -28,6 +28,7 @@ from unittest.mock import patch
 
 import record
 
+from rhymerl.backends.spans import WorkerSpan
 from rhymerl.config import compose
 from rhymerl.runs.fit import fit
 from rhymerl.training.module import RhymeModule
@@ -50,7 +51,6 @@ TABLES = {
 }
 BARRIER, ONE_STEP_OFF = "none, fifo, off", "none, fifo, keep"
 OVERRUN = 0.05  # of the emulated time, above which a row is not given
-Span = tuple[int, float, float, int]
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class Steps:
     ends: list[float] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
     updates: list[tuple[float, float]] = field(default_factory=list)
-    spans: set[Span] = field(default_factory=set)
+    spans: list[WorkerSpan] = field(default_factory=list)
     late_s: float = 0.0
 
     def watch(self, stack: ExitStack) -> None:
@@ -80,8 +80,8 @@ class Steps:
         def on_train_batch_end(module: RhymeModule, *rest: Any) -> None:
             self.ends.append(time.time())
             self.metrics.append({name: float(value) for name, value in module.trainer.callback_metrics.items()})
-            assert module._loop is not None
-            self.spans |= set(module._loop.workers.timeline())  # type: ignore[attr-defined]
+            assert module.last_rollout is not None
+            self.spans += [span for span in module.last_rollout.spans if span.activity == "decode"]
             end(module, *rest)
 
         stack.enter_context(patch.object(Updater, "run", run))
@@ -150,10 +150,11 @@ def draw(rows: dict[str, Steps], path: Path, *, warm_up: int) -> None:
     colours = ["#4477aa", "#ee6677", "#228833", "#ccbb44"]
     for axis, (name, steps) in zip(axes[:, 0], rows.items(), strict=True):
         start, end = steps.ends[warm_up - 1], steps.ends[min(warm_up + 3, len(steps.ends) - 1)]
-        for worker, begun, over, step in steps.spans:
-            if over > start and begun < end:
-                axis.barh(worker, over - begun, left=begun - start, color=colours[step % 4], height=0.8)
-        top = 1 + max(worker for worker, *_ in steps.spans)
+        for span in steps.spans:
+            if span.end_s > start and span.start_s < end:
+                left, colour = span.start_s - start, colours[span.number % 4]
+                axis.barh(span.worker, span.seconds, left=left, color=colour, height=0.8)
+        top = 1 + max(span.worker for span in steps.spans)
         for begun, over in steps.updates:
             if over > start and begun < end:
                 axis.barh(top, over - begun, left=begun - start, color="#999999", height=0.8)

@@ -2,6 +2,7 @@
 
 from rhymerl.backends.base import Backend, RolloutBackend
 from rhymerl.backends.hosted.base import HostedBackend
+from rhymerl.backends.spans import WorkerSpan
 from rhymerl.distributed import Ranks
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.types import Output
@@ -13,7 +14,7 @@ from rhymerl.workers.run_ahead import RunAheadState
 from rhymerl.workers.worker import MovedRequest
 
 # What travels between the workers of ranks, apart from plain data and arrays.
-RECORDS: tuple[type, ...] = (Command, MovedRequest, Output, ProgressReport, RunAheadState, SharedPlan)
+RECORDS: tuple[type, ...] = (Command, MovedRequest, Output, ProgressReport, RunAheadState, SharedPlan, WorkerSpan)
 
 
 def workers_of(

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from rhymerl.backends.spans import WorkerSpan
 from rhymerl.errors import require_at_least
 from rhymerl.history import HistoryStore
 from rhymerl.types import Completion, RolloutRequest, Sample, Split
@@ -97,6 +98,10 @@ class Workers(ABC):
     @abstractmethod
     def metrics(self) -> Mapping[str, float]:
         """Return what happened in this rank's engines since the last call, by metric name."""
+
+    def spans(self) -> list[WorkerSpan]:
+        """Return what this rank's workers did since the last call."""
+        return []
 
     def close(self) -> None:
         """Nothing is asked any more; may be called twice. The backend closes its engines."""

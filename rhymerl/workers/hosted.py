@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rhymerl.backends.hosted.base import HostedBackend
 from rhymerl.backends.hosted.messages import Learn, Measure, Weights
+from rhymerl.backends.spans import WorkerSpan
 from rhymerl.distributed import Ranks
 from rhymerl.history import HistoryStore
 from rhymerl.schedulers.base import Scheduler
@@ -148,10 +149,9 @@ class HostedWorkers(Workers):
             works_on=True,
         )
 
-    def timeline(self) -> list[tuple[int, float, float, int]]:
-        """Return when workers had passes, lately: worker, from .. to (Unix time), step."""
+    def spans(self) -> list[WorkerSpan]:
         with self._crew.changed:
-            return [(member.number, *span) for member in self._crew.members for span in member.busy]
+            return [span for member in self._crew.members for span in member.spans.take()]
 
     def _account(self, started: float) -> None:
         """Note how busy workers were since the step before had its answers."""

@@ -313,3 +313,15 @@ def test_workers_are_refused_where_ranks_are_the_workers():
         ValueError, match=r"^workers=3: with TokenBackend every rank is a worker; expected null, 1, or backend=ray"
     ):
         RolloutLoop(TokenBackend(length), FIFOScheduler(), scorer=RewardScorer([REWARD]), decode=str, num_workers=3)
+
+
+def test_spans_tell_what_workers_did_also_during_the_update():
+    with fleet(pass_s=0.002, run_ahead="draft") as (loop, _):
+        steps = run(loop, range(4), update_s=0.05)
+    decoding = [span for each in steps for span in each.spans if span.activity == "decode"]
+    assert {span.worker for span in decoding} == {0, 1, 2}
+    assert {span.number for span in decoding} >= {0, 1, 2, 3}
+    assert {span.number for each in steps for span in each.spans if span.activity == "weights"} >= {0, 1, 2}
+    ahead = [span for step, each in enumerate(steps[:-1]) for span in each.spans if span.number == step + 1]
+    assert ahead, "nobody went on during the update"
+    assert len({(span.worker, span.start_s) for span in decoding}) == len(decoding), "none is told twice"
