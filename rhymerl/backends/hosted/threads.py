@@ -56,10 +56,18 @@ class ThreadConnection(Connection):
         self._host.post(message)
 
     def poll(self, wait_s: float) -> Future[Events]:
-        return self._pool.submit(self._told, lambda: self._host.poll(wait_s))
+        return self._asked(lambda: self._host.poll(wait_s))
 
     def step(self, max_passes: int) -> Future[Events]:
-        return self._pool.submit(self._told, lambda: self._host.step(max_passes))
+        return self._asked(lambda: self._host.step(max_passes))
+
+    def _asked(self, ask: Callable[[], Events]) -> Future[Events]:
+        try:
+            return self._pool.submit(self._told, ask)
+        except RuntimeError:  # the pool is closed
+            gone: Future[Events] = Future()
+            gone.set_exception(ConnectionError("it was killed"))
+            return gone
 
     def _told(self, ask: Callable[[], Events]) -> Events:
         events = ask()
