@@ -118,7 +118,7 @@ def _fit(
     result = summary.result()
     _write_summary(result, run_dir)
     save_history(run_dir / "history.rhyme", module, datamodule)
-    if config.report:
+    if config.get("report", True):  # earlier versions have no such setting
         _report(run_dir)
     if (speedup := summary.speedup.speedup) is not None:
         _note(str(speedup))
@@ -134,7 +134,9 @@ def _trainer_of(
     config: DictConfig, run_dir: Path, point: ResumePoint | None, callbacks: Sequence[L.Callback]
 ) -> L.Trainer:
     continues = point is not None and point.is_own
-    recorder: list[L.Callback] = [RecordSteps(run_dir / STEPS, continues=continues)] if config.report else []
+    recorder: list[L.Callback] = (
+        [RecordSteps(run_dir / STEPS, continues=continues)] if config.get("report", True) else []
+    )
     recorder += [RecordRollouts(run_dir / "rollouts.jsonl.gz", continues=continues)] if config.record_rollouts else []
     progress = [LiveProgress()] if config.trainer.enable_progress_bar is not False else []
     own = [_RunConfig(config, run_dir, is_new=point is None or continues), *recorder, *progress, ForecastLine()]
