@@ -123,7 +123,7 @@ class Crew:
     def _listen(self) -> None:
         """Take what workers tell, whatever the trainer does, until the crew is closed."""
         while not self._is_closed:
-            asked = {member.ask(self._poll_s): member for member in self.members}
+            asked = {member.ask(self._poll_s if member.is_here else 0.0): member for member in self.members}
             done, _ = wait(asked, timeout=_POLL_S, return_when=FIRST_COMPLETED)
             with self.changed:
                 try:

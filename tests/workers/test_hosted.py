@@ -121,7 +121,7 @@ def test_workers_go_on_during_every_update():
 def test_lost_workers_cost_nothing_but_time(run_ahead):
     """Workers are killed at random instants, several at once too."""
     draw = random.Random(run_ahead)
-    with fleet(pass_s=0.001, run_ahead=run_ahead) as (loop, backend), killing(backend, draw, every_s=0.25) as kills:
+    with fleet(pass_s=0.001, run_ahead=run_ahead) as (loop, backend), killing(backend, draw, every_s=0.6) as kills:
         steps = run(loop, range(8), update_s=0.1)
     assert len(kills) > 2
     assert steps[-1].metrics["workers/lost"] > 0
