@@ -122,13 +122,14 @@ def test_lost_workers_cost_nothing_but_time(run_ahead):
     """Workers are killed at random instants, several at once too."""
     draw = random.Random(run_ahead)
     with fleet(pass_s=0.001, run_ahead=run_ahead) as (loop, backend), killing(backend, draw, every_s=0.6) as kills:
-        steps = run(loop, range(8), update_s=0.1)
-    assert len(kills) > 2
+        steps: list[Rollout] = []
+        while len(steps) < 8 or len(kills) < 3:  # however fast this machine is
+            steps += run(loop, [len(steps)], update_s=0.1)
     assert steps[-1].metrics["workers/lost"] > 0
     if run_ahead == "keep":
         check_kept(steps)
     else:
-        assert [answers(one) for one in alone(8)] == [answers(step) for step in steps]
+        assert [answers(one) for one in alone(len(steps))] == [answers(step) for step in steps]
 
 
 @contextmanager
