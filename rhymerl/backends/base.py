@@ -83,6 +83,8 @@ class Backend(ABC):
 class RolloutBackend(Backend):
     """ONE worker's engine. Every rank owns its own, or a process that is a worker and no rank."""
 
+    owns_policy = False  # nobody else runs the policy while there is work; set before `start`
+
     @abstractmethod
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         """Queue requests. Raises ConfigError for one that could never be answered (nothing is then queued)."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
@@ -98,6 +97,7 @@ class EmbeddedBackend(RolloutBackend):
             complaints=self.complaints,
             autocast=autocast,
             emulated=self._emulated,
+            owns_model=self.owns_policy,
         )
         self._reported = EngineTotals()
         self._followed = NO_VERSION
@@ -116,7 +116,7 @@ class EmbeddedBackend(RolloutBackend):
         self.engine.submit(requests)
 
     def collect(self, timeout_s: float | None = None, *, max_passes: int | None = None) -> list[Completion]:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = None if timeout_s is None else self.engine.now() + timeout_s
         return self.engine.run(deadline, max_passes=max_passes)
 
     def withdraw(self, ids: Iterable[str] | None = None) -> list[Completion]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,10 +29,11 @@ _RUN_AHEAD, _HISTORY = int(DraftSource.RUN_AHEAD), int(DraftSource.HISTORY)
 class Drafting:
     """The drafts of an engine's passes. Without a drafter, or with a budget of nothing, every pass is without drafts."""
 
-    def __init__(self, protocol: DraftingProtocol, rows: Rows, totals: EngineTotals) -> None:
+    def __init__(self, protocol: DraftingProtocol, rows: Rows, totals: EngineTotals, *, now: Callable[[], float]) -> None:
         self.protocol = protocol
         self._rows = rows
         self._totals = totals
+        self._now = now
         self._requests: list[RolloutRequest] = []  # of the rows that emit in the pass under way
         self._is_skipped = True  # the drafter is left alone in it
         self.num_asked = 0  # requests for which the drafter was asked in it
@@ -52,7 +52,7 @@ class Drafting:
             self._requests = [request for each in row.tolist() if (request := self._rows.request[each]) is not None]
         if self._is_skipped:
             return self._no_drafts(len(row))
-        started = time.perf_counter()
+        started = self._now()
         rows = self._rows
         generated = rows.length[row] - rows.prompt_length[row]
         limits = self.protocol.limits(self._requests, generated, num_waiting=num_waiting)
@@ -64,7 +64,7 @@ class Drafting:
         drafts = self._no_drafts(len(row))
         if len(askers):
             drafts = self._proposed(row[askers], askers, limits[askers]).spread(askers, len(row))
-        self._totals.draft_s += time.perf_counter() - started
+        self._totals.draft_s += self._now() - started
         return drafts
 
     def _proposed(self, row: IndexArray, askers: IndexArray, limits: IntArray) -> DraftBatch:

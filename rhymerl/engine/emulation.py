@@ -20,7 +20,7 @@ _NO_NODES = np.zeros(1)
 
 @dataclass(slots=True, kw_only=True)
 class EmulatedDevice:
-    """A device whose passes cost what a curve says: seconds by the tokens of a pass, and `context_s_per_token` for each key attended to."""
+    """A device whose passes cost what a curve says: seconds by the tokens of a pass, and `context_s_per_token` for each key of each row."""
 
     curve: CostCurve
     context_s_per_token: float = 0.0
@@ -41,14 +41,19 @@ class EmulatedDevice:
         return cls(curve=curve, context_s_per_token=context, scale=scale)
 
     def seconds(self, layout: PassLayout) -> float:
-        """Return what a pass costs."""
+        """Return what a pass costs. The keys of a row are read once for all of its tokens."""
         of_tokens = float(self.curve.seconds(layout.num_tokens, _NO_NODES, 0)[0])
-        return self.scale * (of_tokens + self.context_s_per_token * layout.num_seen)
+        num_keys = int(layout.positions[layout.logit_indices[layout.logit_start]].sum()) + len(layout.emits)
+        return self.scale * (of_tokens + self.context_s_per_token * num_keys)
+
+    def now(self) -> float:
+        """Return the seconds of the clock by which passes are timed; called in the engine's thread."""
+        return time.perf_counter()
 
     def wait(self, started: float, layout: PassLayout) -> None:
-        """Wait until the pass that began at `started` (`time.perf_counter`) has taken what it costs."""
+        """Wait until the pass that began at `started`, by the same clock, has taken what it costs."""
         charged = self.seconds(layout)
-        left = charged - (time.perf_counter() - started)
+        left = charged - (self.now() - started)
         self.charged_s += charged
         self.overrun_s += max(-left, 0.0)
         if left > 0:
@@ -72,7 +77,7 @@ class EmulatedForward:
 
     def logits(self, layout: PassLayout) -> Tensor:
         """As `Forward.logits`, in the device's time."""
-        started = time.perf_counter()
+        started = self._device.now()
         logits = self._forward.logits(layout)
         self._device.wait(started, layout)
         return logits

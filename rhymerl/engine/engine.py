@@ -41,7 +41,7 @@ class Engine:
     full the youngest request is preempted and recomputed later); `max_pass_tokens` bounds one forward pass.
     `budget` says how much of what `drafter` proposes is verified. With `check_drafts` a malformed draft raises ValueError;
     otherwise it is ignored and counted (`complaints`: see DraftingProtocol). `autocast` is entered around every forward.
-    On an `emulated` device passes take its time.
+    On an `emulated` device passes take its time. `owns_model`: nobody else runs it while the engine has work.
     """
 
     def __init__(
@@ -57,7 +57,9 @@ class Engine:
         complaints: set[type[Drafter]] | None = None,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
         emulated: EmulatedDevice | None = None,
+        owns_model: bool = False,
     ) -> None:
+        self.now: Callable[[], float] = time.perf_counter if emulated is None else emulated.now
         self.model = model
         self.max_running = max_running
         self.max_pass_tokens = max_pass_tokens
@@ -67,7 +69,7 @@ class Engine:
         positions = int(getattr(config, "max_position_embeddings", 0) or kv_tokens)
         # Running rows and as many prefixes can never hold more than this.
         self.kv = KVStore(config.num_hidden_layers, min(kv_tokens, 2 * max_running * positions))
-        forward = Forward(model, self.kv, autocast=autocast)
+        forward = Forward(model, self.kv, autocast=autocast, stays_ready=owns_model)
         self.forward = forward if emulated is None else EmulatedForward(forward, emulated)
         self.rows = Rows(2 * max_running + 16, min(positions, self.kv.num_slots), self.kv.pool)
         self.protocol = DraftingProtocol(
@@ -79,7 +81,7 @@ class Engine:
         )
         # Without a drafter there is nothing to compare.
         self.speedup = SpeedupMeter(max_running) if self.protocol.max_nodes else None
-        self.drafting = Drafting(self.protocol, self.rows, self.totals)
+        self.drafting = Drafting(self.protocol, self.rows, self.totals, now=self.now)
         self.admission = Admission(self.rows, max_running=max_running, max_pass_tokens=max_pass_tokens)
         self._allocate()
 
@@ -115,7 +117,7 @@ class Engine:
             self.speedup.submit(requests)
 
     def run(self, deadline: float | None = None, *, max_passes: int | None = None) -> list[Completion]:
-        """Step until requests have ended, nothing is left, or `time.monotonic()` has passed `deadline`.
+        """Step until requests have ended, nothing is left, or its clock (`now`) has passed `deadline`.
 
         Completions are handed over every few passes: entering and leaving the engine walks all modules. With `max_passes` they
         are handed over after so many and not before.
@@ -123,7 +125,7 @@ class Engine:
         finished: list[Completion] = []
         passes = 0
         with self.forward.ready():
-            while self.has_work and (deadline is None or time.monotonic() < deadline):
+            while self.has_work and (deadline is None or self.now() < deadline):
                 if passes == max_passes or (max_passes is None and finished and passes % _HAND_OVER == 0):
                     break
                 finished += self.step()
@@ -134,14 +136,14 @@ class Engine:
 
     def step(self) -> list[Completion]:
         """One pass over the running batch; call within `forward.ready()`."""
-        started = time.perf_counter()
+        started = self.now()
         layout = self._schedule()
         steps = self._commit(layout, self.forward.logits(layout))
-        self.drafting.tell(layout, steps, seconds=time.perf_counter() - started)
+        self.drafting.tell(layout, steps, seconds=self.now() - started)
         finished = self._finish(layout, steps)
         if self.speedup is not None and finished:
             self.speedup.leave(finished)
-        self._account(layout, steps, time.perf_counter() - started)
+        self._account(layout, steps, self.now() - started)
         return finished
 
     def progress(self) -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import numpy as np
 import torch
@@ -25,11 +25,21 @@ _log = logging.getLogger("rhymerl")
 
 
 class Forward:
-    """Runs the passes of one model over one KV store; `autocast` is entered around each."""
+    """Runs the passes of one model over one KV store; `autocast` is entered around each.
+
+    With `stays_ready` the model is left in its state for passes until `forget` is called: where nobody else runs it.
+    """
 
     def __init__(
-        self, model: PreTrainedModel, store: KVStore, *, autocast: Callable[[], AbstractContextManager[object]]
+        self,
+        model: PreTrainedModel,
+        store: KVStore,
+        *,
+        autocast: Callable[[], AbstractContextManager[object]],
+        stays_ready: bool = False,
     ) -> None:
+        self._stays_ready = stays_ready
+        self._entered: ExitStack | None = None  # what is left by `forget`
         self.model = model
         self.store = store
         self.autocast = autocast
@@ -43,16 +53,25 @@ class Forward:
     @contextmanager
     def ready(self) -> Iterator[None]:
         """Context in which passes may run. Entering and leaving walks all modules."""
-        with packed(self.model):
-            self._device = self.model.device
-            with self.autocast():
-                self._direct = self._direct_forward()
-            self.kind = None if self._direct is None else type(self._direct)
+        with ExitStack() as stack:
+            if self._entered is None:
+                stack.enter_context(packed(self.model))
+                self._prepare()
+                self._entered = stack.pop_all() if self._stays_ready else None
             yield
+
+    def _prepare(self) -> None:
+        self._device = self.model.device
+        with self.autocast():
+            self._direct = self._direct_forward()
+        self.kind = None if self._direct is None else type(self._direct)
 
     def forget(self) -> None:
         """Drop copies of weights that autocast has made; to be called before weights change, and when there is nothing more to do."""
         self._direct = None
+        if self._entered is not None:
+            self._entered.close()
+            self._entered = None
 
     def logits(self, layout: PassLayout) -> Tensor:
         """Return the logits [M, vocabulary] at every root and draft node, in float32 or better."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from rhymerl.tasks.base import Row, Task
 
@@ -44,20 +45,33 @@ class RunningSum(Task):
         self.prefix = prefix
 
     def problem(self, random_source: random.Random) -> Row:
-        count = random_source.randint(2, self.difficulty + 1)
+        return self.problem_of(random_source.randint(2, self.difficulty + 1), random_source)
+
+    def problem_of(self, count: int, random_source: random.Random) -> Row:
+        """Return the problem of adding so many numbers."""
         numbers = [random_source.randint(1, self.max_number) for _ in range(count)]
         return {"prompt": f"{self.prefix}{'+'.join(map(str, numbers))}=?\n", "answer": str(sum(numbers))}
 
     def demonstration(self, row: Row, random_source: random.Random) -> str:
-        numbers = [int(number) for number in row["prompt"].removeprefix(self.prefix).removesuffix("=?\n").split("+")]
+        steps, total = self.steps(self.numbers_of(row), self.error_rate, random_source)
+        return f"{steps};#{total}"
+
+    def numbers_of(self, row: Row) -> list[int]:
+        """Return the numbers that a problem adds."""
+        text = row["prompt"].removeprefix(self.prefix).removesuffix("=?\n")
+        return [int(number) for number in text.split("+")]
+
+    @staticmethod
+    def steps(numbers: Sequence[int], error_rate: float, random_source: random.Random) -> tuple[str, int]:
+        """Return the additions one after another, of which so many are wrong, and what they come to."""
         total, steps = numbers[0], []
         for number in numbers[1:]:
             result = total + number
-            if random_source.random() < self.error_rate:
+            if random_source.random() < error_rate:
                 result = _slip(result, random_source)
             steps.append(f"{total}+{number}={result}")
             total = result
-        return ";".join(steps) + f";#{total}"
+        return ";".join(steps), total
 
 
 def _slip(number: int, random_source: random.Random) -> int:

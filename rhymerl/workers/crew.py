@@ -146,10 +146,10 @@ class Crew:
         self.changed.wait_for(lambda: self._error or for_what(), timeout_s)
         self.check()
 
-    def step(self, max_passes: int, *, waits: bool = True) -> None:
-        """Let all workers in lockstep do so many passes."""
+    def step(self, ticks: int, *, waits: bool = True) -> None:
+        """Let all workers in lockstep go on for so many ticks."""
         for member in self.members:
-            member.asked = member.connection.step(max_passes)
+            member.asked = member.connection.step(ticks)
         if waits:
             self.settle()
 

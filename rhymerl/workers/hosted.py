@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 _SLICE_S = 0.05  # between two looks of the coordinator
 _REBALANCE_S = 0.5
-_PASSES = 16  # the same in lockstep, where time is counted in exchanges
-_REBALANCE_EXCHANGES = 4
+_REBALANCE_EXCHANGES = 4  # the same in lockstep, where time is counted in exchanges
 _MEASURE_S = 10.0  # a worker may take as long to tell of its engine
 
 
@@ -169,14 +168,14 @@ class HostedWorkers(Workers):
         """Wait until something is new in a step, but not for long."""
         if self._lockstep:
             self._num_exchanges += 1
-            self._crew.step(_PASSES)
+            self._crew.step(self._backend.ticks_per_exchange)
         else:
             self._crew.wait(_SLICE_S, lambda: pending.finished or pending.moved)
 
     def _go_on_ahead(self) -> None:
         """Let workers in lockstep go on with the next step, while nobody listens."""
         if self._lockstep and self._ahead is not None:
-            self._crew.step(max(self._num_exchanges // 2, 1) * _PASSES, waits=False)
+            self._crew.step(self._backend.ticks_of_update(self._num_exchanges), waits=False)
 
     # -- between steps -------------------------------------------------------------------------------------------
 

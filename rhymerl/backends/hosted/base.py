@@ -26,8 +26,8 @@ class Connection(ABC):
         """Ask what is new, of a host that works by itself; it waits so long for something. One at a time."""
 
     @abstractmethod
-    def step(self, max_passes: int) -> Future[Events]:
-        """Let a host in lockstep take its messages and do at most so many passes; returns what is new."""
+    def step(self, ticks: int) -> Future[Events]:
+        """Let a host in lockstep take its messages and go on for so many ticks; returns what is new. A tick is a pass."""
 
     @abstractmethod
     def kill(self) -> None:
@@ -42,6 +42,7 @@ class HostedBackend(Backend):
     remembers = True  # whether its drafter wants past answers
     learns = False  # whether its drafter wants scored answers
     starts_together = False  # whether the first weights wait for all workers; later ones never do
+    ticks_per_exchange = 16  # with workers in lockstep
     goes_on_short = False  # whether a run goes on without a late worker that does not come up
 
     def num_workers(self, num_ranks: int) -> int:
@@ -51,6 +52,10 @@ class HostedBackend(Backend):
     def least_workers(self, num_workers: int) -> int:
         """Return with how many of them a run begins; the others are late."""
         return num_workers
+
+    def ticks_of_update(self, num_exchanges: int) -> int:
+        """Return for how many ticks workers in lockstep go on while the policy is trained, after a step of so many exchanges."""
+        return max(num_exchanges // 2, 1) * self.ticks_per_exchange
 
     def reserve(self, num_workers: int) -> None:
         """Raise ConfigError where there can never be so many workers; called once before the first `connect`."""

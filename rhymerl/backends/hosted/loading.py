@@ -35,6 +35,7 @@ class EngineLoader:
         policy = self._policy = self._policy or self.make_policy()
         copy_weights(policy.model, source.load())
         if is_first:
+            self.engine.owns_policy = True
             self.engine.start(policy, self.drafter, budget=self.budget, autocast=self.autocast)
         self.engine.sync_weights(policy.named_weights(), version)
         return self.engine

@@ -110,8 +110,8 @@ class RayWorker:
     def poll(self, wait_s: float) -> Events:
         return self.host.poll(wait_s)
 
-    def step(self, max_passes: int) -> Events:
-        return self.host.step(max_passes)
+    def step(self, ticks: int) -> Events:
+        return self.host.step(ticks)
 
 
 class RayConnection(Connection):
@@ -126,9 +126,9 @@ class RayConnection(Connection):
     def poll(self, wait_s: float) -> Future[Events]:
         return self._told(self._actor.poll.options(concurrency_group="questions").remote(wait_s))
 
-    def step(self, max_passes: int) -> Future[Events]:
+    def step(self, ticks: int) -> Future[Events]:
         # In one thread with the messages, which have to be there before it.
-        return self._told(self._actor.step.options(concurrency_group="messages").remote(max_passes))
+        return self._told(self._actor.step.options(concurrency_group="messages").remote(ticks))
 
     def _told(self, reference: Any) -> Future[Events]:
         """Return Ray's future as one that raises OSError where the actor is gone."""

@@ -58,8 +58,8 @@ class ThreadConnection(Connection):
     def poll(self, wait_s: float) -> Future[Events]:
         return self._asked(lambda: self._host.poll(wait_s))
 
-    def step(self, max_passes: int) -> Future[Events]:
-        return self._asked(lambda: self._host.step(max_passes))
+    def step(self, ticks: int) -> Future[Events]:
+        return self._asked(lambda: self._host.step(ticks))
 
     def _asked(self, ask: Callable[[], Events]) -> Future[Events]:
         try:
@@ -110,12 +110,12 @@ class ThreadBackend(HostedBackend):
         self.learns = listens(drafter, "learn")
 
     def connect(self, number: int, *, lockstep: bool) -> Connection:
-        host = WorkerHost(self._load(number), history=HistoryStore())
-        connection = ThreadConnection(host, lockstep=lockstep)
+        connection = ThreadConnection(WorkerHost(self.load(number), history=HistoryStore()), lockstep=lockstep)
         self.connections.append(connection)
         return connection
 
-    def _load(self, number: int) -> Load:
+    def load(self, number: int) -> Load:
+        """Return what gives a worker its engine."""
         policy, drafter, budget, autocast = self._parts
         return EngineLoader(
             make_policy=lambda: deepcopy(policy),

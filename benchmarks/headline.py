@@ -1,0 +1,301 @@
+"""What history brings to a whole training run: the real program on emulated accelerators and a virtual clock.
+
+Four workers answer, and a trainer with devices of its own updates the policy, from the same start in every row: drafter, scheduler and mode of run_ahead
+differ. The task is `long_sum`, whose answers of up to 448 tokens have a long tail; each of them stands for `--lengths` of the emulated
+device's tokens, so that keys and values weigh what they weigh there. Passes cost what `--emulate` says, everything that is done beside the model in a worker
+costs the CPU time that it took its thread here (virtual.py), and an update costs `--update` of a step of the first row.
+
+A row's seconds are those from the start to the last step on the trainer's clock: rollouts, updates, and the CPU time of whatever the trainer does between
+rollouts beside the update. `over_barrier` compares them with no drafts, FIFO and a barrier; `over_one_step_off` with no drafts, FIFO and a rollout that runs
+while the policy of the one before is trained, at whose end all workers wait for the last answer: the pipeline of veRL's one-step-off recipe, which is the
+baseline of the RhymeRL paper. `bound` is what the row would reach without bubbles, rejected nodes and the CPU time beside the passes. `lost` says
+where the workers' time goes, in parts of it: nodes (that drafts add to passes), draft (CPU), beside (the other CPU time), weights, idle.
+
+    python benchmarks/headline.py [--quick] [--rows NAME ...] [--plot FILE] [key=value ...]
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import record
+from virtual import TICK_S, VirtualWorkers
+
+from rhymerl.config import compose
+from rhymerl.runs.fit import fit
+from rhymerl.training.module import RhymeModule
+from rhymerl.training.updater import Updater
+from rhymerl.workers.coordinator import Coordinator
+from rhymerl.workers.hosted import HostedWorkers
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One factor after another."""
+
+    drafter: str
+    scheduler: str
+    run_ahead: str
+    is_one_step_off: bool = False  # with a barrier between rollouts, but none between a rollout and an update
+
+    @property
+    def name(self) -> str:
+        return f"{self.drafter}, {self.scheduler}, {'one step off' if self.is_one_step_off else self.run_ahead}"
+
+    @property
+    def pipeline(self) -> str:
+        return "colocated" if self.run_ahead == "off" else "disaggregated"
+
+    @property
+    def settings(self) -> list[str]:
+        return [f"drafter={self.drafter}", f"scheduler={self.scheduler}", f"run_ahead='{self.run_ahead}'"]
+
+
+BARRIER = Row("none", "fifo", "off")
+ONE_STEP_OFF = Row("none", "fifo", "keep", is_one_step_off=True)
+ROWS = [
+    BARRIER,
+    ONE_STEP_OFF,
+    Row("none", "fifo", "keep"),
+    Row("none", "histopipe", "keep"),
+    Row("paper", "fifo", "off"),
+    Row("paper", "histopipe", "keep"),
+    Row("history_tree", "fifo", "off"),
+    Row("history_tree", "sorted", "off"),
+    Row("history_tree", "fifo", "draft"),
+    Row("history_tree", "sorted", "draft"),
+    Row("history_tree", "paced", "draft"),
+    Row("history_tree", "fifo", "keep"),
+    Row("history_tree", "sorted", "keep"),
+    Row("history_tree", "histopipe", "keep"),
+    Row("history_tree", "paced", "keep"),
+]
+QUICK = [BARRIER, ONE_STEP_OFF, ROWS[5], ROWS[6], ROWS[9], ROWS[13]]
+POLICY = Path(__file__).parent / "policies" / "long_sum"
+
+
+@dataclass(slots=True)
+class Course:
+    """A run on the trainer's clock."""
+
+    update_s: float
+    weights_s: float
+    ends: list[float] = field(default_factory=list)  # of steps, on the trainer's clock
+    rollouts: list[float] = field(default_factory=list)  # seconds of each
+    between: list[float] = field(default_factory=list)  # CPU seconds of the trainer between rollouts, beside the update
+    beside: float = 0.0  # CPU seconds of the trainer while workers answer
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    updates: list[tuple[float, float]] = field(default_factory=list)
+    workers: VirtualWorkers | None = None
+    passes_s: float = 0.0
+    _cpu_s: float = 0.0
+
+    def watch(self, stack: ExitStack, row: Row) -> None:
+        """Within the stack, move the trainer's clock on and take figures."""
+        update, end, answer, listen = (
+            Updater.run,
+            RhymeModule.on_train_batch_end,
+            HostedWorkers.answer,
+            HostedWorkers._listen_a_while,
+        )
+        sync = HostedWorkers.sync_weights
+
+        def run(updater: Updater, *given: Any, **named: Any) -> Any:
+            with self._off_the_clock():
+                found = update(updater, *given, **named)
+            assert self.workers is not None
+            self.updates.append((self.workers.clock_s, self.workers.clock_s + self.update_s))
+            self.workers.clock_s += self.update_s
+            return found
+
+        def sync_weights(workers: HostedWorkers, *given: Any) -> None:
+            with self._off_the_clock():
+                sync(workers, *given)
+
+        def listened(workers: HostedWorkers, pending: Any) -> None:
+            listen(workers, pending)
+            assert self.workers is not None
+            self.workers.clock_s += self.workers.ticks_per_exchange * TICK_S
+
+        def answers(workers: HostedWorkers, work: Any) -> Iterator[Any]:
+            self.workers = workers._backend
+            self.workers.update_s, self.workers.weights_s = self.update_s, self.weights_s
+            between = time.thread_time() - self._cpu_s
+            if work.number is not None and self.rollouts:
+                self.between.append(between)
+                self.workers.clock_s += between
+            started, at_s = time.thread_time(), self.workers.clock_s
+            yield from answer(workers, work)
+            self.beside += time.thread_time() - started
+            if work.number is None:
+                self.workers.clock_s = at_s  # an evaluation takes no time
+            else:
+                self.rollouts.append(self.workers.clock_s - at_s)
+            self._cpu_s = time.thread_time()
+
+        def on_train_batch_end(module: RhymeModule, *rest: Any) -> None:
+            assert self.workers is not None
+            self.ends.append(self.workers.clock_s)
+            self.metrics.append({name: float(value) for name, value in module.trainer.callback_metrics.items()})
+            end(module, *rest)
+
+        stack.enter_context(patch.object(Updater, "run", run))
+        stack.enter_context(patch.object(RhymeModule, "on_train_batch_end", on_train_batch_end))
+        stack.enter_context(patch.object(HostedWorkers, "answer", answers))
+        stack.enter_context(patch.object(HostedWorkers, "_listen_a_while", listened))
+        stack.enter_context(patch.object(HostedWorkers, "sync_weights", sync_weights))
+        if row.is_one_step_off:
+            stack.enter_context(patch.object(Coordinator, "_is_nearly_done", lambda *_: False))
+
+    def _off_the_clock(self) -> ExitStack:
+        started, stack = time.thread_time(), ExitStack()
+        stack.callback(lambda: setattr(self, "_cpu_s", self._cpu_s + time.thread_time() - started))
+        return stack
+
+    def mean(self, name: str, first: int = 1) -> float:
+        return statistics.fmean(step[name] for step in self.metrics[first:])
+
+    @property
+    def seconds(self) -> float:
+        return self.ends[-1]
+
+
+def run_row(row: Row, arguments: Any, *, update_s: float, steps: int) -> Course:
+    course = Course(update_s, arguments.weights / arguments.lengths)
+    emulated = Path(__file__).parent / "emulated" / f"{arguments.emulate}.json"
+    backend = [
+        "backend._target_=virtual.VirtualWorkers",
+        f"backend.emulate={emulated}",
+        f"backend.lengths={arguments.lengths}",
+        f"backend.max_running={arguments.max_running}",
+    ]
+    settings = [
+        "deterministic=true",
+        "task=long_sum",
+        f"model.path={arguments.policy}",
+        "rollout.max_tokens=448",
+        f"task.train_size={arguments.prompts * arguments.epoch_steps}",
+        f"data.prompts_per_step={arguments.prompts}",
+        f"workers={arguments.workers}",
+        *row.settings,
+        "budget={_target_: rhymerl.budgets.GoodputBudget}",
+        "trainer.limit_val_batches=0",
+        f"trainer.max_steps={steps}",
+        "checkpoint.every_n_steps=1000",
+        "report=false",
+        f"seed={arguments.seed}",
+        *arguments.settings,
+    ]
+    with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "headline.yaml"
+        config.write_text("defaults:\n  - quickstart\n  - _self_\n")
+        course.watch(stack, row)
+        fit(compose(config, [*settings, *backend, f"run_dir={Path(folder) / 'run'}"]))
+    return course
+
+
+def figures(row: Row, course: Course, found: dict[str, Course]) -> dict[str, Any]:
+    """Return the figures of a row, beside those that came before it."""
+    workers = course.workers
+    assert workers is not None
+    count, whole = len(workers.devices), course.seconds
+    spent = {part: sum(each.spent[part] for each in workers.devices) for part in ("passes", "nodes", "weights", "busy")}
+    draft_s = course.mean("spec/draft_time_frac") * spent["busy"] if row.drafter != "none" else 0.0
+    beside = spent["busy"] - spent["passes"] - spent["weights"] - draft_s
+    lost = {
+        "nodes": spent["nodes"],
+        "draft": draft_s,
+        "beside": beside,
+        "weights": spent["weights"],
+        "idle": count * whole - spent["busy"],
+    }
+    needed = (spent["passes"] - spent["nodes"]) / count
+    updates = sum(end - start for start, end in course.updates)
+    least = needed + updates if row.run_ahead == "off" else max(needed, updates)
+    over = {
+        name: round(found[base.name].seconds / whole, 3)
+        for name, base in {"over_barrier": BARRIER, "over_one_step_off": ONE_STEP_OFF}.items()
+        if base.name in found
+    }
+    return {
+        "row": row.name,
+        "drafter": row.drafter,
+        "scheduler": row.scheduler,
+        "run_ahead": row.run_ahead,
+        "pipeline": row.pipeline,
+        **over,
+        "bound": round(found[BARRIER.name].seconds / least, 3),
+        "step_s": record.spread(
+            [after - before for before, after in zip([0.0, *course.ends], course.ends, strict=False)]
+        ),
+        "lost": {part: round(seconds / (count * whole), 3) for part, seconds in lost.items()},
+        "update_frac": round(updates / whole, 3),
+        "trainer_frac": round(sum(course.between) / whole, 4),
+        "tokens_a_pass": round(course.mean("rollout/spec_accept_length"), 3),
+        "staleness": round(course.mean("off_policy/staleness/mean"), 3),
+        "reward_first": round(statistics.fmean(step["reward"] for step in course.metrics[:4]), 3),
+        "reward_last": round(statistics.fmean(step["reward"] for step in course.metrics[-4:]), 3),
+        "length": round(course.mean("completions/mean_length"), 1),
+    }
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path, emulated: str) -> None:
+    """Draw how many times as fast each row is, with the paper's figure beside."""
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(9, 0.42 * len(rows) + 1.4), layout="constrained")
+    names = [row["row"] for row in rows]
+    axis.barh(names, [row["over_barrier"] for row in rows], color="#4477aa")
+    axis.invert_yaxis()
+    axis.set(xlabel="times as fast as no drafts, FIFO and a barrier", title=f"Whole training steps, emulated {emulated}")
+    figure.savefig(path, dpi=110)
+
+
+def main(words: Sequence[str] | None = None) -> dict[str, Any]:
+    parser = record.options(__doc__)
+    parser.add_argument("--quick", action="store_true", help="the main rows, and 12 steps")
+    parser.add_argument("--rows", nargs="*", help="names of rows, beside the two that all are compared with")
+    parser.add_argument("--emulate", default="h100_8b", help="name of a file in benchmarks/emulated/")
+    parser.add_argument("--lengths", type=float, default=16.0, help="tokens for which one of ours stands")
+    parser.add_argument("--policy", default=str(POLICY))
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--max-running", type=int, default=32, help="requests side by side in a worker")
+    parser.add_argument("--prompts", type=int, default=16, help="a step")
+    parser.add_argument("--epoch-steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--update", type=float, default=0.12)
+    parser.add_argument("--weights", type=float, default=0.6, help="seconds of the device for a load of weights")
+    parser.add_argument("--plot", help="file for a picture of the rows")
+    parser.add_argument("settings", nargs="*", metavar="key=value")
+    arguments = parser.parse_args(words)
+    record.set_threads(arguments.threads or 1)
+    start = record.environment()
+    steps = 12 if arguments.quick else arguments.steps
+    chosen = QUICK if arguments.quick else ROWS
+    if arguments.rows is not None:
+        chosen = [row for row in ROWS if row in (BARRIER, ONE_STEP_OFF) or row.name in arguments.rows]
+    before = run_row(BARRIER, arguments, update_s=0.0, steps=arguments.epoch_steps)
+    update_s = arguments.update / (1 - arguments.update) * statistics.fmean(before.rollouts)
+    found: dict[str, Course] = {}
+    rows = []
+    for row in chosen:
+        course = found[row.name] = run_row(row, arguments, update_s=update_s, steps=steps)
+        rows.append({**figures(row, course, found), "update_s": round(update_s, 3)})
+        record.note_row(rows[-1])
+        print(record.cell(rows[-1]), file=sys.stderr, flush=True)
+    if arguments.plot is not None:
+        draw(rows, Path(arguments.plot), arguments.emulate)
+    return record.finish("headline", __doc__, arguments, rows=rows, start=start)
+
+
+if __name__ == "__main__":
+    main()

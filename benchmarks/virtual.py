@@ -1,0 +1,184 @@
+"""Workers on a virtual clock: real passes, real drafts, a real scheduler, and no waiting.
+
+On a worker's clock a pass takes what it costs on the emulated device, and all that is done beside the model takes the CPU time that it took its thread
+here: drafting, layout, draws, history, messages. Loading weights takes what a device of that size needs. Workers keep step with the trainer in ticks of a
+millisecond, so that tokens, drafts and plans are those that the costs lead to, however fast this machine is.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rhymerl.backends.embedded import EmbeddedBackend
+from rhymerl.backends.hosted.base import Connection
+from rhymerl.backends.hosted.host import WorkerHost
+from rhymerl.backends.hosted.messages import Events, Message, Weights
+from rhymerl.backends.hosted.threads import ThreadBackend, ThreadConnection
+from rhymerl.costs import CostCurve
+from rhymerl.engine.emulation import EmulatedDevice
+from rhymerl.engine.layout import PassLayout
+from rhymerl.history import HistoryStore
+
+TICK_S = 1e-3
+_TELL_S = 0.5
+_NO_NODES = np.zeros(1)
+
+
+@dataclass(slots=True, kw_only=True)
+class VirtualDevice(EmulatedDevice):
+    """A device on a clock of its own, which belongs to the thread that asks. Its parts are in `spent`, in seconds."""
+
+    elsewhere_s: float = field(default=0.0, init=False)  # CPU time of this thread that is not on the clock
+    spent: Counter[str] = field(default_factory=Counter, init=False)
+
+    def now(self) -> float:
+        return time.thread_time() - self.elsewhere_s + self.charged_s
+
+    def wait(self, started: float, layout: PassLayout) -> None:
+        """Replace the CPU time of a pass by what it costs."""
+        self.elsewhere_s += self.now() - started
+        charged = self.seconds(layout)
+        self.charged_s += charged
+        self.spent["passes"] += charged
+        nodes = len(layout.node_index)
+        if nodes:
+            fewer = float(self.curve.seconds(layout.num_tokens - nodes, _NO_NODES, 0)[0])
+            more = float(self.curve.seconds(layout.num_tokens, _NO_NODES, 0)[0])
+            self.spent["nodes"] += self.scale * (more - fewer)
+
+    def charge(self, part: str, seconds: float, started: float) -> None:
+        """Replace what has been done since `started` by so many seconds."""
+        self.elsewhere_s += self.now() - started
+        self.charged_s += seconds
+        self.spent[part] += seconds
+
+
+class VirtualEngine(EmbeddedBackend):
+    """The embedded engine on such a device."""
+
+    def __init__(self, device: VirtualDevice, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.device = self._emulated = device
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualSpan:
+    """What a worker did from one second of the virtual clock to another; `number` is a step, or a version of weights."""
+
+    worker: int
+    activity: str
+    number: int
+    start_s: float
+    end_s: float
+
+
+class VirtualHost(WorkerHost):
+    """Goes on until its device's clock has gone on for so many ticks, or it has nothing to do."""
+
+    def __init__(self, number: int, trainer: VirtualWorkers, load: Callable[..., Any], device: VirtualDevice) -> None:
+        super().__init__(load, history=HistoryStore())
+        self.device = device
+        self._number = number
+        self._trainer = trainer
+        self._left_s = 0.0  # below 0: it is ahead of the trainer's clock
+        self._told_s = 0.0
+
+    def go_on(self, messages: Sequence[bytes | Weights], ticks: int, at_s: float) -> Events:
+        """Take messages, and work from `at_s` of the trainer's clock on."""
+        device = self.device
+        began = device.now()
+        at_s -= min(self._left_s, 0.0)
+        self._left_s = min(self._left_s, 0.0) + ticks * TICK_S
+        try:
+            for message in messages:
+                self.post(pickle.loads(message) if isinstance(message, bytes) else message)
+            self._take_messages()
+            while self._is_busy and (left := self._left_s - (device.now() - began)) > 0:
+                started, rank = device.now(), min(task.rank for task in self._tasks.values() if task.is_running)
+                self._decode(timeout_s=left)
+                self._note("decode", rank, at_s - began, started)
+            if device.now() - self._told_s > _TELL_S:
+                self._told_s = device.now()
+                self._tell()
+        except Exception as error:  # noqa: BLE001 - the trainer raises it
+            self._events.error = error
+        events = self._taken()
+        pickle.dumps((events.finished, events.released, events.tails))
+        used = device.now() - began
+        device.spent["busy"] += used
+        self._left_s -= used
+        return events
+
+    def _note(self, activity: str, number: int, offset_s: float, started: float) -> None:
+        now = self.device.now()
+        span = VirtualSpan(self._number, activity, number, offset_s + started, offset_s + now)
+        self._trainer.spans.append(span)
+
+    def _take_weights(self, message: Weights) -> None:
+        started = self.device.now()
+        super()._take_weights(message)
+        self.device.charge("weights", self._trainer.weights_s, started)
+
+
+class VirtualConnection(ThreadConnection):
+    """Messages and events are pickled, as they are on their way to another process; what that takes the worker is its time."""
+
+    def __init__(self, host: VirtualHost, trainer: VirtualWorkers) -> None:
+        super().__init__(host, lockstep=True)
+        self._virtual = host
+        self._trainer = trainer
+        self._inbox: list[bytes | Weights] = []
+
+    def post(self, message: Message) -> None:
+        self._inbox.append(message if isinstance(message, Weights) else pickle.dumps(message))
+
+    def step(self, ticks: int) -> Future[Events]:
+        (inbox, self._inbox), at_s = (self._inbox, []), self._trainer.clock_s
+        return self._asked(lambda: self._virtual.go_on(inbox, ticks, at_s))
+
+
+class VirtualWorkers(ThreadBackend):
+    """Workers whose passes cost what the file `emulate` says; one of our tokens stands for `lengths` of the device's.
+
+    `update_s` is what the trainer's update takes, `weights_s` the load of weights by a worker. Whoever runs the trainer moves
+    `clock_s`, the trainer's clock, on.
+    """
+
+    ticks_per_exchange = 20
+
+    def __init__(
+        self, *, emulate: str, lengths: float = 1.0, update_s: float = 0.0, weights_s: float = 0.0, **engine: Any
+    ) -> None:
+        super().__init__(self._engine)
+        self.emulate = emulate
+        self.lengths = lengths
+        self.update_s = update_s
+        self.weights_s = weights_s
+        self.engine = engine
+        self.clock_s = 0.0
+        self.devices: list[VirtualDevice] = []
+        self.spans: list[VirtualSpan] = []
+
+    def _engine(self, number: int) -> VirtualEngine:
+        return VirtualEngine(self.devices[number], **self.engine)
+
+    def connect(self, number: int, *, lockstep: bool) -> Connection:
+        context = float(json.loads(Path(self.emulate).read_text()).get("context_s_per_token", 0.0))
+        device = VirtualDevice(curve=CostCurve.read(self.emulate), context_s_per_token=context * self.lengths)
+        self.devices.append(device)
+        connection = VirtualConnection(VirtualHost(number, self, self.load(number), device), self)
+        self.connections.append(connection)
+        return connection
+
+    def ticks_of_update(self, num_exchanges: int) -> int:
+        return round(self.update_s / TICK_S)

@@ -1,0 +1,65 @@
+"""Long running sums: lists of very unequal length, and answers that begin again when in doubt."""
+
+from __future__ import annotations
+
+import random
+
+from rhymerl.tasks.base import Row
+from rhymerl.tasks.running_sum import RunningSum
+
+
+class LongSum(RunningSum):
+    """A running sum whose answers have a long tail of lengths, most of which comes from the prompt.
+
+    The number of additions is log-normal, at most `difficulty`: its median is `typical`, the deviation of its logarithm is
+    `spread`. With probability `doubt` a demonstration goes through the whole sum once more, so that answers to one prompt differ in length
+    too: `37+85=122;?37+85=122;#122`. `error_rate` is as in RunningSum, and 0 in the second round, so that doubt pays.
+    """
+
+    def __init__(
+        self,
+        *,
+        difficulty: int = 18,
+        typical: float = 6.0,
+        spread: float = 0.7,
+        doubt: float = 0.35,
+        max_number: int = 20,
+        error_rate: float = 0.03,
+        prefix: str = "",
+        seed: int = 0,
+        train_size: int = 512,
+        validation_size: int = 512,
+    ) -> None:
+        super().__init__(
+            difficulty=min(difficulty, 15),
+            max_number=max_number,
+            error_rate=error_rate,
+            prefix=prefix,
+            seed=seed,
+            train_size=train_size,
+            validation_size=validation_size,
+        )
+        if difficulty < 1:
+            raise ValueError(f"difficulty={difficulty}: expected at least 1 addition")
+        if not 1 <= typical <= difficulty:
+            raise ValueError(f"typical={typical}: expected 1 to difficulty={difficulty} additions")
+        if not 0 <= spread < float("inf"):
+            raise ValueError(f"spread={spread}: expected at least 0")
+        if not 0 <= doubt < 1:
+            raise ValueError(f"doubt={doubt}: expected a probability in [0, 1)")
+        self.difficulty = difficulty
+        self.typical = typical
+        self.spread = spread
+        self.doubt = doubt
+
+    def problem(self, random_source: random.Random) -> Row:
+        additions = round(self.typical * random_source.lognormvariate(0.0, self.spread))
+        return self.problem_of(min(max(additions, 1), self.difficulty) + 1, random_source)
+
+    def demonstration(self, row: Row, random_source: random.Random) -> str:
+        numbers = self.numbers_of(row)
+        steps, total = self.steps(numbers, self.error_rate, random_source)
+        if random_source.random() < self.doubt:
+            again, total = self.steps(numbers, 0.0, random_source)
+            steps = f"{steps};?{again}"
+        return f"{steps};#{total}"
