@@ -3,7 +3,7 @@
 Four workers answer, and a trainer with devices of its own updates the policy, from the same start in every row: drafter, scheduler and mode of run_ahead
 differ. The task is `long_sum`, whose answers of up to 448 tokens have a long tail; each of them stands for `--lengths` of the emulated
 device's tokens, so that keys and values weigh what they weigh there. Passes cost what `--emulate` says, everything that is done beside the model in a worker
-costs the CPU time that it took its thread here (virtual.py), and an update costs `--update` of a step of the first row.
+costs the CPU time that it took its thread here (virtual.py), and an update costs so much a token that it is `--update` of a step of the first row.
 
 A row's seconds are those from the start to the last step on the trainer's clock: rollouts, updates, and the CPU time of whatever the trainer does between
 rollouts beside the update. `over_barrier` compares them with no drafts, FIFO and a barrier; `over_one_step_off` with no drafts, FIFO and a rollout that runs
@@ -20,7 +20,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,16 +88,19 @@ POLICY = Path(__file__).parent / "policies" / "long_sum"
 class Course:
     """A run on the trainer's clock."""
 
-    update_s: float
+    update_s: float  # a response token
     weights_s: float
     ends: list[float] = field(default_factory=list)  # of steps, on the trainer's clock
+    num_tokens: int = 0
     rollouts: list[float] = field(default_factory=list)  # seconds of each
     between: list[float] = field(default_factory=list)  # CPU seconds of the trainer between rollouts, beside the update
     beside: float = 0.0  # CPU seconds of the trainer while workers answer
     metrics: list[dict[str, float]] = field(default_factory=list)
     updates: list[tuple[float, float]] = field(default_factory=list)
     workers: VirtualWorkers | None = None
-    passes_s: float = 0.0
+    result: Mapping[str, Any] = field(default_factory=dict)
+    spent: Counter[str] = field(default_factory=Counter)  # seconds of all workers, by part
+    _before: Counter[str] = field(default_factory=Counter)
     _cpu_s: float = 0.0
 
     def watch(self, stack: ExitStack, row: Row) -> None:
@@ -113,8 +117,8 @@ class Course:
             with self._off_the_clock():
                 found = update(updater, *given, **named)
             assert self.workers is not None
-            self.updates.append((self.workers.clock_s, self.workers.clock_s + self.update_s))
-            self.workers.clock_s += self.update_s
+            self.updates.append((self.workers.clock_s, self.workers.clock_s + self.workers.update_s))
+            self.workers.clock_s += self.workers.update_s
             return found
 
         def sync_weights(workers: HostedWorkers, *given: Any) -> None:
@@ -128,13 +132,18 @@ class Course:
 
         def answers(workers: HostedWorkers, work: Any) -> Iterator[Any]:
             self.workers = workers._backend
-            self.workers.update_s, self.workers.weights_s = self.update_s, self.weights_s
+            self.workers.update_s, self.workers.weights_s = 0.0, self.weights_s
             between = time.thread_time() - self._cpu_s
+            if work.number is not None and not self.rollouts:
+                self._before = self.workers.spent
             if work.number is not None and self.rollouts:
                 self.between.append(between)
                 self.workers.clock_s += between
             started, at_s = time.thread_time(), self.workers.clock_s
-            yield from answer(workers, work)
+            for completion in answer(workers, work):
+                self.num_tokens += len(completion.output) if work.number is not None else 0
+                self.workers.update_s += self.update_s * len(completion.output)
+                yield completion
             self.beside += time.thread_time() - started
             if work.number is None:
                 self.workers.clock_s = at_s  # an evaluation takes no time
@@ -145,6 +154,7 @@ class Course:
         def on_train_batch_end(module: RhymeModule, *rest: Any) -> None:
             assert self.workers is not None
             self.ends.append(self.workers.clock_s)
+            self.spent = self.workers.spent - self._before
             self.metrics.append({name: float(value) for name, value in module.trainer.callback_metrics.items()})
             end(module, *rest)
 
@@ -188,7 +198,7 @@ def run_row(row: Row, arguments: Any, *, update_s: float, steps: int) -> Course:
         f"workers={arguments.workers}",
         *row.settings,
         "budget={_target_: rhymerl.budgets.GoodputBudget}",
-        "trainer.limit_val_batches=0",
+        f"task.validation_size={arguments.held_out}",
         f"trainer.max_steps={steps}",
         "checkpoint.every_n_steps=1000",
         "report=false",
@@ -199,16 +209,13 @@ def run_row(row: Row, arguments: Any, *, update_s: float, steps: int) -> Course:
         config = Path(folder) / "headline.yaml"
         config.write_text("defaults:\n  - quickstart\n  - _self_\n")
         course.watch(stack, row)
-        fit(compose(config, [*settings, *backend, f"run_dir={Path(folder) / 'run'}"]))
+        course.result = fit(compose(config, [*settings, *backend, f"run_dir={Path(folder) / 'run'}"]))
     return course
 
 
-def figures(row: Row, course: Course, found: dict[str, Course]) -> dict[str, Any]:
+def figures(row: Row, course: Course, found: dict[str, Course], arguments: Any) -> dict[str, Any]:
     """Return the figures of a row, beside those that came before it."""
-    workers = course.workers
-    assert workers is not None
-    count, whole = len(workers.devices), course.seconds
-    spent = {part: sum(each.spent[part] for each in workers.devices) for part in ("passes", "nodes", "weights", "busy")}
+    count, whole, spent = arguments.workers, course.seconds, course.spent
     draft_s = course.mean("spec/draft_time_frac") * spent["busy"] if row.drafter != "none" else 0.0
     beside = spent["busy"] - spent["passes"] - spent["weights"] - draft_s
     lost = {
@@ -242,8 +249,7 @@ def figures(row: Row, course: Course, found: dict[str, Course]) -> dict[str, Any
         "trainer_frac": round(sum(course.between) / whole, 4),
         "tokens_a_pass": round(course.mean("rollout/spec_accept_length"), 3),
         "staleness": round(course.mean("off_policy/staleness/mean"), 3),
-        "reward_first": round(statistics.fmean(step["reward"] for step in course.metrics[:4]), 3),
-        "reward_last": round(statistics.fmean(step["reward"] for step in course.metrics[-4:]), 3),
+        "held_out": [course.result["eval_reward_before"], course.result["eval_reward_after"]],
         "length": round(course.mean("completions/mean_length"), 1),
     }
 
@@ -256,7 +262,33 @@ def draw(rows: Sequence[dict[str, Any]], path: Path, emulated: str) -> None:
     names = [row["row"] for row in rows]
     axis.barh(names, [row["over_barrier"] for row in rows], color="#4477aa")
     axis.invert_yaxis()
-    axis.set(xlabel="times as fast as no drafts, FIFO and a barrier", title=f"Whole training steps, emulated {emulated}")
+    axis.set(
+        xlabel="times as fast as no drafts, FIFO and a barrier", title=f"Whole training steps, emulated {emulated}"
+    )
+    figure.savefig(path, dpi=110)
+
+
+def draw_timeline(found: dict[str, Course], path: Path, *, steps: int = 4) -> None:
+    """Draw workers and trainer over the last steps of each row."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(len(found), 1, figsize=(11, 2.1 * len(found)), layout="constrained", squeeze=False)
+    colours = ["#4477aa", "#ee6677", "#228833", "#ccbb44"]
+    for axis, (name, course) in zip(axes[:, 0], found.items(), strict=True):
+        assert course.workers is not None
+        start, end = course.ends[-steps - 1], course.ends[-1]
+        for span in course.workers.spans:
+            if span.end_s > start and span.start_s < end:
+                left, colour = span.start_s - start, colours[span.number % 4]
+                axis.barh(span.worker, span.end_s - span.start_s, left=left, color=colour, height=0.8)
+        top = len({span.worker for span in course.workers.spans})
+        for begun, over in course.updates:
+            if over > start and begun < end:
+                axis.barh(top, over - begun, left=begun - start, color="#999999", height=0.8)
+        axis.set(xlim=(0, end - start), title=name)
+        axis.set_yticks(range(top + 1), [*(f"worker {number}" for number in range(top)), "update"])
+        axis.invert_yaxis()
+    axes[-1, 0].set_xlabel("seconds of the virtual clock, on emulated accelerators; a colour is a step")
     figure.savefig(path, dpi=110)
 
 
@@ -265,7 +297,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--quick", action="store_true", help="the main rows, and 12 steps")
     parser.add_argument("--rows", nargs="*", help="names of rows, beside the two that all are compared with")
     parser.add_argument("--emulate", default="h100_8b", help="name of a file in benchmarks/emulated/")
-    parser.add_argument("--lengths", type=float, default=16.0, help="tokens for which one of ours stands")
+    parser.add_argument("--lengths", type=float, default=32.0, help="tokens for which one of ours stands")
     parser.add_argument("--policy", default=str(POLICY))
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--max-running", type=int, default=32, help="requests side by side in a worker")
@@ -274,7 +306,11 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--update", type=float, default=0.12)
     parser.add_argument("--weights", type=float, default=0.6, help="seconds of the device for a load of weights")
+    parser.add_argument("--held-out", type=int, default=128, help="problems of the evaluations at start and end")
     parser.add_argument("--plot", help="file for a picture of the rows")
+    parser.add_argument(
+        "--timeline", help="file for a picture of workers and trainer over the last four steps of each row"
+    )
     parser.add_argument("settings", nargs="*", metavar="key=value")
     arguments = parser.parse_args(words)
     record.set_threads(arguments.threads or 1)
@@ -284,16 +320,23 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     if arguments.rows is not None:
         chosen = [row for row in ROWS if row in (BARRIER, ONE_STEP_OFF) or row.name in arguments.rows]
     before = run_row(BARRIER, arguments, update_s=0.0, steps=arguments.epoch_steps)
-    update_s = arguments.update / (1 - arguments.update) * statistics.fmean(before.rollouts)
+    update_s = arguments.update / (1 - arguments.update) * sum(before.rollouts) / before.num_tokens
     found: dict[str, Course] = {}
     rows = []
     for row in chosen:
         course = found[row.name] = run_row(row, arguments, update_s=update_s, steps=steps)
-        rows.append({**figures(row, course, found), "update_s": round(update_s, 3)})
+        rows.append(
+            {
+                **figures(row, course, found, arguments),
+                "update_s": round(statistics.fmean(end - start for start, end in course.updates), 3),
+            }
+        )
         record.note_row(rows[-1])
         print(record.cell(rows[-1]), file=sys.stderr, flush=True)
     if arguments.plot is not None:
         draw(rows, Path(arguments.plot), arguments.emulate)
+    if arguments.timeline is not None:
+        draw_timeline(found, Path(arguments.timeline))
     return record.finish("headline", __doc__, arguments, rows=rows, start=start)
 
 

@@ -166,19 +166,26 @@ class VirtualWorkers(ThreadBackend):
         self.weights_s = weights_s
         self.engine = engine
         self.clock_s = 0.0
-        self.devices: list[VirtualDevice] = []
+        self.devices: list[VirtualDevice] = []  # all that there have been
+        self._by_number: dict[int, VirtualDevice] = {}
         self.spans: list[VirtualSpan] = []
 
     def _engine(self, number: int) -> VirtualEngine:
-        return VirtualEngine(self.devices[number], **self.engine)
+        return VirtualEngine(self._by_number[number], **self.engine)
 
     def connect(self, number: int, *, lockstep: bool) -> Connection:
         context = float(json.loads(Path(self.emulate).read_text()).get("context_s_per_token", 0.0))
         device = VirtualDevice(curve=CostCurve.read(self.emulate), context_s_per_token=context * self.lengths)
         self.devices.append(device)
+        self._by_number[number] = device
         connection = VirtualConnection(VirtualHost(number, self, self.load(number), device), self)
         self.connections.append(connection)
         return connection
+
+    @property
+    def spent(self) -> Counter[str]:
+        """Return the seconds of all workers by part."""
+        return sum((device.spent for device in self.devices), Counter())
 
     def ticks_of_update(self, num_exchanges: int) -> int:
         return round(self.update_s / TICK_S)

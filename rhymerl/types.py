@@ -126,6 +126,7 @@ class RolloutRequest:
     seed: int  # 64-bit key of the noise; position = index in the response
     sampling: SamplingParams
     split: Split = "train"
+    step: int | None = None  # of training; None outside it. Those of a later step may be answered ahead of it
     output: Output | None = None  # go on from here
     prefetched: IntArray | None = (
         None  # a draft of the whole answer: what the policy before sampled with the same noise

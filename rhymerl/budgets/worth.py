@@ -13,7 +13,7 @@ from rhymerl.types import RolloutRequest
 if TYPE_CHECKING:
     from rhymerl.costs import PassCost
     from rhymerl.history.records import HistoryDelta
-    from rhymerl.types import FloatArray, IndexArray
+    from rhymerl.types import BoolArray, FloatArray, IndexArray
 
 _LEAST_SPREAD = 0.1  # of the predicted lengths
 _RENEWED_EVERY = 32
@@ -26,7 +26,8 @@ class TokenWorth:
     A pass over B requests takes a time c(B), of which a part goes by its requests and a part does not. A token that a draft adds ends its
     request one pass earlier. That saves the request's own part of a pass; the other part is saved only if the request is the last one to
     end. So of B tokens worth c(B) together, that of request i is worth c(B) - c(B - 1), and P(i ends last) of the rest. The
-    probabilities follow from the lengths that the prompts' earlier answers had, and from how far such predictions were off.
+    probabilities follow from the lengths that the prompts' earlier answers had, and from how far such predictions were off. Nobody
+    waits for the last one of a later step yet.
     """
 
     def __init__(self) -> None:
@@ -53,15 +54,16 @@ class TokenWorth:
         """Return each request's weight, [R], of mean 1; None where nothing tells the requests apart."""
         if len(requests) == 1:
             return None
+        ahead = _ahead(requests)
         expected = np.array([self._expected[request.id] for request in requests])
         unknown = np.isnan(expected)
         if unknown.any():
-            if unknown.all():
+            if unknown.all() and not ahead.any():
                 return None
-            expected[unknown] = expected[~unknown].mean()
+            expected[unknown] = expected[~unknown].mean() if not unknown.all() else 1.0
         left = np.maximum(expected - num_generated, 1.0)
         spread = max(self._lengths.error, _LEAST_SPREAD) * float(expected.mean())
-        last = np.exp((left - left.max()) / spread)
+        last = np.where(ahead, 0.0, np.exp(np.minimum(left - left[~ahead].max(), 0.0) / spread))
         own = self._own_part(len(requests), cost)
         weights: FloatArray = own + (1 - own) * len(requests) / last.sum() * last
         return weights
@@ -83,3 +85,10 @@ class TokenWorth:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state."""
         self._lengths.error = state["length_error"]
+
+
+def _ahead(requests: Sequence[RolloutRequest]) -> BoolArray:
+    """Return which requests are of a later step than others, [R]."""
+    steps = [request.step for request in requests if request.step is not None]
+    first = min(steps, default=0)
+    return np.array([request.step is not None and request.step > first for request in requests], np.bool_)

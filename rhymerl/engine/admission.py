@@ -36,8 +36,12 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        """The requests that have no row yet."""
-        return len(self._waiting)
+        """The requests that have no row yet; 0 where one of an earlier step is running, which none of them waits for."""
+        if not self._waiting:
+            return 0
+        first, running = self._waiting[0].step, (self._rows.request[row] for row in self.running)
+        is_ahead = first is not None and any(each and each.step is not None and each.step < first for each in running)
+        return 0 if is_ahead else len(self._waiting)
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         """Queue requests."""

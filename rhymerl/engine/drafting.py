@@ -29,7 +29,9 @@ _RUN_AHEAD, _HISTORY = int(DraftSource.RUN_AHEAD), int(DraftSource.HISTORY)
 class Drafting:
     """The drafts of an engine's passes. Without a drafter, or with a budget of nothing, every pass is without drafts."""
 
-    def __init__(self, protocol: DraftingProtocol, rows: Rows, totals: EngineTotals, *, now: Callable[[], float]) -> None:
+    def __init__(
+        self, protocol: DraftingProtocol, rows: Rows, totals: EngineTotals, *, now: Callable[[], float]
+    ) -> None:
         self.protocol = protocol
         self._rows = rows
         self._totals = totals

@@ -85,6 +85,7 @@ def requests_of(
             seed=request_seed(seed, step, prompt, sample, round_number),
             sampling=sampling,
             split=split,
+            step=step if split == "train" and isinstance(step, int) else None,
         )
         for prompt in prompts
         for sample in range(settings.group_size)

@@ -11,10 +11,12 @@ from rhymerl.tasks.running_sum import RunningSum
 class LongSum(RunningSum):
     """A running sum whose answers have a long tail of lengths, most of which comes from the prompt.
 
-    The number of additions is log-normal, at most `difficulty`: its median is `typical`, the deviation of its logarithm is
+    The number of additions is log-normal, at most `difficulty` (1 to 40): its median is `typical`, the deviation of its logarithm is
     `spread`. With probability `doubt` a demonstration goes through the whole sum once more, so that answers to one prompt differ in length
     too: `37+85=122;?37+85=122;#122`. `error_rate` is as in RunningSum, and 0 in the second round, so that doubt pays.
     """
+
+    most_additions = 40
 
     def __init__(
         self,
@@ -31,7 +33,7 @@ class LongSum(RunningSum):
         validation_size: int = 512,
     ) -> None:
         super().__init__(
-            difficulty=min(difficulty, 15),
+            difficulty=difficulty,
             max_number=max_number,
             error_rate=error_rate,
             prefix=prefix,
@@ -39,15 +41,12 @@ class LongSum(RunningSum):
             train_size=train_size,
             validation_size=validation_size,
         )
-        if difficulty < 1:
-            raise ValueError(f"difficulty={difficulty}: expected at least 1 addition")
         if not 1 <= typical <= difficulty:
             raise ValueError(f"typical={typical}: expected 1 to difficulty={difficulty} additions")
         if not 0 <= spread < float("inf"):
             raise ValueError(f"spread={spread}: expected at least 0")
         if not 0 <= doubt < 1:
             raise ValueError(f"doubt={doubt}: expected a probability in [0, 1)")
-        self.difficulty = difficulty
         self.typical = typical
         self.spread = spread
         self.doubt = doubt

@@ -20,6 +20,7 @@ class RunningSum(Task):
     """
 
     reward = "rhymerl.tasks.running_sum.running_sum_reward"
+    most_additions = 15
 
     def __init__(
         self,
@@ -33,8 +34,8 @@ class RunningSum(Task):
         validation_size: int = 512,
     ) -> None:
         super().__init__(seed=seed, train_size=train_size, validation_size=validation_size)
-        if not 1 <= difficulty <= 15:
-            raise ValueError(f"difficulty={difficulty}: expected 1 to 15 additions")
+        if not 1 <= difficulty <= self.most_additions:
+            raise ValueError(f"difficulty={difficulty}: expected 1 to {self.most_additions} additions")
         if max_number < 1:
             raise ValueError(f"max_number={max_number}: expected at least 1")
         if not 0 <= error_rate < 1:

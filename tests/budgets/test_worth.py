@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,17 @@ def test_where_all_is_fixed_the_last_request_decides():
     worth = worth_of(requests, [10, 20, 40, 80])
     np.testing.assert_allclose(worth.weights(requests, np.zeros(4, np.int64), FIXED), [0, 0, 0, 4], atol=1e-3)
     np.testing.assert_allclose(worth.weights(requests, np.array([0, 0, 0, 40]), FIXED), [0, 0, 2, 2], atol=0.02)
+
+
+def test_nobody_waits_for_the_last_answer_of_a_later_step():
+    requests = make_requests(4)
+    requests = [replace(request, step=step) for request, step in zip(requests, (3, 3, 4, 4), strict=True)]
+    worth = worth_of(requests, [10, 20, 40, 80])
+    np.testing.assert_allclose(worth.weights(requests, np.zeros(4, np.int64), FIXED), [0, 4, 0, 0], atol=0.3)
+    np.testing.assert_allclose(worth.weights(requests[2:], np.zeros(2, np.int64), FIXED), [0, 2], atol=0.01)
+    unknown = worth_of(requests, []).weights(requests, np.zeros(4, np.int64), FIXED)
+    np.testing.assert_allclose(unknown, [2, 2, 0, 0], atol=1e-3)
+    assert worth_of(requests, []).weights(requests[2:], np.zeros(2, np.int64), FIXED) is None
 
 
 def test_a_prompt_without_answers_is_held_to_be_as_long_as_the_others():

@@ -6,13 +6,18 @@ import json
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.costs import CostCurve
 from rhymerl.drafters import NoDrafter
 from rhymerl.engine.emulation import EmulatedDevice
+from rhymerl.engine.kv_store import KVStore
+from rhymerl.engine.layout import lay_out
+from rhymerl.engine.rows import Rows
 from rhymerl.testing import make_requests, tiny_policy
+from rhymerl.types import Draft, DraftBatch
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,12 +60,21 @@ def test_a_real_pass_that_is_too_slow_is_told(costs):
     assert metrics["emulated/overrun_frac"] > 1
 
 
-def test_costs_are_by_tokens_and_by_keys():
-    class Layout:
-        num_tokens, num_seen = 4, 1000
-
+def test_costs_are_by_tokens_and_by_keys_which_a_draft_reads_once():
+    rows = Rows(2, 2000, KVStore(1, 4000).pool)
+    row = np.array([rows.enter_prefix(np.zeros(length, np.int32)).row for length in (401, 601)])
+    rows.cached[row] = [400, 600]
+    tree = Draft(token_ids=np.array([1, 2]), parents=np.array([-1, 0]))
     device = EmulatedDevice(curve=CostCurve([(1, 1.0), (11, 2.0)]), context_s_per_token=0.001, scale=2.0)
-    assert device.seconds(Layout()) == pytest.approx(2 * (1.3 + 1.0))
+    layout = lay_out(
+        rows,
+        row,
+        np.ones(2, np.int64),
+        np.arange(2),
+        DraftBatch.pack([tree, Draft(token_ids=np.empty(0, np.int64), parents=np.empty(0, np.int64))]),
+    )
+    assert layout.num_tokens == 4
+    assert device.seconds(layout) == pytest.approx(2 * (1.3 + 1.002))
 
 
 @pytest.mark.parametrize(
