@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from rhymerl.types import BoolArray, FloatArray, IndexArray, IntArray
 
 # Lower ends of the bins of match length; 0 comes before. No index finds more than 32 tokens: longer matches are with
-# prefetched answers.
-_LENGTHS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 33], np.int32)
+# prefetched answers, after a token in which they differ (33 on) or without one (49 on).
+_LENGTHS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 33, 41, 49], np.int32)
 _SHARES = 16  # bins of a node's share of the probability below its parent
 _DEPTHS = 16  # bins for nodes without a score
 _PRIOR = 8.0  # nodes that the drafter's own probability counts for
@@ -61,8 +61,9 @@ class Acceptance:
         return {"reached": self._reached.tolist(), "accepted": self._accepted.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Go on from saved counts."""
-        self._reached, self._accepted = np.array(state["reached"]), np.array(state["accepted"])
+        """Go on from saved counts; those of an earlier version, with other bins, are left out."""
+        if len(state["reached"]) == len(self._expected):
+            self._reached, self._accepted = np.array(state["reached"]), np.array(state["accepted"])
         self._rate = None
 
 

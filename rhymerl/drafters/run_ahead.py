@@ -22,18 +22,21 @@ T = TypeVar("T")
 # The rate at which tokens are right when all before them were. It is not learned here: budgets calibrate scores, and what they
 # have learned is in checkpoints, so that a resumed run verifies the very nodes that the whole run did.
 _RATE = 0.95
+_AGREE_AGAIN = 3  # tokens after a wrong one
+_AGREEING = 16  # match lengths of those that agree again
 
 
 class RunAheadDrafter(Drafter):
-    """Drafts a request's prefetched tokens (`RolloutRequest.prefetched`): those after its response, as one path, while all of it agrees.
+    """Drafts a request's prefetched tokens (`RolloutRequest.prefetched`): those after its response, as one path, while the response agrees.
 
-    Both were sampled with the same noise, so a token is wrong only where the update has moved that very draw. After the
-    first wrong token, or behind the last, `inner` drafts for the request for good, as it does for all requests without such tokens.
+    Both were sampled with the same noise, so a token is wrong only where the update has moved that very draw. After a wrong token `inner`
+    drafts for the request, as it does for all requests without such tokens, until a few tokens agree again at the same positions, where
+    the noise is the same; behind the last one it does so for good.
     """
 
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
-        self._prefetched: dict[str, _Prefetched] = {}  # by id of a request whose response agrees so far
+        self._prefetched: dict[str, _Prefetched] = {}  # by id of a request whose response is not as long yet
 
     # -- drafts --------------------------------------------------------------------------------------------------
 
@@ -55,12 +58,15 @@ class RunAheadDrafter(Drafter):
         return merged(drafts, placed(theirs, others, len(requests)))
 
     def _agrees(self, request: RolloutRequest, context: IntArray) -> bool:
-        """Return whether the whole response agrees, and there is more to come."""
+        """Return whether the response agrees, and there is more to come."""
         prefetched = self._prefetched.get(request.id)
-        if prefetched is not None and not prefetched.follow(context[len(request.prompt.token_ids) :]):
+        if prefetched is None:
+            return False
+        prefetched.follow(context[len(request.prompt.token_ids) :])
+        if prefetched.is_over:
             del self._prefetched[request.id]
             return False
-        return prefetched is not None
+        return prefetched.agrees
 
     def catch_up(self) -> None:
         self.inner.catch_up()
@@ -104,16 +110,38 @@ def innermost(drafter: Drafter) -> Drafter:
 
 @dataclass(slots=True)
 class _Prefetched:
-    """The prefetched tokens, and how many of them the response has, at the same positions."""
+    """The prefetched tokens, beside those of the response at the same positions."""
 
     token_ids: IntArray
-    agreed: int = 0
+    length: int = 0  # of the response
+    wrong_at: int = -1  # the last position at which they differ
 
-    def follow(self, response: IntArray) -> bool:
-        """Look at what is new in the response. False when that disagrees, or has reached the end."""
-        start, self.agreed = self.agreed, len(response)
-        new = self.token_ids[start : self.agreed]
-        return self.agreed < len(self.token_ids) and np.array_equal(new, response[start:])
+    def follow(self, response: IntArray) -> None:
+        """Look at what is new in the response."""
+        start, self.length = self.length, len(response)
+        new = self.token_ids[start : self.length]
+        wrong = np.flatnonzero(new != response[start : start + len(new)])
+        if len(wrong):
+            self.wrong_at = start + int(wrong[-1])
+
+    @property
+    def is_over(self) -> bool:
+        return self.length >= len(self.token_ids)
+
+    @property
+    def agreed(self) -> int:
+        """How many of the last tokens agree."""
+        return self.length - 1 - self.wrong_at
+
+    @property
+    def agrees(self) -> bool:
+        return self.wrong_at < 0 or self.agreed >= _AGREE_AGAIN
+
+    @property
+    def match_length(self) -> int:
+        """What budgets tell apart: where all agree, where they agree again, and what an index finds."""
+        again = min(self.agreed, _AGREEING - 1)
+        return REACH + 1 + (again if self.wrong_at >= 0 else _AGREEING + self.length)
 
 
 def _at(indices: IndexArray, values: Sequence[T]) -> list[T]:
@@ -123,7 +151,7 @@ def _at(indices: IndexArray, values: Sequence[T]) -> list[T]:
 def _packed(prefetched: Sequence[_Prefetched], budgets: Sequence[int]) -> DraftBatch:
     """Return the tokens that come next, a path each."""
     paths = [
-        each.token_ids[each.agreed : each.agreed + budget] for each, budget in zip(prefetched, budgets, strict=True)
+        each.token_ids[each.length : each.length + budget] for each, budget in zip(prefetched, budgets, strict=True)
     ]
     starts = np.cumsum([0, *map(len, paths)], dtype=np.int64)
     parents = np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts)) - 1
@@ -132,8 +160,6 @@ def _packed(prefetched: Sequence[_Prefetched], budgets: Sequence[int]) -> DraftB
         parents=parents.astype(np.int32),
         starts=starts,
         scores=_RATE ** (parents + 2.0),
-        match_length=np.array(
-            [REACH + 1 + each.agreed for each in prefetched], np.int32
-        ),  # longer than any index finds
+        match_length=np.array([each.match_length for each in prefetched], np.int32),
         sources=np.full(len(parents), DraftSource.RUN_AHEAD, np.int8),
     )

@@ -72,13 +72,15 @@ def expected(asked: RolloutRequest, response: Sequence[int], budget: int, inner:
     """Return the draft by definition, without any memory."""
     ahead = [] if asked.prefetched is None else asked.prefetched.tolist()
     rest = ahead[len(response) :][:budget]
-    if ahead[: len(response)] != list(response) or not rest:
+    wrong = [at for at, (one, other) in enumerate(zip(ahead, response, strict=False)) if one != other]
+    agreed = len(response) - 1 - wrong[-1] if wrong else len(response)
+    if not rest or (wrong and agreed < 3):
         return inner.propose(asked, context(asked, response), budget)
     return Draft(
         token_ids=np.array(rest, np.int32),
         parents=np.arange(-1, len(rest) - 1, dtype=np.int32),
         scores=0.95 ** np.arange(1.0, len(rest) + 1),
-        match_length=REACH + 1 + len(response),
+        match_length=REACH + 1 + (min(agreed, 15) if wrong else 16 + len(response)),
         sources=np.full(len(rest), DraftSource.RUN_AHEAD, np.int32),
     )
 
@@ -90,7 +92,7 @@ def same(one: Draft, two: Draft) -> None:
 
 answers = st.lists(
     st.tuples(
-        st.one_of(st.none(), st.lists(few, max_size=6)),  # ahead
+        st.one_of(st.none(), st.lists(few, max_size=12)),  # ahead
         st.lists(st.lists(few, max_size=3), min_size=1, max_size=4),  # what each pass draws
         st.integers(1, 5),  # budget
     ),
