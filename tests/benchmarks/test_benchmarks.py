@@ -182,3 +182,34 @@ def test_budget_choice_has_a_row_an_epoch_and_one_of_the_whole_run(run: Run) -> 
     for row in rows:
         assert row["had"] == pytest.approx(row["plain_s"] / row["own_s"], rel=0.01)
         assert row["best_had"] == max(1.0, row["fixed_1"])
+
+
+def test_headline_has_a_row_for_each_way_on_a_clock_of_its_own(run: Run, tmp_path: Path) -> None:
+    words = ["--steps", "3", "--epoch-steps", "1", "--prompts", "2", "--workers", "2", "--held-out", "2"]
+    words += [
+        "--rows",
+        "history_tree, sorted, draft",
+        "--timeline",
+        str(tmp_path / "t.png"),
+        "--plot",
+        str(tmp_path / "p.png"),
+    ]
+    settings = ["rollout.group_size=2", "rollout.max_tokens=24", "trainer.enable_progress_bar=false"]
+    rows = run("headline", "--max-running", "4", *words, "--", *settings)["rows"]
+    assert [row["row"] for row in rows] == [
+        "none, fifo, off",
+        "none, fifo, one step off",
+        "history_tree, sorted, draft",
+    ]
+    barrier, one_step_off, ours = rows
+    assert barrier["over_barrier"] == one_step_off["over_one_step_off"] == 1
+    assert barrier["over_one_step_off"] == pytest.approx(1 / one_step_off["over_barrier"], rel=1e-2)
+    assert [row["staleness"] > 0 for row in rows] == [False, True, False]
+    assert ours["held_out"] == barrier["held_out"], "drafts and the order of work have changed the tokens"
+    assert ours["tokens_a_pass"] > 1
+    for row in rows:
+        assert 0 <= row["lost"]["idle"] < 1
+        assert sum(row["lost"].values()) < 1
+        assert row["bound"] >= row["over_barrier"] * 0.99
+    assert (tmp_path / "t.png").stat().st_size > 1000
+    assert (tmp_path / "p.png").stat().st_size > 1000
