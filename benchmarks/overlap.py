@@ -1,16 +1,14 @@
-"""What history and sampling during the update bring to whole training steps: Ray actors on emulated accelerators.
+"""What sampling during the update brings to training steps: Ray actors on emulated accelerators, in real time.
 
 Four actors (`--workers`) answer with engines whose passes take the time that `--emulate` says for each, times `--scale`, so that four of them and
 a trainer fit on two cores; a part of the time in which a model would compute is waited out, and what is done beside it takes the time that it takes.
-The update is made to last `--update` of a step of the table's first row, and as long in all rows. In that row workers idle during the update, as engines
+The update is made to last `--update` of a step of the first row, and as long in all rows. In that row workers idle during the update, as engines
 do that share their devices with it.
 
-`--table overlap` compares the modes of run_ahead. A row is the seconds of a step after `--warm-up` steps, how many times as fast it is as the first row, the
-share of the workers' time in which they idled, and the staleness of the tokens. Without bubbles the bound is 1 / (1 - `--update`).
-`--table whole` compares drafters, schedulers and modes over a run's first epochs, against no drafts behind a barrier, which is what `over_barrier`
-says, and against no drafts one step off, `over_one_step_off`.
+A row is a mode of run_ahead: the seconds of a step after `--warm-up` steps, how many times as fast it is as `off`, the share of the workers'
+time in which they idled, and the staleness of the tokens. Without bubbles the bound is 1 / (1 - `--update`). headline.py has drafters and schedulers too.
 
-    python benchmarks/overlap.py [--table whole] [--steps 20] [--plot timeline.png] [key=value ...]
+    python benchmarks/overlap.py [--steps 20] [--plot timeline.png] [key=value ...]
 """
 
 from __future__ import annotations
@@ -34,22 +32,7 @@ from rhymerl.runs.fit import fit
 from rhymerl.training.module import RhymeModule
 from rhymerl.training.updater import Updater
 
-# The rows of each table: name -> settings. Those of `whole` differ from one before in one thing.
-TABLES = {
-    "overlap": {mode: [f"run_ahead='{mode}'"] for mode in ("off", "draft", "keep")},
-    "whole": {
-        "none, fifo, off": ["drafter=none", "scheduler=fifo", "run_ahead='off'"],
-        "none, fifo, keep": ["drafter=none", "scheduler=fifo", "run_ahead=keep"],
-        "paper, fifo, off": ["drafter=paper", "scheduler=fifo", "run_ahead='off'"],
-        "history_tree, fifo, off": ["drafter=history_tree", "scheduler=fifo", "run_ahead='off'"],
-        "history_tree, fifo, draft": ["drafter=history_tree", "scheduler=fifo", "run_ahead=draft"],
-        "history_tree, fifo, keep": ["drafter=history_tree", "scheduler=fifo", "run_ahead=keep"],
-        "paper, histopipe, keep": ["drafter=paper", "scheduler=histopipe", "run_ahead=keep"],
-        "history_tree, histopipe, keep": ["drafter=history_tree", "scheduler=histopipe", "run_ahead=keep"],
-        "history_tree, paced, keep": ["drafter=history_tree", "scheduler=paced", "run_ahead=keep"],
-    },
-}
-BARRIER, ONE_STEP_OFF = "none, fifo, off", "none, fifo, keep"
+MODES = ("off", "draft", "keep")
 OVERRUN = 0.05  # of the emulated time, above which a row is not given
 
 
@@ -96,11 +79,11 @@ class Steps:
         return [after - before for before, after in zip(self.ends[warm_up - 1 :], self.ends[warm_up:-1], strict=False)]
 
 
-def run_steps(name: str, row: Sequence[str], update_s: float, arguments: Any, *, steps: int) -> Steps:
+def run_steps(mode: str, update_s: float, arguments: Any, *, steps: int) -> Steps:
     found = Steps(update_s)
     settings = [
         f"workers={arguments.workers}",
-        *row,
+        f"run_ahead='{mode}'",
         f"backend.engine.emulate={Path(__file__).parent / 'emulated' / arguments.emulate}.json",
         f"backend.engine.emulate_scale={arguments.scale}",
         "task.train_size=64",
@@ -117,23 +100,17 @@ def run_steps(name: str, row: Sequence[str], update_s: float, arguments: Any, *,
     overrun = found.mean("emulated/overrun_frac", 1)
     if overrun > OVERRUN or found.late_s > OVERRUN * update_s * steps > 0:
         raise SystemExit(
-            f"{name}: passes took {overrun:.1%} and updates {found.late_s:.2f} s longer than they are charged; give a larger --scale"
+            f"{mode}: passes took {overrun:.1%} and updates {found.late_s:.2f} s longer than they are charged; give a larger --scale"
         )
     return found
 
 
-def figures(steps: Steps, found: dict[str, Steps], warm_up: int) -> dict[str, Any]:
-    """Return the figures of a row, beside those that came before it."""
-    step_s = statistics.fmean(steps.seconds(warm_up))
-    bases = {"over_barrier": BARRIER, "over_one_step_off": ONE_STEP_OFF} if BARRIER in found else {"over_off": "off"}
-    over = {
-        name: round(statistics.fmean(found[base].seconds(warm_up)) / step_s, 3)
-        for name, base in bases.items()
-        if base in found
-    }
+def figures(steps: Steps, off: Steps, warm_up: int) -> dict[str, Any]:
+    """Return the figures of a row."""
+    over_off = statistics.fmean(off.seconds(warm_up)) / statistics.fmean(steps.seconds(warm_up))
     return {
         "step_s": record.spread(steps.seconds(warm_up)),
-        **over,
+        "over_off": round(over_off, 3),
         "idle_frac": round(steps.mean("workers/idle_frac", warm_up), 3),
         "staleness": round(steps.mean("off_policy/staleness/mean", warm_up), 3),
         "tokens_a_pass": round(steps.mean("rollout/spec_accept_length", warm_up), 3),
@@ -167,7 +144,6 @@ def draw(rows: dict[str, Steps], path: Path, *, warm_up: int) -> None:
 
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     parser = record.options(__doc__)
-    parser.add_argument("--table", choices=TABLES, default="overlap")
     parser.add_argument("--emulate", default="h100_8b", help="name of a file in benchmarks/emulated/")
     parser.add_argument("--scale", type=float, default=6.0)
     parser.add_argument("--workers", type=int, default=4)
@@ -179,15 +155,14 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     arguments = parser.parse_args(words)
     record.set_threads(arguments.threads)
     start = record.environment()
-    table = TABLES[arguments.table]
-    first, settings = next(iter(table.items()))
-    before = run_steps(first, settings, 0.0, arguments, steps=arguments.warm_up + 4)
+    before = run_steps(MODES[0], 0.0, arguments, steps=arguments.warm_up + 4)
     update_s = arguments.update / (1 - arguments.update) * before.mean("timing_s/rollout", arguments.warm_up)
     found: dict[str, Steps] = {}
     rows = []
-    for name, settings in table.items():
-        steps = found[name] = run_steps(name, settings, update_s, arguments, steps=arguments.steps)
-        rows.append({"row": name, **figures(steps, found, arguments.warm_up), "update_s": round(update_s, 3)})
+    for mode in MODES:
+        found[mode] = run_steps(mode, update_s, arguments, steps=arguments.steps)
+        taken = figures(found[mode], found[MODES[0]], arguments.warm_up)
+        rows.append({"row": mode, **taken, "update_s": round(update_s, 3)})
         record.note_row(rows[-1])
         print(record.cell(rows[-1]), file=sys.stderr, flush=True)
     if arguments.plot is not None:
