@@ -178,6 +178,14 @@ class HostedWorkers(Workers):
         if self._lockstep and self._ahead is not None:
             self._crew.step(max(self._num_exchanges // 2, 1) * _PASSES, waits=False)
 
+    @property
+    def works_ahead(self) -> bool:
+        return self._ahead is not None and not self._lockstep
+
+    def ended_ahead(self) -> list[Completion]:
+        with self._crew.changed:
+            return self._ahead.unseen() if self._ahead is not None else []
+
     # -- between steps -------------------------------------------------------------------------------------------
 
     @property
