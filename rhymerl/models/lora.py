@@ -159,9 +159,7 @@ def unmerged(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, LowRank]]:
     layers = _adapted(model)
     of_adapters = {name for layer_name, layer in layers.items() for name in _own_names(layer_name, layer)}
     base = {
-        name.replace(_BASE, "."): parameter
-        for name, parameter in model.named_parameters()
-        if name not in of_adapters
+        name.replace(_BASE, "."): parameter for name, parameter in model.named_parameters() if name not in of_adapters
     }
     return base, {f"{name}.weight": _low_rank(layer) for name, layer in layers.items()}
 

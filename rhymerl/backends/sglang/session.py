@@ -95,8 +95,12 @@ class Session:
             dtype=self._dtype,
             tensor_parallel=self.settings.tensor_parallel,
             folder=self.weights_folder,
+            shared=self.settings.weight_file,
         )
-        self._in_flight = InFlightRequests(self.fleet, self._tokens_a_pass, max_sent=_SENT * self.settings.max_running)
+        piece_s = self.settings.piece_s
+        # Requests that wait in an engine would get between the pieces of an answer.
+        max_sent = (_SENT if piece_s is None else 1) * self.settings.max_running
+        self._in_flight = InFlightRequests(self.fleet, self._tokens_a_pass, max_sent=max_sent, piece_s=piece_s)
 
     @property
     def _dtype(self) -> str:
@@ -237,9 +241,14 @@ class Session:
         return NoAnswerError(f"backend.silence_timeout_s={self.settings.silence_timeout_s:g}: {what}{why}")
 
     def progress(self) -> Mapping[str, int]:
-        """Tokens that each request in flight was sent with."""
+        """Tokens that each request in flight was sent with, and those of its pieces."""
         requests = (sent.request for sent in self._in_flight.requests.values())
-        return {request.id: len(request.output) if request.output else 0 for request in requests}
+        sent = {request.id: len(request.output) if request.output else 0 for request in requests}
+        return {**sent, **{each.request.id: len(each.output) for each in self.outputs()}}
+
+    def outputs(self) -> list[Completion]:
+        """Return what there is of the requests in flight, as far as pieces of their answers are there."""
+        return self._in_flight.outputs()
 
     def withdraw(self, ids: Iterable[str] | None) -> list[Completion]:
         """Take them back. One that ends meanwhile, or has ended and was not collected, comes back as it ended."""
@@ -266,6 +275,7 @@ class Session:
     def _give_up(self, requests: Sequence[InFlightRequest], patience_s: float) -> None:
         """Return when all of them are back. Raises BackendError when one has failed, or stays away for too long."""
         for sent in requests:
+            sent.is_given_up = True
             sent.answer.cancel()
         deadline = time.monotonic() + patience_s
         while left := [sent for sent in requests if not sent.answer.done()]:
