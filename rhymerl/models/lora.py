@@ -158,7 +158,7 @@ def unmerged(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, LowRank]]:
     """Return the parameters of the model before it was adapted, and what is added to some, both by the names that a plain model has."""
     layers = _adapted(model)
     of_adapters = {name for layer_name, layer in layers.items() for name in _own_names(layer_name, layer)}
-    base = {
+    base: dict[str, Tensor] = {
         name.replace(_BASE, "."): parameter for name, parameter in model.named_parameters() if name not in of_adapters
     }
     return base, {f"{name}.weight": _low_rank(layer) for name, layer in layers.items()}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import random
 import shutil
 import signal
@@ -15,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from rhymerl.report.steps import STEPS, read_steps
 from tests.ray.commands import actors, answers, end, finish, furthest, one_process, processes, start, temporary, weights
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -64,8 +63,7 @@ def test_actors_that_are_lost_cost_no_token(run_ahead, sign, alone, tmp_path):
 
 def print_lost_time(run_dir: Path, kills: Sequence[float]) -> None:
     """Print by how much longer each step with kills took than the median of those without; `kills` are their times."""
-    with gzip.open(run_dir / "steps.jsonl.gz", "rt") as file:
-        rows = [row for row in map(json.loads, file) if "ended_at" in row]
+    rows = list(read_steps(run_dir / STEPS))
     ends = [row["ended_at"] for row in rows]
     begins = [ends[0] - rows[0]["metrics"]["timing_s/step"], *ends]
     steps = [
