@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,24 @@ class LoRA:
         return list(self.targets)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowRank:
+    """The matrix `scaling` b a, with a [rank, in] and b [out, rank], that an adapter adds to another one."""
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+
+    def parts(self) -> dict[str, Tensor]:
+        """Return its tensors by name."""
+        return {"a": self.a, "b": self.b}
+
+    def added_to(self, weight: Tensor) -> Tensor:
+        """Return the sum, [out, in], in the dtype of `weight`."""
+        with torch.no_grad():
+            return (weight + (self.b @ self.a) * self.scaling).detach().to(weight.dtype)
+
+
 def is_adapted(model: nn.Module) -> bool:
     """Return whether the model has adapters, whoever has put them there."""
     return bool(_adapted(model))
@@ -129,12 +148,26 @@ def merged(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[
     for name, tensor in tensors:
         layer_name, _, kind = name.rpartition(_BASE)
         if layer_name:
-            layer = layers[layer_name]
-            with torch.no_grad():
-                whole = tensor + layer.get_delta_weight(_NAME) if kind == "weight" else tensor
-            yield f"{layer_name}.{kind}", whole.detach().to(tensor.dtype)
+            whole = _low_rank(layers[layer_name]).added_to(tensor) if kind == "weight" else tensor.detach()
+            yield f"{layer_name}.{kind}", whole
         elif name not in of_adapters:
             yield name, tensor
+
+
+def unmerged(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, LowRank]]:
+    """Return the parameters of the model before it was adapted, and what is added to some, both by the names that a plain model has."""
+    layers = _adapted(model)
+    of_adapters = {name for layer_name, layer in layers.items() for name in _own_names(layer_name, layer)}
+    base: dict[str, Tensor] = {
+        name.replace(_BASE, "."): parameter for name, parameter in model.named_parameters() if name not in of_adapters
+    }
+    return base, {f"{name}.weight": _low_rank(layer) for name, layer in layers.items()}
+
+
+def _low_rank(layer: Any) -> LowRank:
+    return LowRank(
+        a=layer.lora_A[_NAME].weight.detach(), b=layer.lora_B[_NAME].weight.detach(), scaling=layer.scaling[_NAME]
+    )
 
 
 def save_config(model: nn.Module, folder: Path) -> None:

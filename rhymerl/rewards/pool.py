@@ -8,10 +8,10 @@ from __future__ import annotations
 import pickle
 import selectors
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from itertools import islice
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rhymerl.errors import RewardError
 from rhymerl.rewards.base import Reward
@@ -27,10 +27,10 @@ _POLL_INTERVAL_S = 0.01
 
 
 class PendingCall(NamedTuple):
-    """One call to make: of reward number `reward`, for the sample `key`."""
+    """One call to make: of reward number `reward`, for whatever its caller knows by `key`."""
 
     reward: int
-    key: str
+    key: Any
     call: Call
 
 
@@ -120,10 +120,18 @@ class RewardPool:
         self._next_poll = monotonic() + _POLL_INTERVAL_S
         self._turn(0.0)
 
-    def drain(self) -> None:
-        """Return when every queued call has its outcome."""
+    def discard(self, keys: Container[Any]) -> None:
+        """Forget calls with these keys that have not been sent yet."""
+        for queue in (*self._queues, self._alone):
+            left = [task for task in queue if task.key not in keys]
+            self._num_queued -= len(queue) - len(left)
+            queue.clear()
+            queue.extend(left)
+
+    def drain(self, until: Callable[[], bool]) -> None:
+        """Return when that holds, which queued calls and their outcomes have to bring about."""
         self._dispatch()
-        while self._num_queued or any(process.pending for process in self._processes):
+        while not until():
             deadlines = [process.deadline for process in self._processes if not process.is_idle]
             if self._lacks_processes:
                 deadlines.append(self._starts.not_before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from types import TracebackType
@@ -23,10 +24,21 @@ _FAILURES = {"error": "errors", "timeout": "timeouts", "crash": "crashes"}
 _LOG = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class _ScoredSample:
+    """A sample and its rewards so far."""
+
+    text: str
+    columns: Mapping[str, Any]
+    scores: dict[str, float]
+    num_expected: int  # outcomes that reward processes have not given yet
+    failed: list[tuple[Reward, Outcome]] = field(default_factory=list)
+
+
 class RewardScorer:
     """Runs every reward on every submitted sample. A context manager: leaving it ends the reward processes.
 
-    `chunk_size` is how many samples a process gets at once, and so how many coroutines of an async reward run
+    Reward processes may `begin` with samples before they are submitted. One thread at a time may use it. `chunk_size` is how many samples a process gets at once, and so how many coroutines of an async reward run
     at the same time in a process. Raises ValueError when a value is out of range or two names are equal.
     """
 
@@ -39,33 +51,66 @@ class RewardScorer:
         if len(set(names)) < len(names):
             raise ValueError(f"rewards={names}: expected distinct names")
         self.chunk_size = chunk_size
-        self._selectors = [reward.column_selector() for reward in self.rewards]
         self._defaults = {reward.name: reward.default for reward in self.rewards}
-        self._scores: dict[str, dict[str, float]] = {}
+        self._samples: dict[str, _ScoredSample] = {}  # submitted
+        self._begun: dict[str, _ScoredSample] = {}  # not submitted yet
         self._num_failed: Counter[str] = Counter()
         self._logged: set[str] = set()
         self._failures = Failures()
         pooled = [reward for reward in self.rewards if reward.where == "pool"]
         self._pool = RewardPool(pooled, self._deliver_task, num_processes=num_processes, chunk_size=chunk_size)
-        self._local = {
-            reward.name: LocalReward(reward, partial(self._deliver, reward))
-            for reward in self.rewards
-            if reward.where != "pool"
-        }
+        self._selectors = [reward.column_selector() for reward in pooled]
+        local = [reward for reward in self.rewards if reward.where != "pool"]
+        self._local = {reward.name: LocalReward(reward, partial(self._deliver_local, reward)) for reward in local}
         self._waiting: dict[str, dict[str, Call]] = {name: {} for name in self._local}  # calls by reward and key
-        self._put = [self._putter(reward, pooled) for reward in self.rewards]
+        self._put = [(self._putter(reward), reward.column_selector()) for reward in local]
+
+    @property
+    def begins(self) -> bool:
+        """Return whether there is something to `begin` with: rewards of reward processes."""
+        return bool(self._pool.rewards)
+
+    def begin(self, key: str, text: str, columns: Mapping[str, Any]) -> None:
+        """Let reward processes score a sample that is perhaps submitted later; nothing else of it is done before."""
+        self._forget([key])
+        self._begun[key] = self._sent_to_pool(text, columns)
+
+    def forget(self) -> None:
+        """Nothing that was only begun will be submitted."""
+        self._forget(list(self._begun))
+
+    def _forget(self, keys: Sequence[str]) -> None:
+        gone = {self._begun.pop(key) for key in keys if key in self._begun}
+        if gone:
+            self._pool.discard(gone)
+
+    def _sent_to_pool(self, text: str, columns: Mapping[str, Any]) -> _ScoredSample:
+        scores, num_pooled = dict(self._defaults), len(self._selectors)
+        sample = _ScoredSample(text=text, columns=columns, scores=scores, num_expected=num_pooled)
+        for index, select in enumerate(self._selectors):
+            self._pool.put(PendingCall(index, sample, Call(text, select(columns))))
+        return sample
+
+    def poll(self) -> None:
+        """Send to reward processes, and take from them, what can be without waiting. Raises as `submit` does."""
+        self._pool.flush()
 
     def submit(self, key: str, text: str, columns: Mapping[str, Any]) -> None:
         """Queue a sample; where='main' runs now (async and batch functions once a chunk of them is full).
 
         Raises RewardError when a reward process cannot work at all.
         """
-        if key in self._scores:
+        if key in self._samples:
             raise ValueError(f"key={key!r}: submitted twice")
-        self._scores[key] = dict(self._defaults)
-        for put, select in zip(self._put, self._selectors, strict=True):
+        begun = self._begun.get(key)
+        if begun is not None and begun.text == text and begun.columns is columns:
+            self._samples[key] = self._begun.pop(key)
+        else:
+            self._forget([key])
+            self._samples[key] = self._sent_to_pool(text, columns)
+        for put, select in self._put:
             put(key, Call(text, select(columns)))
-        if len(self._scores) % self.chunk_size == 0:
+        if len(self._samples) % self.chunk_size == 0:
             self._pool.poll()
 
     def collect(
@@ -76,19 +121,21 @@ class RewardScorer:
         Rewards with where='engine' run here, in that order, so give one that no timing changes. Raises
         RewardError when a reward process cannot work at all.
         """
-        keys = list(self._scores) if order is None else list(order)
-        if len(keys) != len(self._scores) or set(keys) != set(self._scores):
-            raise ValueError(f"order: expected the {len(self._scores)} submitted keys, each once")
+        keys = list(self._samples) if order is None else list(order)
+        if len(keys) != len(self._samples) or set(keys) != set(self._samples):
+            raise ValueError(f"order: expected the {len(self._samples)} submitted keys, each once")
         self._pool.flush()
         for reward in self.rewards:
             if reward.where == "main":
                 self._run_waiting(reward, list(self._waiting[reward.name]))
             elif reward.where == "engine":
                 self._run_waiting(reward, keys, extra={"device": device} if reward.takes_device else {})
-        self._pool.drain()
-        scores, self._scores = self._scores, {}
-        self._failures += Failures(num_samples=len(scores))
-        return {key: scores[key] for key in keys}
+        samples, self._samples = {key: self._samples[key] for key in keys}, {}
+        self._pool.drain(partial(_drop_scored, list(samples.values())))
+        self._failures += Failures(num_samples=len(samples))
+        for key, sample in samples.items():
+            self._count_failures(key, sample)
+        return {key: sample.scores for key, sample in samples.items()}
 
     def metrics(self) -> dict[str, float]:
         """Return the failed calls since the last call of this, by reward and kind: `rewards/{name}/errors`."""
@@ -115,10 +162,7 @@ class RewardScorer:
     ) -> None:
         self.close()
 
-    def _putter(self, reward: Reward, pooled: Sequence[Reward]) -> Callable[[str, Call], None]:
-        if reward.where == "pool":
-            index = pooled.index(reward)
-            return lambda key, call: self._pool.put(PendingCall(index, key, call))
+    def _putter(self, reward: Reward) -> Callable[[str, Call], None]:
         waiting = self._waiting[reward.name]
         if reward.where == "engine":
             return waiting.__setitem__
@@ -139,22 +183,38 @@ class RewardScorer:
             self._pool.poll()
 
     def _deliver_task(self, task: PendingCall, outcome: Outcome) -> None:
-        self._deliver(self._pool.rewards[task.reward], task.key, outcome)
+        task.key.num_expected -= 1
+        _note(task.key, self._pool.rewards[task.reward], outcome)
 
-    def _deliver(self, reward: Reward, key: str, outcome: Outcome) -> None:
-        if outcome.kind == "ok":
-            self._scores[key][reward.name] = outcome.value
-            return
-        metric = f"rewards/{reward.name}/{_FAILURES[outcome.kind]}"
-        self._num_failed[metric] += 1
-        self._failures += Failures(num_failed={reward.name: 1}, first={reward.name: outcome.message})
-        if metric not in self._logged:
-            self._logged.add(metric)
-            _LOG.warning(
-                "%s: failed on sample %s, which gets %g: %s (more of this kind are only counted, as %s)",
-                reward.setting,
-                key,
-                reward.default,
-                outcome.message,
-                metric,
-            )
+    def _deliver_local(self, reward: Reward, key: str, outcome: Outcome) -> None:
+        _note(self._samples[key], reward, outcome)
+
+    def _count_failures(self, key: str, sample: _ScoredSample) -> None:
+        for reward, outcome in sample.failed:
+            metric = f"rewards/{reward.name}/{_FAILURES[outcome.kind]}"
+            self._num_failed[metric] += 1
+            self._failures += Failures(num_failed={reward.name: 1}, first={reward.name: outcome.message})
+            if metric not in self._logged:
+                self._logged.add(metric)
+                _LOG.warning(
+                    "%s: failed on sample %s, which gets %g: %s (more of this kind are only counted, as %s)",
+                    reward.setting,
+                    key,
+                    reward.default,
+                    outcome.message,
+                    metric,
+                )
+
+
+def _drop_scored(samples: list[_ScoredSample]) -> bool:
+    """Return whether all of them are scored; those at the end that are leave the list."""
+    while samples and not samples[-1].num_expected:
+        samples.pop()
+    return not samples
+
+
+def _note(sample: _ScoredSample, reward: Reward, outcome: Outcome) -> None:
+    if outcome.kind == "ok":
+        sample.scores[reward.name] = outcome.value
+    else:
+        sample.failed.append((reward, outcome))

@@ -19,6 +19,7 @@ from rhymerl.hooks import Hooks
 from rhymerl.progress import SILENT, ProgressBar
 from rhymerl.rewards import RewardScorer
 from rhymerl.rewards.failures import Failures
+from rhymerl.rollout.ahead import ScoringAhead
 from rhymerl.rollout.base import Rollout, RolloutSettings, requests_of
 from rhymerl.rollout.metrics import metrics_of, rollout_metrics, staleness_metrics
 from rhymerl.rollout.results import RankResult, SamplingRound, ScoredOutput, groups_that_teach_nothing, replaced
@@ -84,6 +85,7 @@ class RolloutLoop:
             lockstep=lockstep,
         )
         self.workers.follow(self.history)
+        self._ahead = ScoringAhead(self.workers, scorer, decode)
 
     def run(
         self,
@@ -102,6 +104,7 @@ class RolloutLoop:
         the next step's prompts, for workers that run ahead; without them none does. `replacements` are other prompts, for groups that
         teach nothing (`settings.dynamic_sampling`). Called on all ranks, with the same arguments.
         """
+        self._ahead.stop()
         requests = self._requests(prompts, step, settings, split)
         rounds = [self._round(requests, step, split, self._following(following, step, settings))]
         samples = rounds[0].samples
@@ -113,6 +116,7 @@ class RolloutLoop:
             rounds.append(self._round(self._requests(fresh, step, settings, split, number), step, split, None))
             samples = replaced(samples, useless, rounds[-1].samples)
         if split == "train":
+            self._ahead.forget()
             self.workers.sleep()
         metrics = {
             **rollout_metrics(samples),
@@ -123,6 +127,7 @@ class RolloutLoop:
         results = [result for each in rounds for result in each.by_rank]
         failures = sum((result.failures for result in results), Failures())
         spans = [span for result in results for span in result.spans]
+        self._ahead.start()
         return Rollout(samples=samples, metrics=metrics, failures=failures, spans=spans)
 
     def _round(
@@ -185,7 +190,7 @@ class RolloutLoop:
 
     def _score(self, completion: Completion) -> str:
         request = completion.request
-        text = self.decode(completion.token_ids)
+        text = self._ahead.text(completion)
         self.scorer.submit(request.id, text, request.prompt.columns)
         self.progress.advance()
         return text
@@ -246,7 +251,8 @@ class RolloutLoop:
         return {**self.ranks.broadcast(metrics), **sizes}
 
     def close(self) -> None:
-        """No more steps; the backend is closed by its owner."""
+        """No more steps; backend and scorer are closed by their owners, after this."""
+        self._ahead.close()
         self.workers.close()
 
     # -- state ---------------------------------------------------------------------------------------------------

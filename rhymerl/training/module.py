@@ -240,7 +240,7 @@ class RhymeModule(L.LightningModule):
 
     def teardown(self, stage: str) -> None:
         """Free the engine and the reward processes; a later fit brings up new ones."""
-        for part in (self._scorer, self._loop):
+        for part in (self._loop, self._scorer):
             if part is not None:
                 part.close()
         if self._shares_engine and self._loop is not None and stage != AFTER_EXCEPTION:

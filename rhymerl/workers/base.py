@@ -69,6 +69,15 @@ class Workers(ABC):
     def answer(self, work: StepRequests) -> Iterator[Completion]:
         """Yield the answers that this rank is to score, each as it ends; it is over when all ranks have theirs."""
 
+    @property
+    def works_ahead(self) -> bool:
+        """Return whether this rank hears of answers to the next step before it is asked for."""
+        return False
+
+    def ended_ahead(self) -> list[Completion]:
+        """Return the answers to the next step that have ended since the last call; `answer` yields them too. Any thread may call it."""
+        return []
+
     def end_step(self) -> None:
         """Every rank has gathered what the latest `answer` of all of them gave."""
 

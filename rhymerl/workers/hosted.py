@@ -177,6 +177,14 @@ class HostedWorkers(Workers):
         if self._lockstep and self._ahead is not None:
             self._crew.step(self._backend.ticks_of_update(self._num_exchanges), waits=False)
 
+    @property
+    def works_ahead(self) -> bool:
+        return self._ahead is not None and not self._lockstep
+
+    def ended_ahead(self) -> list[Completion]:
+        with self._crew.changed:
+            return self._ahead.unseen() if self._ahead is not None else []
+
     # -- between steps -------------------------------------------------------------------------------------------
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from rhymerl.backends.hosted.messages import Submit, Tail
 from rhymerl.backends.spans import EVALUATION
@@ -42,6 +43,7 @@ class InFlight:
     outputs: dict[str, Output] = field(default_factory=dict)  # by request id, as far as they are told
     worker: dict[str, int] = field(default_factory=dict)  # of unfinished requests
     finished: deque[str] = field(default_factory=deque)  # that nobody has taken yet
+    num_seen: int = 0  # of these, from the first on
     goals: dict[str, int] = field(default_factory=dict)  # of requests that their worker is to give back: the next one
     moved: dict[int, int] = field(default_factory=dict)  # by index, those that went elsewhere because a worker was lost
     index: Mapping[str, int] = field(init=False)
@@ -83,7 +85,16 @@ class InFlight:
 
     def take(self) -> list[Completion]:
         """Return the answers that have ended since the last time."""
-        names, self.finished = list(self.finished), deque()
+        names, self.finished, self.num_seen = self.finished, deque(), 0
+        return self._completions(names)
+
+    def unseen(self) -> list[Completion]:
+        """Return the answers that have ended since the last time, and leave them to be taken."""
+        names = list(islice(self.finished, self.num_seen, None))
+        self.num_seen += len(names)
+        return self._completions(names)
+
+    def _completions(self, names: Iterable[str]) -> list[Completion]:
         return [Completion(request=self.work.requests[self.index[name]], output=self.outputs[name]) for name in names]
 
     def report(self, completed: Iterable[Completion], *, tells_tokens: bool) -> ProgressReport:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 import shutil
 import signal
+import statistics
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from rhymerl.report.steps import STEPS, read_steps
 from tests.ray.commands import actors, answers, end, finish, furthest, one_process, processes, start, temporary, weights
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -46,16 +48,33 @@ def check(run_dir: Path, alone: Path, run_ahead: str) -> None:
 def test_actors_that_are_lost_cost_no_token(run_ahead, sign, alone, tmp_path):
     draw = random.Random(f"{run_ahead}/{sign}")
     process = start(tmp_path / "run", *SLOW, *LASTING, f"run_ahead={run_ahead}", "workers=3")
-    wanted, kills = 8 if sign == signal.SIGKILL else 4, 0
-    while process.poll() is None and kills < wanted:
+    wanted, kills = 8 if sign == signal.SIGKILL else 4, list[float]()
+    while process.poll() is None and len(kills) < wanted:
         found = wait_for_actors(tmp_path / "run", process, 3)
         time.sleep(draw.uniform(0, 6))
         lost = draw.sample(found, min(draw.choice([1, 1, 2]), len(found)))
         end(lost, sign)
-        kills += len(lost)
+        kills += [time.time()] * len(lost)
     finish(process, timeout_s=400)
     check(tmp_path / "run", alone, run_ahead)
-    assert kills >= wanted, "it has ended too soon"
+    assert len(kills) >= wanted, "it has ended too soon"
+    print_lost_time(tmp_path / "run", kills)
+
+
+def print_lost_time(run_dir: Path, kills: Sequence[float]) -> None:
+    """Print by how much longer each step with kills took than the median of those without; `kills` are their times."""
+    rows = list(read_steps(run_dir / STEPS))
+    ends = [row["ended_at"] for row in rows]
+    begins = [ends[0] - rows[0]["metrics"]["timing_s/step"], *ends]
+    steps = [
+        (end - begin, sum(begin <= kill < end for kill in kills)) for begin, end in zip(begins, ends, strict=False)
+    ]
+    usual_s = statistics.median(took_s for took_s, count in steps if not count)
+    lost_s = [took_s - usual_s for took_s, count in steps if count]
+    print(
+        f"a step without a kill {usual_s:.2f} s; lost in each with some: {', '.join(f'{each:+.2f}' for each in lost_s)} s"
+    )
+    print(f"{sum(lost_s) / len(kills):.2f} s for each of {len(kills)} kills")
 
 
 @pytest.mark.parametrize("run_ahead", ["draft", "keep"])

@@ -52,3 +52,12 @@ def test_a_deterministic_run_repeats_bit_for_bit(run_ahead, tmp_path):
         )
     assert answers(tmp_path / "one") == answers(tmp_path / "two")
     assert furthest(weights(tmp_path / "one"), weights(tmp_path / "two")) == 0.0
+
+
+def test_adapters_give_workers_the_weights_that_one_process_has(tmp_path):
+    """The base goes out once, and then the adapters alone."""
+    adapter = ["adapter=lora", "adapter.rank=4", "trainer.max_steps=4"]
+    one_process(tmp_path / "alone", *adapter)
+    fit(tmp_path / "run", "run_ahead=draft", "workers=2", *adapter)
+    assert answers(tmp_path / "run") == answers(tmp_path / "alone")
+    assert furthest(weights(tmp_path / "run"), weights(tmp_path / "alone")) < 1e-9

@@ -32,11 +32,11 @@ def started(backend: RolloutBackend, policy: Policy, drafter: Drafter | None = N
     backend.start(policy, drafter or NoDrafter())
     backend.sync_weights(policy.model.named_parameters(), 0)
     if isinstance(backend, SGLangBackend):
-        for line in backend.session._in_flight.connections:
-            everybody = threading.Barrier(line.threads._max_workers + 1)
-            for _ in range(line.threads._max_workers):
-                line.threads.submit(everybody.wait)
-            everybody.wait()
+        threads = backend.session._in_flight.threads
+        everybody = threading.Barrier(threads._max_workers + 1)
+        for _ in range(threads._max_workers):
+            threads.submit(everybody.wait)
+        everybody.wait()
     return backend
 
 

@@ -27,7 +27,15 @@ NO_POLICY = SimpleNamespace(model=nn.Module(), named_weights=list)
 
 @contextmanager
 def fleet(
-    scheduler=FIFOScheduler, *, workers: int = 3, pass_s: float = 0.0, make=None, backend=None, ranks=None, **settings
+    scheduler=FIFOScheduler,
+    *,
+    workers: int = 3,
+    pass_s: float = 0.0,
+    make=None,
+    backend=None,
+    ranks=None,
+    scorer=None,
+    **settings,
 ) -> Iterator[tuple[RolloutLoop, ThreadBackend]]:
     """A loop over workers in threads, some slower than others."""
     backend = backend or ThreadBackend(make or (lambda number: TokenBackend(length, pass_s=pass_s * (1 + number))))
@@ -36,7 +44,7 @@ def fleet(
         loop = RolloutLoop(
             backend,
             scheduler(),
-            scorer=RewardScorer([REWARD]),
+            scorer=scorer or RewardScorer([REWARD]),
             decode=lambda ids: " ".join(map(str, ids)),
             num_workers=workers,
             ranks=ranks,

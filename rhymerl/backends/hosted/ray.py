@@ -26,6 +26,7 @@ from rhymerl.backends.hosted.base import Connection, HostedBackend
 from rhymerl.backends.hosted.host import WorkerHost
 from rhymerl.backends.hosted.loading import EngineLoader, policy_of
 from rhymerl.backends.hosted.messages import Events, Message, WeightSource
+from rhymerl.backends.hosted.publishing import Publisher
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
@@ -52,6 +53,12 @@ class SharedWeights(WeightSource):
         import ray
 
         return {name: _tensor(*each) for name, each in ray.get(self.reference[0]).items()}
+
+
+def _put(named_tensors: Iterable[tuple[str, Tensor]]) -> SharedWeights:
+    import ray
+
+    return SharedWeights(reference=[ray.put({name: _array(tensor) for name, tensor in named_tensors})])
 
 
 def _array(tensor: Tensor) -> tuple[Any, str, tuple[int, ...]]:
@@ -199,7 +206,8 @@ class RayBackend(HostedBackend):
         self._connections: list[RayConnection] = []
         self._joined_ray = False
         self._folder: str | None = None  # of a cluster that was started here
-        self._published: Any = None  # held until there are newer ones, so that late workers find it
+        self._publisher: Publisher | None = None
+        self._published: WeightSource | None = None  # held until there are newer ones, so that late workers find it
 
     def check(self, longest_tokens: int) -> None:
         if importlib.util.find_spec("ray") is None:
@@ -223,6 +231,7 @@ class RayBackend(HostedBackend):
     ) -> None:
         self.remembers = not isinstance(innermost(drafter), NoDrafter)
         self.learns = listens(drafter, "learn")
+        self._publisher = Publisher(policy.model, _put)
         self._recipe = HostRecipe(
             files=policy.files(),
             dtype=policy.model.dtype,
@@ -291,10 +300,9 @@ class RayBackend(HostedBackend):
         self._joined_ray = True
 
     def publish(self, named_tensors: Iterable[tuple[str, Tensor]]) -> WeightSource:
-        import ray
-
-        self._published = ray.put({name: _array(tensor) for name, tensor in named_tensors})
-        return SharedWeights(reference=[self._published])
+        assert self._publisher is not None, "start comes first"
+        self._published = self._publisher.publish(named_tensors)
+        return self._published
 
     def words(self) -> str | None:
         import ray
@@ -307,7 +315,7 @@ class RayBackend(HostedBackend):
     def close(self) -> None:
         for connection in self._connections:
             connection.kill()
-        self._connections, self._published = [], None
+        self._connections, self._publisher, self._published = [], None, None
         if self._joined_ray:
             import ray
 

@@ -15,6 +15,7 @@ from rhymerl.backends.hosted.base import Connection, HostedBackend
 from rhymerl.backends.hosted.host import Load, WorkerHost
 from rhymerl.backends.hosted.loading import EngineLoader
 from rhymerl.backends.hosted.messages import Events, Message, WeightSource
+from rhymerl.backends.hosted.publishing import Publisher
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
@@ -37,6 +38,10 @@ class CopiedWeights(WeightSource):
 
     def load(self) -> Mapping[str, Tensor]:
         return self.tensors
+
+
+def _put(named_tensors: Iterable[tuple[str, Tensor]]) -> CopiedWeights:
+    return CopiedWeights(tensors={name: tensor.detach().cpu().clone() for name, tensor in named_tensors})
 
 
 class ThreadConnection(Connection):
@@ -106,6 +111,7 @@ class ThreadBackend(HostedBackend):
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._parts = policy, drafter, budget, autocast
+        self._publisher = Publisher(policy.model, _put)
         self.remembers = not isinstance(innermost(drafter), NoDrafter)
         self.learns = listens(drafter, "learn")
 
@@ -126,7 +132,7 @@ class ThreadBackend(HostedBackend):
         )
 
     def publish(self, named_tensors: Iterable[tuple[str, Tensor]]) -> WeightSource:
-        return CopiedWeights(tensors={name: tensor.detach().cpu().clone() for name, tensor in named_tensors})
+        return self._publisher.publish(named_tensors)
 
     def close(self) -> None:
         for connection in self.connections:

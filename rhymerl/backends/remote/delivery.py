@@ -12,6 +12,7 @@ import torch
 from rhymerl.backends.remote import weights
 from rhymerl.backends.remote.fleet import Fleet
 from rhymerl.backends.remote.proof import draws_by_seed, prove
+from rhymerl.backends.remote.weight_file import SharedWeightFile
 from rhymerl.backends.remote.weight_group import WeightGroup
 from rhymerl.models.policy import DTYPES
 
@@ -27,11 +28,19 @@ NO_WEIGHTS = -1  # instead of a policy version
 class Delivery:
     """Delivers weights to engines of `tensor_parallel` ranks each, in `dtype`.
 
-    `way` is tensor, disk or distributed; files go to `folder`.
+    `way` is tensor, disk or distributed; files go to `folder`, where they may be `shared` with other engines.
     """
 
     def __init__(
-        self, fleet: Fleet, policy: Policy, *, way: str, dtype: str, tensor_parallel: int, folder: Path
+        self,
+        fleet: Fleet,
+        policy: Policy,
+        *,
+        way: str,
+        dtype: str,
+        tensor_parallel: int,
+        folder: Path,
+        shared: SharedWeightFile | None = None,
     ) -> None:
         self.fleet = fleet
         self.policy = policy
@@ -39,6 +48,7 @@ class Delivery:
         self.dtype = dtype
         self.tensor_parallel = tensor_parallel
         self.folder = folder
+        self.shared = shared
         self.version = NO_WEIGHTS
         self.draws_by_seed = True  # until an engine has shown otherwise
         self.is_asleep = False  # the engines have given their memory away, and what was in it
@@ -53,7 +63,7 @@ class Delivery:
         elif self.way == "distributed":
             self._joined_group().send(named, dtype, version=version)
         else:
-            weights.from_disk(self.fleet, named, dtype, self.folder, version=version)
+            weights.from_disk(self.fleet, named, dtype, self.folder, version=version, shared=self.shared)
         weights.flush(self.fleet)
         if self.version == NO_WEIGHTS:
             self._prove()

@@ -1,9 +1,10 @@
-"""Requests on their way through engines: sent by threads, back as completions."""
+"""Requests on their way through an engine: sent by threads, back as completions."""
 
 from __future__ import annotations
 
 import queue
 import resource
+import time
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,33 +15,13 @@ from typing import Any
 import numpy as np
 
 from rhymerl.backends.remote.client import Client
-from rhymerl.backends.remote.fleet import Fleet
 from rhymerl.backends.remote.wire import to_custom_params
 from rhymerl.errors import BackendError, ConfigError
 from rhymerl.types import Completion, FinishReason, Output, RolloutRequest
 
 _OTHER_FILES = 512  # that a process may have open besides
-
-
-class EngineConnection:
-    """One engine, and what is on its way through it: at most `max_sent` requests are with it at a time, the others wait here.
-
-    A pass of it has `num_tokens` tokens of each request, its last one among them.
-    """
-
-    def __init__(self, engine: Client, *, num_tokens: int, max_sent: int) -> None:
-        self.engine = engine.another()  # which is hung up at the end
-        self.num_tokens = num_tokens
-        self.threads = ThreadPoolExecutor(max_sent, thread_name_prefix="rhymerl-engine")
-        self.num_in_flight = 0
-        self.prompts: Counter[str] = Counter()  # how many requests of each, by its key
-
-    def count(self, request: RolloutRequest, change: int) -> None:
-        """Count one more or one less."""
-        self.num_in_flight += change
-        self.prompts[request.prompt.key] += change
-        if not self.prompts[request.prompt.key]:
-            del self.prompts[request.prompt.key]
+_FIRST_PIECE = 32  # tokens
+_LEAST_PIECE = 8
 
 
 @dataclass(slots=True)
@@ -48,9 +29,10 @@ class InFlightRequest:
     """A request that has been sent to an engine; its `output` is what it was sent with."""
 
     request: RolloutRequest
-    connection: EngineConnection
     rid: str  # the engine's name for it: of one length, because an engine aborts whatever begins with a name
-    answer: Future[Any] = field(default_factory=Future)
+    answer: Future[Sequence[Mapping[str, Any]]] = field(default_factory=Future)  # in one piece or several
+    pieces: list[Mapping[str, Any]] = field(default_factory=list)  # there are, while more are to come
+    is_given_up: bool = False  # no more are
 
     @property
     def failure(self) -> BaseException | None:
@@ -59,17 +41,19 @@ class InFlightRequest:
 
 
 class InFlightRequests:
-    """The requests in flight through the engines of `fleet`, at most `max_sent` with each at a time.
+    """The requests in flight through an engine, at most `max_sent` with it at a time; the others wait here.
 
+    A pass of it has `num_tokens` tokens of each request, its last one among them. With `piece_s` an answer is asked for in pieces that take about so long; a request that waits here does not get between them.
     Raises ConfigError when so many connections cannot be open.
     """
 
-    def __init__(self, fleet: Fleet, tokens_a_pass: Sequence[int], *, max_sent: int) -> None:
-        _make_room_for(max_sent * len(fleet.engines))
-        self.connections = [
-            EngineConnection(engine, num_tokens=count, max_sent=max_sent)
-            for engine, count in zip(fleet.engines, tokens_a_pass, strict=True)
-        ]
+    def __init__(self, engine: Client, *, num_tokens: int, max_sent: int, piece_s: float | None = None) -> None:
+        _make_room_for(max_sent)
+        self.engine = engine.another()  # which is hung up at the end
+        self.threads = ThreadPoolExecutor(max_sent, thread_name_prefix="rhymerl-engine")
+        self._num_tokens = num_tokens
+        self._piece_s = piece_s
+        self._piece_tokens = _FIRST_PIECE
         self.policy_version = 0
         self.feed = 0  # what the drafter has to have read before it drafts
         self._back: queue.Queue[InFlightRequest] = queue.Queue()
@@ -79,35 +63,46 @@ class InFlightRequests:
         self._sent = 0
 
     def send(self, request: RolloutRequest) -> None:
-        """Send it to the engine that suits it best, from where its output ends."""
-        rid, connection = f"{self._name}-{self._sent:012d}", self._connection_for(request)
-        sent = InFlightRequest(request, connection, rid)
+        """Send it to the engine, from where its output ends."""
+        sent = InFlightRequest(request, f"{self._name}-{self._sent:012d}")
         self._sent += 1
         self.requests[request.id] = sent
-        connection.count(request, +1)
-        sent.answer = connection.threads.submit(
-            connection.engine.post, "/generate", self._content(sent), timeout_s=None
-        )
+        sent.answer = self.threads.submit(self._ask, sent)
         sent.answer.add_done_callback(lambda _: self._back.put(sent))
 
-    def _connection_for(self, request: RolloutRequest) -> EngineConnection:
-        """Return the engine of its siblings, which share its prompt's keys and values and are its drafts; else the least busy one."""
-        with_siblings = (connection for connection in self.connections if connection.prompts[request.prompt.key])
-        return next(with_siblings, None) or min(self.connections, key=lambda connection: connection.num_in_flight)
+    def _ask(self, sent: InFlightRequest) -> Sequence[Mapping[str, Any]]:
+        """Return the engine's answer; in one of the threads."""
+        while True:
+            started, request = time.monotonic(), self._so_far(sent).resume() if sent.pieces else sent.request
+            left = request.sampling.max_tokens - (len(request.output) if request.output is not None else 0)
+            asked = left if self._piece_s is None else min(left, self._piece_tokens)
+            answer = self.engine.post("/generate", self._content(sent.rid, request, asked), timeout_s=None)
+            if asked == left or sent.is_given_up or not _goes_on(answer, request):
+                return [*sent.pieces, answer]
+            sent.pieces.append(answer)
+            assert self._piece_s is not None
+            speed = asked / max(time.monotonic() - started, 1e-3)
+            self._piece_tokens = max(round(speed * self._piece_s), _LEAST_PIECE)
+
+    def _so_far(self, sent: InFlightRequest) -> Completion:
+        return _completion(sent, self._output(sent, list(sent.pieces), "withdrawn"))
+
+    def outputs(self) -> list[Completion]:
+        """Return what there is of requests some of whose pieces are there; they go on."""
+        return [self._so_far(sent) for sent in self.requests.values() if sent.pieces]
 
     def complete(self, sent: InFlightRequest, *, is_withdrawn: bool = False) -> Completion:
         """The completion of one that is back. Raises BackendError when the engine failed it or gave it up by itself."""
         self._leave(sent)
         if sent.answer.cancelled():
             return _completion(sent, _NOTHING)
-        answer = sent.answer.result()
-        meta = answer["meta_info"]
+        answers = sent.answer.result()
+        meta = answers[-1]["meta_info"]
         kind = meta["finish_reason"]["type"]
         if kind == "abort" and not is_withdrawn:
             raise BackendError(f"the SGLang engine gave up request {sent.request.id}: {meta['finish_reason']}")
-        pairs = meta.get("output_token_logprobs") or []
-        self._check_version(sent, meta, len(pairs))
-        new = self._output(sent, pairs, meta, _REASONS.get(kind, "withdrawn"))
+        new = self._output(sent, answers, "withdrawn" if sent.is_given_up else _REASONS.get(kind, "withdrawn"))
+        self._check_version(sent, meta, len(new))
         self._totals.update(emitted=len(new), passes=new.num_passes, drafted=new.num_drafted, accepted=new.num_accepted)
         return _ended(_completion(sent, new), meta)
 
@@ -116,7 +111,7 @@ class InFlightRequests:
         version = meta.get("weight_version")
         if num_tokens and version not in (None, str(self.policy_version)):
             raise BackendError(
-                f"the SGLang engine at {sent.connection.engine.url} answered request {sent.request.id} with weights of version {version}, "
+                f"the SGLang engine at {self.engine.url} answered request {sent.request.id} with weights of version {version}, "
                 f"expected {self.policy_version}: it was started anew, or somebody else gives it weights"
             )
 
@@ -132,15 +127,14 @@ class InFlightRequests:
             raise errors[0]
 
     def abandon(self, sent: InFlightRequest) -> Completion:
-        """The completion of one whose engine is gone: what it was sent with, or its answer if that has come."""
+        """The completion of one whose engine is gone: what there is of it, or its answer if that has come."""
         if sent.answer.done() and sent.failure is None:
             return self.complete(sent, is_withdrawn=True)
         self._leave(sent)
-        return _completion(sent, _NOTHING)
+        return self._so_far(sent)
 
     def _leave(self, sent: InFlightRequest) -> None:
         del self.requests[sent.request.id]
-        sent.connection.count(sent.request, -1)
 
     def wait(self, timeout_s: float) -> list[InFlightRequest]:
         """Wait until answers are back or the time is over, and return them. Requests that were completed otherwise are left out."""
@@ -171,20 +165,19 @@ class InFlightRequests:
 
     def close(self) -> None:
         """Send nothing more, and wait for nothing more."""
-        for connection in self.connections:
-            connection.threads.shutdown(wait=False, cancel_futures=True)
-            connection.engine.hang_up()
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        self.engine.hang_up()
 
-    def _content(self, sent: InFlightRequest) -> dict[str, Any]:
-        request, sampling = sent.request, sent.request.sampling
+    def _content(self, rid: str, request: RolloutRequest, max_tokens: int) -> dict[str, Any]:
+        sampling = request.sampling
         answer = request.output.token_ids if request.output is not None else np.empty(0, np.int32)
         return {
-            "rid": sent.rid,
+            "rid": rid,
             "input_ids": [*request.prompt.token_ids.tolist(), *answer.tolist()],
             "return_logprob": True,
             "logprob_start_len": -1,
             "sampling_params": {
-                "max_new_tokens": sampling.max_tokens - len(answer),
+                "max_new_tokens": max_tokens,
                 "temperature": sampling.temperature,
                 "top_k": sampling.top_k or -1,
                 "top_p": sampling.top_p,
@@ -194,19 +187,21 @@ class InFlightRequests:
             },
         }
 
-    def _output(
-        self, sent: InFlightRequest, pairs: Sequence[Sequence[Any]], meta: Mapping[str, Any], reason: FinishReason
-    ) -> Output:
+    def _output(self, sent: InFlightRequest, answers: Sequence[Mapping[str, Any]], reason: FinishReason) -> Output:
         """Return what the engine has sampled since the request was sent."""
+        metas = [answer["meta_info"] for answer in answers]
+        pairs = [pair for meta in metas for pair in meta.get("output_token_logprobs") or []]
         logprobs = np.array([pair[0] for pair in pairs], np.float64)  # JSON has no NaN: there it is null
         if not np.isfinite(logprobs).all():
             raise BackendError(
                 f"the SGLang engine's log-probs of request {sent.request.id} are not finite (policy version "
                 f"{self.policy_version}): the policy's weights have probably diverged"
             )
-        verified = int(meta.get("spec_verify_ct") or 0)  # passes after the one that read the prompt
-        num_nodes = sent.connection.num_tokens - 1
-        passes = 1 + verified if num_nodes else len(pairs)
+        verified = sum(
+            int(meta.get("spec_verify_ct") or 0) for meta in metas
+        )  # passes after those that read the prompt
+        num_nodes = self._num_tokens - 1
+        passes = len(metas) + verified if num_nodes else len(pairs)
         return Output(
             token_ids=np.array([pair[1] for pair in pairs], np.int32),
             logprobs=logprobs,
@@ -216,6 +211,13 @@ class InFlightRequests:
             num_drafted=verified * num_nodes,
             num_accepted=max(len(pairs) - passes, 0),
         )
+
+
+def _goes_on(answer: Mapping[str, Any], request: RolloutRequest) -> bool:
+    """Return whether a piece of an answer has ended at its length alone."""
+    meta = answer["meta_info"]
+    tokens = [pair[1] for pair in meta.get("output_token_logprobs") or []]
+    return meta["finish_reason"]["type"] == "length" and not set(tokens).intersection(request.sampling.stop_token_ids)
 
 
 _REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}

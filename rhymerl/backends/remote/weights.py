@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rhymerl.backends.remote.client import Client, RefusedError
 from rhymerl.backends.remote.fleet import Fleet
+from rhymerl.backends.remote.weight_file import SharedWeightFile
 from rhymerl.errors import BackendError
 
 if TYPE_CHECKING:
@@ -56,13 +57,26 @@ def _shared(copies: list[tuple[str, Tensor]], ranks: int, version: int) -> dict[
 
 
 def from_disk(
-    fleet: Fleet, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, folder: Path, *, version: int
+    fleet: Fleet,
+    named: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    folder: Path,
+    *,
+    version: int,
+    shared: SharedWeightFile | None = None,
 ) -> None:
-    """Send the weights through a checkpoint in `folder`, which has the model's config; they are removed afterwards."""
+    """Send the weights through a checkpoint in `folder`, which has the model's config; they are removed afterwards.
+
+    The file may be `shared` with other engines that load this version in this dtype.
+    """
     file = folder / "model.safetensors"
-    tensors = {name: _ready(tensor, dtype).cpu().contiguous() for name, tensor in named}
+
+    def write(path: Path) -> None:
+        tensors = {name: _ready(tensor, dtype).cpu().contiguous() for name, tensor in named}
+        save_file(tensors, path, metadata={"format": "pt"})
+
     try:
-        save_file(tensors, file, metadata={"format": "pt"})
+        shared.put(file, version, write) if shared is not None else write(file)
     except (OSError, SafetensorError) as error:
         raise BackendError(f"backend.folder: weights cannot be written to {folder} ({error})") from error
     try:

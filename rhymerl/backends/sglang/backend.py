@@ -12,6 +12,7 @@ from rhymerl.backends.hosted.servers import ServedBackend, ServersBackend
 from rhymerl.backends.remote.client import Client
 from rhymerl.backends.remote.fleet import Fleet
 from rhymerl.backends.remote.node import NodePosition
+from rhymerl.backends.remote.weight_file import SharedWeightFile
 from rhymerl.backends.sglang.arguments import check, check_for_ranks
 from rhymerl.backends.sglang.nodes import LARGEST, AllowedNodes, allowed_nodes, best_n
 from rhymerl.backends.sglang.server import require_sglang
@@ -46,7 +47,8 @@ class SGLangBackend(ServedBackend):
     same device), `disk` (a file in `folder`, by default in shared memory where there is room), `distributed` (a process group with
     the engine's ranks), `auto`. An engine that dies is an error, unless it may be started again `restarts` times, and so is one
     that has been silent for `silence_timeout_s` and fails a health check. `release_memory` frees its memory while training. `url`
-    is one or several, of servers or of routers, whose servers are then asked themselves; each is a worker.
+    is one or several, of servers or of routers, whose servers are then asked themselves; each is a worker. With `piece_s` answers are
+    asked for in pieces that take about so long, so that an engine which is lost costs no more.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class SGLangBackend(ServedBackend):
         folder: str | None = None,
         start_timeout_s: float = _START_S,
         silence_timeout_s: float = 300.0,
+        piece_s: float | None = None,
     ) -> None:
         at_least = {
             "nodes": (0 if nodes is None else nodes, 0),
@@ -77,6 +80,8 @@ class SGLangBackend(ServedBackend):
             "silence_timeout_s": (silence_timeout_s, 1),
         }
         require_at_least(at_least)
+        if piece_s is not None and not piece_s > 0:
+            raise ValueError(f"piece_s={piece_s}: expected more than 0, or null for whole answers")
         if not 0 <= expected_accept_rate < 1:
             raise ValueError(f"expected_accept_rate={expected_accept_rate}: expected at least 0 and below 1")
         self.nodes = nodes
@@ -94,12 +99,14 @@ class SGLangBackend(ServedBackend):
         self.folder = folder
         self.start_timeout_s = start_timeout_s
         self.silence_timeout_s = silence_timeout_s
+        self.piece_s = piece_s
         check(self.arguments)
         if url is not None:
             self._refuse_what_starts_a_server()
         self._addresses = _addresses(url)
         self._cost = CostCurve.read(costs) if costs is not None else None
         self._node: NodePosition | None = None  # of a worker apart from ranks
+        self._weight_file: SharedWeightFile | None = None  # with other servers
         self._session: Session | None = None
         self._longest_tokens: int | None = None
         self._update: UpdateShape | None = None
@@ -137,9 +144,11 @@ class SGLangBackend(ServedBackend):
 
     def servers(self) -> Sequence[SGLangBackend]:
         """Return a backend for each of them, whose `start` asks nothing of other ranks."""
-        found = []
-        for engine in Fleet.at(self._addresses).engines:
+        engines, found = Fleet.at(self._addresses).engines, []
+        shared = SharedWeightFile(len(engines))
+        for engine in engines:
             one = copy(self)
+            one._weight_file = shared
             one.url, one._addresses, one._node = engine.url, [engine], NodePosition()
             found.append(one)
         return found
@@ -182,8 +191,10 @@ class SGLangBackend(ServedBackend):
             folder=self.folder,
             start_timeout_s=self.start_timeout_s,
             silence_timeout_s=self.silence_timeout_s,
+            piece_s=self.piece_s,
             update=self._update,
             node=node,
+            weight_file=self._weight_file,
         )
         self._session = Session(settings, policy, drafter, addresses=self._addresses)
 
@@ -236,9 +247,12 @@ class SGLangBackend(ServedBackend):
     def progress(self) -> Mapping[str, int]:
         """Return how many tokens each request brought along.
 
-        What the engine has sampled since is not known: it tells when an answer ends.
+        What the engine has sampled since is not known without `piece_s`: it tells when an answer ends.
         """
         return self.session.progress()
+
+    def outputs(self) -> list[Completion]:
+        return self.session.outputs()
 
     def learn(self, samples: Sequence[Sample]) -> None:
         self.session.learn(samples)

@@ -1,4 +1,4 @@
-"""Engines from a session's start to its end: requests in flight, weights, and the feed of the drafter."""
+"""An engine from a session's start to its end: requests in flight, weights, and the feed of the drafter."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _SENT = 4  # times max_running requests are with an engine, so that its own queu
 
 
 class Session:
-    """`addresses` are those of servers that run already; without them an engine is started, and ended by `close`."""
+    """`addresses` lead to one server that runs already; without any an engine is started, and ended by `close`."""
 
     def __init__(
         self, settings: SessionSettings, policy: Policy, drafter: Drafter, *, addresses: Sequence[Client]
@@ -66,13 +66,19 @@ class Session:
             self._end()
             raise
 
-    def _found(self, addresses: Sequence[Client]) -> Sequence[int]:
-        """Find the engines at the addresses; return how many tokens a request and pass each of them has."""
+    def _found(self, addresses: Sequence[Client]) -> int:
+        """Find the engine there; return how many tokens a request and pass it has. Raises ConfigError where there are several."""
         self.fleet = Fleet.at(addresses, timeout_s=self.settings.silence_timeout_s)
-        return self.fleet.each(lambda _, engine: tokens_a_pass(engine, self.settings, self.drafter))
+        engine, *others = self.fleet.engines
+        if others:
+            urls = [each.url for each in self.fleet.engines]
+            raise ConfigError(
+                f"backend.url={urls}: several servers are workers, each with a backend of its own: see `apart`"
+            )
+        return tokens_a_pass(engine, self.settings, self.drafter)
 
-    def _started(self) -> Sequence[int]:
-        """Start the one engine that is ours; return how many tokens a request and pass it has."""
+    def _started(self) -> int:
+        """Start an engine of our own; return how many tokens a request and pass it has."""
         self._own = OwnEngine(
             self.settings,
             self.policy,
@@ -82,10 +88,10 @@ class Session:
             model=self.weights_folder,
         )
         self.fleet = Fleet([self._own.client], timeout_s=self.settings.silence_timeout_s)
-        return [self.settings.n]
+        return self.settings.n
 
     def _connect(self) -> None:
-        """Connect to the engines of the fleet, which have no weights yet."""
+        """Connect to the engine, which has no weights yet."""
         is_shared = self.policy.model.device.type == "cuda" and self._own is not None
         way = self.settings.weights if self.settings.weights != "auto" else "tensor" if is_shared else "disk"
         self._delivery = Delivery(
@@ -95,8 +101,14 @@ class Session:
             dtype=self._dtype,
             tensor_parallel=self.settings.tensor_parallel,
             folder=self.weights_folder,
+            shared=self.settings.weight_file,
         )
-        self._in_flight = InFlightRequests(self.fleet, self._tokens_a_pass, max_sent=_SENT * self.settings.max_running)
+        piece_s = self.settings.piece_s
+        # Requests that wait in an engine would get between the pieces of an answer.
+        max_sent = (_SENT if piece_s is None else 1) * self.settings.max_running
+        self._in_flight = InFlightRequests(
+            self.fleet.engines[0], num_tokens=self._tokens_a_pass, max_sent=max_sent, piece_s=piece_s
+        )
 
     @property
     def _dtype(self) -> str:
@@ -177,7 +189,7 @@ class Session:
         if self.version == NO_WEIGHTS or self._delivery.is_asleep:
             raise BackendError("the SGLang engine has no weights yet: sync_weights comes before submit")
         vocabulary = self.policy.model.config.get_text_config().vocab_size
-        verifies_by_its_own_rule = max(self._tokens_a_pass) > 1 and not self._delivery.draws_by_seed
+        verifies_by_its_own_rule = self._tokens_a_pass > 1 and not self._delivery.draws_by_seed
         for request in requests:
             refuse_impossible(request, self.policy.context_tokens)
             if int(request.prompt.token_ids.max()) >= vocabulary or int(request.prompt.token_ids.min()) < 0:
@@ -237,9 +249,14 @@ class Session:
         return NoAnswerError(f"backend.silence_timeout_s={self.settings.silence_timeout_s:g}: {what}{why}")
 
     def progress(self) -> Mapping[str, int]:
-        """Tokens that each request in flight was sent with."""
+        """Tokens that each request in flight was sent with, and those of its pieces."""
         requests = (sent.request for sent in self._in_flight.requests.values())
-        return {request.id: len(request.output) if request.output else 0 for request in requests}
+        sent = {request.id: len(request.output) if request.output else 0 for request in requests}
+        return {**sent, **{each.request.id: len(each.output) for each in self.outputs()}}
+
+    def outputs(self) -> list[Completion]:
+        """Return what there is of the requests in flight, as far as pieces of their answers are there."""
+        return self._in_flight.outputs()
 
     def withdraw(self, ids: Iterable[str] | None) -> list[Completion]:
         """Take them back. One that ends meanwhile, or has ended and was not collected, comes back as it ended."""
@@ -266,6 +283,7 @@ class Session:
     def _give_up(self, requests: Sequence[InFlightRequest], patience_s: float) -> None:
         """Return when all of them are back. Raises BackendError when one has failed, or stays away for too long."""
         for sent in requests:
+            sent.is_given_up = True
             sent.answer.cancel()
         deadline = time.monotonic() + patience_s
         while left := [sent for sent in requests if not sent.answer.done()]:
@@ -274,7 +292,7 @@ class Session:
                 if time.monotonic() > deadline:
                     raise self._silence("an SGLang engine has not given requests back for so long")
                 with suppress(BackendError):  # whether it is gone is seen by its answers
-                    sent.connection.engine.post("/abort_request", {"rid": sent.rid}, timeout_s=_ABORT_S)
+                    self._in_flight.engine.post("/abort_request", {"rid": sent.rid}, timeout_s=_ABORT_S)
             self._in_flight.settle(left, _LOOK_S)
             if self._own is not None:
                 self._own.check()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rhymerl.backends.remote.node import NodePosition
+from rhymerl.backends.remote.weight_file import SharedWeightFile
 from rhymerl.backends.sglang.nodes import AllowedNodes
 from rhymerl.folders import open_folder
 from rhymerl.models.memory import UpdateShape
@@ -31,8 +32,10 @@ class SessionSettings:
     folder: str | None  # where the session makes its own
     start_timeout_s: float
     silence_timeout_s: float
+    piece_s: float | None
     update: UpdateShape | None  # what the trainer holds on the same GPU; None: it trains nothing
     node: NodePosition
+    weight_file: SharedWeightFile | None = None  # that other sessions read too
 
     def opened_folder(self) -> Path | None:
         """Make and return the session's own folder in `folder`, of which every rank has a part."""

@@ -65,6 +65,8 @@ class FakeEngine:
         self.sampled: list[tuple[int, int, str]] = []  # seed, position, version
         self.inputs: dict[str, list[int]] = {}  # of rollouts, by rid
         self.calls: list[str] = []
+        self.files: list[tuple[str, int, int]] = []  # of weights: version, inode, time of the last change
+        self.folders: set[Path] = set()  # they were in
         self.running: set[str] = set()
         self.waiting: set[str] = set()
         self._slots = threading.Semaphore(max_running)
@@ -127,6 +129,9 @@ class FakeEngine:
         if not complete or content["flush_cache"]:
             return 400, {"success": False, "message": "no weights"}
         self.version = content["weight_version"]
+        found = (folder / "model.safetensors").stat()
+        self.files.append((self.version, found.st_ino, found.st_mtime_ns))
+        self.folders.add(folder)
         return 200, {"success": True, "message": "Succeeded."}
 
     def on_update_weights_from_tensor(self, content: dict[str, Any]) -> tuple[int, Any]:

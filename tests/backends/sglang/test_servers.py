@@ -32,8 +32,8 @@ def engines():
 
 
 @contextmanager
-def loop_over(engines, policy, *, scheduler=FIFOScheduler, start_timeout_s: float = 30.0, **settings):
-    backend = SGLangBackend(url=[engine.url for engine in engines], max_running=4).apart()
+def loop_over(engines, policy, *, scheduler=FIFOScheduler, start_timeout_s: float = 30.0, piece_s=None, **settings):
+    backend = SGLangBackend(url=[engine.url for engine in engines], max_running=4, piece_s=piece_s).apart()
     assert isinstance(backend, ServersBackend)
     backend.start_timeout_s = start_timeout_s
     with backend:
@@ -75,6 +75,18 @@ def test_the_scheduler_fills_each_server(engines, flat_policy, scheduler):
             pass
     assert by_engine(engines) == [24, 24, 24]
     assert all(engine.version == "2" for engine in engines)
+
+
+def test_all_of_them_read_one_file_of_weights(engines, flat_policy):
+    with loop_over(engines, flat_policy) as loop:
+        for _ in run(loop, flat_policy, range(3)):
+            pass
+        files = [found for engine in engines for found in engine.files]
+        assert len(files) == 9
+        assert len(set(files)) == 3, "one a version"
+        folders = set.union(*(engine.folders for engine in engines))
+        assert len(folders) == 3
+        assert all([path.name for path in folder.iterdir()] == ["config.json"] for folder in folders), "all have had it"
 
 
 def test_they_go_on_while_the_policy_is_trained(engines, flat_policy):

@@ -1,0 +1,50 @@
+"""The way of weights to where workers load them: all of them each time, or, with adapters, the base once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rhymerl.backends.hosted.messages import WeightSource
+from rhymerl.models.lora import LowRank, is_adapted, unmerged
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    Put = Callable[[Iterable[tuple[str, Tensor]]], WeightSource]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptedWeights(WeightSource):
+    """A base that stays, and adapters: `NAME.a` [rank, in] and `NAME.b` [out, rank] for each matrix NAME with a `scaling`."""
+
+    base: WeightSource
+    adapters: WeightSource
+    scaling: Mapping[str, float]
+
+    def load(self) -> Mapping[str, Tensor]:
+        tensors, parts = dict(self.base.load()), self.adapters.load()
+        for name, scaling in self.scaling.items():
+            added = LowRank(a=parts[f"{name}.a"], b=parts[f"{name}.b"], scaling=scaling)
+            tensors[name] = added.added_to(tensors[name])
+        return tensors
+
+
+class Publisher:
+    """Copies a model's weights by `put` to where workers load them."""
+
+    def __init__(self, model: nn.Module, put: Put) -> None:
+        self._model = model
+        self._put = put
+        self._base: WeightSource | None = None  # kept, so that late workers find it
+
+    def publish(self, named_tensors: Iterable[tuple[str, Tensor]]) -> WeightSource:
+        """Publish `named_tensors`, which are the model's with adapters added in; they are not made where the model has adapters."""
+        if not is_adapted(self._model):
+            return self._put(named_tensors)
+        base, adapters = unmerged(self._model)
+        self._base = self._base or self._put(base.items())
+        parts = {f"{name}.{kind}": part for name, each in adapters.items() for kind, part in each.parts().items()}
+        scaling = {name: each.scaling for name, each in adapters.items()}
+        return AdaptedWeights(base=self._base, adapters=self._put(parts.items()), scaling=scaling)
