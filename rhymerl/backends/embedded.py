@@ -35,6 +35,7 @@ class EmbeddedBackend(RolloutBackend):
     """
 
     draws_exactly = True
+    needs_whole_policy = True
     counts_passes = True
 
     def __init__(

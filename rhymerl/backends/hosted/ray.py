@@ -14,11 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.embedded import EmbeddedBackend
@@ -32,7 +30,7 @@ from rhymerl.drafters.none import NoDrafter
 from rhymerl.drafters.run_ahead import innermost, listens
 from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.history import HistoryStore
-from rhymerl.models.policy import Policy, write_files
+from rhymerl.models.policy import Policy, of_architecture
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,7 +77,7 @@ class HostRecipe:
 
     def host(self) -> WorkerHost:
         load = EngineLoader(
-            make_policy=partial(_policy, self.files, dtype=self.dtype, attention=self.attention),
+            make_policy=self._policy,
             engine=self.engine,
             drafter=self.drafter,
             budget=self.budget,
@@ -87,15 +85,10 @@ class HostRecipe:
         )
         return WorkerHost(load, history=HistoryStore(**self.history))
 
-
-def _policy(files: Mapping[str, str], *, dtype: torch.dtype, attention: str) -> Policy:
-    """Return a policy of this architecture; its weights come later."""
-    with tempfile.TemporaryDirectory() as folder:
-        write_files(files, folder)
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    return Policy(model=model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer=tokenizer)
+    def _policy(self) -> Policy:
+        policy = of_architecture(self.files, dtype=self.dtype, attention=self.attention)
+        policy.model.to("cuda" if torch.cuda.is_available() else "cpu")
+        return policy
 
 
 class RayWorker:

@@ -20,6 +20,9 @@ from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
 from rhymerl.drafters.run_ahead import innermost, listens
 from rhymerl.history import HistoryStore
+from rhymerl.models.lora import is_adapted
+from rhymerl.models.policy import of_architecture
+from rhymerl.models.sharding import is_sharded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,7 +96,7 @@ class ThreadBackend(HostedBackend):
         budget: Budget | None = None,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self._parts = policy, drafter, budget, autocast
+        self._parts = _whole(policy), drafter, budget, autocast
         self.remembers = not isinstance(innermost(drafter), NoDrafter)
         self.learns = listens(drafter, "learn")
 
@@ -122,3 +125,11 @@ class ThreadBackend(HostedBackend):
         for connection in self.connections:
             connection.join(_CLOSE_S)
         self.connections = []
+
+
+def _whole(policy: Policy) -> Policy:
+    """Return a policy that can be copied and takes the weights that are published."""
+    model = policy.model
+    if not is_sharded(model) and not is_adapted(model):
+        return policy
+    return of_architecture(policy.files(), dtype=model.dtype, attention=model.config._attn_implementation)
