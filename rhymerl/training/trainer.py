@@ -115,12 +115,12 @@ def check_trainer(trainer: Any) -> None:
 
 
 def check_backend(trainer: Any, backend: Backend) -> None:
-    """Raise ConfigError for an engine that computes with the policy's own weights where ranks hold parts of them."""
+    """Raise ConfigError for a backend that needs the whole policy in each rank where ranks hold parts of it."""
     if isinstance(trainer.strategy, FSDP2Strategy) and backend.needs_whole_policy:
         raise ConfigError(
-            f"trainer.strategy=fsdp2 with {type(backend).__name__}: its engine computes with the policy's own weights, and each rank has "
-            "a part of them only; expected backend=ray, whose workers have engines with weights of their own (backend.engine=embedded "
-            "or sglang), or trainer.strategy=ddp"
+            f"trainer.strategy=fsdp2 with {type(backend).__name__}: its engine needs the whole policy in each rank, which has a part of it "
+            "only; expected backend=ray, whose workers have weights of their own (backend.engine=embedded or sglang), or "
+            "trainer.strategy=ddp"
         )
 
 
@@ -134,7 +134,7 @@ def _check_strategy(trainer: Any) -> None:
         return
     if not isinstance(strategy, DDPStrategy):
         raise ConfigError(
-            f"{name}: ranks hold the whole weights, or share them by our own rules; expected ddp, fsdp2, or auto on one device"
+            f"{name}: the update knows ranks that hold whole weights, and those that fsdp2 spreads; expected ddp, fsdp2, or auto on one device"
         )
     if strategy._start_method != "popen":
         raise ConfigError(

@@ -10,7 +10,7 @@ import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -36,19 +36,33 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _CONNECT_S = 5.0
+_BUCKET_BYTES = 2**28
 _QUIET = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedWeights(WeightSource):
-    """Weights in Ray's object store, once on every node."""
+    """Weights in Ray's object store, once on every node, some of them in each object."""
 
-    reference: list[Any]  # one, in a list: Ray would wait for a bare one
+    references: list[Any]
 
     def load(self) -> Mapping[str, Tensor]:
         import ray
 
-        return {name: _tensor(*each) for name, each in ray.get(self.reference[0]).items()}
+        return {name: _tensor(*each) for bucket in ray.get(self.references) for name, each in bucket.items()}
+
+
+def _buckets(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, tuple[Any, str, tuple[int, ...]]]]:
+    """Yield the arrays of some tensors at a time, so that sharded ones are not all in this process's memory at once."""
+    bucket, size = {}, 0
+    for name, tensor in named_tensors:
+        bucket[name] = _array(tensor)
+        size += tensor.nbytes
+        if size >= _BUCKET_BYTES:
+            yield bucket
+            bucket, size = {}, 0
+    if bucket:
+        yield bucket
 
 
 def _array(tensor: Tensor) -> tuple[Any, str, tuple[int, ...]]:
@@ -189,7 +203,7 @@ class RayBackend(HostedBackend):
         self._connections: list[RayConnection] = []
         self._joined_ray = False
         self._folder: str | None = None  # of a cluster that was started here
-        self._published: Any = None  # held until there are newer ones, so that late workers find it
+        self._published: list[Any] = []  # held until there are newer ones, so that late workers find them
 
     def check(self, longest_tokens: int) -> None:
         if importlib.util.find_spec("ray") is None:
@@ -273,8 +287,8 @@ class RayBackend(HostedBackend):
     def publish(self, named_tensors: Iterable[tuple[str, Tensor]]) -> WeightSource:
         import ray
 
-        self._published = ray.put({name: _array(tensor) for name, tensor in named_tensors})
-        return SharedWeights(reference=[self._published])
+        self._published = [ray.put(bucket) for bucket in _buckets(named_tensors)]
+        return SharedWeights(references=self._published)
 
     def words(self) -> str | None:
         import ray
@@ -287,7 +301,7 @@ class RayBackend(HostedBackend):
     def close(self) -> None:
         for connection in self._connections:
             connection.kill()
-        self._connections, self._published = [], None
+        self._connections, self._published = [], []
         if self._joined_ray:
             import ray
 
