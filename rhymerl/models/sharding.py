@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -24,23 +25,22 @@ _METHOD = "rhymerl_call"
 def shard(model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype | None = None) -> None:
     """Spread a language model, with or without its head, over the ranks of a mesh; all of them give the same weights.
 
-    On a mesh of two dimensions only its second one shards. Weights and activations are in `compute_dtype` (None: in that of the
-    weights) while they are computed with; what 16 bits leave of a gradient is summed in float32. Raises ConfigError for a model whose layers
-    are not known.
+    On a mesh of two dimensions only the second one shards. Weights are gathered in `compute_dtype` (None: in their own), and gradients
+    of 16 bits are summed in float32. Raises ConfigError for a model whose layers are not known.
     """
     dtype = compute_dtype or model.dtype
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32 if dtype.itemsize < 4 else None)
     for group in _groups(model):
         fully_shard(group, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-        _add_call(group)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):  # sums, as the update has divided already
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+        assert isinstance(group, FSDPModule)
+        group.set_gradient_divide_factor(1.0)  # the update has divided its loss already
+        group.set_force_sum_reduction_for_comms(True)
+        setattr(group, _METHOD, _apply)
+        register_fsdp_forward_method(group, _METHOD)
 
 
 def _groups(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """Yield the modules whose weights are gathered together, inner ones first: layers, large embeddings, and what is left."""
+    """Yield the modules whose weights are gathered together, inner ones first: layers, embeddings, and what is left."""
     names = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
@@ -49,18 +49,12 @@ def _groups(model: PreTrainedModel) -> Iterator[nn.Module]:
         )
     yield from layers
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if (
-        head is None or head.weight is not embeddings.weight
-    ):  # tied ones are one tensor, in the group of the model itself
+    is_tied = head is not None and head.weight is embeddings.weight
+    if not is_tied:  # else they are one tensor, in the group of the model itself
         yield embeddings
         if type(head) is nn.Linear:
             yield head
     yield model
-
-
-def _add_call(module: nn.Module) -> None:
-    setattr(module, _METHOD, _apply)
-    register_fsdp_forward_method(module, _METHOD)
 
 
 def _apply(function: Callable[..., T], *arguments: Any) -> T:
@@ -97,10 +91,17 @@ def replica(parameter: Tensor) -> Tensor:
 
 
 def sum_replicas(parameters: Iterable[nn.Parameter]) -> None:
-    """Add up the gradients of replicas over the ranks, a collective; those of sharded weights have been summed in their backward."""
+    """Add up the gradients of replicas over all ranks, a collective; those of sharded weights have been summed in their backward.
+
+    In one sum, whose bits are the same everywhere, whatever dimensions the mesh has.
+    """
     for parameter in parameters:
-        if isinstance(parameter.grad, DTensor) and any(each.is_partial() for each in parameter.grad.placements):
-            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and all(each.is_partial() for each in gradient.placements):
+            total = gradient.to_local()
+            dist.all_reduce(total)
+            replicas = [Replicate()] * gradient.device_mesh.ndim
+            parameter.grad = DTensor.from_local(total, gradient.device_mesh, replicas, run_check=False)
 
 
 def whole(tensor: Tensor) -> Tensor:

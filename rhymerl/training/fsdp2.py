@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
@@ -29,15 +27,9 @@ class FSDP2Strategy(ModelParallelStrategy):
     groups too.
     """
 
-    def __init__(
-        self,
-        *,
-        num_replicas: int = 1,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-    ) -> None:
+    def __init__(self, *, num_replicas: int = 1) -> None:
         require_at_least({"num_replicas": (num_replicas, 1)})
-        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
+        super().__init__()
         self.num_replicas = num_replicas
 
     def check(self) -> None:

@@ -6,6 +6,7 @@ They lie in a folder beside the checkpoint's file, which is written last: it nam
 from __future__ import annotations
 
 import shutil
+import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -230,6 +231,7 @@ def _part(tensor: Tensor, target: DTensor) -> Tensor:
 
 
 def _read(wanted: dict[str, Tensor], folder: Path) -> None:
-    """Read tensors in place; each rank reads what it needs by itself."""
-    with torch.no_grad():
+    """Read tensors in place; each rank reads what it needs by itself, which torch would warn of."""
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         dcp.load(wanted, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)

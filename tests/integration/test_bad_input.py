@@ -113,6 +113,19 @@ def index(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> P
         ("trainer.precision=float7", "float7"),
         ("trainer.strategy=fsdp", "fsdp"),
         (
+            "trainer.strategy=fsdp2 trainer.accelerator=cpu trainer.devices=1",
+            "trainer.strategy=fsdp2 with EmbeddedBackend: its engine needs the whole policy in each rank, which has a part of it only; "
+            "expected backend=ray, whose workers have weights of their own (backend.engine=embedded or sglang), or trainer.strategy=ddp",
+        ),
+        (
+            "trainer.strategy=rhymerl.FSDP2Strategy trainer.strategy.num_replicas=3 trainer.accelerator=cpu trainer.devices=4",
+            "trainer.strategy.num_replicas=3: 4 ranks do not make so many groups of one size; expected a divisor of 4",
+        ),
+        (
+            "trainer.strategy=rhymerl.FSDP2Strategy trainer.strategy.num_replicas=0",
+            "trainer.strategy.num_replicas=0: expected at least 1",
+        ),
+        (
             "trainer.accelerator=mps",
             "trainer.accelerator='mps': this machine has none that torch can use; expected",
         ),

@@ -19,7 +19,10 @@ from tests.integration.ranked import run_ranks
 from tests.training.test_update import ActorCritic, forgiving_grpo, run_update
 from tests.training.test_update_ranks import ragged
 
-SMALL = {"micro_batch_tokens": 60, "chunk_tokens": 7}  # so that ranks have different numbers of micro-batches and chunks
+SMALL = {
+    "micro_batch_tokens": 60,
+    "chunk_tokens": 7,
+}  # so that ranks have different numbers of micro-batches and chunks
 CRITIC = {"algorithm": ActorCritic, "steps": 2, "mini_batches": 2, "epochs": 2}
 
 
