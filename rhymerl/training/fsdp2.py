@@ -37,8 +37,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         size = self.num_nodes * self.num_processes
         if size % self.num_replicas:
             raise ConfigError(
-                f"trainer.strategy.num_replicas={self.num_replicas}: {size} ranks do not make so many groups of one size; expected a "
-                f"divisor of {size}"
+                f"trainer.strategy.num_replicas={self.num_replicas}: so many groups of one size cannot be made of all ranks; expected a "
+                f"divisor of their number, {size}"
             )
 
     # -- processes -------------------------------------------------------------------------------------------------

@@ -52,13 +52,14 @@ def train(
     strategy: str,
     kind: str,
     *,
+    size: int = 1,
     num_steps: int = STEPS,
     saves: Path | None = None,
     ckpt_path: Path | None = None,
     callbacks: Sequence[L.Callback] = (),
     **flags: Any,
 ) -> Mapping[str, Tensor]:
-    """Return the weights, whole on each rank, of a run that may save each step and go on from a checkpoint.
+    """Return the weights, whole on each of `size` ranks, of a run that may save each step and go on from a checkpoint.
 
     The strategy is alone, ddp, fsdp2, or hsdp with two replicas.
     """
@@ -71,7 +72,7 @@ def train(
         callbacks=[*saving, *callbacks],
         strategy={"alone": "auto", "hsdp": FSDP2Strategy(num_replicas=2)}.get(strategy, strategy),
         accelerator="cpu",
-        devices=int(os.environ.get("WORLD_SIZE", "1")),
+        devices=size,
         logger=False,
         enable_checkpointing=saves is not None,
         enable_progress_bar=False,

@@ -118,11 +118,11 @@ def index(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> P
             "expected backend=ray, whose workers have weights of their own (backend.engine=embedded or sglang), or trainer.strategy=ddp",
         ),
         (
-            "trainer.strategy=rhymerl.FSDP2Strategy trainer.strategy.num_replicas=3 trainer.accelerator=cpu trainer.devices=4",
-            "trainer.strategy.num_replicas=3: 4 ranks do not make so many groups of one size; expected a divisor of 4",
+            "trainer.strategy._target_=rhymerl.FSDP2Strategy trainer.strategy.num_replicas=3 trainer.accelerator=cpu trainer.devices=4",
+            "trainer.strategy.num_replicas=3: so many groups of one size cannot be made of all ranks; expected a divisor of their number, 4",
         ),
         (
-            "trainer.strategy=rhymerl.FSDP2Strategy trainer.strategy.num_replicas=0",
+            "trainer.strategy._target_=rhymerl.FSDP2Strategy trainer.strategy.num_replicas=0",
             "trainer.strategy.num_replicas=0: expected at least 1",
         ),
         (

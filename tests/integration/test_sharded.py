@@ -20,10 +20,10 @@ from tests.integration.sharded import KINDS, STEPS, furthest, keep, kept, train
 STRATEGIES = {1: ("fsdp2",), 2: ("ddp", "fsdp2"), 4: ("ddp", "fsdp2", "hsdp")}
 
 
-def train_all(folder: str, strategies: tuple[str, ...], kinds: tuple[str, ...]) -> None:
-    for strategy in strategies:
-        for kind in kinds:
-            keep(train(strategy, kind), f"{folder}/{strategy}.{kind}")
+def train_all(folder: str, size: int) -> None:
+    for strategy in STRATEGIES[size]:
+        for kind in KINDS:
+            keep(train(strategy, kind, size=size), f"{folder}/{strategy}.{kind}")
 
 
 def train_once(folder: str, name: str, strategy: str, settings: dict[str, Any]) -> None:
@@ -43,7 +43,7 @@ def alone() -> dict[str, dict[str, torch.Tensor]]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("size", STRATEGIES)
 def test_weights_are_those_of_one_process(size, alone, tmp_path):
-    run_ranks(size, train_all, str(tmp_path), STRATEGIES[size], KINDS, output=tmp_path / "output", timeout_s=800)
+    run_ranks(size, train_all, str(tmp_path), size, output=tmp_path / "output", timeout_s=800)
     for strategy in STRATEGIES[size]:
         for kind in KINDS:
             found = [kept(tmp_path / f"{strategy}.{kind}", rank) for rank in range(size)]
@@ -57,7 +57,7 @@ def test_weights_are_those_of_one_process(size, alone, tmp_path):
 def on_ranks(size: int, folder: Path, name: str, strategy: str, **settings: Any) -> dict[str, torch.Tensor]:
     """Train to the end; returns the weights."""
     output = folder / f"output.{name}"
-    run_ranks(size, train_once, str(folder), name, strategy, settings, output=output, timeout_s=400)
+    run_ranks(size, train_once, str(folder), name, strategy, {"size": size, **settings}, output=output, timeout_s=400)
     return kept(folder / name)
 
 
@@ -113,7 +113,7 @@ class KilledSoon(L.Callback):
 
 
 def train_until_killed(rank: int, step: int, delay_s: float, settings: dict[str, Any]) -> None:
-    train("fsdp2", "ppo", callbacks=[KilledSoon(rank, step, delay_s)], num_steps=500, **settings)
+    train("fsdp2", "ppo", size=2, callbacks=[KilledSoon(rank, step, delay_s)], num_steps=500, **settings)
 
 
 @pytest.mark.slow
