@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from rhymerl.algos.base import PolicyOutput
 from rhymerl.models.head import chosen_logprobs, head_logprobs
-from rhymerl.models.sharding import call
+from rhymerl.models.sharding import call, forget_passes
 from rhymerl.models.shared_prefixes import SharedLayout, lay_out, packed_states
 from rhymerl.types import Sample
 
@@ -136,6 +136,7 @@ def token_logprobs(
     """Return the log-probs of `policy_output`, [B, T], alone and without gradient."""
     with torch.no_grad():
         _, logprobs = _states_and(chosen_logprobs, model, batch, temperature, chunk_tokens)
+        forget_passes(model)
         return batch.spread(logprobs)
 
 

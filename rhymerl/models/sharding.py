@@ -76,6 +76,15 @@ def is_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
+def forget_passes(model: nn.Module) -> None:
+    """Drop what torch notes of each pass until a backward; a model that is never trained, such as a reference, has none.
+
+    Called between passes, for the whole model. Versions of torch that cannot drop it keep some bytes a layer and pass.
+    """
+    if isinstance(model, FSDPModule) and hasattr(model, "reset_iter_state"):
+        model.reset_iter_state()
+
+
 def replicate(module: nn.Module, mesh: DeviceMesh) -> None:
     """Let a module's own few weights be whole on every rank, as tensors of the same kind as sharded ones, which optimizers do not mix with others."""
     for name, parameter in list(module.named_parameters(recurse=False)):

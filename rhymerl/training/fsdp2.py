@@ -93,7 +93,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         return True  # `load_checkpoint` gives what Lightning's base class expects, but for the parts of other ranks
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return Strategy.lightning_module_state_dict(self)
+        assert self.lightning_module is not None
+        return self.lightning_module.state_dict(keep_vars=True)  # the parameters themselves tell which are tied
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         return Strategy.optimizer_state(self, optimizer)

@@ -27,6 +27,7 @@ _SUFFIX = ".shards"
 _FILE_BYTES = 2**32  # of all ranks together; a rank holds its share of a file twice while it is written
 _READ_BYTES = 2**24
 _WEIGHTS, _STATES = "state_dict", "optimizer_states"
+_NAMES = "weight_names"  # each with the one of them under which its tensor is
 
 Checkpoint = dict[str, Any]
 
@@ -35,14 +36,19 @@ Checkpoint = dict[str, Any]
 
 
 def split(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Tensor]]:
-    """Return a checkpoint without the tensors of weights and optimizers, and these by name."""
-    tensors = {f"{_WEIGHTS}/{name}": tensor for name, tensor in checkpoint[_WEIGHTS].items()}
+    """Return a checkpoint without the tensors of weights and optimizers, and these by name; a tied one has one of its names.
+
+    Which are tied is seen by the objects, which are parameters: a rank may have nothing of either.
+    """
+    first: dict[int, str] = {}
+    names = {name: first.setdefault(id(tensor), name) for name, tensor in checkpoint[_WEIGHTS].items()}
+    tensors = {f"{_WEIGHTS}/{name}": checkpoint[_WEIGHTS][name].detach() for name in dict.fromkeys(names.values())}
     for number, optimizer in enumerate(checkpoint.get(_STATES, [])):
         for index, values in optimizer["state"].items():
             tensors |= {f"{_STATES}/{number}/{index}/{key}": value for key, value in values.items()}
     states = [{**optimizer, "state": {}} for optimizer in checkpoint.get(_STATES, [])]
     rest = {name: value for name, value in checkpoint.items() if name != _WEIGHTS}
-    return {**rest, **({_STATES: states} if _STATES in checkpoint else {})}, tensors
+    return {**rest, _NAMES: names, **({_STATES: states} if _STATES in checkpoint else {})}, tensors
 
 
 def _join(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> Checkpoint:
@@ -56,8 +62,9 @@ def _join(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> Checkpoint:
         else:
             number, index, key = rest.split("/")
             states[int(number)]["state"].setdefault(int(index), {})[key] = tensor
-    whole = {name: value for name, value in checkpoint.items() if name != KEY}
-    return {**whole, _WEIGHTS: weights, **({_STATES: states} if states else {})}
+    named = {name: weights[one] for name, one in checkpoint[_NAMES].items() if one in weights}
+    rest = {name: value for name, value in checkpoint.items() if name not in (KEY, _NAMES)}
+    return {**rest, _WEIGHTS: named, **({_STATES: states} if states else {})}
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------

@@ -51,6 +51,18 @@ def test_weights_are_those_of_one_process(size, alone, tmp_path):
             assert all(furthest(each, found[0]) == 0.0 for each in found), (strategy, kind)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_adapters_stay_in_float32(precision, tmp_path):
+    weights = on_ranks(2, tmp_path, "run", "fsdp2", kind="lora", num_steps=2, precision=precision)
+    dtypes = {name: weight.dtype for name, weight in weights.items()}
+    assert {dtype for name, dtype in dtypes.items() if "lora_" in name} == {torch.float32}
+    base = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    assert {dtype for name, dtype in dtypes.items() if "lora_" not in name} == {base}
+    assert all(weight.isfinite().all() for weight in weights.values())
+
+
 # -- checkpoints ---------------------------------------------------------------------------------------------------------
 
 
@@ -119,8 +131,10 @@ def train_until_killed(rank: int, step: int, delay_s: float, settings: dict[str,
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_killed_at_any_instant_it_resumes_to_the_last_bit(tmp_path):
-    whole = on_ranks(2, tmp_path, "whole", "fsdp2", deterministic=True, saves=tmp_path / "whole.saves")
-    settings: dict[str, Any] = {"deterministic": True, "saves": tmp_path / "saves"}
+    """Without drafts: a worker's budget begins anew, and the last bits of log-probs follow the shapes of passes."""
+    settings: dict[str, Any] = {"deterministic": True, "drafts": False}
+    whole = on_ranks(2, tmp_path, "whole", "fsdp2", **settings, saves=tmp_path / "whole.saves")
+    settings["saves"] = tmp_path / "saves"
     kills = [(0, 2, 0.01), (1, 3, 0.1), (0, 3, 0.2), (1, 3, 0.3), (0, 4, 0.15)]
     for number, (rank, step, delay_s) in enumerate(kills):
         processes = start_ranks(2, train_until_killed, rank, step, delay_s, settings, output=tmp_path / "output")

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rhymerl.algos import GRPO
 from rhymerl.distributed.group import Group
 from rhymerl.models.critic import CriticSettings
-from rhymerl.models.sharding import whole
+from rhymerl.models.logprobs import policy_output, token_batch
+from rhymerl.models.sharding import shard, whole
 from tests.integration.ranked import run_ranks
-from tests.training.test_update import ActorCritic, forgiving_grpo, run_update
+from tests.training.test_update import ActorCritic, first_policy, forgiving_grpo, run_update
 from tests.training.test_update_ranks import ragged
 
 SMALL = {
@@ -47,8 +50,6 @@ MESHES = {2: {"fsdp": (2,)}, 4: {"fsdp": (4,), "hsdp": (2, 2)}}
 
 def update_all(size: int, folder: str) -> None:
     """Each case on each mesh, and what came of it to a file."""
-    import os
-
     rank = int(os.environ["LOCAL_RANK"])
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     for name, shape in MESHES[size].items():
@@ -60,7 +61,18 @@ def update_all(size: int, folder: str) -> None:
             held = sum(each.to_local().numel() for each in trained["model"].parameters())
             torch.save((weights, metrics, held), f"{folder}/{name}.{case}.{rank}")
             ranks.close()
+        torch.save(mixed_gradients(mesh), f"{folder}/{name}.mixed.{rank}")
     dist.destroy_process_group()
+
+
+def mixed_gradients(mesh: DeviceMesh | None) -> dict[str, torch.Tensor]:
+    """The gradients of a float32 model that is computed with in bfloat16, over all samples on each rank."""
+    model = copy.deepcopy(first_policy().model).float()
+    if mesh is not None:
+        shard(model, mesh, compute_dtype=torch.bfloat16)
+    policy_output(model, token_batch(ragged(16), "cpu"), temperature=1.0).logprobs.sum().backward()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    return {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +107,13 @@ def test_sharded_ranks_take_the_steps_of_one(updated, mesh, case):
         assert mine_metrics == pytest.approx(metrics, rel=1e-6, abs=1e-7)
         assert mine_metrics == of_ranks[0][1]
         assert mine_held < 0.6 * held
+
+
+@pytest.mark.parametrize("updated", [2], indirect=True, scope="module")
+def test_layers_in_bfloat16_leave_weights_and_sums_in_float32(updated):
+    expected, found = mixed_gradients(None), torch.load(updated / "fsdp.mixed.0")
+    for name, gradient in expected.items():
+        assert found[name].dtype == torch.float32
+        both = gradient.flatten(), found[name].flatten() / 2  # of two ranks
+        assert torch.nn.functional.cosine_similarity(*both, dim=0) > 0.98, name
+        assert 0.9 < both[1].norm() / both[0].norm() < 1.1, name
