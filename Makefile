@@ -1,6 +1,6 @@
 # Everything goes through .venv, which is made when it is missing and brought up to date when pyproject.toml, constraints.txt or
 # hashes.txt have changed. Nothing but Python 3.11 or later is needed. Another interpreter: make install PYTHON=python3.12
-.PHONY: help install quickstart pretrained test test-pretrained test-sglang test-ray check format bench-guard gpu constraints clean
+.PHONY: help install quickstart pretrained test test-pretrained test-sglang test-ray test-browser check format bench-guard gpu constraints clean
 .DELETE_ON_ERROR:
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -34,6 +34,7 @@ help:
 	@echo "make test-pretrained  run those that need SmolLM2-135M, which they fetch"
 	@echo "make test-sglang run those of the SGLang backend with its engine on the CPU, in .venv-sglang (some minutes the first time)"
 	@echo "make test-ray    run those that start Ray clusters on this machine (some 15 minutes)"
+	@echo "make test-browser  run those that open reports in the Chromium of this machine"
 	@echo "make check       formatter, linter, types, layers; make format repairs the first two"
 	@echo "make bench-guard BASE=COMMIT  compare this tree's speed with a commit's, on a quiet machine (some 15 minutes)"
 	@echo "make gpu         take all figures that need a GPU, in parts that go on where they were stopped (docs/gpu.md)"
@@ -59,6 +60,9 @@ test-sglang: $(sglang_stamp) $(pretrained)
 
 test-ray: $(stamp)
 	$(python) -m pytest -m ray $(if $(filter file,$(origin PYTEST_ARGS)),,$(PYTEST_ARGS))
+
+test-browser: $(stamp)
+	$(python) -m pytest -m browser $(if $(filter file,$(origin PYTEST_ARGS)),,$(PYTEST_ARGS))
 
 check: $(stamp)
 	$(python) -m ruff format --check

@@ -1,12 +1,16 @@
-"""What workers of their own gain by going on during the update: training steps with Ray actors on emulated accelerators.
+"""What history and sampling during the update bring to whole training steps: Ray actors on emulated accelerators.
 
 Four actors (`--workers`) answer with engines whose passes take the time that `--emulate` says for each, times `--scale`, so that four of them and
 a trainer fit on two cores; a part of the time in which a model would compute is waited out, and what is done beside it takes the time that it takes.
-With `run_ahead=off` workers idle during the update, as engines do that share their devices with it. The update is made to
-last `--update` of such a step, and as long in all rows. A row is the seconds of a step after `--warm-up` steps, how many times as fast it is as `off`, the
-share of the workers' time in which they idled, and the staleness of the tokens. Without bubbles the bound is 1 / (1 - `--update`).
+The update is made to last `--update` of a step of the table's first row, and as long in all rows. In that row workers idle during the update, as engines
+do that share their devices with it.
 
-    python benchmarks/overlap.py [--steps 20] [--plot timeline.png] [key=value ...]
+`--table overlap` compares the modes of run_ahead. A row is the seconds of a step after `--warm-up` steps, how many times as fast it is as the first row, the
+share of the workers' time in which they idled, and the staleness of the tokens. Without bubbles the bound is 1 / (1 - `--update`).
+`--table whole` compares drafters, schedulers and modes over a run's first epochs, against no drafts behind a barrier, which is what `over_barrier`
+says, and against no drafts one step off, `over_one_step_off`.
+
+    python benchmarks/overlap.py [--table whole] [--steps 20] [--plot timeline.png] [key=value ...]
 """
 
 from __future__ import annotations
@@ -24,14 +28,29 @@ from unittest.mock import patch
 
 import record
 
+from rhymerl.backends.spans import WorkerSpan
 from rhymerl.config import compose
 from rhymerl.runs.fit import fit
 from rhymerl.training.module import RhymeModule
 from rhymerl.training.updater import Updater
 
-MODES = ("off", "draft", "keep")
-OVERRUN = 0.02  # of the emulated time, above which figures say nothing
-Span = tuple[int, float, float, int]
+# The rows of each table: name -> settings. Those of `whole` differ from one before in one thing.
+TABLES = {
+    "overlap": {mode: [f"run_ahead='{mode}'"] for mode in ("off", "draft", "keep")},
+    "whole": {
+        "none, fifo, off": ["drafter=none", "scheduler=fifo", "run_ahead='off'"],
+        "none, fifo, keep": ["drafter=none", "scheduler=fifo", "run_ahead=keep"],
+        "paper, fifo, off": ["drafter=paper", "scheduler=fifo", "run_ahead='off'"],
+        "history_tree, fifo, off": ["drafter=history_tree", "scheduler=fifo", "run_ahead='off'"],
+        "history_tree, fifo, draft": ["drafter=history_tree", "scheduler=fifo", "run_ahead=draft"],
+        "history_tree, fifo, keep": ["drafter=history_tree", "scheduler=fifo", "run_ahead=keep"],
+        "paper, histopipe, keep": ["drafter=paper", "scheduler=histopipe", "run_ahead=keep"],
+        "history_tree, histopipe, keep": ["drafter=history_tree", "scheduler=histopipe", "run_ahead=keep"],
+        "history_tree, paced, keep": ["drafter=history_tree", "scheduler=paced", "run_ahead=keep"],
+    },
+}
+BARRIER, ONE_STEP_OFF = "none, fifo, off", "none, fifo, keep"
+OVERRUN = 0.05  # of the emulated time, above which a row is not given
 
 
 @dataclass(slots=True)
@@ -42,7 +61,7 @@ class Steps:
     ends: list[float] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
     updates: list[tuple[float, float]] = field(default_factory=list)
-    spans: set[Span] = field(default_factory=set)
+    spans: list[WorkerSpan] = field(default_factory=list)
     late_s: float = 0.0
 
     def watch(self, stack: ExitStack) -> None:
@@ -61,8 +80,8 @@ class Steps:
         def on_train_batch_end(module: RhymeModule, *rest: Any) -> None:
             self.ends.append(time.time())
             self.metrics.append({name: float(value) for name, value in module.trainer.callback_metrics.items()})
-            assert module._loop is not None
-            self.spans |= set(module._loop.workers.timeline())  # type: ignore[attr-defined]
+            assert module.last_rollout is not None
+            self.spans += [span for span in module.last_rollout.spans if span.activity == "decode"]
             end(module, *rest)
 
         stack.enter_context(patch.object(Updater, "run", run))
@@ -70,19 +89,19 @@ class Steps:
 
     def mean(self, name: str, warm_up: int) -> float:
         """Return the mean of a metric over the steps that count."""
-        return statistics.fmean(step[name] for step in self.metrics[warm_up:])
+        return statistics.fmean(step[name] for step in self.metrics[warm_up:-1])
 
     def seconds(self, warm_up: int) -> list[float]:
-        """Return the seconds of the steps that count."""
-        return [after - before for before, after in zip(self.ends[warm_up - 1 :], self.ends[warm_up:], strict=False)]
+        """Return the seconds of the steps that count: not the last one, behind which nothing is sampled ahead."""
+        return [after - before for before, after in zip(self.ends[warm_up - 1 :], self.ends[warm_up:-1], strict=False)]
 
 
-def run_steps(mode: str, update_s: float, arguments: Any, *, steps: int) -> Steps:
+def run_steps(name: str, row: Sequence[str], update_s: float, arguments: Any, *, steps: int) -> Steps:
     found = Steps(update_s)
     settings = [
         f"workers={arguments.workers}",
-        f"run_ahead='{mode}'",
-        f"backend.engine.emulate={arguments.emulate}",
+        *row,
+        f"backend.engine.emulate={Path(__file__).parent / 'emulated' / arguments.emulate}.json",
         f"backend.engine.emulate_scale={arguments.scale}",
         "task.train_size=64",
         "data.prompts_per_step=16",
@@ -98,9 +117,29 @@ def run_steps(mode: str, update_s: float, arguments: Any, *, steps: int) -> Step
     overrun = found.mean("emulated/overrun_frac", 1)
     if overrun > OVERRUN or found.late_s > OVERRUN * update_s * steps > 0:
         raise SystemExit(
-            f"{mode}: passes took {overrun:.1%} and updates {found.late_s:.2f} s longer than they are charged; give a larger --scale"
+            f"{name}: passes took {overrun:.1%} and updates {found.late_s:.2f} s longer than they are charged; give a larger --scale"
         )
     return found
+
+
+def figures(steps: Steps, found: dict[str, Steps], warm_up: int) -> dict[str, Any]:
+    """Return the figures of a row, beside those that came before it."""
+    step_s = statistics.fmean(steps.seconds(warm_up))
+    bases = {"over_barrier": BARRIER, "over_one_step_off": ONE_STEP_OFF} if BARRIER in found else {"over_off": "off"}
+    over = {
+        name: round(statistics.fmean(found[base].seconds(warm_up)) / step_s, 3)
+        for name, base in bases.items()
+        if base in found
+    }
+    return {
+        "step_s": record.spread(steps.seconds(warm_up)),
+        **over,
+        "idle_frac": round(steps.mean("workers/idle_frac", warm_up), 3),
+        "staleness": round(steps.mean("off_policy/staleness/mean", warm_up), 3),
+        "tokens_a_pass": round(steps.mean("rollout/spec_accept_length", warm_up), 3),
+        "reward": round(steps.mean("reward", max(warm_up, len(steps.metrics) - 5)), 3),
+        "overrun_frac": round(steps.mean("emulated/overrun_frac", 1), 4),
+    }
 
 
 def draw(rows: dict[str, Steps], path: Path, *, warm_up: int) -> None:
@@ -109,16 +148,17 @@ def draw(rows: dict[str, Steps], path: Path, *, warm_up: int) -> None:
 
     figure, axes = plt.subplots(len(rows), 1, figsize=(11, 2.1 * len(rows)), layout="constrained", squeeze=False)
     colours = ["#4477aa", "#ee6677", "#228833", "#ccbb44"]
-    for axis, (mode, steps) in zip(axes[:, 0], rows.items(), strict=True):
+    for axis, (name, steps) in zip(axes[:, 0], rows.items(), strict=True):
         start, end = steps.ends[warm_up - 1], steps.ends[min(warm_up + 3, len(steps.ends) - 1)]
-        for worker, begun, over, step in steps.spans:
-            if over > start and begun < end:
-                axis.barh(worker, over - begun, left=begun - start, color=colours[step % 4], height=0.8)
-        top = 1 + max(worker for worker, *_ in steps.spans)
+        for span in steps.spans:
+            if span.end_s > start and span.start_s < end:
+                left, colour = span.start_s - start, colours[span.number % 4]
+                axis.barh(span.worker, span.seconds, left=left, color=colour, height=0.8)
+        top = 1 + max(span.worker for span in steps.spans)
         for begun, over in steps.updates:
             if over > start and begun < end:
                 axis.barh(top, over - begun, left=begun - start, color="#999999", height=0.8)
-        axis.set(xlim=(0, end - start), title=f"run_ahead={mode}")
+        axis.set(xlim=(0, end - start), title=name)
         axis.set_yticks(range(top + 1), [*(f"worker {number}" for number in range(top)), "update"])
         axis.invert_yaxis()
     axes[-1, 0].set_xlabel("seconds, on emulated accelerators; a colour is a step")
@@ -127,42 +167,31 @@ def draw(rows: dict[str, Steps], path: Path, *, warm_up: int) -> None:
 
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     parser = record.options(__doc__)
-    parser.add_argument("--emulate", default=str(Path(__file__).parent / "emulated" / "h100_8b.json"))
+    parser.add_argument("--table", choices=TABLES, default="overlap")
+    parser.add_argument("--emulate", default="h100_8b", help="name of a file in benchmarks/emulated/")
     parser.add_argument("--scale", type=float, default=6.0)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warm-up", type=int, default=4)
     parser.add_argument("--update", type=float, default=0.3)
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--plot", help="file for a picture of workers and trainer over four steps")
     parser.add_argument("settings", nargs="*", metavar="key=value")
     arguments = parser.parse_args(words)
     record.set_threads(arguments.threads)
     start = record.environment()
-    before = run_steps("off", 0.0, arguments, steps=arguments.warm_up + 4)
+    table = TABLES[arguments.table]
+    first, settings = next(iter(table.items()))
+    before = run_steps(first, settings, 0.0, arguments, steps=arguments.warm_up + 4)
     update_s = arguments.update / (1 - arguments.update) * before.mean("timing_s/rollout", arguments.warm_up)
     found: dict[str, Steps] = {}
     rows = []
-    for mode in MODES:
-        steps = found[mode] = run_steps(mode, update_s, arguments, steps=arguments.steps)
-        seconds = steps.seconds(arguments.warm_up)
-        rows.append(
-            {
-                "run_ahead": mode,
-                "step_s": record.spread(seconds),
-                "over_off": round(
-                    statistics.fmean(found["off"].seconds(arguments.warm_up)) / statistics.fmean(seconds), 3
-                ),
-                "update_s": round(update_s, 3),
-                "idle_frac": round(steps.mean("workers/idle_frac", arguments.warm_up), 3),
-                "staleness": round(steps.mean("off_policy/staleness/mean", arguments.warm_up), 3),
-                "tokens_a_pass": round(steps.mean("rollout/spec_accept_length", arguments.warm_up), 3),
-                "overrun_frac": round(steps.mean("emulated/overrun_frac", 1), 4),
-            }
-        )
+    for name, settings in table.items():
+        steps = found[name] = run_steps(name, settings, update_s, arguments, steps=arguments.steps)
+        rows.append({"row": name, **figures(steps, found, arguments.warm_up), "update_s": round(update_s, 3)})
         record.note_row(rows[-1])
         print(record.cell(rows[-1]), file=sys.stderr, flush=True)
     if arguments.plot is not None:
-        draw(found, arguments.plot, warm_up=arguments.warm_up)
+        draw(found, Path(arguments.plot), warm_up=arguments.warm_up)
     return record.finish("overlap", __doc__, arguments, rows=rows, start=start)
 
 

@@ -30,6 +30,7 @@ _FILES_OF_A_RUN = (
     "summary.json",
     "samples.jsonl",
     "rollouts.jsonl.gz",
+    "steps.jsonl.gz",
     "history.rhyme",
     "checkpoints",
     "tensorboard",
@@ -124,7 +125,7 @@ class RunFolder:
         self._lock = self._lock or _Lock(self.path)
         if starts_over:
             shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
-            for name in ("samples.jsonl", "rollouts.jsonl.gz"):
+            for name in ("samples.jsonl", "rollouts.jsonl.gz", "steps.jsonl.gz"):
                 (self.path / name).unlink(missing_ok=True)
 
     def __exit__(

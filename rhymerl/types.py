@@ -37,6 +37,9 @@ class DraftSource(IntEnum):
     HISTORY = 3
 
 
+NOT_DRAFTED = -2  # in the place of a DraftSource: of a token that no draft had
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """One row of the data set, tokenized: `Prompt(id="7", key="9f…", token_ids=[4, 11, 18], text="29\\n", columns={"answer": "29"})`."""
@@ -100,6 +103,9 @@ class Output:
     num_passes: int = 0  # verify passes in which tokens were emitted
     num_drafted: int = 0  # draft nodes verified
     num_accepted: int = 0  # draft nodes that became tokens
+    sources: npt.NDArray[np.int8] | None = (
+        None  # [L] DraftSource of accepted tokens, NOT_DRAFTED for others; for reports
+    )
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -53,6 +53,8 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     write_files(EXTENDING, tmp_path)
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     (tmp_path / "runs" / "mine" / "config.yaml").write_text("defaults: [quickstart]\n")
+    (tmp_path / "runs" / "other").mkdir()
+    (tmp_path / "runs" / "other" / "config.yaml").write_text("seed: 1\n")
     (tmp_path / "my_module.py").write_text(MODULE)
     with reader_in(tmp_path):
         yield tmp_path
@@ -76,7 +78,8 @@ def test_commands_compose(block, folder: Path, capsys: pytest.CaptureFixture[str
     for words in block.commands:
         words = [word for word in words if not re.match(r"[A-Z_]+=", word)]
         if words[0] == "rhymerl":
-            assert main([*words[1:], "--print-config"]) == 0, capsys.readouterr().err
+            shown = [] if words[1] == "report" else ["--print-config"]
+            assert main([*words[1:], *shown]) == 0, capsys.readouterr().err
         else:
             assert words[0] == "python", words
             assert (ROOT / words[1]).is_file(), words

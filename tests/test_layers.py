@@ -24,6 +24,7 @@ LIGHT = [
     "rhymerl.drafters",
     "rhymerl.errors",
     "rhymerl.history",
+    "rhymerl.report",
     "rhymerl.rewards",
     "rhymerl.rewards.process_main",
     "rhymerl.schedulers",

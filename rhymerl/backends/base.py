@@ -61,6 +61,10 @@ class Backend(ABC):
         """Return what a run tells of its engine once it has started, in one line; None: nothing."""
         return None
 
+    def apart(self) -> Backend:
+        """Return what brings up the workers: itself, or, where engines run already and are no rank's, a backend of workers apart from ranks."""
+        return self
+
     def release(self) -> None:
         """The stage is over; `start` may come again, with the same policy and drafter, or `close`. An engine that is dear to bring up stays."""
         self.close()

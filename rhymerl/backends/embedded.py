@@ -52,13 +52,16 @@ class EmbeddedBackend(RolloutBackend):
             "max_running": (max_running, 1),
             "kv_tokens": (kv_tokens, 1),
             "max_pass_tokens": (max_pass_tokens, 1),
+            "emulate_scale": (emulate_scale, 0),
         }
         require_at_least(at_least)
         self.max_running = max_running
         self.kv_tokens = kv_tokens
         self.max_pass_tokens = max_pass_tokens
         self.check_drafts = check_drafts
-        self.emulated = None if emulate is None else EmulatedDevice.read(emulate, scale=emulate_scale)
+        self.emulate = emulate
+        self.emulate_scale = emulate_scale
+        self._emulated = None if emulate is None else EmulatedDevice.read(emulate, scale=emulate_scale)
         self.complaints: set[type[Drafter]] = set()  # whose malformed drafts have been told about
         self._engine: Engine | None = None
         self._longest_tokens: int | None = None  # of a prompt and its answer, as `check` was told
@@ -95,7 +98,7 @@ class EmbeddedBackend(RolloutBackend):
             check_drafts=self.check_drafts,
             complaints=self.complaints,
             autocast=autocast,
-            emulated=self.emulated,
+            emulated=self._emulated,
         )
         self._reported = EngineTotals()
         self._followed = NO_VERSION
@@ -167,7 +170,7 @@ class EmbeddedBackend(RolloutBackend):
 
     def _emulation(self) -> dict[str, float]:
         """Return the share of the emulated time by which real passes were too slow for it."""
-        device = self.emulated
+        device = self._emulated
         return {} if device is None else {"emulated/overrun_frac": Ratio(device.overrun_s, device.charged_s)}
 
     def close(self) -> None:

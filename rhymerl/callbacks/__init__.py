@@ -4,6 +4,7 @@ from rhymerl.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
 from rhymerl.callbacks.progress import LiveProgress
 from rhymerl.callbacks.recording import RecordRollouts
 from rhymerl.callbacks.samples import SampleTable, WriteAnswers
+from rhymerl.callbacks.steps import RecordSteps
 from rhymerl.callbacks.stop import StopOnRequest
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "Checkpoints",
     "LiveProgress",
     "RecordRollouts",
+    "RecordSteps",
     "SampleTable",
     "StopOnRequest",
     "WriteAnswers",

@@ -17,6 +17,7 @@ from rhymerl.cli.interrupt import Interrupt
 from rhymerl.cli.models import ExportCommand, SGLangArgsCommand, WarmstartCommand
 from rhymerl.cli.quiet import quiet
 from rhymerl.cli.replays import ReplayCommand, SimulateCommand
+from rhymerl.cli.reports import ReportCommand
 from rhymerl.cli.rollouts import RolloutCommand
 from rhymerl.cli.runs import EvaluateCommand, FitCommand, ResumeCommand
 from rhymerl.distributed.first import is_first_rank
@@ -31,6 +32,7 @@ COMMANDS: tuple[Subcommand, ...] = (
     ReplayCommand(),
     SimulateCommand(),
     BenchCommand(),
+    ReportCommand(),
     WarmstartCommand(),
     ExportCommand(),
     SGLangArgsCommand(),

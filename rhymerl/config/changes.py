@@ -35,12 +35,12 @@ def changes(before: Mapping[str, Any], config: DictConfig) -> list[Change]:
 
     links: list[str] = []
     now: dict[str, Any] = {}
-    for key, value in _leaves(OmegaConf.to_container(config), ""):  # type: ignore[arg-type]
+    for key, value in leaves(OmegaConf.to_container(config), ""):  # type: ignore[arg-type]
         if isinstance(value, str) and value.startswith("${"):
             links.append(f"{key}.")
         else:
             now[key] = value
-    old = {key: value for key, value in _leaves(before, "") if not f"{key}.".startswith(tuple(links))}
+    old = {key: value for key, value in leaves(before, "") if not f"{key}.".startswith(tuple(links))}
     return [
         Change(key=key, before=old.get(key, _NOTHING), now=now.get(key, _NOTHING))
         for key in dict.fromkeys((*old, *now))
@@ -48,10 +48,11 @@ def changes(before: Mapping[str, Any], config: DictConfig) -> list[Change]:
     ]
 
 
-def _leaves(node: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
+def leaves(node: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a node by dotted key, which begins with `above`; classes by their present paths."""
     for name, value in node.items():
         key = f"{above}.{name}" if above else str(name)
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, key)
+            yield from leaves(value, key)
         else:
             yield key, current_path(value) if name == "_target_" and isinstance(value, str) else value

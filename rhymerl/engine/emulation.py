@@ -14,7 +14,6 @@ from torch import Tensor
 from rhymerl.costs import CostCurve
 from rhymerl.engine.forward import Forward
 from rhymerl.engine.layout import PassLayout
-from rhymerl.errors import require_at_least
 
 _NO_NODES = np.zeros(1)
 
@@ -32,7 +31,6 @@ class EmulatedDevice:
     @classmethod
     def read(cls, path: str | Path, *, scale: float) -> EmulatedDevice:
         """Read {"costs": [[tokens, seconds], ...], "context_s_per_token": seconds}. Raises ValueError that begins with `emulate=`."""
-        require_at_least({"emulate_scale": (scale, 0)})
         try:
             curve = CostCurve.read(path)
             context = float(json.loads(Path(path).read_text()).get("context_s_per_token", 0.0))

@@ -200,6 +200,9 @@ class Engine:
                 "diverged; go on from an earlier checkpoint with a smaller update.learning_rate"
             )
         rows.versions[target, index] = self.policy_version
+        if len(layout.node_index):
+            was_drafted = steps.was_drafted
+            rows.sources[target[was_drafted], index[was_drafted]] = layout.drafts.sources[steps.accepted]
         rows.length[row] = start + steps.num_emitted
         rows.passes[row] += 1
         rows.accepted[row] += steps.num_accepted

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from rhymerl.engine.kv_store import SlotPool
 from rhymerl.engine.noise import noise_counters
 from rhymerl.engine.ragged import IndexArray
-from rhymerl.types import Completion, FinishReason, Output, RolloutRequest
+from rhymerl.types import NOT_DRAFTED, Completion, DraftSource, FinishReason, Output, RolloutRequest
 
 if TYPE_CHECKING:
     from rhymerl.types import BoolArray, IntArray
@@ -46,6 +46,7 @@ class Rows:
     slots: IndexArray = field(init=False)  # [R, C]
     logprobs: npt.NDArray[np.float64] = field(init=False)  # [R, C] of response tokens
     versions: npt.NDArray[np.int32] = field(init=False)  # [R, C] of response tokens
+    sources: npt.NDArray[np.int8] = field(init=False)  # [R, C] of response tokens: DraftSource or NOT_DRAFTED
     length: IndexArray = field(init=False)  # [R]
     cached: IndexArray = field(init=False)  # [R]
     shared: IndexArray = field(init=False)  # [R]
@@ -75,6 +76,7 @@ class Rows:
         self.slots = np.zeros(shape, np.int64)
         self.logprobs = np.zeros(shape, np.float64)
         self.versions = np.zeros(shape, np.int32)
+        self.sources = np.zeros(shape, np.int8)
         for name in ("length", "cached", "shared", "prompt_length", "limit", "top_k", "passes", "drafted", "accepted"):
             setattr(self, name, np.zeros(self.num_rows, np.int64))
         for name in ("temperature", "draw_scale", "logprob_scale", "top_p", "min_p"):
@@ -107,10 +109,12 @@ class Rows:
         start, end = len(prompt), len(prompt) + (len(output) if output else 0)
         self.tokens[row, :start] = prompt
         self.passes[row] = self.drafted[row] = self.accepted[row] = 0
+        self.sources[row, start:] = NOT_DRAFTED
         if output is not None:
             self.tokens[row, start:end] = output.token_ids
             self.logprobs[row, start:end] = output.logprobs
             self.versions[row, start:end] = output.policy_versions
+            self.sources[row, start:end] = output.sources if output.sources is not None else DraftSource.UNKNOWN
             self.passes[row], self.drafted[row] = output.num_passes, output.num_drafted
             self.accepted[row] = output.num_accepted
         self.length[row], self.prompt_length[row] = end, start
@@ -160,6 +164,7 @@ class Rows:
             num_passes=int(self.passes[row]),
             num_drafted=int(self.drafted[row]),
             num_accepted=int(self.accepted[row]),
+            sources=self.sources[row, response].copy(),
         )
         return Completion(request=request, output=output)
 

@@ -38,6 +38,12 @@ class Walk:
     sampled_at: BoolArray  # [M] the row came there and sampled
     accepted: BoolArray  # [K] the node became a token; nothing is sampled at one that ends the row
 
+    @property
+    def was_drafted(self) -> BoolArray:
+        """Return which tokens accepted nodes carried, [T]: in their order those nodes are `accepted`'s."""
+        was_drafted: BoolArray = self.level < self.num_accepted[self.emitter]
+        return was_drafted
+
 
 def walk(layout: PassLayout, rows: Rows, sampler: Sampler) -> Walk:
     """Emit at least one token a row, up to its limit or its first stop token."""

@@ -40,8 +40,8 @@ def write_sections(path: str | Path, sections: Mapping[str, bytearray], *, token
         raise DataError(f"history file {str(path)!r}: cannot be written: {error.strerror}") from error
 
 
-def read_sections(path: str | Path, *, tokenizer: str) -> dict[str, bytes]:
-    """Return all sections, checked. Raises DataError naming the file and what is wrong with it."""
+def read_sections(path: str | Path, *, tokenizer: str | None) -> dict[str, bytes]:
+    """Return all sections, checked; `tokenizer` None takes those of any. Raises DataError naming the file and what is wrong with it."""
     location = f"history file {str(path)!r}"
     try:
         with Path(path).open("rb") as file:
@@ -59,9 +59,9 @@ def _write(file: BinaryIO, sections: Mapping[str, bytearray], tokenizer: str) ->
         file.write(data)
 
 
-def _read(file: BinaryIO, location: str, tokenizer: str) -> dict[str, bytes]:
+def _read(file: BinaryIO, location: str, tokenizer: str | None) -> dict[str, bytes]:
     header = _read_header(file, location)
-    if header.tokenizer != tokenizer:
+    if tokenizer is not None and header.tokenizer != tokenizer:
         raise DataError(
             f"{location}: its token ids are those of the tokenizer {header.tokenizer!r}, but this run has {tokenizer!r}"
         )

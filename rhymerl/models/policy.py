@@ -117,16 +117,6 @@ def write_files(files: Mapping[str, str], directory: str | Path) -> None:
         path.write_bytes(b64decode(files[name]))
 
 
-def of_architecture(files: Mapping[str, str], *, dtype: torch.dtype, attention: str) -> Policy:
-    """Return a policy without adapters from `Policy.files`; its weights come later."""
-    with tempfile.TemporaryDirectory() as folder:
-        write_files(files, folder)
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    return Policy(model=model, tokenizer=tokenizer)
-
-
 def restore(files: Mapping[str, str], weights: Mapping[str, torch.Tensor], directory: str | Path) -> None:
     """Write `Policy.files` and a state dict of the model as a directory that plain `transformers` loads.
 

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rhymerl.backends.spans import WorkerSpan
 from rhymerl.errors import require_at_least
 from rhymerl.rewards.failures import Failures
 from rhymerl.types import Prompt, RolloutRequest, Sample, SamplingParams, Split
@@ -97,3 +98,4 @@ class Rollout:
     samples: list[Sample]
     metrics: Mapping[str, float]
     failures: Failures = field(default_factory=Failures)  # of the rewards, on all ranks
+    spans: Sequence[WorkerSpan] = ()  # what all workers did since the former one

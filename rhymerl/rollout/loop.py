@@ -120,8 +120,10 @@ class RolloutLoop:
             **staleness_metrics(samples, self.policy_version),
             **self._learn(rounds, epoch, split),
         }
-        failures = sum((result.failures for each in rounds for result in each.by_rank), Failures())
-        return Rollout(samples=samples, metrics=metrics, failures=failures)
+        results = [result for each in rounds for result in each.by_rank]
+        failures = sum((result.failures for result in results), Failures())
+        spans = [span for result in results for span in result.spans]
+        return Rollout(samples=samples, metrics=metrics, failures=failures, spans=spans)
 
     def _round(
         self,
@@ -203,6 +205,7 @@ class RolloutLoop:
             rollout_s=rollout_s,
             sampled_s=self.workers.sampled_s,
             failures=self.scorer.failures(),
+            spans=self.workers.spans(),
         )
 
     def _samples(self, requests: Sequence[RolloutRequest], scored: Sequence[ScoredOutput]) -> list[Sample]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rhymerl.backends.spans import WorkerSpan
 from rhymerl.history.answers import are_alike
 from rhymerl.rewards.failures import Failures
 from rhymerl.types import Output, Sample
@@ -30,6 +31,7 @@ class RankResult:
     rollout_s: float
     sampled_s: float | None = None  # as of Workers
     failures: Failures = field(default_factory=Failures)  # of the rewards
+    spans: Sequence[WorkerSpan] = ()  # since its former result
 
     @property
     def num_tokens(self) -> int:

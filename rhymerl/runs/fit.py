@@ -21,6 +21,7 @@ from rhymerl.callbacks import (
     Checkpoints,
     LiveProgress,
     RecordRollouts,
+    RecordSteps,
     SampleTable,
     WriteAnswers,
 )
@@ -28,9 +29,12 @@ from rhymerl.config import construct, instantiate, keep_former, resolved, save_c
 from rhymerl.config.changes import Change
 from rhymerl.data import PromptDataModule
 from rhymerl.distributed.first import is_first_rank
-from rhymerl.errors import ConfigError
+from rhymerl.errors import ConfigError, RhymeError
 from rhymerl.folders import RunFolder, cannot_write, check_folder, writing
 from rhymerl.progress import SILENT, ProgressBar, counted
+from rhymerl.report import write_report
+from rhymerl.report.page import REPORT
+from rhymerl.report.steps import STEPS
 from rhymerl.runs.banner import banner, how_to_go_on, noting_how_to_go_on
 from rhymerl.runs.earlier import save_history, start_with
 from rhymerl.runs.forecast import ForecastLine
@@ -50,6 +54,7 @@ _INSTEAD = {  # flags of the Trainer that a run sets itself
     "enable_checkpointing": "use checkpoint.every_n_steps",
 }
 _LEFT = (
+    "report.html",
     "summary.json",
     "config.yaml",
     "samples.jsonl",
@@ -115,6 +120,8 @@ def _fit(
     result = summary.result()
     _write_summary(result, run_dir)
     save_history(run_dir / "history.rhyme", module, datamodule)
+    if config.get("report", True):  # earlier versions have no such setting
+        _report(run_dir)
     if (speedup := summary.speedup.speedup) is not None:
         _note(str(speedup))
     _say(result, run_dir)
@@ -129,9 +136,12 @@ def _trainer_of(
     config: DictConfig, run_dir: Path, point: ResumePoint | None, callbacks: Sequence[L.Callback]
 ) -> L.Trainer:
     continues = point is not None and point.is_own
-    recorder = [RecordRollouts(run_dir / "rollouts.jsonl.gz", continues=continues)] if config.record_rollouts else []
+    recorder: list[L.Callback] = (
+        [RecordSteps(run_dir / STEPS, continues=continues)] if config.get("report", True) else []
+    )
+    recorder += [RecordRollouts(run_dir / "rollouts.jsonl.gz", continues=continues)] if config.record_rollouts else []
     progress = [LiveProgress()] if config.trainer.enable_progress_bar is not False else []
-    own = [_RunConfig(config, run_dir, is_new=point is None or continues), *progress, *recorder, ForecastLine()]
+    own = [_RunConfig(config, run_dir, is_new=point is None or continues), *recorder, *progress, ForecastLine()]
     trainer = build_trainer(config, run_dir, [*own, *callbacks], point=point)
     check_trainer(trainer)
     return trainer
@@ -351,6 +361,14 @@ def _write_summary(result: Result, run_dir: Path) -> None:
     with writing(path):
         part.write_text(json.dumps(result, indent=2) + "\n")
         part.replace(path)
+
+
+def _report(run_dir: Path) -> None:
+    """Write the page about a run that has ended; where that fails, the run has not."""
+    try:
+        write_report([run_dir], run_dir / REPORT)
+    except RhymeError as error:
+        _note(f"There is no report: {error}")
 
 
 def _say(result: Result, run_dir: Path) -> None:

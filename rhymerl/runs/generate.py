@@ -162,7 +162,7 @@ def _loop(
     drafter: Drafter = instantiate(config.drafter, key="drafter")
     budget: Budget = instantiate(config.budget, key="budget")
     scheduler = instantiate(config.scheduler, key="scheduler")
-    backend: Backend = instantiate(config.backend, key="backend")
+    backend: Backend = instantiate(config.backend, key="backend").apart()
     backend.check(max(len(prompt.token_ids) for prompt in prompts) + settings.max_tokens)
     backend.check_drafting(drafter, budget)
     with backend, RewardScorer(rewards, num_processes=1) as scorer:

@@ -76,7 +76,17 @@ def check_workers(
         raise ConfigError(
             f"workers={workers}: with {type(backend).__name__} every rank is a worker; expected null, {num_ranks}, or backend=ray"
         )
+    if lockstep and isinstance(backend, HostedBackend) and not backend.counts_passes:
+        raise ConfigError(
+            f"deterministic=true: workers of {type(backend).__name__} cannot count passes, by which they would keep step; expected embedded "
+            "engines, or deterministic=false"
+        )
     number = workers or num_ranks
+    if lockstep and isinstance(backend, HostedBackend) and (least := backend.least_workers(number)) < number:
+        raise ConfigError(
+            f"deterministic=true: backend.min_workers={least} of {number} workers lets some come in the middle of a run, and what they "
+            "would answer has been answered elsewhere; expected null, or deterministic=false"
+        )
     if lockstep and number > 1 and follows_clock(scheduler, run_ahead) and not backend.counts_passes:
         raise ConfigError(
             f"deterministic=true with {number} workers and run_ahead={run_ahead}, scheduler={type(scheduler).__name__}: "

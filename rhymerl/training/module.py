@@ -108,7 +108,7 @@ class RhymeModule(L.LightningModule):
         self.budget: Budget = instantiate(budget, key="budget", default=GoodputBudget)
         self.history: HistoryStore = instantiate(history, key="history", default=HistoryStore)
         self.scheduler: Scheduler = instantiate(scheduler, key="scheduler", default=FIFOScheduler)
-        self.backend: Backend = instantiate(backend, key="backend", default=EmbeddedBackend)
+        self.backend: Backend = instantiate(backend, key="backend", default=EmbeddedBackend).apart()
         self.run_ahead: RunAhead = run_ahead
         self.max_staleness = max_staleness
         self.workers = workers

@@ -2,6 +2,7 @@
 
 from rhymerl.backends.base import Backend, RolloutBackend
 from rhymerl.backends.hosted.base import HostedBackend
+from rhymerl.backends.spans import WorkerSpan
 from rhymerl.distributed import Ranks
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.types import Output
@@ -13,7 +14,7 @@ from rhymerl.workers.run_ahead import RunAheadState
 from rhymerl.workers.worker import MovedRequest
 
 # What travels between the workers of ranks, apart from plain data and arrays.
-RECORDS: tuple[type, ...] = (Command, MovedRequest, Output, ProgressReport, RunAheadState, SharedPlan)
+RECORDS: tuple[type, ...] = (Command, MovedRequest, Output, ProgressReport, RunAheadState, SharedPlan, WorkerSpan)
 
 
 def workers_of(
@@ -26,7 +27,7 @@ def workers_of(
     max_staleness: int,
     lockstep: bool,
 ) -> Workers:
-    """Return the workers of a backend that has been started; `num_workers` None = one a rank.
+    """Return the workers of a backend that has been started; `num_workers` None = one a rank, or as many as there are.
 
     Raises ValueError for arguments that contradict one another.
     """
@@ -34,7 +35,7 @@ def workers_of(
         return HostedWorkers(
             backend,
             scheduler,
-            num_workers=num_workers or ranks.size,
+            num_workers=0 if ranks.rank else num_workers or backend.num_workers(ranks.size),
             ranks=ranks,
             run_ahead=run_ahead,
             max_staleness=max_staleness,

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from rhymerl.backends.spans import WorkerSpan
+from rhymerl.errors import require_at_least
 from rhymerl.history import HistoryStore
 from rhymerl.types import Completion, RolloutRequest, Sample, Split
 from rhymerl.workers.run_ahead import RunAheadState
@@ -28,11 +30,10 @@ def check_run_ahead(run_ahead: str, max_staleness: int) -> None:
     """
     if run_ahead not in ("off", "draft", "keep"):
         raise ValueError(f"run_ahead={run_ahead!r}: expected one of off, draft, keep")
-    if max_staleness not in (0, 1):
-        raise ValueError(f"max_staleness={max_staleness}: expected 0 or 1")
+    require_at_least({"max_staleness": (max_staleness, 0)})
     if run_ahead == "keep" and max_staleness == 0:
         raise ValueError(
-            "max_staleness=0: run_ahead=keep trains on tokens of the policy before; expected max_staleness=1, or "
+            "max_staleness=0: run_ahead=keep trains on tokens of the policy before; expected at least 1, or "
             "run_ahead=draft or off"
         )
 
@@ -97,6 +98,10 @@ class Workers(ABC):
     @abstractmethod
     def metrics(self) -> Mapping[str, float]:
         """Return what happened in this rank's engines since the last call, by metric name."""
+
+    def spans(self) -> list[WorkerSpan]:
+        """Return what this rank's workers did since the last call."""
+        return []
 
     def close(self) -> None:
         """Nothing is asked any more; may be called twice. The backend closes its engines."""

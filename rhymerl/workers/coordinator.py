@@ -80,7 +80,8 @@ class Coordinator:
     `step` is None outside of training, where nothing moves. Otherwise a scheduler that migrates is asked for moves whenever `clock`
     (without one: the number of calls) has gone on by `every`, and right before the plan of `following`. These are the next step's
     requests, and the plan is made when a worker has nearly nothing left to do. Where prefetched answers are kept (`keeps`), the
-    scheduler observes what is unfinished then; otherwise all workers begin the next step together.
+    scheduler observes what is unfinished then; otherwise all workers begin the next step together. Workers that work on while the policy is trained
+    (`works_on`) get that plan also where everything has been answered before anybody asked.
     """
 
     def __init__(
@@ -94,8 +95,10 @@ class Coordinator:
         keeps: bool,
         every: float,
         clock: Callable[[], float] | None = None,
+        works_on: bool = False,
     ) -> None:
         self.num_moves = 0
+        self._works_on = works_on
         self._scheduler = scheduler
         self._requests = requests
         self._step = step
@@ -119,6 +122,8 @@ class Coordinator:
         if self._is_done:
             return None
         if not any(self._left):
+            if self._following is not None and self._works_on:
+                return self._plan_following(self._following)
             self._is_done = True
             return Command(moves={}, is_done=True)
         if self._following is not None and any(map(self._is_nearly_done, range(len(self._left)))):

@@ -17,6 +17,7 @@ from rhymerl.workers.member import Member
 
 LOG = logging.getLogger(__name__)
 _POLL_S = 0.1  # a worker keeps what is not urgent for so long
+_POLL_EACH_S = 1e-3  # and for longer where there are many
 _CLOSE_S = 10.0
 _LOSSES = 5  # of one worker in a row that had requests and told of no token
 
@@ -38,17 +39,20 @@ class Crew:
         self._lockstep = lockstep
         self._error: Exception | None = None
         self._losses = [0] * num_workers
+        self._poll_s = max(_POLL_S, _POLL_EACH_S * num_workers)
         self._is_closed = False
         self._listener: threading.Thread | None = None
         if num_workers:
             backend.reserve(num_workers)
-        self.members = [self._member(number) for number in range(num_workers)]
+        least = backend.least_workers(num_workers)
+        self.members = [self._member(number, is_late=number >= least) for number in range(num_workers)]
         if num_workers and not lockstep:
             self._listener = threading.Thread(target=self._listen, name="crew", daemon=True)
             self._listener.start()
 
-    def _member(self, number: int) -> Member:
-        return Member(number=number, connection=self._backend.connect(number, lockstep=self._lockstep))
+    def _member(self, number: int, *, is_late: bool = False) -> Member:
+        connection = self._backend.connect(number, lockstep=self._lockstep)
+        return Member(number=number, connection=connection, is_late=is_late)
 
     def close(self) -> None:
         """Listen no more; may be called twice."""
@@ -59,9 +63,10 @@ class Crew:
     # -- what workers are told -------------------------------------------------------------------------------------
 
     def tell(self, message: Message) -> None:
-        """Tell all workers."""
+        """Tell all workers; what one that is not here yet misses it does not need."""
         for member in self.members:
-            member.connection.post(message)
+            if member.is_here or not member.is_late:
+                member.connection.post(message)
 
     def publish(self, weights: Weights) -> None:
         """Tell all workers of new weights, and those that will take the place of others."""
@@ -69,7 +74,7 @@ class Crew:
         self.tell(weights)
 
     def launch(self, pending: InFlight) -> None:
-        """Give each worker its queue of a step, without answers that are there already."""
+        """Give each worker its queue of a step, without answers that are there already; others take that of one which is not back yet."""
         self.pending.append(pending)
         requests = pending.work.requests
         for member, queue in zip(self.members, pending.plan.queues, strict=True):
@@ -79,7 +84,11 @@ class Crew:
                 output = pending.outputs.get(name)
                 if output is not None and output.is_finished and pending.is_final(output):
                     pending.finish(name, output)
-            self._submit(member, pending, [name for name in names if name in pending.worker])
+            left = [name for name in names if name in pending.worker]
+            if member.is_late and not member.is_up:
+                self._deal(pending, left)
+            else:
+                self._submit(member, pending, left)
 
     def move(self, pending: InFlight, moves: Mapping[int, int]) -> None:
         """Take requests back from their workers; `_take_released` gives them to the others."""
@@ -114,7 +123,7 @@ class Crew:
     def _listen(self) -> None:
         """Take what workers tell, whatever the trainer does, until the crew is closed."""
         while not self._is_closed:
-            asked = {member.ask(_POLL_S): member for member in self.members}
+            asked = {member.ask(self._poll_s if member.is_here else 0.0): member for member in self.members}
             done, _ = wait(asked, timeout=_POLL_S, return_when=FIRST_COMPLETED)
             with self.changed:
                 try:
@@ -132,7 +141,7 @@ class Crew:
         if self._error is not None:
             raise self._error
 
-    def wait(self, timeout_s: float, for_what: Callable[[], object]) -> None:
+    def wait(self, timeout_s: float | None, for_what: Callable[[], object]) -> None:
         """Let go of the lock until that holds, or for so long. Raises what `check` raises."""
         self.changed.wait_for(lambda: self._error or for_what(), timeout_s)
         self.check()
@@ -161,8 +170,10 @@ class Crew:
             return
         if events.error is not None:
             raise _of_worker(events.error, member.number)
-        was_up = member.is_up
+        was_here, was_up = member.is_here, member.is_up
         member.note(events)
+        if member.is_late and not was_here and self.weights is not None:
+            member.connection.post(self.weights)
         if events.finished or events.tails:
             self._losses[member.number] = 0
         for name, output in events.finished:
@@ -196,15 +207,20 @@ class Crew:
     # -- workers that are lost ---------------------------------------------------------------------------------------
 
     def _look_after(self) -> None:
-        """Replace workers that hang; raise BackendError for one that does not come up."""
+        """Replace workers that hang; raise BackendError where one does not come up that the run cannot do without."""
         now = time.monotonic()
         for member in self.members:
             if member.is_up and member.asked is not None and now - member.asked_at > self._backend.hang_timeout_s:
                 self._replace(member, f"no answer for {now - member.asked_at:.0f} s")
             elif not member.is_up and self.weights is not None and now - member.since > self._backend.start_timeout_s:
-                raise BackendError(
-                    f"worker {member.number} has not come up within backend.start_timeout_s={self._backend.start_timeout_s:g}"
-                )
+                self._miss(member)
+
+    def _miss(self, member: Member) -> None:
+        words = f"has not come up within backend.start_timeout_s={self._backend.start_timeout_s:g}"
+        if not self._backend.goes_on_short or not any(each.is_up for each in self.members):
+            raise BackendError(f"worker {member.number} {words}")
+        if not member.is_late:
+            self._replace(member, words)
 
     def _replace(self, member: Member, reason: str) -> None:
         """Let others go on with what a worker had, and start another in its place."""
@@ -218,18 +234,16 @@ class Crew:
             )
         LOG.warning("worker %d is lost (%s): its requests go on elsewhere", member.number, reason)
         member.connection.kill()
-        fresh = self.members[member.number] = self._member(member.number)
-        if self.weights is not None:
-            fresh.connection.post(self.weights)
+        self.members[member.number] = self._member(member.number, is_late=True)
         for pending in self.pending:
             names = [name for name, worker in pending.worker.items() if worker == member.number]
             self._deal(pending, names)
 
     def _deal(self, pending: InFlight, names: Sequence[str]) -> None:
-        """Give requests to workers that are up, the least busy ones first; to all where none is."""
-        load = {member.number: 0 for member in self.members if member.is_up} or dict.fromkeys(
-            range(len(self.members)), 0
-        )
+        """Give requests to workers that are up, the least busy ones first; to those that were there from the start where none is."""
+        goals = [member for member in self.members if member.is_up]
+        goals = goals or [member for member in self.members if not member.is_late] or self.members
+        load = {member.number: 0 for member in goals}
         for each in self.pending:
             for worker in each.worker.values():
                 if worker in load:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rhymerl.backends.hosted.base import HostedBackend
 from rhymerl.backends.hosted.messages import Learn, Measure, Weights
+from rhymerl.backends.spans import WorkerSpan
 from rhymerl.distributed import Ranks
 from rhymerl.history import HistoryStore
 from rhymerl.models.sharding import GatheredTensors
@@ -67,7 +68,7 @@ class HostedWorkers(Workers):
         self._ended_at = time.monotonic()  # the latest `answer`
         self._busy_frac = 0.0
         self._num_exchanges = 0  # of the latest `answer`
-        self._crew = Crew(backend, num_workers=num_workers if ranks.rank == 0 else 0, lockstep=lockstep)
+        self._crew = Crew(backend, num_workers=num_workers, lockstep=lockstep)
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -147,12 +148,12 @@ class HostedWorkers(Workers):
             keeps=self._run_ahead == "keep",
             every=_REBALANCE_EXCHANGES if self._lockstep else _REBALANCE_S,
             clock=None if self._lockstep else time.monotonic,
+            works_on=True,
         )
 
-    def timeline(self) -> list[tuple[int, float, float, int]]:
-        """Return when workers had passes, lately: worker, from .. to (Unix time), step."""
+    def spans(self) -> list[WorkerSpan]:
         with self._crew.changed:
-            return [(member.number, *span) for member in self._crew.members for span in member.busy]
+            return [span for member in self._crew.members for span in member.spans.take()]
 
     def _account(self, started: float) -> None:
         """Note how busy workers were since the step before had its answers."""
@@ -186,7 +187,7 @@ class HostedWorkers(Workers):
         return self._crew.weights.version if self._crew.weights is not None else 0
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        """Publish them; each worker loads them when it comes to it, and nobody waits. A version that is out already stays.
+        """Publish them; each worker loads them when it comes to it, and nobody waits, but perhaps for the first. A version that is out already stays.
 
         Called on all ranks, each of which has a part of sharded ones.
         """
@@ -200,7 +201,10 @@ class HostedWorkers(Workers):
         weights = Weights(version=policy_version, source=self._backend.publish(named_tensors))
         with self._crew.changed:
             self._crew.settle()
+            is_first = self._crew.weights is None
             self._crew.publish(weights)
+            if is_first and self._backend.starts_together:
+                self._crew.wait(None, lambda: all(member.is_up for member in self._crew.members))
 
     def learn(self, samples: Sequence[Sample]) -> None:
         if self._backend.learns:
@@ -229,6 +233,7 @@ class HostedWorkers(Workers):
             return {
                 **over_workers(found, [1.0] * len(found)),
                 "workers/idle_frac": 1 - self._busy_frac,
+                "workers/up": sum(member.is_up for member in self._crew.members),
                 "workers/lost": self._crew.num_lost,
                 "workers/history_bytes": max((member.history_bytes for member in self._crew.members), default=0),
             }

@@ -7,12 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from rhymerl.backends.hosted.messages import Submit, Tail
+from rhymerl.backends.spans import EVALUATION
 from rhymerl.types import Completion, Output, RolloutRequest
 from rhymerl.workers.base import RunAhead, StepRequests
 from rhymerl.workers.coordinator import ProgressReport, SharedPlan
 from rhymerl.workers.run_ahead import RunAheadState, fingerprint
-
-_EVALUATION = -1  # a rank before all steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +51,7 @@ class InFlight:
 
     @property
     def rank(self) -> int:
-        return _EVALUATION if self.work.number is None else self.work.number
+        return EVALUATION if self.work.number is None else self.work.number  # an evaluation goes before all steps
 
     def is_final(self, output: Output) -> bool:
         """Return whether its tokens are an answer, and not a draft of one."""

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 from rhymerl.backends.hosted.base import Connection
 from rhymerl.backends.hosted.messages import Events, Remember
+from rhymerl.backends.spans import SpanLog
 from rhymerl.history import HistoryStore
 from rhymerl.history.packing import PackedPrompt
 from rhymerl.types import RolloutRequest, Split
 
-_SPANS = 1_000
 _LOCATION = tuple[int, int, int]  # of an answer: epoch, sample, policy version
 
 
@@ -24,17 +24,20 @@ class Member:
 
     number: int
     connection: Connection
+    is_late: bool = False  # nobody waits for it: it takes the place of one that was lost, or comes when there is room
+    is_here: bool = False  # it has answered once
     since: float = field(default_factory=time.monotonic)  # it was started
     asked: Future[Events] | None = None
     asked_at: float = 0.0
     version: int | None = None  # of the policy with which it samples; None until it is up
     busy_s: float = 0.0
-    busy: list[tuple[float, float, int]] = field(
-        default_factory=list
-    )  # from .. to (Unix time), step; of the latest ones
+    spans: SpanLog = field(init=False)
     history_bytes: int = 0
     measured: deque[Mapping[str, float]] = field(default_factory=deque)
     remembered: dict[tuple[Split, str], set[_LOCATION]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.spans = SpanLog(self.number)
 
     @property
     def is_up(self) -> bool:
@@ -48,9 +51,11 @@ class Member:
 
     def note(self, events: Events) -> None:
         """Note what is about the worker alone."""
+        self.is_here = True
         self.version = events.version
-        self.busy_s += sum(end - start for start, end, _ in events.busy)
-        self.busy = [*self.busy, *events.busy][-_SPANS:]
+        self.busy_s += sum(span.seconds for span in events.spans if span.activity == "decode")
+        for span in events.spans:
+            self.spans.add(span)
         self.history_bytes = events.history_bytes
         self.measured += events.measured
         for name in events.forgotten:

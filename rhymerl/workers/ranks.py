@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from rhymerl.backends.base import RolloutBackend
+from rhymerl.backends.spans import EVALUATION, WorkerSpan
 from rhymerl.distributed import Channel, Ranks
 from rhymerl.history import HistoryStore
 from rhymerl.schedulers.base import Scheduler
@@ -42,7 +43,7 @@ class RankWorkers(Workers):
         run_ahead: RunAhead = "off",
         lockstep: bool = False,
     ) -> None:
-        self._worker = Worker(backend)
+        self._worker = Worker(backend, number=ranks.rank)
         self._scheduler = scheduler
         self._ranks = ranks
         self._run_ahead = run_ahead
@@ -94,7 +95,8 @@ class RankWorkers(Workers):
         if self._run_ahead == "draft":
             queue = [with_draft(request, outputs.get(request.id)) for request in queue]
         outputs = outputs if self._run_ahead == "keep" else {}
-        self._worker.begin_step(queue, requests=work.requests, outputs=outputs, limits=self._limits)
+        step = work.number if work.number is not None else EVALUATION
+        self._worker.begin_step(queue, requests=work.requests, outputs=outputs, limits=self._limits, step=step)
 
     def _coordinator(self, work: StepRequests, plan: SharedPlan) -> Coordinator:
         return Coordinator(
@@ -163,6 +165,9 @@ class RankWorkers(Workers):
 
     def metrics(self) -> Mapping[str, float]:
         return self._worker.metrics()
+
+    def spans(self) -> list[WorkerSpan]:
+        return self._worker.spans.take()
 
 
 def with_draft(request: RolloutRequest, output: Output | None) -> RolloutRequest:

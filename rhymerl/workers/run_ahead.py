@@ -70,11 +70,13 @@ def _packed(output: Output) -> dict[str, Any]:
         "policy_versions": torch.tensor(output.policy_versions),
         "finish_reason": output.finish_reason,
         "counts": [output.num_passes, output.num_drafted, output.num_accepted],
+        "sources": torch.tensor(output.sources) if output.sources is not None else None,
     }
 
 
 def _unpacked(state: Mapping[str, Any]) -> Output:
     num_passes, num_drafted, num_accepted = state["counts"]
+    sources = state.get("sources")  # earlier versions wrote none
     return Output(
         token_ids=state["token_ids"].numpy(),
         logprobs=state["logprobs"].numpy(),
@@ -83,4 +85,5 @@ def _unpacked(state: Mapping[str, Any]) -> Output:
         num_passes=num_passes,
         num_drafted=num_drafted,
         num_accepted=num_accepted,
+        sources=sources.numpy() if sources is not None else None,
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rhymerl.backends.base import RolloutBackend
+from rhymerl.backends.spans import EVALUATION, SpanLog
 from rhymerl.distributed import Message
 from rhymerl.errors import BackendError
 from rhymerl.history import HistoryStore
@@ -45,7 +46,8 @@ class Worker:
     `pause`), and takes new weights and what its drafter is to learn. This one drives a backend in its own process.
     """
 
-    def __init__(self, backend: RolloutBackend) -> None:
+    def __init__(self, backend: RolloutBackend, *, number: int = 0) -> None:
+        self.spans = SpanLog(number)
         self.counts_passes = backend.counts_passes
         self.name = type(backend).__name__
         self._backend = backend
@@ -58,12 +60,14 @@ class Worker:
         requests: Sequence[RolloutRequest],
         outputs: Mapping[str, Output],
         limits: DecodeLimits,
+        step: int = EVALUATION,
     ) -> None:
         """Begin a step with its share of the step's `requests`.
 
         `outputs` are what there is of these answers already, by request id.
         """
         self.busy_s = 0.0
+        self._step = step
         self._requests = requests
         self._index = {request.id: index for index, request in enumerate(requests)}
         self._limits = limits
@@ -81,7 +85,9 @@ class Worker:
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Sample with these weights from now on."""
+        started = time.perf_counter()
         self._backend.sync_weights(named_tensors, policy_version)
+        self.spans.note("weights", policy_version, seconds=time.perf_counter() - started)
 
     def learn(self, samples: Sequence[Sample]) -> None:
         """Let the drafter learn from the scored answers of a step, in canonical order."""
@@ -117,10 +123,11 @@ class Worker:
         return completed
 
     def _collect(self) -> None:
-        started = time.perf_counter()
+        started, is_ahead = time.perf_counter(), not self._unfinished
         found = self._backend.collect(self._limits.timeout_s, max_passes=self._limits.max_passes)
         seconds = time.perf_counter() - started
         self.busy_s += seconds
+        self.spans.note("decode", self._step + is_ahead, seconds=seconds)
         if not found and not self._may_find_nothing(seconds):
             lost = len(self._unfinished) + len(self._prefetching)
             raise BackendError(f"{self.name} lost {lost} requests")

@@ -84,7 +84,10 @@ def test_print_config(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "error: expected a command: fit, resume, evaluate, rollout, replay, simulate, bench, warmstart, export"),
+        (
+            [],
+            "error: expected a command: fit, resume, evaluate, rollout, replay, simulate, bench, report, warmstart, export",
+        ),
         (["fit"], "error: rhymerl fit needs --config: a .yaml file, or one of base"),
         (["fit", "--config", "qickstart"], "did you mean quickstart?"),
         (["evaluate", "--config", "nothing.yaml"], "error: --config nothing.yaml: expected the path of a .yaml file"),

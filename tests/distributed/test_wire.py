@@ -96,6 +96,7 @@ def test_a_share_of_a_step_comes_back_as_it_was():
             num_passes=2,
             num_drafted=3,
             num_accepted=1,
+            sources=np.full(index, -2, np.int8) if index % 2 else None,
         )
         return ScoredOutput(index=index, output=output, text=f"\ud800 {index}", rewards={"a": index / 3, "b": math.nan})
 
@@ -113,6 +114,8 @@ def test_a_share_of_a_step_comes_back_as_it_was():
     for one, other in zip(found.scored, share.scored, strict=True):
         assert (one.index, one.text, list(one.rewards)) == (other.index, other.text, ["a", "b"])
         assert (one.rewards["a"], one.output.finish_reason) == (other.rewards["a"], "stop")
+        assert (one.output.sources is None) == (one.index % 2 == 0)
+        assert one.output.sources is None or same(one.output.sources, other.output.sources)
         for name in ("token_ids", "logprobs", "policy_versions"):
             assert same(getattr(one.output, name), getattr(other.output, name))
             assert getattr(one.output, name).flags.writeable

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from rhymerl.budgets import Budget, FixedBudget, PassOutcome
 from rhymerl.drafters import Drafter
 from rhymerl.engine.engine import Engine
 from rhymerl.testing import OracleDrafter, RandomTreeDrafter, ScriptedBackend, make_requests, tiny_policy
-from rhymerl.types import Completion, Draft, DraftBatch, RolloutRequest
+from rhymerl.types import NOT_DRAFTED, Completion, Draft, DraftBatch, DraftSource, RolloutRequest
 from tests.engine.test_drafts import paths
 from tests.engine.test_lossless import answers, assert_same
 
@@ -81,6 +82,45 @@ def test_a_request_starts_and_finishes_once_though_it_is_preempted_and_weights_c
     for name, completion in done.items():
         assert drafter.heard[name] == completion.token_ids.tolist()
         assert drafter.num_accepted[name] == completion.num_accepted
+
+
+class Sourced(RandomTreeDrafter):
+    """Names a source for each node that follows from its token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expected: dict[str, list[int]] = {}
+
+    def propose_batch(self, requests, contexts, budgets):
+        drafts = super().propose_batch(requests, contexts, budgets)
+        return replace(drafts, sources=(drafts.token_ids % 7).astype(np.int8))
+
+    def accept(self, request, token_ids, num_accepted):
+        drafted, others = token_ids[:num_accepted] % 7, [NOT_DRAFTED] * (len(token_ids) - num_accepted)
+        self.expected.setdefault(request.id, []).extend([*drafted.tolist(), *others])
+
+
+def test_each_token_knows_which_draft_it_was_accepted_from():
+    drafter = Sourced()
+    engine = Engine(tiny_policy().model, drafter=drafter, max_running=16, kv_tokens=70)
+    engine.submit(make_requests(8, group_size=2))
+    done = {completion.request.id: completion for _ in range(3) for completion in step(engine)}
+    moved = engine.withdraw()
+    engine.submit([completion.resume() for completion in moved])
+    done |= drain(engine)
+    assert engine.totals.preemptions > 0
+    assert engine.totals.accepted_nodes > 0
+    assert {name: completion.output.sources.tolist() for name, completion in done.items()} == drafter.expected
+
+
+def test_a_beginning_of_which_nobody_told_the_sources_is_unknown():
+    engine = Engine(tiny_policy().model, max_running=2, kv_tokens=4096)
+    engine.submit(make_requests(1, max_tokens=6, stop_token_ids=()))
+    step(engine)
+    (begun,) = engine.withdraw()
+    engine.submit([replace(begun.request, output=replace(begun.output, sources=None))])
+    (done,) = drain(engine).values()
+    assert done.output.sources.tolist() == [DraftSource.UNKNOWN] + [NOT_DRAFTED] * 5
 
 
 def test_what_is_withdrawn_finishes_if_it_had_started():

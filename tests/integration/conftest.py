@@ -92,6 +92,8 @@ def assert_same(one: Any, two: Any, location: str = "") -> None:
     if isinstance(one, dict):
         assert list(one) == list(two), location
         for name in one:
+            if name == "RecordSteps":  # how many bytes its file has, which depends on the times in it
+                continue
             assert_same(one[name], two[name], f"{location}.{name}")
     elif isinstance(one, list | tuple):
         assert len(one) == len(two), location

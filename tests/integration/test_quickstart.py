@@ -121,7 +121,8 @@ def test_metrics_on_tensorboard(whole):
 
 def test_what_a_run_leaves(whole):
     files = {path.name for path in whole.iterdir()}
-    assert files == {"config.yaml", "summary.json", "samples.jsonl", "history.rhyme", "checkpoints", "tensorboard"}
+    texts = {"config.yaml", "summary.json", "samples.jsonl", "steps.jsonl.gz", "report.html"}
+    assert files == texts | {"history.rhyme", "checkpoints", "tensorboard"}
     assert {path.name for path in (whole / "checkpoints").iterdir()} == {"step=5.ckpt", "step=6.ckpt", "last.ckpt"}
     again = compose(whole / "config.yaml", [])
     assert again.data.prompts_per_step == 4

@@ -15,6 +15,7 @@ import pytest
 from rhymerl.algos import GRPO
 from tests.integration.conftest import assert_same, checkpoint, rows
 from tests.integration.ranked import run_ranks, said, start_ranks
+from tests.report.directories import data_of
 
 RANKS = ["trainer.devices=2", "trainer.strategy=ddp", "trainer.accelerator=cpu"]
 
@@ -58,6 +59,10 @@ def test_the_launcher_starts_the_ranks_and_one_of_them_speaks(settings, tmp_path
     assert done.stderr.count("Evaluating on 4 held-out prompts") == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
     assert len({row["step"] for row in rows(tmp_path / "run" / "samples.jsonl")}) == 1
+    (timeline,) = data_of((tmp_path / "run" / "report.html").read_text())["timelines"]
+    assert timeline["rows"] == ["rank 0", "rank 1"]
+    kinds = {(bar["row"], bar["kind"]) for bar in timeline["bars"]}
+    assert {(row, kind) for row in (0, 1) for kind in ("rollout", "update", "weights")} <= kinds
 
 
 @pytest.mark.timeout(240)
@@ -139,7 +144,7 @@ class ToldToEnd(GRPO):
             "max_staleness=0: run_ahead=keep trains on tokens of the policy before",
         ),
         (["run_ahead=always"], "run_ahead='always': expected one of off, draft, keep"),
-        (["max_staleness=3"], "max_staleness=3: expected 0 or 1"),
+        (["max_staleness=-1"], "max_staleness=-1: expected at least 0"),
         (["trainer.strategy=fsdp"], "FSDP"),
         (["trainer.strategy=ddp_spawn", "trainer.devices=2"], "expected ddp, whose ranks are started as scripts"),
     ],

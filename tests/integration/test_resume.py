@@ -45,6 +45,7 @@ def state(run_dir: Path) -> dict[str, Any]:
     saved = checkpoint(run_dir)
     summary = saved["callbacks"]["Summary"]
     del summary["seconds"], summary["speculation"], summary["speedup"]
+    saved["callbacks"].pop("RecordSteps", None)  # the length of a file that tells the time
     del saved["callbacks"]["_RunConfig"], saved["loops"], saved["hyper_parameters"], saved["rhymerl"]["logged"]
     del saved["epoch"]  # follows the moment of saving, before or after the end of the epoch; nothing reads it
     return saved

@@ -70,7 +70,10 @@ def test_the_last_line_names_what_is_there(settings: list[str], tmp_path: Path, 
     words = [*settings, "trainer.max_steps=2", "drafter=none", "trainer.limit_val_batches=0"]
     one, two = tmp_path / "one", tmp_path / "two"
     last = rhymerl(*words, f"run_dir={one}", "trainer.logger=false").out.splitlines()[-1]
-    assert last == f"Everything is in {one}: summary.json, config.yaml, samples.jsonl, history.rhyme, checkpoints/"
+    assert (
+        last
+        == f"Everything is in {one}: report.html, summary.json, config.yaml, samples.jsonl, history.rhyme, checkpoints/"
+    )
     last = rhymerl(*words, f"run_dir={two}", "record_rollouts=true").out.splitlines()[-1]
     assert "samples.jsonl, rollouts.jsonl.gz, history.rhyme, checkpoints/" in last
     assert last.endswith(f"; curves: tensorboard --logdir {two}")

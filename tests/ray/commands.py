@@ -38,10 +38,19 @@ SETTINGS = [
 ]
 
 
-def start(run_dir: Path, *settings: str) -> subprocess.Popen[str]:
-    """`rhymerl fit` with these settings; it and its cluster share the environment variable RUN_OF_TEST."""
+def start(run_dir: Path, *settings: str, host: str | None = None) -> subprocess.Popen[str]:
+    """`rhymerl fit` with these settings, perhaps in a network namespace; it and its cluster share the environment variable RUN_OF_TEST."""
     return subprocess.Popen(
-        [sys.executable, "-m", "rhymerl", *SETTINGS, f"run_dir={run_dir}", *settings, "--json"],
+        [
+            *(["ip", "netns", "exec", host] if host else []),
+            sys.executable,
+            "-m",
+            "rhymerl",
+            *SETTINGS,
+            f"run_dir={run_dir}",
+            *settings,
+            "--json",
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -15,7 +15,8 @@ import pytest
 from tests.ray.commands import actors, answers, end, finish, furthest, one_process, processes, start, temporary, weights
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
-SLOW = ["trainer.max_steps=10", "rollout.max_tokens=96", "backend.hang_timeout_s=3"]
+SLOW = ["trainer.max_steps=10", "rollout.max_tokens=96", "backend.hang_timeout_s=3", "backend.start_timeout_s=30"]
+LASTING = ["backend.engine.emulate=benchmarks/emulated/h100_8b.json", "backend.engine.emulate_scale=20"]
 
 
 @pytest.fixture(scope="module")
@@ -44,17 +45,17 @@ def check(run_dir: Path, alone: Path, run_ahead: str) -> None:
 @pytest.mark.parametrize("run_ahead", ["'off'", "draft", "keep"])
 def test_actors_that_are_lost_cost_no_token(run_ahead, sign, alone, tmp_path):
     draw = random.Random(f"{run_ahead}/{sign}")
-    process = start(tmp_path / "run", *SLOW, f"run_ahead={run_ahead}", "workers=3")
-    kills = 0
-    while process.poll() is None and kills < 4:
+    process = start(tmp_path / "run", *SLOW, *LASTING, f"run_ahead={run_ahead}", "workers=3")
+    wanted, kills = 8 if sign == signal.SIGKILL else 4, 0
+    while process.poll() is None and kills < wanted:
         found = wait_for_actors(tmp_path / "run", process, 3)
         time.sleep(draw.uniform(0, 6))
         lost = draw.sample(found, min(draw.choice([1, 1, 2]), len(found)))
         end(lost, sign)
         kills += len(lost)
     finish(process, timeout_s=400)
-    assert kills >= 2
     check(tmp_path / "run", alone, run_ahead)
+    assert kills >= wanted, "it has ended too soon"
 
 
 @pytest.mark.parametrize("run_ahead", ["draft", "keep"])

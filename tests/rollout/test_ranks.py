@@ -378,3 +378,18 @@ def test_a_lost_request_is_an_error(lockstep):
 
     with pytest.raises(BackendError, match=r"Losing lost \d requests"):
         run_ranks(2, work)
+
+
+def test_every_rank_knows_when_each_worker_decoded_and_got_weights():
+    ranked = Ranked(pass_s=0.002, run_ahead="draft").run(3)
+    for step, rollout in enumerate(ranked[1]):
+        assert rollout.spans == ranked[0][step].spans
+        decoding = [span for span in rollout.spans if span.activity == "decode"]
+        assert {span.worker for span in decoding} == {0, 1, 2}
+        assert {span.number for span in decoding} <= {step, step + 1}
+        assert {(span.worker, span.number) for span in rollout.spans if span.activity == "weights"} == {
+            (worker, step) for worker in range(3)
+        }
+        assert sum(span.seconds for span in decoding) <= 3 * rollout.metrics["timing_s/rollout"]
+    decoding = [(step, span) for step, each in enumerate(ranked[0]) for span in each.spans if span.activity == "decode"]
+    assert any(span.number == step + 1 for step, span in decoding), "nobody ran ahead"

@@ -245,7 +245,7 @@ def test_a_plan_that_is_no_partition_is_refused_by_name():
             {"run_ahead": "keep", "max_staleness": 0},
             "max_staleness=0: run_ahead=keep trains on tokens of the policy before",
         ),
-        ({"max_staleness": 2}, "max_staleness=2: expected 0 or 1"),
+        ({"max_staleness": -1}, "max_staleness=-1: expected at least 0"),
         ({"run_ahead": "on"}, "run_ahead='on': expected one of off, draft, keep"),
         ({"pipeline": "both"}, "pipeline='both': expected one of colocated, disaggregated"),
     ],

@@ -27,10 +27,10 @@ NO_POLICY = SimpleNamespace(model=nn.Module(), named_weights=list)
 
 @contextmanager
 def fleet(
-    scheduler=FIFOScheduler, *, workers: int = 3, pass_s: float = 0.0, make=None, ranks=None, **settings
+    scheduler=FIFOScheduler, *, workers: int = 3, pass_s: float = 0.0, make=None, backend=None, ranks=None, **settings
 ) -> Iterator[tuple[RolloutLoop, ThreadBackend]]:
     """A loop over workers in threads, some slower than others."""
-    backend = ThreadBackend(make or (lambda number: TokenBackend(length, pass_s=pass_s * (1 + number))))
+    backend = backend or ThreadBackend(make or (lambda number: TokenBackend(length, pass_s=pass_s * (1 + number))))
     with backend:
         backend.start(NO_POLICY, NoDrafter())
         loop = RolloutLoop(
@@ -105,18 +105,31 @@ def test_a_step_is_sampled_while_the_one_before_is_trained():
         assert rollout.metrics["workers/idle_frac"] < 1
 
 
+def test_workers_go_on_during_every_update():
+    """Also where a step was answered as a whole while the one before was trained."""
+    with fleet(pass_s=0.001, run_ahead="keep", workers=2) as (loop, _):
+        run_step(loop, 0)
+        for step in range(1, 4):
+            time.sleep(0.6)  # of an update
+            started = time.perf_counter()
+            rollout = run_step(loop, step)
+            assert time.perf_counter() - started < 0.2
+            assert rollout.metrics["off_policy/staleness/mean"] > 0.9
+
+
 @pytest.mark.parametrize("run_ahead", ["off", "draft", "keep"])
 def test_lost_workers_cost_nothing_but_time(run_ahead):
     """Workers are killed at random instants, several at once too."""
     draw = random.Random(run_ahead)
-    with fleet(pass_s=0.001, run_ahead=run_ahead) as (loop, backend), killing(backend, draw, every_s=0.25) as kills:
-        steps = run(loop, range(8), update_s=0.1)
-    assert len(kills) > 2
+    with fleet(pass_s=0.001, run_ahead=run_ahead) as (loop, backend), killing(backend, draw, every_s=0.6) as kills:
+        steps: list[Rollout] = []
+        while len(steps) < 8 or len(kills) < 3:  # however fast this machine is
+            steps += run(loop, [len(steps)], update_s=0.1)
     assert steps[-1].metrics["workers/lost"] > 0
     if run_ahead == "keep":
         check_kept(steps)
     else:
-        assert [answers(one) for one in alone(8)] == [answers(step) for step in steps]
+        assert [answers(one) for one in alone(len(steps))] == [answers(step) for step in steps]
 
 
 @contextmanager
@@ -166,6 +179,49 @@ def test_a_worker_that_hangs_is_replaced():
         over.set()
         assert answers(rollout) == answers(alone(2)[1])
         assert rollout.metrics["workers/lost"] == 1
+
+
+class Late(ThreadBackend):
+    """The first worker is there at once; there is room for the others when `room` says so."""
+
+    goes_on_short = True
+
+    def __init__(self, make) -> None:
+        super().__init__(make)
+        self.room = threading.Event()
+
+    def least_workers(self, num_workers: int) -> int:
+        return 1
+
+    def connect(self, number: int, *, lockstep: bool):
+        connection = super().connect(number, lockstep=lockstep)
+        if number:
+            connection.poll = lambda wait_s: connection._pool.submit(self._when_there, connection, wait_s)
+        return connection
+
+    def _when_there(self, connection, wait_s: float):
+        self.room.wait(30)
+        return connection._told(lambda: connection._host.poll(wait_s))
+
+
+def test_workers_come_in_the_middle_of_a_step_and_are_taken_away():
+    backend = Late(lambda number: TokenBackend(length, pass_s=0.004))
+    backend.start_timeout_s = 0.3
+    with fleet(backend=backend, workers=4) as (loop, _):
+        found = [run_step(loop, 0)]
+        assert found[0].metrics["workers/up"] == 1
+        time.sleep(0.5)  # longer than one may take that somebody waits for
+        threading.Timer(0.1, backend.room.set).start()
+        found.append(run_step(loop, 1))
+        found.append(run_step(loop, 2))
+        assert found[-1].metrics["workers/up"] == 4
+        backend.room.clear()  # there is none for others in the place of these
+        threading.Timer(0.05, lambda: [each.kill() for each in backend.connections[1:]]).start()
+        found += run(loop, range(3, 6))
+        assert found[-1].metrics["workers/up"] == 1
+        assert found[-1].metrics["workers/lost"] == 3
+        backend.room.set()
+    assert [answers(one) for one in alone(6)] == [answers(step) for step in found]
 
 
 def test_an_error_in_an_engine_ends_the_run_with_its_words():
@@ -258,3 +314,15 @@ def test_workers_are_refused_where_ranks_are_the_workers():
         ValueError, match=r"^workers=3: with TokenBackend every rank is a worker; expected null, 1, or backend=ray"
     ):
         RolloutLoop(TokenBackend(length), FIFOScheduler(), scorer=RewardScorer([REWARD]), decode=str, num_workers=3)
+
+
+def test_spans_tell_what_workers_did_also_during_the_update():
+    with fleet(pass_s=0.002, run_ahead="draft") as (loop, _):
+        steps = run(loop, range(4), update_s=0.05)
+    decoding = [span for each in steps for span in each.spans if span.activity == "decode"]
+    assert {span.worker for span in decoding} == {0, 1, 2}
+    assert {span.number for span in decoding} >= {0, 1, 2, 3}
+    assert {span.number for each in steps for span in each.spans if span.activity == "weights"} >= {0, 1, 2}
+    ahead = [span for step, each in enumerate(steps[:-1]) for span in each.spans if span.number == step + 1]
+    assert ahead, "nobody went on during the update"
+    assert len({(span.worker, span.start_s) for span in decoding}) == len(decoding), "none is told twice"

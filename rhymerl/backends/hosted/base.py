@@ -41,6 +41,16 @@ class HostedBackend(Backend):
     hang_timeout_s: float = 30.0  # without an answer it counts as lost
     remembers = True  # whether its drafter wants past answers
     learns = False  # whether its drafter wants scored answers
+    starts_together = False  # whether the first weights wait for all workers; later ones never do
+    goes_on_short = False  # whether a run goes on without a late worker that does not come up
+
+    def num_workers(self, num_ranks: int) -> int:
+        """Return how many there are where nothing else is wanted; called on rank 0 only."""
+        return num_ranks
+
+    def least_workers(self, num_workers: int) -> int:
+        """Return with how many of them a run begins; the others are late."""
+        return num_workers
 
     def reserve(self, num_workers: int) -> None:
         """Raise ConfigError where there can never be so many workers; called once before the first `connect`."""

@@ -22,6 +22,7 @@ from rhymerl.backends.hosted.messages import (
     nothing,
     tail_of,
 )
+from rhymerl.backends.spans import SpanLog
 from rhymerl.errors import BackendError
 from rhymerl.history import HistoryStore
 from rhymerl.types import Completion, Output, Prompt, RolloutRequest
@@ -65,6 +66,7 @@ class WorkerHost:
         self._tasks: dict[str, _Task] = {}
         self._inbox: deque[Message] = deque()
         self._events = Events()
+        self._spans = SpanLog(gap_s=_GAP_S)
         self._changed = threading.Condition()
         self._told_at = 0.0
         self._is_closed = False
@@ -91,6 +93,7 @@ class WorkerHost:
 
     def _taken(self) -> Events:
         events, self._events = self._events, Events(version=self.version, history_bytes=self._history.bytes)
+        events.spans = self._spans.take()
         return events
 
     # -- the engine's thread -----------------------------------------------------------------------------------------
@@ -171,12 +174,14 @@ class WorkerHost:
             if task.output is not None and len(task.output):
                 task.request = replace(task.request, prefetched=task.output.token_ids, output=None)
             task.output, task.told = None, 0
-        is_first = self._backend is None
+        is_first, started = self._backend is None, time.perf_counter()
         self._backend = self._load(message.source, message.version)
         if is_first:
             self._backend.follow(self._history)
         self.version = message.version
         self._events.version = message.version
+        with self._changed:
+            self._spans.note("weights", message.version, seconds=time.perf_counter() - started)
 
     def _has_drafts(self, task: _Task) -> bool:
         return self.version is not None and task.is_draft(self.version)
@@ -238,21 +243,14 @@ class WorkerHost:
     def _decode(self, timeout_s: float | None = None, max_passes: int | None = None) -> None:
         if not self._is_busy:
             return
-        started, rank = time.time(), min(task.rank for task in self._tasks.values() if task.is_running)
+        started, rank = time.perf_counter(), min(task.rank for task in self._tasks.values() if task.is_running)
         found = self._engine.collect(timeout_s, max_passes=max_passes)
         for completion in found:
             self._take(completion)
         with self._changed:
-            self._note_busy(started, time.time(), rank)
+            self._spans.note("decode", rank, seconds=time.perf_counter() - started)
             if self._events.is_urgent:
                 self._changed.notify_all()
-
-    def _note_busy(self, start: float, end: float, rank: int) -> None:
-        """Note passes, as one span with those right before them."""
-        busy = self._events.busy
-        if busy and busy[-1][2] == rank and start - busy[-1][1] < _GAP_S:
-            start = busy.pop()[0]
-        busy.append((start, end, rank))
 
     def _take(self, completion: Completion) -> None:
         """Keep what there is of a request that has left the engine; an answer is told and forgotten."""

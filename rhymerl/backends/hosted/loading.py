@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.hosted.messages import WeightSource
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.errors import BackendError
-
-if TYPE_CHECKING:
-    from rhymerl.models.policy import Policy
+from rhymerl.models.policy import Policy, write_files
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,6 +38,16 @@ class EngineLoader:
             self.engine.start(policy, self.drafter, budget=self.budget, autocast=self.autocast)
         self.engine.sync_weights(policy.named_weights(), version)
         return self.engine
+
+
+def policy_of(files: Mapping[str, str], *, dtype: torch.dtype, attention: str, device: torch.device | str) -> Policy:
+    """Return a policy of this architecture; its weights come later."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_files(files, folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    return Policy(model=model.to(device), tokenizer=tokenizer)
 
 
 def copy_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

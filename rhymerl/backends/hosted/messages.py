@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rhymerl.backends.spans import WorkerSpan
 from rhymerl.history.packing import PackedPrompt
 from rhymerl.types import Output, RolloutRequest, Sample, Split
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     from torch import Tensor
+
+    Sources = npt.NDArray[np.int8]
 
 
 class WeightSource(ABC):
@@ -93,6 +97,7 @@ class Tail:
             token_ids=np.concatenate([known.token_ids[: self.start], self.output.token_ids]),
             logprobs=np.concatenate([known.logprobs[: self.start], self.output.logprobs]),
             policy_versions=np.concatenate([known.policy_versions[: self.start], self.output.policy_versions]),
+            sources=_joined(known.sources, self.start, self.output.sources),
         )
 
 
@@ -111,8 +116,13 @@ def tail_of(name: str, output: Output, start: int) -> Tail:
             token_ids=output.token_ids[start:],
             logprobs=output.logprobs[start:],
             policy_versions=output.policy_versions[start:],
+            sources=output.sources[start:] if output.sources is not None else None,
         ),
     )
+
+
+def _joined(known: Sources | None, start: int, new: Sources | None) -> Sources | None:
+    return np.concatenate([known[:start], new]) if known is not None and new is not None else None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,7 +135,7 @@ class Events:
     forgotten: list[tuple[Split, str]] = field(default_factory=list)  # prompts whose history did not fit
     measured: list[Mapping[str, float]] = field(default_factory=list)  # an answer to each `Measure`
     version: int | None = None  # of the policy with which it samples; None before the first
-    busy: list[tuple[float, float, int]] = field(default_factory=list)  # passes from .. to (Unix time), of this rank
+    spans: list[WorkerSpan] = field(default_factory=list)  # what it did; by numbers, it is worker 0
     history_bytes: int = 0
     error: Exception | None = None  # its end
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +24,7 @@ from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.backends.hosted.base import Connection, HostedBackend
 from rhymerl.backends.hosted.host import WorkerHost
-from rhymerl.backends.hosted.loading import EngineLoader
+from rhymerl.backends.hosted.loading import EngineLoader, policy_of
 from rhymerl.backends.hosted.messages import Events, Message, WeightSource
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
@@ -30,10 +32,11 @@ from rhymerl.drafters.none import NoDrafter
 from rhymerl.drafters.run_ahead import innermost, listens
 from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.history import HistoryStore
-from rhymerl.models.policy import Policy, of_architecture
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from rhymerl.models.policy import Policy
 
 _CONNECT_S = 5.0
 _BUCKET_BYTES = 2**28
@@ -91,18 +94,19 @@ class HostRecipe:
 
     def host(self) -> WorkerHost:
         load = EngineLoader(
-            make_policy=self._policy,
+            make_policy=partial(
+                policy_of,
+                self.files,
+                dtype=self.dtype,
+                attention=self.attention,
+                device="cuda" if torch.cuda.is_available() else "cpu",
+            ),
             engine=self.engine,
             drafter=self.drafter,
             budget=self.budget,
             autocast=self.autocast,
         )
         return WorkerHost(load, history=HistoryStore(**self.history))
-
-    def _policy(self) -> Policy:
-        policy = of_architecture(self.files, dtype=self.dtype, attention=self.attention)
-        policy.model.to("cuda" if torch.cuda.is_available() else "cpu")
-        return policy
 
 
 class RayWorker:
@@ -173,9 +177,12 @@ class RayBackend(HostedBackend):
     """Workers as Ray actors, with engines of their own: `engine` is `embedded`, `sglang`, or such a backend's settings.
 
     `address` is the cluster to join; null joins the one that this machine belongs to, or starts one here. Each worker takes
-    `cpus_per_worker` and `gpus_per_worker` of it, and remembers at most `history_tokens` of past answers (null: no limit). It
+    `cpus_per_worker` and `gpus_per_worker` of it; a run begins where there is room for `min_workers` (null: all of them), and the others
+    come when there is room for them too. A worker remembers at most `history_tokens` of past answers (null: no limit). It
     has to be up after `start_timeout_s`, and counts as lost without an answer for `hang_timeout_s`.
     """
+
+    goes_on_short = True  # Ray finds another place for an actor when there is one
 
     def __init__(
         self,
@@ -184,16 +191,19 @@ class RayBackend(HostedBackend):
         address: str | None = None,
         cpus_per_worker: int = 1,
         gpus_per_worker: int = 0,
+        min_workers: int | None = None,
         history_tokens: int | None = 50_000_000,
         start_timeout_s: float = 180.0,
         hang_timeout_s: float = 60.0,
     ) -> None:
+        require_at_least({"min_workers": (1 if min_workers is None else min_workers, 1)})
         require_at_least({"cpus_per_worker": (cpus_per_worker, 1), "gpus_per_worker": (gpus_per_worker, 0)})
         require_at_least({"start_timeout_s": (start_timeout_s, 1), "hang_timeout_s": (hang_timeout_s, 1)})
         self.engine = _engine(engine) if isinstance(engine, str) else engine
         self.address = address
         self.cpus_per_worker = cpus_per_worker
         self.gpus_per_worker = gpus_per_worker
+        self.min_workers = min_workers
         self.history_tokens = history_tokens
         self.start_timeout_s = start_timeout_s
         self.hang_timeout_s = hang_timeout_s
@@ -208,6 +218,10 @@ class RayBackend(HostedBackend):
     def check(self, longest_tokens: int) -> None:
         if importlib.util.find_spec("ray") is None:
             raise ConfigError("backend=ray: needs Ray: pip install 'rhymerl[ray]'")
+        if self.engine.apart() is not self.engine:
+            raise ConfigError(
+                "backend.engine.url: servers that run already are workers without Ray; expected backend=sglang with backend.url"
+            )
         self.engine.check(longest_tokens)
 
     def check_drafting(self, drafter: Drafter, budget: Budget | None) -> None:
@@ -248,17 +262,21 @@ class RayBackend(HostedBackend):
         self._connections.append(connection)
         return connection
 
+    def least_workers(self, num_workers: int) -> int:
+        return num_workers if self.min_workers is None else min(self.min_workers, num_workers)
+
     def reserve(self, num_workers: int) -> None:
         """Raise ConfigError where the cluster is too small for so many workers: they would wait for ever."""
         import ray
 
         self._join(num_workers)
-        wanted = {"CPU": num_workers * self.cpus_per_worker, "GPU": num_workers * self.gpus_per_worker}
+        least = self.least_workers(num_workers)
+        wanted = {"CPU": least * self.cpus_per_worker, "GPU": least * self.gpus_per_worker}
         found = ray.cluster_resources()
         for name, amount in wanted.items():
             if amount > found.get(name, 0):
                 raise ConfigError(
-                    f"workers={num_workers}: they need {amount} {name}, and the cluster has {found.get(name, 0):g}; expected fewer "
+                    f"{'workers' if least == num_workers else 'backend.min_workers'}={least}: they need {amount} {name}, and the cluster has {found.get(name, 0):g}; expected fewer "
                     f"workers, or a smaller backend.{name.lower()}s_per_worker"
                 )
 
@@ -272,13 +290,15 @@ class RayBackend(HostedBackend):
             os.environ.setdefault(name, value)
         settings = {"log_to_driver": False, "configure_logging": False}
         address = self.address or os.environ.get("RAY_ADDRESS")
+        if address is not None and not _listens(address):
+            raise _no_cluster(address)
+        address = address or _started_here()
         if address is not None:
-            _refuse_silent(address)
-        try:
-            ray.init(address=address or "auto", **settings)
-        except ConnectionError as error:
-            if address is not None:
+            try:
+                ray.init(address=address, **settings)
+            except ConnectionError as error:
                 raise _no_cluster(address) from error
+        else:
             cpus = max(os.cpu_count() or 1, num_workers * self.cpus_per_worker)
             self._folder = tempfile.mkdtemp(prefix="ray-")
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, _temp_dir=self._folder, **settings)
@@ -311,15 +331,28 @@ class RayBackend(HostedBackend):
         self._joined_ray, self._folder = False, None
 
 
-def _refuse_silent(address: str) -> None:
-    """Raise ConfigError where nobody listens: Ray would try for minutes."""
+def _started_here() -> str | None:
+    """Return the address of the cluster that `ray start` has made this machine a part of, None where there is none.
+
+    Ray's own `auto` would take any cluster that runs here too, such as another run's, which ends with it.
+    """
+    file = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "ray", "ray_current_cluster")
+    if not file.is_file():
+        return None
+    address = file.read_text().strip()
+    return address if _listens(address) else None
+
+
+def _listens(address: str) -> bool:
+    """Return whether somebody listens there: Ray itself would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():  # `auto`, or a name that Ray knows
-        return
+        return True
     try:
         socket.create_connection((host, int(port)), _CONNECT_S).close()
-    except OSError as error:
-        raise _no_cluster(address) from error
+    except OSError:
+        return False
+    return True
 
 
 def _no_cluster(address: str) -> ConfigError:

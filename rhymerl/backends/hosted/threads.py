@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.hosted.base import Connection, HostedBackend
 from rhymerl.backends.hosted.host import Load, WorkerHost
-from rhymerl.backends.hosted.loading import EngineLoader
+from rhymerl.backends.hosted.loading import EngineLoader, policy_of
 from rhymerl.backends.hosted.messages import Events, Message, WeightSource
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
@@ -21,7 +21,6 @@ from rhymerl.drafters.none import NoDrafter
 from rhymerl.drafters.run_ahead import innermost, listens
 from rhymerl.history import HistoryStore
 from rhymerl.models.lora import is_adapted
-from rhymerl.models.policy import of_architecture
 from rhymerl.models.sharding import is_sharded
 
 if TYPE_CHECKING:
@@ -43,7 +42,9 @@ class CopiedWeights(WeightSource):
 
 
 class ThreadConnection(Connection):
-    """A host in this process."""
+    """A host in this process. Errors of the kinds `lost` mean that its engine is gone."""
+
+    lost: tuple[type[Exception], ...] = ()
 
     def __init__(self, host: WorkerHost, *, lockstep: bool) -> None:
         self._host = host
@@ -57,15 +58,25 @@ class ThreadConnection(Connection):
         self._host.post(message)
 
     def poll(self, wait_s: float) -> Future[Events]:
-        return self._pool.submit(self._told, lambda: self._host.poll(wait_s))
+        return self._asked(lambda: self._host.poll(wait_s))
 
     def step(self, max_passes: int) -> Future[Events]:
-        return self._pool.submit(self._told, lambda: self._host.step(max_passes))
+        return self._asked(lambda: self._host.step(max_passes))
+
+    def _asked(self, ask: Callable[[], Events]) -> Future[Events]:
+        try:
+            return self._pool.submit(self._told, ask)
+        except RuntimeError:  # the pool is closed
+            gone: Future[Events] = Future()
+            gone.set_exception(ConnectionError("it was killed"))
+            return gone
 
     def _told(self, ask: Callable[[], Events]) -> Events:
         events = ask()
         if self._is_killed:
             raise ConnectionError("it was killed")
+        if isinstance(events.error, self.lost):
+            raise ConnectionError(str(events.error))
         return events
 
     def kill(self) -> None:
@@ -132,4 +143,6 @@ def _whole(policy: Policy) -> Policy:
     model = policy.model
     if not is_sharded(model) and not is_adapted(model):
         return policy
-    return of_architecture(policy.files(), dtype=model.dtype, attention=model.config._attn_implementation)
+    return policy_of(
+        policy.files(), dtype=model.dtype, attention=model.config._attn_implementation, device=model.device
+    )

@@ -1,4 +1,4 @@
-"""The engines of one rank of the trainer: the one that it started, or those that run at its addresses already."""
+"""The engines behind one backend: the one that it started, or those that run at its addresses already."""
 
 from __future__ import annotations
 
@@ -25,22 +25,17 @@ class Fleet:
         self.timeout_s = timeout_s
 
     @classmethod
-    def at(cls, addresses: Sequence[Client], *, rank: int = 0, num_ranks: int = 1, timeout_s: float = 600.0) -> Fleet:
-        """The engines at the addresses, a router's in its place; of them every `num_ranks`-th, from `rank` on.
+    def at(cls, addresses: Sequence[Client], *, timeout_s: float = 600.0) -> Fleet:
+        """The engines at the addresses, a router's in its place.
 
         Requests go to a router's engines and not through it: new weights have to reach each of them anyway, and routers drop what they
-        do not know of a request. Raises ConfigError when there are fewer than ranks, BackendError when an address does not answer.
+        do not know of a request. Raises ConfigError for one that is named twice, BackendError when an address does not answer.
         """
         engines = [engine for address in addresses for engine in _behind(address)]
-        if len(engines) < num_ranks:
-            raise ConfigError(
-                f"backend.url={[each.url for each in addresses]}: expected at least {num_ranks} SGLang servers, one for each rank "
-                f"of the trainer; found {len(engines)}"
-            )
         urls = [engine.url for engine in engines]
         for twice in {url for url in urls if urls.count(url) > 1}:
             raise ConfigError(f"backend.url: expected each SGLang server once; {twice} is there more often")
-        fleet = cls(engines[rank::num_ranks], timeout_s=timeout_s)
+        fleet = cls(engines, timeout_s=timeout_s)
         try:
             fleet.each(lambda _, engine: engine.get("/health", timeout_s=_HEALTH_S))
         except BackendError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ _PROMPT, _ANSWER = 8, 8  # tokens
 # Nats of difference for each of the largest logit, by which rounding grows; another model is several nats off.
 _SHARE = {"float32": 3e-4, "bfloat16": 2**-6}
 _LEAST_LOGIT = 32.0
+_policy_free = threading.Lock()  # engines may be proven side by side
 
 
 def prove(client: Client, policy: Policy, dtype: str) -> None:
@@ -66,7 +68,7 @@ def _sampled(client: Client, seed: int) -> list[int]:
 def _logprobs(policy: Policy, prompt: list[int], answer: list[int]) -> tuple[FloatArray, float]:
     """Return the log-prob of each token of the answer, [tokens], at temperature 1; and the largest logit."""
     tokens = torch.tensor([[*prompt, *answer]], device=policy.model.device)
-    with evaluating(policy.model), torch.no_grad():
+    with _policy_free, evaluating(policy.model), torch.no_grad():
         logits = policy.model(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1]
     chosen = torch.log_softmax(logits.double(), -1).gather(-1, tokens[0, len(prompt) :, None])
     return chosen[:, 0].cpu().numpy(), float(logits.abs().max())

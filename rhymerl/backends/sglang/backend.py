@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from typing import TYPE_CHECKING, Any, Literal
 
-from rhymerl.backends.base import RolloutBackend
+from rhymerl.backends.base import Backend
+from rhymerl.backends.hosted.servers import ServedBackend, ServersBackend
 from rhymerl.backends.remote.client import Client
+from rhymerl.backends.remote.fleet import Fleet
 from rhymerl.backends.remote.node import NodePosition
 from rhymerl.backends.sglang.arguments import check, check_for_ranks
 from rhymerl.backends.sglang.nodes import LARGEST, AllowedNodes, allowed_nodes, best_n
@@ -33,7 +36,7 @@ _USUAL_NODES = 7  # without a cost curve
 _START_S = 600.0
 
 
-class SGLangBackend(RolloutBackend):
+class SGLangBackend(ServedBackend):
     """Answers come from an SGLang server that is started with the run and ends with it, or from those that run at `url` already.
 
     `nodes` draft nodes of every request are verified in every pass, a number that holds for the engine's life. null takes that of
@@ -43,7 +46,7 @@ class SGLangBackend(RolloutBackend):
     same device), `disk` (a file in `folder`, by default in shared memory where there is room), `distributed` (a process group with
     the engine's ranks), `auto`. An engine that dies is an error, unless it may be started again `restarts` times, and so is one
     that has been silent for `silence_timeout_s` and fails a health check. `release_memory` frees its memory while training. `url`
-    is one or several, of servers or of routers, whose servers are then asked themselves; ranks share them out.
+    is one or several, of servers or of routers, whose servers are then asked themselves; each is a worker.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class SGLangBackend(RolloutBackend):
             self._refuse_what_starts_a_server()
         self._addresses = _addresses(url)
         self._cost = CostCurve.read(costs) if costs is not None else None
+        self._node: NodePosition | None = None  # of a worker apart from ranks
         self._session: Session | None = None
         self._longest_tokens: int | None = None
         self._update: UpdateShape | None = None
@@ -127,6 +131,19 @@ class SGLangBackend(RolloutBackend):
         """An engine that the run starts is given what the update leaves of the GPU, unless `arguments` say mem_fraction_static."""
         self._update = update
 
+    def apart(self) -> Backend:
+        """Servers that run already are workers, each by itself."""
+        return ServersBackend(self) if self.url is not None else self
+
+    def servers(self) -> Sequence[SGLangBackend]:
+        """Return a backend for each of them, whose `start` asks nothing of other ranks."""
+        found = []
+        for engine in Fleet.at(self._addresses).engines:
+            one = copy(self)
+            one.url, one._addresses, one._node = engine.url, [engine], NodePosition()
+            found.append(one)
+        return found
+
     def words(self) -> str | None:
         return self.session.memory
 
@@ -142,7 +159,7 @@ class SGLangBackend(RolloutBackend):
         if self._session is not None and self._session.serves(policy, drafter, self._longest_tokens):
             return
         self.close()
-        node = NodePosition.of_this_process()
+        node = self._node or NodePosition.of_this_process()
         if node.num_ranks > 1:
             self._refuse_what_ranks_would_share(node)
         if self.weights == "distributed" and self.url is None and policy.model.device.type == "cuda":

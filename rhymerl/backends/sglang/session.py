@@ -68,10 +68,7 @@ class Session:
 
     def _found(self, addresses: Sequence[Client]) -> Sequence[int]:
         """Find the engines at the addresses; return how many tokens a request and pass each of them has."""
-        node = self.settings.node
-        self.fleet = Fleet.at(
-            addresses, rank=node.rank, num_ranks=node.num_ranks, timeout_s=self.settings.silence_timeout_s
-        )
+        self.fleet = Fleet.at(addresses, timeout_s=self.settings.silence_timeout_s)
         return self.fleet.each(lambda _, engine: tokens_a_pass(engine, self.settings, self.drafter))
 
     def _started(self) -> Sequence[int]:

@@ -14,6 +14,8 @@ from tests.backends.sglang.batches import Recorder, fake, run, step
 
 N = 8
 
+PER_TOKEN = ("token_ids", "logprobs", "policy_versions", "sources")
+
 
 def embedded(requests, drafter):
     """The embedded engine's completions, by request id."""
@@ -38,7 +40,7 @@ def problem():
         count = len(answers[request.id]) // 2
         generated = whole[request.id].output
         if count:
-            part = {name: getattr(generated, name)[:count] for name in ("token_ids", "logprobs", "policy_versions")}
+            part = {name: getattr(generated, name)[:count] for name in PER_TOKEN}
             resumed = replace(request, id=f"on {request.id}", output=replace(generated, **part))
             requests.append(resumed)
             answers[resumed.id] = answers[request.id]

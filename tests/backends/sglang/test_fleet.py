@@ -120,17 +120,6 @@ def test_nobody_is_there_twice(engines):
         Fleet.at([Client.at(one), Client.at(f"{one}/")])
 
 
-def test_ranks_share_them_out(engines):
-    addresses = [Client.at(each.url) for each in engines]
-    parts = [Fleet.at(addresses, rank=rank, num_ranks=2) for rank in range(2)]
-    assert [[engine.url for engine in part.engines] for part in parts] == [
-        [engines[0].url, engines[2].url],
-        [engines[1].url],
-    ]
-    with pytest.raises(ConfigError, match=r"backend\.url=.*expected at least 4 SGLang servers, .*; found 3"):
-        Fleet.at(addresses, rank=0, num_ranks=4)
-
-
 def listed(url, kind="regular"):
     """An engine as routers from 0.2.2 on tell of it."""
     return {"id": "532b2fda", "url": url, "worker_type": kind, "is_healthy": True, "connection_mode": "HTTP", "load": 0}

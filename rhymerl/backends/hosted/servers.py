@@ -1,0 +1,169 @@
+"""Workers whose engines are servers that run already: a thread of the trainer's process speaks with each of them."""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rhymerl.backends.base import RolloutBackend
+from rhymerl.backends.hosted.base import HostedBackend
+from rhymerl.backends.hosted.host import WorkerHost
+from rhymerl.backends.hosted.loading import copy_weights, policy_of
+from rhymerl.backends.hosted.messages import WeightSource
+from rhymerl.backends.hosted.threads import CopiedWeights, ThreadConnection
+from rhymerl.backends.remote.client import NoAnswerError
+from rhymerl.budgets.base import Budget
+from rhymerl.drafters.base import Drafter
+from rhymerl.errors import BackendError, ConfigError
+from rhymerl.history import HistoryStore
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rhymerl.models.memory import UpdateShape
+    from rhymerl.models.policy import Policy
+
+_CLOSE_S = 10.0
+_AGAIN_S = 2.0  # between two looks for a server that was lost
+
+
+class ServedBackend(RolloutBackend):
+    """A backend whose engines may be servers that run already."""
+
+    @abstractmethod
+    def servers(self) -> Sequence[ServedBackend]:
+        """Return a backend for each server that there is. Raises BackendError for one that does not answer."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ServerLoader:
+    """Connects to a server with the first weights, and hands it later ones.
+
+    A server is compared with `policy` then, which has these weights and rests; one that `is_late` with a policy of its own.
+    """
+
+    engine: ServedBackend
+    policy: Policy
+    drafter: Drafter
+    budget: Budget | None
+    is_late: bool
+    closing: threading.Event = field(default_factory=threading.Event)
+    _is_up: bool = field(default=False, init=False)
+
+    def __call__(self, source: WeightSource, version: int) -> RolloutBackend:
+        tensors = source.load()
+        if not self._is_up:
+            self._connect(tensors)
+        self.engine.sync_weights(tensors.items(), version)
+        return self.engine
+
+    def _connect(self, tensors: Mapping[str, Tensor]) -> None:
+        policy = self.policy
+        if self.is_late:
+            policy = _policy_like(policy)
+            copy_weights(policy.model, tensors)
+        while not self._is_up:
+            try:
+                self.engine.start(policy, self.drafter, budget=self.budget)
+                self._is_up = True
+            except BackendError:
+                if not self.is_late or self.closing.wait(_AGAIN_S):
+                    raise
+
+
+def _policy_like(policy: Policy) -> Policy:
+    model = policy.model
+    return policy_of(
+        policy.files(), dtype=model.dtype, attention=model.config._attn_implementation, device=model.device
+    )
+
+
+class ServerConnection(ThreadConnection):
+    """A server that does not answer is a worker that is gone."""
+
+    lost = (NoAnswerError,)
+
+    def __init__(self, load: ServerLoader, *, lockstep: bool) -> None:
+        super().__init__(WorkerHost(load, history=HistoryStore()), lockstep=lockstep)
+        self._load = load
+
+    def kill(self) -> None:
+        self._load.closing.set()
+        super().kill()
+
+
+class ServersBackend(HostedBackend):
+    """Every server of `backend` is a worker. A server that does not answer any more is looked for until it is back, while others go on."""
+
+    remembers = False  # they have drafters of their own
+    starts_together = True
+    goes_on_short = True
+
+    def __init__(self, backend: ServedBackend) -> None:
+        self.backend = backend
+        self.draws_exactly = backend.draws_exactly
+        self._servers: Sequence[ServedBackend] | None = None
+        self._connections: list[ServerConnection] = []
+        self._known: set[int] = set()  # numbers of workers that were connected once
+
+    def check(self, longest_tokens: int) -> None:
+        self.backend.check(longest_tokens)
+
+    def check_drafting(self, drafter: Drafter, budget: Budget | None) -> None:
+        self.backend.check_drafting(drafter, budget)
+
+    def share(self, update: UpdateShape | None) -> None:
+        self.backend.share(None)
+
+    def start(
+        self,
+        policy: Policy,
+        drafter: Drafter,
+        *,
+        budget: Budget | None = None,
+        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self._parts = policy, drafter, budget
+
+    def num_workers(self, num_ranks: int) -> int:
+        """Return how many servers there are."""
+        if self._servers is None:
+            self._servers = self.backend.servers()
+        return len(self._servers)
+
+    def reserve(self, num_workers: int) -> None:
+        found = self.num_workers(1)
+        if num_workers != found:
+            raise ConfigError(
+                f"workers={num_workers}: every server of backend.url is a worker; expected {found}, or null"
+            )
+
+    def connect(self, number: int, *, lockstep: bool) -> ServerConnection:
+        assert self._servers is not None
+        policy, drafter, budget = self._parts
+        load = ServerLoader(
+            engine=copy(self._servers[number]),
+            policy=policy,
+            drafter=drafter,
+            budget=budget,
+            is_late=number in self._known,
+        )
+        self._known.add(number)
+        connection = ServerConnection(load, lockstep=lockstep)
+        self._connections.append(connection)
+        return connection
+
+    def publish(self, named_tensors: Iterable[tuple[str, Tensor]]) -> WeightSource:
+        return CopiedWeights(tensors={name: tensor.detach().cpu().clone() for name, tensor in named_tensors})
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.kill()
+        for connection in self._connections:
+            connection.join(_CLOSE_S)
+        self._connections, self._servers, self._known = [], None, set()

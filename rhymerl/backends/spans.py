@@ -1,0 +1,57 @@
+"""Spans of time in which a worker decoded, or loaded weights, for the timeline of a run."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Literal
+
+EVALUATION = -1  # in the place of a step
+_GAP_S = 0.02  # which nobody sees on a timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpan:
+    """What a worker did from .. to, in Unix time of its own machine."""
+
+    worker: int
+    activity: Literal["decode", "weights"]
+    number: int  # the step that it decoded for, or EVALUATION; of weights their version
+    start_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+
+class SpanLog:
+    """The spans of a worker since they were last taken; those of one activity that are at most `gap_s` apart are one."""
+
+    def __init__(self, worker: int = 0, *, gap_s: float = _GAP_S) -> None:
+        self.worker = worker
+        self.gap_s = gap_s
+        self._spans: list[WorkerSpan] = []
+
+    def note(self, activity: Literal["decode", "weights"], number: int, *, seconds: float) -> None:
+        """Note what has just ended after so many seconds."""
+        end_s = time.time()
+        start_s = end_s - seconds
+        self.add(WorkerSpan(worker=self.worker, activity=activity, number=number, start_s=start_s, end_s=end_s))
+
+    def add(self, span: WorkerSpan) -> None:
+        """Note a span that some other log has given, as one of this worker's."""
+        last = self._spans[-1] if self._spans else None
+        if last is not None and self._goes_on(last, span):
+            self._spans[-1] = replace(last, end_s=span.end_s)
+        else:
+            self._spans.append(replace(span, worker=self.worker))
+
+    def _goes_on(self, last: WorkerSpan, span: WorkerSpan) -> bool:
+        is_same = (last.activity, last.number) == (span.activity, span.number)
+        return is_same and span.start_s - last.end_s <= self.gap_s
+
+    def take(self) -> list[WorkerSpan]:
+        """Return them, the oldest first, and forget them."""
+        spans, self._spans = self._spans, []
+        return spans

@@ -1,0 +1,109 @@
+"""What each step did, on file for reports."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from rhymerl.backends.hosted.base import HostedBackend
+from rhymerl.report.steps import StepFile, answer_columns, source_runs
+from rhymerl.rollout import Rollout
+from rhymerl.types import Sample
+
+MAX_TEXTS = 2_000  # of a run, which a page can show
+_CONTEXT = 8  # tokens
+
+
+class RecordSteps(L.Callback):
+    """Writes metrics, times of workers, an index of all answers and the texts of some of them to `path`, as report/steps.py has it.
+
+    The texts are those of the same prompts in each epoch: as many prompts as give at most `max_texts` answers over the run. The place in the file travels in the
+    checkpoint, so a resumed run goes on where it was; without `continues` the file begins with its first step. Needs a RhymeModule
+    and a PromptDataModule.
+    """
+
+    def __init__(self, path: str | Path, *, continues: bool = True, max_texts: int = MAX_TEXTS) -> None:
+        self.continues = continues
+        self.max_texts = max_texts
+        self._file = StepFile(path)
+        self._chosen: set[str] = set()  # keys of prompts whose answers are kept with their texts
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """The length of the run is known now."""
+        if not trainer.is_global_zero:
+            return
+        prompts = trainer.datamodule.train_loader.prompts  # type: ignore[attr-defined]
+        per_step = trainer.datamodule.train_loader.prompts_per_step * pl_module.rollout.group_size  # type: ignore[attr-defined]
+        num_steps = trainer.estimated_stepping_batches / pl_module.update.optimizer_steps
+        share = min(self.max_texts / (num_steps * per_step), 1.0) if math.isfinite(num_steps) else 0.0
+        most = max(1, int(share * len(prompts)))
+        self._chosen = set(heapq.nsmallest(most, {prompt.key for prompt in prompts}))
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Called before evaluations and checkpoints."""
+        rollout: Rollout | None = pl_module.last_rollout
+        if rollout is None or not trainer.is_global_zero:
+            return
+        loader = trainer.datamodule.train_loader  # type: ignore[attr-defined]
+        self._file.append(
+            {
+                "step": pl_module.num_rollouts,
+                "epoch": (loader.cursor - 1) // len(loader),  # it has moved on already
+                "ended_at": time.time(),
+                "metrics": pl_module.logged,
+                "workers_apart": isinstance(pl_module.backend, HostedBackend),
+                "spans": [
+                    [each.worker, each.activity, each.number, round(each.start_s, 4), round(each.end_s, 4)]
+                    for each in rollout.spans
+                ],
+                "answers": answer_columns(rollout.samples),
+                "texts": self._texts(rollout.samples, pl_module),
+            }
+        )
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """The module knows its metrics by now."""
+        if trainer.is_global_zero:
+            self._file.append({"step": pl_module.num_rollouts, "evaluation": pl_module.evaluation_metrics})
+
+    def _texts(self, samples: Sequence[Sample], pl_module: Any) -> list[dict[str, Any]]:
+        chosen = [index for index, sample in enumerate(samples) if sample.prompt.key in self._chosen]
+        advantages = pl_module.advantages(chosen)
+        return [
+            {
+                "answer": index,
+                "prompt": samples[index].prompt.text,
+                "text": samples[index].text,
+                "runs": self._runs(samples[index], pl_module.policy.tokenizer),
+                "rewards": dict(samples[index].rewards),
+                "advantage": advantage,
+            }
+            for index, advantage in zip(chosen, advantages, strict=True)
+        ]
+
+    def _runs(self, sample: Sample, tokenizer: Any) -> list[list[int]] | None:
+        """Return how many characters of the text follow one another from each source."""
+        token_ids, sources = sample.completion.token_ids, sample.completion.output.sources
+        if sources is None:
+            return None
+        found, begin = [], 0
+        for count, source in source_runs(sources):
+            # With what stands before: a character may be made of tokens of two runs, and a word begins with a space behind others.
+            start, end = max(0, begin - _CONTEXT), begin + count
+            texts = [tokenizer.decode(token_ids[start:to], skip_special_tokens=True) for to in (begin, end)]
+            found.append([len(texts[1]) - len(texts[0]), source])
+            begin = end
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_bytes": self._file.num_bytes}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        if self.continues:
+            self._file = StepFile(self._file.path, num_bytes=state_dict["num_bytes"])

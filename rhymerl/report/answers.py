@@ -1,0 +1,87 @@
+"""The answers of a run as columns, and how prompts fare from one epoch to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rhymerl.report.base import Answers, AnswerText
+
+if TYPE_CHECKING:
+    from rhymerl.types import FloatArray, IndexArray
+
+_COUNTS = ("sample", "tokens", "passes", "drafted", "accepted", "is_cut")
+
+
+class AnswerColumns:
+    """Puts the answers of one step behind those of another; a long run has millions."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[str, int] = {}  # by id
+        self._parts: dict[str, list[Any]] = {name: [] for name in (*_COUNTS, "step", "epoch", "prompt", "reward")}
+        self._texts: dict[int, AnswerText] = {}
+        self._count = 0
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Add what a step has recorded."""
+        found = record["answers"]
+        count = len(found["reward"])
+        prompt = [self._prompts.setdefault(name, len(self._prompts)) for name in found["prompt_id"]]
+        columns = {**{name: found[name] for name in _COUNTS}, "prompt": prompt}
+        for name, values in columns.items():
+            self._parts[name].append(np.array(values, np.int32))
+        self._parts["reward"].append(np.array(found["reward"], np.float64))
+        for name in ("step", "epoch"):
+            self._parts[name].append(np.full(count, record[name], np.int32))
+        self._texts |= {self._count + each["answer"]: _text(each) for each in record["texts"]}
+        self._count += count
+
+    def whole(self) -> Answers | None:
+        """Return the answers of all steps; None where there is none."""
+        if not self._count:
+            return None
+        columns: dict[str, Any] = {name: np.concatenate(parts) for name, parts in self._parts.items()}
+        columns |= {name: columns[name].astype(np.int64) for name in ("step", "epoch", "prompt")}
+        change = _changes(columns["prompt"], columns["epoch"], columns["reward"])
+        is_cut = columns.pop("is_cut") > 0
+        return Answers(**columns, is_cut=is_cut, change=change, prompt_ids=list(self._prompts), texts=self._texts)
+
+
+def answers_of_steps(records: Iterable[Mapping[str, Any]]) -> Answers | None:
+    """Return the answers that steps have recorded; None where there is none."""
+    columns = AnswerColumns()
+    for record in records:
+        columns.add(record)
+    return columns.whole()
+
+
+def _text(row: Mapping[str, Any]) -> AnswerText:
+    runs = row["runs"]
+    return AnswerText(
+        prompt=row["prompt"],
+        text=row["text"],
+        runs=[(count, source) for count, source in runs] if runs is not None else None,
+        rewards=row["rewards"],
+        advantage=row["advantage"],
+    )
+
+
+def _changes(prompt: IndexArray, epoch: IndexArray, reward: FloatArray) -> FloatArray:
+    """Return for each answer [N] by how much its prompt's mean reward rose since the epoch in which the prompt was before."""
+    visit = prompt * (epoch.max() + 1) + epoch  # ascends by prompt, then epoch
+    visits, index = np.unique(visit, return_inverse=True)
+    mean = np.bincount(index, reward) / np.bincount(index)
+    owner = visits // (epoch.max() + 1)
+    change = np.full(len(visits), np.nan)
+    same = owner[1:] == owner[:-1]
+    change[1:][same] = (mean[1:] - mean[:-1])[same]
+    found: FloatArray = change[index]
+    return found
+
+
+def by_epoch(answers: Answers, part: str, whole: str) -> dict[int, float]:
+    """Return the ratio of two columns' sums in each epoch in which the second has any."""
+    parts, wholes = (np.bincount(answers.epoch, getattr(answers, name)) for name in (part, whole))
+    return {int(epoch): float(parts[epoch] / wholes[epoch]) for epoch in np.flatnonzero(wholes)}

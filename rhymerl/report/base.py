@@ -1,0 +1,86 @@
+"""A run as a report shows it. N = answers; what the run directory lacks is empty or None."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rhymerl.backends.spans import WorkerSpan
+
+if TYPE_CHECKING:
+    from rhymerl.types import BoolArray, FloatArray, IndexArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """A metric by step."""
+
+    steps: Sequence[int]
+    values: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """When a step was: its end in Unix time, what workers did, and its metrics `timing_s/...`."""
+
+    step: int  # from 1
+    ended_at: float
+    spans: Sequence[WorkerSpan]
+    seconds: Mapping[str, float]  # by part
+    workers_apart: bool  # they go on while the policy is trained
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerText:
+    """What an answer says. `runs` are its characters by origin: how many follow one another from one DraftSource (or NOT_DRAFTED)."""
+
+    prompt: str
+    text: str
+    runs: Sequence[tuple[int, int]] | None  # None where the engine did not tell
+    rewards: Mapping[str, float]
+    advantage: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """The answers of all steps, as columns in the order of the steps."""
+
+    step: IndexArray  # [N] from 1
+    epoch: IndexArray  # [N]
+    prompt: IndexArray  # [N] into prompt_ids
+    sample: IndexArray  # [N]
+    reward: FloatArray  # [N]
+    change: FloatArray  # [N] of the prompt's mean reward since the epoch in which it was before; NaN the first time
+    tokens: IndexArray  # [N]
+    passes: IndexArray  # [N]
+    drafted: IndexArray  # [N] draft nodes verified
+    accepted: IndexArray  # [N] of these
+    is_cut: BoolArray  # [N] at the token limit
+    prompt_ids: Sequence[str]
+    texts: Mapping[int, AnswerText]  # of some of them, by their index
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """All that a report shows of a run."""
+
+    path: Path
+    name: str
+    settings: Mapping[str, str]  # by dotted key
+    summary: Mapping[str, Any]
+    curves: Mapping[str, Curve]  # by the names of docs/metrics.md
+    evaluations: Mapping[str, Curve]
+    step_name: str = "step"  # what the x of curves counts
+    steps: Sequence[StepTimes] = ()  # the last ones
+    answers: Answers | None = None
+    similarity: Mapping[int, float] = field(default_factory=dict)  # by epoch, to the one before
+    missing: Sequence[str] = ()  # sentences for people: what could not be shown, and why
+
+    def has(self, name: str) -> bool:
+        """Return whether a metric was logged and ever other than 0."""
+        return name in self.curves and any(self.curves[name].values)

@@ -1,0 +1,121 @@
+"""What a report shows: charts of series, in sections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rhymerl.report.base import Curve, Run
+
+Kind = Literal["line", "dots", "marks", "band", "area", "bars"]
+
+_MOST_POINTS = 2_000  # of a line: more than a page has pixels
+_WINDOW = 5  # steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """Values by x. `marks` are large dots; a `band` is between `low` and `y`; `area` and `bars` stand on those of the series before."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    colour: str  # a name in rhymerl/report/colours.py
+    kind: Kind = "line"
+    low: Sequence[float] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """One chart; `caption` says how to read it."""
+
+    id: str
+    title: str
+    caption: str
+    x_title: str
+    y_title: str
+    series: Sequence[Series]
+    reference: float | None = None  # a thin line at this y
+    from_zero: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """Charts that belong together."""
+
+    id: str
+    title: str
+    charts: Sequence[Chart]
+
+
+def run_colour(index: int) -> str:
+    """Return the colour of a run."""
+    return f"series-{index % 6}"
+
+
+def thinned(curve: Curve) -> Curve:
+    """Return at most some thousand points of a curve: every so many, the last one too."""
+    stride = -(-len(curve.steps) // _MOST_POINTS)
+    first = (len(curve.steps) - 1) % stride if curve.steps else 0
+    return Curve(steps=curve.steps[first::stride], values=curve.values[first::stride])
+
+
+def smoothed(curve: Curve) -> Curve:
+    """Return the means over five steps: each with the two before and the two behind it, as far as they are there."""
+    values, half = curve.values, _WINDOW // 2
+    windows = [values[max(0, index - half) : index + half + 1] for index in range(len(values))]
+    return Curve(steps=curve.steps, values=[sum(window) / len(window) for window in windows])
+
+
+def line_chart(
+    runs: Sequence[Run],
+    metric: str,
+    *,
+    title: str,
+    caption: str,
+    y_title: str,
+    reference: float | None = None,
+    shown: Callable[[Run], bool] | None = None,
+    is_smoothed: bool = False,
+    from_zero: bool = True,
+) -> list[Chart]:
+    """Return a chart of one metric with a line a run; nothing where no run has it, or where it is 0 throughout."""
+    chosen = [run for run in runs if run.has(metric) and (shown is None or shown(run))]
+    series: list[Series] = []
+    for run in chosen:
+        colour, curve = run_colour(runs.index(run)), run.curves[metric]
+        if is_smoothed and len(curve.steps) > _WINDOW:
+            series.append(_series(named(run, "each step", runs), curve, colour, "dots"))
+            series.append(_series(named(run, "mean of five", runs), smoothed(curve), colour, "line"))
+        else:
+            series.append(_series(run.name, curve, colour, "line"))
+    if not series:
+        return []
+    return [
+        Chart(
+            id=metric.replace("/", "-"),
+            title=title,
+            caption=caption,
+            x_title=chosen[0].step_name,
+            y_title=y_title,
+            series=series,
+            reference=reference,
+            from_zero=from_zero,
+        )
+    ]
+
+
+def _series(name: str, curve: Curve, colour: str, kind: Kind) -> Series:
+    curve = thinned(curve)
+    return Series(name=name, x=curve.steps, y=curve.values, colour=colour, kind=kind)
+
+
+def of_run(title: str, run: Run, runs: Sequence[Run]) -> str:
+    """Return the title of one of the charts that each run has."""
+    return f"{title}: {run.name}" if len(runs) > 1 else title
+
+
+def named(run: Run, words: str, runs: Sequence[Run]) -> str:
+    """Return the name of a run's series among several of a chart."""
+    return f"{run.name}, {words}" if len(runs) > 1 else words

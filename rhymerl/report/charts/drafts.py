@@ -1,0 +1,132 @@
+"""Charts of drafts: what they brought, how far they were right, and where the tokens came from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rhymerl.report.answers import by_epoch
+from rhymerl.report.base import Curve, Run
+from rhymerl.report.charts.base import Chart, Series, line_chart, of_run, run_colour, thinned
+
+_SOURCES = {"own": "own text", "sibling": "siblings", "history": "history", "run_ahead": "run-ahead"}
+_NUM_DEPTHS = 8
+_NUM_PERIODS = 4
+
+
+def draft_charts(runs: Sequence[Run]) -> list[Chart]:
+    """Return the charts of this section; nothing of runs without drafts."""
+    drafted = [run for run in runs if run.has("rollout/spec_accept_rate")]
+    if not drafted:
+        return []
+    return [
+        *line_chart(
+            runs,
+            "rollout/spec_accept_length",
+            title="Tokens a pass",
+            caption="Tokens that a request got in a forward pass; 1 without drafts.",
+            y_title="tokens",
+            reference=1,
+            from_zero=False,
+        ),
+        *line_chart(
+            runs,
+            "rollout/speedup",
+            title="Speed-up by drafts",
+            caption="The time that the same answers would have taken without drafts, over the time they took; below 1 drafts cost time.",
+            y_title="times as fast",
+            reference=1,
+            is_smoothed=True,
+            from_zero=False,
+        ),
+        *_acceptance_by_epoch(runs),
+        *(chart for run in drafted for chart in _acceptance_by_position(run, runs)),
+        *(chart for run in drafted for chart in _origins(run, runs)),
+    ]
+
+
+def _acceptance_by_epoch(runs: Sequence[Run]) -> list[Chart]:
+    series = []
+    for index, run in enumerate(runs):
+        if run.answers is None or not run.answers.drafted.any():
+            continue
+        found = by_epoch(run.answers, "accepted", "drafted")
+        series.append(Series(name=run.name, x=[*found], y=[*found.values()], colour=run_colour(index), kind="bars"))
+    if not series:
+        return []
+    return [
+        Chart(
+            id="acceptance-epoch",
+            title="Acceptance by epoch",
+            caption="Drafted tokens that were right, as a share of those that were verified, in each pass over the prompts.",
+            x_title="epoch",
+            y_title="share of drafted tokens",
+            series=series,
+        )
+    ]
+
+
+def _acceptance_by_position(run: Run, runs: Sequence[Run]) -> list[Chart]:
+    """Return a line a quarter of the run: means over its steps with drafts that went so deep."""
+    curves = [run.curves.get(f"spec/accept_rate_pos_{depth}") for depth in range(1, _NUM_DEPTHS + 1)]
+    if any(curve is None for curve in curves):
+        return []
+    steps = sorted({step for curve in curves if curve is not None for step in curve.steps})
+    periods = [part for part in np.array_split(np.array(steps), min(_NUM_PERIODS, len(steps))) if len(part)]
+    series = []
+    for number, period in enumerate(periods):
+        first, last = int(period[0]), int(period[-1])
+        means = {depth: _mean_between(curve, first, last) for depth, curve in enumerate(curves, start=1) if curve}
+        known = {depth: mean for depth, mean in means.items() if mean is not None}
+        if known:
+            name = f"steps {first} to {last}"
+            series.append(Series(name=name, x=[*known], y=[*known.values()], colour=f"period-{number}"))
+    if not series:
+        return []
+    return [
+        Chart(
+            id=f"acceptance-position-{runs.index(run)}",
+            title=of_run("Acceptance by position", run, runs),
+            caption="Of drafts that went so deep, the share that was right so far down: mean over steps that had such drafts.",
+            x_title="position in the draft",
+            y_title="share of drafts",
+            series=series,
+        )
+    ]
+
+
+def _mean_between(curve: Curve, first: int, last: int) -> float | None:
+    """Return the mean over these steps but those without any draft as deep, which log 0."""
+    found = [value for step, value in zip(curve.steps, curve.values, strict=True) if first <= step <= last and value]
+    return sum(found) / len(found) if found else None
+
+
+def _origins(run: Run, runs: Sequence[Run]) -> list[Chart]:
+    """Return the share of each step's tokens that were drafted, by source."""
+    answers = run.answers
+    if answers is None:
+        return []
+    accepted, tokens = (np.bincount(answers.step, each) for each in (answers.accepted, answers.tokens))
+    share = {int(step): accepted[step] / tokens[step] for step in np.flatnonzero(tokens)}
+    series = []
+    for name, words in _SOURCES.items():
+        curve = run.curves.get(f"spec/accepted_{name}_frac")
+        if curve is None or not any(curve.values):
+            continue
+        known = [(step, value) for step, value in zip(curve.steps, curve.values, strict=True) if step in share]
+        whole = Curve(steps=[step for step, _ in known], values=[float(value * share[step]) for step, value in known])
+        thin = thinned(whole)
+        series.append(Series(name=words, x=thin.steps, y=thin.values, colour=f"source-{name}", kind="area"))
+    if not series:
+        return []
+    return [
+        Chart(
+            id=f"origins-{runs.index(run)}",
+            title=of_run("Tokens from drafts, by source", run, runs),
+            caption="Share of all response tokens that were accepted from a draft; the policy sampled the others without one.",
+            x_title=run.step_name,
+            y_title="share of tokens",
+            series=series,
+        )
+    ]

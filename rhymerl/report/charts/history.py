@@ -1,0 +1,56 @@
+"""Charts of the history: how much it holds, and how far answers repeat it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rhymerl.report.base import Run
+from rhymerl.report.charts.base import Chart, Series, line_chart, run_colour
+
+
+def history_charts(runs: Sequence[Run]) -> list[Chart]:
+    """Return the charts of this section."""
+    return [
+        *_similarity(runs),
+        *line_chart(
+            runs,
+            "history/tokens",
+            title="Tokens in the history",
+            caption="Tokens of the earlier answers that drafts may come from.",
+            y_title="tokens",
+        ),
+        *line_chart(
+            runs,
+            "history/bytes",
+            title="Bytes of the history",
+            caption="Bytes of the token ids of these answers and their prompts.",
+            y_title="bytes",
+        ),
+        *line_chart(
+            runs,
+            "history/hit_epoch_age",
+            title="Age of what was right",
+            caption="Mean age of the answers that accepted draft tokens came from, in epochs before the prompt's newest answers.",
+            y_title="epochs",
+        ),
+    ]
+
+
+def _similarity(runs: Sequence[Run]) -> list[Chart]:
+    series = [
+        Series(name=run.name, x=[*run.similarity], y=[*run.similarity.values()], colour=run_colour(index), kind="bars")
+        for index, run in enumerate(runs)
+        if run.similarity
+    ]
+    if not series:
+        return []
+    return [
+        Chart(
+            id="similarity",
+            title="Similarity to the epoch before",
+            caption="Share of the tokens that repeat answers of the epoch before, of the epochs that the history held at the end.",
+            x_title="epoch",
+            y_title="share of tokens",
+            series=series,
+        )
+    ]

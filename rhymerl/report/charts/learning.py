@@ -1,0 +1,76 @@
+"""Charts of what was learned: rewards, evaluations, lengths, staleness."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rhymerl.report.base import Run
+from rhymerl.report.charts.base import Chart, Series, line_chart, named, run_colour, smoothed, thinned
+
+
+def learning_charts(runs: Sequence[Run]) -> list[Chart]:
+    """Return the charts of this section."""
+    return [
+        *_reward(runs),
+        *_lengths(runs),
+        *line_chart(
+            runs,
+            "completions/clipped_ratio",
+            title="Answers cut off",
+            caption="Share of answers that reached rollout.max_tokens before they ended.",
+            y_title="share of answers",
+        ),
+        *line_chart(
+            runs,
+            "off_policy/staleness/mean",
+            title="Staleness",
+            caption="Updates between the policy that sampled a token and the one that it trained, mean over tokens.",
+            y_title="updates",
+        ),
+    ]
+
+
+def _reward(runs: Sequence[Run]) -> list[Chart]:
+    series: list[Series] = []
+    for index, run in enumerate(runs):
+        colour = run_colour(index)
+        if "reward" in run.curves:
+            dots, mean = thinned(run.curves["reward"]), thinned(smoothed(run.curves["reward"]))
+            series += [
+                Series(name=named(run, "each step", runs), x=dots.steps, y=dots.values, colour=colour, kind="dots"),
+                Series(name=named(run, "mean of five", runs), x=mean.steps, y=mean.values, colour=colour),
+            ]
+        if "eval/reward" in run.evaluations:
+            found = run.evaluations["eval/reward"]
+            series.append(
+                Series(name=named(run, "held out", runs), x=found.steps, y=found.values, colour=colour, kind="marks")
+            )
+    caption = "Dots are steps, the line is the mean of five; diamonds are evaluations on held-out prompts."
+    return _chart("reward", "Reward", caption, "mean reward", runs, series)
+
+
+def _lengths(runs: Sequence[Run]) -> list[Chart]:
+    series: list[Series] = []
+    for index, run in enumerate(runs):
+        names = [f"completions/{each}_length" for each in ("min", "mean", "max")]
+        if not all(name in run.curves for name in names):
+            continue
+        low, mean, high = (thinned(run.curves[name]) for name in names)
+        colour = run_colour(index)
+        if len(runs) == 1:
+            band = Series(
+                name="shortest to longest", x=high.steps, y=high.values, low=low.values, colour=colour, kind="band"
+            )
+            series.append(band)
+        series.append(Series(name=named(run, "mean", runs), x=mean.steps, y=mean.values, colour=colour))
+    caption = "Tokens of an answer: the mean of each step" + (
+        ", from the shortest to the longest." * (len(runs) == 1) or "."
+    )
+    return _chart("lengths", "Lengths", caption, "tokens", runs, series)
+
+
+def _chart(name: str, title: str, caption: str, y_title: str, runs: Sequence[Run], series: list[Series]) -> list[Chart]:
+    if not series:
+        return []
+    x_title = runs[0].step_name
+    return [Chart(id=name, title=title, caption=caption, x_title=x_title, y_title=y_title, series=series)]

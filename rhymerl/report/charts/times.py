@@ -1,0 +1,76 @@
+"""Charts of time: the parts of a step, how busy workers were, and how fast tokens came."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rhymerl.report.base import Curve, Run
+from rhymerl.report.charts.base import Chart, Series, line_chart, of_run, thinned
+
+_PARTS = {  # in the order of a step
+    "rollout": "rollout",
+    "reward": "waiting for rewards",
+    "old_log_prob": "log-probs of the policy before",
+    "ref": "reference",
+    "values": "critic",
+    "advantage": "advantages",
+    "update": "update",
+}
+_REST = "the rest"
+
+
+def time_charts(runs: Sequence[Run]) -> list[Chart]:
+    """Return the charts of this section."""
+    return [
+        *(chart for run in runs for chart in _parts(run, runs)),
+        *line_chart(
+            runs,
+            "rollout/tokens_per_s",
+            title="Rollout speed",
+            caption="Response tokens a second of the rollout.",
+            y_title="tokens a second",
+        ),
+        *line_chart(
+            runs,
+            "rollout/bubble_frac",
+            title="Bubbles",
+            caption="Share of the ranks' time in rollouts in which they had nothing to decode.",
+            y_title="share of time",
+        ),
+    ]
+
+
+def _parts(run: Run, runs: Sequence[Run]) -> list[Chart]:
+    whole = run.curves.get("timing_s/step")
+    if whole is None:
+        return []
+    curves = {words: run.curves.get(f"timing_s/{name}") for name, words in _PARTS.items()}
+    known = {words: _by_step(curve) for words, curve in curves.items() if curve is not None}
+    rest = {
+        step: max(seconds - sum(part.get(step, 0.0) for part in known.values()), 0.0)
+        for step, seconds in _by_step(whole).items()
+    }
+    series = []
+    for number, (words, part) in enumerate({**known, _REST: rest}.items()):
+        curve = thinned(Curve(steps=whole.steps, values=[part.get(step, 0.0) for step in whole.steps]))
+        if max(curve.values, default=0.0) > 0.005 * max(whole.values):  # others would be lines without a height
+            colour = f"part-{_colour_of(words, number)}"
+            series.append(Series(name=words, x=curve.steps, y=curve.values, colour=colour, kind="area"))
+    return [
+        Chart(
+            id=f"parts-{runs.index(run)}",
+            title=of_run("Time by part", run, runs),
+            caption="Seconds of each step, one part on top of the other. Parts below half a per cent of the longest step are left out.",
+            x_title=run.step_name,
+            y_title="seconds",
+            series=series,
+        )
+    ]
+
+
+def _by_step(curve: Curve) -> dict[int, float]:
+    return dict(zip(curve.steps, curve.values, strict=True))
+
+
+def _colour_of(words: str, number: int) -> str:
+    return {"rollout": "rollout", "update": "update", _REST: "rest"}.get(words, str(number))

@@ -1,0 +1,94 @@
+"""The key figures of runs, from `summary.json` and their evaluations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rhymerl.progress import about
+from rhymerl.report.base import Curve, Run
+
+_PARTS = ("algo", "drafter", "budget", "scheduler", "backend")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A figure by run; `note` says what it is."""
+
+    name: str
+    values: Sequence[str]
+    note: str = ""
+
+
+def key_figures(runs: Sequence[Run]) -> list[Figure]:
+    """Return what a reader wants to know first, as far as any run has it."""
+    rows: list[tuple[str, str, Callable[[Mapping[str, Any]], str | None]]] = [
+        ("Held-out reward", "before and after training", _pair("eval_reward_before", "eval_reward_after")),
+        ("Training reward", "first and last steps", _pair("reward_first", "reward_last")),
+        ("Steps", "", _number("steps")),
+        ("Training time", "without evaluations", _time),
+        ("Tokens", "of all answers", _number("num_tokens")),
+        ("Rollout speed", "tokens a second", _number("rollout_tokens_per_s")),
+        ("Tokens a pass", "1 without drafts", _number("spec_accept_length")),
+        ("Speed-up by drafts", "of rollouts; 1 is as fast as without", _number("rollout_speedup")),
+        ("Its 95 % interval", "", _interval),
+        ("Failed reward calls", "share", _failures),
+    ]
+    found = [
+        Figure(name=name, note=note, values=[tell(run.summary) or "" for run in runs]) for name, note, tell in rows
+    ]
+    return [figure for figure in found if any(figure.values)]
+
+
+def evaluation_figures(runs: Sequence[Run]) -> list[Figure]:
+    """Return the first and the last value of each metric of evaluations."""
+    names = dict.fromkeys(name for run in runs for name in run.evaluations)
+    return [
+        Figure(name=name, values=[_first_and_last(run.evaluations.get(name)) for run in runs]) for name in sorted(names)
+    ]
+
+
+def parts_of(run: Run) -> list[str]:
+    """Return the classes that a run was put together from."""
+    targets = (run.settings.get(f"{part}._target_") for part in _PARTS)
+    return [target.rpartition(".")[2] for target in targets if target]
+
+
+def readable(value: float) -> str:
+    """Four digits, or all of those before the point."""
+    return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def _number(name: str) -> Callable[[Mapping[str, Any]], str | None]:
+    return lambda summary: readable(summary[name]) if summary.get(name) is not None else None
+
+
+def _pair(before: str, after: str) -> Callable[[Mapping[str, Any]], str | None]:
+    def tell(summary: Mapping[str, Any]) -> str | None:
+        first, last = summary.get(before), summary.get(after)
+        known = [value for value in (first, last) if value is not None]
+        return " → ".join(f"{value:.3f}" for value in known) or None
+
+    return tell
+
+
+def _time(summary: Mapping[str, Any]) -> str | None:
+    return about(summary["wall_s"]) if summary.get("wall_s") else None
+
+
+def _interval(summary: Mapping[str, Any]) -> str | None:
+    low, high = (summary.get(f"rollout_speedup_{end}") for end in ("low", "high"))
+    return f"{low:.2f} to {high:.2f}" if low is not None and high is not None else None
+
+
+def _failures(summary: Mapping[str, Any]) -> str | None:
+    rate = summary.get("reward_failure_rate")
+    return f"{rate:.2%}" if rate else None
+
+
+def _first_and_last(curve: Curve | None) -> str:
+    if curve is None:
+        return ""
+    first, last = readable(curve.values[0]), readable(curve.values[-1])
+    return first if len(curve.values) == 1 else f"{first} → {last}"

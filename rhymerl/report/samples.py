@@ -1,0 +1,58 @@
+"""The samples of a page: an index of answers, and the texts of some."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from rhymerl.report.base import Answers
+
+
+def sample_data(answers: Answers, *, max_answers: int, max_texts: int) -> dict[str, Any]:
+    """Return at most so many answers as columns, and so many texts by row: those of whole steps, every so many, and of whole prompts."""
+    chosen = _chosen_rows(answers, max_answers)
+    rows = {int(index): row for row, index in enumerate(chosen)}
+    texts = [index for index in _chosen_texts(answers, max_texts) if index in rows]
+    prompts, prompt = np.unique(answers.prompt[chosen], return_inverse=True)
+    return {
+        "num_answers": len(answers),
+        "columns": {
+            **{
+                name: getattr(answers, name)[chosen].tolist()
+                for name in ("step", "epoch", "sample", "tokens", "passes")
+            },
+            "prompt": prompt.tolist(),
+            "reward": answers.reward[chosen].round(4).tolist(),
+            "change": [None if change != change else change for change in answers.change[chosen].round(4).tolist()],
+            "is_cut": answers.is_cut[chosen].astype(int).tolist(),
+        },
+        "prompt_ids": [answers.prompt_ids[number] for number in prompts],
+        "text_rows": [rows[index] for index in texts],
+        "texts": [asdict(answers.texts[index]) for index in texts],
+    }
+
+
+def _chosen_rows(answers: Answers, most: int) -> Any:
+    """Return the answers of every so many steps, the last one among them."""
+    steps = np.unique(answers.step)
+    stride = -(-len(answers) // most)
+    while True:
+        chosen = np.flatnonzero(np.isin(answers.step, steps[::-1][::stride]))
+        if len(chosen) <= most or stride >= len(steps):
+            return chosen[:most]
+        stride += 1
+
+
+def _chosen_texts(answers: Answers, most: int) -> list[int]:
+    """Return the answers with texts, of as many prompts as there is room for: all of a prompt, or none."""
+    by_prompt: dict[int, list[int]] = {}
+    for index in sorted(answers.texts):
+        by_prompt.setdefault(int(answers.prompt[index]), []).append(index)
+    found: list[int] = []
+    for indices in by_prompt.values():
+        if found and len(found) + len(indices) > most:
+            break
+        found += indices[:most]
+    return sorted(found)

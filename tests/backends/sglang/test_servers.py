@@ -1,0 +1,141 @@
+"""Servers that run already are workers of their own: the scheduler fills each of them, and one that goes costs nothing but time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import ExitStack, contextmanager
+from urllib.parse import urlsplit
+
+import pytest
+
+from rhymerl.backends.hosted.servers import ServersBackend
+from rhymerl.backends.sglang.backend import SGLangBackend
+from rhymerl.drafters import NoDrafter
+from rhymerl.errors import BackendError, ConfigError
+from rhymerl.rewards import Reward, RewardScorer
+from rhymerl.rollout import RolloutLoop, RolloutSettings
+from rhymerl.schedulers import FIFOScheduler, SortedScheduler
+from rhymerl.testing import make_prompt
+from rhymerl.training.checks import check_workers
+from tests.backends.sglang.fake_engine import FakeEngine, answer_of
+from tests.backends.sglang.test_session import soon
+
+PROMPTS = [make_prompt([3, 2 + number], id=str(number)) for number in range(6)]
+SETTINGS = RolloutSettings(group_size=4, max_tokens=30)
+
+
+@pytest.fixture
+def engines():
+    with ExitStack() as stack:
+        yield [stack.enter_context(FakeEngine()) for _ in range(3)]
+
+
+@contextmanager
+def loop_over(engines, policy, *, scheduler=FIFOScheduler, start_timeout_s: float = 30.0, **settings):
+    backend = SGLangBackend(url=[engine.url for engine in engines], max_running=4).apart()
+    assert isinstance(backend, ServersBackend)
+    backend.start_timeout_s = start_timeout_s
+    with backend:
+        backend.start(policy, NoDrafter())
+        loop = RolloutLoop(
+            backend,
+            scheduler(),
+            scorer=RewardScorer([Reward(lambda completion: 0.0, name="none", where="main")]),
+            decode=lambda ids: "",
+            stop_token_ids=[1],
+            **settings,
+        )
+        try:
+            yield loop
+        finally:
+            loop.close()
+
+
+def run(loop, policy, steps, *, update_s: float = 0.0):
+    """Steps of training; every answer of every step is whole, and is there once."""
+    for step in steps:
+        loop.sync_weights(policy.named_weights(), step)
+        samples = loop.run(PROMPTS, step, SETTINGS, following=PROMPTS).samples
+        assert len(samples) == 24
+        for sample in samples:
+            assert sample.completion.token_ids.tolist() == answer_of(sample.completion.request)
+        time.sleep(update_s)
+        yield samples
+
+
+def by_engine(engines):
+    return [len(engine.inputs) for engine in engines]
+
+
+@pytest.mark.parametrize("scheduler", [FIFOScheduler, SortedScheduler])
+def test_the_scheduler_fills_each_server(engines, flat_policy, scheduler):
+    with loop_over(engines, flat_policy, scheduler=scheduler) as loop:
+        for _ in run(loop, flat_policy, range(3)):
+            pass
+    assert by_engine(engines) == [24, 24, 24]
+    assert all(engine.version == "2" for engine in engines)
+
+
+def test_they_go_on_while_the_policy_is_trained(engines, flat_policy):
+    for engine in engines:
+        engine.token_s = 0.001
+    with loop_over(engines, flat_policy, run_ahead="keep") as loop:
+        steps = list(run(loop, flat_policy, range(4), update_s=0.05))
+    ages = {
+        int(step - version)
+        for step, samples in enumerate(steps)
+        for each in samples
+        for version in each.completion.output.policy_versions
+    }
+    assert ages == {0, 1}
+
+
+def test_a_server_that_goes_is_missed_by_nobody_and_comes_back(engines, flat_policy):
+    for engine in engines:
+        engine.token_s = 0.002
+    gone = engines[1]
+    with loop_over(engines, flat_policy, start_timeout_s=0.5) as loop, ExitStack() as stack:
+        steps = run(loop, flat_policy, range(20))
+        next(steps)
+        gone.holds_at = 2  # so that it has requests when it goes
+        crew = loop.workers._crew
+        held = iter(steps)
+
+        threading.Thread(target=lambda: (soon(lambda: len(gone.inputs) > 8), gone.vanish())).start()
+        next(held)
+        assert crew.num_lost >= 1
+        time.sleep(1.0)  # longer than a worker may take to come up
+        next(held)
+        fresh = stack.enter_context(FakeEngine(port=urlsplit(gone.url).port))
+        soon(lambda: crew.members[1].is_up)
+        next(held)
+        assert len(fresh.inputs) > 0
+
+
+def test_a_run_without_any_server_ends(engines, flat_policy):
+    with loop_over(engines, flat_policy, start_timeout_s=0.5) as loop:
+        steps = run(loop, flat_policy, range(3))
+        next(steps)
+        for engine in engines:
+            engine.vanish()
+        with pytest.raises(BackendError, match=r"has not come up within backend.start_timeout_s=0.5"):
+            next(steps)
+
+
+def test_there_are_as_many_workers_as_servers(engines, flat_policy):
+    words = "workers=2: every server of backend.url is a worker; expected 3, or null"
+    with pytest.raises(ConfigError, match=words), loop_over(engines, flat_policy, num_workers=2):
+        pass
+
+
+def test_a_server_that_is_not_there_is_told_at_once(engines, flat_policy):
+    engines[2].vanish()
+    with pytest.raises(BackendError, match=r"did not answer"), loop_over(engines, flat_policy):
+        pass
+
+
+def test_servers_cannot_keep_step():
+    backend = SGLangBackend(url="http://127.0.0.1:1").apart()
+    with pytest.raises(ConfigError, match="deterministic=true: workers of ServersBackend cannot count passes"):
+        check_workers(backend, FIFOScheduler(), workers=None, num_ranks=1, run_ahead="off", lockstep=True)
