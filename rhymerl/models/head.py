@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ def head_logprobs(
     return torch.cat(logprobs), torch.cat(entropy)
 
 
-def is_linear(head: nn.Module) -> bool:
+def is_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
     """Return whether a head is a plain matrix, sharded or not, and maybe a bias."""
     return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
 

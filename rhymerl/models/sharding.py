@@ -115,7 +115,11 @@ def sum_replicas(parameters: Iterable[nn.Parameter]) -> None:
 
 def whole(tensor: Tensor) -> Tensor:
     """Return all of a tensor on every rank; of a sharded one this is a collective."""
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        gathered: Tensor = tensor.full_tensor()
+    return gathered
 
 
 class GatheredTensors:

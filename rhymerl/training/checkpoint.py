@@ -135,7 +135,7 @@ def read_checkpoint(path: Path, *, setting: str = "ckpt_path", is_whole: bool = 
     if not is_whole and (reason := damage(path)):
         raise ConfigError(f"{where}: not a checkpoint that can be read: {reason}{_advice(path)}")
     try:
-        checkpoint = _load(path)
+        checkpoint: Any = _load(path)
     except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as error:
         raise ConfigError(f"{where}: not a checkpoint that can be read{_advice(path)}") from error
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("rhymerl"), dict):

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
@@ -63,8 +65,8 @@ def _join(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> Checkpoint:
             number, index, key = rest.split("/")
             states[int(number)]["state"].setdefault(int(index), {})[key] = tensor
     named = {name: weights[one] for name, one in checkpoint[_NAMES].items() if one in weights}
-    rest = {name: value for name, value in checkpoint.items() if name not in (KEY, _NAMES)}
-    return {**rest, _WEIGHTS: named, **({_STATES: states} if states else {})}
+    others = {name: value for name, value in checkpoint.items() if name not in (KEY, _NAMES)}
+    return {**others, _WEIGHTS: named, **({_STATES: states} if states else {})}
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -83,7 +85,7 @@ def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=_files(tensors), save_distributed=True)
     try:
-        dcp.save(dict(tensors), storage_writer=writer)
+        save(dict(tensors), storage_writer=writer)
     except CheckpointException as error:
         rank, (reason, _) = next(iter(error.failures.items()))
         raise RunError(
@@ -241,4 +243,4 @@ def _read(wanted: dict[str, Tensor], folder: Path) -> None:
     """Read tensors in place; each rank reads what it needs by itself, which torch would warn of."""
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        dcp.load(wanted, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+        load(wanted, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
