@@ -30,7 +30,6 @@ class Backend(ABC):
     draws_exactly = (
         False  # whether its log-probs are the update's own but for rounding: the same weights, the same precision
     )
-    needs_whole_policy = False  # whether `start` needs a policy whose weights are not sharded
     counts_passes = False  # whether `collect` takes `max_passes`, so that ranks in lockstep repeat bit for bit
 
     def check(self, longest_tokens: int) -> None:

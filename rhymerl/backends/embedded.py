@@ -35,7 +35,6 @@ class EmbeddedBackend(RolloutBackend):
     """
 
     draws_exactly = True
-    needs_whole_policy = True
     counts_passes = True
 
     def __init__(

@@ -79,9 +79,10 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.precision_plugin.convert_module(module)
         compute_dtype = torch.bfloat16 if precision == "bf16-mixed" else None
         reference = module.reference if module.reference is not policy else None
+        if reference is not None:  # which is no part of the module that has just been cast
+            nn.Module.to(reference, policy.dtype)
         body = critic.body if critic is not None else None
         for model in filter(None, (policy, reference, body)):
-            nn.Module.to(model, policy.dtype)
             shard(model, self.device_mesh, compute_dtype=compute_dtype)
         if critic is not None:
             replicate(critic.head, self.device_mesh)

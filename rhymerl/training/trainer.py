@@ -24,6 +24,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from rhymerl.backends.base import Backend
+from rhymerl.backends.hosted.base import HostedBackend
 from rhymerl.config.components import instantiate, is_component
 from rhymerl.config.targets import import_target
 from rhymerl.data import PromptDataModule
@@ -115,12 +116,12 @@ def check_trainer(trainer: Any) -> None:
 
 
 def check_backend(trainer: Any, backend: Backend) -> None:
-    """Raise ConfigError for a backend that needs the whole policy in each rank where ranks hold parts of it."""
-    if isinstance(trainer.strategy, FSDP2Strategy) and backend.needs_whole_policy:
+    """Raise ConfigError for an engine in each rank where ranks hold parts of the policy."""
+    if isinstance(trainer.strategy, FSDP2Strategy) and not isinstance(backend, HostedBackend):
         raise ConfigError(
             f"trainer.strategy=fsdp2 with {type(backend).__name__}: its engine needs the whole policy in each rank, which has a part of it "
-            "only; expected backend=ray, whose workers have weights of their own (backend.engine=embedded or sglang), or "
-            "trainer.strategy=ddp"
+            "only; expected workers with weights of their own, backend=ray (with backend.engine=embedded or sglang) or backend=sglang with "
+            "backend.url, or trainer.strategy=ddp"
         )
 
 

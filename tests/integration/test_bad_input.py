@@ -115,7 +115,12 @@ def index(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> P
         (
             "trainer.strategy=fsdp2 trainer.accelerator=cpu trainer.devices=1",
             "trainer.strategy=fsdp2 with EmbeddedBackend: its engine needs the whole policy in each rank, which has a part of it only; "
-            "expected backend=ray, whose workers have weights of their own (backend.engine=embedded or sglang), or trainer.strategy=ddp",
+            "expected workers with weights of their own, backend=ray (with backend.engine=embedded or sglang) or backend=sglang with backend.url, "
+            "or trainer.strategy=ddp",
+        ),
+        (
+            "trainer.strategy=fsdp2 trainer.accelerator=cpu trainer.devices=1 backend=sglang deterministic=false",
+            "trainer.strategy=fsdp2 with SGLangBackend: its engine needs the whole policy in each rank",
         ),
         (
             "trainer.strategy._target_=rhymerl.FSDP2Strategy trainer.strategy.num_replicas=3 trainer.accelerator=cpu trainer.devices=4",

@@ -17,7 +17,7 @@ from rhymerl.training.checkpoint import damage, newest_whole, read_checkpoint
 from tests.integration.ranked import run_ranks, said, start_ranks
 from tests.integration.sharded import KINDS, STEPS, furthest, keep, kept, train
 
-STRATEGIES = {1: ("fsdp2",), 2: ("ddp", "fsdp2"), 4: ("ddp", "fsdp2", "hsdp")}
+STRATEGIES = {1: ("fsdp2",), 2: ("ddp", "fsdp2"), 3: ("ddp", "fsdp2"), 4: ("ddp", "fsdp2", "hsdp")}
 
 
 def train_all(folder: str, size: int) -> None:
