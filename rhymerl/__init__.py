@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rhymerl.rewards import Reward
     from rhymerl.rollout import RolloutLoop, RolloutSettings
     from rhymerl.tasks import Task
+    from rhymerl.training.fsdp2 import FSDP2Strategy
     from rhymerl.training.module import RhymeModule
     from rhymerl.training.settings import UpdateSettings
     from rhymerl.version import __version__
@@ -45,6 +46,7 @@ __all__ = [
     "Drafter",
     "EmbeddedBackend",
     "FIFOScheduler",
+    "FSDP2Strategy",
     "NoDrafter",
     "Output",
     "PolicySource",
@@ -75,6 +77,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of ours
         {
             "Algorithm": "algos.base",
             "EmbeddedBackend": "backends.embedded",
+            "FSDP2Strategy": "training.fsdp2",
             "GRPO": "algos.grpo",
             "NoDrafter": "drafters.none",
             "PPO": "algos.ppo",

@@ -184,7 +184,7 @@ def test_dotted_names_exist(page: Path) -> None:
             assert hasattr(import_module(owner), last), name
 
 
-BACKENDS = {"sglang.md": "sglang", "fleet.md": "ray"}  # that a page is about
+BACKENDS = {"sglang.md": "sglang", "fleet.md": "ray", "sharding.md": "ray"}  # that a page is about
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -14,11 +14,12 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from rhymerl.errors import ConfigError
 from rhymerl.folders import writing
+from rhymerl.training import shards
 from rhymerl.training.checkpoint import damage, seal, step_of
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes beside the target and renames: the old file stays whole until the new one is on the disk.
+    """Writes beside the target and renames: the old file stays whole until the new one is on the disk. What ranks have written in parts it reads whole.
 
     Lightning's own goes through the directory for temporary files, from where a move may be a copy.
     Raises RunError, naming the file, when it cannot be written.
@@ -52,7 +53,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Raises ConfigError for a file that is damaged, unless somebody has looked at it already (`checks` is off)."""
         if self.checks and Path(path).exists() and (reason := damage(Path(path))):  # else it is no local file
             raise ConfigError(f"ckpt_path={str(path)!r}: not a checkpoint that can be read: {reason}")
-        return super().load_checkpoint(path, map_location=map_location, weights_only=weights_only)
+        checkpoint = super().load_checkpoint(path, map_location=map_location, weights_only=weights_only)
+        if shards.KEY not in checkpoint:
+            return checkpoint
+        folder = shards.folder_of(checkpoint, Path(path), f"ckpt_path={str(path)!r}")
+        return shards.read_whole(checkpoint, folder)
 
 
 def _save(checkpoint: dict[str, Any], file: BinaryIO) -> None:
@@ -115,6 +120,7 @@ class Checkpoints(Checkpoint):
         steps = {step: path for path in self.directory.glob("step=*.ckpt") if (step := step_of(path)) is not None}
         for step in sorted(step for step in steps if step <= (self._saved or 0))[: -self.keep]:
             steps[step].unlink()
+        shards.remove_orphans(self.directory)
 
 
 def _num_steps(module: L.LightningModule) -> int:

@@ -14,6 +14,7 @@ from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.models.logprobs import TokenBatch, hidden_states
 from rhymerl.models.policy import DTYPES, Policy, PolicySource, context_tokens
 from rhymerl.models.rope import refuse_changing_rope
+from rhymerl.models.sharding import replica
 
 
 class CriticSettings:
@@ -107,8 +108,9 @@ class ValueHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the value of each state: [N, H] -> [N]."""
+        weight, bias = replica(self.weight), replica(self.bias)
         with torch.autocast(hidden.device.type, enabled=False):
-            return hidden.to(self.weight.dtype) @ self.weight + self.bias
+            return hidden.to(weight.dtype) @ weight + bias
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ValueHead:
         def in_full(tensor: Tensor) -> Tensor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
+
+from rhymerl.models.sharding import is_sharded
 
 _LEAST = -80.0  # what exp makes of less is too small for a float32's exponent: ten times as slow, and it adds nothing
 
@@ -20,7 +22,7 @@ def head_logprobs(
 
     For a linear head, at most three chunks of logits are held at a time, and its gradient is added up in one place.
     """
-    if type(head) is nn.Linear:
+    if is_linear(head):
         dtype = _product_dtype(hidden, head.weight)
         found: tuple[Tensor, Tensor] = _Linear.apply(
             hidden, head.weight, head.bias, targets, temperature, chunk_tokens, dtype
@@ -34,13 +36,19 @@ def head_logprobs(
     return torch.cat(logprobs), torch.cat(entropy)
 
 
+def is_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return whether a head is a plain matrix, sharded or not, and maybe a bias."""
+    return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+
+
 def chosen_logprobs(
     hidden: Tensor, head: nn.Module, targets: Tensor, *, temperature: float, chunk_tokens: int
 ) -> Tensor:
     """Return the log-probs alone, without gradient."""
+    logits = head.forward if is_sharded(head) else head  # gathered once, and not for each chunk
     with torch.no_grad():
         parts = [
-            _chosen(_log_softmax(head(hidden[part]), temperature), targets[part])
+            _chosen(_log_softmax(logits(hidden[part]), temperature), targets[part])
             for part in _slices(len(hidden), chunk_tokens)
         ]
         return torch.cat(parts)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -16,8 +18,11 @@ from transformers import PreTrainedModel
 
 from rhymerl.algos.base import PolicyOutput
 from rhymerl.models.head import chosen_logprobs, head_logprobs
+from rhymerl.models.sharding import call, forget_passes
 from rhymerl.models.shared_prefixes import SharedLayout, lay_out, packed_states
 from rhymerl.types import Sample
+
+T = TypeVar("T")
 
 # Logits held at a time when `chunk_tokens` is left to us: on a GPU each chunk reads the whole head again, so few large ones pay.
 _LOGIT_BYTES = 64 * 2**20
@@ -92,7 +97,7 @@ def _shared_batch(samples: Sequence[Sample], device: torch.device | str, *, behi
 def hidden_states(body: PreTrainedModel, batch: TokenBatch) -> Tensor:
     """Return the states of a model without its head in front of each response token, [N, H].
 
-    A model that reads a shared layout has to be within `sharing`.
+    A model that reads a shared layout has to be within `sharing`; the decoder of one that is sharded within a `call` of that.
     """
     if batch.shared is not None:
         return packed_states(body, batch.shared)[0][batch.indices]
@@ -117,12 +122,7 @@ def policy_output(
     at these states.
     """
     with torch.set_grad_enabled(torch.is_grad_enabled() and trains_policy):
-        hidden = hidden_states(model.get_decoder(), batch)
-        head = _head(model)
-        size = chunk_tokens or default_chunk_tokens(head)
-        logprobs, entropy = head_logprobs(
-            hidden, head, batch.targets, temperature=temperature or 1.0, chunk_tokens=size
-        )
+        hidden, (logprobs, entropy) = _states_and(head_logprobs, model, batch, temperature, chunk_tokens)
     return PolicyOutput(
         logprobs=batch.spread(logprobs),
         entropy=batch.spread(entropy if trains_entropy else entropy.detach()),
@@ -135,11 +135,24 @@ def token_logprobs(
 ) -> Tensor:
     """Return the log-probs of `policy_output`, [B, T], alone and without gradient."""
     with torch.no_grad():
-        hidden, head = hidden_states(model.get_decoder(), batch), _head(model)
-        size = chunk_tokens or default_chunk_tokens(head)
-        return batch.spread(
-            chosen_logprobs(hidden, head, batch.targets, temperature=temperature or 1.0, chunk_tokens=size)
-        )
+        _, logprobs = _states_and(chosen_logprobs, model, batch, temperature, chunk_tokens)
+        forget_passes(model)
+        return batch.spread(logprobs)
+
+
+def _states_and(
+    function: Callable[..., T], model: PreTrainedModel, batch: TokenBatch, temperature: float, chunk_tokens: int | None
+) -> tuple[Tensor, T]:
+    """Return the hidden states, [N, H], and what one of the functions of head.py says of them."""
+    head = _head(model)
+    size = chunk_tokens or default_chunk_tokens(head)
+    of_head = partial(function, head=head, targets=batch.targets, temperature=temperature or 1.0, chunk_tokens=size)
+
+    def run() -> tuple[Tensor, T]:
+        hidden = hidden_states(model.get_decoder(), batch)
+        return hidden, call(head, of_head, hidden)
+
+    return call(model, run)
 
 
 def _head(model: PreTrainedModel) -> nn.Module:

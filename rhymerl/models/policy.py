@@ -6,7 +6,7 @@ import copy
 import hashlib
 import tempfile
 from base64 import b64decode, b64encode
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from rhymerl.errors import ConfigError
 from rhymerl.models import gguf
 from rhymerl.models.hub import look_up
 from rhymerl.models.lora import LoRA, is_adapted, is_changed, merged, put_back, save_config
+from rhymerl.models.sharding import GatheredTensors, is_sharded
 
 PAD, END = "<pad>", "<end>"
 _FINGERPRINT_BYTES = 2**15
@@ -57,9 +58,13 @@ class Policy:
             found.update(source if isinstance(source, list | tuple) else [source] if source is not None else [])
         return tuple(sorted(found))
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Return the parameters of a plain model that computes the same: those of adapters are added into what they adapt."""
-        return merged(self.model, self.model.named_parameters())
+    def named_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """Return the parameters of a plain model that computes the same: those of adapters are added into what they adapt.
+
+        Sharded ones are `GatheredTensors`, whoever wants them.
+        """
+        named = merged(self.model, self.model.named_parameters())
+        return GatheredTensors(named) if is_sharded(self.model) else named
 
     def save(self, directory: str | Path) -> None:
         """Write a directory that plain `transformers` loads."""

@@ -10,8 +10,7 @@ from safetensors import SafetensorError
 from rhymerl.errors import ConfigError
 from rhymerl.folders import open_folder, unmade_if_empty
 from rhymerl.models.policy import restore
-from rhymerl.runs.resume import policy_weights
-from rhymerl.training.checkpoint import read_checkpoint
+from rhymerl.training.checkpoint import policy_weights, read_checkpoint
 
 
 def export(run: str | Path, out: str | Path) -> Path:
@@ -32,7 +31,7 @@ def export(run: str | Path, out: str | Path) -> Path:
             with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
                 part = Path(folder) / target.name
                 part.mkdir()
-                restore(checkpoint["rhymerl"]["policy_files"], policy_weights(checkpoint), part)
+                restore(checkpoint["rhymerl"]["policy_files"], policy_weights(path, checkpoint), part)
                 part.replace(target)
     except (ConfigError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__

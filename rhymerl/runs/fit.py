@@ -38,10 +38,11 @@ from rhymerl.report.steps import STEPS
 from rhymerl.runs.banner import banner, how_to_go_on, noting_how_to_go_on
 from rhymerl.runs.earlier import save_history, start_with
 from rhymerl.runs.forecast import ForecastLine
-from rhymerl.runs.resume import ResumePoint, check_same_run, check_weights, policy_weights, resume_point
+from rhymerl.runs.resume import ResumePoint, check_same_run, check_weights, resume_point
 from rhymerl.runs.summary import Summary, summary_table
+from rhymerl.training.checkpoint import policy_weights
 from rhymerl.training.module import RhymeModule
-from rhymerl.training.trainer import check_precision, check_trainer, make_trainer, with_environment
+from rhymerl.training.trainer import check_backend, check_precision, check_trainer, make_trainer, with_environment
 
 Result = dict[str, float | int | None]
 _NEVER = 2**31  # steps
@@ -91,6 +92,7 @@ def _fit(
     summary = Summary()
     trainer = _trainer_of(config, run_dir, point, [summary, *callbacks])
     datamodule, module = _parts(config)
+    check_backend(trainer, module.backend)
     datamodule.prepare_for(module)
     module.check(datamodule)
     evaluates = datamodule.has_validation and trainer.limit_val_batches != 0
@@ -173,7 +175,9 @@ def evaluate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str,
     point, run_dir = resume_point(config), Path(config.run_dir)
     if point is None and config.ckpt_path is not None:
         raise ConfigError(f"ckpt_path={config.ckpt_path!r}: there is no checkpoint in run_dir={config.run_dir!r}")
-    weights = policy_weights(point.read()) if point is not None else {}  # now: a run that goes on may remove the file
+    weights = (
+        policy_weights(point.path, point.read()) if point is not None else {}
+    )  # now: a run that goes on may remove the file
     check_folder(run_dir)
     asked = resolved(config)["trainer"]
     answers = WriteAnswers(run_dir / "evaluations", step=point.num_rollouts if point is not None else 0)
@@ -193,6 +197,7 @@ def evaluate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str,
     if OmegaConf.is_missing(config.data, "train"):
         config.data.train = None
     datamodule, module = _parts(config)
+    check_backend(trainer, module.backend)
     datamodule.prepare_for(module, with_train=False)
     module.check(datamodule)
     if point is not None:

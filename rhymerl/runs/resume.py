@@ -111,9 +111,3 @@ def check_weights(there: Mapping[str, torch.Tensor], here: Mapping[str, torch.Te
                 f"{where}: of another model than model.path or model.init, or with another adapter ({name}: "
                 f"{saved.get(name, 'nothing')} there, {mine.get(name, 'nothing')} here)"
             )
-
-
-def policy_weights(checkpoint: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the policy's weights in those of a module, which may have trained others beside it."""
-    weights = checkpoint["state_dict"].items()
-    return {name.removeprefix("model."): each for name, each in weights if name.startswith("model.")}

@@ -89,3 +89,32 @@ def micro_batches(
         [i for unit in longest_first[start:end] for i in unit.samples]
         for start, end in best_starts(widths, extras, max_tokens=max_tokens, overhead=_OVERHEAD_TOKENS)
     ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """A pass of a rank over a micro-batch; of an idle one nothing is kept."""
+
+    samples: Sequence[int]
+    is_idle: bool = False
+
+
+def passes_of(
+    rank: int,
+    samples: Sequence[Sample],
+    dealt: Sequence[Sequence[int]],
+    max_tokens: int,
+    *,
+    shares: bool,
+    in_step: bool = False,
+) -> list[Pass]:
+    """Return a rank's passes over its micro-batches, where each rank has been dealt some of the samples.
+
+    Ranks that have to keep `in_step` make as many as the one with most of them: the others add idle ones, over the shortest sample.
+    """
+    counted = dealt if in_step else [dealt[rank]]
+    parts = [micro_batches(samples, mine, max_tokens, shares=shares) for mine in counted]
+    mine = parts[rank] if in_step else parts[0]
+    num_idle = max(map(len, parts)) - len(mine)
+    shortest = min(range(len(samples)), key=lambda i: (total_tokens(samples[i]), i)) if num_idle else 0
+    return [*(Pass(samples=part) for part in mine), *[Pass(samples=[shortest], is_idle=True)] * num_idle]

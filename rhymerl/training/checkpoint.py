@@ -7,13 +7,16 @@ import pickle
 import struct
 import zipfile
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from torch import Tensor
 
 from rhymerl.errors import ConfigError
+from rhymerl.training import shards
 
 FORMAT = 1  # of what a RhymeModule keeps in a checkpoint
 
@@ -74,11 +77,26 @@ def damage(path: Path) -> str | None:
             wrong = archive.testzip()
             if wrong is not None:
                 return f"the checksum of its record {wrong!r} differs"
-            return _damage_between(file, archive)
+            if reason := _damage_between(file, archive):
+                return reason
+        return _damage_of_shards(path)
     except OSError as error:
         return error.strerror or str(error)
     except (*_BROKEN_ZIP, *_BROKEN_NUMBER) as error:
         return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def _damage_of_shards(path: Path) -> str | None:
+    """Return what is wrong with the parts of a whole file, if it is one of a checkpoint in parts."""
+    if not shards.has_shards(path.resolve().parent):
+        return None
+    checkpoint = _load(path)
+    return shards.damage_of(checkpoint, path) if shards.KEY in checkpoint else None
+
+
+def _load(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    return found
 
 
 def _damage_between(file: BinaryIO, archive: zipfile.ZipFile) -> str | None:
@@ -108,7 +126,7 @@ def _checksum_between(file: BinaryIO, records: list[zipfile.ZipInfo], end: int) 
 
 
 def read_checkpoint(path: Path, *, setting: str = "ckpt_path", is_whole: bool = False) -> dict[str, Any]:
-    """Return a whole checkpoint of ours, its tensors left on the disk.
+    """Return a whole checkpoint of ours, its tensors left on the disk; of one in parts the weights' names and shapes.
 
     Raises ConfigError for any other file; of one that is damaged it says which older one beside it is whole. Its checksums are
     looked at unless that has been done (`is_whole`).
@@ -117,13 +135,34 @@ def read_checkpoint(path: Path, *, setting: str = "ckpt_path", is_whole: bool = 
     if not is_whole and (reason := damage(path)):
         raise ConfigError(f"{where}: not a checkpoint that can be read: {reason}{_advice(path)}")
     try:
-        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        checkpoint: Any = _load(path)
     except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as error:
         raise ConfigError(f"{where}: not a checkpoint that can be read{_advice(path)}") from error
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("rhymerl"), dict):
         raise ConfigError(f"{where}: not a checkpoint of rhymerl")
     checkpoint["rhymerl"] = of_this_format(checkpoint["rhymerl"], where)
+    if shards.KEY in checkpoint:
+        return shards.weights_described(checkpoint, shards.folder_of(checkpoint, path, where))
     return checkpoint
+
+
+def policy_weights(path: Path, checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the policy's weights in those of a module, which may have trained others beside it; `path` has been read as `checkpoint`."""
+    weights = checkpoint["state_dict"]
+    if any(each.is_meta for each in weights.values()):
+        found = _load(path)
+        weights = shards.read_whole(found, shards.folder_of(found, path, str(path)), only="model.")["state_dict"]
+    return {name.removeprefix("model."): each for name, each in weights.items() if name.startswith("model.")}
+
+
+def state_in(checkpoint: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the module's state in a checkpoint whose tensors are there. Raises ConfigError for another one."""
+    if shards.KEY in checkpoint:
+        raise ConfigError(
+            f"{where}: its tensors are in parts, which rhymerl.callbacks.AtomicCheckpointIO puts together (Trainer(plugins=[...])); or "
+            "take the policy with rhymerl export"
+        )
+    return of_this_format(checkpoint["rhymerl"], where)
 
 
 def of_this_format(state: dict[str, Any], where: str) -> dict[str, Any]:

@@ -32,13 +32,14 @@ from rhymerl.history import HistoryStore
 from rhymerl.models.critic import Critic, CriticSettings
 from rhymerl.models.lora import check_adapters, in_full_precision
 from rhymerl.models.policy import Policy, PolicySource, fingerprint, frozen
+from rhymerl.models.sharding import is_sharded
 from rhymerl.progress import SILENT
 from rhymerl.rewards import Reward, RewardScorer
 from rhymerl.rewards.failures import Failures
 from rhymerl.rollout import RECORDS, Rollout, RolloutLoop, RolloutSettings
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.schedulers.fifo import FIFOScheduler
-from rhymerl.training.checkpoint import of_this_format
+from rhymerl.training.checkpoint import state_in
 from rhymerl.training.checks import check_algorithm, check_answers_fit, check_workers, checked_rewards, longest_tokens
 from rhymerl.training.evaluation import EvaluationSettings, step_name
 from rhymerl.training.hyperparameters import arguments_of, refuse_lost
@@ -69,7 +70,7 @@ class RhymeModule(L.LightningModule):
     `rewards` None takes the reward of the datamodule's task. The module holds no state of a rollout.
     """
 
-    _reference: PreTrainedModel | None  # set past nn.Module's registration: no submodule, and in no checkpoint
+    reference: PreTrainedModel | None  # set past nn.Module's registration: no submodule, and in no checkpoint
 
     def __init__(
         self,
@@ -139,7 +140,7 @@ class RhymeModule(L.LightningModule):
         self._scorer: RewardScorer | None = None
         self._rewards: list[Reward] = []
         # Now: later a checkpoint may have been loaded, and the reference is the policy that the module was given.
-        object.__setattr__(self, "_reference", frozen(self.model) if "reference" in self.algo.needs else None)
+        object.__setattr__(self, "reference", frozen(self.model) if "reference" in self.algo.needs else None)
         self.critic: Critic | None = None
         if "values" in self.algo.needs:
             self.critic = self.critic_settings.build(self.policy, seed=seed)
@@ -157,11 +158,8 @@ class RhymeModule(L.LightningModule):
     # -- set-up ------------------------------------------------------------------------------------------------
 
     def configure_callbacks(self) -> list[L.Callback]:
-        """Refuse flags before Lightning brings anything up; and call teardown after an exception, which it does not.
-
-        Otherwise the reward processes would outlive a failed fit.
-        """
-        prepare_trainer(self.trainer)
+        """Refuse flags before Lightning brings anything up; and call teardown after an exception, or reward processes outlive a failed fit."""
+        prepare_trainer(self.trainer, self.backend)
         return [TeardownOnException()]
 
     def setup(self, stage: str) -> None:
@@ -177,8 +175,9 @@ class RhymeModule(L.LightningModule):
         if self.critic is not None:
             self.critic.check(longest)
         self._rewards = checked_rewards(self.rewards, datamodule, evaluation=self.evaluation)
-        self.update.check(self.model, longest)
-        self._shares_prefixes = self.update.shares(self.model, longest, critic=self.critic)
+        if not is_sharded(self.model):  # else this was found out while it was whole
+            self.update.check(self.model, longest)
+            self._shares_prefixes = self.update.shares(self.model, longest, critic=self.critic)
 
     def on_fit_start(self) -> None:
         self.update.warn(self.model)
@@ -196,8 +195,8 @@ class RhymeModule(L.LightningModule):
         size = self.trainer.world_size
         check_workers(self.backend, self.scheduler, workers=self.workers, num_ranks=size, **modes)
         autocast = self.trainer.precision_plugin.forward_context
-        if self._reference is not None and self._reference is not self.model:
-            nn.Module.to(self._reference, device=self.device, dtype=self.model.dtype)
+        if self.reference is not None and self.reference is not self.model:
+            nn.Module.to(self.reference, device=self.device, dtype=self.model.dtype)
         if self._ranks is None:
             self._ranks = Group(RECORDS) if size > 1 else Alone()
         self.backend.share(update_shape(self) if self._shares_engine or self.trainer.training else None)
@@ -234,7 +233,7 @@ class RhymeModule(L.LightningModule):
             draws_exactly=self.backend.draws_exactly,
             shares_prefixes=self._shares_prefixes,
             ranks=self._ranks,
-            reference=self._reference,
+            reference=self.reference,
             critic=self.critic,
         )
 
@@ -393,7 +392,7 @@ class RhymeModule(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raises ConfigError for a checkpoint of another version, and where a run would go on from other weights than it began with."""
-        state = of_this_format(checkpoint["rhymerl"], "the checkpoint")
+        state = state_in(checkpoint, "the checkpoint")
         if self._trainer is not None:
             check_base(self, state, "the checkpoint")
         load_state(self, state)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rhymerl.distributed.base import Ranks
 from rhymerl.models.logprobs import TokenBatch, token_batch
-from rhymerl.training.batches import micro_batches
+from rhymerl.training.batches import Pass, passes_of
 from rhymerl.training.dealing import deal_samples
 from rhymerl.types import Sample
 
@@ -27,16 +27,18 @@ def over_samples(
     max_tokens: int,
     behind: bool = False,
     shares: bool = False,
+    in_step: bool = False,
 ) -> Tensor:
     """Return what `work` says of every response token, [B, T] in float64 with zeros in the padding, in the host's memory.
 
     With `behind` it also has what `work` says behind the last one, [B, T + 1]. This is a collective: each rank does the
-    work for its share of the samples, and gets the whole. With `shares` equal prompts are computed once.
+    work for its share of the samples, and gets the whole. With `shares` equal prompts are computed once. Where `work` is a
+    collective itself, ranks make equally many passes (`in_step`).
     """
     dealt = deal_samples(samples, range(len(samples)), ranks.size, shares=shares)
-    mine = dealt[ranks.rank]
-    lines = _lines(samples, mine, work, ranks=ranks, device=device, max_tokens=max_tokens, behind=behind, shares=shares)
-    gathered = ranks.gather(lines)
+    passes = passes_of(ranks.rank, samples, dealt, max_tokens, shares=shares, in_step=in_step)
+    lines = _lines(samples, passes, work, ranks=ranks, device=device, behind=behind, shares=shares)
+    gathered = ranks.gather(np.concatenate([lines[i] for i in dealt[ranks.rank]]) if lines else np.empty(0))
     whole = np.zeros((len(samples), max(map(len, samples)) + behind))
     for mine, flat in zip(dealt, gathered, strict=True):
         ends = np.cumsum([len(samples[i]) + behind for i in mine], dtype=np.int64)
@@ -47,21 +49,22 @@ def over_samples(
 
 def _lines(
     samples: Sequence[Sample],
-    mine: Sequence[int],
+    passes: Sequence[Pass],
     work: Work,
     *,
     ranks: Ranks,
     device: torch.device | str,
-    max_tokens: int,
     behind: bool,
     shares: bool,
-) -> npt.NDArray[np.floating]:
-    """Return the values of the samples at `mine`, in that order and one after the other, without padding."""
+) -> dict[int, npt.NDArray[np.floating]]:
+    """Return the values of each sample by its index, without padding."""
     lines: dict[int, npt.NDArray[np.floating]] = {}
     with torch.no_grad():
-        for part in micro_batches(samples, mine, max_tokens, shares=shares):
+        for each in passes:
             ranks.check()
-            batch = token_batch([samples[i] for i in part], device, behind=behind, shares=shares)
+            batch = token_batch([samples[i] for i in each.samples], device, behind=behind, shares=shares)
             found = work(batch).cpu().numpy()
-            lines.update({i: line[: len(samples[i]) + behind] for i, line in zip(part, found, strict=True)})
-    return np.concatenate([lines[i] for i in mine]) if mine else np.empty(0)
+            if not each.is_idle:
+                rows = zip(each.samples, found, strict=True)
+                lines.update({i: row[: len(samples[i]) + behind] for i, row in rows})
+    return lines

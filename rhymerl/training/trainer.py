@@ -23,6 +23,8 @@ from lightning.pytorch.accelerators import MPSAccelerator
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
+from rhymerl.backends.base import Backend
+from rhymerl.backends.hosted.base import HostedBackend
 from rhymerl.config.components import instantiate, is_component
 from rhymerl.config.targets import import_target
 from rhymerl.data import PromptDataModule
@@ -30,6 +32,7 @@ from rhymerl.distributed.equal_weights import equal_weights
 from rhymerl.distributed.failure_detector import is_loopback
 from rhymerl.distributed.parent import end_with_parent
 from rhymerl.errors import ConfigError, RunError
+from rhymerl.training.fsdp2 import FSDP2Strategy
 
 _LIGHTNING_LOGS_EVERY = 50  # steps
 _LOOPBACKS = ("lo", "lo0")  # as Linux and others call it
@@ -112,14 +115,27 @@ def check_trainer(trainer: Any) -> None:
         )
 
 
+def check_backend(trainer: Any, backend: Backend) -> None:
+    """Raise ConfigError for an engine in each rank where ranks hold parts of the policy."""
+    if isinstance(trainer.strategy, FSDP2Strategy) and not isinstance(backend, HostedBackend):
+        raise ConfigError(
+            f"trainer.strategy=fsdp2 with {type(backend).__name__}: its engine needs the whole policy in each rank, which has a part of it "
+            "only; expected workers with weights of their own, backend=ray (with backend.engine=embedded or sglang) or backend=sglang with "
+            "backend.url, or trainer.strategy=ddp"
+        )
+
+
 def _check_strategy(trainer: Any) -> None:
     strategy = trainer.strategy
     name = f"trainer.strategy={type(strategy).__name__}"
     if isinstance(strategy, SingleDeviceStrategy):
         return
+    if isinstance(strategy, FSDP2Strategy):
+        strategy.check()
+        return
     if not isinstance(strategy, DDPStrategy):
         raise ConfigError(
-            f"{name}: the engine reads whole weights, so every rank has to hold them; expected ddp, or auto on one device"
+            f"{name}: the update knows ranks that hold whole weights, and those that fsdp2 spreads; expected ddp, fsdp2, or auto on one device"
         )
     if strategy._start_method != "popen":
         raise ConfigError(
@@ -147,14 +163,15 @@ def _check_requeueing(trainer: Any) -> None:
         )
 
 
-def prepare_trainer(trainer: L.Trainer) -> None:
-    """Check as `check_trainer` does, and prepare the ranks before Lightning opens the process group.
+def prepare_trainer(trainer: L.Trainer, backend: Backend) -> None:
+    """Check as `check_trainer` and `check_backend` do, and prepare the ranks before Lightning opens the process group.
 
     The model stays without a wrapper. On one machine its store listens where no other machine can reach it. Raises RunError when its port is taken.
     Each step is logged, unless the Trainer was told otherwise.
     """
     try:
         check_trainer(trainer)
+        check_backend(trainer, backend)
         _log_each_step(trainer)
         _wrap_nothing(trainer.strategy)
         _prepare_ranks(trainer)
@@ -189,13 +206,13 @@ def _prepare_ranks(trainer: L.Trainer) -> None:
         return
     end_with_parent()
     strategy = trainer.strategy
-    if not isinstance(strategy, DDPStrategy) or strategy.num_nodes > 1:
+    if not isinstance(strategy, DDPStrategy | FSDP2Strategy) or strategy.num_nodes > 1:
         return
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun has made the store
         return
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     environment = strategy.cluster_environment
-    assert environment is not None, "of every DDPStrategy that a Trainer has"
+    assert environment is not None, "of every such strategy that a Trainer has"
     if not is_loopback(environment.main_address):
         return
     names = [name for _, name in socket.if_nameindex() if name in _LOOPBACKS]

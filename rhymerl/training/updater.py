@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,9 @@ from rhymerl.models.critic import Critic
 from rhymerl.models.logprobs import TokenBatch, hidden_states, policy_output, token_batch, token_logprobs
 from rhymerl.models.lora import without_adapters
 from rhymerl.models.policy import evaluating, is_random
+from rhymerl.models.sharding import call, is_sharded, sum_replicas, whole
 from rhymerl.models.shared_prefixes import sharing
-from rhymerl.training.batches import micro_batches, step_batch
+from rhymerl.training.batches import passes_of, step_batch
 from rhymerl.training.dealing import deal_samples
 from rhymerl.training.passes import over_samples
 from rhymerl.training.settings import UpdateSettings
@@ -89,6 +91,7 @@ class Updater:
         self.ranks = ranks if ranks is not None else Alone()
         self._batch: Batch | None = None  # of the latest step, until `forget`
         self._is_random = is_random(model)
+        self._is_sharded = is_sharded(model)
 
     def run(self, samples: Sequence[Sample], step: int, *, optimizer: Any, schedule: LambdaLR) -> Mapping[str, float]:
         """Run all mini-batches of the step, in an order that follows from (seed, step); returns metrics.
@@ -199,6 +202,7 @@ class Updater:
                 max_tokens=self.settings.micro_batch_tokens,
                 behind=need == "values" and self._values_behind,
                 shares=self.shares_prefixes,
+                in_step=self._is_sharded,
             )
 
     @property
@@ -221,8 +225,8 @@ class Updater:
     def _values(self, tokens: TokenBatch) -> Tensor:
         assert self.critic is not None, "an algorithm that needs values gets a critic"
         with self.autocast():
-            hidden = hidden_states(self.model.get_decoder(), tokens) if self.critic.settings.shared else None
-            return tokens.spread(self.critic(tokens, hidden))
+            states = partial(hidden_states, self.model.get_decoder(), tokens)
+            return tokens.spread(self.critic(tokens, call(self.model, states) if self.critic.settings.shared else None))
 
     # -- mini-batches ----------------------------------------------------------------------------------------------
 
@@ -255,10 +259,9 @@ class Updater:
         """Return this rank's part of the metrics."""
         totals = Totals(num_tokens=max(1, int(work.batch.mask[chosen].sum())), num_samples=len(chosen))
         dealt = deal_samples(work.samples, chosen, self.ranks.size, shares=self.shares_prefixes)
-        mine = dealt[self.ranks.rank]
         work.optimizer.zero_grad()
-        metrics = self._backward(work, mine, totals)
-        self.ranks.sum_gradients([p for each in self._trained(work).values() for p in each])
+        metrics = self._backward(work, dealt, totals)
+        self._sum_gradients([p for each in self._trained(work).values() for p in each])
         of_all = self._step(work)
         return {**metrics, **of_all} if self.ranks.rank == 0 else metrics
 
@@ -269,19 +272,26 @@ class Updater:
             models["critic/"] = self.critic
         return {name: [p for p in model.parameters() if p.requires_grad] for name, model in models.items()}
 
-    def _backward(self, work: _Work, chosen: list[int], totals: Totals) -> dict[str, float]:
+    def _sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        if self._is_sharded:  # then their backward has summed them, but for replicas
+            sum_replicas(parameters)
+        else:
+            self.ranks.sum_gradients(parameters)
+
+    def _backward(self, work: _Work, dealt: Sequence[list[int]], totals: Totals) -> dict[str, float]:
         """Add up gradients of the samples of this rank; returns their metrics, none where there are no samples."""
         collected: list[Mapping[str, Tensor]] = []
+        most, shares = self.settings.micro_batch_tokens, self.shares_prefixes
         with self._checkpointing():
-            most = self.settings.micro_batch_tokens
-            for part in micro_batches(work.samples, chosen, most, shares=self.shares_prefixes):
+            for each in passes_of(self.ranks.rank, work.samples, dealt, most, shares=shares, in_step=self._is_sharded):
                 self.ranks.check()
-                loss, metrics = self._loss(work, part, totals)
-                self.backward(loss)
-                collected.append(metrics)
+                loss, metrics = self._loss(work, each.samples, totals)
+                self.backward(0.0 * loss if each.is_idle else loss)
+                if not each.is_idle:
+                    collected.append(metrics)
         return _merged([{name: float(m[name]) for name in m} for m in collected], mean=False)
 
-    def _loss(self, work: _Work, part: list[int], totals: Totals) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def _loss(self, work: _Work, part: Sequence[int], totals: Totals) -> tuple[Tensor, Mapping[str, Tensor]]:
         samples = [work.samples[i] for i in part]
         tokens = token_batch(samples, self.model.device, shares=self.shares_prefixes)
         mine = work.batch.select(torch.tensor(part), tokens.response.shape[1]).to(self.model.device)
@@ -329,7 +339,7 @@ class Updater:
 
     def _clip(self, parameters: Iterable[nn.Parameter]) -> float:
         """Clip the gradient's norm in place; returns the norm before."""
-        return float(nn.utils.clip_grad_norm_(parameters, self.settings.max_grad_norm or math.inf))
+        return float(whole(nn.utils.clip_grad_norm_(parameters, self.settings.max_grad_norm or math.inf)))
 
 
 def _split(found: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:

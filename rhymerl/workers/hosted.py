@@ -11,6 +11,7 @@ from rhymerl.backends.hosted.messages import Learn, Measure, Weights
 from rhymerl.backends.spans import WorkerSpan
 from rhymerl.distributed import Ranks
 from rhymerl.history import HistoryStore
+from rhymerl.models.sharding import GatheredTensors
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.types import Completion, Output, Sample
 from rhymerl.workers.base import RunAhead, StepRequests, Workers
@@ -61,6 +62,7 @@ class HostedWorkers(Workers):
         self._max_staleness = max_staleness
         self._lockstep = lockstep
         self._resumed: RunAheadState | None = None
+        self._published: int | None = None  # the newest version
         self._ahead: InFlight | None = None  # the step to come
         self._ended_at = time.monotonic()  # the latest `answer`
         self._busy_frac = 0.0
@@ -192,8 +194,16 @@ class HostedWorkers(Workers):
         return self._crew.weights.version if self._crew.weights is not None else 0
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        """Publish them; each worker loads them when it comes to it, and nobody waits, but perhaps for the first. A version that is out already stays."""
-        if self._ranks.rank != 0 or (self._crew.weights is not None and self._crew.weights.version == policy_version):
+        """Publish them; each worker loads them when it comes to it, and nobody waits, but perhaps for the first. A version that is out already stays.
+
+        Called on all ranks, each of which has a part of sharded ones.
+        """
+        if policy_version == self._published:
+            return
+        self._published = policy_version
+        if self._ranks.rank != 0:
+            if isinstance(named_tensors, GatheredTensors):
+                named_tensors.take_part()
             return
         weights = Weights(version=policy_version, source=self._backend.publish(named_tensors))
         with self._crew.changed:

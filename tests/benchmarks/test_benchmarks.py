@@ -130,6 +130,13 @@ def test_update_speed_runs_our_side_alone(run: Run) -> None:
     assert row["padding"] >= 1
 
 
+@pytest.mark.slow
+def test_sharded_memory_has_a_row_for_each_number_of_ranks(run: Run) -> None:
+    rows = run("sharded_memory", "--ranks", "2", "--hidden", "64", "--layers", "2", "--vocabulary", "64")["rows"]
+    assert [(row["sharding"], row["ranks"]) for row in rows] == [("none", 1), ("fsdp2", 2)]
+    assert rows[1]["state / none"] == pytest.approx(0.5, abs=0.02)
+
+
 def test_update_memory_has_a_row_a_vocabulary_and_a_length_and_draws(run: Run, tmp_path: Path) -> None:
     words = ("--vocabularies", "50", "5000", "--lengths", "8", "16", "--tokens", "32", "--out", str(tmp_path))
     result = run("update_memory", *words, "--hardware", "here")

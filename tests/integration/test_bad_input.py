@@ -113,6 +113,24 @@ def index(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> P
         ("trainer.precision=float7", "float7"),
         ("trainer.strategy=fsdp", "fsdp"),
         (
+            "trainer.strategy=fsdp2 trainer.accelerator=cpu trainer.devices=1",
+            "trainer.strategy=fsdp2 with EmbeddedBackend: its engine needs the whole policy in each rank, which has a part of it only; "
+            "expected workers with weights of their own, backend=ray (with backend.engine=embedded or sglang) or backend=sglang with backend.url, "
+            "or trainer.strategy=ddp",
+        ),
+        (
+            "trainer.strategy=fsdp2 trainer.accelerator=cpu trainer.devices=1 backend=sglang deterministic=false",
+            "trainer.strategy=fsdp2 with SGLangBackend: its engine needs the whole policy in each rank",
+        ),
+        (
+            "trainer.strategy._target_=rhymerl.FSDP2Strategy trainer.strategy.num_replicas=3 trainer.accelerator=cpu trainer.devices=4",
+            "trainer.strategy.num_replicas=3: so many groups of one size cannot be made of all ranks; expected a divisor of their number, 4",
+        ),
+        (
+            "trainer.strategy._target_=rhymerl.FSDP2Strategy trainer.strategy.num_replicas=0",
+            "trainer.strategy.num_replicas=0: expected at least 1",
+        ),
+        (
             "trainer.accelerator=mps",
             "trainer.accelerator='mps': this machine has none that torch can use; expected",
         ),

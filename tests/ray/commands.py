@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tests.integration.conftest import checkpoint
+from rhymerl.callbacks import AtomicCheckpointIO
 
 ROOT = Path(__file__).parents[2]
 # Twelve problems, four a step: three steps a pass, six in all. In float64, so that tokens follow from the weights alone.
@@ -96,7 +96,9 @@ def answers(run_dir: Path) -> list[tuple[Any, ...]]:
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    return checkpoint(run_dir)["state_dict"]
+    """Those of its last checkpoint, whole."""
+    path = run_dir / "checkpoints" / "last.ckpt"
+    return AtomicCheckpointIO().load_checkpoint(path, weights_only=True)["state_dict"]
 
 
 def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:

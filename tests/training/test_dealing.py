@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rhymerl.training.dealing import deal
+from rhymerl.training.batches import passes_of
+from rhymerl.training.dealing import deal, deal_samples
+from tests.models.test_logprobs import make_samples
 
 lengths = st.lists(st.integers(1, 10_000), max_size=60)
 
@@ -44,3 +46,19 @@ def test_answers_of_all_lengths_are_dealt_evenly():
     num_tokens = (100 + np.random.default_rng(0).lognormal(6, 1, 256)).astype(int).tolist()
     loads = [sum(num_tokens[i] for i in part) for part in deal(num_tokens, 8)]
     assert max(loads) < 1.01 * np.mean(loads)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 7])
+def test_ranks_in_step_make_as_many_passes_and_keep_each_sample_once(num_ranks, shares):
+    samples = make_samples(5)
+    dealt = deal_samples(samples, range(5), num_ranks, shares=shares)
+    passes = [passes_of(rank, samples, dealt, 60, shares=shares, in_step=True) for rank in range(num_ranks)]
+    assert len({len(mine) for mine in passes}) == 1
+    kept = [i for mine in passes for each in mine if not each.is_idle for i in each.samples]
+    assert sorted(kept) == list(range(5))
+    for rank, mine in enumerate(passes):
+        own = passes_of(rank, samples, dealt, 60, shares=shares)
+        assert [each for each in mine if not each.is_idle] == own
+        idle = mine[len(own) :]
+        assert all(each.is_idle and len(each.samples) == 1 for each in idle)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from rhymerl.algos import GRPO
 from rhymerl.algos.base import Algorithm, Batch, PolicyOutput, Totals
@@ -20,6 +21,7 @@ from rhymerl.errors import ConfigError
 from rhymerl.models.critic import CriticSettings
 from rhymerl.models.logprobs import policy_output, token_batch
 from rhymerl.models.policy import Policy
+from rhymerl.models.sharding import replicate, shard
 from rhymerl.rollout import RolloutSettings
 from rhymerl.testing import tiny_policy
 from rhymerl.training.batches import step_batch
@@ -109,11 +111,12 @@ def run_update(
     backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
     ranks: Ranks | None = None,
     draws_exactly: bool = False,
+    mesh: DeviceMesh | None = None,
     **settings: float,
 ) -> tuple[nn.ModuleDict, dict[str, float]]:
     """The same samples as `steps` rollout steps in a row, from the same model; with the last step's metrics but for times.
 
-    Returns what was trained: `model` and, if there is one, `critic`.
+    Returns what was trained: `model` and, if there is one, `critic`; sharded over a `mesh`, as the reference is.
     """
     made = algorithm()
     model = copy.deepcopy(first_policy(dropout).model)
@@ -121,6 +124,14 @@ def run_update(
     trained = nn.ModuleDict({"model": model})
     if critic is not None:
         trained["critic"] = critic.build(first_policy(dropout), seed=2)
+    reference = first_policy(dropout).model if "reference" in made.needs else None
+    if mesh is not None:
+        reference = copy.deepcopy(reference)
+        for each in (model, reference, trained["critic"].body if critic is not None else None):
+            if each is not None:
+                shard(each, mesh)
+        if critic is not None:
+            replicate(trained["critic"].head, mesh)
     optimizer = update.optimizer(list(model.parameters()), critic=trained["critic"] if critic is not None else None)
     schedule = update.schedule(optimizer, 10)
     updater = Updater(
@@ -132,7 +143,7 @@ def run_update(
         backward=backward,
         autocast=nullcontext,
         draws_exactly=draws_exactly,
-        reference=first_policy(dropout).model if "reference" in made.needs else None,
+        reference=reference,
         critic=trained["critic"] if critic is not None else None,
         ranks=ranks,
     )

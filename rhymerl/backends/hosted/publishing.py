@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rhymerl.backends.hosted.messages import WeightSource
 from rhymerl.models.lora import LowRank, is_adapted, unmerged
+from rhymerl.models.sharding import GatheredTensors
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -40,8 +41,8 @@ class Publisher:
         self._base: WeightSource | None = None  # kept, so that late workers find it
 
     def publish(self, named_tensors: Iterable[tuple[str, Tensor]]) -> WeightSource:
-        """Publish `named_tensors`, which are the model's with adapters added in; they are not made where the model has adapters."""
-        if not is_adapted(self._model):
+        """Publish `named_tensors`, which are the model's with adapters added in; they are not made where a whole model has adapters."""
+        if not is_adapted(self._model) or isinstance(named_tensors, GatheredTensors):
             return self._put(named_tensors)
         base, adapters = unmerged(self._model)
         self._base = self._base or self._put(base.items())

@@ -10,7 +10,7 @@ import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -40,25 +40,39 @@ if TYPE_CHECKING:
     from rhymerl.models.policy import Policy
 
 _CONNECT_S = 5.0
+_BUCKET_BYTES = 2**28
 _QUIET = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedWeights(WeightSource):
-    """Weights in Ray's object store, once on every node."""
+    """Weights in Ray's object store, once on every node, some of them in each object."""
 
-    reference: list[Any]  # one, in a list: Ray would wait for a bare one
+    references: list[Any]
 
     def load(self) -> Mapping[str, Tensor]:
         import ray
 
-        return {name: _tensor(*each) for name, each in ray.get(self.reference[0]).items()}
+        return {name: _tensor(*each) for bucket in ray.get(self.references) for name, each in bucket.items()}
+
+
+def _buckets(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, tuple[Any, str, tuple[int, ...]]]]:
+    """Yield the arrays of some tensors at a time, so that sharded ones are not all in this process's memory at once."""
+    bucket, size = {}, 0
+    for name, tensor in named_tensors:
+        bucket[name] = _array(tensor)
+        size += tensor.nbytes
+        if size >= _BUCKET_BYTES:
+            yield bucket
+            bucket, size = {}, 0
+    if bucket:
+        yield bucket
 
 
 def _put(named_tensors: Iterable[tuple[str, Tensor]]) -> SharedWeights:
     import ray
 
-    return SharedWeights(reference=[ray.put({name: _array(tensor) for name, tensor in named_tensors})])
+    return SharedWeights(references=[ray.put(bucket) for bucket in _buckets(named_tensors)])
 
 
 def _array(tensor: Tensor) -> tuple[Any, str, tuple[int, ...]]:

@@ -10,6 +10,8 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.hosted.base import HostedBackend
 from rhymerl.backends.hosted.host import WorkerHost
@@ -21,6 +23,7 @@ from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.errors import BackendError, ConfigError
 from rhymerl.history import HistoryStore
+from rhymerl.models.sharding import is_sharded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +47,7 @@ class ServedBackend(RolloutBackend):
 class ServerLoader:
     """Connects to a server with the first weights, and hands it later ones.
 
-    A server is compared with `policy` then, which has these weights and rests; one that `is_late` with a policy of its own.
+    A server is compared with `policy` then, which has these weights and rests; with a copy where it `is_late`, or `policy` is sharded.
     """
 
     engine: ServedBackend
@@ -64,7 +67,7 @@ class ServerLoader:
 
     def _connect(self, tensors: Mapping[str, Tensor]) -> None:
         policy = self.policy
-        if self.is_late:
+        if self.is_late or is_sharded(policy.model):
             policy = _policy_like(policy)
             copy_weights(policy.model, tensors)
         while not self._is_up:
@@ -77,10 +80,10 @@ class ServerLoader:
 
 
 def _policy_like(policy: Policy) -> Policy:
+    """Return a policy of the same kind on the same device; in the host's memory where that device has a part of it only."""
     model = policy.model
-    return policy_of(
-        policy.files(), dtype=model.dtype, attention=model.config._attn_implementation, device=model.device
-    )
+    device = torch.device("cpu") if is_sharded(model) else model.device
+    return policy_of(policy.files(), dtype=model.dtype, attention=model.config._attn_implementation, device=device)
 
 
 class ServerConnection(ThreadConnection):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.hosted.base import Connection, HostedBackend
 from rhymerl.backends.hosted.host import Load, WorkerHost
-from rhymerl.backends.hosted.loading import EngineLoader
+from rhymerl.backends.hosted.loading import EngineLoader, policy_of
 from rhymerl.backends.hosted.messages import Events, Message, WeightSource
 from rhymerl.backends.hosted.publishing import Publisher
 from rhymerl.budgets.base import Budget
@@ -21,6 +21,8 @@ from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
 from rhymerl.drafters.run_ahead import innermost, listens
 from rhymerl.history import HistoryStore
+from rhymerl.models.lora import is_adapted
+from rhymerl.models.sharding import is_sharded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,7 +112,7 @@ class ThreadBackend(HostedBackend):
         budget: Budget | None = None,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self._parts = policy, drafter, budget, autocast
+        self._parts = _whole(policy), drafter, budget, autocast
         self._publisher = Publisher(policy.model, _put)
         self.remembers = not isinstance(innermost(drafter), NoDrafter)
         self.learns = listens(drafter, "learn")
@@ -140,3 +142,13 @@ class ThreadBackend(HostedBackend):
         for connection in self.connections:
             connection.join(_CLOSE_S)
         self.connections = []
+
+
+def _whole(policy: Policy) -> Policy:
+    """Return a policy that can be copied and takes the weights that are published."""
+    model = policy.model
+    if not is_sharded(model) and not is_adapted(model):
+        return policy
+    return policy_of(
+        policy.files(), dtype=model.dtype, attention=model.config._attn_implementation, device=model.device
+    )

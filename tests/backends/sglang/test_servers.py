@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from rhymerl.backends.hosted.servers import ServersBackend
 from rhymerl.backends.sglang.backend import SGLangBackend
+from rhymerl.distributed.group import Group
 from rhymerl.drafters import NoDrafter
 from rhymerl.errors import BackendError, ConfigError
+from rhymerl.models.sharding import shard
 from rhymerl.rewards import Reward, RewardScorer
-from rhymerl.rollout import RolloutLoop, RolloutSettings
+from rhymerl.rollout import RECORDS, RolloutLoop, RolloutSettings
 from rhymerl.schedulers import FIFOScheduler, SortedScheduler
 from rhymerl.testing import make_prompt
 from rhymerl.training.checks import check_workers
+from tests.backends.sglang.conftest import make_flat_policy
 from tests.backends.sglang.fake_engine import FakeEngine, answer_of
 from tests.backends.sglang.test_session import soon
+from tests.integration.ranked import run_ranks
 
 PROMPTS = [make_prompt([3, 2 + number], id=str(number)) for number in range(6)]
 SETTINGS = RolloutSettings(group_size=4, max_tokens=30)
@@ -151,3 +159,27 @@ def test_servers_cannot_keep_step():
     backend = SGLangBackend(url="http://127.0.0.1:1").apart()
     with pytest.raises(ConfigError, match="deterministic=true: workers of ServersBackend cannot count passes"):
         check_workers(backend, FIFOScheduler(), workers=None, num_ranks=1, run_ahead="off", lockstep=True)
+
+
+class Address(NamedTuple):
+    """Of an engine in another process."""
+
+    url: str
+
+
+def sharded_steps(urls: list[str]) -> None:
+    dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=2)
+    policy, ranks = make_flat_policy(), Group(RECORDS)
+    shard(policy.model, init_device_mesh("cpu", (2,)))
+    with loop_over([Address(url) for url in urls], policy, ranks=ranks) as loop:
+        for _ in run(loop, policy, range(3)):
+            pass
+    ranks.close()
+    dist.destroy_process_group()
+
+
+def test_servers_get_the_weights_of_a_policy_that_ranks_have_in_parts(engines, tmp_path):
+    """Rank 0 alone speaks with the servers, and compares each of them with the policy when it connects."""
+    run_ranks(2, sharded_steps, [each.url for each in engines], output=tmp_path / "output", timeout_s=60)
+    assert by_engine(engines) == [24, 24, 24]
+    assert all(engine.version == "2" for engine in engines)

@@ -1,0 +1,143 @@
+"""The strategy `fsdp2`: weights, gradients and moments are spread over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from rhymerl.errors import ConfigError, require_at_least
+from rhymerl.models.policy import fingerprint
+from rhymerl.models.sharding import is_sharded, replicate, shard
+from rhymerl.training import shards
+
+NAME = "fsdp2"
+
+
+class FSDP2Strategy(ModelParallelStrategy):
+    """Lightning's ModelParallelStrategy over torch's `fully_shard`: `trainer.strategy=fsdp2`, on gloo or NCCL.
+
+    With `num_replicas` above 1 the ranks form as many groups that hold all of the weights each (HSDP), and gradients are summed over the
+    groups too.
+    """
+
+    def __init__(self, *, num_replicas: int = 1) -> None:
+        require_at_least({"num_replicas": (num_replicas, 1)})
+        super().__init__()
+        self.num_replicas = num_replicas
+
+    def check(self) -> None:
+        """Raise ConfigError where the ranks cannot be divided; called before the others are there."""
+        size = self.num_nodes * self.num_processes
+        if size % self.num_replicas:
+            raise ConfigError(
+                f"trainer.strategy.num_replicas={self.num_replicas}: so many groups of one size cannot be made of all ranks; expected a "
+                f"divisor of their number, {size}"
+            )
+
+    # -- processes -------------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        self._setup_distributed()
+        if self._device_mesh is None:  # else of an earlier stage, whose weights are on it
+            self._device_mesh = self._new_mesh()
+
+    def _new_mesh(self) -> DeviceMesh:
+        device, size = self.root_device.type, self.world_size
+        if self.num_replicas == 1:
+            return init_device_mesh(device, (size,), mesh_dim_names=("shard",))
+        shape = (self.num_replicas, size // self.num_replicas)
+        return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
+
+    def setup(self, trainer: Any) -> None:
+        """Shard the module. Lightning's own leaves that to the module, and would then cast what has been sharded."""
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self._shard(self.lightning_module, trainer.precision)
+        self.model_to_device()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _shard(self, module: Any, precision: str) -> None:
+        """Spread the models of a RhymeModule over the ranks, unless an earlier stage has; they go to their device a layer at a time.
+
+        Raises ConfigError where a rank has been given other weights than rank 0.
+        """
+        policy, critic = module.model, module.critic
+        if is_sharded(policy):
+            return
+        mine = fingerprint(module)
+        if not self.reduce_boolean_decision(self.broadcast(mine) == mine, all=True):
+            raise ConfigError("model: the ranks have been given different weights; expected the same on all of them")
+        self.precision_plugin.convert_module(module)
+        compute_dtype = torch.bfloat16 if precision == "bf16-mixed" else None
+        reference = module.reference if module.reference is not policy else None
+        if reference is not None:  # which is no part of the module that has just been cast
+            nn.Module.to(reference, policy.dtype)
+        body = critic.body if critic is not None else None
+        for model in filter(None, (policy, reference, body)):
+            shard(model, self.device_mesh, compute_dtype=compute_dtype)
+        if critic is not None:
+            replicate(critic.head, self.device_mesh)
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return True  # `load_checkpoint` gives what Lightning's base class expects, but for the parts of other ranks
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        return self.lightning_module.state_dict(keep_vars=True)  # the parameters themselves tell which are tied
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return Strategy.optimizer_state(self, optimizer)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        Strategy.load_model_state_dict(self, checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        Strategy.load_optimizer_state_dict(self, checkpoint)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write this rank's part, and then, on rank 0, the file without which no part counts. Called on all ranks."""
+        path = Path(filepath)
+        rest, tensors = shards.split(checkpoint)
+        name = self.broadcast(shards.free_folder(path))
+        shards.write(tensors, path.parent / name)
+        mine = shards.checksums(path.parent / name, self.global_rank, self.world_size)
+        found: list[Any] = [None] * self.world_size
+        torch.distributed.all_gather_object(found, mine)
+        if self.is_global_zero:
+            files = {file: each for part in found for file, each in part.items()}
+            record = {"folder": name, "files": files}
+            self.checkpoint_io.save_checkpoint({**rest, shards.KEY: record}, path, storage_options=storage_options)
+            shards.remove_others(path, kept=name)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Return a checkpoint with this rank's part of its tensors, whatever ranks and whatever strategy have written it."""
+        path = Path(checkpoint_path)
+        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        assert self.lightning_module is not None
+        weights = self.lightning_module.state_dict()
+        if shards.KEY not in checkpoint:
+            return shards.take_parts(checkpoint, weights, self.optimizers)
+        folder = shards.folder_of(checkpoint, path, f"ckpt_path={str(path)!r}")
+        return shards.read_parts(checkpoint, folder, weights, self.optimizers)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            shards.remove_others(Path(filepath))
+
+
+StrategyRegistry.register(NAME, FSDP2Strategy, description="weights, gradients and moments are spread over the ranks")

@@ -1,0 +1,149 @@
+"""`trainer.strategy=fsdp2` trains as one process does, and its checkpoints are good for any number of ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from rhymerl.errors import ConfigError
+from rhymerl.runs.export import export
+from rhymerl.training.checkpoint import damage, newest_whole, read_checkpoint
+from tests.integration.ranked import run_ranks, said, start_ranks
+from tests.integration.sharded import KINDS, STEPS, furthest, keep, kept, train
+
+STRATEGIES = {1: ("fsdp2",), 2: ("ddp", "fsdp2"), 3: ("ddp", "fsdp2"), 4: ("ddp", "fsdp2", "hsdp")}
+
+
+def train_all(folder: str, size: int) -> None:
+    for strategy in STRATEGIES[size]:
+        for kind in KINDS:
+            keep(train(strategy, kind, size=size), f"{folder}/{strategy}.{kind}")
+
+
+def train_once(folder: str, name: str, strategy: str, settings: dict[str, Any]) -> None:
+    keep(train(strategy, settings.pop("kind", "ppo"), **settings), f"{folder}/{name}")
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, dict[str, torch.Tensor]]:
+    torch.set_num_threads(1)
+    return {kind: dict(train("alone", kind)) for kind in KINDS}
+
+
+# -- the same weights --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("size", STRATEGIES)
+def test_weights_are_those_of_one_process(size, alone, tmp_path):
+    run_ranks(size, train_all, str(tmp_path), size, output=tmp_path / "output", timeout_s=800)
+    for strategy in STRATEGIES[size]:
+        for kind in KINDS:
+            found = [kept(tmp_path / f"{strategy}.{kind}", rank) for rank in range(size)]
+            assert furthest(found[0], alone[kind]) < 1e-9, (strategy, kind)
+            assert all(furthest(each, found[0]) == 0.0 for each in found), (strategy, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_adapters_stay_in_float32(precision, tmp_path):
+    weights = on_ranks(2, tmp_path, "run", "fsdp2", kind="lora", num_steps=2, precision=precision)
+    dtypes = {name: weight.dtype for name, weight in weights.items()}
+    assert {dtype for name, dtype in dtypes.items() if "lora_" in name} == {torch.float32}
+    base = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    assert {dtype for name, dtype in dtypes.items() if "lora_" not in name} == {base}
+    assert all(weight.isfinite().all() for weight in weights.values())
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+def on_ranks(size: int, folder: Path, name: str, strategy: str, **settings: Any) -> dict[str, torch.Tensor]:
+    """Train to the end; returns the weights."""
+    output = folder / f"output.{name}"
+    run_ranks(size, train_once, str(folder), name, strategy, {"size": size, **settings}, output=output, timeout_s=400)
+    return kept(folder / name)
+
+
+def test_two_ranks_save_what_one_process_goes_on_from(tmp_path, alone):
+    """Two steps sharded, with whatever else a smoke test can look at; the rest in this process."""
+    saves = tmp_path / "saves"
+    sharded = on_ranks(2, tmp_path, "sharded", "fsdp2", num_steps=2, saves=saves)
+    names = sorted(path.name for path in saves.iterdir())
+    assert names == ["last.ckpt", "step=1.0.shards", "step=1.ckpt", "step=2.0.shards", "step=2.ckpt"]
+    assert "state_dict" not in torch.load(saves / "step=2.ckpt", weights_only=True)
+    out = export(saves / "last.ckpt", tmp_path / "policy")
+    assert (out / "model.safetensors").is_file()
+    whole = dict(train("alone", "ppo", ckpt_path=saves / "last.ckpt"))
+    assert furthest(whole, alone["ppo"]) < 1e-9
+    assert furthest(sharded, whole) > 1e-3, "it has gone on"
+
+    part = next((saves / "step=2.0.shards").iterdir())
+    part.write_bytes(part.read_bytes()[:-1] + b"!")
+    assert damage(saves / "step=2.ckpt") == f"the checksum of step=2.0.shards/{part.name} differs"
+    assert newest_whole(saves).path == saves / "step=1.ckpt"
+    (saves / "step=2.0.shards").rename(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="'step=2.0.shards', which is not beside it"):
+        read_checkpoint(saves / "step=2.ckpt", is_whole=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_goes_on_with_other_ranks_and_under_another_strategy(kind, tmp_path, alone):
+    steps = [("hsdp", 4), ("fsdp2", 2), ("ddp", 2), ("fsdp2", 3), ("fsdp2", 1)]
+    before = None
+    for number, (strategy, size) in enumerate(steps, start=1):
+        saves = tmp_path / str(number)
+        last = before / "last.ckpt" if before is not None else None
+        weights = on_ranks(
+            size, tmp_path, f"run{number}", strategy, kind=kind, num_steps=number, saves=saves, ckpt_path=last
+        )
+        before = saves
+    assert number == STEPS
+    assert furthest(weights, alone[kind]) < 1e-9
+
+
+class KilledSoon(L.Callback):
+    """Kills its rank some time after a step has begun."""
+
+    def __init__(self, rank: int, step: int, delay_s: float) -> None:
+        self.rank, self.step, self.delay_s = rank, step, delay_s
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *rest: Any) -> None:
+        if trainer.global_rank == self.rank and pl_module.num_rollouts == self.step:
+            signal.signal(signal.SIGALRM, lambda *ignored: os.kill(os.getpid(), signal.SIGKILL))
+            signal.setitimer(signal.ITIMER_REAL, self.delay_s)
+
+
+def train_until_killed(rank: int, step: int, delay_s: float, settings: dict[str, Any]) -> None:
+    train("fsdp2", "ppo", size=2, callbacks=[KilledSoon(rank, step, delay_s)], num_steps=500, **settings)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_at_any_instant_it_resumes_to_the_last_bit(tmp_path):
+    """Without drafts: a worker's budget begins anew, and the last bits of log-probs follow the shapes of passes."""
+    settings: dict[str, Any] = {"deterministic": True, "drafts": False}
+    whole = on_ranks(2, tmp_path, "whole", "fsdp2", **settings, saves=tmp_path / "whole.saves")
+    settings["saves"] = tmp_path / "saves"
+    kills = [(0, 2, 0.01), (1, 3, 0.1), (0, 3, 0.2), (1, 3, 0.3), (0, 4, 0.15)]
+    for number, (rank, step, delay_s) in enumerate(kills):
+        processes = start_ranks(2, train_until_killed, rank, step, delay_s, settings, output=tmp_path / "output")
+        for process in processes:
+            process.join(120)
+        assert processes[rank].exitcode == -signal.SIGKILL, said(tmp_path / "output", rank)
+        assert processes[1 - rank].exitcode == 1, said(tmp_path / "output", 1 - rank)
+        newest = newest_whole(tmp_path / "saves")
+        assert newest.path is not None
+        assert not newest.damaged, number
+        settings["ckpt_path"] = newest.path
+    assert furthest(on_ranks(2, tmp_path, "resumed", "fsdp2", **settings), whole) == 0.0
