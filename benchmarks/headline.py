@@ -91,7 +91,6 @@ QUICK = [
         "history_tree, packed, keep",
     )
 ]
-POLICY = Path(__file__).parent / "policies" / "long_sum"
 
 
 @dataclass(slots=True)
@@ -191,7 +190,8 @@ class Course:
 
 def run_row(row: Row, arguments: Any, *, update_s: float, steps: int) -> Course:
     course = Course(update_s, arguments.weights / arguments.lengths)
-    emulated = Path(__file__).parent / "emulated" / f"{arguments.emulate}.json"
+    here = Path(__file__).parent
+    emulated, policy = here / "emulated" / f"{arguments.emulate}.json", here / "policies" / arguments.policy
     backend = [
         "backend._target_=virtual.VirtualWorkers",
         f"backend.emulate={emulated}",
@@ -201,7 +201,7 @@ def run_row(row: Row, arguments: Any, *, update_s: float, steps: int) -> Course:
     settings = [
         "deterministic=true",
         "task=long_sum",
-        f"model.path={arguments.policy}",
+        f"model.path={policy}",
         "rollout.max_tokens=448",
         "update.learning_rate=1e-4",
         f"task.train_size={arguments.prompts * arguments.epoch_steps}",
@@ -328,7 +328,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--rows", nargs="*", help="names of rows, beside the two that all are compared with")
     parser.add_argument("--emulate", default="h100_8b", help="name of a file in benchmarks/emulated/")
     parser.add_argument("--lengths", type=float, default=32.0, help="tokens for which one of ours stands")
-    parser.add_argument("--policy", default=str(POLICY))
+    parser.add_argument("--policy", default="long_sum", help="name of a folder in benchmarks/policies/, or a path")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--max-running", type=int, default=32, help="requests side by side in a worker")
     parser.add_argument("--prompts", type=int, default=16, help="a step")

@@ -47,8 +47,12 @@ class SimulateCommand(ConfiguredCommand):
     def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result:
         progress = self.progress()
         with progress.during("rhymerl simulate: loading"):
-            from rhymerl.simulation.judge import judge, report
+            from rhymerl.simulation import judge, sizing
 
-        result = judge(config, progress=progress)
-        report(result)
+        if config.gpus is not None:
+            result = sizing.size(config, progress=progress)
+            sizing.report(result)
+            return result
+        result = judge.judge(config, progress=progress)
+        judge.report(result)
         return result

@@ -26,7 +26,7 @@ from rhymerl.workers import RunAhead
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-_RUN_OUT = 2  # steps beyond the last, so that workers have something to run ahead on until it is done
+RUN_OUT = 2  # steps beyond the last, so that workers have something to run ahead on until it is done
 _SHOWN = {
     "speedup_over_fifo_barrier": "times as fast as FIFO behind a barrier",
     "bubble_frac": "share of worker time without work",
@@ -43,11 +43,11 @@ _SHOWN = {
 
 def judge(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, Any]:
     """Return what `rhymerl simulate` prints, for a config such as configs/simulate.yaml: means over seeds, and the spread."""
-    _check(config)
+    check(config)
     source = length_source(config)
     rows: list[dict[str, Any]] = []
     for seed in range(config.seed, config.seed + config.seeds):
-        works = source.steps(config.steps + _RUN_OUT, seed)
+        works = source.steps(config.steps + RUN_OUT, seed)
         window = window_of(config, len(works))
         words = f"steps with seed {seed}, {len(rows) + 1} of {counted(config.seeds, 'seed')}"
         with _no_collection(), progress.during(words, 2 * len(works)):  # with the scheduler and with the baseline
@@ -85,9 +85,9 @@ def compared(
 ) -> tuple[Timeline, dict[str, Any]]:
     """Return the timeline of the configured scheduler, and its figures beside the baseline's on the same work."""
     scheduler = instantiate(config.scheduler, key="scheduler")
-    timeline = simulation(config, scheduler).run(works, progress=progress)
+    simulated = simulation(config, scheduler)
+    timeline, pause = simulated.run(works, progress=progress), simulated.pause
     barrier = simulation(config, FIFOScheduler(), run_ahead="off").run(works, progress=progress)
-    pause = config.train_time if config.pipeline == "colocated" else 0.0
     figures = summary(timeline, window, train_time=pause)
     baseline = step_time(barrier, window, pause)
     lengths = np.concatenate([work.lengths for work in works[window.first : window.last]])
@@ -111,8 +111,9 @@ def simulation(config: DictConfig, scheduler: Any, *, run_ahead: RunAhead | None
         max_staleness=config.max_staleness,
         pipeline=config.pipeline,
         train_time=config.train_time,
+        weight_delay=config.weight_delay,
         rebalance_every=config.rebalance_every,
-        decoding=_decoding(config),
+        decoding=decoding_of(config),
     )
 
 
@@ -144,7 +145,8 @@ def draw_gantt(config: DictConfig, works: Sequence[StepWork], timeline: Timeline
     draw(panels, Window(first=window.first, last=last), Path(config.gantt))
 
 
-def _decoding(config: DictConfig) -> Decoding:
+def decoding_of(config: DictConfig) -> Decoding:
+    """Return how fast the configured workers decode."""
     costs = REFERENCE_COSTS if config.costs is None else construct(CostCurve.read, {"costs": config.costs}, key="")
     return Decoding(
         costs=costs,
@@ -156,7 +158,8 @@ def _decoding(config: DictConfig) -> Decoding:
     )
 
 
-def _check(config: DictConfig) -> None:
+def check(config: DictConfig) -> None:
+    """Raise ConfigError for settings that are out of range or contradict one another."""
     modes = {name: config[name] for name in ("run_ahead", "max_staleness", "pipeline")}
     construct(check_modes, modes, key="")
     limits = {
@@ -165,6 +168,7 @@ def _check(config: DictConfig) -> None:
         "warm_up": (config.warm_up, 0),
         "seeds": (config.seeds, 1),
         "train_time": (config.train_time, 0),
+        "weight_delay": (config.weight_delay, 0),
         "rebalance_every": (config.rebalance_every, 1),
         "tokens_per_pass": (config.tokens_per_pass, 1),
         "verified": (config.verified, config.tokens_per_pass),

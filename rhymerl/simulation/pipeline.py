@@ -29,7 +29,8 @@ class Simulation:
     keep: a worker that has finished its queue begins that of the next step, if all older steps have been trained; so no
     token is sampled by a policy older than one step.
     draft: the same, but the tokens are sampled again after the update, along the earlier ones as drafts.
-    Colocated workers stop while the policy is trained, which takes `train_time`; disaggregated ones go on as `run_ahead` allows.
+    Colocated workers stop while the policy is trained, which takes `train_time`, and gets to them, which takes `weight_delay` more;
+    disaggregated ones go on as `run_ahead` allows.
     The scheduler is asked to rebalance after each time `rebalance_every`, if it migrates requests.
     """
 
@@ -42,6 +43,7 @@ class Simulation:
         max_staleness: int = 1,
         pipeline: Pipeline = "colocated",
         train_time: float = 0.0,
+        weight_delay: float = 0.0,
         rebalance_every: float = 512.0,
         decoding: Decoding | None = None,
     ) -> None:
@@ -51,14 +53,21 @@ class Simulation:
         self.run_ahead = run_ahead
         self.pipeline = pipeline
         self.train_time = train_time
+        self.weight_delay = weight_delay
         self.rebalance_every = rebalance_every
         self.decoding = decoding if decoding is not None else Decoding()
         self._learns = type(scheduler).learn is not Scheduler.learn
 
+    @property
+    def pause(self) -> float:
+        """Return the time of a step in which all workers stop, which the timeline leaves out."""
+        return self.train_time + self.weight_delay if self.pipeline == "colocated" else 0.0
+
     def run(self, works: Sequence[StepWork], *, progress: ProgressBar = SILENT) -> Timeline:
         """Run all steps. Raises ValueError, naming scheduler and request, for a plan that is no partition."""
         log = _Log(self.num_workers)
-        train_time = self.train_time if self.pipeline == "disaggregated" else 0.0
+        apart = self.pipeline == "disaggregated"
+        train_time, delay = (self.train_time, self.weight_delay) if apart else (0.0, 0.0)
         trained = [0.0, 0.0]  # of the two steps before
         free = np.zeros(self.num_workers)
         plan: Plan | None = None
@@ -71,9 +80,10 @@ class Simulation:
             following = works[step + 1] if step + 1 < len(works) and self.run_ahead != "off" else None
             plan = self._decode(run, following, step, updated=trained[-1])
             done = float(run.ends.max())
-            log.add(run, done=done, trained=done + train_time, opened=opened, policy_since=trained[-1])
+            there = max(done, trained[-1] - delay) + train_time + delay
+            log.add(run, done=done, trained=there, opened=opened, policy_since=trained[-1])
             free = run.ends
-            trained = [trained[-1], max(done, trained[-1]) + train_time]
+            trained = [trained[-1], there]
             if following is not None and plan is not None and self.run_ahead == "draft":
                 until = trained[-1]
                 drafts = self._run_ahead(following, plan, free, until, log)
