@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
@@ -80,8 +81,8 @@ class SGLangBackend(ServedBackend):
             "silence_timeout_s": (silence_timeout_s, 1),
         }
         require_at_least(at_least)
-        if piece_s is not None and not piece_s > 0:
-            raise ValueError(f"piece_s={piece_s}: expected more than 0, or null for whole answers")
+        if piece_s is not None and not 0 < piece_s < math.inf:
+            raise ValueError(f"piece_s={piece_s}: expected a finite number above 0, or null for whole answers")
         if not 0 <= expected_accept_rate < 1:
             raise ValueError(f"expected_accept_rate={expected_accept_rate}: expected at least 0 and below 1")
         self.nodes = nodes
