@@ -394,7 +394,7 @@ class OwnWrapper(DDPStrategy):
         (DDPStrategy(start_method="fork"), "with start_method='fork': the history would be lost with the processes"),
         (DDPStrategy(ddp_comm_hook=print), ": a communication hook or model averaging would never be asked"),
         (OwnWrapper(), ": its own configure_ddp would never be asked"),
-        (FSDPStrategy(), ": the engine reads whole weights"),
+        (FSDPStrategy(), ": the update knows ranks that hold whole weights"),
     ],
     ids=["fork", "hook", "wrapper", "fsdp"],
 )
