@@ -22,13 +22,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import record
+import timeline
 from virtual import TICK_S, VirtualWorkers
 
 from rhymerl.config import compose
@@ -81,15 +82,12 @@ ROWS = [
     Row("history_tree", "paced", "keep"),
 ]
 QUICK = [
-    row
-    for row in ROWS
-    if row.name
-    in (
-        "paper, histopipe, keep",
-        "history_tree, fifo, off",
-        "history_tree, packed, draft",
-        "history_tree, packed, keep",
-    )
+    BARRIER,
+    ONE_STEP_OFF,
+    Row("paper", "histopipe", "keep"),
+    Row("history_tree", "fifo", "off"),
+    Row("history_tree", "packed", "draft"),
+    Row("history_tree", "packed", "keep"),
 ]
 
 
@@ -103,7 +101,6 @@ class Course:
     num_tokens: int = 0
     rollouts: list[float] = field(default_factory=list)  # seconds of each
     between: list[float] = field(default_factory=list)  # CPU seconds of the trainer between rollouts, beside the update
-    beside: float = 0.0  # CPU seconds of the trainer while workers answer
     metrics: list[dict[str, float]] = field(default_factory=list)
     updates: list[tuple[float, float]] = field(default_factory=list)
     workers: VirtualWorkers | None = None
@@ -148,12 +145,11 @@ class Course:
             if work.number is not None and self.rollouts:
                 self.between.append(between)
                 self.workers.clock_s += between
-            started, at_s = time.thread_time(), self.workers.clock_s
+            at_s = self.workers.clock_s
             for completion in answer(workers, work):
                 self.num_tokens += len(completion.output) if work.number is not None else 0
                 self.workers.update_s += self.update_s * len(completion.output)
                 yield completion
-            self.beside += time.thread_time() - started
             if work.number is None:
                 self.workers.clock_s = at_s  # an evaluation takes no time
             else:
@@ -175,13 +171,16 @@ class Course:
         if row.is_one_step_off:
             stack.enter_context(patch.object(Coordinator, "_is_nearly_done", lambda *_: False))
 
-    def _off_the_clock(self) -> ExitStack:
-        started, stack = time.thread_time(), ExitStack()
-        stack.callback(lambda: setattr(self, "_cpu_s", self._cpu_s + time.thread_time() - started))
-        return stack
+    @contextmanager
+    def _off_the_clock(self) -> Iterator[None]:
+        started = time.thread_time()
+        try:
+            yield
+        finally:
+            self._cpu_s += time.thread_time() - started
 
-    def mean(self, name: str, first: int = 1) -> float:
-        return statistics.fmean(step[name] for step in self.metrics[first:])
+    def mean(self, name: str) -> float:
+        return statistics.fmean(step[name] for step in self.metrics[1:])
 
     @property
     def seconds(self) -> float:
@@ -239,18 +238,14 @@ def figures(row: Row, course: Course, found: dict[str, Course], arguments: Any) 
     needed = (spent["passes"] - spent["nodes"]) / count
     updates = sum(end - start for start, end in course.updates)
     least = needed + updates if row.run_ahead == "off" else max(needed, updates)
-    over = {
-        name: round(found[base.name].seconds / whole, 3)
-        for name, base in {"over_barrier": BARRIER, "over_one_step_off": ONE_STEP_OFF}.items()
-        if base.name in found
-    }
     return {
         "row": row.name,
         "drafter": row.drafter,
         "scheduler": row.scheduler,
         "run_ahead": row.run_ahead,
         "pipeline": row.pipeline,
-        **over,
+        "over_barrier": round(found[BARRIER.name].seconds / whole, 3),
+        "over_one_step_off": round(found[ONE_STEP_OFF.name].seconds / whole, 3),
         "bound": round(found[BARRIER.name].seconds / least, 3),
         "step_s": record.spread(
             [after - before for before, after in zip([0.0, *course.ends], course.ends, strict=False)]
@@ -300,26 +295,12 @@ def draw(rows: Sequence[dict[str, Any]], path: Path, emulated: str) -> None:
 
 def draw_timeline(found: dict[str, Course], path: Path, *, steps: int = 4) -> None:
     """Draw workers and trainer over the last steps of each row."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(len(found), 1, figsize=(11, 2.1 * len(found)), layout="constrained", squeeze=False)
-    colours = ["#4477aa", "#ee6677", "#228833", "#ccbb44"]
-    for axis, (name, course) in zip(axes[:, 0], found.items(), strict=True):
+    panels = {}
+    for name, course in found.items():
         assert course.workers is not None
-        start, end = [0.0, *course.ends][-steps - 1 :][0], course.ends[-1]
-        for span in course.workers.spans:
-            if span.end_s > start and span.start_s < end:
-                left, colour = span.start_s - start, colours[span.number % 4]
-                axis.barh(span.worker, span.end_s - span.start_s, left=left, color=colour, height=0.8)
-        top = len({span.worker for span in course.workers.spans})
-        for begun, over in course.updates:
-            if over > start and begun < end:
-                axis.barh(top, over - begun, left=begun - start, color="#999999", height=0.8)
-        axis.set(xlim=(0, end - start), title=name)
-        axis.set_yticks(range(top + 1), [*(f"worker {number}" for number in range(top)), "update"])
-        axis.invert_yaxis()
-    axes[-1, 0].set_xlabel("seconds of the virtual clock, on emulated accelerators; a colour is a step")
-    figure.savefig(path, dpi=110)
+        start = [0.0, *course.ends][-steps - 1 :][0]
+        panels[name] = timeline.Panel(course.workers.spans, course.updates, start, course.seconds)
+    timeline.draw(panels, path, clock=" of the virtual clock")
 
 
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
@@ -346,7 +327,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     record.set_threads(arguments.threads or 1)
     start = record.environment()
     steps = 12 if arguments.quick else arguments.steps
-    chosen = [BARRIER, ONE_STEP_OFF, *QUICK] if arguments.quick else ROWS
+    chosen = QUICK if arguments.quick else ROWS
     if arguments.rows is not None:
         chosen = [row for row in ROWS if row in (BARRIER, ONE_STEP_OFF) or row.name in arguments.rows]
     run_row(QUICK[-1], arguments, update_s=0.0, steps=2)  # what is compiled or cached once is nobody's time

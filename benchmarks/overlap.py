@@ -25,6 +25,7 @@ from typing import Any
 from unittest.mock import patch
 
 import record
+import timeline
 
 from rhymerl.backends.spans import WorkerSpan
 from rhymerl.config import compose
@@ -121,25 +122,13 @@ def figures(steps: Steps, off: Steps, warm_up: int) -> dict[str, Any]:
 
 def draw(rows: dict[str, Steps], path: Path, *, warm_up: int) -> None:
     """Draw workers and trainer over four steps of each row."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(len(rows), 1, figsize=(11, 2.1 * len(rows)), layout="constrained", squeeze=False)
-    colours = ["#4477aa", "#ee6677", "#228833", "#ccbb44"]
-    for axis, (name, steps) in zip(axes[:, 0], rows.items(), strict=True):
-        start, end = steps.ends[warm_up - 1], steps.ends[min(warm_up + 3, len(steps.ends) - 1)]
-        for span in steps.spans:
-            if span.end_s > start and span.start_s < end:
-                left, colour = span.start_s - start, colours[span.number % 4]
-                axis.barh(span.worker, span.seconds, left=left, color=colour, height=0.8)
-        top = 1 + max(span.worker for span in steps.spans)
-        for begun, over in steps.updates:
-            if over > start and begun < end:
-                axis.barh(top, over - begun, left=begun - start, color="#999999", height=0.8)
-        axis.set(xlim=(0, end - start), title=name)
-        axis.set_yticks(range(top + 1), [*(f"worker {number}" for number in range(top)), "update"])
-        axis.invert_yaxis()
-    axes[-1, 0].set_xlabel("seconds, on emulated accelerators; a colour is a step")
-    figure.savefig(path, dpi=110)
+    panels = {
+        name: timeline.Panel(
+            steps.spans, steps.updates, steps.ends[warm_up - 1], steps.ends[min(warm_up + 3, len(steps.ends) - 1)]
+        )
+        for name, steps in rows.items()
+    }
+    timeline.draw(panels, path, clock="")
 
 
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:

@@ -7,14 +7,12 @@ millisecond, so that tokens, drafts and plans are those that the costs lead to, 
 
 from __future__ import annotations
 
-import json
 import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +22,7 @@ from rhymerl.backends.hosted.base import Connection
 from rhymerl.backends.hosted.host import WorkerHost
 from rhymerl.backends.hosted.messages import Events, Message, Weights
 from rhymerl.backends.hosted.threads import ThreadBackend, ThreadConnection
-from rhymerl.costs import CostCurve
+from rhymerl.backends.spans import WorkerSpan
 from rhymerl.engine.emulation import EmulatedDevice
 from rhymerl.engine.layout import PassLayout
 from rhymerl.history import HistoryStore
@@ -71,17 +69,6 @@ class VirtualEngine(EmbeddedBackend):
         self.device = self._emulated = device
 
 
-@dataclass(frozen=True, slots=True)
-class VirtualSpan:
-    """What a worker did from one second of the virtual clock to another; `number` is a step, or a version of weights."""
-
-    worker: int
-    activity: str
-    number: int
-    start_s: float
-    end_s: float
-
-
 class VirtualHost(WorkerHost):
     """Goes on until its device's clock has gone on for so many ticks, or it has nothing to do."""
 
@@ -106,7 +93,7 @@ class VirtualHost(WorkerHost):
             while self._is_busy and (left := self._left_s - (device.now() - began)) > 0:
                 started, rank = device.now(), min(task.rank for task in self._tasks.values() if task.is_running)
                 self._decode(timeout_s=left)
-                self._note("decode", rank, at_s - began, started)
+                self._note(rank, at_s - began + started, at_s - began + device.now())
             if device.now() - self._told_s > _TELL_S:
                 self._told_s = device.now()
                 self._tell()
@@ -119,9 +106,8 @@ class VirtualHost(WorkerHost):
         self._left_s -= used
         return events
 
-    def _note(self, activity: str, number: int, offset_s: float, started: float) -> None:
-        now = self.device.now()
-        span = VirtualSpan(self._number, activity, number, offset_s + started, offset_s + now)
+    def _note(self, rank: int, start_s: float, end_s: float) -> None:
+        span = WorkerSpan(worker=self._number, activity="decode", number=rank, start_s=start_s, end_s=end_s)
         self._trainer.spans.append(span)
 
     def _take_weights(self, message: Weights) -> None:
@@ -167,18 +153,17 @@ class VirtualWorkers(ThreadBackend):
         self.engine = engine
         self.clock_s = 0.0
         self.devices: list[VirtualDevice] = []  # all that there have been
-        self._by_number: dict[int, VirtualDevice] = {}
-        self.spans: list[VirtualSpan] = []
+        self.spans: list[WorkerSpan] = []  # on the trainer's clock
 
     def _engine(self, number: int) -> VirtualEngine:
-        return VirtualEngine(self._by_number[number], **self.engine)
+        device = VirtualDevice.read(self.emulate, scale=1.0)
+        device.context_s_per_token *= self.lengths
+        self.devices.append(device)
+        return VirtualEngine(device, **self.engine)
 
     def connect(self, number: int, *, lockstep: bool) -> Connection:
-        context = float(json.loads(Path(self.emulate).read_text()).get("context_s_per_token", 0.0))
-        device = VirtualDevice(curve=CostCurve.read(self.emulate), context_s_per_token=context * self.lengths)
-        self.devices.append(device)
-        self._by_number[number] = device
-        connection = VirtualConnection(VirtualHost(number, self, self.load(number), device), self)
+        load = self.load(number)
+        connection = VirtualConnection(VirtualHost(number, self, load, self.devices[-1]), self)
         self.connections.append(connection)
         return connection
 

@@ -21,7 +21,6 @@ from rhymerl.simulation.base import REFERENCE_COSTS, Decoding, LengthSource, Ste
 from rhymerl.simulation.pipeline import Simulation, check_modes
 from rhymerl.simulation.summary import Window, step_time, summary
 from rhymerl.simulation.workload import RecordedLengths
-from rhymerl.workers import RunAhead
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -101,20 +100,19 @@ def compared(
     }
 
 
-def simulation(config: DictConfig, scheduler: Any, *, run_ahead: RunAhead | None = None) -> Simulation:
-    """Return the configured pipeline with a scheduler."""
-    mode: RunAhead = run_ahead or config.run_ahead
-    return Simulation(
-        scheduler,
-        num_workers=config.workers,
-        run_ahead=mode,
-        max_staleness=config.max_staleness,
-        pipeline=config.pipeline,
-        train_time=config.train_time,
-        weight_delay=config.weight_delay,
-        rebalance_every=config.rebalance_every,
-        decoding=decoding_of(config),
-    )
+def simulation(config: DictConfig, scheduler: Any, **instead: Any) -> Simulation:
+    """Return the configured pipeline with a scheduler, and some arguments other than configured."""
+    configured: dict[str, Any] = {
+        "num_workers": config.workers,
+        "run_ahead": config.run_ahead,
+        "max_staleness": config.max_staleness,
+        "pipeline": config.pipeline,
+        "train_time": config.train_time,
+        "weight_delay": config.weight_delay,
+        "rebalance_every": config.rebalance_every,
+        "decoding": _decoding(config),
+    }
+    return Simulation(scheduler, **(configured | instead))
 
 
 def length_source(config: DictConfig) -> LengthSource:
@@ -145,8 +143,7 @@ def draw_gantt(config: DictConfig, works: Sequence[StepWork], timeline: Timeline
     draw(panels, Window(first=window.first, last=last), Path(config.gantt))
 
 
-def decoding_of(config: DictConfig) -> Decoding:
-    """Return how fast the configured workers decode."""
+def _decoding(config: DictConfig) -> Decoding:
     costs = REFERENCE_COSTS if config.costs is None else construct(CostCurve.read, {"costs": config.costs}, key="")
     return Decoding(
         costs=costs,

@@ -20,9 +20,8 @@ from rhymerl.schedulers import (
     SortedScheduler,
 )
 from rhymerl.simulation.base import Pipeline, StepWork
-from rhymerl.simulation.judge import RUN_OUT, check, decoding_of, length_source, window_of
-from rhymerl.simulation.pipeline import Simulation
-from rhymerl.simulation.summary import Window, step_time, summary
+from rhymerl.simulation.judge import RUN_OUT, check, length_source, simulation, window_of
+from rhymerl.simulation.summary import Window, summary
 from rhymerl.workers import RunAhead
 
 if TYPE_CHECKING:
@@ -97,29 +96,23 @@ def _row(
     config: DictConfig, way: Way, works: Sequence[StepWork], window: Window, progress: ProgressBar
 ) -> dict[str, Any]:
     train_time = config.train_time * config.gpus / (way.trainers or config.gpus)
-    simulated = Simulation(
+    simulated = simulation(
+        config,
         _SCHEDULERS[way.scheduler](),
         num_workers=way.workers,
         run_ahead=way.run_ahead,
-        max_staleness=config.max_staleness,
         pipeline=way.pipeline,
         train_time=train_time,
-        weight_delay=config.weight_delay,
-        rebalance_every=config.rebalance_every,
-        decoding=decoding_of(config),
     )
-    timeline = simulated.run(works)
+    figures = summary(simulated.run(works), window, train_time=simulated.pause)
     progress.advance()
-    pause = simulated.pause
-    figures = summary(timeline, window, train_time=pause)
-    names = ("bubble_frac", "run_ahead_frac", "stale_token_frac", "staleness_max")
+    names = ("step_time", "bubble_frac", "run_ahead_frac", "stale_token_frac", "staleness_max")
     return {
         "scheduler": way.scheduler,
         "run_ahead": way.run_ahead,
         "pipeline": way.pipeline,
         "trainers": way.trainers,
         "workers": way.workers,
-        "step_time": step_time(timeline, window, pause),
         "trainer_idle_frac": None if way.trainers is None else max(1 - train_time / figures["step_time"], 0.0),
         **{name: figures[name] for name in names},
     }
@@ -128,15 +121,12 @@ def _row(
 def report(result: Mapping[str, Any]) -> None:
     """Print a table of the fastest ways for people, and the fastest of each mode that is not among them."""
     rows = list(result["rows"])
-    first = rows[:_SHOWN]
-    for mode in get_args(RunAhead):
-        first += (
-            [row for row in rows if row["run_ahead"] == mode and row not in first][:1] if not _has(first, mode) else []
-        )
+    best = [next(row for row in rows if row["run_ahead"] == mode) for mode in get_args(RunAhead)]
+    shown = [row for number, row in enumerate(rows) if number < _SHOWN or row in best]
     table = Table(title=f"{result['gpus']} GPUs, {counted(result['steps'], 'step')}", title_justify="left")
     for name in ("scheduler", "run_ahead", "train", "answer", "x FIFO barrier", "idle", "again", "stale"):
         table.add_column(name, justify="left" if name in ("scheduler", "run_ahead") else "right")
-    for row in first:
+    for row in shown:
         table.add_row(
             row["scheduler"],
             row["run_ahead"],
@@ -155,10 +145,6 @@ def report(result: Mapping[str, Any]) -> None:
         highlight=False,
         soft_wrap=True,
     )
-
-
-def _has(rows: Sequence[Mapping[str, Any]], mode: str) -> bool:
-    return any(row["run_ahead"] == mode for row in rows)
 
 
 def check_gpus(gpus: int, gpus_per_worker: int) -> None:
