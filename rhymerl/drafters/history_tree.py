@@ -55,7 +55,7 @@ class HistoryTreeDrafter(Drafter):
         length_weight: MaybeInfinite = 5.0,
         recency: float = 0.8,
         advantage_tilt: float = 0.0,
-        escape: float = 0.1,
+        escape: float = 0.3,
         deterministic: bool = False,
     ) -> None:
         at_least = {"window": (window, 0), "min_match": (min_match, 1), "max_matches": (max_matches, 1)}

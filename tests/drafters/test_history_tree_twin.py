@@ -100,7 +100,7 @@ def expected(scene: Scene, r: int) -> tuple[int, dict[Path, tuple[float, set[int
     top = max((each.shared for each in listed), default=0)
     for each in listed:
         each.weight *= scene.settings.get("length_weight", 5.0) ** (each.shared - top)
-    nodes = grown(listed, scene.settings.get("escape", 0.1))
+    nodes = grown(listed, scene.settings.get("escape", 0.3))
     return top, {path: (score, sources) for path, score, sources in nodes}
 
 
