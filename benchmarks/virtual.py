@@ -43,16 +43,16 @@ class VirtualDevice(EmulatedDevice):
         return time.thread_time() - self.elsewhere_s + self.charged_s
 
     def wait(self, started: float, layout: PassLayout) -> None:
-        """Replace the CPU time of a pass by what it costs."""
-        self.elsewhere_s += self.now() - started
+        """Replace the CPU time of a pass, and that of this sum, by what the pass costs."""
         charged = self.seconds(layout)
-        self.charged_s += charged
         self.spent["passes"] += charged
         nodes = len(layout.node_index)
         if nodes:
             fewer = float(self.curve.seconds(layout.num_tokens - nodes, _NO_NODES, 0)[0])
             more = float(self.curve.seconds(layout.num_tokens, _NO_NODES, 0)[0])
             self.spent["nodes"] += self.scale * (more - fewer)
+        self.elsewhere_s += self.now() - started
+        self.charged_s += charged
 
     def charge(self, part: str, seconds: float, started: float) -> None:
         """Replace what has been done since `started` by so many seconds."""
