@@ -30,6 +30,7 @@ from rhymerl.types import Completion, Output, Prompt, RolloutRequest
 _SLICE_S = 0.05  # between two looks at the messages
 _GAP_S = 0.005  # between passes that follow one another
 _TELL_S = 0.5  # between two tellings of answers that go on
+_AHEAD = 4  # requests of later steps beside those of an earlier one, whose passes they make longer
 
 # Loads weights into the engine's policy, and starts the engine with the first of them.
 Load = Callable[[WeightSource, int], RolloutBackend]
@@ -208,17 +209,25 @@ class WorkerHost:
             )
 
     def _submit(self) -> None:
-        """Hand over to the engine what may be sampled now, behind those of lower rank and before those of higher."""
-        fresh = [task for task in self._tasks.values() if not task.is_running and self._may_run(task)]
+        """Hand over to the engine what is to be sampled now, behind those of lower rank and before those of higher."""
+        chosen = self._chosen()
+        fresh = [task for task in chosen if not task.is_running]
         if not fresh:
             return
-        first = min(task.rank for task in fresh)
-        later = [task for task in self._tasks.values() if task.is_running and task.rank > first]
-        self._take_out(later)
-        tasks = sorted([*fresh, *(task for task in later if self._may_run(task))], key=lambda task: task.rank)
+        first = fresh[0].rank
+        self._take_out([task for task in self._tasks.values() if task.is_running and task.rank > first])
+        tasks = [task for task in chosen if not task.is_running and self._may_run(task)]
         for task in tasks:
             task.is_running = True
         self._engine.submit([_from_here(task) for task in tasks])
+
+    def _chosen(self) -> list[_Task]:
+        """Return the requests of the lowest rank that may run, and behind them the first few of the others."""
+        ready = sorted(
+            (task for task in self._tasks.values() if task.is_running or self._may_run(task)), key=lambda task: task.rank
+        )
+        num_first = sum(task.rank == ready[0].rank for task in ready)
+        return ready[: num_first + _AHEAD]
 
     def _may_run(self, task: _Task) -> bool:
         is_over = task.output is not None and task.output.is_finished  # a whole draft waits for its policy
