@@ -189,23 +189,38 @@ class Course:
 
 def run_row(row: Row, arguments: Any, *, update_s: float, steps: int) -> Course:
     course = Course(update_s, arguments.weights / arguments.lengths)
-    here = Path(__file__).parent
-    emulated, policy = here / "emulated" / f"{arguments.emulate}.json", here / "policies" / arguments.policy
+    emulated = Path(__file__).parent / "emulated" / f"{arguments.emulate}.json"
     backend = [
         "backend._target_=virtual.VirtualWorkers",
         f"backend.emulate={emulated}",
         f"backend.lengths={arguments.lengths}",
         f"backend.max_running={arguments.max_running}",
+        f"workers={arguments.workers}",
     ]
-    settings = [
+    with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
+        settings = [*settings_of(row, arguments, steps=steps), *backend, f"run_dir={Path(folder) / 'run'}"]
+        course.watch(stack, row)
+        course.result = fit(compose(config_in(folder), settings))
+    return course
+
+
+def config_in(folder: str) -> Path:
+    """Write a config of its own into the folder, whose settings may be of classes that no packaged config has."""
+    config = Path(folder) / "headline.yaml"
+    config.write_text("defaults:\n  - quickstart\n  - _self_\n")
+    return config
+
+
+def settings_of(row: Row, arguments: Any, *, steps: int) -> list[str]:
+    """Return what a row is, without a backend."""
+    return [
         "deterministic=true",
         "task=long_sum",
-        f"model.path={policy}",
+        f"model.path={Path(__file__).parent / 'policies' / arguments.policy}",
         "rollout.max_tokens=448",
         "update.learning_rate=1e-4",
         f"task.train_size={arguments.prompts * arguments.epoch_steps}",
         f"data.prompts_per_step={arguments.prompts}",
-        f"workers={arguments.workers}",
         *row.settings,
         "budget={_target_: rhymerl.budgets.GoodputBudget}",
         f"task.validation_size={arguments.held_out}",
@@ -215,12 +230,6 @@ def run_row(row: Row, arguments: Any, *, update_s: float, steps: int) -> Course:
         f"seed={arguments.seed}",
         *arguments.settings,
     ]
-    with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
-        config = Path(folder) / "headline.yaml"
-        config.write_text("defaults:\n  - quickstart\n  - _self_\n")
-        course.watch(stack, row)
-        course.result = fit(compose(config, [*settings, *backend, f"run_dir={Path(folder) / 'run'}"]))
-    return course
 
 
 def figures(row: Row, course: Course, found: dict[str, Course], arguments: Any) -> dict[str, Any]:

@@ -43,8 +43,7 @@ class EmulatedDevice:
     def seconds(self, layout: PassLayout) -> float:
         """Return what a pass costs. The keys of a row are read once for all of its tokens."""
         of_tokens = float(self.curve.seconds(layout.num_tokens, _NO_NODES, 0)[0])
-        num_keys = int(layout.positions[layout.logit_indices[layout.logit_start]].sum()) + len(layout.emits)
-        return self.scale * (of_tokens + self.context_s_per_token * num_keys)
+        return self.scale * (of_tokens + self.context_s_per_token * num_keys(layout))
 
     def now(self) -> float:
         """Return the seconds of the clock by which passes are timed; called in the engine's thread."""
@@ -58,6 +57,11 @@ class EmulatedDevice:
         self.overrun_s += max(-left, 0.0)
         if left > 0:
             time.sleep(left)
+
+
+def num_keys(layout: PassLayout) -> int:
+    """Return the keys of a pass's rows, each counted once."""
+    return int(layout.positions[layout.logit_indices[layout.logit_start]].sum()) + len(layout.emits)
 
 
 class EmulatedForward:

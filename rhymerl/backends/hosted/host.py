@@ -224,7 +224,8 @@ class WorkerHost:
     def _chosen(self) -> list[_Task]:
         """Return the requests of the lowest rank that may run, and behind them the first few of the others."""
         ready = sorted(
-            (task for task in self._tasks.values() if task.is_running or self._may_run(task)), key=lambda task: task.rank
+            (task for task in self._tasks.values() if task.is_running or self._may_run(task)),
+            key=lambda task: task.rank,
         )
         num_first = sum(task.rank == ready[0].rank for task in ready)
         return ready[: num_first + _AHEAD]

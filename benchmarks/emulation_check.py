@@ -1,0 +1,144 @@
+"""Emulation against truth: the same run with passes as they are on this machine, and on the virtual clock with a curve of their costs.
+
+The curve is measured in runs of another seed: each pass's tokens, keys and seconds, to which a line with corners at powers of two and a price of a key are
+fitted. Then each row runs twice at `--seed`, once as it is, its rollouts timed by the wall clock, and once by `headline.py`'s means with that curve. `seconds`
+are all rollouts but the first, which compiles. A machine on which something else runs is slower than its curve.
+
+    python benchmarks/emulation_check.py [key=value ...]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import headline
+import numpy as np
+import record
+
+from rhymerl.backends.embedded import EmbeddedBackend
+from rhymerl.config import compose
+from rhymerl.costs import CostCurve
+from rhymerl.engine.emulation import EmulatedDevice, num_keys
+from rhymerl.engine.layout import PassLayout
+from rhymerl.runs.fit import fit
+from rhymerl.training.module import RhymeModule
+
+ROWS = [
+    headline.Row("none", "fifo", "off"),
+    headline.Row("paper", "fifo", "off"),
+    headline.Row("history_tree", "fifo", "off"),
+]
+
+
+@dataclass(slots=True, kw_only=True)
+class Stopwatch(EmulatedDevice):
+    """Passes take what they take, and are noted."""
+
+    passes: list[tuple[int, int, float]] = field(default_factory=list, init=False)  # tokens, keys, seconds
+
+    def wait(self, started: float, layout: PassLayout) -> None:
+        """Note a pass."""
+        self.passes.append((layout.num_tokens, num_keys(layout), self.now() - started))
+
+
+class TimedBackend(EmbeddedBackend):
+    """The embedded engine, whose passes `WATCHES` has."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._emulated = Stopwatch(curve=CostCurve([(1, 1.0), (2, 1.0)]))
+        WATCHES.append(self._emulated)
+
+
+WATCHES: list[Stopwatch] = []  # of this process's runs, which the config makes by name
+
+
+def run(
+    row: headline.Row, arguments: Any, *, seed: int, steps: int
+) -> tuple[list[float], list[tuple[int, int, float]]]:
+    """Return the wall seconds of each step's rollout, and the passes."""
+    seconds: list[float] = []
+    end = RhymeModule.on_train_batch_end
+
+    def on_train_batch_end(module: RhymeModule, *rest: Any) -> None:
+        seconds.append(float(module.trainer.callback_metrics["timing_s/rollout"]))
+        end(module, *rest)
+
+    here = Namespace(**{**vars(arguments), "seed": seed})
+    backend = ["backend._target_=emulation_check.TimedBackend", f"backend.max_running={arguments.max_running}"]
+    with tempfile.TemporaryDirectory() as folder, patch.object(RhymeModule, "on_train_batch_end", on_train_batch_end):
+        settings = [*headline.settings_of(row, here, steps=steps), *backend, f"run_dir={Path(folder) / 'run'}"]
+        fit(compose(headline.config_in(folder), settings))
+    return seconds, WATCHES[-1].passes
+
+
+def fitted(passes: Sequence[tuple[int, int, float]]) -> tuple[list[list[float]], float]:
+    """Return [tokens, seconds] and the seconds of a key, by least squares."""
+    tokens, keys, seconds = np.array(passes, np.float64).T
+    corners = 2.0 ** np.arange(0, np.ceil(np.log2(tokens.max())) + 1)
+    hats = np.array([np.interp(tokens, corners, line) for line in np.eye(len(corners))]).T
+    seen = hats.sum(axis=0) > len(passes) / 1000  # a corner near which there is next to nothing is its neighbours' line
+    corners = corners[seen]
+    hats = np.array([np.interp(tokens, corners, line) for line in np.eye(len(corners))]).T
+    solution = np.linalg.lstsq(np.column_stack([hats, keys]), seconds, rcond=None)[0]
+    key_s = max(float(solution[-1]), 0.0)
+    rising = np.maximum.accumulate(np.maximum(solution[:-1], 1e-6))
+    return [[float(at), float(each)] for at, each in zip(corners, rising, strict=True)], key_s
+
+
+def main(words: Sequence[str] | None = None) -> dict[str, Any]:
+    parser = record.options(__doc__)
+    parser.add_argument("--policy", default="long_sum", help="name of a folder in benchmarks/policies/, or a path")
+    parser.add_argument("--max-running", type=int, default=32)
+    parser.add_argument("--prompts", type=int, default=16, help="a step")
+    parser.add_argument("--epoch-steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("settings", nargs="*", metavar="key=value")
+    arguments = parser.parse_args(words)
+    record.set_threads(arguments.threads or 1)
+    start = record.environment()
+    given = {**vars(arguments), "held_out": 8, "workers": 1, "weights": 0.0, "lengths": 1.0}
+    sys.modules.setdefault("emulation_check", sys.modules[__name__])
+    noted = [
+        each
+        for row in ROWS[::2]
+        for each in run(row, Namespace(**given), seed=arguments.seed + 1, steps=arguments.epoch_steps + 2)[1][64:]
+    ]
+    costs, key_s = fitted(noted)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        curve = Path(folder) / "curve.json"
+        curve.write_text(json.dumps({"costs": costs, "context_s_per_token": key_s}))
+        given["emulate"] = str(curve.with_suffix(""))
+        for row in ROWS:
+            real, passes = run(row, Namespace(**given), seed=arguments.seed, steps=arguments.steps)
+            course = headline.run_row(row, Namespace(**given), update_s=0.0, steps=arguments.steps)
+            seconds, emulated = sum(real[1:]), sum(course.rollouts[1:])
+            rows.append(
+                {
+                    "drafter": row.drafter,
+                    "seconds": round(seconds, 2),
+                    "emulated_seconds": round(emulated, 2),
+                    "emulated_over_real": round(emulated / seconds, 3),
+                    "in_passes": round(sum(each[2] for each in passes) / sum(real), 3),
+                    "over_none": round(rows[0]["seconds"] / seconds, 3) if rows else 1.0,
+                    "emulated_over_none": round(rows[0]["emulated_seconds"] / emulated, 3) if rows else 1.0,
+                }
+            )
+            record.note_row(rows[-1])
+            print(record.cell(rows[-1]), file=sys.stderr, flush=True)
+    return record.finish(
+        "emulation_check", __doc__, arguments, rows=rows, start=start, curve=costs, microseconds_of_a_key=1e6 * key_s
+    )
+
+
+if __name__ == "__main__":
+    main()
