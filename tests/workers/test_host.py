@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from tests.rollout.tokens import TokenBackend
-
 from rhymerl.backends.hosted.host import WorkerHost
 from rhymerl.backends.hosted.messages import Submit, Weights, WeightSource
 from rhymerl.history import HistoryStore
 from rhymerl.types import Prompt, RolloutRequest, SamplingParams
+from tests.rollout.tokens import TokenBackend
 
 AHEAD = 4  # so many of later steps run beside an earlier one
 
@@ -53,7 +52,8 @@ def test_few_requests_of_later_steps_run_beside_an_earlier_one_and_all_of_them_b
         host.post(message)
     ended = host.step(max_passes=6).finished
     assert [name for name, _ in ended] == ["0/1", "0/2"]
-    assert running(engine, 0) == ["0/0"] and running(engine, 1) == [f"1/{number}" for number in range(AHEAD)]
+    assert running(engine, 0) == ["0/0"]
+    assert running(engine, 1) == [f"1/{number}" for number in range(AHEAD)]
     host.step(max_passes=2)  # the first four of step 1 have ended, the last of step 0 has not
     host.step(max_passes=1)
     assert running(engine, 1) == [f"1/{number}" for number in range(AHEAD, 8)]
