@@ -139,7 +139,7 @@ class Course:
         def answers(workers: HostedWorkers, work: Any) -> Iterator[Any]:
             self.workers = workers._backend
             self.workers.update_s, self.workers.weights_s = 0.0, self.weights_s
-            between = time.thread_time() - self._cpu_s
+            between = self.workers.cpu * (time.thread_time() - self._cpu_s)
             if work.number is not None and not self.rollouts:
                 self._before = self.workers.spent
             if work.number is not None and self.rollouts:
@@ -187,7 +187,8 @@ class Course:
         return self.ends[-1]
 
 
-def run_row(row: Row, arguments: Any, *, update_s: float, steps: int) -> Course:
+def run_row(row: Row, arguments: Any, *, update_s: float, steps: int, cpu: float = 1.0) -> Course:
+    """Run a row on the virtual clock, where a second of CPU time beside passes and update is `cpu` seconds."""
     course = Course(update_s, arguments.weights / arguments.lengths)
     emulated = Path(__file__).parent / "emulated" / f"{arguments.emulate}.json"
     backend = [
@@ -195,6 +196,7 @@ def run_row(row: Row, arguments: Any, *, update_s: float, steps: int) -> Course:
         f"backend.emulate={emulated}",
         f"backend.lengths={arguments.lengths}",
         f"backend.max_running={arguments.max_running}",
+        f"backend.cpu={cpu}",
         f"workers={arguments.workers}",
     ]
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:

@@ -34,13 +34,17 @@ _NO_NODES = np.zeros(1)
 
 @dataclass(slots=True, kw_only=True)
 class VirtualDevice(EmulatedDevice):
-    """A device on a clock of its own, which belongs to the thread that asks. Its parts are in `spent`, in seconds."""
+    """A device on a clock of its own, which belongs to the thread that asks. Its parts are in `spent`, in seconds.
 
+    A second of CPU time beside the passes is `cpu` seconds of this clock.
+    """
+
+    cpu: float = 1.0
     elsewhere_s: float = field(default=0.0, init=False)  # CPU time of this thread that is not on the clock
     spent: Counter[str] = field(default_factory=Counter, init=False)
 
     def now(self) -> float:
-        return time.thread_time() - self.elsewhere_s + self.charged_s
+        return self.cpu * time.thread_time() - self.elsewhere_s + self.charged_s
 
     def wait(self, started: float, layout: PassLayout) -> None:
         """Replace the CPU time of a pass, and that of this sum, by what the pass costs."""
@@ -136,20 +140,28 @@ class VirtualConnection(ThreadConnection):
 class VirtualWorkers(ThreadBackend):
     """Workers whose passes cost what the file `emulate` says; one of our tokens stands for `lengths` of the device's.
 
-    `update_s` is what the trainer's update takes, `weights_s` the load of weights by a worker. Whoever runs the trainer moves
-    `clock_s`, the trainer's clock, on.
+    `update_s` is what the trainer's update takes, `weights_s` the load of weights by a worker, `cpu` what a second of CPU time is. Whoever
+    runs the trainer moves `clock_s`, the trainer's clock, on.
     """
 
     ticks_per_exchange = 20
 
     def __init__(
-        self, *, emulate: str, lengths: float = 1.0, update_s: float = 0.0, weights_s: float = 0.0, **engine: Any
+        self,
+        *,
+        emulate: str,
+        lengths: float = 1.0,
+        update_s: float = 0.0,
+        weights_s: float = 0.0,
+        cpu: float = 1.0,
+        **engine: Any,
     ) -> None:
         super().__init__(self._engine)
         self.emulate = emulate
         self.lengths = lengths
         self.update_s = update_s
         self.weights_s = weights_s
+        self.cpu = cpu
         self.engine = engine
         self.clock_s = 0.0
         self.devices: list[VirtualDevice] = []  # all that there have been
@@ -158,6 +170,7 @@ class VirtualWorkers(ThreadBackend):
     def _engine(self, number: int) -> VirtualEngine:
         device = VirtualDevice.read(self.emulate, scale=1.0)
         device.context_s_per_token *= self.lengths
+        device.cpu = self.cpu
         self.devices.append(device)
         return VirtualEngine(device, **self.engine)
 
