@@ -143,12 +143,14 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--overrun", type=float, default=0.05)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rows", nargs="*", help="names of rows")
+    parser.add_argument("--prompts", type=int, default=16, help="a step")
+    parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("settings", nargs="*", metavar="key=value")
     arguments = parser.parse_args(words)
     record.set_threads(arguments.threads or 1)
     start = record.environment()
     costs = f"budget.costs={Path(__file__).parent / 'emulated' / arguments.emulate}.json"
-    sizes = {"policy": "long_sum", "workers": 4, "max_running": 32, "prompts": 16, "epoch_steps": 4, "held_out": 8}
+    sizes = {"policy": "long_sum", "max_running": 32, "epoch_steps": 4, "held_out": 8}
     given = Namespace(**{**vars(arguments), **sizes, "lengths": 32.0, "weights": 0.6})
     given.settings = [costs, *arguments.settings]
     sys.modules.setdefault("stretched", sys.modules[__name__])

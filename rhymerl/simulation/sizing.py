@@ -133,7 +133,7 @@ def report(result: Mapping[str, Any]) -> None:
             "all" if row["trainers"] is None else str(row["trainers"]),
             f"{row['workers']}",
             f"{row['speedup_over_fifo_barrier']:.2f}",
-            f"{row['bubble_frac']:.0%}",
+            f"{max(row['bubble_frac'], 0.0):.0%}",
             f"{row['run_ahead_frac']:.0%}",
             f"{row['stale_token_frac']:.0%}",
         )

@@ -220,3 +220,23 @@ def test_headline_has_a_row_for_each_way_on_a_clock_of_its_own(run: Run, tmp_pat
         assert row["bound"] >= row["over_barrier"] * 0.99
     assert (tmp_path / "t.png").stat().st_size > 1000
     assert (tmp_path / "p.png").stat().st_size > 1000
+
+
+def test_emulation_is_compared_with_the_same_run_on_this_machine(run: Run) -> None:
+    words = ["--steps", "3", "--epoch-steps", "1", "--prompts", "2", "--max-running", "4"]
+    settings = ["rollout.group_size=2", "rollout.max_tokens=24", "trainer.enable_progress_bar=false"]
+    result = run("emulation_check", *words, "--", *settings)
+    assert [row["drafter"] for row in result["rows"]] == ["none", "paper", "history_tree"]
+    assert all(0.02 < row["emulated_over_real"] < 50 for row in result["rows"])
+    tokens, seconds = zip(*result["curve"], strict=True)
+    assert list(seconds) == sorted(seconds)
+    assert tokens[0] >= 1
+
+
+def test_stretched_runs_wait_for_the_device_and_refuse_what_is_too_fast_for_this_machine(run: Run) -> None:
+    settings = ["rollout.group_size=2", "rollout.max_tokens=24", "trainer.enable_progress_bar=false"]
+    words = ["--steps", "2", "--rows", "history_tree, packed, keep", "--prompts", "2", "--workers", "2"]
+    row = run("stretched", "--stretch", "8", "--overrun", "1e9", *words, "--", *settings)["rows"][0]
+    assert 0.2 < row["virtual_over_stretched"] < 1.5
+    with pytest.raises(SystemExit, match="expected a higher --stretch"):
+        run("stretched", "--stretch", "0.01", *words, "--", *settings)

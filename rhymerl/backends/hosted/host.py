@@ -114,8 +114,12 @@ class WorkerHost:
                 self._events.error = error
                 self._changed.notify_all()
         finally:
-            if self._backend is not None:
-                self._backend.close()
+            self.release()
+
+    def release(self) -> None:
+        """Free the engine, once nobody works with it any more."""
+        if self._backend is not None:
+            self._backend.close()
 
     def step(self, max_passes: int) -> Events:
         """Take all messages, do at most so many passes, and return what is new."""

@@ -93,6 +93,9 @@ class ThreadConnection(Connection):
         """Wait until its engine has stopped."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
+        else:  # in lockstep nobody but the pool has worked with it
+            self._pool.shutdown()
+            self._host.release()
 
 
 class ThreadBackend(HostedBackend):
