@@ -61,15 +61,23 @@ class TimedBackend(EmbeddedBackend):
 WATCHES: list[Stopwatch] = []  # of this process's runs, which the config makes by name
 
 
-def run(
-    row: headline.Row, arguments: Any, *, seed: int, steps: int
-) -> tuple[list[float], list[tuple[int, int, float]]]:
-    """Return the wall seconds of each step's rollout, and the passes."""
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A run on this machine."""
+
+    rollouts: list[float]  # wall seconds of each step's
+    tokens_a_pass: list[float]  # of each step
+    passes: list[tuple[int, int, float]]
+
+
+def run(row: headline.Row, arguments: Any, *, seed: int, steps: int) -> Measured:
     seconds: list[float] = []
+    tokens: list[float] = []
     end = RhymeModule.on_train_batch_end
 
     def on_train_batch_end(module: RhymeModule, *rest: Any) -> None:
         seconds.append(float(module.trainer.callback_metrics["timing_s/rollout"]))
+        tokens.append(float(module.trainer.callback_metrics["rollout/spec_accept_length"]))
         end(module, *rest)
 
     here = Namespace(**{**vars(arguments), "seed": seed})
@@ -77,7 +85,7 @@ def run(
     with tempfile.TemporaryDirectory() as folder, patch.object(RhymeModule, "on_train_batch_end", on_train_batch_end):
         settings = [*headline.settings_of(row, here, steps=steps), *backend, f"run_dir={Path(folder) / 'run'}"]
         fit(compose(headline.config_in(folder), settings))
-    return seconds, WATCHES[-1].passes
+    return Measured(seconds, tokens, WATCHES[-1].passes)
 
 
 def fitted(passes: Sequence[tuple[int, int, float]]) -> tuple[list[list[float]], float]:
@@ -110,7 +118,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     noted = [
         each
         for row in ROWS[::2]
-        for each in run(row, Namespace(**given), seed=arguments.seed + 1, steps=arguments.epoch_steps + 2)[1][64:]
+        for each in run(row, Namespace(**given), seed=arguments.seed + 1, steps=arguments.epoch_steps + 2).passes[64:]
     ]
     costs, key_s = fitted(noted)
     rows = []
@@ -118,17 +126,20 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
         curve = Path(folder) / "curve.json"
         curve.write_text(json.dumps({"costs": costs, "context_s_per_token": key_s}))
         given["emulate"] = str(curve.with_suffix(""))
+        given["settings"] = [f"budget.costs={curve}", *arguments.settings]
         for row in ROWS:
-            real, passes = run(row, Namespace(**given), seed=arguments.seed, steps=arguments.steps)
+            real = run(row, Namespace(**given), seed=arguments.seed, steps=arguments.steps)
             course = headline.run_row(row, Namespace(**given), update_s=0.0, steps=arguments.steps)
-            seconds, emulated = sum(real[1:]), sum(course.rollouts[1:])
+            seconds, emulated = sum(real.rollouts[1:]), sum(course.rollouts[1:])
             rows.append(
                 {
                     "drafter": row.drafter,
                     "seconds": round(seconds, 2),
                     "emulated_seconds": round(emulated, 2),
                     "emulated_over_real": round(emulated / seconds, 3),
-                    "in_passes": round(sum(each[2] for each in passes) / sum(real), 3),
+                    "tokens_a_pass": round(float(np.mean(real.tokens_a_pass[1:])), 3),
+                    "emulated_tokens_a_pass": round(course.mean("rollout/spec_accept_length"), 3),
+                    "in_passes": round(sum(each[2] for each in real.passes) / sum(real.rollouts), 3),
                     "over_none": round(rows[0]["seconds"] / seconds, 3) if rows else 1.0,
                     "emulated_over_none": round(rows[0]["emulated_seconds"] / emulated, 3) if rows else 1.0,
                 }
