@@ -138,7 +138,7 @@ def row(rule: tuple[str, str], found: Sequence[Figures], fifo: Sequence[Figures]
         "tokens": record.spread(each.tokens_per_time / base.tokens_per_time for each, base in pairs),
         "answers": mean([each.answers_per_time / base.answers_per_time for each, base in pairs]),
         "bound": mean([each.bound / base.tokens_per_time for each, base in pairs]),
-        "idle": mean([each.idle for each in found]),
+        "idle": abs(mean([round(each.idle, 6) for each in found])),
         "p99": mean([each.p99 / base.step_time for each, base in pairs]),
         "bias": record.spread(each.bias for each in found),
         "bias of steps": [

@@ -67,7 +67,7 @@ def test_every_rule_keeps_what_it_says(tournament: ModuleType, max_running: int 
             assert figures.oldest == 1, name
     april, dropping = found["APRIL", tournament.EARLY], found["APRIL, dropping", tournament.EARLY]
     assert dropping.bias < april.bias < 1.02, "recycling delays long answers, and dropping loses them"
-    assert dropping.bias < 0.8
+    assert dropping.bias < 0.95
     assert np.mean(april.trained[0]) < 0.9 * april.asked
     assert april.bias < 1 or max_running is not None, "long answers are still under way at the end"
     assert dropping.answered <= 0.5 < april.answered < 1
