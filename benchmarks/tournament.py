@@ -106,7 +106,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     parser = record.options(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument(
-        "--steps", type=int, default=30, help="or as many as a trace has; the first epoch does not count"
+        "--steps", type=int, default=25, help="or as many as a trace has; the first epoch does not count"
     )
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="NAME")
     arguments = parser.parse_args(words)
@@ -283,14 +283,16 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         axis.plot([row["bound"] for row in shown], range(len(shown)), "|", color="0.2", markersize=9)
         for number, row in enumerate(shown):
             if abs(row["bias"]["median"] - 1) > 0.005:
-                axis.text(
-                    0.05, number, f"lengths x {row['bias']['median']:.2f}", va="center", fontsize=7, color="white"
-                )
+                right = max(row["bound"], row["tokens"]["max"])
+                axis.text(right, number, f"  lengths x {row['bias']['median']:.2f}", va="center", fontsize=7)
+        axis.set_xlim(0, 1.35 * max(row["bound"] for row in shown))
         axis.set_title(name, loc="left", fontsize=10)
         axis.set_yticks(range(len(shown)), [row["rule"] for row in shown], fontsize=8)
         axis.axvline(1.0, color="0.5", lw=0.8)
         axis.set_ylim(len(shown) - 0.5, -0.5)
-    figure.supxlabel("tokens trained on in a unit of time, over FIFO behind a barrier; | is the bound", fontsize=9)
+    figure.supxlabel(
+        "simulated: tokens trained on in a unit of time, over FIFO behind a barrier; | is the bound", fontsize=9
+    )
     handles = [Patch(color=colour, label=steps) for steps, colour in colours.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=3, frameon=False, fontsize=9)
     figure.savefig(path, dpi=110)
