@@ -104,12 +104,15 @@ class Figures:
 
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     parser = record.options(__doc__)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
         "--steps", type=int, default=25, help="or as many as a trace has; the first epoch does not count"
     )
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="NAME")
     arguments = parser.parse_args(words)
+    least = 1 + max(2 * WORKLOADS[name].warm_up for name in arguments.workloads)  # a rule may drop half of the prompts
+    if arguments.steps < least or arguments.seeds < 1:
+        parser.error(f"--steps {arguments.steps} --seeds {arguments.seeds}: expected at least {least} steps and 1 seed")
     start = record.environment()
     rows: list[dict[str, Any]] = []
     for name in arguments.workloads:
