@@ -21,7 +21,7 @@ class StepRun:
     """Decodes the queues `plan` (indices into the step's requests) from `starts` [W] on.
 
     `drafts` [R] are prefetched tokens along which an answer is sampled again. What a moved request has sampled is
-    recomputed on its new worker in one pass that verifies so many tokens more.
+    recomputed on its new worker in one pass that verifies so many tokens more, or the share `decoding.recomputed` of it.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class StepRun:
             if once is not None and (rebalance is None or first_free <= now):
                 self._note_stale(updated, first_free)
                 if rebalance is not None:
-                    self._ask(rebalance, first_free)
+                    self.ask(rebalance, first_free)
                 once(self.progress(first_free))
                 once = None
                 continue
@@ -90,8 +90,16 @@ class StepRun:
                 self._note_stale(updated, float("inf"))
                 return
             self._note_stale(updated, now)
-            self._ask(rebalance, now)
+            self.ask(rebalance, now)
             now += every
+
+    def ask(self, rebalance: Rebalance, time: float) -> None:
+        """Move what `rebalance` moves at a time."""
+        progress = self.progress(time)
+        moves = rebalance(progress)
+        if moves:
+            check_moves(moves, progress, scheduler=self.scheduler)
+            self._move(moves, time)
 
     def sampled(self, time: float) -> FloatArray:
         """Return how many tokens each request has at a time, which is not before the last move, [R]."""
@@ -129,13 +137,6 @@ class StepRun:
         if now >= updated and self.stale_tokens is None:
             self.stale_tokens = float(self.sampled(updated).sum())
 
-    def _ask(self, rebalance: Rebalance, time: float) -> None:
-        progress = self.progress(time)
-        moves = rebalance(progress)
-        if moves:
-            check_moves(moves, progress, scheduler=self.scheduler)
-            self._move(moves, time)
-
     def _move(self, moves: Sequence[Move], time: float) -> None:
         """Stop the workers that are concerned, hand requests over, and go on."""
         indices = dict(zip(self._order.tolist(), self._workers.tolist(), strict=True))
@@ -151,7 +152,7 @@ class StepRun:
         for number, worker in goals.items():
             self._at[number] = worker
             self._queues[worker] = np.append(self._queues[worker], number)
-            recompute[worker] += self._before[number]
+            recompute[worker] += self.decoding.recomputed * self._before[number]
         for worker in touched:
             start = max(time, float(self.starts[worker]))
             if recompute[worker]:

@@ -111,6 +111,18 @@ def test_schedule_has_a_row_for_each_scheduler_and_mode_and_draws(run: Run, tmp_
     ]
 
 
+def test_tournament_has_a_row_for_each_rule_and_draws(run: Run, tmp_path: Path) -> None:
+    words = ("--workloads", "SmolLM2's sums", "--seeds", "2", "--steps", "6", "--out", str(tmp_path))
+    rows = run("tournament", *words, "--hardware", "here")["rows"]
+    found = {(row["rule"], row["steps"]): row for row in rows}
+    assert len(found) == len(rows) == 19
+    assert found["FIFO", "on-policy"]["tokens"] == {"median": 1, "min": 1, "max": 1}
+    assert found["Laminar's repack", "one step off"]["oldest"] == 1
+    assert found["APRIL, dropping", "ends early"]["bias"]["max"] < 0.9
+    assert all(row["tokens"]["median"] <= 1.001 * row["bound"] for row in rows)
+    assert len(list(tmp_path.glob("tournament_here_*.png"))) == 1
+
+
 def test_trl_echo_runs_our_side_alone(run: Run) -> None:
     words = ("--prompts", "2", "--group-size", "2", "--max-tokens", "4", "--reward-where", "main", "--threads", "1")
     result = run("trl_echo", *words, "--seeds", "1", "--steps", "3", "--warm-up", "1")

@@ -189,15 +189,18 @@ class Handing(Scheduler):
         return [Move(request_id=name, worker=self.worker) for name in self.moved] if len(self.seen) == 1 else []
 
 
-def test_a_move_by_hand():
-    # Two requests of 10 and 20 tokens on worker 0. After 4 passes of two the longer one moves: its 4 tokens are recomputed at 4/128,
-    # and 16 passes are left; worker 0 has 6 passes of one to go.
+@pytest.mark.parametrize("recomputed", [1.0, 0.5, 0.0])
+def test_a_move_by_hand(recomputed):
+    # Two requests of 10 and 20 tokens on worker 0. After 4 passes of two the longer one moves: its 4 tokens are recomputed at 4/128
+    # (or half of them, or none), and 16 passes are left; worker 0 has 6 passes of one to go.
     scheduler = Handing("1/0")
     two = 1 + 2 / 128
-    it = Simulation(scheduler, num_workers=2, run_ahead="off", rebalance_every=4 * two).run([work([10, 20])])
+    decoding = Decoding(recomputed=recomputed)
+    simulation = Simulation(scheduler, num_workers=2, run_ahead="off", rebalance_every=4 * two, decoding=decoding)
+    it = simulation.run([work([10, 20])])
     assert scheduler.seen[0].num_tokens.tolist() == [4, 4]
     assert scheduler.seen[0].planned.tolist() == [2, 0]
-    assert it.ends[0].tolist() == pytest.approx([4 * two + 6 * PASS, 4 * two + 4 / 128 + 16 * PASS])
+    assert it.ends[0].tolist() == pytest.approx([4 * two + 6 * PASS, 4 * two + recomputed * 4 / 128 + 16 * PASS])
     assert it.moves.tolist() == [1]
 
 

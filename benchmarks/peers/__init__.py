@@ -1,0 +1,1 @@
+"""Rules of other systems on rhymerl's Scheduler, one a file, for tournament.py."""

@@ -1,0 +1,151 @@
+"""The tournament of schedulers: rules of other systems do what they say, and no figure is better than it can be."""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rhymerl.schedulers import Progress, Scheduler
+from rhymerl.simulation import SyntheticLengths
+from rhymerl.simulation.base import Decoding, StepWork
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+PEERS = sorted(path for path in (BENCHMARKS / "peers").glob("*.py") if path.name != "__init__.py")
+
+
+@pytest.fixture
+def tournament(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("tournament")
+
+
+def small(tournament: ModuleType, **more: Any) -> Any:
+    source = partial(SyntheticLengths, mean=300.0, cap=1000, steps_per_epoch=2)
+    sizes: dict[str, Any] = {"num_workers": 4, "prompts": 8, "group_size": 4, "warm_up": 2}
+    return tournament.Workload(source=source, **(sizes | more))
+
+
+def works_of(rows: list[list[int]], prompts_per_step: int) -> list[StepWork]:
+    """Steps of given lengths: a row a prompt, a number an answer."""
+    source = SyntheticLengths(prompts_per_step=prompts_per_step, group_size=len(rows[0]), cap=100, steps_per_epoch=100)
+    steps = len(rows) // prompts_per_step
+    lengths = np.array(rows).reshape(steps, -1)
+    return [
+        StepWork(requests=work.requests, lengths=each, is_cut=np.zeros(len(each), np.bool_))
+        for work, each in zip(source.steps(steps, 0), lengths, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("path", PEERS, ids=lambda path: path.name)
+def test_a_rule_of_another_system_is_short_and_says_where_it_is_from(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= 100
+    assert path.name == "base.py" or "arXiv" in text or "doi" in text
+
+
+@pytest.mark.parametrize("max_running", [None, 3])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_every_rule_keeps_what_it_says(tournament: ModuleType, max_running: int | None, seed: int) -> None:
+    workload = small(tournament, max_running=max_running)
+    found = tournament.figures_of_all(workload, workload.steps(12, seed))
+    assert set(found) == set(tournament.ROWS)
+    for (name, steps), figures in found.items():
+        assert figures.tokens_per_time <= figures.bound, name
+        assert -1e-9 < figures.idle < 1, name
+        assert steps == tournament.EARLY or figures.answered == figures.bias == 1, name
+        assert (figures.stale > 0) == (figures.oldest > 0), name
+        if steps == tournament.ON_POLICY:
+            assert figures.stale == 0, name
+        if steps == tournament.ONE_OFF:
+            assert figures.oldest == 1, name
+    april, dropping = found["APRIL", tournament.EARLY], found["APRIL, dropping", tournament.EARLY]
+    assert dropping.bias < april.bias < 1.02, "recycling delays long answers, and dropping loses them"
+    assert dropping.bias < 0.95
+    assert np.mean(april.trained[0]) < 0.9 * april.asked
+    assert april.bias < 1 or max_running is not None, "long answers are still under way at the end"
+    assert dropping.answered <= 0.5 < april.answered < 1
+    assert (april.oldest, dropping.oldest) > (1, 0)
+    assert found["RollPacker", tournament.EARLY].stale == 0
+
+
+def test_april_goes_on_with_what_was_unfinished(tournament: ModuleType) -> None:
+    works = works_of([[2], [7], [5], [1], [1], [1]], 1)
+    scheduler = tournament.APRILScheduler(prompts=1, group_size=1)
+    simulation = tournament.EarlyStopSimulation(scheduler, works, num_workers=2, decoding=Decoding(), every=1000.0)
+    steps = simulation.run()
+    # Each worker has one answer, so a pass takes 129 / 128. 2 tokens end first; 7 has 2 of its tokens then, and goes on beside 5.
+    # These begin with 5 each, and tokens that are computed again take 1 / 128 each: 5 ends first. 7 has 5 - 2 / 129 more of them.
+    assert [answer.length for answer in steps[0].answers + steps[1].answers] == [2, 5]
+    assert steps[0].end == pytest.approx(2 * 129 / 128)
+    assert steps[1].end - steps[0].end == pytest.approx(5 * 129 / 128)
+    assert [(answer.stale, answer.age) for answer in steps[1].answers] == [(0.0, 0)]
+    late = next(answer for step in steps for answer in step.answers if answer.length == 7)
+    assert late.age >= 1
+    assert 0 < late.stale < 7
+
+
+def test_rollpacker_trains_on_each_prompt_once_and_on_the_slow_ones_together(tournament: ModuleType) -> None:
+    fast, slow = [4, 4, 4, 4, 4, 9, 9, 9, 9], [9, 9, 9, 9, 9, 8, 8, 8, 8]
+    works = works_of([fast, fast, fast, fast, slow] * 8, 5)
+    scheduler = tournament.RollPackerScheduler(prompts=4, group_size=4)
+    steps = tournament.EarlyStopSimulation(scheduler, works, num_workers=2, decoding=Decoding(), every=1000.0).run()
+    lengths = [sorted({answer.length for answer in step.answers}) for step in steps]
+    assert lengths[:6] == [[4], [4], [4], [4], [8], [4]], "four short steps give a long one, whose answers begin anew"
+    prompts = Counter(name.request_id.rpartition("/")[0] for step in steps for name in step.answers)
+    assert set(prompts.values()) == {4}
+
+
+def progress_of(workers: list[int], tokens: list[int], num_workers: int) -> Progress:
+    requests = works_of([[1]] * len(workers), len(workers))[0].requests
+    planned = np.bincount(workers, minlength=num_workers)
+    return Progress(step=0, planned=planned, requests=requests, workers=np.array(workers), num_tokens=np.array(tokens))
+
+
+def moves_of(scheduler: Scheduler, progress: Progress) -> dict[int, int]:
+    """Where the i-th request goes."""
+    number = {request.id: i for i, request in enumerate(progress.requests)}
+    return {number[move.request_id]: move.worker for move in scheduler.rebalance(progress)}
+
+
+def test_laminar_packs_workers_that_ramp_down_onto_the_fullest_that_fits(tournament: ModuleType) -> None:
+    scheduler = tournament.LaminarScheduler(max_requests=3)
+    workers = [0, 1, 1, 2, 2, 3]
+    assert moves_of(scheduler, progress_of([0, 0, 1, 1, 1, 2, 2, 2, 3], [9] * 9, 4)) == {}, "nothing ramps down yet"
+    # Tokens fall on workers 0 to 2 and rise on worker 3. Worker 0 fits both others, of which worker 2 has more.
+    assert moves_of(scheduler, progress_of(workers, [5, 6, 6, 8, 8, 12], 4)) == {0: 2}
+
+
+def test_seer_asks_a_group_first_what_is_unknown_and_then_goes_by_the_longest(tournament: ModuleType) -> None:
+    requests = works_of([[1, 1, 1]] * 3, 3)[0].requests
+    scheduler = tournament.SeerScheduler()
+    plan = scheduler.plan(requests, 2, 0)
+    firsts = [request.id for queue in plan for request in queue if request.sample == 0]
+    assert [queue[0].sample for queue in plan] == [0, 0]
+    assert len(firsts) == 3
+    # The first two have ended, with 40 and 60 tokens; then their siblings wait behind the third one's.
+    left = [request for queue in plan for request in queue]
+    at = [worker for worker, queue in enumerate(plan) for _ in queue]
+
+    def look(gone: set[str], tokens: dict[str, int]) -> dict[str, int]:
+        pairs = [(request, worker) for request, worker in zip(left, at, strict=True) if request.id not in gone]
+        progress = Progress(
+            step=0,
+            planned=np.array([len(queue) for queue in plan]),
+            requests=[request for request, _ in pairs],
+            workers=np.array([worker for _, worker in pairs]),
+            num_tokens=np.array([tokens.get(request.id, 0) for request, _ in pairs]),
+        )
+        return {move.request_id: number for number, move in enumerate(scheduler.rebalance(progress))}
+
+    zero, one, two = (requests[3 * prompt].id for prompt in range(3))
+    look(set(), {zero: 40, one: 60, two: 1})
+    order = look({zero, one}, {two: 2})
+    mean = {prompt: np.mean([order[requests[3 * prompt + sample].id] for sample in (1, 2)]) for prompt in range(3)}
+    assert mean[2] < mean[1] < mean[0]
