@@ -12,6 +12,7 @@ from contextlib import redirect_stdout
 
 from rhymerl.cli.base import ConfiguredCommand, Subcommand
 from rhymerl.cli.benches import BenchCommand
+from rhymerl.cli.doctor import DoctorCommand
 from rhymerl.cli.hints import did_you_mean_command, did_you_mean_config, did_you_mean_option
 from rhymerl.cli.interrupt import Interrupt
 from rhymerl.cli.models import ExportCommand, SGLangArgsCommand, WarmstartCommand
@@ -20,6 +21,7 @@ from rhymerl.cli.replays import ReplayCommand, SimulateCommand
 from rhymerl.cli.reports import ReportCommand
 from rhymerl.cli.rollouts import RolloutCommand
 from rhymerl.cli.runs import EvaluateCommand, FitCommand, ResumeCommand
+from rhymerl.cli.settings import ConfigsCommand, ExplainCommand
 from rhymerl.distributed.first import is_first_rank
 from rhymerl.distributed.parent import as_launcher, end_with_parent
 from rhymerl.errors import RhymeError, UsageError
@@ -36,6 +38,9 @@ COMMANDS: tuple[Subcommand, ...] = (
     WarmstartCommand(),
     ExportCommand(),
     SGLangArgsCommand(),
+    ConfigsCommand(),
+    ExplainCommand(),
+    DoctorCommand(),
 )
 
 OK, FAILED, BAD_USAGE = 0, 1, 2
