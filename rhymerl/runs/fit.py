@@ -96,6 +96,10 @@ def _fit(
     datamodule.prepare_for(module)
     module.check(datamodule)
     evaluates = datamodule.has_validation and trainer.limit_val_batches != 0
+    if (monitor := config.checkpoint.get("monitor")) is not None and not evaluates:
+        raise ConfigError(
+            f"checkpoint.monitor={monitor!r}: there is nothing to evaluate on; set data.validation, or null"
+        )
     if point is not None:
         changed = check_same_run(point, module, datamodule, config)
         done = _result_of_finished(point, run_dir, trainer, datamodule, evaluates=evaluates)
@@ -228,8 +232,7 @@ def build_trainer(
         first_step = point.global_step if point is not None else None
         logger = TensorBoardLogger(save_dir=run_dir, name="", version="tensorboard", purge_step=first_step)
         callbacks = [*callbacks, _LastPoint(logger, point)] if point is not None else callbacks
-    every_n_steps, keep = config.checkpoint.every_n_steps, config.checkpoint.keep
-    saves = {"directory": run_dir / "checkpoints", "every_n_steps": every_n_steps, "keep": keep}
+    saves = {"directory": run_dir / "checkpoints", **resolved(config)["checkpoint"]}
     settings = {
         **asked,
         "callbacks": [
