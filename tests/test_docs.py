@@ -53,6 +53,8 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     write_files(EXTENDING, tmp_path)
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     (tmp_path / "runs" / "mine" / "config.yaml").write_text("defaults: [quickstart]\n")
+    (tmp_path / "runs" / "mine" / "checkpoints").mkdir()
+    (tmp_path / "runs" / "mine" / "checkpoints" / "step=20.ckpt").touch()
     (tmp_path / "runs" / "other").mkdir()
     (tmp_path / "runs" / "other" / "config.yaml").write_text("seed: 1\n")
     (tmp_path / "my_module.py").write_text(MODULE)

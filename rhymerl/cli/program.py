@@ -20,7 +20,7 @@ from rhymerl.cli.quiet import quiet
 from rhymerl.cli.replays import ReplayCommand, SimulateCommand
 from rhymerl.cli.reports import ReportCommand
 from rhymerl.cli.rollouts import RolloutCommand
-from rhymerl.cli.runs import EvaluateCommand, FitCommand, ResumeCommand
+from rhymerl.cli.runs import EvaluateCommand, FitCommand, ForkCommand, ResumeCommand
 from rhymerl.cli.settings import ConfigsCommand, ExplainCommand
 from rhymerl.distributed.first import is_first_rank
 from rhymerl.distributed.parent import as_launcher, end_with_parent
@@ -29,6 +29,7 @@ from rhymerl.errors import RhymeError, UsageError
 COMMANDS: tuple[Subcommand, ...] = (
     FitCommand(),
     ResumeCommand(),
+    ForkCommand(),
     EvaluateCommand(),
     RolloutCommand(),
     ReplayCommand(),
