@@ -31,6 +31,7 @@ _FILES_OF_A_RUN = (
     "samples.jsonl",
     "rollouts.jsonl.gz",
     "steps.jsonl.gz",
+    "passes.jsonl.gz",
     "history.rhyme",
     "checkpoints",
     "tensorboard",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -41,13 +42,19 @@ def test_console_script_exists() -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Names of the files in a wheel built from this checkout."""
+def wheel_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from this checkout."""
     out = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     (path,) = out.glob("*.whl")
-    return set(ZipFile(path).namelist())
+    return path
+
+
+@pytest.fixture
+def wheel(wheel_file: Path) -> set[str]:
+    """Names of the files in it."""
+    return set(ZipFile(wheel_file).namelist())
 
 
 def shipped(folder: str) -> set[str]:
@@ -66,6 +73,36 @@ def test_wheel_holds_package_configs_and_license(wheel: set[str]) -> None:
 def test_wheel_holds_nothing_else(wheel: set[str]) -> None:
     tops = {name.split("/")[0] for name in wheel}
     assert tops == {"rhymerl", f"rhymerl-{PROJECT['version']}.dist-info"}
+
+
+COMPOSE_ALL = """
+import rhymerl
+from rhymerl.config import compose, packaged_names
+from rhymerl.config.files import groups
+for name in packaged_names():
+    compose(name, ["model.path=model.gguf"] if name == "smollm2" else [])
+for group, options in groups().items():
+    for option in options:
+        compose("base", [f"{group}={option}"])
+print(rhymerl.__file__, len(packaged_names()), sum(map(len, groups().values())))
+"""
+
+
+def test_every_config_composes_from_the_wheel(wheel_file: Path, tmp_path: Path) -> None:
+    """Outside the checkout, with nothing of the package but what the wheel holds."""
+    ZipFile(wheel_file).extractall(tmp_path / "site")
+    done = subprocess.run(
+        [sys.executable, "-c", COMPOSE_ALL],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    file, num_configs, num_options = done.stdout.split()
+    assert Path(file).parent == tmp_path / "site" / "rhymerl"
+    configs = [name for name in shipped("configs") if name.endswith(".yaml")]
+    assert int(num_configs) + int(num_options) == len(configs)
 
 
 def test_packaged_files_are_small() -> None:

@@ -1,6 +1,7 @@
 """Lightning callbacks: what one sees of a run, and what is kept of it."""
 
 from rhymerl.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
+from rhymerl.callbacks.profile import RecordPasses
 from rhymerl.callbacks.progress import LiveProgress
 from rhymerl.callbacks.recording import RecordRollouts
 from rhymerl.callbacks.samples import SampleTable, WriteAnswers
@@ -11,6 +12,7 @@ __all__ = [
     "AtomicCheckpointIO",
     "Checkpoints",
     "LiveProgress",
+    "RecordPasses",
     "RecordRollouts",
     "RecordSteps",
     "SampleTable",

@@ -11,7 +11,9 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.trainer.states import TrainerFn
 
+from rhymerl.callbacks.best import BestStep, Mode, link_to
 from rhymerl.errors import ConfigError
 from rhymerl.folders import writing
 from rhymerl.training import shards
@@ -74,18 +76,49 @@ def _save(checkpoint: dict[str, Any], file: BinaryIO) -> None:
 class Checkpoints(Checkpoint):
     """`step=N.ckpt` after every `every_n_steps` rollout steps and after the last; `last.ckpt` is a link to the newest.
 
-    The `keep` newest stay. Lightning's ModelCheckpoint counts optimizer steps, so that several mini-batches a step
+    The `keep` newest stay. With `monitor`, a metric of evaluations such as `eval/reward`, the step at which it was highest (`mode` max) or lowest (min)
+    stays, too, and has one if it had none: `best.ckpt` is a link to it, and `best.json` says the value. Lightning's ModelCheckpoint counts optimizer steps, so that several mini-batches a step
     would step over its multiples. Needs a module that counts `num_rollouts`.
     """
 
-    def __init__(self, directory: str | Path, *, every_n_steps: int, keep: int) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        every_n_steps: int,
+        keep: int,
+        monitor: str | None = None,
+        mode: Mode = "max",
+    ) -> None:
         for name, value in (("every_n_steps", every_n_steps), ("keep", keep)):
             if value < 1:
                 raise ValueError(f"{name}={value}: expected at least 1")
         self.directory = Path(directory)
         self.every_n_steps = every_n_steps
         self.keep = keep
+        self.monitor = monitor
+        self.mode = mode
         self._saved: int | None = None
+        self._best = BestStep(self.directory, monitor=monitor, mode=mode) if monitor is not None else None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._best is not None:
+            self._best.take_up(trainer, _num_steps(pl_module))
+
+    def on_validation_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
+        """Raises ConfigError for a metric that evaluations do not have, before the first step."""
+        if self._best is None:
+            return
+        metrics: Any = pl_module.evaluation_metrics
+        step, is_better = _num_steps(pl_module), self._best.compare(metrics, _num_steps(pl_module))
+        path = self._path(step)
+        if not is_better or not step or trainer.fast_dev_run:
+            return
+        if trainer.state.fn == TrainerFn.FITTING and self._saved != step:
+            self._save(trainer, step)
+        if trainer.is_global_zero and path.exists():
+            self._best.link(path)
+            self._remove_old()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -104,22 +137,23 @@ class Checkpoints(Checkpoint):
             return
         for logger in trainer.loggers:  # what the checkpoint knows of is on the disk before it
             logger.save()
-        path = self.directory / f"step={step}.ckpt"
+        path = self._path(step)
         trainer.save_checkpoint(path, weights_only=False)  # said, or Lightning tells the user that it was not
         self._saved = step
         if trainer.is_global_zero:
-            link = self.directory / ".last.ckpt.part"
-            with writing(self.directory / "last.ckpt"):
-                link.unlink(missing_ok=True)
-                link.symlink_to(path.name)
-                link.replace(self.directory / "last.ckpt")
+            link_to(path, self.directory / "last.ckpt")
             self._remove_old()
+
+    def _path(self, step: int) -> Path:
+        return self.directory / f"step={step}.ckpt"
 
     def _remove_old(self) -> None:
         """Later ones are left alone: they are from before the run was taken back to an earlier checkpoint."""
         steps = {step: path for path in self.directory.glob("step=*.ckpt") if (step := step_of(path)) is not None}
+        best = self._best.step if self._best is not None else None
         for step in sorted(step for step in steps if step <= (self._saved or 0))[: -self.keep]:
-            steps[step].unlink()
+            if step != best:
+                steps[step].unlink()
         shards.remove_orphans(self.directory)
 
 

@@ -22,13 +22,13 @@ _OWN_SETTING = {  # by the command that takes the kind
 
 def names_of(kind: str) -> list[str]:
     """Return the packaged configs of a kind; all of them for one that is not known."""
-    return [name for name in packaged_names() if kind not in _OWN_SETTING or _kind_of(locate(name)) == kind]
+    return [name for name in packaged_names() if kind not in _OWN_SETTING or kind_of(locate(name)) == kind]
 
 
 def check_kind(name_or_path: str | Path, kind: str) -> None:
     """Raise ConfigError where there is no such config, and for one that another command takes."""
     path = locate(name_or_path, lambda: names_of(kind))
-    found = _kind_of(path)
+    found = kind_of(path)
     if kind not in _OWN_SETTING or found == kind:
         return
     known = ", ".join(names_of(kind))
@@ -42,6 +42,7 @@ def check_kind(name_or_path: str | Path, kind: str) -> None:
     )
 
 
-def _kind_of(path: Path) -> str | None:
+def kind_of(path: Path) -> str | None:
+    """Return the command whose config a file is; None for one of no command."""
     settings = {str(name) for file in read_chain(path) for name in file.body}
     return next((kind for kind, own in _OWN_SETTING.items() if own in settings), None)

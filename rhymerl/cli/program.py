@@ -12,6 +12,7 @@ from contextlib import redirect_stdout
 
 from rhymerl.cli.base import ConfiguredCommand, Subcommand
 from rhymerl.cli.benches import BenchCommand
+from rhymerl.cli.doctor import DoctorCommand
 from rhymerl.cli.hints import did_you_mean_command, did_you_mean_config, did_you_mean_option
 from rhymerl.cli.interrupt import Interrupt
 from rhymerl.cli.models import ExportCommand, SGLangArgsCommand, WarmstartCommand
@@ -19,7 +20,8 @@ from rhymerl.cli.quiet import quiet
 from rhymerl.cli.replays import ReplayCommand, SimulateCommand
 from rhymerl.cli.reports import ReportCommand
 from rhymerl.cli.rollouts import RolloutCommand
-from rhymerl.cli.runs import EvaluateCommand, FitCommand, ResumeCommand
+from rhymerl.cli.runs import EvaluateCommand, FitCommand, ForkCommand, ResumeCommand
+from rhymerl.cli.settings import ConfigsCommand, ExplainCommand
 from rhymerl.distributed.first import is_first_rank
 from rhymerl.distributed.parent import as_launcher, end_with_parent
 from rhymerl.errors import RhymeError, UsageError
@@ -27,6 +29,7 @@ from rhymerl.errors import RhymeError, UsageError
 COMMANDS: tuple[Subcommand, ...] = (
     FitCommand(),
     ResumeCommand(),
+    ForkCommand(),
     EvaluateCommand(),
     RolloutCommand(),
     ReplayCommand(),
@@ -36,6 +39,9 @@ COMMANDS: tuple[Subcommand, ...] = (
     WarmstartCommand(),
     ExportCommand(),
     SGLangArgsCommand(),
+    ConfigsCommand(),
+    ExplainCommand(),
+    DoctorCommand(),
 )
 
 OK, FAILED, BAD_USAGE = 0, 1, 2

@@ -83,6 +83,38 @@ class ResumeCommand(RunCommand, FitCommand):
         return super().run(arguments, overrides, interrupt)
 
 
+class ForkCommand(RunCommand, FitCommand):
+    """go on from a checkpoint of a run (RUN@STEP) in run_dir=DIR, with settings changed and the same noise"""
+
+    name = "fork"
+    usage = "RUN[@STEP] run_dir=DIR [key=value ...]"
+    config_help = SUPPRESS  # a run has its own
+
+    def run(self, arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> Result | None:
+        if arguments.run is None:
+            raise UsageError("rhymerl fork needs RUN or RUN@STEP: the directory of a run, and the step to go on from")
+        given = {word.partition("=")[0]: word.partition("=")[2] for word in overrides}
+        run_dir, step = _split_run(arguments.run)
+        if "run_dir" not in given or Path(given["run_dir"]).resolve() == run_dir.resolve():
+            raise UsageError("rhymerl fork needs run_dir=DIR: another directory than that of RUN")
+        for name in ("ckpt_path", "seed"):
+            if name in given:
+                why = (
+                    "RUN@STEP says it"
+                    if name == "ckpt_path"
+                    else "a fork has the noise of its run, or nothing could be compared"
+                )
+                raise UsageError(f"rhymerl fork takes no {name}=: {why}")
+        config = run_dir / "config.yaml"
+        if not config.is_file():
+            raise UsageError(f"RUN={str(run_dir)!r}: not the directory of a run (it has no config.yaml)")
+        arguments.config, arguments.ckpt_path = str(config), _checkpoint_of(run_dir, step)
+        return super(RunCommand, self).run(arguments, overrides, interrupt)
+
+    def settings(self, arguments: Namespace) -> dict[str, Any]:
+        return {"ckpt_path": arguments.ckpt_path}
+
+
 class EvaluateCommand(RunCommand):
     """answer the validation prompts: with a run's newest whole checkpoint (RUN), a policy, or ckpt_path=PATH|last|auto"""
 
@@ -101,6 +133,32 @@ class EvaluateCommand(RunCommand):
 
 def _may_be_run(word: str) -> bool:
     return not word.startswith(("-", "~")) and ("=" not in word or Path(word).is_dir())
+
+
+def _split_run(word: str) -> tuple[Path, int | None]:
+    """Return the directory and the step of RUN@STEP; None for the newest one."""
+    name, at, step = word.rpartition("@")
+    if not at or Path(word).is_dir():
+        return Path(word), None
+    if not step.isdigit():
+        raise UsageError(f"RUN@STEP={word!r}: expected a number of steps behind the @")
+    return Path(name), int(step)
+
+
+def _checkpoint_of(run_dir: Path, step: int | None) -> str | None:
+    """Return the checkpoint after so many steps; None for step 0, from which a run begins anew."""
+    if step == 0:
+        return None
+    folder = run_dir / "checkpoints"
+    path = folder / ("last.ckpt" if step is None else f"step={step}.ckpt")
+    if not path.is_file():
+        there = sorted(int(each.stem.partition("=")[2]) for each in folder.glob("step=*.ckpt"))
+        known = ", ".join(map(str, [0, *there]))
+        raise UsageError(
+            f"RUN@STEP: {str(run_dir)!r} has no checkpoint {path.name}; it can be forked at {known}. "
+            "checkpoint.every_n_steps and checkpoint.keep say which ones stay"
+        )
+    return str(path)
 
 
 def _said_once(result: Mapping[str, Any]) -> Result | None:

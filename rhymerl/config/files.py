@@ -27,6 +27,20 @@ def packaged_names() -> list[str]:
     return sorted(path.stem for path in packaged_directory().glob("*.yaml"))
 
 
+def groups() -> dict[str, list[str]]:
+    """Return the packaged groups, each with the names of its options."""
+    folders = sorted(path for path in packaged_directory().iterdir() if path.is_dir())
+    return {path.name: options(path.name, path.parent) for path in folders if options(path.name, path.parent)}
+
+
+def about(path: Path) -> str:
+    """Return what a config file says of itself in the comment that it begins with, without the command that uses it."""
+    with path.open(encoding="utf-8") as file:
+        first = file.readline()
+    words = first.removeprefix("#").strip() if first.startswith("#") else ""
+    return words.partition(": rhymerl ")[0].rstrip(":")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigFile:
     """One primary file: `choices` are the config groups of its `defaults`, `parents` the files named there.

@@ -64,7 +64,8 @@ class PromptDataModule(L.LightningDataModule):
     `train` and `validation` are what `rhymerl.data.read_rows` takes; with a `task`, whatever of the two is
     not given comes from the task. Several validation sets are a mapping by name; None in it is the task's rows. Everything is
     read, encoded and checked in `setup`, before any compute, on every rank alike. Validation uses the first `validation_prompts`
-    rows of a set (default: all), in their order.
+    rows of a set (default: all), in their order. `system_prompt` goes before every prompt, through the tokenizer's chat template, which then takes text as
+    the user's message; a row that begins with a system message of its own keeps that one.
 
     The place in the training data is part of the checkpoint (see PromptLoader): the module that trains calls
     `trainer.datamodule.train_loader.advance()` at the end of each `training_step`. Every `Trainer.fit` starts
@@ -82,6 +83,7 @@ class PromptDataModule(L.LightningDataModule):
         shuffle: bool = True,
         seed: int = 0,
         prompt_column: str = "prompt",
+        system_prompt: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         max_prompt_tokens: int | None = None,
     ) -> None:
@@ -94,6 +96,7 @@ class PromptDataModule(L.LightningDataModule):
         self.shuffle = shuffle
         self.seed = seed
         self.prompt_column = prompt_column
+        self.system_prompt = system_prompt
         self.chat_template_kwargs = chat_template_kwargs
         self.max_prompt_tokens = max_prompt_tokens
         self.train_loader: PromptLoader | None = None
@@ -149,6 +152,7 @@ class PromptDataModule(L.LightningDataModule):
         encoder = PromptEncoder(
             module.policy.tokenizer,
             prompt_column=self.prompt_column,
+            system_prompt=self.system_prompt,
             chat_template_kwargs=self.chat_template_kwargs,
         )
         limits = LengthLimits(
@@ -258,7 +262,7 @@ class PromptDataModule(L.LightningDataModule):
             return read_rows(source, setting, only_first=only_first)
         if self.task is None:
             raise ConfigError(
-                f"{setting}=None: expected a .jsonl or .parquet file, a data set, a list of rows, or a task (data.task)"
+                f"{setting}=None: expected a .jsonl, .csv or .parquet file, a data set, a list of rows, or a task (data.task)"
             )
         rows = self.task.rows("train" if setting == "data.train" else "validation")
         return read_rows(rows, setting, only_first=only_first)

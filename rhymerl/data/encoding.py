@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rhymerl.data.base import LocatedRow
 from rhymerl.distributed.first import is_first_rank
-from rhymerl.errors import DataError
+from rhymerl.errors import ConfigError, DataError
 from rhymerl.tasks.base import Row
 from rhymerl.types import Prompt
 
@@ -57,7 +57,9 @@ class PromptEncoder:
 
     Chat messages go through the tokenizer's template with its generation prompt; the template writes every
     special token itself. A string gets the special tokens that the tokenizer puts in front (such as BOS,
-    unless the string already begins with it) and none behind. Raises ValueError, see `check_template_arguments`.
+    unless the string already begins with it) and none behind. With a `system_prompt` a string is the user's message behind it, and messages
+    get it in front unless they begin with one of their own. Raises ValueError, see `check_template_arguments`, and
+    ConfigError for a system prompt without a template.
     """
 
     def __init__(
@@ -65,10 +67,17 @@ class PromptEncoder:
         tokenizer: PreTrainedTokenizerBase,
         *,
         prompt_column: str = "prompt",
+        system_prompt: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.prompt_column = prompt_column
+        self.system_prompt = system_prompt
+        if system_prompt is not None and not tokenizer.chat_template:
+            raise ConfigError(
+                f"data.system_prompt={system_prompt!r}: the tokenizer has no chat template, which would say where it goes; "
+                "expected null, or an instruction-tuned model (model.path)"
+            )
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         check_template_arguments(self.chat_template_kwargs)
         self.fingerprint = tokenizer_fingerprint(tokenizer, self.chat_template_kwargs)
@@ -112,6 +121,8 @@ class PromptEncoder:
             raise DataError(
                 f"{located.location}: data.prompt_column={self.prompt_column!r}: no such column; it has {columns}"
             )
+        if self.system_prompt is not None and isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
         if not isinstance(prompt, str):
             text = self._render(prompt, located.location)
             return text, self._token_ids(text, add_special_tokens=False)
@@ -140,6 +151,8 @@ class PromptEncoder:
         from jinja2 import TemplateError
 
         _check_messages(messages, f"{location}: {self.prompt_column!r}")
+        if self.system_prompt is not None:
+            messages = _with_system(cast(list[Mapping[str, Any]], messages), self.system_prompt)
         if not self.tokenizer.chat_template:
             raise DataError(
                 f"{location}: the prompt is chat messages, but the tokenizer has no chat template; "
@@ -232,6 +245,11 @@ def _unknown_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
         return None
     unknown: int | None = backend.token_to_id(backend.model.unk_token)
     return unknown
+
+
+def _with_system(messages: list[Mapping[str, Any]], content: str) -> list[Mapping[str, Any]]:
+    has_own = messages[0]["role"] in ("system", "developer")
+    return messages if has_own else [{"role": "system", "content": content}, *messages]
 
 
 def _check_messages(messages: object, what: str) -> None:

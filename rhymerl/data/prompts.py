@@ -16,7 +16,7 @@ from rhymerl.types import Prompt
 class PromptSource:
     """The source of prompts: what `rhymerl.data.read_rows` takes, else the training problems of a task.
 
-    Each is to get `samples` answers.
+    Each is to get `samples` answers. `system_prompt` is as in PromptDataModule.
     """
 
     def __init__(
@@ -26,6 +26,7 @@ class PromptSource:
         task: Task | None = None,
         samples: int = 4,
         prompt_column: str = "prompt",
+        system_prompt: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         max_prompt_tokens: int | None = None,
     ) -> None:
@@ -36,6 +37,7 @@ class PromptSource:
         self.task = task
         self.samples = samples
         self.prompt_column = prompt_column
+        self.system_prompt = system_prompt
         self.chat_template_kwargs = chat_template_kwargs
         self.max_prompt_tokens = max_prompt_tokens
 
@@ -46,11 +48,14 @@ class PromptSource:
         """
         if self.prompts is None and self.task is None:
             raise ConfigError(
-                "data.prompts=null: name a .jsonl or .parquet file or a data set with prompts, or a task (task=running_sum)"
+                "data.prompts=null: name a .jsonl, .csv or .parquet file or a data set with prompts, or a task (task=running_sum)"
             )
         source = self.prompts if self.prompts is not None else self.task.rows("train") if self.task is not None else []
         encoder = PromptEncoder(
-            policy.tokenizer, prompt_column=self.prompt_column, chat_template_kwargs=self.chat_template_kwargs
+            policy.tokenizer,
+            prompt_column=self.prompt_column,
+            system_prompt=self.system_prompt,
+            chat_template_kwargs=self.chat_template_kwargs,
         )
         limits = LengthLimits(
             context_tokens=policy.context_tokens, max_tokens=max_tokens, max_prompt_tokens=self.max_prompt_tokens

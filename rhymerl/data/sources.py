@@ -1,7 +1,8 @@
-"""The sources of rows: JSONL and parquet files, Hugging Face data sets, lists of dicts."""
+"""The sources of rows: JSONL, CSV and parquet files, Hugging Face data sets, lists of dicts."""
 
 from __future__ import annotations
 
+import csv
 import gzip
 import importlib
 import json
@@ -24,12 +25,14 @@ Setting = str  # data.train, data.validation, data.validation.NAME or data.promp
 
 _LOOKS_LIKE_A_FILE = re.compile(r"^[./~]|/.*/|\.(jsonl?|ndjson|gz|parquet|csv|tsv|txt)$")
 
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+
 
 def read_rows(source: DataSource, setting: Setting, *, only_first: int | None = None) -> list[LocatedRow]:
     """Read every row of `source` (or the first `only_first`), each with its place for error messages.
 
-    `source` is a path to a file (`.parquet`, else JSON lines, plain or `.gz`), a directory or hub name that
-    `datasets` reads, or the rows themselves. A directory or hub name may name a config and a split, as in
+    `source` is a path to a file (`.parquet`; `.csv` or `.tsv`, whose first line names the columns and whose values are text; else JSON lines; all but
+    parquet plain or `.gz`), a directory or hub name that `datasets` reads, or the rows themselves. A directory or hub name may name a config and a split, as in
     `openai/gsm8k:main:test` or `DIR:test`; without one the split is `validation` for `data.validation` and its sets, else `train`.
     Raises DataError for what cannot be read, is empty or is not a table of rows, and ConfigError when it
     needs a package that is not installed.
@@ -57,13 +60,12 @@ def _from_path(source: str | Path, setting: Setting) -> Iterator[LocatedRow]:
         name = str(source).partition(":")[0]
         is_directory = bool(name) and Path(name).expanduser().is_dir()
         if not is_directory and (isinstance(source, Path) or _LOOKS_LIKE_A_FILE.search(source)):
-            raise DataError(f"{location}: no such file; expected a .jsonl, .jsonl.gz or .parquet file")
+            raise DataError(f"{location}: no such file; expected a .jsonl, .csv, .tsv (each also .gz) or .parquet file")
         return _from_objects(_load_data_set(str(source), setting), location)
-    return (
-        _from_objects(_read_parquet(path, location), location)
-        if path.suffix == ".parquet"
-        else _read_jsonl(path, location)
-    )
+    if path.suffix == ".parquet":
+        return _from_objects(_read_parquet(path, location), location)
+    delimiter = _DELIMITERS.get(path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix)
+    return _read_jsonl(path, location) if delimiter is None else _read_csv(path, location, delimiter)
 
 
 def _from_objects(rows: Iterable[Any], location: str) -> Iterator[LocatedRow]:
@@ -103,6 +105,26 @@ def _parse_line(line: bytes, where: str) -> Row:
     if not isinstance(row, dict):
         raise DataError(f'{where}: expected a JSON object such as {{"prompt": ...}}, got a {type(row).__name__}')
     return row
+
+
+def _read_csv(path: Path, location: str, delimiter: str) -> Iterator[LocatedRow]:
+    """Values may hold line breaks within quotes; a row is at the line where it ends. Blank lines are passed over."""
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig", newline="") as file:
+            rows = csv.reader(file, delimiter=delimiter, strict=True)
+            columns = next(rows, [])
+            if columns and (not all(columns) or len(set(columns)) < len(columns)):
+                raise DataError(f"{location}, line 1: expected the names of columns, each once, got {columns}")
+            for row in rows:
+                where = f"{location}, line {rows.line_num}"
+                if row and len(row) != len(columns):
+                    raise DataError(f"{where}: {len(row)} values for {len(columns)} columns ({', '.join(columns)})")
+                if row:
+                    yield LocatedRow(location=where, row=dict(zip(columns, row, strict=True)))
+    except csv.Error as error:
+        raise DataError(f"{location}, line {rows.line_num}: cannot be read as CSV: {error}") from error
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        raise DataError(f"{location}: cannot be read: {error}") from error
 
 
 def _read_parquet(path: Path, location: str) -> list[Any]:

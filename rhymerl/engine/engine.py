@@ -25,7 +25,7 @@ from rhymerl.engine.rows import Rows
 from rhymerl.engine.sampler import Sampler
 from rhymerl.engine.speedup import SpeedupMeter
 from rhymerl.engine.support import refuse_impossible
-from rhymerl.engine.totals import EngineTotals
+from rhymerl.engine.totals import EngineTotals, PassRecord
 from rhymerl.engine.tree import no_drafts
 from rhymerl.engine.verify import Walk, walk
 from rhymerl.errors import BackendError
@@ -59,6 +59,7 @@ class Engine:
         emulated: EmulatedDevice | None = None,
         owns_model: bool = False,
     ) -> None:
+        self.pass_log: list[PassRecord] | None = None  # of a run that is profiled
         self.now: Callable[[], float] = time.perf_counter if emulated is None else emulated.now
         self.model = model
         self.max_running = max_running
@@ -247,6 +248,9 @@ class Engine:
         totals.emitted_tokens += len(steps.token)
         totals.request_passes += len(layout.emits)
         totals.busy_s += seconds
+        if self.pass_log is not None:
+            counts = {"requests": len(layout.emits), "tokens": layout.num_tokens, "draft_nodes": len(layout.node_index)}
+            self.pass_log.append(PassRecord(end_s=time.time(), seconds=seconds, **counts))
         totals.tail_s += seconds if len(layout.emits) < self.max_running / 4 else 0.0
         if self.speedup is not None:
             rows, nodes = len(layout.emits), len(layout.node_index)

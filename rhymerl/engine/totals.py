@@ -14,6 +14,17 @@ def _by_depth() -> npt.NDArray[np.int64]:
     return np.zeros(NUM_DEPTHS, np.int64)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassRecord:
+    """One pass, for a profile."""
+
+    end_s: float  # in Unix time
+    seconds: float
+    requests: int
+    tokens: int  # that went through the model
+    draft_nodes: int  # of these
+
+
 @dataclass(slots=True)
 class EngineTotals:
     """Sums since the engine started. Arrays are replaced, never written to, so that a shallow copy is a snapshot."""

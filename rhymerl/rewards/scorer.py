@@ -57,6 +57,9 @@ class RewardScorer:
         self._num_failed: Counter[str] = Counter()
         self._logged: set[str] = set()
         self._failures = Failures()
+        self.log: list[tuple[str, float]] | None = (
+            None  # of a profile: a reward's name and when it was there, in time.monotonic()
+        )
         pooled = [reward for reward in self.rewards if reward.where == "pool"]
         self._pool = RewardPool(pooled, self._deliver_task, num_processes=num_processes, chunk_size=chunk_size)
         self._selectors = [reward.column_selector() for reward in pooled]
@@ -185,9 +188,15 @@ class RewardScorer:
     def _deliver_task(self, task: PendingCall, outcome: Outcome) -> None:
         task.key.num_expected -= 1
         _note(task.key, self._pool.rewards[task.reward], outcome)
+        self._log(self._pool.rewards[task.reward], outcome)
 
     def _deliver_local(self, reward: Reward, key: str, outcome: Outcome) -> None:
         _note(self._samples[key], reward, outcome)
+        self._log(reward, outcome)
+
+    def _log(self, reward: Reward, outcome: Outcome) -> None:
+        if self.log is not None:
+            self.log.append((reward.name, outcome.finished_at))
 
     def _count_failures(self, key: str, sample: _ScoredSample) -> None:
         for reward, outcome in sample.failed:

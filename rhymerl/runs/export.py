@@ -10,11 +10,12 @@ from safetensors import SafetensorError
 from rhymerl.errors import ConfigError
 from rhymerl.folders import open_folder, unmade_if_empty
 from rhymerl.models.policy import restore
+from rhymerl.runs.model_card import write_model_card
 from rhymerl.training.checkpoint import policy_weights, read_checkpoint
 
 
 def export(run: str | Path, out: str | Path) -> Path:
-    """Write the policy of a run directory's last checkpoint (or of a checkpoint file) as a Hugging Face directory.
+    """Write the policy of a run directory's last checkpoint (or of a checkpoint file) as a Hugging Face directory, with a model card.
 
     `out` must be new, or empty: what fails leaves nothing in it. Raises ConfigError, also for a checkpoint that is damaged.
     """
@@ -32,8 +33,15 @@ def export(run: str | Path, out: str | Path) -> Path:
                 part = Path(folder) / target.name
                 part.mkdir()
                 restore(checkpoint["rhymerl"]["policy_files"], policy_weights(path, checkpoint), part)
+                write_model_card(part, checkpoint, _run_of(path))
                 part.replace(target)
     except (ConfigError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"RUN={str(run)!r}: its policy cannot be written to OUT={str(out)!r}: {reason}") from error
     return out
+
+
+def _run_of(path: Path) -> Path | None:
+    """Return the directory of the run whose checkpoint this is; None for a file somewhere else."""
+    run = path.parent.parent
+    return run if path.parent.name == "checkpoints" and (run / "config.yaml").is_file() else None

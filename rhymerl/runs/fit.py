@@ -20,6 +20,7 @@ from rhymerl.callbacks import (
     AtomicCheckpointIO,
     Checkpoints,
     LiveProgress,
+    RecordPasses,
     RecordRollouts,
     RecordSteps,
     SampleTable,
@@ -35,6 +36,7 @@ from rhymerl.progress import SILENT, ProgressBar, counted
 from rhymerl.report import write_report
 from rhymerl.report.page import REPORT
 from rhymerl.report.steps import STEPS
+from rhymerl.report.trace import PASSES, TRACE, write_trace
 from rhymerl.runs.banner import banner, how_to_go_on, noting_how_to_go_on
 from rhymerl.runs.earlier import save_history, start_with
 from rhymerl.runs.forecast import ForecastLine
@@ -55,6 +57,7 @@ _INSTEAD = {  # flags of the Trainer that a run sets itself
 }
 _LEFT = (
     "report.html",
+    TRACE,
     "summary.json",
     "config.yaml",
     "samples.jsonl",
@@ -96,6 +99,10 @@ def _fit(
     datamodule.prepare_for(module)
     module.check(datamodule)
     evaluates = datamodule.has_validation and trainer.limit_val_batches != 0
+    if (monitor := config.checkpoint.get("monitor")) is not None and not evaluates:
+        raise ConfigError(
+            f"checkpoint.monitor={monitor!r}: there is nothing to evaluate on; set data.validation, or null"
+        )
     if point is not None:
         changed = check_same_run(point, module, datamodule, config)
         done = _result_of_finished(point, run_dir, trainer, datamodule, evaluates=evaluates)
@@ -122,6 +129,8 @@ def _fit(
     save_history(run_dir / "history.rhyme", module, datamodule)
     if config.get("report", True):  # earlier versions have no such setting
         _report(run_dir)
+    if _is_profiled(config):
+        write_trace(run_dir)
     if (speedup := summary.speedup.speedup) is not None:
         _note(str(speedup))
     _say(result, run_dir)
@@ -136,15 +145,23 @@ def _trainer_of(
     config: DictConfig, run_dir: Path, point: ResumePoint | None, callbacks: Sequence[L.Callback]
 ) -> L.Trainer:
     continues = point is not None and point.is_own
-    recorder: list[L.Callback] = (
-        [RecordSteps(run_dir / STEPS, continues=continues)] if config.get("report", True) else []
-    )
+    is_profiled = _is_profiled(config)
+    records_steps = config.get("report", True) or is_profiled
+    recorder: list[L.Callback] = [RecordSteps(run_dir / STEPS, continues=continues)] if records_steps else []
+    recorder += [RecordPasses(run_dir / PASSES, continues=continues)] if is_profiled else []
     recorder += [RecordRollouts(run_dir / "rollouts.jsonl.gz", continues=continues)] if config.record_rollouts else []
     progress = [LiveProgress()] if config.trainer.enable_progress_bar is not False else []
     own = [_RunConfig(config, run_dir, is_new=point is None or continues), *recorder, *progress, ForecastLine()]
     trainer = build_trainer(config, run_dir, [*own, *callbacks], point=point)
     check_trainer(trainer)
     return trainer
+
+
+def _is_profiled(config: DictConfig) -> bool:
+    profile = config.get("profile")  # earlier versions have no such setting
+    if profile not in (None, "trace"):
+        raise ConfigError(f"profile={profile!r}: expected trace, or null for none")
+    return profile is not None
 
 
 def _result_of_finished(
@@ -228,8 +245,7 @@ def build_trainer(
         first_step = point.global_step if point is not None else None
         logger = TensorBoardLogger(save_dir=run_dir, name="", version="tensorboard", purge_step=first_step)
         callbacks = [*callbacks, _LastPoint(logger, point)] if point is not None else callbacks
-    every_n_steps, keep = config.checkpoint.every_n_steps, config.checkpoint.keep
-    saves = {"directory": run_dir / "checkpoints", "every_n_steps": every_n_steps, "keep": keep}
+    saves = {"directory": run_dir / "checkpoints", **resolved(config)["checkpoint"]}
     settings = {
         **asked,
         "callbacks": [

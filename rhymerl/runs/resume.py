@@ -40,7 +40,7 @@ class ResumePoint:
 
 
 def resume_point(config: DictConfig) -> ResumePoint | None:
-    """Return the checkpoint that `ckpt_path` means: a file, `last` or `auto` (the newest whole checkpoint) of `run_dir`; None is the start.
+    """Return the checkpoint that `ckpt_path` means: a file, or of `run_dir` `last`, `best` or `auto` (its newest whole one); None is the start.
 
     Raises ConfigError when what it names is not there, or not whole.
     """
@@ -70,12 +70,13 @@ def _newest(run_dir: Path) -> tuple[Path | None, tuple[str, ...]]:
 
 
 def checkpoint_path(setting: str | None, run_dir: Path) -> Path | None:
-    """`last` means the run directory's own; any other value is a file. Raises ConfigError when it is not there."""
+    """`last` and `best` mean the run directory's own; any other value is a file. Raises ConfigError when it is not there."""
     if setting is None:
         return None
-    path = run_dir / "checkpoints" / "last.ckpt" if setting == "last" else Path(setting).expanduser()
+    is_own = setting in ("last", "best")
+    path = run_dir / "checkpoints" / f"{setting}.ckpt" if is_own else Path(setting).expanduser()
     if not path.is_file():
-        hint = f"; the checkpoints of run_dir={str(run_dir)!r} are meant" if setting == "last" else ""
+        hint = f"; the checkpoints of run_dir={str(run_dir)!r} are meant" if is_own else ""
         raise ConfigError(f"ckpt_path={setting!r}: there is no file {str(path)!r}{hint}")
     return path
 

@@ -86,7 +86,7 @@ def test_print_config(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (
             [],
-            "error: expected a command: fit, resume, evaluate, rollout, replay, simulate, bench, report, warmstart, export",
+            "error: expected a command: fit, resume, fork, evaluate, rollout, replay, simulate, bench, report, warmstart, export",
         ),
         (["fit"], "error: rhymerl fit needs --config: a .yaml file, or one of base"),
         (["fit", "--config", "qickstart"], "did you mean quickstart?"),
@@ -174,7 +174,7 @@ def test_help_says_what_has_to_be_given(command: Subcommand, capsys: pytest.Capt
     if not isinstance(command, ConfiguredCommand):
         return
     assert ("[--config NAME|PATH]" in usage) == (command.default_config is not None or command.name == "bench")
-    assert "--config" in usage or command.name == "resume"
+    assert "--config" in usage or command.name in ("resume", "fork")
     if command.default_config is not None:
         settings = resolved(compose(command.default_config))
         asked = {word.partition("=")[0] for word in re.findall(r"[\w.]+=[A-Z]+", usage)}

@@ -3,14 +3,15 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rhymerl.data import LengthLimits, LocatedRow, PromptDataModule, PromptEncoder, encode_rows
-from rhymerl.errors import DataError
+from rhymerl.data import LengthLimits, LocatedRow, PromptDataModule, PromptEncoder, PromptSource, encode_rows
+from rhymerl.errors import ConfigError, DataError
 from rhymerl.models.policy import character_tokenizer
 from rhymerl.types import Prompt
 
@@ -119,6 +120,43 @@ def test_plain_text_for_a_chat_model_is_said_once(
             encoder.encode(located, prompt_id="1")
         encoder.warn()
         assert [record.getMessage()[:33] for record in caplog.records] == ["rows, row 2: 'prompt' is plain te"] * count
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ("hi", "<s>[system]Be brief.[user]hi[assistant]"),
+        ([{"role": "user", "content": "hi"}], "<s>[system]Be brief.[user]hi[assistant]"),
+        (
+            [{"role": "system", "content": "Own."}, {"role": "user", "content": "hi"}],
+            "<s>[system]Own.[user]hi[assistant]",
+        ),
+    ],
+)
+def test_a_system_prompt_goes_in_front(make_bpe: MakeBpe, prompt: object, text: str) -> None:
+    encoder = PromptEncoder(make_bpe(), system_prompt="Be brief.")
+    row = LocatedRow(location="row 1", row={"prompt": prompt})
+    assert encoder.encode(row, prompt_id="0").text == text
+    assert encoder.plain_text_at is None
+    assert row.row == {"prompt": prompt}
+
+
+def test_a_system_prompt_needs_a_template(characters: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(ConfigError, match=r"^data.system_prompt='Be brief.': the tokenizer has no chat template"):
+        PromptEncoder(characters, system_prompt="Be brief.")
+
+
+@pytest.mark.parametrize("kind", [PromptDataModule, PromptSource])
+def test_parts_with_prompts_hand_the_system_prompt_on(kind: Any, make_bpe: MakeBpe) -> None:
+    policy = SimpleNamespace(tokenizer=make_bpe(), context_tokens=99)
+    source = kind([{"prompt": "hi"}], system_prompt="Be brief.")
+    if kind is PromptSource:
+        (prompt,) = source.read(policy, max_tokens=8)
+    else:
+        limits = SimpleNamespace(max_tokens=8, max_tokens_of=lambda name: None)
+        source.prepare_for(SimpleNamespace(policy=policy, rollout=limits, evaluation=limits))
+        (prompt,) = source.train_loader.prompts
+    assert prompt.text.startswith("<s>[system]Be brief.[user]hi")
 
 
 def test_chat_needs_a_template(characters: PreTrainedTokenizerBase) -> None:

@@ -29,6 +29,46 @@ def test_reads_json_lines(tmp_path: Path, name: str, text: str) -> None:
     assert rows_of(path) == rows_of(str(path)) == ROWS
 
 
+QUOTED = [{"prompt": 'say "a, b"\nand c', "answer": ""}, {"prompt": "ß", "answer": "2"}]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz", "a.tsv", "a.tsv.gz"])
+@pytest.mark.parametrize("start", ["", "\ufeff"])
+def test_reads_csv(tmp_path: Path, name: str, start: str) -> None:
+    separator = "\t" if ".tsv" in name else ","
+    lines = [["prompt", "answer"], ['"say ""a, b""\nand c"', ""], [], ["ß", "2"]]
+    data = (start + "\r\n".join(map(separator.join, lines)) + "\n").encode()
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    assert rows_of(path) == QUOTED
+    assert [located.location for located in read_rows(path, "data.train")] == [
+        f"data.train={str(path)!r}, line 3",
+        f"data.train={str(path)!r}, line 5",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("prompt,answer\na,1\nb\n", r"line 3: 1 values for 2 columns \(prompt, answer\)"),
+        ("prompt,answer\na,1,2\n", "line 2: 3 values for 2 columns"),
+        ("prompt,prompt\na,1\n", "line 1: expected the names of columns, each once"),
+        ("prompt,\na,1\n", "line 1: expected the names of columns, each once"),
+        ('prompt\n"a"b\n', "line 2: cannot be read as CSV"),
+        ('prompt\n"a\n', "line 2: cannot be read as CSV: unexpected end of data"),
+        ("prompt,answer\n", "the data set is empty"),
+        ("", "the data set is empty"),
+        (b"prompt\n\xff\n", "cannot be read: .*utf-8"),
+    ],
+)
+def test_names_the_broken_line_of_csv(tmp_path: Path, content: str | bytes, message: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=message) as caught:
+        rows_of(path)
+    assert str(path) in str(caught.value)
+
+
 def test_takes_rows_as_they_are_and_copies_them() -> None:
     source = [dict(row) for row in ROWS]
     read = rows_of(source)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 from base64 import b64encode
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,31 @@ def crafted(trained: Path, path: Path, **files: Any) -> Path:
     saved["rhymerl"]["policy_files"] |= {name.replace("__", "/"): content for name, content in files.items()}
     AtomicCheckpointIO().save_checkpoint(saved, path)
     return path
+
+
+def test_the_model_card_says_how_the_policy_came_about(trained: Path, tmp_path: Path, rhymerl: Run) -> None:
+    assert rhymerl("export", str(trained), str(tmp_path / "out")).code == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    summary = json.loads((trained / "summary.json").read_text())
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert "after 1 rollout steps of GRPO" in card
+    (task,) = re.findall(r"^- task: RunningSum \((.*)\)$", card, re.MULTILINE)
+    assert {"difficulty=3", "train_size=10"} <= set(task.split(", "))
+    assert "- rewards: {'digits': 'tests.integration.rewards.digits'}" in card
+    assert f"| eval_reward_after | {summary['eval_reward_after']:.4g} |" in card
+    assert "| step | reward |" in card
+    assert f"| 1 | {summary['reward_first']:.4g} |" in card
+    assert "learning_rate: 0.01" in card
+    assert str(trained.parent) not in card
+    assert (tmp_path / "out" / "reward.png").exists() == ("![Reward by step](reward.png)" in card)
+
+
+def test_a_checkpoint_alone_has_a_model_card_without_results(trained: Path, tmp_path: Path, rhymerl: Run) -> None:
+    path = shutil.copy(trained / "checkpoints" / "last.ckpt", tmp_path / "alone.ckpt")
+    assert rhymerl("export", str(path), str(tmp_path / "out")).code == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "## Settings" in card
+    assert "## Results" not in card
 
 
 EVIL = b64encode(b"evil").decode()

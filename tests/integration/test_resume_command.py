@@ -309,7 +309,7 @@ def test_evaluate_needs_no_training_data(model_dir: Path, tmp_path: Path, monkey
     done = rhymerl("resume", "run", "trainer.max_steps=2")
     assert (done.code, done.err) == (
         2,
-        "error: data.train='train.jsonl': no such file; expected a .jsonl, .jsonl.gz or .parquet file\n",
+        "error: data.train='train.jsonl': no such file; expected a .jsonl, .csv, .tsv (each also .gz) or .parquet file\n",
     )
 
 

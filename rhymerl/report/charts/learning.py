@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 from rhymerl.report.base import Run
 from rhymerl.report.charts.base import Chart, Series, line_chart, named, run_colour, smoothed, thinned
+from rhymerl.report.paired import paired_difference
 
 
 def learning_charts(runs: Sequence[Run]) -> list[Chart]:
     """Return the charts of this section."""
     return [
         *_reward(runs),
+        *_paired(runs),
         *_lengths(runs),
         *line_chart(
             runs,
@@ -47,6 +49,34 @@ def _reward(runs: Sequence[Run]) -> list[Chart]:
             )
     caption = "Dots are steps, the line is the mean of five; diamonds are evaluations on held-out prompts."
     return _chart("reward", "Reward", caption, "mean reward", runs, series)
+
+
+def _paired(runs: Sequence[Run]) -> list[Chart]:
+    """A chart for each run that can be compared with the first one answer by answer."""
+    charts = []
+    for run in runs[1:]:
+        found = paired_difference(runs[0], run)
+        if found is None:
+            continue
+        colour, number = run_colour(runs.index(run)), runs.index(run)
+        low, high = found.mean - found.half_width, found.mean + found.half_width
+        band = Series(name="95 %", x=found.steps, y=high.tolist(), low=low.tolist(), colour=colour, kind="band")
+        line = Series(name="difference", x=found.steps, y=found.mean.tolist(), colour=colour)
+        mean, half = found.overall
+        charts.append(
+            Chart(
+                id=f"paired-{number}",
+                title=f"Paired difference: {run.name} - {runs[0].name}",
+                caption="Difference of the mean rewards over the same prompts with the same noise, with its 95 % interval over prompts. "
+                f"Over all {len(found.steps)} steps {mean:+.4f} ± {half:.4f}.",
+                x_title=run.step_name,
+                y_title="reward difference",
+                series=[band, line],
+                reference=0.0,
+                from_zero=False,
+            )
+        )
+    return charts
 
 
 def _lengths(runs: Sequence[Run]) -> list[Chart]:

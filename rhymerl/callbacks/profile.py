@@ -1,0 +1,61 @@
+"""What a profiled run notes beside the steps: each pass of the engines in the ranks, and when each reward was there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from rhymerl.backends.embedded import EmbeddedBackend
+from rhymerl.engine.totals import PassRecord
+from rhymerl.report.steps import StepFile
+
+
+class RecordPasses(L.Callback):
+    """Writes a line a step to `path`, with the passes and rewards of all ranks; its place in the file travels in the checkpoint.
+
+    Engines in processes of their own do not tell of passes. Runs on every rank. Needs a RhymeModule.
+    """
+
+    def __init__(self, path: str | Path, *, continues: bool = True) -> None:
+        self.continues = continues
+        self._file = StepFile(path)
+        self._passes: list[PassRecord] = []
+        self._rewards: list[tuple[str, float]] = []  # by name, in time.monotonic()
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """The engine is there by now. What it and the rewards have noted in between was an evaluation, which is no part of a step."""
+        self._passes.clear()
+        self._rewards.clear()
+        if isinstance(pl_module.backend, EmbeddedBackend):
+            pl_module.backend.engine.pass_log = self._passes
+        pl_module._scorer.log = self._rewards
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        to_unix_s = time.time() - time.monotonic()
+        mine = {
+            "passes": [
+                [
+                    round(each.end_s - each.seconds, 5),
+                    round(each.seconds, 5),
+                    each.requests,
+                    each.tokens,
+                    each.draft_nodes,
+                ]
+                for each in self._passes
+            ],
+            "rewards": [[name, round(at_s + to_unix_s, 5)] for name, at_s in self._rewards],
+        }
+        of_ranks = pl_module._ranks.gather(mine)
+        if trainer.is_global_zero:
+            self._file.append({"step": pl_module.num_rollouts, "ranks": of_ranks})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_bytes": self._file.num_bytes}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        if self.continues:
+            self._file = StepFile(self._file.path, num_bytes=state_dict["num_bytes"])

@@ -1,0 +1,100 @@
+"""A run as a Chrome trace, which Perfetto and chrome://tracing show: ranks and workers, passes, rewards, updates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rhymerl.backends.spans import EVALUATION
+from rhymerl.folders import writing
+from rhymerl.report.base import StepTimes
+from rhymerl.report.reading import read_run
+from rhymerl.report.steps import read_steps
+
+PASSES = "passes.jsonl.gz"
+TRACE = "trace.json"
+_PARTS = ("rollout", "reward")  # of a step, from its beginning
+_TRAINING = ("old_log_prob", "ref", "values", "advantage", "update")  # from there to its end
+_TRACKS = ("steps", "parts", "worker", "passes", "rewards")
+_TRAINER = 1_000_000  # as a process, where workers are apart from the ranks
+
+Event = dict[str, Any]
+
+
+def write_trace(run_dir: Path) -> Path:
+    """Write `trace.json` into a run directory from what its steps have recorded; returns the file.
+
+    Raises UsageError and DataError as `read_run` does.
+    """
+    steps = read_run(run_dir).steps
+    events = [event for step in steps for event in _of_step(step)]
+    if (run_dir / PASSES).exists():
+        known = {step.step for step in steps}
+        for record in read_steps(run_dir / PASSES):
+            if record["step"] in known:
+                events += _of_passes(record)
+    begin_us = min((event["ts"] for event in events), default=0)
+    for event in events:
+        event["ts"] = round(event["ts"] - begin_us, 1)
+    workers_apart = bool(steps) and steps[-1].workers_apart
+    path = run_dir / TRACE
+    with writing(path), path.open("w", encoding="utf-8") as file:
+        json.dump({"traceEvents": [*_names(events, workers_apart), *events], "displayTimeUnit": "ms"}, file)
+    return path
+
+
+def _of_step(step: StepTimes) -> Iterator[Event]:
+    trainer = _TRAINER if step.workers_apart else 0
+    begin_s = step.ended_at - step.seconds.get("step", 0.0)
+    yield _slice(f"step {step.step}", "steps", trainer, begin_s, step.ended_at)
+    at_s = begin_s
+    for part in _PARTS:
+        seconds = step.seconds.get(part, 0.0)
+        if seconds:
+            yield _slice(part, "parts", trainer, at_s, at_s + seconds)
+        at_s += seconds
+    at_s = step.ended_at - sum(step.seconds.get(part, 0.0) for part in _TRAINING)
+    for part in _TRAINING:
+        seconds = step.seconds.get(part, 0.0)
+        if seconds:
+            yield _slice(part, "parts", trainer, at_s, at_s + seconds)
+        at_s += seconds
+    for span in step.spans:
+        what = f"policy {span.number}" if span.activity == "weights" else f"answers to step {span.number + 1}"
+        name = "evaluation" if span.number == EVALUATION else what
+        yield _slice(name, "worker", span.worker, span.start_s, span.end_s, activity=span.activity)
+
+
+def _of_passes(record: Mapping[str, Any]) -> Iterator[Event]:
+    for rank, found in enumerate(record["ranks"]):
+        for start_s, seconds, requests, tokens, draft_nodes in found["passes"]:
+            numbers = {"requests": requests, "tokens": tokens, "draft_nodes": draft_nodes, "step": record["step"]}
+            yield _slice("pass", "passes", rank, start_s, start_s + seconds, **numbers)
+        for name, at_s in found["rewards"]:
+            event = _slice(name, "rewards", rank, at_s, at_s, step=record["step"])
+            del event["dur"]
+            yield {**event, "ph": "i", "s": "t"}
+
+
+def _slice(name: str, track: str, process: int, start_s: float, end_s: float, **numbers: Any) -> Event:
+    """Times of events are microseconds."""
+    return {
+        "name": name,
+        "cat": track,
+        "ph": "X",
+        "ts": start_s * 1e6,
+        "dur": round((end_s - start_s) * 1e6, 1),
+        "pid": process,
+        "tid": _TRACKS.index(track),
+        "args": numbers,
+    }
+
+
+def _names(events: list[Event], workers_apart: bool) -> Iterator[Event]:
+    for process in sorted({event["pid"] for event in events}):
+        name = "trainer" if process == _TRAINER else f"{'worker' if workers_apart else 'rank'} {process}"
+        yield {"name": "process_name", "ph": "M", "pid": process, "tid": 0, "args": {"name": name}}
+        for track in sorted({event["tid"] for event in events if event["pid"] == process}):
+            yield {"name": "thread_name", "ph": "M", "pid": process, "tid": track, "args": {"name": _TRACKS[track]}}

@@ -1,0 +1,147 @@
+"""The README.md of an exported policy: what it was trained on and how, with its results and its reward by step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from rhymerl.config.changes import leaves
+from rhymerl.errors import ConfigError, DataError, UsageError
+from rhymerl.report.base import Curve, Run
+from rhymerl.report.reading import read_run
+from rhymerl.runs.summary import readable
+from rhymerl.version import __version__
+
+_MOST_ROWS = 12
+_CURVES = ("reward", "completions/mean_length", "kl", "entropy")
+_OF_THE_MACHINE = ("run_dir", "ckpt_path", "history_file")
+_PICTURE = "reward.png"
+
+
+def write_model_card(folder: Path, checkpoint: Mapping[str, Any], run: Path | None) -> None:
+    """Write `README.md` into the folder of an exported policy, and its reward as a picture where matplotlib is installed.
+
+    `run` is the directory of the run, for its results and curves; None where only the checkpoint is there.
+    """
+    found = _read(run)
+    config = checkpoint["callbacks"].get("_RunConfig", {}).get("config", {})
+    step = int(checkpoint["rhymerl"]["num_rollouts"])
+    picture = _draw(found, folder) if found is not None else None
+    parts = [
+        _head(config, step),
+        _data(config),
+        _results(found, step) if found is not None else "",
+        f"![Reward by step]({picture})" if picture else "",
+        _settings(config),
+    ]
+    (folder / "README.md").write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
+
+
+def _read(run: Path | None) -> Run | None:
+    """A run whose files cannot be read any more is exported without its curves."""
+    try:
+        return read_run(run) if run is not None else None
+    except (UsageError, ConfigError, DataError):
+        return None
+
+
+def _head(config: Mapping[str, Any], step: int) -> str:
+    base = (config.get("model") or {}).get("path")
+    name = _public(base) if base else "a model that was built from scratch"
+    algorithm = _class_of(config, "algo") or "reinforcement learning"
+    lines = ["---", "library_name: transformers", "tags: [rhymerl, reinforcement-learning]"]
+    if isinstance(base, str) and base.count("/") == 1 and not Path(base).exists():
+        lines.append(f"base_model: {base}")
+    return "\n".join(
+        [
+            *lines,
+            "---",
+            "",
+            "# Model card",
+            "",
+            f"{name} after {step} rollout steps of {algorithm}, trained with rhymerl {__version__}.",
+        ]
+    )
+
+
+def _data(config: Mapping[str, Any]) -> str:
+    data, task = config.get("data") or {}, config.get("task")
+    lines = ["## Data", ""]
+    if task:
+        words = ", ".join(f"{name}={value}" for name, value in task.items() if name != "_target_")
+        lines.append(f"- task: {_class_of(config, 'task')} ({words})")
+    names = [name for name in ("train", "validation", "system_prompt") if data.get(name) is not None]
+    lines += [f"- {name}: {_public(data[name])}" for name in names]
+    lines.append(f"- rewards: {_public(config.get('rewards')) if config.get('rewards') else 'those of the task'}")
+    return "\n".join(lines)
+
+
+def _results(run: Run, step: int) -> str:
+    rows = [f"| {name} | {readable(value)} |" for name, value in run.summary.items() if isinstance(value, int | float)]
+    summary = ["## Results", "", "| of the whole run | |", "|---|---|", *rows, ""] if rows else ["## Results", ""]
+    curves = {name: run.curves[name] for name in _CURVES if name in run.curves}
+    return "\n".join([*summary, *(_table(curves, step) if curves else [])])
+
+
+def _table(curves: Mapping[str, Curve], step: int) -> list[str]:
+    """Some of the steps up to the exported one, the first and the last among them."""
+    first = next(iter(curves.values()))
+    steps = [each for each in first.steps if each <= step]
+    chosen = (
+        sorted({steps[round(index * (len(steps) - 1) / _MOST_ROWS)] for index in range(_MOST_ROWS + 1)})
+        if steps
+        else []
+    )
+    by_step = {name: dict(zip(curve.steps, curve.values, strict=True)) for name, curve in curves.items()}
+    rows = [
+        [str(each), *(readable(found[each]) if each in found else "" for found in by_step.values())] for each in chosen
+    ]
+    head = ["step", *curves]
+    return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)]
+
+
+def _draw(run: Run, folder: Path) -> str | None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:  # the extra plot is not installed: the table says it, too
+        return None
+    if "reward" not in run.curves:
+        return None
+    figure = Figure(figsize=(6.4, 3.2), layout="constrained")
+    axis = figure.subplots()
+    axis.plot(run.curves["reward"].steps, run.curves["reward"].values, label="training")
+    if "eval/reward" in run.evaluations:
+        axis.plot(run.evaluations["eval/reward"].steps, run.evaluations["eval/reward"].values, "D", label="held out")
+    axis.set_xlabel("step")
+    axis.set_ylabel("reward")
+    axis.legend(frameon=False)
+    figure.savefig(folder / _PICTURE, dpi=140)
+    return _PICTURE
+
+
+def _settings(config: Mapping[str, Any]) -> str:
+    """All settings but those that are about the machine; `module` repeats the others."""
+    if not config:
+        return ""
+    shown = {name: value for name, value in config.items() if name not in (*_OF_THE_MACHINE, "module")}
+    text = OmegaConf.to_yaml(OmegaConf.create(_public(shown))).rstrip()
+    count = sum(1 for _ in leaves(shown, ""))
+    return f"## Settings\n\n<details><summary>{count} settings</summary>\n\n```yaml\n{text}\n```\n\n</details>"
+
+
+def _public(value: Any) -> Any:
+    """Return a value without the places of this machine: of an absolute path its last name."""
+    if isinstance(value, Mapping):
+        return {name: _public(item) for name, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_public(item) for item in value]
+    is_path = isinstance(value, str) and value.startswith(("/", "~")) and "\n" not in value
+    return PurePath(value).name if is_path else value
+
+
+def _class_of(config: Mapping[str, Any], section: str) -> str | None:
+    node = config.get(section)
+    return str(node["_target_"]).rpartition(".")[2] if isinstance(node, Mapping) and "_target_" in node else None

@@ -1,0 +1,64 @@
+"""`profile=trace`: a Chrome trace of a run."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.conftest import Run
+
+
+def events_of(run_dir: Path) -> list[dict[str, Any]]:
+    return json.loads((run_dir / "trace.json").read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("report", ["true", "false"])
+def test_a_trace_has_steps_passes_rewards_and_updates(
+    report: str, settings: list[str], rhymerl: Run, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    words = ["profile=trace", f"report={report}", "trainer.max_steps=4", "evaluation.every_n_steps=1"]
+    assert rhymerl(*settings, *words, f"run_dir={run_dir}").code == 0
+    events = events_of(run_dir)
+    named = {(each["pid"], each["tid"]): each["args"]["name"] for each in events if each["name"] == "thread_name"}
+    shown = [each for each in events if each["ph"] != "M"]
+    counts = Counter((each["cat"], each["name"]) for each in shown)
+    assert counts["steps", "step 1"] == counts["steps", "step 2"] == 1
+    assert counts["parts", "update"] == counts["parts", "rollout"] == 2
+    assert counts["rewards", "digits"] == 2 * 4 * 4  # each answer of each step; none of an evaluation
+    assert all(named[each["pid"], each["tid"]] == each["cat"] for each in shown)
+    steps = {each["name"]: each for each in shown if each["cat"] == "steps"}
+    passes = [each for each in shown if each["cat"] == "passes"]
+    assert len(passes) > 10
+    for each in [*passes, *(each for each in shown if each["cat"] in ("rewards", "parts"))]:
+        inside = [step for step in steps.values() if step["ts"] - 2e4 <= each["ts"] <= step["ts"] + step["dur"] + 2e4]
+        assert inside, each
+    assert all(each["ts"] >= 0 and each.get("dur", 0) >= 0 for each in shown)
+    assert (run_dir / "report.html").exists() == (report == "true")
+
+
+def test_without_a_profile_nothing_is_noted(settings: list[str], rhymerl: Run, tmp_path: Path) -> None:
+    assert rhymerl(*settings, "trainer.max_steps=2", f"run_dir={tmp_path / 'run'}").code == 0
+    assert not list(tmp_path.rglob("trace.json"))
+    assert not list(tmp_path.rglob("passes*"))
+
+
+def test_a_resumed_run_has_each_step_once(settings: list[str], rhymerl: Run, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    assert rhymerl(*settings, "profile=trace", "trainer.max_steps=4", f"run_dir={run_dir}").code == 0
+    first = run_dir / "checkpoints" / "step=1.ckpt"
+    assert rhymerl("resume", str(run_dir), f"ckpt_path={first}", "trainer.max_steps=6").code == 0
+    names = [each["name"] for each in events_of(run_dir) if each.get("cat") == "steps"]
+    assert names == ["step 1", "step 2", "step 3"]
+    passes = {each["args"]["step"] for each in events_of(run_dir) if each.get("cat") == "passes"}
+    assert passes == {1, 2, 3}
+
+
+def test_another_profile_is_refused(settings: list[str], rhymerl: Run, tmp_path: Path) -> None:
+    done = rhymerl(*settings, "profile=flame", f"run_dir={tmp_path / 'run'}")
+    assert done.code == 2
+    assert "profile='flame': expected trace, or null for none" in done.err

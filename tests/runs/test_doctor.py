@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import json
+import shutil
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+
+from rhymerl.cli import main
+from rhymerl.runs import doctor
+
+
+def test_the_command_says_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert found["versions"]["torch"] == metadata.version("torch")
+    assert found["versions"]["rhymerl"] == metadata.version("rhymerl")
+    extras = {each["name"]: each["missing"] for each in found["extras"]}
+    assert set(extras) == set(metadata.metadata("rhymerl").get_all("Provides-Extra") or [])
+    assert extras["plot"] == []
+    assert len(found["devices"]) == torch.cuda.device_count()
+    assert found["uses"]["device"].startswith("cuda" if found["devices"] else "cpu")
+    assert 0 < found["free_memory_bytes"] <= found["memory_bytes"]
+    assert "not there" in captured.err  # people's lines
+
+
+def test_lines_fit_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("versions")
+    assert all(len(line) <= 80 for line in lines)
+
+
+def test_a_requirement_that_is_not_met_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "requires", lambda name: ["numpy>=1000", "nothing-of-this-name>=1; extra == 'gguf'"])
+    machine = doctor.examine()
+    assert any(f"numpy>=1000 ({metadata.version('numpy')})" in problem for problem in machine.problems)
+    missing = {each.name: each.missing for each in machine.extras}
+    assert missing["gguf"] == ["nothing-of-this-name>=1 (not installed)"]
+
+
+def test_little_room_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2**29))
+    machine = doctor.examine(tmp_path / "runs" / "new")
+    problems = [*machine.problems]
+    assert any("0.5 GiB free" in each and "set run_dir elsewhere" in each for each in problems)
+    assert any("/dev/shm" in each for each in problems) == Path("/dev/shm").is_dir()
+
+
+@pytest.mark.parametrize(("limit", "used", "expected"), [("1000", "600", (1000, 400)), ("max", "600", None)])
+def test_a_containers_limit_is_its_memory(
+    limit: str, used: str, expected: tuple[int, int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "memory.max").write_text(limit)
+    (tmp_path / "memory.current").write_text(used)
+    monkeypatch.setattr(doctor, "_CGROUP", tmp_path)
+    total, free = doctor._memory()
+    assert (total, free) == expected if expected else total > free > 2**20
+
+
+def test_the_packages_requirements_are_read_from_its_metadata() -> None:
+    always = {Requirement(each).name for each in metadata.requires("rhymerl") or () if "extra" not in each}
+    assert {name for name, _ in doctor._requirements(None)} == always
