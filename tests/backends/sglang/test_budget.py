@@ -30,9 +30,9 @@ class OwnGoodput(GoodputBudget):
 @pytest.mark.parametrize(
     ("budget", "nodes", "num_tokens"),
     [
-        (None, None, 8),
+        (None, None, 16),
         (None, 4, 5),
-        (GoodputBudget(), None, 8),
+        (GoodputBudget(), None, 16),
         (GoodputBudget(), 20, 21),
         (GoodputBudget(3), None, 4),
         (GoodputBudget(3), 3, 4),
@@ -99,7 +99,7 @@ def run_at(engine, policy, drafter, budget=None, **settings):
     [
         (FixedBudget(7), {}, r"verifies 3 draft nodes of a request; expected 7, as budget\.nodes says"),
         (FixedBudget(0), {}, r"verifies 3 draft nodes of a request; expected 0, as budget\.nodes says"),
-        (None, {"nodes": 7}, r"verifies 3 draft nodes of a request; expected 7, as backend\.nodes says"),
+        (None, {"nodes": 2}, r"verifies 3 draft nodes of a request; expected at most 2, as backend\.nodes says"),
         (GoodputBudget(2), {}, r"verifies 3 draft nodes of a request; expected at most 2, as budget\.nodes says"),
     ],
 )
