@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rhymerl.models.memory import UpdateShape
     from rhymerl.models.policy import Policy
 
-_USUAL_NODES = 15  # without a cost curve
+_USUAL_NODES = 7  # without a cost curve
 _START_S = 600.0
 
 
@@ -43,7 +43,7 @@ class SGLangBackend(ServedBackend):
 
     All requests of a pass have as many draft nodes: with `budget=goodput` a number that pays, from 0 to `nodes`, chosen pass by pass;
     with `budget=fixed` its own. null lets `costs` choose the most (a file of `rhymerl bench costs`), for one running request whose drafted
-    tokens are accepted with probability `expected_accept_rate`; without `costs` it is 15. It is never above `budget.nodes`.
+    tokens are accepted with probability `expected_accept_rate`; without `costs` it is 7. It is never above `budget.nodes`.
     `arguments` go to the server as they are, `environment` to its process. `weights` names the way of new weights: `tensor` (the
     same device), `disk` (a file in `folder`, by default in shared memory where there is room), `distributed` (a process group with
     the engine's ranks), `auto`. An engine that dies is an error, unless it may be started again `restarts` times, and so is one

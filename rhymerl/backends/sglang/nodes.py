@@ -78,6 +78,11 @@ def widths_to(most: int) -> tuple[int, ...]:
     return (*(width for width in _WIDTHS if width < most), most)
 
 
+def num_sizes(n: int, budget: Budget | None) -> int:
+    """Return how many sizes the passes of an engine with `n` tokens of a request at most have."""
+    return 1 if n == 1 or isinstance(budget, FixedBudget) else len(widths_to(n - 1))
+
+
 def best_n(cost: PassCost, rows: int, accept_rate: float, *, largest: int = LARGEST) -> int:
     """The n up to `largest` that makes the most tokens a second of a pass over `rows` requests, each with n tokens in it; 1 = no drafts.
 

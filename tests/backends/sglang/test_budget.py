@@ -30,9 +30,9 @@ class OwnGoodput(GoodputBudget):
 @pytest.mark.parametrize(
     ("budget", "nodes", "num_tokens"),
     [
-        (None, None, 16),
+        (None, None, 8),
         (None, 4, 5),
-        (GoodputBudget(), None, 16),
+        (GoodputBudget(), None, 8),
         (GoodputBudget(), 20, 21),
         (GoodputBudget(3), None, 4),
         (GoodputBudget(3), 3, 4),
