@@ -39,6 +39,7 @@ class EngineRow:
     tokens: IntArray  # [capacity] also what the engine draws behind the end of the answer
     visible: IntArray  # [capacity] the same memory, read-only
     stops: Set[int]
+    num_prompt: int  # tokens
     given: int  # tokens that came with the request
     limit: int  # of tokens, these included
     end: int  # of what is in `tokens`
@@ -61,7 +62,21 @@ class EngineRow:
         visible = tokens.view()
         visible.flags.writeable = False
         stops = frozenset(sampling.stop_token_ids)
-        return cls(engine_request, request, tokens, visible, stops, length, limit, length, length, length, given[-1])
+        num_prompt = len(request.prompt.token_ids)
+        return cls(
+            engine_request,
+            request,
+            tokens,
+            visible,
+            stops,
+            num_prompt,
+            length,
+            limit,
+            length,
+            length,
+            length,
+            given[-1],
+        )
 
     def follow(self, ahead: Sequence[int]) -> None:
         """Take up what the engine has committed, and behind it the tokens `ahead` that it will commit next.
@@ -91,7 +106,7 @@ class EngineRow:
     @property
     def num_generated(self) -> int:
         """Tokens of the answer."""
-        return self.length - len(self.request.prompt.token_ids)
+        return self.length - self.num_prompt
 
     @property
     def room(self) -> int:
@@ -100,7 +115,7 @@ class EngineRow:
 
     def completion(self) -> Completion:
         """The request as it has ended."""
-        answer = self.tokens[len(self.request.prompt.token_ids) : self.length]
+        answer = self.tokens[self.num_prompt : self.length]
         reason = "stop" if self.has_stopped else "length" if self.room <= 0 else _reason(self.engine_request)
         return Completion(request=self.request, output=replace(without_logprobs(answer), finish_reason=reason))
 
