@@ -82,3 +82,4 @@ def test_goodput_chooses_in_the_engine(problem):
     assert equal(theirs, ours) >= 0.98
     assert 0 < metrics["budget/nodes_per_pass"] <= 16 * 8
     assert metrics["rollout/spec_accept_length"] > 1
+    assert 0 < metrics["rollout/spec_accept_rate"] <= 1

@@ -203,14 +203,16 @@ class InFlightRequests:
             int(meta.get("spec_verify_ct") or 0) for meta in metas
         )  # passes after those that read the prompt
         passes = len(pairs) if self._nodes is None else len(metas) + verified
+        accepted = max(len(pairs) - passes, 0)
+        drafted = 0.0 if self._nodes is None else verified * self._nodes()
         return Output(
             token_ids=np.array([pair[1] for pair in pairs], np.int32),
             logprobs=logprobs,
             policy_versions=np.full(len(pairs), self.policy_version, np.int32),
             finish_reason=reason,
             num_passes=min(passes, len(pairs)),
-            num_drafted=0 if self._nodes is None else round(verified * self._nodes()),
-            num_accepted=max(len(pairs) - passes, 0),
+            num_drafted=max(round(drafted), accepted),  # by the mean of all requests
+            num_accepted=accepted,
         )
 
 

@@ -378,6 +378,7 @@ class Session:
         seconds, self._reported_s = now - self._reported_s, now
         return {
             **result,
+            "rollout/spec_accept_rate": Ratio(totals["accepted"], new["nodes"]),
             "budget/nodes_per_pass": Ratio(new["nodes"], new["passes"]),
             "rollout/passes": int(new["passes"]),
             "spec/draft_hit_rate": Ratio(new["hits"], new["asks"]),
