@@ -98,12 +98,13 @@ def pass_ms(records: Sequence[TraceRecord], *, running: int, nodes: int) -> dict
     replay = Replay(drafter, FixedBudget(nodes - 1), from_epoch=last)
     replay.run([each for each in records if each.epoch < last])  # only learned from
     drafter.close()  # when all indexes are built: a thread beside it would be counted
-    drafting = EngineDrafting(drafter, nodes, vocabulary=2**31 - 1)
+    drafting = EngineDrafting(drafter, FixedBudget(nodes - 1), vocabulary=2**31 - 1)
     requests = batch_of([each for each in records if each.epoch == last], running)
     taken: list[tuple[float, float, float]] = []
     while not any(each.finished() for each in requests):
         started, started_cpu = time.perf_counter(), time.process_time()
-        trees = drafting.propose(requests, [()] * running)
+        trees = drafting.propose(requests, lambda: [()] * running)
+        assert trees is not None
         trees.mask()
         drafted, drafted_cpu = time.perf_counter(), time.process_time()
         drafting.catch_up()

@@ -14,6 +14,7 @@ from rich.table import Table
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.sglang.nodes import best_n
 from rhymerl.bench.costs import CostTable, PathDrafter
+from rhymerl.budgets import FixedBudget
 from rhymerl.costs import CostCurve
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
@@ -117,7 +118,7 @@ class SGLangCosts:
         drafter: Drafter = PathDrafter(nodes, vocabulary=vocabulary) if nodes else NoDrafter()
         started = time.perf_counter()
         with self.make(nodes) as backend:
-            backend.start(self.policy, drafter)
+            backend.start(self.policy, drafter, budget=FixedBudget(nodes))
             backend.sync_weights(self.policy.named_weights(), 0)
             say(f"{nodes} nodes: the engine is up after {time.perf_counter() - started:.0f} s")
             seconds = [self._of_rows(backend, rows) for rows in reversed(self.rows)]  # too little memory shows at first

@@ -27,14 +27,20 @@ class PassOutcome:
     num_accepted: IndexArray  # [R]
     num_tokens: int  # fed in the whole pass: prompts, roots and nodes
     num_rows: int  # that fed them: requests, and prompts that are being computed
-    seconds: float  # of the whole pass, drafting included
+    seconds: float | None  # of the whole pass, drafting included; None: something else ran meanwhile
     is_decoding: bool  # every row fed one token and its draft, so that no prompt was computed
     num_seen: int = 0  # keys that roots and nodes attended to, summed; 0 where that is not known
+    num_padding: int = 0  # of the tokens, those that only fill trees up to one size: they cost what nodes do
+
+    @property
+    def num_verified(self) -> int:
+        """Nodes that were computed, padding among them."""
+        return len(self.drafts.token_ids) + self.num_padding
 
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens that were neither roots nor nodes."""
-        return self.num_tokens - len(self.requests) - len(self.drafts.token_ids)
+        return self.num_tokens - len(self.requests) - self.num_verified
 
 
 class Budget(ABC):

@@ -188,30 +188,40 @@ class GoodputBudget(Budget):
         if self._weights is not None:
             weights = np.array([self._weights[request.id] for request in requests])
             worth = worth * weights[drafts.requests]
-        best_first = np.argsort(-worth, kind="stable")  # parents stay in front of their children
-        expected = _sums(worth[best_first])
-        size = min(self._best_size(expected, asked), self._course.trusted)
-        if self._kind == "probe":
-            size = max(size, min(asked, len(probability)))  # only what is verified teaches anything
-        mask = np.zeros(len(probability), np.bool_)
-        mask[best_first[:size]] = True
-        self._course.trusted = max(self._course.trusted, _TRUST * int(mask.sum()))
+        mask = self._chosen(drafts, worth, asked)
+        self._course.trusted = max(self._course.trusted, _TRUST * self._num_verified(drafts, mask))
         self._expected = float(probability[mask].sum()) / self._calibration
         self._learn_reach(drafts, mask)
         return mask
 
-    def _best_size(self, expected: FloatArray, asked: int) -> int:
-        """Return how many of the best nodes make the most tokens a second; `expected` [nodes + 1] are the tokens that so many add, weighed by their worth.
+    def _chosen(self, drafts: DraftBatch, worth: FloatArray, asked: int) -> BoolArray:
+        """Return the nodes to verify, [N]; `worth` [N] are the tokens that each is expected to add, weighed."""
+        best_first = np.argsort(-worth, kind="stable")  # parents stay in front of their children
+        expected = _sums(worth[best_first])
+        sizes = np.arange(len(expected))
+        size = min(self._best(sizes, expected, asked), self._course.trusted)
+        if self._kind == "probe":
+            size = max(size, min(asked, len(worth)))  # only what is verified teaches anything
+        mask = np.zeros(len(worth), np.bool_)
+        mask[best_first[:size]] = True
+        return mask
 
-        After a probe it counts as if all requests had been asked for, and the others had drafts like these.
+    def _num_verified(self, drafts: DraftBatch, mask: BoolArray) -> int:
+        """Return how many nodes a pass computes in which those of `mask` are verified."""
+        return int(mask.sum())
+
+    def _best(self, sizes: IndexArray, expected: FloatArray, asked: int) -> int:
+        """Return the index of the choice that makes the most tokens a second, of so many nodes each.
+
+        `expected` are the tokens that each adds, weighed by their worth; the first choice is a pass without nodes. After a probe it counts as if all requests
+        had been asked for, and the others had drafts like these.
         """
         rows = max(self._rows, asked)
         share = asked / rows if self._kind == "probe" else 1.0
-        nodes = np.arange(len(expected), dtype=np.float64) / share
-        goodput = (rows + expected / share) / self._cost.seconds(rows, nodes, rows)
-        size = int(goodput.argmax())
-        self._decide(float(goodput[size]) / rows * self._plain_seconds(rows))
-        return size
+        goodput = (rows + expected / share) / self._cost.seconds(rows, sizes / share, rows)
+        best = int(goodput.argmax())
+        self._decide(float(goodput[best]) / rows * self._plain_seconds(rows))
+        return best
 
     def _decide(self, gain: float) -> None:
         """A pass with drafts is expected to make `gain` times the tokens a second of one without."""
@@ -231,13 +241,15 @@ class GoodputBudget(Budget):
     # -- after a pass --------------------------------------------------------------------------------------------
 
     def learn(self, outcome: PassOutcome) -> None:
-        nodes, rows, prompts = len(outcome.drafts.token_ids), len(outcome.requests), outcome.num_prompt_tokens
+        nodes, rows, prompts = outcome.num_verified, len(outcome.requests), outcome.num_prompt_tokens
         self._report.asked.append((rows, nodes, self._asked, prompts))
         if nodes:
             self._report.saved.append((outcome.requests, outcome.num_accepted))
             self._learn_acceptance(outcome)
-        sizes = {"prompt_tokens": prompts, "seen": outcome.num_seen}
-        seconds = self._cost.observe(rows, nodes, self._asked, outcome.seconds, is_cold=self._is_cold, **sizes)
+        seconds = outcome.seconds
+        if seconds is not None:
+            sizes = {"prompt_tokens": prompts, "seen": outcome.num_seen}
+            seconds = self._cost.observe(rows, nodes, self._asked, seconds, is_cold=self._is_cold, **sizes)
         if self._asked:
             comparable = seconds if outcome.is_decoding else None
             self._settle(rows, nodes, comparable, made=1 + float(outcome.num_accepted.sum()) / rows)

@@ -65,6 +65,7 @@ class ReplayTotals:
         self.drafted += len(outcome.drafts.token_ids)
         self.accepted += int(outcome.num_accepted.sum())
         self.hits += int((outcome.drafts.counts > 0).sum())
+        assert outcome.seconds is not None, "a replay gives every pass its cost"
         self.cost += outcome.seconds
 
     def result(self) -> dict[str, float]:

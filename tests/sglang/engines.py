@@ -11,6 +11,7 @@ import numpy as np
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.backends.sglang.backend import SGLangBackend
+from rhymerl.budgets import Budget, FixedBudget
 from rhymerl.drafters import Drafter, NoDrafter
 from rhymerl.history import Answer, HistoryStore
 from rhymerl.models.policy import Policy
@@ -27,9 +28,16 @@ def sglang(**settings: Any) -> SGLangBackend:
     return SGLangBackend(**{"nodes": 7, "max_running": 16, **on_cpu, **settings})
 
 
-def started(backend: RolloutBackend, policy: Policy, drafter: Drafter | None = None) -> RolloutBackend:
-    """Running, with the policy's weights as version 0; its threads are there before a test looks for new ones."""
-    backend.start(policy, drafter or NoDrafter())
+def started(
+    backend: RolloutBackend, policy: Policy, drafter: Drafter | None = None, budget: Budget | None = None
+) -> RolloutBackend:
+    """Running, with the policy's weights as version 0; its threads are there before a test looks for new ones.
+
+    Without a budget SGLang verifies its most nodes in every pass.
+    """
+    if budget is None and isinstance(backend, SGLangBackend) and backend.nodes is not None:
+        budget = FixedBudget(backend.nodes)
+    backend.start(policy, drafter or NoDrafter(), budget=budget)
     backend.sync_weights(policy.model.named_parameters(), 0)
     if isinstance(backend, SGLangBackend):
         threads = backend.session._in_flight.threads

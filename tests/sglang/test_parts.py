@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from rhymerl.errors import BackendError
 from tests.backends.sglang.test_keyed import rollout_request, sampling_info
 
 pytestmark = [
@@ -60,7 +62,8 @@ def test_masks_are_only_ours_where_we_complete_them(ngram_worker, monkeypatch, f
     monkeypatch.setattr(ngram_worker.NGRAMWorker, "_prepare_for_speculative_decoding", prepare)
     monkeypatch.setattr(ngram_worker, "_is_cpu", False)
     worker = object.__new__(HistoryWorker)
-    worker.draft_token_num = N
+    worker.draft_token_num = worker._most = N
+    worker._trees = SimpleNamespace()
     lengths = torch.tensor([5])
     batch = SimpleNamespace(
         forward_mode=SimpleNamespace(is_decode=lambda: True), seq_lens=lengths, seq_lens_cpu=lengths
@@ -90,7 +93,7 @@ def test_the_plugin_leaves_masks_alone(ngram_worker, monkeypatch):
 @pytest.mark.parametrize(("device", "then"), [("cuda", ["catch up"]), ("cpu", [])])
 def test_the_drafter_catches_up_when_the_pass_is_launched(ngram_worker, monkeypatch, device, then):
     """On a CPU the pass is over by then, and better drafts are all that is left to gain."""
-    from rhymerl.backends.sglang.plugin.worker import HistoryWorker
+    from rhymerl.backends.sglang.plugin import worker as plugin
 
     done = []
 
@@ -99,12 +102,14 @@ def test_the_drafter_catches_up_when_the_pass_is_launched(ngram_worker, monkeypa
 
     one, none = torch.ones(1, dtype=torch.int32), SimpleNamespace()
     outcome = SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=None), can_run_cuda_graph=False)
-    worker = object.__new__(HistoryWorker)
-    worker.draft_token_num = worker.speculative_num_draft_tokens = N
+    worker = object.__new__(plugin.HistoryWorker)
+    worker.draft_token_num = worker.speculative_num_draft_tokens = worker._most = N
+    worker._sizes = SimpleNamespace(sized=lambda n: nullcontext())
+    monkeypatch.setattr(plugin, "get_tp_group", lambda: SimpleNamespace(world_size=1))
     worker.device, worker.token_to_kv_pool_allocator, worker._prev_decode_rids = device, none, set()
     worker._target_worker = SimpleNamespace(forward_batch_generation=note("launch", outcome))
-    worker._drafting = SimpleNamespace(catch_up=note("catch up"))
-    worker._prepare_for_speculative_decoding = note("draft")
+    worker._drafting = SimpleNamespace(propose=note("draft"), catch_up=note("catch up"))
+    worker._prepare_for_speculative_decoding = note("prepare")
     monkeypatch.setattr(ngram_worker, "eagle_sample", note("verify", (one, one, torch.zeros(1, 1, dtype=torch.long))))
     monkeypatch.setattr(ngram_worker, "move_accept_tokens_to_target_kvcache", note("move"))
     for name in ("record_stream_for_v2_verify", "set_time_batch", "commit_mamba_states_after_verify"):
@@ -116,13 +121,101 @@ def test_the_drafter_catches_up_when_the_pass_is_launched(ngram_worker, monkeypa
     batch = SimpleNamespace(
         reqs=[SimpleNamespace(rid="a")],
         spec_info=SimpleNamespace(),
-        forward_mode=SimpleNamespace(is_target_verify=lambda: True),
+        forward_mode=SimpleNamespace(is_decode=lambda: True, is_target_verify=lambda: True),
+        seq_lens_cpu=one,
         has_grammar=False,
         return_logprob=False,
         seq_lens=one,
     )
     worker.forward_batch_generation(batch)
-    assert done == ["draft", "launch", "verify", "move", *then]
+    assert done == ["draft", "prepare", "launch", "verify", "move", *then]
+
+
+class Graphs:
+    """Stands in for SGLang's runner of CUDA graphs, which captures them as it is made."""
+
+    def __init__(self, runner, *, attn_backend, speculative_num_draft_tokens) -> None:
+        self.attn_backend, self.n = attn_backend, speculative_num_draft_tokens
+
+
+class Attention:
+    """Stands in for SGLang's attention, which is made for as many tokens as its settings say."""
+
+    def __init__(self, n) -> None:
+        self.n = n
+
+
+@pytest.fixture
+def sizes(monkeypatch):
+    """A worker whose passes have 17 tokens or less, and its sets; `settings` is what SGLang's settings say."""
+    from rhymerl.backends.sglang.plugin import pass_sizes
+
+    settings = SimpleNamespace(n=17)
+    context = SimpleNamespace(
+        override=lambda who, *, speculative_num_draft_tokens: setattr(settings, "n", speculative_num_draft_tokens)
+    )
+    monkeypatch.setattr(pass_sizes, "get_context", lambda: context)
+    monkeypatch.setattr(pass_sizes, "DecodeCudaGraphRunner", Graphs)
+    worker = SimpleNamespace(draft_token_num=17, positions=17, device="cuda")
+    worker._init_preallocated_tensors = lambda: setattr(worker, "positions", worker.draft_token_num)
+    worker.model_runner = SimpleNamespace(init_new_workspace=False, attn_backend=Attention(17))
+    worker.model_runner.decode_cuda_graph_runner = Graphs(
+        worker.model_runner, attn_backend=worker.model_runner.attn_backend, speculative_num_draft_tokens=17
+    )
+
+    def attention(*, init_new_workspace):
+        worker.model_runner.init_new_workspace = init_new_workspace
+        return Attention(settings.n)
+
+    worker.model_runner._get_attention_backend = attention
+    return worker, pass_sizes.PassSizes(worker, [1, 3, 5, 9, 17]), settings
+
+
+def test_each_size_has_its_own_buffers_attention_and_graphs(sizes):
+    worker, sets, settings = sizes
+    runner = worker.model_runner
+    before = dict(vars(worker)), dict(vars(runner))
+    sets.make_buffers()
+    sets.make_runners()
+    assert (vars(worker), vars(runner), settings.n) == (*before, 17)
+    for n in (1, 9, 3, 17, 5):
+        with sets.sized(n):
+            found = (worker.draft_token_num, worker.positions, runner.attn_backend.n, runner.decode_cuda_graph_runner.n)
+            assert found == (n, n, n, n)
+            assert runner.decode_cuda_graph_runner.attn_backend is runner.attn_backend
+        assert (vars(worker), vars(runner)) == before
+    with pytest.raises(RuntimeError), sets.sized(3):
+        raise RuntimeError
+    assert (vars(worker), vars(runner)) == before
+
+
+def test_where_the_engine_has_no_graphs_no_size_has(sizes):
+    worker, sets, _ = sizes
+    worker.model_runner.decode_cuda_graph_runner = eager = SimpleNamespace()
+    sets.make_buffers()
+    sets.make_runners()
+    with sets.sized(3):
+        assert worker.model_runner.decode_cuda_graph_runner is eager
+        assert worker.model_runner.attn_backend.n == 3
+
+
+def test_attention_that_other_features_have_wrapped_is_not_lost(sizes):
+    worker, sets, _ = sizes
+    worker.model_runner.attn_backend = SimpleNamespace(primary=Attention(17))
+    sets.make_buffers()
+    with pytest.raises(
+        BackendError, match=r"attention \(SimpleNamespace\) is made for passes of one size: expected budget=fixed"
+    ):
+        sets.make_runners()
+
+
+def test_the_last_token_of_each_request(ngram_worker):
+    from rhymerl.backends.sglang.plugin.worker import last_tokens
+
+    relayed = SimpleNamespace(
+        accept_tokens=torch.tensor([5, 6, 7, 8, 0, 0], dtype=torch.int32), accept_lens=torch.tensor([3, 1])
+    )
+    assert last_tokens(relayed).tolist() == [7, 8]
 
 
 @pytest.mark.parametrize("with_logprobs", [False, True])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-NAMES = ("asks", "hits", "drafted_nodes", "bad_drafts", "draft_s", "passes")
+NAMES = ("asks", "hits", "drafted_nodes", "bad_drafts", "draft_s", "passes", "row_passes", "nodes")
 
 
 class Counters:
@@ -23,6 +23,12 @@ class Counters:
         """Add amounts to the counts."""
         for name, amount in amounts.items():
             self._values[NAMES.index(name)] += amount
+
+    @property
+    def nodes_a_pass(self) -> float | None:
+        """Draft nodes of a request in a pass, on average; None before the first pass."""
+        row_passes, nodes = (float(self._values[NAMES.index(name)]) for name in ("row_passes", "nodes"))
+        return nodes / row_passes if row_passes else None
 
     def since(self) -> Mapping[str, float]:
         """Return the counts since the last call."""

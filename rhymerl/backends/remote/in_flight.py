@@ -7,7 +7,7 @@ import resource
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -43,15 +43,17 @@ class InFlightRequest:
 class InFlightRequests:
     """The requests in flight through an engine, at most `max_sent` with it at a time; the others wait here.
 
-    A pass of it has `num_tokens` tokens of each request, its last one among them. With `piece_s` an answer is asked for in pieces that take about so long; a request that waits here does not get between them.
+    `nodes` says how many draft nodes a request has in a pass of it, on average, None that it has none. With `piece_s` an answer is asked for in pieces that take about so long; a request that waits here does not get between them.
     Raises ConfigError when so many connections cannot be open.
     """
 
-    def __init__(self, engine: Client, *, num_tokens: int, max_sent: int, piece_s: float | None = None) -> None:
+    def __init__(
+        self, engine: Client, *, nodes: Callable[[], float] | None, max_sent: int, piece_s: float | None = None
+    ) -> None:
         _make_room_for(max_sent)
         self.engine = engine.another()  # which is hung up at the end
         self.threads = ThreadPoolExecutor(max_sent, thread_name_prefix="rhymerl-engine")
-        self._num_tokens = num_tokens
+        self._nodes = nodes
         self._piece_s = piece_s
         self._piece_tokens = _FIRST_PIECE
         self.policy_version = 0
@@ -200,16 +202,17 @@ class InFlightRequests:
         verified = sum(
             int(meta.get("spec_verify_ct") or 0) for meta in metas
         )  # passes after those that read the prompt
-        num_nodes = self._num_tokens - 1
-        passes = len(metas) + verified if num_nodes else len(pairs)
+        passes = len(pairs) if self._nodes is None else len(metas) + verified
+        accepted = max(len(pairs) - passes, 0)
+        drafted = 0.0 if self._nodes is None else verified * self._nodes()
         return Output(
             token_ids=np.array([pair[1] for pair in pairs], np.int32),
             logprobs=logprobs,
             policy_versions=np.full(len(pairs), self.policy_version, np.int32),
             finish_reason=reason,
             num_passes=min(passes, len(pairs)),
-            num_drafted=verified * num_nodes,
-            num_accepted=max(len(pairs) - passes, 0),
+            num_drafted=max(round(drafted), accepted),  # by the mean of all requests
+            num_accepted=accepted,
         )
 
 

@@ -41,9 +41,9 @@ _START_S = 600.0
 class SGLangBackend(ServedBackend):
     """Answers come from an SGLang server that is started with the run and ends with it, or from those that run at `url` already.
 
-    `nodes` draft nodes of every request are verified in every pass, a number that holds for the engine's life. null takes that of
-    `budget=fixed`. With `budget=goodput`, whose `nodes` are the most, null lets `costs` choose (a file of `rhymerl bench costs`),
-    for `max_running` requests whose drafted tokens are accepted with probability `expected_accept_rate`; without `costs` it is 7.
+    All requests of a pass have as many draft nodes: with `budget=goodput` a number that pays, from 0 to `nodes`, chosen pass by pass;
+    with `budget=fixed` its own. null lets `costs` choose the most (a file of `rhymerl bench costs`), for one running request whose drafted
+    tokens are accepted with probability `expected_accept_rate`; without `costs` it is 7. It is never above `budget.nodes`.
     `arguments` go to the server as they are, `environment` to its process. `weights` names the way of new weights: `tensor` (the
     same device), `disk` (a file in `folder`, by default in shared memory where there is room), `distributed` (a process group with
     the engine's ranks), `auto`. An engine that dies is an error, unless it may be started again `restarts` times, and so is one
@@ -132,7 +132,7 @@ class SGLangBackend(ServedBackend):
         self._longest_tokens = longest_tokens
 
     def check_drafting(self, drafter: Drafter, budget: Budget | None) -> None:
-        """Raise ConfigError for a budget that the engine cannot keep to: it verifies one number of nodes in all passes."""
+        """Raise ConfigError for a budget that the engine cannot keep to: it verifies as many nodes of every request in a pass."""
         self._allowed_nodes(drafter, budget)
 
     def share(self, update: UpdateShape | None) -> None:
@@ -180,6 +180,7 @@ class SGLangBackend(ServedBackend):
         settings = SessionSettings(
             n=self.num_tokens(drafter, budget),
             allowed=self._allowed_nodes(drafter, budget),
+            budget=budget,
             max_running=self.max_running,
             longest_tokens=self._longest_tokens,
             dtype=self.dtype,
@@ -208,16 +209,17 @@ class SGLangBackend(ServedBackend):
         construct(check_for_ranks, {"arguments": self.arguments}, key="backend")
 
     def num_tokens(self, drafter: Drafter, budget: Budget | None = None) -> int:
-        """Tokens a request and pass, for the engine's life: its last one and the draft's nodes. Raises ConfigError as `check_drafting` does."""
+        """Tokens of a request in a pass, at most: its last one and the draft's nodes. Raises ConfigError as `check_drafting` does."""
         allowed = self._allowed_nodes(drafter, budget)
         if isinstance(drafter, NoDrafter):
             return 1
         if allowed.exact is not None:
             return 1 + allowed.exact
+        if self.nodes is not None:
+            return 1 + self.nodes
         most = LARGEST - 1 if allowed.most is None else allowed.most
         if self._cost is not None:
-            largest = min(LARGEST, 1 + most)
-            return best_n(self._cost, self.max_running, self.expected_accept_rate, largest=largest)
+            return best_n(self._cost, 1, self.expected_accept_rate, largest=min(LARGEST, 1 + most))
         return 1 + min(_USUAL_NODES, most)
 
     def _allowed_nodes(self, drafter: Drafter, budget: Budget | None) -> AllowedNodes:

@@ -12,6 +12,7 @@ from rhymerl.backends.sglang import arguments
 from rhymerl.backends.sglang.backend import SGLangBackend
 from rhymerl.backends.sglang.plugin.names import ALGORITHM, VARIABLE
 from rhymerl.backends.sglang.plugin.settings import EngineSettings
+from rhymerl.budgets import Budget
 from rhymerl.config import construct, instantiate, resolved
 from rhymerl.drafters import RunAheadDrafter
 from rhymerl.errors import ConfigError
@@ -43,12 +44,14 @@ def launch_line(config: DictConfig) -> dict[str, Any]:
     on_cpu = backend.arguments.get("device") == "cpu"
     dtype = arguments.engine_dtype(backend.dtype, source.dtype, on_cpu=on_cpu)
     ours, variables = arguments.of_device("cpu" if on_cpu else "cuda", dtype=dtype, saves_memory=backend.release_memory)
+    budget: Budget = instantiate(config.budget, key="budget")
+    folder = open_folder(config.out, setting="out").resolve()
     # A trainer that runs ahead may come: without prefetched tokens it is the drafter alone.
-    settings = EngineSettings.of(RunAheadDrafter(drafter), open_folder(config.out, setting="out").resolve()).open()
+    settings = EngineSettings.of(RunAheadDrafter(drafter), budget, folder).open()
     words = arguments.words(
         model_path=source.path,
         dtype=dtype,
-        n=backend.num_tokens(drafter),
+        n=backend.num_tokens(drafter, budget),
         max_running=backend.max_running,
         tensor_parallel=backend.tensor_parallel,
         algorithm=ALGORITHM,

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from rhymerl.backends.sglang.nodes import num_sizes
 from rhymerl.errors import ConfigError
 from rhymerl.models.memory import GIB, UpdateMemory, UpdateShape, update_memory
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 ARGUMENT = "mem_fraction_static"
 _CONTEXT_BYTES = GIB  # of an engine before it measures: CUDA's context and the libraries
 _FIXED_BYTES = 2 * GIB  # of an engine beyond its static memory: CUDA graphs, workspaces of attention
+_SIZE_BYTES = GIB // 4  # of the same, for passes of each further size
 _PREFILL_TOKENS = 8192  # SGLang's chunked_prefill_size on GPUs from 60 GB on
 _LOGIT_COPIES = 4  # a graph's buffer, float32, log-softmax, noise
 _STEP_TOKENS = 1024  # between numbers of micro_batch_tokens that are tried
@@ -89,6 +91,7 @@ def engine_shape(settings: SessionSettings, model: PreTrainedModel, *, dtype: st
         weights=math.ceil(own / gpus) * itemsize,
         kv_of_token=2 * update.layers * math.ceil(kv_heads / gpus) * head_size * itemsize,
         dynamic=_FIXED_BYTES
+        + _SIZE_BYTES * (num_sizes(settings.n, settings.budget) - 1)
         + _PREFILL_TOKENS * (4 * update.hidden + 3 * update.intermediate // gpus) * itemsize
         + _LOGIT_COPIES * rows * update.vocabulary * 4,
         longest_tokens=settings.longest_tokens or update.longest_tokens,

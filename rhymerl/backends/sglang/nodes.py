@@ -1,4 +1,4 @@
-"""The number of nodes an engine verifies per request: one number for its whole life, chosen when it starts."""
+"""The numbers of nodes an engine verifies per request: the most is chosen when it starts, and the number of each pass as it comes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from rhymerl.drafters.none import NoDrafter
 from rhymerl.errors import ConfigError
 
 LARGEST = 32  # tokens a request and pass, its last token among them
-_ONE_NUMBER = "SGLang verifies the same number of nodes of every request in every pass"
+_WIDTHS = (0, 2, 4, 8, 16)  # nodes of a request: each has CUDA graphs of its own
+_ONE_NUMBER = "SGLang verifies the same number of nodes of every request in a pass"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +44,10 @@ class AllowedNodes:
 
 
 def allowed_nodes(drafter: Drafter, budget: Budget | None, *, nodes: int | None) -> AllowedNodes:
-    """The numbers that `budget` and the setting `backend.nodes` allow.
+    """The numbers of nodes, of a pass that has the most, that `budget` and the setting `backend.nodes` allow.
 
-    Raises ConfigError for a budget that is not kept by one number of nodes for all requests and passes, and for settings that
-    contradict each other. GoodputBudget is the default of every run; here it is only a limit. Without a drafter both are of no
-    account, as with any backend.
+    Raises ConfigError for a budget that is not kept by one number of nodes for all requests of a pass, and for settings that
+    contradict each other. Without a drafter both are of no account, as with any backend.
     """
     if isinstance(drafter, NoDrafter):
         return AllowedNodes()
@@ -58,7 +58,7 @@ def allowed_nodes(drafter: Drafter, budget: Budget | None, *, nodes: int | None)
         raise ConfigError(
             f"backend.nodes={nodes}: expected {allowed}, as {allowed.setting} says, or null; {_ONE_NUMBER}"
         )
-    return AllowedNodes.exactly(nodes, "backend.nodes")
+    return allowed if allowed.exact is not None else AllowedNodes(most=nodes, setting="backend.nodes")
 
 
 def _allowed_by(budget: Budget) -> AllowedNodes:
@@ -71,6 +71,16 @@ def _allowed_by(budget: Budget) -> AllowedNodes:
     raise ConfigError(
         f"budget={type(budget).__name__}: expected budget=fixed with budget.nodes, or budget=goodput; {_ONE_NUMBER}"
     )
+
+
+def widths_to(most: int) -> tuple[int, ...]:
+    """Return the numbers of nodes that a pass may have: few, since an engine keeps CUDA graphs for each; `most` is the last."""
+    return (*(width for width in _WIDTHS if width < most), most)
+
+
+def num_sizes(n: int, budget: Budget | None) -> int:
+    """Return how many sizes the passes of an engine with `n` tokens of a request at most have."""
+    return 1 if n == 1 or isinstance(budget, FixedBudget) else len(widths_to(n - 1))
 
 
 def best_n(cost: PassCost, rows: int, accept_rate: float, *, largest: int = LARGEST) -> int:

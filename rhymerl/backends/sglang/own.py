@@ -57,7 +57,7 @@ class OwnEngine:
     def _start(self) -> None:
         saves_memory = self.settings.release_memory and not self._on_cpu
         require_sglang(memory_saver=saves_memory)
-        file = EngineSettings.of(self.drafter, self.folder).open()
+        file = EngineSettings.of(self.drafter, self.settings.budget, self.folder).open()
         self.counters = Counters(self.folder / COUNTERS)
         shutil.rmtree(self.folder / FEED, ignore_errors=True)
         self.feed = FeedWriter(self.folder / FEED)

@@ -107,8 +107,16 @@ class Session:
         # Requests that wait in an engine would get between the pieces of an answer.
         max_sent = (_SENT if piece_s is None else 1) * self.settings.max_running
         self._in_flight = InFlightRequests(
-            self.fleet.engines[0], num_tokens=self._tokens_a_pass, max_sent=max_sent, piece_s=piece_s
+            self.fleet.engines[0],
+            nodes=self._nodes_a_pass if self._tokens_a_pass > 1 else None,
+            max_sent=max_sent,
+            piece_s=piece_s,
         )
+
+    def _nodes_a_pass(self) -> float:
+        """Return how many draft nodes a request has in a pass. A server that runs already does not tell: as if it were the most in all passes."""
+        counted = None if self._own is None else self._own.counters.nodes_a_pass
+        return self._tokens_a_pass - 1 if counted is None else counted
 
     @property
     def _dtype(self) -> str:
@@ -370,6 +378,8 @@ class Session:
         seconds, self._reported_s = now - self._reported_s, now
         return {
             **result,
+            "rollout/spec_accept_rate": Ratio(totals["accepted"], new["nodes"]),
+            "budget/nodes_per_pass": Ratio(new["nodes"], new["passes"]),
             "rollout/passes": int(new["passes"]),
             "spec/draft_hit_rate": Ratio(new["hits"], new["asks"]),
             "spec/bad_drafts": int(new["bad_drafts"]),

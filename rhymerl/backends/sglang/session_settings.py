@@ -10,16 +10,18 @@ from typing import Any, Literal
 from rhymerl.backends.remote.node import NodePosition
 from rhymerl.backends.remote.weight_file import SharedWeightFile
 from rhymerl.backends.sglang.nodes import AllowedNodes
+from rhymerl.budgets.base import Budget
 from rhymerl.folders import open_folder
 from rhymerl.models.memory import UpdateShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSettings:
-    """See SGLangBackend; `n` tokens a request and pass, its last one among them."""
+    """See SGLangBackend; `n` tokens of a request in a pass at most, its last one among them."""
 
     n: int
     allowed: AllowedNodes  # what a server that runs already may verify
+    budget: Budget | None  # None is goodput's
     max_running: int
     longest_tokens: int | None  # of a prompt and its answer; None = the model's context
     dtype: str | None

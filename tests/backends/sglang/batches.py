@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from rhymerl.backends.remote.wire import to_custom_params
+from rhymerl.backends.sglang.plugin.arrays import TreeArrays
 from rhymerl.backends.sglang.plugin.drafting import EngineDrafting
 from rhymerl.drafters import Drafter
 from rhymerl.types import Draft, RolloutRequest
@@ -72,9 +73,18 @@ def fake(request: RolloutRequest, answer: Sequence[int], *, rid: str | None = No
     )
 
 
+def propose(
+    drafting: EngineDrafting, batch: Sequence[FakeRequest], ahead: Sequence[Sequence[int]]
+) -> TreeArrays | None:
+    """Return the batch's trees; `ahead` was sampled and is not in its output ids."""
+    return drafting.propose(batch, lambda: ahead)
+
+
 def step(drafting: EngineDrafting, batch: Sequence[FakeRequest], ahead: Sequence[Sequence[int]]) -> list[list[int]]:
     """One verified pass: the tokens that it draws for each request."""
-    trees = drafting.propose(batch, ahead)
+    trees = propose(drafting, batch, ahead)
+    if trees is None:
+        return [[request.draw(len(request.output_ids) + len(ahead[r]))] for r, request in enumerate(batch)]
     mask, sampled = trees.mask(), []
     for r, request in enumerate(batch):
         known = [*request.origin_input_ids, *request.output_ids, *ahead[r]]
@@ -97,7 +107,7 @@ def run(drafting: EngineDrafting, requests: Sequence[FakeRequest], *, overlap: b
         else:
             sampled = step(drafting, batch, ahead)
             batch, ahead = commit(batch, ahead, sampled)
-    drafting.propose([], [])
+    propose(drafting, [], [])
 
 
 def commit(batch, tokens, sampled=None):

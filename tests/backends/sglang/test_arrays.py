@@ -89,12 +89,17 @@ def emitted(batch: DraftBatch, predictions: np.ndarray) -> list[np.ndarray]:
 
 
 @given(batches())
-def test_flat_and_back(batch):
+def test_a_message_and_back(batch):
+    """Its size says nothing of the trees: who receives it knows no more than the requests."""
     arrays = laid_out(batch)
-    again = TreeArrays.unflat(arrays.flat())
-    assert arrays.flat().dtype == np.int64
+    message = TreeArrays.message(arrays, len(batch), arrays.n + 3)
+    again = TreeArrays.from_message(message, len(batch))
+    assert message.dtype == np.int64
     assert again.token_ids.tolist() == arrays.token_ids.tolist()
     assert again.parents.tolist() == arrays.parents.tolist()
+    nothing = TreeArrays.message(None, len(batch), arrays.n + 3)
+    assert nothing.shape == message.shape
+    assert TreeArrays.from_message(nothing, len(batch)) is None
 
 
 def test_without_drafts_there_is_only_the_last_token():

@@ -99,7 +99,7 @@ def run_at(engine, policy, drafter, budget=None, **settings):
     [
         (FixedBudget(7), {}, r"verifies 3 draft nodes of a request; expected 7, as budget\.nodes says"),
         (FixedBudget(0), {}, r"verifies 3 draft nodes of a request; expected 0, as budget\.nodes says"),
-        (None, {"nodes": 7}, r"verifies 3 draft nodes of a request; expected 7, as backend\.nodes says"),
+        (None, {"nodes": 2}, r"verifies 3 draft nodes of a request; expected at most 2, as backend\.nodes says"),
         (GoodputBudget(2), {}, r"verifies 3 draft nodes of a request; expected at most 2, as budget\.nodes says"),
     ],
 )

@@ -10,7 +10,7 @@ from rhymerl.backends.sglang.plugin.drafting import EngineDrafting
 from rhymerl.budgets import FixedBudget
 from rhymerl.engine.engine import Engine
 from rhymerl.testing import make_requests, tiny_policy
-from tests.backends.sglang.batches import Recorder, fake, run, step
+from tests.backends.sglang.batches import Recorder, fake, propose, run, step
 
 N = 8
 
@@ -58,7 +58,7 @@ def test_hooks_are_called_as_the_embedded_engine_calls_them(problem, overlap):
     ours = Recorder(answers)
     embedded(requests, ours)
     theirs = Recorder(answers)
-    drafting = EngineDrafting(theirs, N, vocabulary=19)
+    drafting = EngineDrafting(theirs, FixedBudget(N - 1), vocabulary=19)
     run(drafting, [fake(request, answers[request.id]) for request in requests], overlap=overlap)
     for request in decoded(requests, answers):
         assert theirs.told[request.id] == ours.told[request.id]
@@ -72,7 +72,10 @@ def test_hooks_are_called_as_the_embedded_engine_calls_them(problem, overlap):
 def test_who_ends_where_the_prompt_is_read_is_never_heard_of(problem):
     requests, answers = problem
     drafter = Recorder(answers)
-    run(EngineDrafting(drafter, N, vocabulary=19), [fake(request, answers[request.id]) for request in requests])
+    run(
+        EngineDrafting(drafter, FixedBudget(N - 1), vocabulary=19),
+        [fake(request, answers[request.id]) for request in requests],
+    )
     assert drafter.told.keys() == {request.id for request in decoded(requests, answers)}
 
 
@@ -80,8 +83,11 @@ def test_requests_that_come_later_or_go_earlier_change_nothing(problem):
     requests, answers = problem
     alone, together = Recorder(answers), Recorder(answers)
     for request in requests:
-        run(EngineDrafting(alone, N, vocabulary=19), [fake(request, answers[request.id])])
-    run(EngineDrafting(together, N, vocabulary=19), [fake(request, answers[request.id]) for request in requests])
+        run(EngineDrafting(alone, FixedBudget(N - 1), vocabulary=19), [fake(request, answers[request.id])])
+    run(
+        EngineDrafting(together, FixedBudget(N - 1), vocabulary=19),
+        [fake(request, answers[request.id]) for request in requests],
+    )
     assert alone.told == together.told
 
 
@@ -89,7 +95,7 @@ def test_who_is_put_back_into_the_queue_has_not_finished(problem):
     requests, answers = problem
     first, other = (fake(r, answers[r.id]) for r in sorted(requests, key=lambda r: -len(answers[r.id]))[:2])
     name, drafter = first.rid.removeprefix("rid-"), Recorder(answers)
-    drafting = EngineDrafting(drafter, N, vocabulary=19)
+    drafting = EngineDrafting(drafter, FixedBudget(N - 1), vocabulary=19)
     for request in (first, other):
         request.commit([request.draw(0)])
     first.commit(step(drafting, [first, other], [(), ()])[0])
@@ -97,7 +103,7 @@ def test_who_is_put_back_into_the_queue_has_not_finished(problem):
     first.commit([first.draw(len(first.output_ids))])  # what it draws when its tokens are read again
     while not first.finished():
         first.commit(step(drafting, [first], [()])[0])
-    drafting.propose([], [])
+    propose(drafting, [], [])
     kinds = [what[0] for what in drafter.told[name]]
     assert kinds.count("start") == kinds.count("finish") == 1
     heard = sum((what[1] for what in drafter.told[name] if what[0] == "accept"), [])
@@ -108,11 +114,11 @@ def test_a_request_that_is_given_up_has_what_it_drew(problem):
     requests, answers = problem
     request = fake(*max(((r, answers[r.id]) for r in requests), key=lambda pair: len(pair[1])))
     drafter = Recorder(answers)
-    drafting = EngineDrafting(drafter, N, vocabulary=19)
+    drafting = EngineDrafting(drafter, FixedBudget(N - 1), vocabulary=19)
     request.commit([request.draw(0)])
     request.commit(step(drafting, [request], [()])[0])
     request.end("abort")
-    drafting.propose([], [])
+    propose(drafting, [], [])
     told = drafter.told[request.rid.removeprefix("rid-")]
     assert told[-1] == ("finish", request.output_ids, "withdrawn")
     assert [what[0] for what in told] == ["start", "accept", "accept", "finish"]
@@ -122,10 +128,10 @@ def test_who_was_taken_out_of_the_queue_is_gone_when_the_engine_is_empty(problem
     requests, answers = problem
     request = fake(*max(((r, answers[r.id]) for r in requests), key=lambda pair: len(pair[1])))
     drafter = Recorder(answers)
-    drafting = EngineDrafting(drafter, N, vocabulary=19)
+    drafting = EngineDrafting(drafter, FixedBudget(N - 1), vocabulary=19)
     request.commit([request.draw(0)])
     step(drafting, [request], [()])
-    drafting.propose([], [])
+    propose(drafting, [], [])
     told = drafter.told[request.rid.removeprefix("rid-")]
     assert told[-1][0] == "accept"
     drafting.flush()

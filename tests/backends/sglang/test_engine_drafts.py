@@ -12,11 +12,12 @@ from rhymerl.backends.remote.counters import Counters
 from rhymerl.backends.remote.drafter_feed import FeedMessage, FeedReader, FeedWriter
 from rhymerl.backends.remote.wire import without_logprobs
 from rhymerl.backends.sglang.plugin.drafting import EngineDrafting
+from rhymerl.budgets import FixedBudget
 from rhymerl.drafters import Drafter, HistoryTreeDrafter
 from rhymerl.history import HistoryStore
 from rhymerl.testing import RandomTreeDrafter, make_requests
 from rhymerl.types import Draft
-from tests.backends.sglang.batches import BEHIND, Recorder, commit, fake, run, step
+from tests.backends.sglang.batches import BEHIND, Recorder, commit, fake, propose, run, step
 
 N = 6
 
@@ -57,7 +58,7 @@ CHAIN = ([3, 4, 5, 6, 7], [-1, 0, 1, 2, 3])
 
 def drafting_of(drafter, tmp_path=None, **more):
     counters = Counters(tmp_path / "counters", new=True) if tmp_path is not None else None
-    return EngineDrafting(drafter, N, vocabulary=19, counters=counters, **more), counters
+    return EngineDrafting(drafter, FixedBudget(N - 1), vocabulary=19, counters=counters, **more), counters
 
 
 def one(max_tokens=20, *, answer=(2,) * 50, **params):
@@ -69,13 +70,13 @@ def one(max_tokens=20, *, answer=(2,) * 50, **params):
 @pytest.mark.parametrize(("max_tokens", "depth"), [(20, 5), (7, 5), (6, 4), (4, 2), (3, 1), (2, 0)])
 def test_no_node_stands_where_the_last_token_is_drawn(max_tokens, depth):
     drafting, _ = drafting_of(Scripted(*CHAIN))
-    trees = drafting.propose([one(max_tokens)], [()])
+    trees = propose(drafting, [one(max_tokens)], [()])
     assert trees.mask()[0].sum(-1).max() - 1 == depth
 
 
 def test_a_wide_tree_is_as_wide_at_the_end():
     drafting, _ = drafting_of(Scripted([3, 4, 5, 6, 7], [-1] * 5))
-    assert (drafting.propose([one(3)], [()]).parents[0] == 0).sum() == 5
+    assert (propose(drafting, [one(3)], [()]).parents[0] == 0).sum() == 5
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 20])
@@ -101,7 +102,7 @@ def test_stop_tokens_that_an_engine_ignores_are_ignored():
     drafter = Scripted(*CHAIN)
     drafting, _ = drafting_of(drafter)
     request = one(answer=[2, 1, 2], ignore_eos=True)
-    drafting.propose([request], [[1, 2]])
+    propose(drafting, [request], [[1, 2]])
     assert drafter.contexts[0][-3:].tolist() == [2, 1, 2]
 
 
@@ -127,7 +128,7 @@ def test_bad_drafts_are_counted_and_left_out(tokens, parents, tmp_path):
     batch = [one(rid="a"), one(rid="b")]
     batch[0].output_ids += [2] * (1 - (len(batch[0].origin_input_ids) + 1) % 2)  # of odd length
     batch[1].output_ids += [2] * ((len(batch[1].origin_input_ids) + 1) % 2)
-    trees = drafting.propose(batch, [(), ()])
+    trees = propose(drafting, batch, [(), ()])
     assert trees.parents[0].tolist() == [-1] * N
     assert trees.parents[1].tolist() == [-1, 0] + [-1] * (N - 2)
     seen = counters.since()
@@ -142,7 +143,7 @@ def test_a_batch_of_drafts_that_is_none_is_counted_for_all(tmp_path):
             return SimpleNamespace(**{name: getattr(packed, name) for name in packed.__slots__} | {"starts": [0, 9]})
 
     drafting, counters = drafting_of(Broken(*CHAIN), tmp_path)
-    trees = drafting.propose([one(rid="a"), one(rid="b")], [(), ()])
+    trees = propose(drafting, [one(rid="a"), one(rid="b")], [(), ()])
     assert (trees.parents == -1).all()
     assert counters.since()["bad_drafts"] == 2
 
@@ -155,7 +156,7 @@ def test_contexts_are_views_of_one_buffer_and_only_new_tokens_are_read():
     while not request.finished():
         request.output_ids.read.clear()
         before = len(request.output_ids)
-        trees = drafting.propose([request], [()])
+        trees = propose(drafting, [request], [()])
         assert sum(request.output_ids.read) <= 3, "output was read again"
         request.output_ids.extend([2] * min(int(trees.mask()[0].sum(-1).max()), 50 - before))
         if len(request.output_ids) >= 50:
@@ -176,7 +177,7 @@ def test_how_tokens_are_sampled_is_told_as_it_was_asked_for():
     batch = [fake(each, [2] * 40, rid=str(i)) for i, each in enumerate(requests)]
     for request in batch:
         request.commit([2])
-    drafting.propose(batch, [()] * 3)
+    propose(drafting, batch, [()] * 3)
     assert [each.sampling for each in drafter.requests] == [each.sampling for each in requests]
 
 
@@ -243,7 +244,7 @@ def test_who_was_taken_out_of_the_queue_may_be_sent_again(rid):
         first, beside = fake(request, [2, 3] * 10, rid="first"), one(20)
         first.commit([2])
         first.commit(step(drafting, [first, beside], [(), ()])[0])
-        drafting.propose([beside], [()])
+        propose(drafting, [beside], [()])
         before = without_logprobs(np.array(first.output_ids, np.int32))
         again = fake(replace(request, output=before), [2, 3] * 10, rid=rid)
         run(drafting, [again])
@@ -291,9 +292,9 @@ def test_news_that_a_request_needs_are_heard_before_it_starts(tmp_path):
     old, new = one(rid="old"), one(rid="new")
     for request, feed in ((old, 1), (new, 2)):
         request.sampling_params.custom_params["rhymerl"] |= {"feed": feed, "id": request.rid}
-    drafting.propose([old], [()])
+    propose(drafting, [old], [()])
     assert heard == [[]]
-    drafting.propose([old, new], [(), ()])
+    propose(drafting, [old, new], [(), ()])
     assert heard == [[], ["old"]]
 
 

@@ -41,10 +41,13 @@ def test_a_name_that_has_moved_is_told(version):
     found = Findings.of_this_version()
     assert found.drawing == ["sglang.srt.layers.sampler.Sampler._sync_token_ids_across_tp"]
     assert [name.rpartition(".")[2] for name in found.drafting] == [
+        "_init_preallocated_tensors",
         "_prepare_draft_tokens",
         "_prepare_for_speculative_decoding",
         "_update_ngram_corpus",
+        "alloc_memory_pool",
         "clear_cache_pool",
+        "init_cuda_graphs",
     ]
 
 

@@ -10,6 +10,7 @@ import pytest
 from rhymerl.backends.remote.counters import Counters
 from rhymerl.backends.sglang.backend import SGLangBackend
 from rhymerl.backends.sglang.plugin.drafting import EngineDrafting
+from rhymerl.budgets import FixedBudget
 from rhymerl.drafters import NGramDrafter, NoDrafter, RunAheadDrafter
 from rhymerl.testing import make_requests
 from tests.backends.sglang.batches import fake, run
@@ -37,12 +38,12 @@ def test_they_are_drafts_as_far_as_they_are_right(right, overlap, tmp_path):
         answer = ANSWERS[request.id]
         ahead = np.array([*answer[:right], *(token + 1 for token in answer[right:])], np.int32) % 19
         counters = Counters(tmp_path / "counters", new=True)
-        drafting = EngineDrafting(RunAheadDrafter(NoDrafter()), N, vocabulary=19, counters=counters)
+        drafting = EngineDrafting(RunAheadDrafter(NoDrafter()), FixedBudget(N - 1), vocabulary=19, counters=counters)
         asked = fake(replace(request, prefetched=ahead), answer)
         run(drafting, [asked], overlap=overlap)
         assert asked.output_ids[: len(answer)] == answer
         most = needed(len(answer), min(right, len(answer)))
-        assert counters.since()["asks"] in (most, most + overlap)
+        assert counters.since()["row_passes"] in (most, most + overlap)
         assert drafting.protocol.drafter._prefetched == {}
 
 
@@ -51,7 +52,7 @@ def test_beside_requests_without_them():
         1::2
     ]
     batch = [fake(each, ANSWERS[each.id]) for each in requests]
-    run(EngineDrafting(RunAheadDrafter(NGramDrafter()), N, vocabulary=19), batch)
+    run(EngineDrafting(RunAheadDrafter(NGramDrafter()), FixedBudget(N - 1), vocabulary=19), batch)
     for request, asked in zip(requests, batch, strict=True):
         assert asked.output_ids[: len(ANSWERS[request.id])] == ANSWERS[request.id]
 

@@ -10,15 +10,17 @@ import sys
 import pytest
 
 from rhymerl.backends.remote.counters import Counters
+from rhymerl.backends.sglang.nodes import widths_to
 from rhymerl.backends.sglang.plugin.names import VARIABLE
 from rhymerl.backends.sglang.plugin.settings import EngineSettings
+from rhymerl.budgets import AIMDBudget, FixedBudget, GoodputBudget
 from rhymerl.config import describe
 from rhymerl.drafters import HistoryTreeDrafter, RunAheadDrafter
 from rhymerl.errors import BackendError
 
 
 def test_what_is_written_is_read(tmp_path, monkeypatch):
-    written = EngineSettings.of(HistoryTreeDrafter(), tmp_path)
+    written = EngineSettings.of(HistoryTreeDrafter(), AIMDBudget(3), tmp_path)
     monkeypatch.setenv(VARIABLE, str(written.open()))
     assert EngineSettings.of_this_process() == written
     assert "" not in written.paths
@@ -28,15 +30,40 @@ def test_what_is_written_is_read(tmp_path, monkeypatch):
 def test_the_drafter_is_built_again_as_it_was(wraps, tmp_path):
     Counters(tmp_path / "counters", new=True)
     drafter = wraps(HistoryTreeDrafter(window=3))
-    drafting = EngineSettings.of(drafter, tmp_path).drafting(4, 19)
+    drafting = EngineSettings.of(drafter, None, tmp_path).drafting(FixedBudget(3), 19)
     assert describe(drafting.protocol.drafter) == describe(drafter)
     assert drafting.n == 4
     drafting.protocol.drafter.close()
 
 
 @pytest.mark.parametrize(
+    ("given", "widths"),
+    [
+        (None, (0, 2, 4, 8, 12)),
+        (GoodputBudget(32, costs=[[0, 1.0], [64, 2.0]]), (0, 2, 4, 8, 12)),
+        (FixedBudget(12), None),
+    ],
+    ids=["by default", "goodput", "fixed"],
+)
+def test_the_budget_of_the_engine_is_the_runs(given, widths, tmp_path):
+    """Of goodput its costs, and as many nodes as the engine has."""
+    budget = EngineSettings.of(HistoryTreeDrafter(), given, tmp_path).budget_of(13)
+    assert budget.max_nodes == 12
+    assert getattr(budget, "widths", None) == widths
+    assert getattr(budget, "costs", None) == getattr(given, "costs", None)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 16, 31])
+def test_widths_are_few_and_end_with_the_most(nodes):
+    widths = widths_to(nodes)
+    assert (widths[0], widths[-1]) == (0, nodes)
+    assert list(widths) == sorted(set(widths))
+    assert len(widths) <= 6
+
+
+@pytest.mark.parametrize(
     "content",
-    [None, "", "{", "[]", "3", '{"drafter": {}}', '{"drafter": {}, "folder": "x", "paths": 3}'],
+    [None, "", "{", "[]", "3", '{"drafter": {}}', '{"drafter": {}, "budget": {}, "folder": "x", "paths": 3}'],
 )
 def test_a_file_that_is_none_is_named(content, tmp_path, monkeypatch):
     path = tmp_path / "engine.json"
@@ -59,12 +86,13 @@ def test_a_class_of_the_users_own_is_found_by_the_trainers_import_path(tmp_path)
         "        raise NotImplementedError\n"
     )
     config = {"_target_": "my_drafters.Mine", "width": 3}
-    settings = EngineSettings(drafter=config, folder=str(tmp_path), paths=(*sys.path, str(home)))
+    settings = EngineSettings(drafter=config, budget={}, folder=str(tmp_path), paths=(*sys.path, str(home)))
     file = settings.open()
     assert json.loads(file.read_text())["drafter"] == config
     code = (
         "from rhymerl.backends.sglang.plugin.settings import EngineSettings\n"
-        "print(EngineSettings.of_this_process().drafting(4, 19).protocol.drafter.width)\n"
+        "from rhymerl.budgets import FixedBudget\n"
+        "print(EngineSettings.of_this_process().drafting(FixedBudget(3), 19).protocol.drafter.width)\n"
     )
     environment = {**os.environ, VARIABLE: str(file)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)

@@ -6,6 +6,7 @@ backend keeps the name `torch_native`: SGLang runs its Triton kernels, which a C
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import pydoc
@@ -17,21 +18,27 @@ import torch
 def register() -> None:
     """Put tree attention in the place of `torch_native`, and make of SGLang the version that a test asks for."""
     _disguise()
+    if os.environ.get("RHYMERL_TEST_WIDTHS"):
+        importlib.import_module("scheduled_widths").install()
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
-    @register_attention_backend("torch_native")
-    def create(runner: Any) -> Any:
-        from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    register_attention_backend("torch_native")(lambda runner: _tree_attention()(runner))
 
-        class TreeAttention(TorchNativeAttnBackend):
-            def forward_extend(
-                self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
-            ) -> Any:
-                if forward_batch.forward_mode.is_target_verify():
-                    return verify(self, q, k, v, layer, forward_batch)
-                return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
 
-        return TreeAttention(runner)
+@functools.cache
+def _tree_attention() -> Any:
+    """Return the class, which can only be made once SGLang's registry is there."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    class TreeAttention(TorchNativeAttnBackend):
+        def forward_extend(
+            self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
+        ) -> Any:
+            if forward_batch.forward_mode.is_target_verify():
+                return verify(self, q, k, v, layer, forward_batch)
+            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+
+    return TreeAttention
 
 
 def _disguise() -> None:

@@ -23,15 +23,30 @@ class TreeArrays:
     token_ids: IndexArray  # [R, n]
     parents: IndexArray  # [R, n] -1 = none
 
-    def flat(self) -> npt.NDArray[np.int64]:
-        """Both in one array [R, 2 n], to send from one rank to the others."""
-        return np.concatenate([self.token_ids, self.parents], axis=1)
+    @property
+    def n(self) -> int:
+        """Nodes of each request."""
+        return int(self.token_ids.shape[1])
+
+    @staticmethod
+    def message(trees: TreeArrays | None, num_requests: int, most: int) -> npt.NDArray[np.int64]:
+        """Return one array for the other ranks, [1 + 2 R most] whatever the trees, so that it can be received: n, tokens, parents; n is 0 for None."""
+        message = np.zeros(1 + 2 * num_requests * most, np.int64)
+        if trees is not None:
+            message[0] = trees.n
+            size = trees.token_ids.size
+            message[1 : 1 + size] = trees.token_ids.reshape(-1)
+            message[1 + size : 1 + 2 * size] = trees.parents.reshape(-1)
+        return message
 
     @classmethod
-    def unflat(cls, flat: npt.NDArray[np.int64]) -> TreeArrays:
-        """Build it from `flat`'s array."""
-        n = flat.shape[1] // 2
-        return cls(token_ids=flat[:, :n], parents=flat[:, n:])
+    def from_message(cls, message: npt.NDArray[np.int64], num_requests: int) -> TreeArrays | None:
+        """Build the trees of such an array."""
+        n = int(message[0])
+        if n == 0:
+            return None
+        token_ids, parents = message[1 : 1 + 2 * num_requests * n].reshape(2, num_requests, n)
+        return cls(token_ids=token_ids, parents=parents)
 
     def mask(self) -> BoolArray:
         """[R, n, n] True where node j is i or one of its ancestors."""

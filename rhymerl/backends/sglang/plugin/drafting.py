@@ -8,172 +8,139 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import replace
 
 import numpy as np
 
 from rhymerl.backends.remote.counters import Counters
 from rhymerl.backends.remote.drafter_feed import FeedReader
-from rhymerl.backends.remote.wire import feed_of, from_custom_params, noise_of, without_logprobs
+from rhymerl.backends.remote.wire import feed_of
 from rhymerl.backends.sglang.plugin.arrays import TreeArrays, lay_out
-from rhymerl.budgets.fixed import FixedBudget
+from rhymerl.backends.sglang.plugin.outcomes import VerifiedPass
+from rhymerl.backends.sglang.plugin.rows import EngineRequest, EngineRow
+from rhymerl.budgets.base import Budget
+from rhymerl.budgets.uniform import UniformGoodputBudget
 from rhymerl.drafters.base import Drafter
 from rhymerl.engine.protocol import DraftingProtocol
 from rhymerl.engine.tree import no_drafts
 from rhymerl.errors import BackendError
 from rhymerl.history import NO_VERSION, HistoryDelta
-from rhymerl.types import Completion, DraftBatch, FinishReason, RolloutRequest, SamplingParams
-
-if TYPE_CHECKING:
-    from rhymerl.types import IntArray
-
+from rhymerl.types import DraftBatch, RolloutRequest
 
 _log = logging.getLogger(__name__)
-_ALL_TOKENS = 2**30  # SGLang's top-k that is off
 _NOTHING_NEW = HistoryDelta(version=NO_VERSION, is_snapshot=False, changes=())
-
-
-class EngineRequest(Protocol):
-    """The part of SGLang's `Req` that is read here."""
-
-    rid: str
-    origin_input_ids: Sequence[int]  # the prompt, and what was generated before it came here
-    output_ids: Sequence[int]
-    sampling_params: Any
-
-    def finished(self) -> bool:
-        """Return whether its answer has ended."""
-
-
-@dataclass(slots=True)
-class _Row:
-    """A request and its tokens so far, in one buffer that is only ever appended to."""
-
-    engine_request: EngineRequest
-    request: RolloutRequest
-    tokens: IntArray  # [capacity] also what the engine draws behind the end of the answer
-    visible: IntArray  # [capacity] the same memory, read-only
-    stops: Set[int]
-    given: int  # tokens that came with the request
-    limit: int  # of tokens, these included
-    end: int  # of what is in `tokens`
-    length: int  # of the prompt and what belongs to the answer
-    num_told: int  # tokens that the drafter's `accept` has heard of
-    last: int  # of the tokens up to `end`
-    num_output: int = 0  # of the engine's output_ids, how many are in `tokens`
-    has_stopped: bool = False  # the answer has its stop token
-
-    @classmethod
-    def of(cls, engine_request: EngineRequest, num_nodes: int) -> _Row:
-        given, params = engine_request.origin_input_ids, engine_request.sampling_params
-        sampling = _sampling(params, noise_of(params.custom_params, engine_request.rid)[1])
-        request = from_custom_params(params.custom_params, engine_request.rid, given, sampling)
-        length, limit = len(given), len(given) + int(params.max_new_tokens)
-        tokens = np.empty(limit + 2 * num_nodes + 1, np.int32)
-        tokens[:length] = given
-        visible = tokens.view()
-        visible.flags.writeable = False
-        stops = frozenset(sampling.stop_token_ids)
-        return cls(engine_request, request, tokens, visible, stops, length, limit, length, length, length, given[-1])
-
-    def follow(self, ahead: Sequence[int]) -> None:
-        """Take up what the engine has committed, and behind it the tokens `ahead` that it will commit next.
-
-        In both there may be more than belongs to the answer: what follows a stop token, or the last token that is wanted.
-        """
-        start, committed = self.given + self.num_output, self.engine_request.output_ids[self.num_output :]
-        new = [*committed, *ahead]
-        self.num_output += len(committed)
-        self.end = start + len(new)
-        if new:
-            self.tokens[start : self.end] = new
-        self.last = new[-1] if new else int(self.tokens[self.end - 1])
-        if self.has_stopped and self.length <= start:
-            return
-        self.length, self.has_stopped = min(self.end, self.limit), False
-        if not self.stops.isdisjoint(new):
-            stop = next(index for index, token in enumerate(new, start + 1) if token in self.stops)
-            if stop <= self.limit:
-                self.length, self.has_stopped = stop, True
-
-    @property
-    def context(self) -> IntArray:
-        return self.visible[: self.length]
-
-    @property
-    def num_generated(self) -> int:
-        return self.length - len(self.request.prompt.token_ids)
-
-    @property
-    def room(self) -> int:
-        """Tokens that may still come."""
-        return 0 if self.has_stopped else self.limit - self.length
-
-    def completion(self) -> Completion:
-        answer = self.tokens[len(self.request.prompt.token_ids) : self.length]
-        reason = "stop" if self.has_stopped else "length" if self.room <= 0 else _reason(self.engine_request)
-        return Completion(request=self.request, output=replace(without_logprobs(answer), finish_reason=reason))
-
-
-def _sampling(params: Any, offset: int) -> SamplingParams:
-    """A request's parameters, from SGLang's own: greedy is top-k 1 there, all tokens a huge top-k, and what came before is not counted.
-
-    With `ignore_eos` it ignores all stop tokens.
-    """
-    stops = () if params.ignore_eos else tuple(sorted(params.stop_token_ids or ()))
-    return SamplingParams(
-        max_tokens=max(offset + int(params.max_new_tokens), 1),
-        temperature=0.0 if params.top_k == 1 else params.temperature,
-        top_k=params.top_k if 1 < params.top_k < _ALL_TOKENS else 0,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        stop_token_ids=stops,
-    )
+_SOME = 1  # requests that wait: whether there are any is not known here
+_REPORT_EVERY = 1024  # passes that a budget is told of: it keeps them until it is asked for its metrics
 
 
 class EngineDrafting:
-    """Drafts by the protocol for SGLang's running batch: trees of n nodes a request, its last token among them."""
+    """Drafts by the protocol for SGLang's running batch: trees of one size in each pass, of which a request's last token is the first node.
+
+    A budget with widths chooses the size pass by pass, at most `budget.max_nodes` nodes a request; any other has its most in every pass.
+    """
 
     def __init__(
         self,
         drafter: Drafter,
-        n: int,
+        budget: Budget,
         *,
         vocabulary: int,
         feed: FeedReader | None = None,
         counters: Counters | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.protocol = DraftingProtocol(drafter, FixedBudget(n - 1), vocabulary=vocabulary)
-        self.n = n
+        self.protocol = DraftingProtocol(drafter, budget, vocabulary=vocabulary)
+        self.budget = budget
         self._feed = feed
         self._counters = counters
-        self._rows: dict[int, _Row] = {}  # by the identity of the engine's request: names come again
+        self._clock = clock
+        self._rows: dict[int, EngineRow] = {}  # by the identity of the engine's request: names come again
+        self._verified: VerifiedPass | None = None  # the pass before, if the budget wants to hear of it
+        self._is_skipped = False  # the drafter is left alone in the pass under way
+        self._num_learned = 0
 
-    def propose(self, requests: Sequence[EngineRequest], ahead: Sequence[Sequence[int]]) -> TreeArrays:
-        """Return the trees of the batch; `ahead` are each request's sampled tokens that its `output_ids` lack yet."""
-        started = time.perf_counter()
-        here = {id(request) for request in requests}
+    @property
+    def n(self) -> int:
+        """Tokens of a request in a pass, at most."""
+        return 1 + self.budget.max_nodes
+
+    def propose(
+        self, requests: Sequence[EngineRequest], ahead: Callable[[], Sequence[Sequence[int]]]
+    ) -> TreeArrays | None:
+        """Return the trees of the batch, None for a pass without drafts.
+
+        `ahead()` waits for the pass before and returns each request's sampled tokens that its `output_ids` lack yet. Where the drafter is
+        left alone it is not called.
+        """
+        rows = self._running(requests)
+        started = None
+        if self._verified is not None:
+            started = self._follow(rows, ahead)
+            self._learn(self._verified, started)
+        self._is_skipped = self.protocol.is_skipped(len(rows))
+        if self._is_skipped:
+            drafts = no_drafts(len(rows))
+        else:
+            started = self._follow(rows, ahead) if started is None else started
+            drafts = self._drafts(rows)
+        width = self._width(drafts)
+        if self.protocol.hears_outcomes and not self._is_skipped and started is not None:
+            self._verified = VerifiedPass(rows=rows, drafts=drafts, width=width, started=started)
+        for row in rows:
+            row.num_passes += 1
+        self._count(passes=1, row_passes=len(rows), nodes=width * len(rows), drafted_nodes=len(drafts.token_ids))
+        arrays = None
+        if width:
+            arrays = lay_out(drafts, np.array([row.last for row in rows], np.int64), 1 + width)
+        if started is not None:
+            self._count(draft_s=self._clock() - started)
+        return arrays
+
+    def _running(self, requests: Sequence[EngineRequest]) -> list[EngineRow]:
+        keys = [id(request) for request in requests]
+        known = [row for key in keys if (row := self._rows.get(key)) is not None]
+        if len(known) == len(keys) == len(self._rows):  # as in most passes: nobody has come or gone
+            return known
+        here = set(keys)
         self._finish_departed(here)
-        rows = [self._row(request, here) for request in requests]
-        for row, tokens in zip(rows, ahead, strict=True):
+        return [self._row(request, here) for request in requests]
+
+    def _follow(self, rows: Sequence[EngineRow], ahead: Callable[[], Sequence[Sequence[int]]]) -> float:
+        """Take up what was sampled; return when it was known."""
+        new = ahead()
+        known = self._clock()
+        for row, tokens in zip(rows, new, strict=True):
             row.follow(tokens)
             self._tell(row)
-        drafts = self._drafts(rows)
-        roots = np.array([row.last for row in rows], np.int64)
-        arrays = lay_out(drafts, roots, self.n)
-        self._count(asks=len(rows), hits=int((drafts.counts > 0).sum()), drafted_nodes=len(drafts.token_ids))
-        self._count(passes=1, draft_s=time.perf_counter() - started)
-        return arrays
+        return known
+
+    def _learn(self, verified: VerifiedPass, known: float) -> None:
+        self._verified = None
+        self.protocol.learn_outcome(verified.outcome(known))
+        self._num_learned += 1
+        if self._num_learned % _REPORT_EVERY == 0:
+            self.budget.metrics()
+
+    def _width(self, drafts: DraftBatch) -> int:
+        """Return how many nodes of each request the pass computes."""
+        if isinstance(self.budget, UniformGoodputBudget):
+            return self.budget.width_of(int(drafts.counts.max(initial=0)))
+        return self.protocol.max_nodes
+
+    def note_other_pass(self) -> None:
+        """The engine reads prompts: how long the pass before took will not be known."""
+        if self._verified is not None:
+            self._verified.is_alone = False
 
     def catch_up(self) -> None:
         """The pass of the trees is launched."""
-        self.protocol.catch_up()
+        if not self._is_skipped:
+            self.protocol.catch_up()
 
-    def _row(self, engine_request: EngineRequest, here: Set[int]) -> _Row:
+    def _row(self, engine_request: EngineRequest, here: Set[int]) -> EngineRow:
         row = self._rows.get(id(engine_request))
         if row is None:
-            row = _Row.of(engine_request, self.n)
+            row = EngineRow.of(engine_request, self.n)
             row.request = self._named_apart(row.request, here)
             self._rows[id(engine_request)] = row
             if self._feed is not None:
@@ -205,25 +172,34 @@ class EngineDrafting:
             self._finish(namesake)
         return request if name == request.id else replace(request, id=name)
 
-    def _tell(self, row: _Row) -> None:
-        """`accept` of what the pass before has sampled: all but its last token came from the draft."""
+    def _tell(self, row: EngineRow) -> None:
+        """`accept` of what was sampled since: each pass draws one token, and all others came from drafts."""
         new = row.length - row.num_told
         if new > 0 and self.protocol.hears_tokens:
-            drafted = row.end - row.num_told - 1
+            drafted = max(row.end - row.num_told - row.num_passes, 0)
             self.protocol.accept(row.request, row.tokens[row.num_told : row.length], min(drafted, new))
-        row.num_told = row.length
+        row.num_told, row.num_passes = row.length, 0
 
-    def _drafts(self, rows: Sequence[_Row]) -> DraftBatch:
+    def _drafts(self, rows: Sequence[EngineRow]) -> DraftBatch:
         room = np.array([row.room for row in rows], np.int32)
         askers = np.flatnonzero(room > 1)
         if self.protocol.max_nodes == 0 or len(askers) == 0:
             return no_drafts(len(rows))
         asking = [rows[i] for i in askers.tolist()]
-        requests, before = [row.request for row in asking], self.protocol.num_malformed
+        protocol, requests = self.protocol, [row.request for row in asking]
         generated = np.array([row.num_generated for row in asking], np.int64)
-        limits = self.protocol.limits(requests, generated, num_waiting=0)  # fixed: nothing depends on it
-        drafts = self.protocol.propose(requests, [row.context for row in asking], limits, room[askers])
-        self._count(bad_drafts=self.protocol.num_malformed - before)
+        limits = protocol.limits(requests, generated, num_waiting=_SOME)
+        if not limits.all():
+            asked = np.flatnonzero(limits)
+            if len(asked) == 0:
+                return no_drafts(len(rows))
+            askers, limits = askers[asked], limits[asked]
+            asking = [asking[i] for i in asked.tolist()]
+            requests = [row.request for row in asking]
+        before = protocol.num_asked, protocol.num_hits, protocol.num_malformed
+        drafts = protocol.propose(requests, [row.context for row in asking], limits, room[askers])
+        asks, hits, bad = protocol.num_asked, protocol.num_hits, protocol.num_malformed
+        self._count(asks=asks - before[0], hits=hits - before[1], bad_drafts=bad - before[2])
         return drafts.spread(askers, len(rows))
 
     def flush(self) -> None:
@@ -231,6 +207,7 @@ class EngineDrafting:
 
         New weights are coming. Where no trainer tells of its history, a step is over: the drafter hears that nothing is new in it.
         """
+        self._verified = None
         for key in list(self._rows):
             self._finish(key)
         if self._feed is None or self._feed.version == 0:
@@ -267,9 +244,3 @@ def not_yet_known(
     if not any(missing):
         return [()] * len(missing)
     return [line[:count] for line, count in zip(sampled(), missing, strict=True)]
-
-
-def _reason(engine_request: EngineRequest) -> FinishReason:
-    reason = getattr(engine_request, "finished_reason", None)
-    kind = str(reason.to_json()["type"]) if reason is not None else "abort"
-    return "stop" if kind == "stop" else "length" if kind == "length" else "withdrawn"

@@ -14,14 +14,20 @@ _SPECULATIVE = "sglang.srt.speculative"
 _DRAFTING = {
     f"{_SPECULATIVE}.ngram_worker": (
         "NgramCorpus",
+        "NGRAMWorker._init_preallocated_tensors",
         "NGRAMWorker._prepare_draft_tokens",
         "NGRAMWorker._prepare_for_speculative_decoding",
         "NGRAMWorker._update_ngram_corpus",
+        "NGRAMWorker.alloc_memory_pool",
         "NGRAMWorker.clear_cache_pool",
+        "NGRAMWorker.init_cuda_graphs",
     ),
     f"{_SPECULATIVE}.spec_info": ("SpeculativeAlgorithm.NGRAM", "SpeculativeAlgorithm.register"),
     f"{_SPECULATIVE}.spec_registry": ("CustomSpecAlgo.create_worker",),
     "sglang.srt.distributed.parallel_state": ("get_tp_group",),
+    "sglang.srt.model_executor.model_runner": ("ModelRunner._get_attention_backend",),
+    "sglang.srt.model_executor.runner": ("DecodeCudaGraphRunner",),
+    "sglang.srt.runtime_context": ("get_context",),
 }
 _DRAWING = {
     "sglang.srt.layers.sampler": (

@@ -12,9 +12,11 @@ from typing import Any
 
 from rhymerl.backends.remote.counters import Counters
 from rhymerl.backends.remote.drafter_feed import FeedReader
+from rhymerl.backends.sglang.nodes import widths_to
 from rhymerl.backends.sglang.plugin.drafting import EngineDrafting
 from rhymerl.backends.sglang.plugin.names import VARIABLE
 from rhymerl.backends.sglang.plugin.probe import Findings
+from rhymerl.budgets import Budget, FixedBudget, GoodputBudget, UniformGoodputBudget
 from rhymerl.config import describe, instantiate
 from rhymerl.drafters.base import Drafter
 from rhymerl.errors import BackendError, ConfigError
@@ -25,26 +27,25 @@ _REPORT = "plugin"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """The drafter's config, where its class is imported from, and the folder that trainer and engine share."""
+    """The configs of drafter and budget, where their classes are imported from, and the folder that trainer and engine share."""
 
     drafter: Mapping[str, Any]
+    budget: Mapping[str, Any]
     folder: str
     paths: tuple[str, ...]
 
     @classmethod
-    def of(cls, drafter: Drafter, folder: Path) -> EngineSettings:
-        """Describe a drafter, with this process's import path, so that a class of the user's own is found there too.
+    def of(cls, drafter: Drafter, budget: Budget | None, folder: Path) -> EngineSettings:
+        """Describe a drafter and a budget, by default goodput's, with this process's import path, so that a class of the user's own is found there too.
 
-        Raises ConfigError for a drafter that cannot be built again in the engine's process.
+        Raises ConfigError for one that cannot be built again in the engine's process.
         """
-        try:
-            described = describe(drafter)
-        except TypeError as error:
-            raise ConfigError(
-                f"drafter={type(drafter).__name__}: cannot be built again in SGLang's process ({error}); "
-                "give it by class and settings, or take backend=embedded"
-            ) from error
-        return cls(drafter=described, folder=str(folder), paths=tuple(path or os.getcwd() for path in sys.path))
+        return cls(
+            drafter=_described("drafter", drafter),
+            budget=_described("budget", GoodputBudget() if budget is None else budget),
+            folder=str(folder),
+            paths=tuple(path or os.getcwd() for path in sys.path),
+        )
 
     def open(self) -> Path:
         """Prepare the folder for an engine that is about to start; returns the file that it is to be told of."""
@@ -61,7 +62,8 @@ class EngineSettings:
         path = os.environ.get(VARIABLE, "")
         try:
             content = json.loads(Path(path).read_text())
-            return cls(drafter=content["drafter"], folder=content["folder"], paths=tuple(content["paths"]))
+            names = ("drafter", "budget", "folder")
+            return cls(**{name: content[name] for name in names}, paths=tuple(content["paths"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise BackendError(
                 f"{VARIABLE}={path!r}: expected the file that `rhymerl sglang-args` writes ({error!r})"
@@ -85,10 +87,29 @@ class EngineSettings:
                 "Its log tells why a plugin has failed"
             ) from error
 
-    def drafting(self, n: int, vocabulary: int) -> EngineDrafting:
+    def budget_of(self, n: int) -> Budget:
+        """The budget of an engine whose passes have at most `n` tokens of a request: as many in all passes, or goodput's choice."""
+        given: Budget = instantiate(self.budget, key="budget")
+        if not isinstance(given, GoodputBudget):
+            return FixedBudget(n - 1)
+        return UniformGoodputBudget(
+            widths_to(n - 1), costs=given.costs, ask_cost=given.ask_cost, deterministic=given.deterministic
+        )
+
+    def drafting(self, budget: Budget, vocabulary: int) -> EngineDrafting:
         """The drafter, and what stands between it and the engine."""
         sys.path.extend(path for path in self.paths if path not in sys.path)
         drafter: Drafter = instantiate(self.drafter, key="drafter")
         folder = Path(self.folder)
         feed, counters = FeedReader(folder / FEED, drafter), Counters(folder / COUNTERS)
-        return EngineDrafting(drafter, n, vocabulary=vocabulary, feed=feed, counters=counters)
+        return EngineDrafting(drafter, budget, vocabulary=vocabulary, feed=feed, counters=counters)
+
+
+def _described(key: str, component: Drafter | Budget) -> Mapping[str, Any]:
+    try:
+        return describe(component)
+    except TypeError as error:
+        raise ConfigError(
+            f"{key}={type(component).__name__}: cannot be built again in SGLang's process ({error}); "
+            "give it by class and settings, or take backend=embedded"
+        ) from error

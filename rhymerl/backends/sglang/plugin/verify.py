@@ -8,8 +8,10 @@ import torch
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.environ import envs
 from sglang.srt.speculative import eagle_utils, ngram_worker
+from torch.nn.functional import pad
 
 from rhymerl.backends.sglang.plugin import keyed
+from rhymerl.backends.sglang.plugin.names import WIDEST
 from rhymerl.backends.sglang.plugin.sampler import warn_once
 
 if TYPE_CHECKING:
@@ -29,7 +31,8 @@ def keyed_verify(original: Any) -> Any:
                 warn_once()
             logits_output.keyed_logprobs = None
             with keyed.without_seeds(batch):
-                return original(verify_input, batch, logits_output, grammar_mask, *args, **kwargs)
+                found = original(verify_input, batch, logits_output, grammar_mask, *args, **kwargs)
+            return _widened(found, verify_input)
         n, num_requests = verify_input.draft_token_num, len(batch.seq_lens)
         logits = logits_output.next_token_logits
         sampled, logprobs = keyed.draw(logits, batch.sampling_info, verify_input.positions, each=n)
@@ -37,9 +40,16 @@ def keyed_verify(original: Any) -> Any:
         if group.world_size > 1:  # as the tokens below
             logprobs = group.broadcast(logprobs, src=0)
         logits_output.keyed_logprobs = logprobs
-        return _follow(verify_input, sampled.view(num_requests, n))
+        return _widened(_follow(verify_input, sampled.view(num_requests, n)), verify_input)
 
     return verify
+
+
+def _widened(found: tuple[Tensor, Tensor, Tensor], verify_input: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, accepted lengths and indices, these with as many columns [R, most] in a narrow pass as in the widest: SGLang counts on it."""
+    predict, lengths, index = found
+    missing = getattr(verify_input, WIDEST, 0) - index.shape[1]
+    return predict, lengths, pad(index, (0, missing), value=-1) if missing > 0 else index
 
 
 def _follow(verify_input: Any, sampled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,6 +83,8 @@ def keyed_logprobs(original: Any) -> Any:
         logprobs_of_nodes = getattr(logits_output, "keyed_logprobs", None)
         others = any(batch.top_logprobs_nums or ()) or any(each is not None for each in batch.token_ids_logprobs or ())
         if logprobs_of_nodes is None or others or envs.SGLANG_RETURN_ORIGINAL_LOGPROB.get():
+            if len(args) > 1:  # 0.5.17: the indices, and their columns but for one
+                args = (args[0], args[0].shape[1] - 1, *args[2:])
             original(batch, logits_output, predict, *args, **kwargs)
             return
         index = kwargs["accept_index"] if "accept_index" in kwargs else args[0]

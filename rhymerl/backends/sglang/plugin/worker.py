@@ -17,8 +17,10 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 from rhymerl.backends.sglang.plugin.arrays import TreeArrays
 from rhymerl.backends.sglang.plugin.drafting import EngineDrafting, not_yet_known
 from rhymerl.backends.sglang.plugin.masks import full_mask
-from rhymerl.backends.sglang.plugin.names import ALGORITHM
+from rhymerl.backends.sglang.plugin.names import ALGORITHM, WIDEST
+from rhymerl.backends.sglang.plugin.pass_sizes import PassSizes
 from rhymerl.backends.sglang.plugin.settings import EngineSettings
+from rhymerl.budgets import UniformGoodputBudget
 
 _MAKES_MASKS = getattr(ngram_worker, "USE_FULL_MASK", False) and hasattr(ngram_worker, "_is_cpu")
 
@@ -50,18 +52,32 @@ class _NoCorpus:
 
 
 class HistoryWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
-    """Rank 0 drafts and sends its trees to the other tensor-parallel ranks: an index that is swapped by a thread would differ."""
+    """Rank 0 drafts and sends its trees to the other tensor-parallel ranks: an index that is swapped by a thread would differ, and so would clocks."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._drafting: EngineDrafting | None = None
+        self._trees: TreeArrays | None = None  # of the pass that is prepared; None: it has no drafts
         corpus, ngram_worker.NgramCorpus = ngram_worker.NgramCorpus, _NoCorpus
         try:
             super().__init__(*args, **kwargs)
         finally:
             ngram_worker.NgramCorpus = corpus
+        settings, self._most = EngineSettings.of_this_process(), int(self.draft_token_num)
+        budget = settings.budget_of(self._most)
+        widths = budget.widths if isinstance(budget, UniformGoodputBudget) else (budget.max_nodes,)
+        self._sizes = PassSizes(self, [1 + width for width in widths])
         if get_tp_group().rank_in_group == 0:
-            vocabulary = int(self.model_runner.model_config.vocab_size)
-            self._drafting = EngineSettings.of_this_process().drafting(self.draft_token_num, vocabulary)
+            self._drafting = settings.drafting(budget, int(self.model_runner.model_config.vocab_size))
+
+    def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
+        """SGLang's own, and the buffers of smaller passes."""
+        super().alloc_memory_pool(*args, **kwargs)
+        self._sizes.make_buffers()
+
+    def init_cuda_graphs(self) -> None:
+        """SGLang's own, and the attention and graphs of smaller passes."""
+        super().init_cuda_graphs()
+        self._sizes.make_runners()
 
     def clear_cache_pool(self) -> None:
         """History is no cache: it outlives new weights."""
@@ -73,41 +89,72 @@ class HistoryWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
         """There are no weights besides the target's, which are updated by others; 0.5.17 asks all the same."""
         return True, "the drafter has no weights"
 
-    def _prepare_for_speculative_decoding(self, batch: Any) -> None:
-        """SGLang's own, but for the mask of attention on a GPU: it makes that request by request, of some thousand small kernels."""
-        has_trees = batch.forward_mode.is_decode()
-        with _bare_trees():
-            super()._prepare_for_speculative_decoding(batch)
-        if has_trees and _MAKES_MASKS and not ngram_worker._is_cpu:
-            trees, num_tokens = batch.spec_info.custom_mask, int(batch.seq_lens_cpu.sum())
-            batch.spec_info.custom_mask = full_mask(trees, batch.seq_lens, self.draft_token_num, num_tokens=num_tokens)
+    def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """SGLang's own, in passes of as many tokens a request as the trees have."""
+        if not batch.forward_mode.is_decode():
+            if self._drafting is not None and not batch.forward_mode.is_idle():
+                self._drafting.note_other_pass()
+            return super().forward_batch_generation(batch, *args, **kwargs)
+        self._trees = self._draft(batch)
+        with self._sizes.sized(1 if self._trees is None else self._trees.n):
+            result = super().forward_batch_generation(batch, *args, **kwargs)
+        relayed = result.next_draft_input  # its tokens have the widest pass's columns
+        relayed.draft_token_num = relayed.num_tokens_per_req = relayed.num_tokens_for_logprob_per_req = self._most
+        return result
 
-    def _prepare_draft_tokens(self, batch: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Token ids [R * n] and masks [R * n * n] of the batch's trees."""
-        ahead = not_yet_known(
-            batch.reqs,
-            batch.seq_lens_cpu.tolist(),
-            lambda: batch.spec_info.accept_tokens.view(len(batch.reqs), -1).cpu().tolist(),
-        )
-        trees = self._drafting.propose(batch.reqs, ahead) if self._drafting is not None else None
-        trees = self._shared(trees, len(batch.reqs))
-        return trees.token_ids.reshape(-1), trees.mask().reshape(-1)
+    def _draft(self, batch: Any) -> TreeArrays | None:
+        """Return the trees of the batch, the same on all ranks; None where there are no drafts."""
+        trees = None
+        if self._drafting is not None:
+            requests, lengths = batch.reqs, batch.seq_lens_cpu.tolist()
 
-    def _shared(self, trees: TreeArrays | None, num_requests: int) -> TreeArrays:
-        """Return rank 0's trees."""
+            def sampled() -> list[list[int]]:
+                tokens: list[list[int]] = batch.spec_info.accept_tokens.view(len(requests), -1).cpu().tolist()
+                return tokens
+
+            trees = self._drafting.propose(requests, lambda: not_yet_known(requests, lengths, sampled))
         group = get_tp_group()
         if group.world_size == 1:
-            assert trees is not None
             return trees
-        flat = np.zeros((num_requests, 2 * self.draft_token_num), np.int64) if trees is None else trees.flat()
-        shared = torch.from_numpy(flat)
-        torch.distributed.broadcast(shared, src=group.ranks[0], group=group.cpu_group)
-        return TreeArrays.unflat(shared.numpy())
+        message = torch.from_numpy(TreeArrays.message(trees, len(batch.reqs), self._most))
+        torch.distributed.broadcast(message, src=group.ranks[0], group=group.cpu_group)
+        return TreeArrays.from_message(message.numpy(), len(batch.reqs))
+
+    def _prepare_for_speculative_decoding(self, batch: Any) -> None:
+        """SGLang's own, but for the mask of attention on a GPU: it makes that request by request, of some thousand small kernels.
+
+        Without drafts the last tokens need not have come to the host.
+        """
+        if not batch.forward_mode.is_decode():
+            super()._prepare_for_speculative_decoding(batch)
+            return
+        roots = last_tokens(batch.spec_info) if self._trees is None else None
+        with _bare_trees():
+            super()._prepare_for_speculative_decoding(batch)
+        if roots is not None:
+            batch.input_ids.copy_(roots)
+        if _MAKES_MASKS and not ngram_worker._is_cpu:
+            trees, num_tokens = batch.spec_info.custom_mask, int(batch.seq_lens_cpu.sum())
+            batch.spec_info.custom_mask = full_mask(trees, batch.seq_lens, self.draft_token_num, num_tokens=num_tokens)
+        setattr(batch.spec_info, WIDEST, self._most)
+
+    def _prepare_draft_tokens(self, batch: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Token ids [R * n] and masks [R * n * n] of the batch's trees; what follows puts the last tokens into a pass without drafts."""
+        if self._trees is None:
+            return np.zeros(len(batch.reqs), np.int64), np.ones(len(batch.reqs), np.bool_)
+        return self._trees.token_ids.reshape(-1), self._trees.mask().reshape(-1)
 
     def _update_ngram_corpus(self, batch: Any) -> None:
         """The verify pass is launched, and a GPU is busy with it; on a CPU it is over, and nothing is gained by waiting for it."""
         if self._drafting is not None and self.device != "cpu":
             self._drafting.catch_up()
+
+
+def last_tokens(relayed: Any) -> torch.Tensor:
+    """Return the last token that each request has sampled, [R], from what a pass hands to the next one."""
+    tokens, last = relayed.accept_tokens.view(len(relayed.accept_lens), -1), relayed.accept_lens.long() - 1
+    found: torch.Tensor = tokens.gather(1, last[:, None])[:, 0]
+    return found
 
 
 class HistoryAlgorithm(CustomSpecAlgo):  # type: ignore[misc]

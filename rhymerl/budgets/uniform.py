@@ -1,0 +1,71 @@
+"""Verifies what pays where all requests of a pass have trees of one size, as in SGLang: the size is chosen pass by pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rhymerl.budgets.acceptance import largest_part
+from rhymerl.budgets.goodput import GoodputBudget
+from rhymerl.compiled import compiled
+from rhymerl.costs import PassCost
+from rhymerl.types import DraftBatch
+
+if TYPE_CHECKING:
+    from rhymerl.types import BoolArray, FloatArray, IndexArray
+
+
+class UniformGoodputBudget(GoodputBudget):
+    """GoodputBudget's choice among `widths`, which rise: so many nodes of every request are computed, whether its draft has them or not.
+
+    With w nodes a request a pass over B requests costs what B w nodes cost, and adds the w best nodes of each draft.
+    Further arguments are GoodputBudget's. Raises ValueError for widths that do not begin with 0 or do not rise.
+    """
+
+    def __init__(
+        self,
+        widths: Sequence[int],
+        *,
+        costs: str | Path | Sequence[Sequence[float]] | PassCost | None = None,
+        ask_cost: Sequence[float] = (0.0, 0.0),
+        deterministic: bool = False,
+    ) -> None:
+        if not widths or widths[0] != 0 or sorted(set(widths)) != list(widths):
+            raise ValueError(f"widths={list(widths)}: expected rising numbers of nodes, the first of them 0")
+        super().__init__(widths[-1], costs=costs, ask_cost=ask_cost, deterministic=deterministic)
+        self.widths = widths
+        self._sizes = np.array(widths, np.int64)
+
+    def width_of(self, largest: int) -> int:
+        """Return the smallest width that holds a draft of so many nodes."""
+        return int(self._sizes[np.searchsorted(self._sizes, largest)])
+
+    def _chosen(self, drafts: DraftBatch, worth: FloatArray, asked: int) -> BoolArray:
+        rank = np.empty(len(worth), np.int64)
+        _rank(worth, drafts.starts, rank)
+        rows = asked if self._kind == "probe" else max(self._rows, asked)
+        sizes = self._sizes[: max(int(np.searchsorted(self._sizes * rows, self._course.trusted, side="right")), 2)]
+        added = np.bincount(rank, weights=worth, minlength=self.nodes)
+        expected = np.concatenate([[0.0], np.cumsum(added)])[sizes]
+        best = self._best(sizes * rows, expected, asked)
+        if self._kind == "probe":
+            best = max(best, min(1, len(sizes) - 1))  # only what is verified teaches anything
+        chosen: BoolArray = rank < sizes[best]
+        return chosen
+
+    def _num_verified(self, drafts: DraftBatch, mask: BoolArray) -> int:
+        return max(self._rows, len(drafts)) * self.width_of(int(largest_part(mask, drafts.starts)))
+
+
+@compiled
+def _rank(worth: FloatArray, starts: IndexArray, rank: IndexArray) -> None:
+    """How many nodes of the same request come before each: those that are worth more, or as much and stand before it."""
+    for r in range(len(starts) - 1):
+        for node in range(starts[r], starts[r + 1]):
+            before = 0
+            for other in range(starts[r], starts[r + 1]):
+                before += worth[other] > worth[node] or (worth[other] == worth[node] and other < node)
+            rank[node] = before
