@@ -24,6 +24,8 @@ from rhymerl.backends.sglang.server import require_sglang, start_server
 from rhymerl.backends.sglang.session_settings import SessionSettings
 from rhymerl.drafters.base import Drafter
 from rhymerl.errors import BackendError
+from rhymerl.models.outline import model_shape
+from rhymerl.models.policy import DTYPES
 
 if TYPE_CHECKING:
     from rhymerl.models.policy import Policy
@@ -96,7 +98,12 @@ class OwnEngine:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.policy.model.device)
         if self.split is None:
-            engine = memory.engine_shape(settings, self.policy.model, dtype=self.dtype)
+            engine = memory.engine_shape(
+                model_shape(self.policy.model, settings.longest_tokens or settings.update.longest_tokens),
+                itemsize=DTYPES[self.dtype].itemsize,
+                gpus=settings.tensor_parallel,
+                rows=settings.max_running * settings.n,
+            )
             self.split = memory.split(
                 settings.update, engine, free_bytes=free, total_bytes=total, release_memory=settings.release_memory
             )
