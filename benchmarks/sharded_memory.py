@@ -2,7 +2,8 @@
 
 A wide Llama of random weights takes two optimizer steps (GRPO) on a few samples, by ranks on gloo. `state_mb` is what a rank holds for good:
 its part of the weights, of the gradient and of both moments. `peak_mb` is the most that is allocated in the second step, which has the gathered layers, their
-gradients and the activations besides. The largest rank counts. The first row is one process without sharding. A figure is exact, so there are no repeats.
+gradients and the activations besides. The largest rank counts. `said_state_mb` and `said_peak_mb` are what `rhymerl plan` says of these, the latter without its reserve.
+The first row is one process without sharding. A figure is exact, so there are no repeats.
 
     python benchmarks/sharded_memory.py
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -28,14 +30,18 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from update_memory import MB, make_samples
 
 from rhymerl.algos import GRPO
+from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.distributed import Alone
 from rhymerl.distributed.group import Group
+from rhymerl.drafters import NoDrafter
 from rhymerl.models.sharding import shard
 from rhymerl.testing import tiny_policy
+from rhymerl.training.memory import Layout, make_setup, rank_memory
 from rhymerl.training.settings import UpdateSettings
 from rhymerl.training.updater import Updater
 
 SECOND = "the second step"
+NUM_SAMPLES, PROMPT_TOKENS = 8, 8
 
 
 def held_bytes(tensors: Sequence[torch.Tensor]) -> int:
@@ -43,8 +49,7 @@ def held_bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(each.nbytes for each in parts)
 
 
-def update_twice(arguments: Any, ranks: Any, *, is_sharded: bool) -> int:
-    """Return the bytes of weights, gradients and moments that this rank holds."""
+def model_of(arguments: Any) -> Any:
     policy = tiny_policy(
         "llama",
         dtype="float32",
@@ -54,10 +59,45 @@ def update_twice(arguments: Any, ranks: Any, *, is_sharded: bool) -> int:
         peaked=1.0,
         vocab_size=arguments.vocabulary,
     )
-    model: Any = policy.model.train()
+    return policy.model.train()
+
+
+def settings_of() -> UpdateSettings:
+    return UpdateSettings(chunk_tokens=64, micro_batch_tokens=256, learning_rate=1e-3)
+
+
+def said(arguments: Any, layout: Layout) -> dict[str, float]:
+    """What is computed of a rank's memory, in MB."""
+    settings, longest = settings_of(), arguments.length + PROMPT_TOKENS
+    setup = make_setup(
+        model_of(arguments),
+        None,
+        reference=None,
+        layout=layout,
+        precision="32-true",
+        algo=GRPO(),
+        update=settings,
+        longest=longest,
+        step_tokens=NUM_SAMPLES // layout.num_ranks * longest,
+        chunk_tokens=settings.chunk_tokens or 0,
+        backend=EmbeddedBackend(),
+        drafter=NoDrafter(),
+        budget=None,
+    )
+    found = rank_memory(setup)
+    state = found.weights + found.gradients + found.moments
+    return {
+        "said_state_mb": state / MB,
+        "said_peak_mb": (state + found.activations + found.head_chunks + found.gathered) / MB,
+    }
+
+
+def update_twice(arguments: Any, ranks: Any, *, is_sharded: bool) -> int:
+    """Return the bytes of weights, gradients and moments that this rank holds."""
+    model = model_of(arguments)
     if is_sharded:
         shard(model, init_device_mesh("cpu", (ranks.size,)))
-    settings = UpdateSettings(chunk_tokens=64, micro_batch_tokens=256, learning_rate=1e-3)
+    settings = settings_of()
     optimizer = settings.optimizer(list(model.parameters()))
     updater = Updater(
         model,
@@ -69,7 +109,7 @@ def update_twice(arguments: Any, ranks: Any, *, is_sharded: bool) -> int:
         autocast=nullcontext,
         ranks=ranks,
     )
-    samples = make_samples(8, arguments.length)
+    samples = make_samples(NUM_SAMPLES, arguments.length)
     schedule = settings.schedule(optimizer, 2)
     updater.run(samples, 0, optimizer=optimizer, schedule=schedule)
     with record_function(SECOND):
@@ -107,6 +147,28 @@ def on_ranks(size: int, arguments: Any) -> dict[str, float]:
     return {name: max(each[name] for each in found) for name in found[0]}
 
 
+def layout_of(sharding: str, size: int) -> Layout:
+    return Layout(num_ranks=size, is_sharded=sharding == "fsdp2")
+
+
+def draw(rows: Sequence[record.Row], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5, 3.2))
+    axes = figure.subplots()
+    ranks = [row["ranks"] for row in rows]
+    axes.plot(ranks, [row["peak_mb"] for row in rows], "o-", label="peak of a step")
+    axes.plot(ranks, [row["state_mb"] for row in rows], "o-", label="weights, gradients, moments")
+    first = rows[0]["state_mb"] * ranks[0]
+    axes.plot(ranks, [first / size for size in ranks], "k:", label="1 / R")
+    axes.plot(ranks, [row["said_peak_mb"] for row in rows], "--", color="C0", label="peak by rhymerl plan")
+    axes.set(xlabel="ranks", ylabel="MB of a rank", ylim=(0, None), xticks=ranks)
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+
+
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     parser = record.options(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
@@ -125,12 +187,16 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
             "sharding": sharding,
             "ranks": size,
             **{name: round(value, 1) for name, value in each.items()},
+            **{name: round(value, 1) for name, value in said(arguments, layout_of(sharding, size)).items()},
             "state / none": round(each["state_mb"] / whole["state_mb"], 3),
             "peak / none": round(each["peak_mb"] / whole["peak_mb"], 3),
         }
         for sharding, size, each in found
     ]
-    return record.finish("sharded_memory", __doc__, arguments, rows=rows, start=start)
+    result = record.finish("sharded_memory", __doc__, arguments, rows=rows, start=start)
+    if arguments.out is not None:
+        draw(rows[1:], arguments.out / f"sharded_memory_{arguments.hardware}_{time.strftime('%Y%m')}.png")
+    return result
 
 
 if __name__ == "__main__":

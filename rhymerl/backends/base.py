@@ -17,7 +17,7 @@ from rhymerl.types import Completion, RolloutRequest, Sample
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rhymerl.models.memory import UpdateShape
+    from rhymerl.models.memory import EngineShape, ModelShape, UpdateShape
     from rhymerl.models.policy import Policy
 
 
@@ -27,6 +27,7 @@ class Backend(ABC):
     The constructor takes settings only; `start` hands over what the run has.
     """
 
+    release_memory = False  # whether its engine gives weights, keys and values back for an update
     draws_exactly = (
         False  # whether its log-probs are the update's own but for rounding: the same weights, the same precision
     )
@@ -40,6 +41,10 @@ class Backend(ABC):
 
     def share(self, update: UpdateShape | None) -> None:
         """Leave an update of this shape its memory on the device; called before `start`. None: nothing is trained."""
+
+    def memory(self, model: ModelShape, drafter: Drafter, budget: Budget | None) -> EngineShape | None:
+        """Return what an engine of a GPU takes there, with weights of its own where it `owns_policy`; None where that is not known."""
+        return None
 
     @abstractmethod
     def start(

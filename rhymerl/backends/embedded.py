@@ -16,6 +16,7 @@ from rhymerl.engine.support import prove, refuse_impossible, refuse_unsupported
 from rhymerl.engine.totals import EngineTotals
 from rhymerl.errors import BackendError, ConfigError, require_at_least
 from rhymerl.history import NO_VERSION, HistoryStore
+from rhymerl.models.memory import EngineShape, ModelShape
 from rhymerl.models.policy import num_embeddings
 from rhymerl.types import Completion, Ratio, RolloutRequest, Sample
 
@@ -75,6 +76,14 @@ class EmbeddedBackend(RolloutBackend):
         if self._engine is not None:
             refuse_unsupported(self._engine.model, longest_tokens)
         self._longest_tokens = longest_tokens
+
+    def memory(self, model: ModelShape, drafter: Drafter, budget: Budget | None) -> EngineShape:
+        return EngineShape(
+            weights=model.parameters * model.itemsize if self.owns_policy else 0,
+            kv_of_token=2 * model.layers * model.kv_heads * model.head_size * model.compute_itemsize,
+            dynamic=0,
+            longest_tokens=self.kv_tokens,
+        )
 
     def start(
         self,

@@ -78,6 +78,10 @@ class ConfiguredCommand(Subcommand):
         if arguments.print_config:
             print(to_yaml(config), end="")
             return resolved(config)
+        return self.run_with(config, arguments, interrupt)
+
+    def run_with(self, config: DictConfig, arguments: Namespace, interrupt: Interrupt) -> Result | None:
+        """Do it with checked settings and with the options of this command."""
         return self.run_config(config, interrupt)
 
     def kind(self, arguments: Namespace) -> str:

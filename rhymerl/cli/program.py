@@ -16,6 +16,7 @@ from rhymerl.cli.doctor import DoctorCommand
 from rhymerl.cli.hints import did_you_mean_command, did_you_mean_config, did_you_mean_option
 from rhymerl.cli.interrupt import Interrupt
 from rhymerl.cli.models import ExportCommand, SGLangArgsCommand, WarmstartCommand
+from rhymerl.cli.plans import PlanCommand
 from rhymerl.cli.quiet import quiet
 from rhymerl.cli.replays import ReplayCommand, SimulateCommand
 from rhymerl.cli.reports import ReportCommand
@@ -31,6 +32,7 @@ COMMANDS: tuple[Subcommand, ...] = (
     ResumeCommand(),
     ForkCommand(),
     EvaluateCommand(),
+    PlanCommand(),
     RolloutCommand(),
     ReplayCommand(),
     SimulateCommand(),

@@ -23,13 +23,23 @@ class FitCommand(ConfiguredCommand):
     name = "fit"
     is_told_early = True
 
-    def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result | None:
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        super().add_arguments(parser)
+        parser.add_argument(
+            "--dry-run", action="store_true", help="make all checks, print what a rank's memory would hold, and stop"
+        )
+
+    def run_with(self, config: DictConfig, arguments: Namespace, interrupt: Interrupt) -> Result | None:
+        return self.run_config(config, interrupt, is_dry=arguments.dry_run)
+
+    def run_config(self, config: DictConfig, interrupt: Interrupt, *, is_dry: bool = False) -> Result | None:
         progress = self.progress()
         with progress.during("loading torch and Lightning"):
             from rhymerl.callbacks import StopOnRequest
             from rhymerl.runs.fit import fit
 
-        return _said_once(fit(config, callbacks=[StopOnRequest(interrupt)], progress=progress))
+        callbacks = [StopOnRequest(interrupt)]
+        return _said_once(fit(config, callbacks=callbacks, progress=progress, is_dry=is_dry))
 
 
 class RunCommand(ConfiguredCommand):

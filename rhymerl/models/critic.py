@@ -54,13 +54,27 @@ class CriticSettings:
         body = copy.deepcopy(policy.model.get_decoder()) if self.path is None else self._load(self.path, policy)
         return Critic(self, body, body=body.train(), seed=seed)
 
+    def outline(self, model: PreTrainedModel) -> Critic:
+        """Return the critic of a policy's model that has no content, as little of it as of that: see `PolicySource.outline`."""
+        if self.shared:
+            return Critic(self, model.get_decoder(), body=None, seed=0)
+        if self.path is None:
+            body = copy.deepcopy(model.get_decoder())
+        else:
+            body = _source(self.path, model).outline(setting="critic").get_decoder()
+        return Critic(self, body, body=body, seed=0)
+
     def _load(self, path: str, policy: Policy) -> PreTrainedModel:
-        names = {dtype: name for name, dtype in DTYPES.items()}
-        loaded = PolicySource(path, dtype=names[policy.model.dtype]).load(setting="critic")  # type: ignore[arg-type]
+        loaded = _source(path, policy.model).load(setting="critic")
         if not policy.tokenizer.get_vocab().items() <= loaded.tokenizer.get_vocab().items():
             raise ConfigError(f"critic.path={path!r}: its tokens are not the policy's; it needs the same tokenizer")
         body: PreTrainedModel = loaded.model.get_decoder()
         return body
+
+
+def _source(path: str, model: PreTrainedModel) -> PolicySource:
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    return PolicySource(path, dtype=names[model.dtype])  # type: ignore[arg-type]
 
 
 class Critic(nn.Module):

@@ -13,7 +13,15 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.import_utils import is_accelerate_available, is_gguf_available
 
 from rhymerl.errors import ConfigError
@@ -68,6 +76,14 @@ def read_header(path: Path, where: str) -> GGUFHeader:
     if not header.metadata.get("tokenizer.ggml.tokens"):
         raise ConfigError(f"{where}: it has no tokenizer (tokenizer.ggml.tokens); it needs that of the model")
     return header
+
+
+def load_config(path: Path, where: str) -> PretrainedConfig:
+    """Read the model's config; no weights are read. Raises ConfigError as `read_header` does."""
+    read_header(path, where)
+    with _alone(path) as place:
+        config: PretrainedConfig = AutoConfig.from_pretrained(**place)
+    return config
 
 
 def load_model(path: Path, dtype: torch.dtype, *, header: GGUFHeader, where: str) -> PreTrainedModel:

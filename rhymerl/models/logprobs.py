@@ -165,11 +165,12 @@ def default_chunk_tokens(head: nn.Module) -> int:
     """Return how many tokens' logits are held at a time where nobody says it."""
     weight = head.weight
     assert isinstance(weight, Tensor)
-    return max(1, _logit_bytes(weight.device) // (4 * len(weight)))
+    is_on_gpu = weight.device.type == "cuda"
+    memory = torch.cuda.get_device_properties(weight.device).total_memory if is_on_gpu else None
+    return usual_chunk_tokens(len(weight), gpu_bytes=memory)
 
 
-def _logit_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _LOGIT_BYTES
-    memory = torch.cuda.get_device_properties(device).total_memory
-    return min(_LOGIT_BYTES_OF_GPU, int(_LOGIT_SHARE_OF_GPU * memory))
+def usual_chunk_tokens(vocabulary: int, *, gpu_bytes: int | None) -> int:
+    """Return that number for a GPU of so much memory, or None on a CPU."""
+    most = _LOGIT_BYTES if gpu_bytes is None else min(_LOGIT_BYTES_OF_GPU, int(_LOGIT_SHARE_OF_GPU * gpu_bytes))
+    return max(1, most // (4 * vocabulary))

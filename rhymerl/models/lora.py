@@ -106,8 +106,8 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def is_changed(model: nn.Module) -> bool:
-    """Return whether its adapters, if it has any, do anything yet."""
-    return any(bool(p.any()) for name, p in model.named_parameters() if ".lora_B." in name)
+    """Return whether its adapters, if it has any, do anything yet; those without content do not."""
+    return any(bool(p.any()) for name, p in model.named_parameters() if ".lora_B." in name and not p.is_meta)
 
 
 def check_adapters(model: nn.Module) -> None:
@@ -187,7 +187,7 @@ def put_back(model: PreTrainedModel, folder: Path) -> None:
 @contextmanager
 def in_full_precision(model: nn.Module) -> Iterator[None]:
     """Keep the adapters in float32 or better when the model within is cast: small steps would be lost to rounding."""
-    before = [(parameter, _in_full(parameter.data)) for parameter in _own_parameters(model)]
+    before = [(parameter, _in_full(parameter.data)) for parameter in adapter_parameters(model)]
     yield
     for parameter, data in before:
         if parameter.dtype.itemsize < 4:
@@ -197,7 +197,7 @@ def in_full_precision(model: nn.Module) -> Iterator[None]:
 def _inject(config: Any, model: PreTrainedModel) -> None:
     _peft().inject_adapter_in_model(config, model, adapter_name=_NAME)
     config.target_modules = sorted(config.target_modules)  # a set, which would be saved in any order
-    for parameter in _own_parameters(model):
+    for parameter in adapter_parameters(model):
         parameter.data = _in_full(parameter.data)
 
 
@@ -221,8 +221,8 @@ def _adapted(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, peft.BaseTunerLayer)}
 
 
-def _own_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of the model's adapters."""
+def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of the model's adapters, none where it has none."""
     parts = [getattr(layer, part) for layer in _adapted(model).values() for part in layer.adapter_layer_names]
     return [parameter for part in parts for parameter in part.parameters()]
 

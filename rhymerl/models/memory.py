@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import combinations
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
 
 GIB = 2**30
+CONTEXT_BYTES = GIB  # of a process on a GPU, before it has any tensor: CUDA's context and the libraries
 _RESERVE_BYTES = 2 * GIB  # weights on their way to an engine, workspaces of kernels, batches
+_STEP_TOKENS = 1024  # between numbers of micro_batch_tokens that are tried
+_LORA_RANK = 16  # the default of adapter=lora
 _RESERVE_SHARE = 0.1  # of the activations: fragments of the allocator, and what the estimate misses
 
 
@@ -31,6 +39,10 @@ class UpdateShape:
     longest_tokens: int  # a sample always fits, however few tokens a micro-batch may have
     chunk_tokens: int  # of logits
     activation_checkpointing: bool = False
+    states: int = 2  # tensors of the size of what is trained that the optimizer keeps; AdamW's are two
+    gathered_bytes: int = (
+        0  # of weights and gradients that sharded ranks have whole for a moment; heads' gradients are among them
+    )
 
     @property
     def tokens(self) -> int:
@@ -52,6 +64,7 @@ class UpdateMemory:
     activations: int
     logits: int
     reserve: int
+    gathered: int = 0
 
     @property
     def total(self) -> int:
@@ -64,24 +77,26 @@ class UpdateMemory:
         return self.moments + self.reserve
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{each.name} {getattr(self, each.name) / GIB:.1f}" for each in fields(self))
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in found.items() if size or name != "gathered")
         return f"{self.total / GIB:.1f} ({parts})"
 
 
 def update_memory(shape: UpdateShape) -> UpdateMemory:
     """Return what a step takes at its peak, which is the backward of the largest micro-batch.
 
-    Gradients and AdamW's two moments have the dtype of what is trained, and a fused step has no temporaries. A reference model is no part
+    Gradients and the optimizer's moments have the dtype of what is trained, and a fused step has no temporaries. A reference model is no part
     of it: it is there before an engine is, and its passes keep nothing for a backward. Neither are the sums over ranks, which
     come when activations have gone.
     """
     activations = _activations(shape)
     return UpdateMemory(
         gradients=shape.trained_bytes,
-        moments=2 * shape.trained_bytes,
+        moments=shape.states * shape.trained_bytes,
         activations=activations,
         logits=_logits(shape),
         reserve=_RESERVE_BYTES + int(_RESERVE_SHARE * activations),
+        gathered=shape.gathered_bytes,
     )
 
 
@@ -124,5 +139,98 @@ def _activations(shape: UpdateShape) -> int:
 def _logits(shape: UpdateShape) -> int:
     """Return four chunks of logits in float32 or better, and, where it is trained, the gradients of head and embedding before they are added up."""
     chunk = min(shape.chunk_tokens, shape.tokens) * shape.vocabulary * max(4, shape.itemsize)
-    ends = 0 if shape.has_adapters else 2 * shape.vocabulary * shape.hidden * shape.weight_itemsize
+    is_counted = shape.has_adapters or shape.gathered_bytes > 0
+    ends = 0 if is_counted else 2 * shape.vocabulary * shape.hidden * shape.weight_itemsize
     return 4 * chunk + ends
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The sizes of a policy that decide what an engine needs."""
+
+    parameters: int  # of the policy without adapters
+    layers: int
+    hidden: int
+    intermediate: int
+    vocabulary: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    itemsize: int  # of its weights
+    compute_itemsize: int  # of what layers compute
+    longest_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineShape:
+    """What an engine takes of each of its GPUs, in bytes."""
+
+    weights: int  # 0 for one that computes with the trainer's own
+    kv_of_token: int
+    dynamic: int  # graphs and activations
+    longest_tokens: int  # whose keys and values there is room for at least
+    context: int = 0  # CUDA's, of an engine in a process of its own, before it loads anything
+
+    @property
+    def least(self) -> int:
+        """The static memory without which the longest sequence has no room."""
+        return self.weights + self.longest_tokens * self.kv_of_token
+
+
+def shared_bytes(update: UpdateMemory, engine: EngineShape, *, in_turn: bool) -> int:
+    """Return what an update and an engine take of one device, beside the trainer's weights.
+
+    If the engine gives weights, keys and values back for an update (`in_turn`), only what an update leaves behind stands beside them.
+    """
+    always = engine.context + engine.dynamic
+    if in_turn:
+        return always + max(engine.least + update.lasting, update.total)
+    return always + engine.least + update.total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative(Generic[T]):
+    """A setting that takes less memory: what becomes of a case, and the words of the command line for it."""
+
+    apply: Callable[[T], tuple[str, T]]
+    is_number: bool = False  # chosen so that nothing is missing, if it can be
+
+
+def fewest_changes(
+    case: T, changes: Sequence[Alternative[T]], missing: Callable[[T], int]
+) -> tuple[list[str], T] | None:
+    """Return the fewest changes with which nothing is missing, and what the case becomes; of equally many the first ones.
+
+    Numbers are chosen last. None where not even all changes are enough.
+    """
+    for count in range(len(changes) + 1):
+        for chosen in combinations(changes, count):
+            words, found = [], case
+            for change in sorted(chosen, key=lambda each: each.is_number):
+                word, found = change.apply(found)
+                words.append(word)
+            if missing(found) <= 0:
+                return words, found
+    return None
+
+
+def with_fewer_tokens(update: UpdateShape, missing: Callable[[UpdateShape], int]) -> UpdateShape:
+    """Return the shape with the most tokens of a backward with which nothing is missing, or else with the fewest that there may be."""
+    fewer = range(update.tokens - _STEP_TOKENS, max(update.longest_tokens, _STEP_TOKENS) - 1, -_STEP_TOKENS)
+    found = update
+    for tokens in fewer:
+        found = replace(update, micro_batch_tokens=tokens)
+        if missing(found) <= 0:
+            break
+    return found
+
+
+def lora_parameters(update: UpdateShape) -> int:
+    """Return the parameters of adapters on all linear layers of the decoder."""
+    h, a, i = update.hidden, update.attention, update.intermediate
+    return _LORA_RANK * update.layers * (4 * (h + a) + 3 * (h + i))
+
+
+def with_lora(update: UpdateShape) -> UpdateShape:
+    """Return the shape with adapters in float32 instead of what is trained."""
+    return replace(update, trained_bytes=4 * lora_parameters(update), has_adapters=True)

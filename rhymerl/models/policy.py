@@ -231,11 +231,44 @@ class PolicySource:
             self.adapter.put_on(policy.model, seed=self.seed)
         return policy
 
+    def outline(self, *, setting: str = "model") -> PreTrainedModel:
+        """Return the model without content, on the meta device: only its config is read. Raises ConfigError as `load` does."""
+        if self.init is not None:
+            config = self._built_config(self.init, character_tokenizer(self.characters), setting)
+        else:
+            config = self._config(str(self.path), f"{setting}.path={self.path!r}", setting)
+        with _naming(f"{setting}: cannot be made as a causal language model"), torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=DTYPES[self.dtype])
+        if self.adapter is not None:
+            self.adapter.put_on(model, seed=self.seed)
+        return model
+
+    def _config(self, path: str, where: str, setting: str) -> PretrainedConfig:
+        folder = Path(path).expanduser()
+        with _naming(f"{where}: its config cannot be read"):
+            if gguf.is_gguf(path) and not folder.is_dir():
+                return gguf.load_config(folder, where)
+            name, is_here = self._place(path, where, setting)
+            config: PretrainedConfig = AutoConfig.from_pretrained(name, local_files_only=is_here)
+            return config
+
     def _read(self, path: str, setting: str) -> Policy:
         where = f"{setting}.path={path!r}"
         folder = Path(path).expanduser()
         if gguf.is_gguf(path) and not folder.is_dir():
             return self._read_gguf(folder, where)
+        name, is_here = self._place(path, where, setting)
+        with _naming(f"{where}: cannot be loaded as a causal language model"):
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[self.dtype], local_files_only=is_here)
+        with _naming(f"{where}: cannot be loaded: its tokenizer"):
+            tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=is_here)
+        _check_tokenizer(tokenizer, model, where)
+        return Policy(model=model, tokenizer=tokenizer)
+
+    @staticmethod
+    def _place(path: str, where: str, setting: str) -> tuple[str, bool]:
+        """Return what transformers calls the directory or the hub's model, and whether only what is on the disk may be read."""
+        folder = Path(path).expanduser()
         if folder.exists() and not (folder / "config.json").is_file():
             files = ", ".join(sorted(each.name for each in folder.glob("*") if gguf.is_gguf(each.name)))
             hint = f"; name a file of it: {files}" if files else ""
@@ -244,13 +277,7 @@ class PolicySource:
         if not folder.exists() and looks_local:
             raise ConfigError(f"{where}: no such directory")
         name = str(folder) if folder.exists() else path
-        is_here = not folder.exists() and not look_up(path, f"{setting}.path", kind="model")
-        with _naming(f"{where}: cannot be loaded as a causal language model"):
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[self.dtype], local_files_only=is_here)
-        with _naming(f"{where}: cannot be loaded: its tokenizer"):
-            tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=is_here)
-        _check_tokenizer(tokenizer, model, where)
-        return Policy(model=model, tokenizer=tokenizer)
+        return name, not folder.exists() and not look_up(path, f"{setting}.path", kind="model")
 
     def _read_gguf(self, path: Path, where: str) -> Policy:
         header = gguf.read_header(path, where)
@@ -263,15 +290,20 @@ class PolicySource:
 
     def _build(self, init: Mapping[str, Any], setting: str) -> Policy:
         tokenizer = character_tokenizer(self.characters)
-        special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-        try:
-            config = AutoConfig.for_model(**{"vocab_size": len(tokenizer), **special, **init})
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{setting}.init={dict(init)!r}: {str(error).splitlines()[0]}") from error
+        config = self._built_config(init, tokenizer, setting)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[self.dtype])
         return Policy(model=model, tokenizer=tokenizer)
+
+    @staticmethod
+    def _built_config(init: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast, setting: str) -> PretrainedConfig:
+        special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+        try:
+            config: PretrainedConfig = AutoConfig.for_model(**{"vocab_size": len(tokenizer), **special, **init})
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{setting}.init={dict(init)!r}: {str(error).splitlines()[0]}") from error
+        return config
 
 
 @contextmanager

@@ -28,9 +28,13 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torch.dtyp
     On a mesh of two dimensions only the second one shards. Weights are gathered in `compute_dtype` (None: in their own), and gradients
     of 16 bits are summed in float32. Raises ConfigError for a model whose layers are not known.
     """
+    if not _layers(model):
+        raise ConfigError(
+            f"trainer.strategy=fsdp2: the layers of {type(model).__name__} are not known (_no_split_modules); expected ddp"
+        )
     dtype = compute_dtype or model.dtype
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32 if dtype.itemsize < 4 else None)
-    for group in _groups(model):
+    for group in gathered_together(model):
         fully_shard(group, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         assert isinstance(group, FSDPModule)
         group.set_gradient_divide_factor(1.0)  # the update has divided its loss already
@@ -39,15 +43,9 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torch.dtyp
         register_fsdp_forward_method(group, _METHOD)
 
 
-def _groups(model: PreTrainedModel) -> Iterator[nn.Module]:
+def gathered_together(model: PreTrainedModel) -> Iterator[nn.Module]:
     """Yield the modules whose weights are gathered together, inner ones first: layers, embeddings, and what is left."""
-    names = set(model._no_split_modules or ())
-    layers = [module for module in model.modules() if type(module).__name__ in names]
-    if not layers:
-        raise ConfigError(
-            f"trainer.strategy=fsdp2: the layers of {type(model).__name__} are not known (_no_split_modules); expected ddp"
-        )
-    yield from layers
+    yield from _layers(model)
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = head is not None and head.weight is embeddings.weight
     if not is_tied:  # else they are one tensor, in the group of the model itself
@@ -55,6 +53,11 @@ def _groups(model: PreTrainedModel) -> Iterator[nn.Module]:
         if type(head) is nn.Linear:
             yield head
     yield model
+
+
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def _apply(function: Callable[..., T], *arguments: Any) -> T:

@@ -40,9 +40,11 @@ from rhymerl.report.trace import PASSES, TRACE, write_trace
 from rhymerl.runs.banner import banner, how_to_go_on, noting_how_to_go_on
 from rhymerl.runs.earlier import save_history, start_with
 from rhymerl.runs.forecast import ForecastLine
+from rhymerl.runs.plan import describe_dry_run
 from rhymerl.runs.resume import ResumePoint, check_same_run, check_weights, resume_point
 from rhymerl.runs.summary import Summary, summary_table
 from rhymerl.training.checkpoint import policy_weights
+from rhymerl.training.fitting import check_memory, too_small
 from rhymerl.training.module import RhymeModule
 from rhymerl.training.trainer import check_backend, check_precision, check_trainer, make_trainer, with_environment
 
@@ -68,10 +70,17 @@ _LEFT = (
 _DEFAULTS = {"check_val_every_n_epoch": 1}  # the Trainer's own, where it is not None
 
 
-def fit(config: DictConfig, *, callbacks: Sequence[L.Callback] = (), progress: ProgressBar = SILENT) -> Result:
+def fit(
+    config: DictConfig,
+    *,
+    callbacks: Sequence[L.Callback] = (),
+    progress: ProgressBar = SILENT,
+    is_dry: bool = False,
+) -> dict[str, Any]:
     """Train, evaluating before and after; rank 0 leaves config, checkpoints, logs and summary.json in the run directory.
 
     A run that a callback stops early (`should_stop`) is saved but not evaluated; of one that has been finished nothing is left to do.
+    A dry run ends after all checks with an estimate (see `rhymerl.runs.plan.describe`), which it prints and returns; it writes nothing.
     `progress` is that of evaluations. Raises ConfigError and DataError for bad input before anything
     is computed, made or overwritten; what else ends it carries a note how to go on.
     """
@@ -79,7 +88,7 @@ def fit(config: DictConfig, *, callbacks: Sequence[L.Callback] = (), progress: P
     # Nobody else writes, and a default run_dir has the time in its name.
     folder = RunFolder(run_dir) if is_first_rank() else None
     with folder or nullcontext(), noting_how_to_go_on(run_dir), _full_disk(run_dir):
-        return _fit(config, run_dir, folder, callbacks, progress)
+        return _fit(config, run_dir, folder, callbacks, progress, is_dry=is_dry)
 
 
 def _fit(
@@ -88,7 +97,9 @@ def _fit(
     folder: RunFolder | None,
     callbacks: Sequence[L.Callback],
     progress: ProgressBar,
-) -> Result:
+    *,
+    is_dry: bool,
+) -> dict[str, Any]:
     point = resume_point(config)
     if folder is not None and (point is None or not point.is_own):
         folder.refuse_second_run(may_start_over=config.ckpt_path == "auto")
@@ -98,6 +109,7 @@ def _fit(
     check_backend(trainer, module.backend)
     datamodule.prepare_for(module)
     module.check(datamodule)
+    setup, device_bytes = check_memory(module, trainer, datamodule)
     evaluates = datamodule.has_validation and trainer.limit_val_batches != 0
     if (monitor := config.checkpoint.get("monitor")) is not None and not evaluates:
         raise ConfigError(
@@ -110,9 +122,13 @@ def _fit(
             return done
         _say_where(point, changed)
     _take_up_history(config, module, datamodule, is_resumed=point is not None)
+    if is_dry:
+        return describe_dry_run(setup, device_bytes)
     if folder is not None:
         folder.open(starts_over=point is None and config.ckpt_path == "auto")
     _note(banner(module, datamodule, trainer, run_dir))
+    if (words := too_small(setup, device_bytes)) is not None:
+        _note(words)
     module.progress = progress
     with module.one_engine():
         if point is None and evaluates:

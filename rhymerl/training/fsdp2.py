@@ -34,12 +34,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     def check(self) -> None:
         """Raise ConfigError where the ranks cannot be divided; called before the others are there."""
-        size = self.num_nodes * self.num_processes
-        if size % self.num_replicas:
-            raise ConfigError(
-                f"trainer.strategy.num_replicas={self.num_replicas}: so many groups of one size cannot be made of all ranks; expected a "
-                f"divisor of their number, {size}"
-            )
+        check_replicas(self.num_replicas, self.num_nodes * self.num_processes)
 
     # -- processes -------------------------------------------------------------------------------------------------
 
@@ -138,6 +133,15 @@ class FSDP2Strategy(ModelParallelStrategy):
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             shards.remove_others(Path(filepath))
+
+
+def check_replicas(num_replicas: int, num_ranks: int) -> None:
+    """Raise ConfigError where so many groups cannot be made of the ranks."""
+    if num_ranks % num_replicas:
+        raise ConfigError(
+            f"trainer.strategy.num_replicas={num_replicas}: so many groups of one size cannot be made of all ranks; expected a "
+            f"divisor of their number, {num_ranks}"
+        )
 
 
 StrategyRegistry.register(NAME, FSDP2Strategy, description="weights, gradients and moments are spread over the ranks")

@@ -44,7 +44,7 @@ from rhymerl.training.checks import check_algorithm, check_answers_fit, check_wo
 from rhymerl.training.evaluation import EvaluationSettings, step_name
 from rhymerl.training.hyperparameters import arguments_of, refuse_lost
 from rhymerl.training.loggers import log_step
-from rhymerl.training.memory import update_shape
+from rhymerl.training.memory import shape_of
 from rhymerl.training.settings import Rates, UpdateSettings
 from rhymerl.training.state import Aside, check_base, load_budget, load_state, state_of
 from rhymerl.training.teardown import AFTER_EXCEPTION, TeardownOnException
@@ -199,7 +199,7 @@ class RhymeModule(L.LightningModule):
             nn.Module.to(self.reference, device=self.device, dtype=self.model.dtype)
         if self._ranks is None:
             self._ranks = Group(RECORDS) if size > 1 else Alone()
-        self.backend.share(update_shape(self) if self._shares_engine or self.trainer.training else None)
+        self.backend.share(shape_of(self, self.trainer) if self._shares_engine or self.trainer.training else None)
         self.backend.start(self.policy, self._rollout_drafter, budget=self.budget, autocast=autocast)
         self._scorer = RewardScorer(self._rewards, num_processes=self.reward_workers)
         self._loop = RolloutLoop(

@@ -132,6 +132,17 @@ class UpdateSettings:
         first, second = self.betas
         return torch.optim.AdamW(groups, lr=self.learning_rate, betas=(first, second), fused=True)
 
+    @property
+    def states(self) -> int:
+        """The number of tensors of a parameter's size that the optimizer keeps for it; found by a step of it on a small one."""
+        parameter = nn.Parameter(torch.zeros(2, 2))
+        parameter.grad = torch.zeros(2, 2)
+        optimizer = self.optimizer([parameter])
+        optimizer.step()
+        return sum(
+            torch.is_tensor(each) and each.shape == parameter.shape for each in optimizer.state[parameter].values()
+        )
+
     def _groups(self, parameters: Iterable[nn.Parameter], learning_rate: float) -> list[dict[str, Any]]:
         """Return the parameter groups: biases and norms (one-dimensional parameters) do not decay."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]

@@ -117,7 +117,13 @@ def check_trainer(trainer: Any) -> None:
 
 def check_backend(trainer: Any, backend: Backend) -> None:
     """Raise ConfigError for an engine in each rank where ranks hold parts of the policy."""
-    if isinstance(trainer.strategy, FSDP2Strategy) and not isinstance(backend, HostedBackend):
+    if isinstance(trainer.strategy, FSDP2Strategy):
+        refuse_engine_in_rank(backend)
+
+
+def refuse_engine_in_rank(backend: Backend) -> None:
+    """Raise ConfigError for a backend that needs the whole policy in each rank."""
+    if not isinstance(backend, HostedBackend):
         raise ConfigError(
             f"trainer.strategy=fsdp2 with {type(backend).__name__}: its engine needs the whole policy in each rank, which has a part of it "
             "only; expected workers with weights of their own, backend=ray (with backend.engine=embedded or sglang) or backend=sglang with "

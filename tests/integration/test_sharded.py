@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
+from rhymerl.callbacks import AtomicCheckpointIO
 from rhymerl.errors import ConfigError
 from rhymerl.runs.export import export
+from rhymerl.training import shards
 from rhymerl.training.checkpoint import damage, newest_whole, read_checkpoint
 from tests.integration.ranked import run_ranks, said, start_ranks
 from tests.integration.sharded import KINDS, STEPS, furthest, keep, kept, train
@@ -147,3 +151,74 @@ def test_killed_at_any_instant_it_resumes_to_the_last_bit(tmp_path):
         assert not newest.damaged, number
         settings["ckpt_path"] = newest.path
     assert furthest(on_ranks(2, tmp_path, "resumed", "fsdp2", **settings), whole) == 0.0
+
+
+# -- killed while a checkpoint is written --------------------------------------------------------------------------------
+
+
+def kill_at(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this rank die at a place of the third checkpoint that it writes."""
+    owner, name, is_after = {
+        "among the parts": (HuggingFaceStorageWriter, "write_data", False),
+        "behind the parts": (shards, "checksums", False),
+        "in front of the file": (AtomicCheckpointIO, "save_checkpoint", False),
+        "behind the file": (AtomicCheckpointIO, "save_checkpoint", True),
+        "within what is removed": (shards, "remove_others", False),
+    }[place]
+    whole, calls = getattr(owner, name), iter(range(1000))
+
+    def dying(*arguments: Any, **named: Any) -> Any:
+        is_third = next(calls) == 2
+        if is_third and not is_after:
+            if place == "among the parts":
+                time.sleep(0.5)  # for the other rank's
+            os.kill(os.getpid(), signal.SIGKILL)
+        found = whole(*arguments, **named)
+        if is_third:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+    monkeypatch.setattr(owner, name, dying)
+
+
+def train_until_dying(rank: int, place: str, settings: dict[str, Any]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if int(os.environ["LOCAL_RANK"]) == rank:
+            kill_at(place, patch)
+        train("fsdp2", "ppo", size=2, **settings)
+
+
+PLACES = [
+    (1, "among the parts"),
+    (0, "among the parts"),
+    (1, "behind the parts"),
+    (0, "in front of the file"),
+    (0, "behind the file"),
+    (0, "within what is removed"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("rank", "place"), PLACES)
+def test_killed_while_a_checkpoint_is_written_it_goes_on_with_other_ranks(rank, place, tmp_path, alone):
+    saves = tmp_path / "saves"
+    output = tmp_path / "output"
+    processes = start_ranks(2, train_until_dying, rank, place, {"saves": saves}, output=output)
+    for process in processes:
+        process.join(200)
+    assert processes[rank].exitcode == -signal.SIGKILL, said(output, rank)
+    before = sorted(path.name for path in saves.iterdir())
+    newest = newest_whole(saves)
+    assert newest.path is not None, before
+    assert not newest.damaged, before
+    assert newest.path.resolve().name == "step=2.ckpt", (
+        "`last.ckpt` names it, until the next one is there with all its parts"
+    )
+    export(newest.path, tmp_path / "policy")
+    weights = on_ranks(3, tmp_path, "resumed", "fsdp2", saves=saves, ckpt_path=newest.path)
+    assert furthest(weights, alone["ppo"]) < 1e-9
+    left = sorted(path.name for path in saves.iterdir())
+    kept_steps = {name.partition(".")[0] for name in left} - {"last"}
+    assert kept_steps == {"step=4", "step=5"}, left
+    assert len([name for name in left if name.endswith(".shards")]) == 2, left

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,7 @@ from rhymerl.history import HistoryStore
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rhymerl.models.memory import EngineShape, ModelShape
     from rhymerl.models.policy import Policy
 
 _CONNECT_S = 5.0
@@ -234,6 +236,11 @@ class RayBackend(HostedBackend):
 
     def check_drafting(self, drafter: Drafter, budget: Budget | None) -> None:
         self.engine.check_drafting(drafter, budget)
+
+    def memory(self, model: ModelShape, drafter: Drafter, budget: Budget | None) -> EngineShape | None:
+        engine = copy(self.engine)
+        engine.owns_policy = True
+        return engine.memory(model, drafter, budget)
 
     def start(
         self,

@@ -14,8 +14,9 @@ from rhymerl.backends.remote.client import Client
 from rhymerl.backends.remote.fleet import Fleet
 from rhymerl.backends.remote.node import NodePosition
 from rhymerl.backends.remote.weight_file import SharedWeightFile
-from rhymerl.backends.sglang.arguments import check, check_for_ranks
-from rhymerl.backends.sglang.nodes import LARGEST, AllowedNodes, allowed_nodes, best_n
+from rhymerl.backends.sglang.arguments import check, check_for_ranks, engine_dtype
+from rhymerl.backends.sglang.memory import engine_shape
+from rhymerl.backends.sglang.nodes import LARGEST, AllowedNodes, allowed_nodes, best_n, num_sizes
 from rhymerl.backends.sglang.server import require_sglang
 from rhymerl.backends.sglang.session import Session
 from rhymerl.backends.sglang.session_settings import SessionSettings
@@ -26,12 +27,13 @@ from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
 from rhymerl.errors import BackendError, ConfigError, require_at_least
 from rhymerl.history import HistoryStore
+from rhymerl.models.policy import DTYPES
 from rhymerl.types import Completion, RolloutRequest, Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rhymerl.models.memory import UpdateShape
+    from rhymerl.models.memory import EngineShape, ModelShape, UpdateShape
     from rhymerl.models.policy import Policy
 
 _USUAL_NODES = 7  # without a cost curve
@@ -138,6 +140,17 @@ class SGLangBackend(ServedBackend):
     def share(self, update: UpdateShape | None) -> None:
         """An engine that the run starts is given what the update leaves of the GPU, unless `arguments` say mem_fraction_static."""
         self._update = update
+
+    def memory(self, model: ModelShape, drafter: Drafter, budget: Budget | None) -> EngineShape:
+        dtype = DTYPES[engine_dtype(self.dtype, "float32", on_cpu=False)]
+        n = self.num_tokens(drafter, budget)
+        return engine_shape(
+            model,
+            itemsize=dtype.itemsize,
+            gpus=self.tensor_parallel,
+            rows=self.max_running * n,
+            sizes=num_sizes(n, budget),
+        )
 
     def apart(self) -> Backend:
         """Servers that run already are workers, each by itself."""

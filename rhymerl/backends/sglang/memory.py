@@ -10,43 +10,31 @@ from the whole GPU. With `enable_memory_saver` weights, keys and values are give
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rhymerl.backends.sglang.nodes import num_sizes
 from rhymerl.errors import ConfigError
-from rhymerl.models.memory import GIB, UpdateMemory, UpdateShape, update_memory
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from rhymerl.backends.sglang.session_settings import SessionSettings
+from rhymerl.models.memory import (
+    CONTEXT_BYTES,
+    GIB,
+    Alternative,
+    EngineShape,
+    ModelShape,
+    UpdateMemory,
+    UpdateShape,
+    fewest_changes,
+    shared_bytes,
+    update_memory,
+    with_fewer_tokens,
+    with_lora,
+)
 
 ARGUMENT = "mem_fraction_static"
-_CONTEXT_BYTES = GIB  # of an engine before it measures: CUDA's context and the libraries
 _FIXED_BYTES = 2 * GIB  # of an engine beyond its static memory: CUDA graphs, workspaces of attention
 _SIZE_BYTES = GIB // 4  # of the same, for passes of each further size
 _PREFILL_TOKENS = 8192  # SGLang's chunked_prefill_size on GPUs from 60 GB on
 _LOGIT_COPIES = 4  # a graph's buffer, float32, log-softmax, noise
-_STEP_TOKENS = 1024  # between numbers of micro_batch_tokens that are tried
-_LORA_RANK = 16  # the default of adapter=lora
-_ITEMSIZES = {"float32": 4, "bfloat16": 2}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineShape:
-    """What an engine takes of each of its GPUs, in bytes."""
-
-    weights: int
-    kv_of_token: int
-    dynamic: int  # graphs and activations
-    longest_tokens: int
-
-    @property
-    def least(self) -> int:
-        """The static memory without which the longest sequence has no room."""
-        return self.weights + self.longest_tokens * self.kv_of_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,25 +64,20 @@ def is_given(arguments: Mapping[str, Any]) -> bool:
     return any(ARGUMENT.startswith(name.replace("-", "_")) for name in arguments)
 
 
-def engine_shape(settings: SessionSettings, model: PreTrainedModel, *, dtype: str) -> EngineShape:
-    """Return the sizes of an engine of the model in that dtype; weights, keys and values are divided among its GPUs."""
-    update = settings.update
-    assert update is not None, "only then is anything divided"
-    config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    itemsize, gpus = _ITEMSIZES[dtype], settings.tensor_parallel
-    own = sum(each.numel() for name, each in model.named_parameters() if ".lora_" not in name)
-    rows = settings.max_running * settings.n
+def engine_shape(model: ModelShape, *, itemsize: int, gpus: int, rows: int, sizes: int = 1) -> EngineShape:
+    """Return the sizes of an engine that computes in `itemsize` bytes; weights, keys and values are divided among its `gpus`.
+
+    `rows` are the tokens of a pass of decoding: requests, and draft nodes for each. Passes are of so many `sizes`, by the nodes of a request.
+    """
     return EngineShape(
-        weights=math.ceil(own / gpus) * itemsize,
-        kv_of_token=2 * update.layers * math.ceil(kv_heads / gpus) * head_size * itemsize,
+        weights=math.ceil(model.parameters / gpus) * itemsize,
+        kv_of_token=2 * model.layers * math.ceil(model.kv_heads / gpus) * model.head_size * itemsize,
         dynamic=_FIXED_BYTES
-        + _SIZE_BYTES * (num_sizes(settings.n, settings.budget) - 1)
-        + _PREFILL_TOKENS * (4 * update.hidden + 3 * update.intermediate // gpus) * itemsize
-        + _LOGIT_COPIES * rows * update.vocabulary * 4,
-        longest_tokens=settings.longest_tokens or update.longest_tokens,
+        + _SIZE_BYTES * (sizes - 1)
+        + _PREFILL_TOKENS * (4 * model.hidden + 3 * model.intermediate // gpus) * itemsize
+        + _LOGIT_COPIES * rows * model.vocabulary * 4,
+        longest_tokens=model.longest_tokens,
+        context=CONTEXT_BYTES,
     )
 
 
@@ -109,22 +92,16 @@ class _Case:
 
     @property
     def static_bytes(self) -> int:
-        """What is left for the engine's weights, keys and values while it answers.
-
-        If it gives them back for an update, only what an update leaves behind stands beside them.
-        """
+        """What is left for the engine's weights, keys and values while it answers."""
         needs = update_memory(self.update)
         beside = needs.lasting if self.release_memory else needs.total
-        return self.free_bytes - _CONTEXT_BYTES - self.engine.dynamic - beside
+        return self.free_bytes - self.engine.context - self.engine.dynamic - beside
 
     @property
     def missing(self) -> int:
         """Bytes that are too few, 0 or less where it fits: for the engine while it answers, and for the update while that sleeps."""
-        too_few = self.engine.least - self.static_bytes
-        if not self.release_memory:
-            return too_few
-        awake = self.free_bytes - _CONTEXT_BYTES - self.engine.dynamic
-        return max(too_few, update_memory(self.update).total - awake)
+        needed = shared_bytes(update_memory(self.update), self.engine, in_turn=self.release_memory)
+        return needed - self.free_bytes
 
 
 def split(
@@ -148,60 +125,70 @@ def split(
 
 def _fraction(static_bytes: int, free_bytes: int) -> float:
     """Return it rounded down to three places, and not above what leaves an engine some memory to work with."""
-    return min(0.95, math.floor(1000 * static_bytes / (free_bytes - _CONTEXT_BYTES)) / 1000)
+    return min(0.95, math.floor(1000 * static_bytes / (free_bytes - CONTEXT_BYTES)) / 1000)
 
 
 def _refusal(case: _Case) -> str:
     engine = case.engine
     start = (
         f"backend=sglang: of {case.free_bytes / GIB:.1f} GiB that are free on the GPU the update needs {update_memory(case.update)}, and the engine "
-        f"{(_CONTEXT_BYTES + engine.dynamic + engine.least) / GIB:.1f} (weights {engine.weights / GIB:.1f}, keys and values of "
+        f"{(CONTEXT_BYTES + engine.dynamic + engine.least) / GIB:.1f} (weights {engine.weights / GIB:.1f}, keys and values of "
         f"{engine.longest_tokens:,} tokens {engine.longest_tokens * engine.kv_of_token / GIB:.1f}, graphs and activations "
-        f"{(_CONTEXT_BYTES + engine.dynamic) / GIB:.1f}): {case.missing / GIB:.1f} too much"
+        f"{(CONTEXT_BYTES + engine.dynamic) / GIB:.1f}): {case.missing / GIB:.1f} too much"
     )
     own = f"backend.arguments.{ARGUMENT} sets aside this estimate"
-    alone = [f"{words} ({-each.missing / GIB:.1f} to spare)" for words, each in _changes(case) if each.missing <= 0]
+    changes = _changes(case)
+    alone = [(words, each.missing) for words, each in (change.apply(case) for change in changes) if each.missing <= 0]
     if alone:
-        return f"{start}; any of these fits: {', '.join(alone)}; {own}"
-    words, together = [], case
-    while together.missing > 0:
-        following = next(((name, each) for name, each in _changes(together) if each.missing < together.missing), None)
-        if following is None:
-            return f"{start}; no settings fit: take a smaller model or a larger GPU; {own}"
-        words.append(following[0])
-        together = following[1]
+        fitting = ", ".join(f"{words} ({-missing / GIB:.1f} to spare)" for words, missing in alone)
+        return f"{start}; any of these fits: {fitting}; {own}"
+    found = fewest_changes(case, changes, lambda each: each.missing)
+    if found is None:
+        return f"{start}; no settings fit: take a smaller model or a larger GPU; {own}"
+    words, together = found
     return f"{start}; these together fit: {', '.join(words)} ({-together.missing / GIB:.1f} to spare); {own}"
 
 
-def _changes(case: _Case) -> Iterator[tuple[str, _Case]]:
-    """Yield settings that take less memory than those of the case, and what becomes of it."""
+def _changes(case: _Case) -> Sequence[Alternative[_Case]]:
+    """Return settings that take less memory than those of the case."""
     update = case.update
-    if not update.activation_checkpointing:
-        checkpointed = replace(update, activation_checkpointing=True)
-        yield "update.activation_checkpointing=true", replace(case, update=checkpointed)
+    found = [] if update.activation_checkpointing else [Alternative(apply=_checkpoints)]
     if not case.release_memory:
-        yield "backend.release_memory=true", replace(case, release_memory=True)
-    fewer = range(update.tokens - _STEP_TOKENS, max(update.longest_tokens, _STEP_TOKENS) - 1, -_STEP_TOKENS)
-    smaller = [replace(case, update=replace(update, micro_batch_tokens=tokens)) for tokens in fewer]
-    if smaller:
-        found = next((each for each in smaller if each.missing <= 0), smaller[-1])
-        yield f"update.micro_batch_tokens={found.update.micro_batch_tokens}", found
+        found.append(Alternative(apply=_takes_turns))
+    found.append(Alternative(apply=_in_smaller_parts, is_number=True))
     if update.weight_itemsize == 4:
-        half = replace(
-            update,
-            weight_bytes=update.weight_bytes // 2,
-            trained_bytes=update.trained_bytes if update.has_adapters else update.trained_bytes // 2,
-            weight_itemsize=2,
-            itemsize=2,
-        )
-        freed = update.weight_bytes - half.weight_bytes
-        yield "trainer.precision=bf16-true", replace(case, update=half, free_bytes=case.free_bytes + freed)
+        found.append(Alternative(apply=_in_half))
     if not update.has_adapters:
-        yield "adapter=lora", replace(case, update=with_lora(update))
+        found.append(Alternative(apply=_with_adapters))
+    return found
 
 
-def with_lora(update: UpdateShape) -> UpdateShape:
-    """Return the shape with adapters in float32 on all linear layers of the decoder instead of what is trained."""
-    h, a, i = update.hidden, update.attention, update.intermediate
-    adapters = _LORA_RANK * update.layers * (4 * (h + a) + 3 * (h + i))
-    return replace(update, trained_bytes=4 * adapters, has_adapters=True)
+def _checkpoints(case: _Case) -> tuple[str, _Case]:
+    update = replace(case.update, activation_checkpointing=True)
+    return "update.activation_checkpointing=true", replace(case, update=update)
+
+
+def _takes_turns(case: _Case) -> tuple[str, _Case]:
+    return "backend.release_memory=true", replace(case, release_memory=True)
+
+
+def _with_adapters(case: _Case) -> tuple[str, _Case]:
+    return "adapter=lora", replace(case, update=with_lora(case.update))
+
+
+def _in_half(case: _Case) -> tuple[str, _Case]:
+    update = case.update
+    half = replace(
+        update,
+        weight_bytes=update.weight_bytes // 2,
+        trained_bytes=update.trained_bytes if update.has_adapters else update.trained_bytes // 2,
+        weight_itemsize=2,
+        itemsize=2,
+    )
+    freed = update.weight_bytes - half.weight_bytes
+    return "trainer.precision=bf16-true", replace(case, update=half, free_bytes=case.free_bytes + freed)
+
+
+def _in_smaller_parts(case: _Case) -> tuple[str, _Case]:
+    update = with_fewer_tokens(case.update, lambda tried: replace(case, update=tried).missing)
+    return f"update.micro_batch_tokens={update.micro_batch_tokens}", replace(case, update=update)

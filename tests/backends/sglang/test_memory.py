@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rhymerl.backends.sglang.backend import SGLangBackend
-from rhymerl.backends.sglang.memory import EngineShape, Split, engine_shape, is_given, split, with_lora
+from rhymerl.backends.sglang.memory import Split, engine_shape, is_given, split
 from rhymerl.drafters import NoDrafter
 from rhymerl.errors import ConfigError
-from rhymerl.models.memory import GIB, UpdateMemory, UpdateShape, layer_bytes, update_memory
+from rhymerl.models.memory import GIB, EngineShape, UpdateMemory, UpdateShape, layer_bytes, update_memory, with_lora
+from rhymerl.models.outline import model_shape
 from tests.backends.sglang.test_server import ENVIRONMENT, PATH
 
 # Of Qwen2.5: layers, hidden (and attention), intermediate, vocabulary, parameters, keys and values a token and layer.
@@ -44,7 +44,9 @@ def update_of(size: str, weight_itemsize: int = 4, itemsize: int = 2, **more: in
 
 def engine_of(size: str) -> EngineShape:
     layers, *_, parameters, width = SIZES[size]
-    return EngineShape(weights=2 * parameters, kv_of_token=2 * layers * width, dynamic=5 * GIB, longest_tokens=1536)
+    return EngineShape(
+        weights=2 * parameters, kv_of_token=2 * layers * width, dynamic=5 * GIB, longest_tokens=1536, context=GIB
+    )
 
 
 def divided(update: UpdateShape, size: str, gpu: int, *, release_memory: bool = False) -> Split:
@@ -203,7 +205,10 @@ def started(policy, update: UpdateShape | None, **settings) -> tuple[str, str | 
 def test_an_engine_on_the_trainers_gpu_is_told_its_share(gpu, flat_policy):
     line, words = started(flat_policy, TINY)
     # 75 GiB that SGLang finds, less the update, 2 GiB of graphs, a prefill of 8192 tokens and four times 2 rows of logits
-    dynamic = 2 * GIB + 8192 * (4 * 896 + 3 * 4864) * 2 + 4 * 2 * 151_936 * 4
+    config = flat_policy.model.config
+    dynamic = (
+        2 * GIB + 8192 * (4 * config.hidden_size + 3 * config.intermediate_size) * 2 + 4 * 2 * config.vocab_size * 4
+    )
     expected = (75 * GIB - dynamic - update_memory(TINY).total) / (75 * GIB)
     told = float(line.partition("--mem-fraction-static ")[2].split()[0])
     assert expected - 0.001 < told <= expected
@@ -237,8 +242,7 @@ def test_gpus_of_one_engine_divide_weights_keys_and_values(gpus, weights, kv_of_
     heads = {"num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **sizes, **heads))
-    settings = SimpleNamespace(max_running=64, n=8, budget=None, tensor_parallel=gpus, longest_tokens=1000, update=TINY)
-    found = engine_shape(settings, model, dtype="bfloat16")
+    found = engine_shape(model_shape(model, 1000), itemsize=2, gpus=gpus, rows=64 * 8, sizes=4)
     assert (found.weights, found.kv_of_token) == (weights, kv_of_token)
     assert found.least == weights + 1000 * kv_of_token
     # passes of 3 more sizes; 8192 tokens of a prefill; 512 rows of logits, four times in float32

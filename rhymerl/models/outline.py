@@ -1,0 +1,136 @@
+"""The tensors of models without their content, and what of each a rank holds: arithmetic on shapes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from torch import nn
+from transformers import PreTrainedModel
+
+from rhymerl.models.critic import Critic
+from rhymerl.models.lora import adapter_parameters
+from rhymerl.models.memory import ModelShape
+from rhymerl.models.sharding import gathered_together
+
+_FULL = 4  # bytes that adapters and value heads keep at least, whatever the rest is cast to
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """A parameter without its content."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    is_trained: bool = True
+    is_full: bool = False  # keeps float32 at least
+    is_whole: bool = False  # on every rank, however the others are sharded
+    group: int = 0  # those of one group are gathered together
+
+    @property
+    def count(self) -> int:
+        """Its elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all of it."""
+        return self.count * self.itemsize
+
+    def part(self, num_shards: int) -> int:
+        """Return the elements on the rank that has the most: `fully_shard` divides the first dimension, of each tensor by itself."""
+        if self.is_whole or not self.shape:
+            return self.count
+        return math.ceil(self.shape[0] / num_shards) * math.prod(self.shape[1:])
+
+    def cast(self, itemsize: int) -> Weight:
+        """Return it as a Trainer's precision of so many bytes makes it."""
+        return replace(self, itemsize=max(itemsize, _FULL) if self.is_full else itemsize)
+
+
+Weights = tuple[Weight, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """The tensors of all models that a rank holds for its update."""
+
+    policy: Weights
+    reference: Weights = ()  # empty where it is the policy without adapters
+    critic: Weights = ()
+
+    @property
+    def updated(self) -> Weights:
+        """Those of the models that are trained, frozen tensors among them."""
+        return (*self.policy, *self.critic)
+
+    @property
+    def trained(self) -> Weights:
+        """Those that have gradients and moments."""
+        return tuple(each for each in self.updated if each.is_trained)
+
+    @property
+    def all(self) -> Weights:
+        """Every tensor."""
+        return (*self.updated, *self.reference)
+
+    def cast(self, itemsize: int) -> Outline:
+        """Return them as a Trainer's precision of so many bytes makes them."""
+        policy, reference, critic = (
+            tuple(each.cast(itemsize) for each in weights) for weights in (self.policy, self.reference, self.critic)
+        )
+        return Outline(policy=policy, reference=reference, critic=critic)
+
+
+def outline(model: PreTrainedModel, *, reference: PreTrainedModel | None, critic: Critic | None) -> Outline:
+    """Return the tensors of models, which may be on the meta device; the reference may be the model itself."""
+    apart = reference if reference is not None and reference is not model else None
+    own: Weights = ()
+    if critic is not None:
+        body = _weights(critic.body) if critic.body is not None else ()
+        head = (_weight(each, is_full=True, is_whole=True) for each in critic.head.parameters())
+        own = (*body, *head)
+    return Outline(policy=_weights(model), reference=_weights(apart) if apart is not None else (), critic=own)
+
+
+def _weights(model: PreTrainedModel) -> Weights:
+    groups: dict[int, int] = {}
+    for number, group in enumerate(gathered_together(model)):
+        for parameter in group.parameters():
+            groups.setdefault(id(parameter), number)
+    full = set(map(id, adapter_parameters(model)))
+    return tuple(_weight(each, is_full=id(each) in full, group=groups[id(each)]) for each in model.parameters())
+
+
+def _weight(parameter: nn.Parameter, **more: Any) -> Weight:
+    return Weight(shape=tuple(parameter.shape), itemsize=parameter.itemsize, is_trained=parameter.requires_grad, **more)
+
+
+def total_bytes(weights: Iterable[Weight], num_shards: int = 1) -> int:
+    """Return the bytes of the tensors on the rank that has the most of them."""
+    return sum(each.part(num_shards) * each.itemsize for each in weights)
+
+
+def model_shape(
+    model: PreTrainedModel, longest_tokens: int, *, itemsize: int | None = None, compute_itemsize: int | None = None
+) -> ModelShape:
+    """Return what an engine is made for; weights and layers have the model's own dtype where nothing else is said."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    own = set(map(id, adapter_parameters(model)))
+    return ModelShape(
+        parameters=sum(each.numel() for each in model.parameters() if id(each) not in own),
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        intermediate=int(np.max(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)),
+        vocabulary=config.vocab_size,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        itemsize=itemsize or model.dtype.itemsize,
+        compute_itemsize=compute_itemsize or itemsize or model.dtype.itemsize,
+        longest_tokens=longest_tokens,
+    )

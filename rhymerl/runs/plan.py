@@ -1,0 +1,232 @@
+"""The memory and the traffic of a run from its settings alone: what `rhymerl plan` does, and `rhymerl fit --dry-run` at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+
+from rhymerl.algos import GRPO
+from rhymerl.backends.base import Backend
+from rhymerl.backends.embedded import EmbeddedBackend
+from rhymerl.budgets import GoodputBudget
+from rhymerl.config import instantiate, resolved
+from rhymerl.config.components import is_component
+from rhymerl.config.targets import import_target
+from rhymerl.distributed.first import is_first_rank
+from rhymerl.drafters import HistoryTreeDrafter
+from rhymerl.errors import ConfigError
+from rhymerl.models.critic import CriticSettings
+from rhymerl.models.logprobs import usual_chunk_tokens
+from rhymerl.models.memory import GIB
+from rhymerl.models.policy import PolicySource, context_tokens, frozen, num_embeddings
+from rhymerl.rollout import RolloutSettings
+from rhymerl.training.checks import check_algorithm
+from rhymerl.training.evaluation import EvaluationSettings
+from rhymerl.training.fitting import advice, missing_bytes, nearest
+from rhymerl.training.fsdp2 import NAME, FSDP2Strategy, check_replicas
+from rhymerl.training.memory import Layout, Setup, make_setup, rank_memory
+from rhymerl.training.settings import UpdateSettings
+from rhymerl.training.traffic import num_backwards, traffic
+from rhymerl.training.trainer import check_precision, refuse_engine_in_rank
+
+Result = dict[str, Any]
+_PRECISIONS = {"none": "32-true", "32": "32-true", "64": "64-true", "bf16": "bf16-mixed"}  # Lightning's short names
+_DEFAULT_GPU = 80 * GIB  # whose chunks of logits are as large as those of any larger one
+
+
+def plan(config: DictConfig, *, device_gib: float | None = None) -> Result:
+    """Return and print what each rank holds and sends; nothing but the model's config is read. Raises ConfigError for bad settings."""
+    if device_gib is not None and not 0 < device_gib < float("inf"):
+        raise ConfigError(f"--device-gib {device_gib}: expected a number above 0")
+    device_bytes = int(device_gib * GIB) if device_gib is not None else _device_here(config)
+    setup = setup_from(config, device_bytes=device_bytes)
+    result = describe(setup, device_bytes)
+    show(result)
+    if config.data.get("max_prompt_tokens") is None:
+        _say("data.max_prompt_tokens is not set: the longest sequence is counted as an answer without its prompt")
+    return result
+
+
+def _device_here(config: DictConfig) -> int | None:
+    """Return the memory of the first GPU here, if the run is for one."""
+    if config.trainer.get("accelerator") == "cpu" or not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.get_device_properties(0).total_memory)
+
+
+# -- from settings -----------------------------------------------------------------------------------------------------
+
+
+def setup_from(config: DictConfig, *, device_bytes: int | None) -> Setup:
+    """Return what memory follows from, by the settings of a run; the model is made without content."""
+    for name in ("train", "validation"):
+        if OmegaConf.is_missing(config.data, name):
+            config.data[name] = None
+    settings = resolved(config)
+    parts, data, trainer = settings["module"], settings["data"], settings["trainer"]
+    algo = instantiate(parts["algo"], key="algo", default=GRPO)
+    rollout = instantiate(parts["rollout"], key="rollout", default=RolloutSettings)
+    update = instantiate(parts["update"], key="update", default=UpdateSettings)
+    evaluation = instantiate(parts["evaluation"], key="evaluation", default=EvaluationSettings)
+    backend: Backend = instantiate(parts["backend"], key="backend", default=EmbeddedBackend).apart()
+    critic: CriticSettings = instantiate(parts["critic"], key="critic", default=CriticSettings)
+    check_algorithm(algo, rollout=rollout, update=update)
+    precision = _precision(trainer.get("precision"))
+    layout = _layout(trainer)
+    if layout.is_sharded:
+        refuse_engine_in_rank(backend)
+    source = instantiate(parts["model"], key="model")
+    if not isinstance(source, PolicySource):
+        raise ConfigError(
+            f"model: {type(source).__name__} has no config to plan with; expected model.path or model.init"
+        )
+    model = source.outline()
+    longest = _longest(rollout, evaluation, data.get("max_prompt_tokens") or 0, context_tokens(model.config))
+    on_gpu = trainer.get("accelerator") != "cpu"
+    vocabulary = num_embeddings(model)
+    chunk = update.chunk_tokens or usual_chunk_tokens(
+        vocabulary, gpu_bytes=(device_bytes or _DEFAULT_GPU) if on_gpu else None
+    )
+    return make_setup(
+        model,
+        critic.outline(model) if "values" in algo.needs else None,
+        reference=frozen(model) if "reference" in algo.needs else None,
+        layout=layout,
+        precision=precision,
+        algo=algo,
+        update=update,
+        longest=longest,
+        step_tokens=data.get("prompts_per_step", 1) * rollout.group_size * longest,
+        chunk_tokens=chunk,
+        backend=backend,
+        drafter=instantiate(parts["drafter"], key="drafter", default=HistoryTreeDrafter),
+        budget=instantiate(parts["budget"], key="budget", default=GoodputBudget),
+    )
+
+
+def _longest(rollout: RolloutSettings, evaluation: EvaluationSettings, prompt_tokens: int, context: int) -> int:
+    answers = [rollout.max_tokens, *(evaluation.max_tokens_of(name) or 0 for name in ("", *(evaluation.sets or {})))]
+    return min(context, prompt_tokens + max(answers))
+
+
+def _precision(asked: object) -> str:
+    check_precision(asked)
+    return _PRECISIONS.get(str(asked).lower(), str(asked))
+
+
+def _layout(trainer: Mapping[str, Any]) -> Layout:
+    nodes = int(trainer.get("num_nodes") or 1)
+    ranks = nodes * _num_devices(trainer.get("devices"))
+    strategy: Any = trainer.get("strategy")
+    is_sharded = strategy == NAME
+    replicas = 1
+    if is_component(strategy):
+        kind = import_target(strategy["_target_"], setting="trainer.strategy")
+        is_sharded = isinstance(kind, type) and issubclass(kind, FSDP2Strategy)
+        replicas = int(strategy.get("num_replicas", 1))
+    if not is_sharded:
+        return Layout(num_ranks=ranks, num_nodes=nodes, num_replicas=ranks)
+    check_replicas(replicas, ranks)
+    return Layout(num_ranks=ranks, num_nodes=nodes, num_replicas=replicas, is_sharded=True)
+
+
+def _num_devices(asked: object) -> int:
+    """Return how many devices a node has, in any of Lightning's ways to say it."""
+    if isinstance(asked, list | tuple):
+        return len(asked)
+    words = str(asked).strip()
+    if "," in words:
+        return len([each for each in words.split(",") if each.strip()])
+    if words in ("auto", "-1", "None"):
+        return max(1, torch.cuda.device_count())
+    if not words.isdigit() or int(words) < 1:
+        raise ConfigError(f"trainer.devices={asked!r}: expected a number above 0, a list of devices, or auto")
+    return int(words)
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def describe(setup: Setup, device_bytes: int | None) -> Result:
+    """Return the estimate as plain numbers, in bytes; what fits, and the nearest settings that would, where a device is known."""
+    memory, sent = asdict(rank_memory(setup)), traffic(setup)
+    total = memory.pop("total")
+    result: Result = {
+        "ranks": setup.layout.num_ranks,
+        "shards": setup.layout.num_shards,
+        "bytes_per_rank": memory,
+        "total_bytes": total,
+        "backwards_per_step": num_backwards(setup),
+        "sent_bytes_per_step": asdict(sent),
+    }
+    if setup.is_apart and setup.engine is not None:
+        engine = setup.engine
+        result["bytes_per_worker"] = {
+            "engine_weights": engine.weights,
+            "keys_and_values": engine.least - engine.weights,
+            "engine_rest": engine.context + engine.dynamic,
+        }
+    if device_bytes is not None:
+        missing = missing_bytes(setup, device_bytes)
+        result |= {"device_bytes": device_bytes, "fits": missing <= 0, "nearest": nearest(setup, device_bytes)}
+    return result
+
+
+def describe_dry_run(setup: Setup, device_bytes: int | None) -> Result:
+    """Return the estimate of a run whose settings have been found to be right; the first rank prints it."""
+    result = describe(setup, device_bytes)
+    if is_first_rank():
+        show(result)
+        _say("Nothing is wrong with the settings; this was a dry run")
+    return result
+
+
+def show(result: Result) -> None:
+    """Print the estimate for people."""
+    console = Console()
+    ranks, shards = result["ranks"], result["shards"]
+    spread = f", weights in {shards} parts" if shards > 1 else ""
+    console.print(
+        _table(f"Each of {ranks} rank{'s' * (ranks > 1)}{spread}", result["bytes_per_rank"], result["total_bytes"])
+    )
+    if "bytes_per_worker" in result:
+        worker = result["bytes_per_worker"]
+        console.print(_table("Each GPU of a worker, at least", worker, sum(worker.values())))
+    sent = {name.replace("_", " "): size for name, size in result["sent_bytes_per_step"].items()}
+    if any(sent.values()):
+        parts = ", ".join(f"{name} {in_gib(size)}" for name, size in sent.items() if size)
+        _say(f"Sent by a rank in a step of up to {result['backwards_per_step']} backwards, in GiB: {parts}")
+    if "fits" not in result:
+        _say("The memory of the device is not known: --device-gib names it, and tells what fits")
+        return
+    device, spare = result["device_bytes"], result["device_bytes"] - result["total_bytes"]
+    if result["fits"]:
+        _say(f"It fits a device of {in_gib(device)} GiB, with {in_gib(spare)} to spare")
+    else:
+        _say(f"It does not fit a device of {in_gib(device)} GiB, by {in_gib(-spare)}; {advice(result['nearest'])}")
+
+
+def _table(title: str, parts: Mapping[str, int], total: int) -> Table:
+    table = Table(show_header=True)
+    table.add_column(title)
+    table.add_column("GiB", justify="right")
+    for name, size in parts.items():
+        if size:
+            table.add_row(name.replace("_", " "), in_gib(size))
+    table.add_row("total", in_gib(total))
+    return table
+
+
+def in_gib(size: int) -> str:
+    """Return bytes as words in GiB, with three digits or more."""
+    return f"{size / GIB:,.2f}" if abs(size) < 10 * GIB else f"{size / GIB:,.1f}"
+
+
+def _say(words: str) -> None:
+    Console().print(words, highlight=False, soft_wrap=True, markup=False)

@@ -1,0 +1,81 @@
+"""What the collectives of a step send, as arithmetic on the shapes of the models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rhymerl.models.outline import Weight
+from rhymerl.training.memory import Setup, gathered_itemsize, summed_itemsize, update_shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Bytes that a rank sends to others in a rollout step, by rings, whose answers are all as long as they may be."""
+
+    gathers: int  # weights for passes
+    gradients: int
+    weights: int  # gathered for workers
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.gathers + self.gradients + self.weights
+
+
+def traffic(setup: Setup) -> Traffic:
+    """Return what a rank sends.
+
+    A ring that gathers or scatters S bytes on R ranks sends S (R - 1) / R from each, and one that adds them up everywhere twice as much.
+    Without sharding that is all there is, once an optimizer step; with it weights are gathered for each pass, twice for those with a
+    backward, which leaves each rank its part of the sum, and groups of ranks add up their parts.
+    """
+    tensors, layout = setup.cast_tensors, setup.layout
+    steps, backwards, forwards = setup.epochs * setup.mini_batches, num_backwards(setup), num_forwards(setup)
+    whole = [each for each in tensors.trained if each.is_whole]
+    if not layout.is_sharded:
+        return Traffic(gathers=0, gradients=steps * _summed_everywhere(setup, tensors.trained), weights=0)
+    divided = [each for each in tensors.trained if not each.is_whole]
+    policy, critic, reference = (_gathered(setup, each) for each in (tensors.policy, tensors.critic, tensors.reference))
+    of_policy = 2 * backwards + forwards * (
+        setup.finds_proximal
+        + ("reference" in setup.needs and not tensors.reference)
+        + ("values" in setup.needs and not critic)
+    )
+    of_critic = 2 * backwards + forwards
+    return Traffic(
+        gathers=of_policy * policy + of_critic * critic + forwards * reference,
+        gradients=backwards * _scattered(setup, divided) + steps * _summed_everywhere(setup, whole),
+        weights=sum((layout.num_shards - 1) * each.part(layout.num_shards) * each.itemsize for each in tensors.policy),
+    )
+
+
+def num_backwards(setup: Setup) -> int:
+    """Return the micro-batches of a rank in a step, at most."""
+    each = setup.step_tokens / (setup.layout.num_ranks * setup.mini_batches)
+    return setup.epochs * setup.mini_batches * math.ceil(each / update_shape(setup).tokens)
+
+
+def num_forwards(setup: Setup) -> int:
+    """Return the passes over all of a rank's samples in front of the first mini-batch, for each model that makes some."""
+    return math.ceil(setup.step_tokens / setup.layout.num_ranks / update_shape(setup).tokens)
+
+
+def _gathered(setup: Setup, weights: Iterable[Weight]) -> int:
+    shards = setup.layout.num_shards
+    return sum(
+        (shards - 1) * each.part(shards) * gathered_itemsize(setup, each) for each in weights if not each.is_whole
+    )
+
+
+def _scattered(setup: Setup, weights: Iterable[Weight]) -> int:
+    """Return what a backward sends: the sum within a group of ranks, and that of each part over the groups."""
+    shards, replicas = setup.layout.num_shards, setup.layout.num_replicas
+    parts = sum(each.part(shards) * summed_itemsize(setup, each) for each in weights)
+    return (shards - 1) * parts + 2 * (replicas - 1) * parts // replicas
+
+
+def _summed_everywhere(setup: Setup, weights: Iterable[Weight]) -> int:
+    ranks = setup.layout.num_ranks
+    return 2 * (ranks - 1) * sum(each.nbytes for each in weights) // ranks

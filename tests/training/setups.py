@@ -1,0 +1,32 @@
+"""Setups of small models, whose memory and traffic are asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from rhymerl.algos import GRPO
+from rhymerl.backends.embedded import EmbeddedBackend
+from rhymerl.drafters import NoDrafter
+from rhymerl.models.critic import Critic
+from rhymerl.training.memory import Layout, Setup, make_setup
+from rhymerl.training.settings import UpdateSettings
+
+
+def setup_for(model: PreTrainedModel, critic: Critic | None = None, **more: Any) -> Setup:
+    """One rank, one backward a step, no reference, unless something else is said."""
+    settings: dict[str, Any] = {
+        "reference": None,
+        "layout": Layout(),
+        "precision": "32-true",
+        "algo": GRPO(),
+        "update": UpdateSettings(),
+        "longest": 32,
+        "step_tokens": 512,
+        "chunk_tokens": 64,
+        "backend": EmbeddedBackend(kv_tokens=1024),
+        "drafter": NoDrafter(),
+        "budget": None,
+    }
+    return make_setup(model, critic, **{**settings, **more})
