@@ -10,23 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
 from rhymerl.callbacks import (
-    AtomicCheckpointIO,
-    Checkpoints,
     LiveProgress,
     RecordPasses,
     RecordRollouts,
     RecordSteps,
-    SampleTable,
     WriteAnswers,
 )
-from rhymerl.config import construct, instantiate, keep_former, resolved, save_config
+from rhymerl.config import instantiate, resolved
 from rhymerl.config.changes import Change
 from rhymerl.data import PromptDataModule
 from rhymerl.distributed.first import is_first_rank
@@ -43,20 +39,13 @@ from rhymerl.runs.forecast import ForecastLine
 from rhymerl.runs.plan import describe_dry_run
 from rhymerl.runs.resume import ResumePoint, check_same_run, check_weights, resume_point
 from rhymerl.runs.summary import Summary, summary_table
+from rhymerl.runs.trainer import RunConfig, build_trainer, note
 from rhymerl.training.checkpoint import policy_weights
 from rhymerl.training.fitting import check_memory, too_small
 from rhymerl.training.module import RhymeModule
-from rhymerl.training.trainer import check_backend, check_precision, check_trainer, make_trainer, with_environment
+from rhymerl.training.trainer import check_backend, check_trainer, make_trainer, with_environment
 
 Result = dict[str, float | int | None]
-_NEVER = 2**31  # steps
-_INSTEAD = {  # flags of the Trainer that a run sets itself
-    "default_root_dir": "use run_dir",
-    "val_check_interval": "use evaluation.every_n_steps",
-    "check_val_every_n_epoch": "use evaluation.every_n_steps",
-    "num_sanity_val_steps": "leave it out: where there is validation data, a run is evaluated before its first step",
-    "enable_checkpointing": "use checkpoint.every_n_steps",
-}
 _LEFT = (
     "report.html",
     TRACE,
@@ -67,7 +56,6 @@ _LEFT = (
     "history.rhyme",
     "checkpoints/",
 )  # to tell of
-_DEFAULTS = {"check_val_every_n_epoch": 1}  # the Trainer's own, where it is not None
 
 
 def fit(
@@ -126,9 +114,9 @@ def _fit(
         return describe_dry_run(setup, device_bytes)
     if folder is not None:
         folder.open(starts_over=point is None and config.ckpt_path == "auto")
-    _note(banner(module, datamodule, trainer, run_dir))
+    note(banner(module, datamodule, trainer, run_dir))
     if (words := too_small(setup, device_bytes)) is not None:
-        _note(words)
+        note(words)
     module.progress = progress
     with module.one_engine():
         if point is None and evaluates:
@@ -148,12 +136,12 @@ def _fit(
     if _is_profiled(config):
         write_trace(run_dir)
     if (speedup := summary.speedup.speedup) is not None:
-        _note(str(speedup))
+        note(str(speedup))
     _say(result, run_dir)
     if summary.num_steps and summary.num_idle_steps == summary.num_steps:
-        _note("Nothing was learned: the rewards did not tell the answers to a prompt apart in any step")
-    if trainer.should_stop and (note := how_to_go_on(run_dir)):
-        _note(note)
+        note("Nothing was learned: the rewards did not tell the answers to a prompt apart in any step")
+    if trainer.should_stop and (words := how_to_go_on(run_dir)):
+        note(words)
     return result
 
 
@@ -167,7 +155,7 @@ def _trainer_of(
     recorder += [RecordPasses(run_dir / PASSES, continues=continues)] if is_profiled else []
     recorder += [RecordRollouts(run_dir / "rollouts.jsonl.gz", continues=continues)] if config.record_rollouts else []
     progress = [LiveProgress()] if config.trainer.enable_progress_bar is not False else []
-    own = [_RunConfig(config, run_dir, is_new=point is None or continues), *recorder, *progress, ForecastLine()]
+    own = [RunConfig(config, run_dir, is_new=point is None or continues), *recorder, *progress, ForecastLine()]
     trainer = build_trainer(config, run_dir, [*own, *callbacks], point=point)
     check_trainer(trainer)
     return trainer
@@ -194,7 +182,7 @@ def _result_of_finished(
     if result["steps"] != point.num_rollouts or (evaluates and result["eval_reward_after"] is None):
         return None  # it was ended before its last evaluation was
     length = f"trainer.max_steps={trainer.max_steps}" if trainer.max_steps >= 0 else f"trainer.max_epochs={epochs}"
-    _note(
+    note(
         f"The run in {run_dir} is finished: {point.num_rollouts} steps, {length}. A higher number there makes it go on."
     )
     return result
@@ -240,86 +228,8 @@ def evaluate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str,
     module.progress = progress
     _validate(trainer, module, datamodule)
     _show(module.evaluation_metrics)
-    _note(f"The answers are in {answers.path}")
+    note(f"The answers are in {answers.path}")
     return module.evaluation_metrics
-
-
-def build_trainer(
-    config: DictConfig, run_dir: Path, callbacks: Sequence[L.Callback], *, point: ResumePoint | None = None
-) -> L.Trainer:
-    """Return the Lightning Trainer of a run: TensorBoard, checkpoints and a table of samples in the run directory.
-
-    What the curves of a run that goes on from `point` have from its step on is replaced.
-    """
-    asked = resolved(config)["trainer"]
-    for name, instead in _INSTEAD.items():
-        if asked.get(name) not in (None, _DEFAULTS.get(name)):
-            raise ConfigError(f"trainer.{name}={asked[name]!r}: a run sets this itself; {instead}")
-    check_precision(asked["precision"])
-    logger = asked.get("logger")
-    if logger is None or logger is True:
-        first_step = point.global_step if point is not None else None
-        logger = TensorBoardLogger(save_dir=run_dir, name="", version="tensorboard", purge_step=first_step)
-        callbacks = [*callbacks, _LastPoint(logger, point)] if point is not None else callbacks
-    saves = {"directory": run_dir / "checkpoints", **resolved(config)["checkpoint"]}
-    settings = {
-        **asked,
-        "callbacks": [
-            *callbacks,
-            *(asked.get("callbacks") or []),
-            SampleTable(run_dir / "samples.jsonl"),
-            construct(Checkpoints, saves, key="checkpoint"),
-        ],
-        "plugins": [*with_environment(asked.get("plugins")), AtomicCheckpointIO(checks=False)],
-        "logger": logger,
-        "default_root_dir": str(run_dir),
-        "deterministic": config.trainer.deterministic or config.deterministic,
-        "val_check_interval": _NEVER,  # the module knows itself when an evaluation is due
-        "check_val_every_n_epoch": None,
-        "num_sanity_val_steps": 0,
-        "enable_checkpointing": True,
-        "enable_progress_bar": False,  # a run has a bar of its own
-        "enable_model_summary": asked.get("enable_model_summary") is True,
-    }
-    return make_trainer(settings)
-
-
-class _RunConfig(L.Callback):
-    """Keeps the config with the run, once nothing can be wrong with it any more, and in each checkpoint."""
-
-    def __init__(self, config: DictConfig, run_dir: Path, *, is_new: bool = True) -> None:
-        self.config = config.copy()
-        self.run_dir = run_dir
-        if is_new:  # else it says where the run came from
-            self.config.ckpt_path = None
-
-    def on_fit_start(self, trainer: Any, pl_module: L.LightningModule) -> None:
-        """A number that the config gives is no default of Lightning's."""
-        every = self.config.trainer.log_every_n_steps
-        trainer.log_every_n_steps = every if every is not None else 1
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: RhymeModule) -> None:  # type: ignore[override]
-        if trainer.is_global_zero:
-            former = keep_former(self.config, self.run_dir)
-            save_config(self.config, self.run_dir)
-            if former is not None:
-                _note(f"The former settings are in {former}")
-            if (words := pl_module.backend.words()) is not None:  # its engine has just started
-                _note(words)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"config": resolved(self.config)}
-
-
-class _LastPoint(L.Callback):
-    """Puts the point of a checkpoint's step into curves that have been cut off there, without an evaluation that is made anew."""
-
-    def __init__(self, logger: TensorBoardLogger, point: ResumePoint) -> None:
-        self.logger = logger
-        self.point = point
-
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.logger.log_metrics(dict(self.point.logged), step=self.point.global_step)
 
 
 @contextmanager
@@ -348,9 +258,9 @@ def _take_up_history(
     """Take up an earlier run's answers, if any were named; a resumed run has its own."""
     path = config.history_file
     if path is not None and is_resumed:
-        _note(f"history_file={path!r} is not read: the checkpoint has the run's own history")
+        note(f"history_file={path!r} is not read: the checkpoint has the run's own history")
     elif path is not None:
-        _note(start_with(path, module, datamodule, required=config.history_file_required))
+        note(start_with(path, module, datamodule, required=config.history_file_required))
 
 
 @rank_zero_only
@@ -361,21 +271,16 @@ def _show(metrics: Mapping[str, float]) -> None:
     Console().print(table)
 
 
-@rank_zero_only
-def _note(words: str) -> None:
-    Console().print(words, highlight=False, soft_wrap=True, markup=False)
-
-
 def _say_where(point: ResumePoint, changed: Sequence[Change], *, doing: str = "Going on from") -> None:
-    for note in point.notes:
-        _note(note)
-    _note(f"{doing} {point.path}, after step {point.num_rollouts}")
+    for words in point.notes:
+        note(words)
+    note(f"{doing} {point.path}, after step {point.num_rollouts}")
     if changed:
-        _note(f"Changed since then: {', '.join(map(str, changed))}")
+        note(f"Changed since then: {', '.join(map(str, changed))}")
 
 
 def _evaluate(trainer: L.Trainer, module: RhymeModule, datamodule: PromptDataModule) -> float:
-    _note(f"Evaluating on {counted(datamodule.num_validation_prompts, 'held-out prompt')}")
+    note(f"Evaluating on {counted(datamodule.num_validation_prompts, 'held-out prompt')}")
     _validate(trainer, module, datamodule)
     return module.evaluation_metrics["eval/reward"]
 
@@ -400,11 +305,11 @@ def _report(run_dir: Path) -> None:
     try:
         write_report([run_dir], run_dir / REPORT)
     except RhymeError as error:
-        _note(f"There is no report: {error}")
+        note(f"There is no report: {error}")
 
 
 def _say(result: Result, run_dir: Path) -> None:
     Console().print(summary_table(result))
     found = [name for name in _LEFT if (run_dir / name).exists()]
     curves = f"; curves: tensorboard --logdir {run_dir}" if (run_dir / "tensorboard").is_dir() else ""
-    _note(f"Everything is in {run_dir}: {', '.join(found)}{curves}")
+    note(f"Everything is in {run_dir}: {', '.join(found)}{curves}")

@@ -147,7 +147,7 @@ def test_a_killed_run_leaves_whole_lines(rhymerl: Run, tmp_path: Path) -> None:
         (["model.path=folder"], "model.path='folder': not a model directory"),
         (["model.path=???"], "model.path: required, but not set"),
         (["data.prompts=nothing.jsonl"], "data.prompts='nothing.jsonl': no such file"),
-        (["data.prompts=null"], "data.prompts=null: name a .jsonl or .parquet file"),
+        (["data.prompts=null"], "data.prompts=null: name a .jsonl, .csv or .parquet file"),
         (["data.prompts=empty.jsonl"], "data.prompts='empty.jsonl': the data set is empty"),
         (["data.prompts=broken.jsonl"], "data.prompts='broken.jsonl', line 1: not valid JSON"),
         (["data.prompt_column=question"], "data.prompts='prompts.jsonl', line 1: data.prompt_column='question'"),
