@@ -34,7 +34,8 @@ class DraftSource(IntEnum):
     OWN = 0  # the request's own prompt and tokens
     SIBLING = 1  # another answer to the same prompt that is being generated now
     RUN_AHEAD = 2
-    HISTORY = 3
+    OTHER = 3  # an answer to another prompt
+    HISTORY = 4
 
 
 NOT_DRAFTED = -2  # in the place of a DraftSource: of a token that no draft had

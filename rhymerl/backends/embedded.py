@@ -167,6 +167,7 @@ class EmbeddedBackend(RolloutBackend):
             "spec/accepted_sibling_frac": Ratio(new.accepted_sibling, new.accepted_nodes),
             "spec/accepted_run_ahead_frac": Ratio(new.accepted_run_ahead, new.accepted_nodes),
             "spec/run_ahead_accept_rate": Ratio(new.accepted_run_ahead, new.drafted_run_ahead),
+            "spec/accepted_other_frac": Ratio(new.accepted_other, new.accepted_nodes),
             "spec/accepted_history_frac": Ratio(new.accepted_history, new.accepted_nodes),
             "history/hit_epoch_age": Ratio(new.accepted_age_epochs, new.accepted_history),
             "spec/draft_time_frac": Ratio(new.draft_s, new.busy_s),

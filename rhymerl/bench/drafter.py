@@ -57,7 +57,7 @@ class DrafterBench:
         """Return one row; times are medians."""
         answers = [self.copy() for _ in range(self.config.answers)]
         prompt = self._tokens(_PROMPT_TOKENS)
-        index = SuffixIndex(prompt, answers)  # compiles
+        index = SuffixIndex([prompt] * len(answers), answers)  # compiles
         with progress.during("indexes built", self.config.repeats):
             build = [self._build(prompt, answers, progress) for _ in range(self.config.repeats)]
         row = {
@@ -72,7 +72,7 @@ class DrafterBench:
     @staticmethod
     def _build(prompt: IntArray, answers: Sequence[IntArray], progress: ProgressBar) -> float:
         started = time.perf_counter()
-        SuffixIndex(prompt, answers)
+        SuffixIndex([prompt] * len(answers), answers)
         seconds = time.perf_counter() - started
         progress.advance()
         return seconds

@@ -17,7 +17,9 @@ from rhymerl.types import DraftBatch, DraftSource
 if TYPE_CHECKING:
     from rhymerl.types import FloatArray, IndexArray, IntArray
 
-OWN, SIBLING, HISTORY = (int(each) for each in (DraftSource.OWN, DraftSource.SIBLING, DraftSource.HISTORY))
+OWN, SIBLING, OTHER, HISTORY = (
+    int(each) for each in (DraftSource.OWN, DraftSource.SIBLING, DraftSource.OTHER, DraftSource.HISTORY)
+)
 MOST_AGE = 127 - HISTORY  # sources are int8; what is older counts as this old there
 
 
@@ -98,6 +100,11 @@ def grow_trees(
     sealed_weights: FloatArray,
     sealed_favours: FloatArray,
     sealed_ages: IntArray,
+    pool_text: IntArray,
+    pool_positions: IntArray,
+    pool_lengths: IntArray,
+    pool_counts: IntArray,
+    pool_weight: float,
     rows: IndexArray,
     use_own: bool,
     use_siblings: bool,
@@ -113,14 +120,14 @@ def grow_trees(
     counts: IndexArray,
     longest: IntArray,
 ) -> None:
-    """Draft for the queries r of one prompt, from their matches in its live and its sealed index.
+    """Draft for the queries r of one prompt, from their matches in its live and its sealed index, and in the pool.
 
     `rows` [R] are the queries' own rows of the live text (row 0 is the prompt). What goes to line lines[r] of the outputs:
     `token_ids`, `parents`, `scores`, `sources` [*, most nodes] and `counts`, `longest` (shared tokens) [*].
     `sealed_weights`, `sealed_favours`, `sealed_ages` [A] are those of the earlier answers; favours decide between branches
-    when there are more than `max_branches`.
+    when there are more than `max_branches`. Answers of the pool weigh `pool_weight`, each.
     """
-    most = live_positions.shape[1] + sealed_positions.shape[1]
+    most = live_positions.shape[1] + sealed_positions.shape[1] + pool_positions.shape[1]
     index, shared = np.empty(most, np.int64), np.empty(most, np.int64)
     weight, favour = np.empty(most, np.float64), np.empty(most, np.float64)
     source = np.empty(most, np.int8)
@@ -140,6 +147,11 @@ def grow_trees(
             weight[size], favour[size] = sealed_weights[region], sealed_favours[region]
             source[size] = HISTORY + min(sealed_ages[region], MOST_AGE)
             size += 1
+        for i in range(pool_counts[r]):
+            index[size], shared[size] = pool_positions[r, i], pool_lengths[r, i]
+            weight[size], favour[size] = pool_weight, 0.0
+            source[size] = OTHER
+            size += 1
         top = 0
         for i in range(size):
             top = max(top, shared[i])
@@ -150,6 +162,7 @@ def grow_trees(
         counts[line] = grow_tree(
             live_text,
             sealed_text,
+            pool_text,
             index,
             weight,
             favour,
@@ -220,6 +233,7 @@ def take_out(
 def grow_tree(
     live_text: IntArray,
     sealed_text: IntArray,
+    pool_text: IntArray,
     index: IndexArray,
     weight: FloatArray,
     favour: FloatArray,
@@ -248,7 +262,12 @@ def grow_tree(
         total = escape
         for i in range(begin, end):
             m = member[i]
-            follows[m] = sealed_text[index[m]] if source[m] >= HISTORY else live_text[index[m]]
+            if source[m] >= HISTORY:
+                follows[m] = sealed_text[index[m]]
+            elif source[m] == OTHER:
+                follows[m] = pool_text[index[m]]
+            else:
+                follows[m] = live_text[index[m]]
             total += weight[m]
         before = num_open
         num_open = open_children(member, follows, weight, favour, begin, end, first, last, score, rank, num_open)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rhymerl.history.records import HistoryDelta
     from rhymerl.types import IndexArray, IntArray
 
+_POOL_MATCHES = 32  # more are never better
 _IDLE_GROUPS = 256  # prompts without running answers whose tokens are kept for siblings that may still come
 
 GroupKey = tuple[str, ...]
@@ -33,7 +34,7 @@ class HistoryTreeDrafter(Drafter):
 
     An occurrence that shares n tokens with the context votes with weight length_weight ** n * recency ** age * exp(advantage_tilt *
     advantage); the age counts epochs, at most `window` of them (0 = no history). `own` adds the request's own prompt and tokens,
-    `siblings` the other running answers. Only suffixes of `min_match` to `max_match` tokens count, and the `max_matches` longest of
+    `siblings` the other running answers, and `others` the newest answers to other prompts, which weigh so much (0 = none). Only suffixes of `min_match` to `max_match` tokens count, and the `max_matches` longest of
     each index. A node's score is the product of the shares of votes on its path, where `escape` votes go to what has not been seen.
     The most probable nodes are taken first, at most `max_branches` below one (1 = a chain), chosen by probability or by the summed
     `reward` of the answers below.
@@ -47,6 +48,7 @@ class HistoryTreeDrafter(Drafter):
         window: int = 8,
         own: bool = True,
         siblings: bool = True,
+        others: float = 0.1,
         min_match: int = 1,
         max_match: int = REACH,
         max_matches: int = 64,
@@ -67,12 +69,14 @@ class HistoryTreeDrafter(Drafter):
             ("recency", recency, 0 < recency <= 1, "above 0, at most 1"),
             ("advantage_tilt", advantage_tilt, math.isfinite(advantage_tilt), "a finite number"),
             ("escape", escape, 0 <= escape < math.inf, "0 or more, and finite"),
+            ("others", others, 0 <= others < math.inf, "0 or more, and finite"),
         ):
             if not holds:
                 raise ValueError(f"{name}={value!r}: expected {words}")
         self.window = window
         self.own = own
         self.siblings = siblings
+        self.others = others
         self.min_match = min_match
         self.max_match = max_match
         self.max_matches = max_matches
@@ -83,7 +87,9 @@ class HistoryTreeDrafter(Drafter):
         self.advantage_tilt = advantage_tilt
         self.escape = escape
         self.deterministic = deterministic
-        self._history = SealedHistory(window=max(window, 1), recency=recency, advantage_tilt=advantage_tilt)
+        self._history = SealedHistory(
+            window=max(window, 1), recency=recency, advantage_tilt=advantage_tilt, pools=others > 0
+        )
         self._groups: dict[GroupKey, LiveGroup] = {}
         self._key_of: dict[str, GroupKey] = {}  # by id of a running request that has asked
         self._behind: list[LiveGroup] = []  # have tokens that nothing is found at yet
@@ -170,7 +176,8 @@ class HistoryTreeDrafter(Drafter):
         self._behind.append(group)
         self._history.settle(_key(request), wait=self.deterministic)
         sealed = self._history.get(_key(request), request.prompt.token_ids)
-        return _Asker(group.index, rows, sealed or _NO_HISTORY, np.array(lines))
+        pool = self._history.pool(request.split, wait=self.deterministic) if self.others else None
+        return _Asker(group.index, rows, sealed or _NO_HISTORY, pool or _NO_HISTORY, np.array(lines))
 
     def catch_up(self) -> None:
         self._is_launched = True
@@ -202,6 +209,8 @@ class HistoryTreeDrafter(Drafter):
         ends = live.ends[asker.rows]
         bounds = {"most": self.max_matches, "shortest": self.min_match, "longest": self.max_match}
         here, there = live.matches(live.text, ends, **bounds), history.matches(live.text, ends, **bounds)
+        few = {**bounds, "most": min(self.max_matches, _POOL_MATCHES)}
+        elsewhere = asker.pool.index.matches(live.text, ends, **few)
         grow_trees(
             live.text,
             live.starts,
@@ -216,12 +225,17 @@ class HistoryTreeDrafter(Drafter):
             sealed.weights,
             sealed.rewards if self.priority == "reward" else np.zeros(len(sealed.weights)),
             sealed.ages,
+            asker.pool.index.text,
+            elsewhere.positions,
+            elsewhere.lengths,
+            elsewhere.counts,
+            self.others,
             asker.rows,
             self.own,
             self.siblings,
             self.length_weight,
             self.escape,
-            self.max_branches or 2 * self.max_matches,  # more than there can be
+            self.max_branches or 3 * self.max_matches,  # more than there can be
             limits[asker.lines],
             asker.lines,
             trees.token_ids,
@@ -240,6 +254,7 @@ class _Asker:
     live: LiveIndex
     rows: IndexArray  # [Q] in it
     sealed: SealedAnswers
+    pool: SealedAnswers
     lines: IndexArray  # [Q] of the batch
 
 

@@ -97,11 +97,11 @@ class Drafting:
 
     def _count(self, layout: PassLayout, steps: Walk) -> None:
         totals, drafts = self._totals, layout.drafts
-        by_depth, by_source = np.zeros((2, NUM_DEPTHS), np.int64), np.zeros(6, np.int64)
+        by_depth, by_source = np.zeros((2, NUM_DEPTHS), np.int64), np.zeros(7, np.int64)
         _tally(
             drafts.starts, layout.node_depth, drafts.sources, steps.accepted, steps.num_accepted, by_depth, by_source
         )
-        own, sibling, run_ahead, history, ages, drafted_run_ahead = by_source.tolist()
+        own, sibling, run_ahead, other, history, ages, drafted_run_ahead = by_source.tolist()
         totals.drafts_to_depth = totals.drafts_to_depth + by_depth[0]
         totals.accepted_to_depth = totals.accepted_to_depth + by_depth[1]
         totals.drafted_nodes += len(drafts.parents)
@@ -110,6 +110,7 @@ class Drafting:
         totals.accepted_own += own
         totals.accepted_sibling += sibling
         totals.accepted_run_ahead += run_ahead
+        totals.accepted_other += other
         totals.accepted_history += history
         totals.accepted_age_epochs += ages
 
@@ -146,11 +147,11 @@ def _tally(
         deepest = 0
         for node in range(starts[r], starts[r + 1]):
             deepest = max(deepest, depth[node])
-            by_source[5] += sources[node] == _RUN_AHEAD
+            by_source[6] += sources[node] == _RUN_AHEAD
             if accepted[node]:
                 if sources[node] >= _HISTORY:
-                    by_source[3] += 1
-                    by_source[4] += sources[node] - _HISTORY
+                    by_source[_HISTORY] += 1
+                    by_source[5] += sources[node] - _HISTORY
                 elif sources[node] >= 0:
                     by_source[sources[node]] += 1
         for d in range(by_depth.shape[1]):

@@ -42,6 +42,7 @@ class EngineTotals:
     accepted_own: int = 0  # accepted nodes by DraftSource
     accepted_sibling: int = 0
     accepted_run_ahead: int = 0
+    accepted_other: int = 0
     accepted_history: int = 0
     accepted_age_epochs: int = 0  # sum over accepted_history
     drafted_run_ahead: int = 0  # of drafted_nodes

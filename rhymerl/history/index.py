@@ -1,4 +1,4 @@
-"""Suffix indexes over the texts of one prompt: sealed ones over earlier answers, live ones over answers that still grow.
+"""Suffix indexes: sealed ones over earlier answers, live ones over a prompt's answers that still grow.
 
 Both answer one question: where else stand the longest suffixes of what has been generated so far?
 """
@@ -32,18 +32,18 @@ class Matches:
 
 
 class SuffixIndex:
-    """Answers to one prompt, sealed: `text`, 4 bytes a token, and its positions sorted by what stands before them, 4 more.
+    """Answers, sealed: `text`, 4 bytes a token, and its positions sorted by what stands before them, 4 more.
 
-    Before each answer `text` repeats the prompt's last REACH tokens, so the first tokens of an answer have a
+    Before each answer `text` repeats its prompt's last REACH tokens, so the first tokens of an answer have a
     context too; after it stands NO_TOKEN. `starts` [A] are the answers' first positions there.
     """
 
-    def __init__(self, prompt: IntArray, answers: Sequence[IntArray]) -> None:
-        """Sorts all positions, with the GIL released: about 0.1 us a token."""
+    def __init__(self, prompts: Sequence[IntArray], answers: Sequence[IntArray]) -> None:
+        """Sorts all positions, with the GIL released: about 0.1 us a token. `prompts` are those of the answers, one of each."""
         pieces: list[IntArray] = []
-        before, behind = _tail(prompt), np.array([NO_TOKEN], np.int32)
-        for answer in answers:
-            pieces += [before, answer, behind]
+        behind = np.array([NO_TOKEN], np.int32)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            pieces += [_tail(prompt), answer, behind]
         lengths = np.array([len(answer) for answer in answers], np.int64)
         self.text: IntArray = np.concatenate(pieces, dtype=np.int32) if pieces else np.empty(0, np.int32)
         self.starts = np.cumsum(lengths + REACH + 1) - lengths - 1

@@ -11,13 +11,16 @@ import numpy as np
 
 from rhymerl.history.entries import Name
 from rhymerl.history.index import SuffixIndex
+from rhymerl.history.pool import pooled
 from rhymerl.history.records import Answer, HistoryDelta, PromptChange
 
 if TYPE_CHECKING:
-    from rhymerl.types import FloatArray, IntArray
+    from rhymerl.types import FloatArray, IntArray, Split
 
 
 _SMALL_TOKENS = 4096  # sorted in half a millisecond
+_POOL = ""  # in the place of a prompt's key
+_NO_PROMPT = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,25 +43,40 @@ class SealedAnswers:
         advantages = np.nan_to_num([answer.advantage for answer in answers], posinf=0.0, neginf=0.0)
         return cls(
             prompt_token_ids=prompt,
-            index=SuffixIndex(prompt, [answer.token_ids for answer in answers]),
+            index=SuffixIndex([prompt] * len(answers), [answer.token_ids for answer in answers]),
             weights=np.power(recency, ages, dtype=np.float64) * np.exp(np.clip(advantage_tilt * advantages, -99, 99)),
             rewards=np.array([answer.reward for answer in answers], np.float64),
             ages=ages,
+        )
+
+    @classmethod
+    def of_pool(cls, pool: Sequence[tuple[IntArray, Sequence[Answer]]]) -> SealedAnswers:
+        """Index the answers to many prompts, all of the same weight."""
+        prompts = [prompt for prompt, answers in pool for _ in answers]
+        answers = [answer for _, group in pool for answer in group]
+        return cls(
+            prompt_token_ids=_NO_PROMPT,
+            index=SuffixIndex(prompts, [answer.token_ids for answer in answers]),
+            weights=np.ones(len(answers)),
+            rewards=np.array([answer.reward for answer in answers], np.float64),
+            ages=np.zeros(len(answers), np.int32),
         )
 
 
 class SealedHistory:
     """Follows a HistoryStore and keeps one index a prompt over the answers of its last `window` epochs.
 
+    With `pools` it keeps one a split, too, over the newest answers to all prompts (history/pool.py).
     Large indexes are built by a thread that holds no lock while it sorts; a new one takes the old one's place at once, so that
     readers never see a half-built one. An answer's weight is recency ** age * exp(advantage_tilt * advantage).
     """
 
-    def __init__(self, *, window: int, recency: float = 1.0, advantage_tilt: float = 0.0) -> None:
+    def __init__(self, *, window: int, recency: float = 1.0, advantage_tilt: float = 0.0, pools: bool = False) -> None:
         self.window = window
+        self.pools = pools
         self.recency = recency
         self.advantage_tilt = advantage_tilt
-        self._answers: dict[Name, tuple[IntArray, tuple[Answer, ...]]] = {}
+        self._answers: dict[Name, tuple[IntArray, tuple[Answer, ...]]] = {}  # in the order of their last change
         self._sealed: dict[Name, SealedAnswers] = {}
         self._stale: set[Name] = set()  # of these the newest index has not been asked for
         self._building: dict[Name, Future[SealedAnswers]] = {}
@@ -68,10 +86,14 @@ class SealedHistory:
         """Apply what has changed. With `builds` indexes follow in the background, else when they are wanted."""
         if delta.is_snapshot:
             self._answers, self._sealed, self._building, self._stale = {}, {}, {}, set()
-        for change in delta:
-            name = change.split, change.key
+        changed = [(change.split, change.key) for change in delta]
+        for change, name in zip(delta, changed, strict=True):
             self._apply(change, name)
-            if builds and name in self._stale:
+        if self.pools:
+            changed += [_pool(split) for split in dict.fromkeys(split for split, _ in changed)]
+            self._stale.update(changed[len(delta.changes) :])
+        for name in changed if builds else ():
+            if name in self._stale:
                 self._build(name)
 
     def _apply(self, change: PromptChange, name: Name) -> None:
@@ -81,7 +103,7 @@ class SealedHistory:
             self._stale.discard(name)
         if not change.added and name not in self._answers:
             return
-        prompt, known = self._answers.get(name, (change.prompt_token_ids, ()))
+        prompt, known = self._answers.pop(name, (change.prompt_token_ids, ()))
         answers = [answer for answer in (*known, *change.added) if answer.epoch >= change.first_epoch]
         newest = max((answer.epoch for answer in answers), default=0)
         answers = [answer for answer in answers if answer.epoch > newest - self.window]
@@ -94,6 +116,10 @@ class SealedHistory:
         self._building[name] = self._submit(self._make(name))
 
     def _make(self, name: Name) -> Callable[[], SealedAnswers]:
+        split, key = name
+        if key == _POOL:
+            pool = pooled(each for other, each in reversed(self._answers.items()) if other[0] == split)
+            return lambda: SealedAnswers.of_pool(pool)
         prompt, answers = self._answers[name]
         return lambda: SealedAnswers.of(prompt, answers, recency=self.recency, advantage_tilt=self.advantage_tilt)
 
@@ -105,7 +131,7 @@ class SealedHistory:
     def settle(self, name: Name, *, wait: bool = True) -> None:
         """Let the prompt's newest index take its place, once it is built (`wait`) or if it is; a small one is built on the spot."""
         if name in self._stale:
-            if wait or sum(len(answer.token_ids) for answer in self._answers[name][1]) <= _SMALL_TOKENS:
+            if wait or self._is_small(name):
                 self._stale.discard(name)
                 self._building.pop(name, None)
                 self._sealed[name] = self._make(name)()
@@ -115,6 +141,14 @@ class SealedHistory:
         if pending is not None and (wait or pending.done()):
             self._sealed[name] = pending.result()
             del self._building[name]
+
+    def _is_small(self, name: Name) -> bool:
+        return name in self._answers and sum(map(len, self._answers[name][1])) <= _SMALL_TOKENS
+
+    def pool(self, split: Split, *, wait: bool = True) -> SealedAnswers | None:
+        """Return the index over the newest answers to all prompts, settled; None where there is none yet."""
+        self.settle(_pool(split), wait=wait)
+        return self._sealed.get(_pool(split))
 
     def get(self, name: Name, prompt: IntArray) -> SealedAnswers | None:
         """Return the prompt's settled index; None when there is none, or when the name belongs to another prompt."""
@@ -134,3 +168,7 @@ class SealedHistory:
         if self._builder is not None:
             self._builder.shutdown(wait=True)
             self._builder = None
+
+
+def _pool(split: Split) -> Name:
+    return split, _POOL

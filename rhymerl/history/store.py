@@ -14,6 +14,7 @@ from rhymerl.folders import open_folder
 from rhymerl.history.entries import AnswerKey, Entry, EvictionLog, Name, check_answer, fitting, newer, united
 from rhymerl.history.files import FORMAT, read_sections, write_sections
 from rhymerl.history.packing import PackedPrompt, pack, unpack
+from rhymerl.history.pool import pooled
 from rhymerl.history.records import SPLITS, Answer, HistoryDelta, PromptChange
 from rhymerl.history.tokens import TOKEN_BYTES, TokenFile, TokenMemory
 from rhymerl.types import Prompt, Split
@@ -101,6 +102,16 @@ class HistoryStore:
             self.num_collisions += 1
             return ()
         return tuple(entry.answers.values())
+
+    def newest(self, split: Split = "train") -> list[PackedPrompt]:
+        """Return the pool of a split (history/pool.py)."""
+        _check_split(split)
+        entries = ((name, entry) for name, entry in reversed(self._entries.items()) if name[0] == split)
+        pool = pooled(((name, entry.token_ids), tuple(entry.answers.values())) for name, entry in entries)
+        return [
+            PackedPrompt(split=split, key=key, token_ids=token_ids, answers=tuple(answers))
+            for ((_, key), token_ids), answers in pool
+        ]
 
     def merge(self, other: HistoryStore) -> None:
         """Add all that another store holds, as one change; its prompts then count as the last used, in its order."""

@@ -26,6 +26,7 @@ COLOURS: dict[str, tuple[str, str]] = {  # by name: on a light page, on a dark o
     "source-sibling": _SERIES[2],
     "source-history": _SERIES[0],
     "source-run_ahead": _SERIES[3],
+    "source-other": _SERIES[1],
     "source-unknown": _SERIES[4],
     "part-rollout": _SERIES[0],
     "part-update": _SERIES[1],

@@ -12,6 +12,8 @@ from rhymerl.backends.hosted.base import HostedBackend
 from rhymerl.backends.hosted.messages import Events, Message, Weights, Withdraw
 from rhymerl.errors import BackendError, RhymeError
 from rhymerl.history import HistoryStore
+from rhymerl.history.packing import PackedPrompt
+from rhymerl.types import Split
 from rhymerl.workers.in_flight import InFlight
 from rhymerl.workers.member import Member
 
@@ -39,6 +41,8 @@ class Crew:
         self._lockstep = lockstep
         self._error: Exception | None = None
         self._losses = [0] * num_workers
+        # The newest answers, and of which split and version of the history they are.
+        self._pool: tuple[tuple[Split, int] | None, Sequence[PackedPrompt]] = (None, ())
         self._poll_s = max(_POLL_S, _POLL_EACH_S * num_workers)
         self._is_closed = False
         self._listener: threading.Thread | None = None
@@ -114,9 +118,18 @@ class Crew:
         if not names:
             return
         message = pending.submit(names)
-        if self.history is not None and (unknown := member.remind(self.history, message.requests)) is not None:
-            member.connection.post(unknown)
+        if self.history is not None:
+            newest = self._newest(self.history, message.requests[0].split)
+            if (unknown := member.remind(self.history, message.requests, newest=newest)) is not None:
+                member.connection.post(unknown)
         member.connection.post(message)
+
+    def _newest(self, history: HistoryStore, split: Split) -> Sequence[PackedPrompt]:
+        """Return the newest answers to all prompts, found once for all workers."""
+        of = split, history.version
+        if self._pool[0] != of:
+            self._pool = of, history.newest(split)
+        return self._pool[1]
 
     # -- what workers tell -----------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rhymerl.backends.hosted.base import Connection
 from rhymerl.backends.hosted.messages import Events, Remember
@@ -61,15 +61,21 @@ class Member:
         for name in events.forgotten:
             self.remembered.pop(name, None)
 
-    def remind(self, history: HistoryStore, requests: Iterable[RolloutRequest]) -> Remember | None:
-        """Return the past answers to these prompts that the worker does not have yet; None: it has all."""
+    def remind(
+        self, history: HistoryStore, requests: Iterable[RolloutRequest], *, newest: Iterable[PackedPrompt] = ()
+    ) -> Remember | None:
+        """Return the `newest` answers, and all to the prompts of these requests, that the worker does not have yet; None: it has all."""
         prompts = {(request.split, request.prompt.key): request.prompt for request in requests}
-        unknown = []
-        for (split, key), prompt in prompts.items():
-            known = self.remembered.setdefault((split, key), set())
-            answers = history.answers(prompt, split)
-            fresh = tuple(each for each in answers if (each.epoch, each.sample, each.policy_version) not in known)
-            if fresh:
-                known |= {(each.epoch, each.sample, each.policy_version) for each in fresh}
-                unknown.append(PackedPrompt(split=split, key=key, token_ids=prompt.token_ids, answers=fresh))
+        own = (
+            PackedPrompt(split=split, key=key, token_ids=prompt.token_ids, answers=history.answers(prompt, split))
+            for (split, key), prompt in prompts.items()
+        )
+        unknown = [fresh for each in (*newest, *own) if (fresh := self._unknown(each)).answers]
         return Remember(prompts=unknown) if unknown else None
+
+    def _unknown(self, prompt: PackedPrompt) -> PackedPrompt:
+        """Return it with those answers that the worker lacks; it has them from now on."""
+        known = self.remembered.setdefault((prompt.split, prompt.key), set())
+        fresh = [each for each in prompt.answers if (each.epoch, each.sample, each.policy_version) not in known]
+        known |= {(each.epoch, each.sample, each.policy_version) for each in fresh}
+        return replace(prompt, answers=tuple(fresh))

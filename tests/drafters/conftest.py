@@ -1,4 +1,4 @@
-"""A maker of history drafters."""
+"""A maker of history drafters, without the answers to other prompts unless a test wants them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Drafters:
     def __call__(
         self, history: Sequence[Answer] = (), *, prompt: Prompt = PROMPT, split: str = "train", **settings: Any
     ) -> HistoryTreeDrafter:
-        drafter = HistoryTreeDrafter(**{"deterministic": True, **settings})
+        drafter = HistoryTreeDrafter(**{"deterministic": True, "others": 0.0, **settings})
         self.made.append(drafter)
         store = HistoryStore(window=100)
         store.add(prompt, history, split)

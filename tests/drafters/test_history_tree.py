@@ -290,3 +290,27 @@ def test_a_batch_is_each_request_alone(drafters):
         assert (one.match_length, one.sources.tolist()) == (alone.match_length, alone.sources.tolist())
         same(drafter.propose_batch(*([value] for value in each)), DraftBatch.pack([alone]))
     assert len(drafter.propose_batch([], [], [])) == 0
+
+
+def test_answers_to_other_prompts_are_drafted_from_last():
+    """One shared token in the prompt's own history against three elsewhere."""
+    store = HistoryStore()
+    store.add(make_prompt([9]), [answer(token_ids=[3, 4, 5, 6])])
+    store.add(PROMPT, [answer(token_ids=[5, 7])])
+    for others, length_weight, expected in ((0.0, 1.0, [7]), (0.1, 1.0, [7, 6]), (0.1, 5.0, [6, 7])):
+        drafter = HistoryTreeDrafter(deterministic=True, others=others, length_weight=length_weight)
+        drafter.follow(store.snapshot())
+        draft = drafted(drafter, [3, 4, 5])
+        assert draft.token_ids.tolist() == expected
+        sources = [DraftSource.OTHER if token == 6 else HISTORY for token in expected]
+        assert draft.sources.tolist() == sources
+        drafter.close()
+
+
+def test_the_first_epoch_is_drafted_from_other_prompts(drafters):
+    drafter = drafters([answer(token_ids=[2, 3, 4])], prompt=make_prompt([9]), others=0.1)
+    draft = drafted(drafter, [2])
+    assert draft.token_ids.tolist() == [3, 4]
+    assert draft.sources.tolist() == [DraftSource.OTHER] * 2
+    drafter.follow(HistoryStore().snapshot())  # and no longer when all is forgotten
+    assert len(drafted(drafter, [2])) == 0

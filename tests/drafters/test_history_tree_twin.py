@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,13 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rhymerl.drafters import HistoryTreeDrafter
+from rhymerl.drafters import HistoryTreeDrafter, history_tree
 from rhymerl.history import Answer, HistoryStore
 from rhymerl.types import Draft, DraftSource
 from tests.drafters.requests import context, requests
 from tests.history.answers import answer
 
 Path = tuple[int, ...]
+
+
+@pytest.fixture(autouse=True)
+def all_of_the_pool(monkeypatch):
+    monkeypatch.setattr(history_tree, "_POOL_MATCHES", 64)
+
 
 few = st.integers(0, 2)
 tokens = st.lists(few, max_size=8)
@@ -30,11 +36,14 @@ class Scene:
     prompt: list[int]
     history: list[Answer]
     rows: list[list[int]]
+    others: list[tuple[list[int], list[Answer]]] = field(default_factory=list)  # other prompts, with earlier answers
     settings: dict[str, Any] = field(default_factory=dict)
 
     def drafts(self, budget: int) -> list[Draft]:
         drafter = HistoryTreeDrafter(deterministic=True, **self.settings)
         running, store = requests(self.prompt, len(self.rows)), HistoryStore()
+        for number, (prompt, answers) in enumerate(self.others):
+            store.add(replace(running[0].prompt, key=f"other {number}", token_ids=np.array(prompt, np.int32)), answers)
         store.add(running[0].prompt, self.history)
         drafter.follow(store.snapshot())
         for each in running:
@@ -46,7 +55,14 @@ class Scene:
 
     def occurrences(self, r: int) -> Iterator[Occurrence]:
         """All that votes on row r, with its tokens and what stands before."""
-        setting = {"min_match": 1, "max_match": 32, "recency": 0.8, "advantage_tilt": 0.0, **self.settings}
+        setting = {
+            "min_match": 1,
+            "max_match": 32,
+            "recency": 0.8,
+            "advantage_tilt": 0.0,
+            "others": 0.1,
+            **self.settings,
+        }
         now = [*self.prompt, *self.rows[r]]
         texts = [([], self.prompt, 1.0, DraftSource.OWN)]
         for number, row in enumerate(self.rows):
@@ -56,6 +72,9 @@ class Scene:
             age = newest - each.epoch
             weight = setting["recency"] ** age * np.exp(setting["advantage_tilt"] * each.advantage)
             texts.append((self.prompt, each.token_ids.tolist(), weight, DraftSource.HISTORY + age))
+        for prompt, answers in [(self.prompt, self.history), *self.others] if setting["others"] else []:
+            for each in answers:
+                texts.append((prompt, each.token_ids.tolist(), setting["others"], DraftSource.OTHER))
         for before, text, weight, source in texts:
             for k in range(len(text)):
                 length = shared([*before, *text[:k]], now, setting["max_match"])
@@ -128,6 +147,10 @@ scenes = st.builds(
         unique_by=lambda each: (each.epoch, each.sample),
     ),
     rows=st.lists(tokens, min_size=1, max_size=3),
+    others=st.lists(
+        st.tuples(st.lists(few, max_size=3), st.lists(st.builds(answer, token_ids=tokens), min_size=1, max_size=1)),
+        max_size=2,
+    ),
     settings=st.fixed_dictionaries(
         {
             "length_weight": st.sampled_from([1.0, 5.0, np.inf]),
@@ -136,6 +159,7 @@ scenes = st.builds(
             "escape": st.sampled_from([0.0, 0.1, 2.0]),
             "min_match": st.sampled_from([1, 2]),
             "max_match": st.sampled_from([2, 32]),
+            "others": st.sampled_from([0.0, 0.1, 3.0]),
         }
     ),
 )

@@ -22,6 +22,10 @@ def ints(tokens: Sequence[int]) -> np.ndarray:
     return np.array(tokens, np.int32)
 
 
+def sealed_index(prompt: np.ndarray, answers: Sequence[np.ndarray]) -> SuffixIndex:
+    return SuffixIndex([prompt] * len(answers), answers)
+
+
 def filled_up(tokens: Sequence[int]) -> list[int]:
     return ([NO_TOKEN] * REACH + list(tokens))[-REACH:]
 
@@ -97,7 +101,7 @@ def array_bytes(index: SuffixIndex) -> int:
     longest=st.sampled_from([4, 7, REACH]),
 )
 def test_sealed_index_finds_the_longest_suffixes(prompt, listed, query, most, shortest, longest):
-    index = SuffixIndex(ints(prompt), [ints(tokens) for tokens in listed])
+    index = sealed_index(ints(prompt), [ints(tokens) for tokens in listed])
     index.check_integrity()
     found = index.matches(*query_of(query), most=most, shortest=shortest, longest=longest)
     expected = expected_lengths(sealed_texts(prompt, listed), query, longest=longest)
@@ -110,7 +114,7 @@ def test_sealed_index_finds_the_longest_suffixes(prompt, listed, query, most, sh
 def test_every_vocabulary_is_sorted(tokens):
     """One token over and over, and ids of one, two and three digits."""
     prompt = tokens[:5]
-    index = SuffixIndex(ints(prompt), [ints(tokens), ints(tokens[3:])])
+    index = sealed_index(ints(prompt), [ints(tokens), ints(tokens[3:])])
     index.check_integrity()
     live = LiveIndex(ints(tokens))
     live.check_integrity()
@@ -124,7 +128,7 @@ def test_every_vocabulary_is_sorted(tokens):
 @pytest.mark.parametrize("num_tokens", [0, 1, 255, 256, 257, 513])
 def test_blocks_of_a_sealed_index_are_full(num_tokens):
     answer = np.random.default_rng(num_tokens).integers(0, 5, num_tokens).astype(np.int32)
-    index = SuffixIndex(ints([1]), [answer])
+    index = sealed_index(ints([1]), [answer])
     index.check_integrity()
     assert index.num_blocks == max(-(-num_tokens // 256), 1)
 
@@ -140,7 +144,7 @@ def near_copies(rng: np.random.Generator, *, count: int, length: int) -> Iterato
 def test_bytes_are_those_of_the_arrays():
     rng = np.random.default_rng(0)
     prompt, copies = rng.integers(0, 50_000, 300).astype(np.int32), list(near_copies(rng, count=16, length=4000))
-    index = SuffixIndex(prompt, copies)
+    index = sealed_index(prompt, copies)
     assert index.bytes == array_bytes(index) <= 12 * 16 * 4000
     live = LiveIndex(prompt)
     live.extend(np.array([live.open()]), np.array([4000]), copies[0])
@@ -230,7 +234,7 @@ def test_matches_are_gathered_across_blocks(most):
     """Sealed blocks, which are full, and live ones, which have been split."""
     rng = np.random.default_rng(0)
     prompt, listed = rng.integers(0, 3, 20).tolist(), [rng.integers(0, 3, 400).tolist() for _ in range(3)]
-    sealed, live = SuffixIndex(ints(prompt), [ints(tokens) for tokens in listed]), LiveIndex(ints(prompt))
+    sealed, live = sealed_index(ints(prompt), [ints(tokens) for tokens in listed]), LiveIndex(ints(prompt))
     rows = np.array([live.open() for _ in listed])
     for k in range(0, 400, 50):
         live.extend(rows, np.full(3, 50), ints(sum((tokens[k : k + 50] for tokens in listed), [])))
@@ -271,9 +275,18 @@ def test_a_row_gets_wider_and_its_neighbours_stay(length):
     assert (index.text[index.starts[4] - 3 : index.starts[4] + 1]).tolist() == [9, 8, 7, NO_TOKEN]
 
 
+def test_answers_to_several_prompts_stand_behind_their_own():
+    index = SuffixIndex([ints([7, 8]), ints([9])], [ints([1, 2]), ints([1, 3])])
+    index.check_integrity()
+    found = index.matches(*query_of([7, 8]), most=8)
+    assert found_lengths(index, found) == {(0, 0): 2}
+    found = index.matches(*query_of([9, 1]), most=8)
+    assert found_lengths(index, found) == {(1, 1): 2, (0, 1): 1}
+
+
 def test_a_match_stays_in_one_answer():
     """The end of an answer is no context of the next one's begin, and the place after an answer is no match."""
-    index = SuffixIndex(ints([]), [ints([1, 2]), ints([3, 1, 2]), ints([4])])
+    index = sealed_index(ints([]), [ints([1, 2]), ints([3, 1, 2]), ints([4])])
     found = index.matches(*query_of([1, 2]), most=8)
     assert found.counts[0] == 0  # both stand at an end
     found = index.matches(*query_of([1]), most=8)
@@ -285,7 +298,7 @@ def test_a_match_stays_in_one_answer():
 def test_what_follows_a_match_is_a_token():
     rng = np.random.default_rng(1)
     listed = [rng.integers(0, 3, length).astype(np.int32) for length in (0, 1, 2, 50, 300)]
-    index = SuffixIndex(ints([0, 1]), listed)
+    index = sealed_index(ints([0, 1]), listed)
     for _ in range(50):
         found = index.matches(*query_of(rng.integers(0, 3, 40).tolist()), most=64)
         assert (index.text[found.positions[0, : found.counts[0]]] >= 0).all()

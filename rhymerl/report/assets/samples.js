@@ -4,7 +4,7 @@
   const HEIGHT = 32;
   const NOT_DRAFTED = -2;
   const UNKNOWN = -1;
-  const HISTORY = 3;
+  const HISTORY = 4;
   const OLDEST = 6; // epochs, from which on colours are the same
   const $ = (id) => document.getElementById(id);
 
@@ -12,12 +12,12 @@
     if (source === NOT_DRAFTED) return "sampled without a draft";
     if (source === UNKNOWN) return "unknown";
     if (source >= HISTORY) return source === HISTORY ? "history, newest epoch" : `history, ${source - HISTORY} older`;
-    return ["own text", "sibling", "run-ahead"][source];
+    return ["own text", "sibling", "run-ahead", "another prompt's answer"][source];
   };
 
   const originColour = (source) => {
     if (source === NOT_DRAFTED) return "transparent";
-    const name = source === UNKNOWN ? "unknown" : source >= HISTORY ? "history" : ["own", "sibling", "run_ahead"][source];
+    const name = source === UNKNOWN ? "unknown" : source >= HISTORY ? "history" : ["own", "sibling", "run_ahead", "other"][source];
     const share = source >= HISTORY ? 48 - 6 * Math.min(source - HISTORY, OLDEST) : 42;
     return `color-mix(in srgb, var(--source-${name}) ${share}%, transparent)`;
   };

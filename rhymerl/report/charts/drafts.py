@@ -10,7 +10,13 @@ from rhymerl.report.answers import by_epoch
 from rhymerl.report.base import Curve, Run
 from rhymerl.report.charts.base import Chart, Series, line_chart, of_run, run_colour, thinned
 
-_SOURCES = {"own": "own text", "sibling": "siblings", "history": "history", "run_ahead": "run-ahead"}
+_SOURCES = {
+    "own": "own text",
+    "sibling": "siblings",
+    "history": "history",
+    "run_ahead": "run-ahead",
+    "other": "other prompts",
+}
 _NUM_DEPTHS = 8
 _NUM_PERIODS = 4
 
