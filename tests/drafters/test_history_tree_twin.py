@@ -73,8 +73,7 @@ class Scene:
             weight = setting["recency"] ** age * np.exp(setting["advantage_tilt"] * each.advantage)
             texts.append((self.prompt, each.token_ids.tolist(), weight, DraftSource.HISTORY + age))
         for prompt, answers in [(self.prompt, self.history), *self.others] if setting["others"] else []:
-            for each in answers:
-                texts.append((prompt, each.token_ids.tolist(), setting["others"], DraftSource.OTHER))
+            texts += [(prompt, each.token_ids.tolist(), setting["others"], DraftSource.OTHER) for each in answers]
         for before, text, weight, source in texts:
             for k in range(len(text)):
                 length = shared([*before, *text[:k]], now, setting["max_match"])
