@@ -48,11 +48,14 @@ def _put(files: Files, file: File) -> None:
     files.append(file)
 
 
-def on_page_content(content: str, **_: object) -> str:
+def on_page_content(content: str, *, page: Page, **_: object) -> str:
     """Formulas become MathML, which browsers show without a script."""
 
     def formula(found: re.Match[str]) -> str:
-        return convert(html.unescape(found[3]), display="inline" if found[2] == "(" else "block")
+        shown = convert(html.unescape(found[3]), display="inline" if found[2] == "(" else "block").replace("\\_", "_")
+        if "\\" in shown:
+            raise PluginError(f"{page.file.src_uri}: latex2mathml does not know all of {found[3]!r}")
+        return shown
 
     return _FORMULA.sub(formula, content)
 

@@ -88,10 +88,10 @@ def passes() -> Figure:
     drafter.close()
     assert plain.token_ids.tolist() == drafted.token_ids.tolist(), "a draft has changed a token"
     tokens = drafted.token_ids.tolist()
-    figure, axis = _canvas(2.4)
+    figure, axis = _canvas(2.1)
     _strip(axis, 1, tokens, [(1, 0)] * len(tokens), "no drafts")
     _strip(axis, 0, tokens, drafter.passes, "drafts from earlier answers")
-    axis.set(xlim=(-0.5, len(tokens) - 0.5), ylim=(-0.75, 1.75))
+    axis.set(xlim=(-0.5, len(tokens) - 0.5), ylim=(-0.4, 1.6))
     axis.set_title(f"{len(tokens)} tokens of one answer: a box is a pass, in green what was drafted", loc="left")
     return figure
 
