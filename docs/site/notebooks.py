@@ -40,9 +40,9 @@ def _run_cell(source: str, names: dict[str, Any]) -> list[dict[str, Any]]:
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     printed, value = io.StringIO(), None
     with contextlib.redirect_stdout(printed):
-        exec(compile(tree, "<cell>", "exec"), names)
+        exec(compile(tree, "<cell>", "exec", dont_inherit=True), names)
         if isinstance(last, ast.Expr):
-            value = eval(compile(ast.Expression(last.value), "<cell>", "eval"), names)
+            value = eval(compile(ast.Expression(last.value), "<cell>", "eval", dont_inherit=True), names)
     outputs: list[dict[str, Any]] = []
     if printed.getvalue():
         lines = printed.getvalue().splitlines(keepends=True)
