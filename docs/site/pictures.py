@@ -78,7 +78,7 @@ class PassCounter(HistoryTreeDrafter):
 def passes() -> Figure:
     """The quickstart's policy answers one prompt: twice with the same seeds, the second time with drafts from answers with other seeds."""
     prompt = make_prompt([CHARACTERS.index(each) + 2 for each in "17+25+48+36=?\n"])
-    policy, drafter, history = PolicySource(str(POLICY)).load(), PassCounter(), HistoryStore()
+    policy, drafter, history = PolicySource(str(POLICY), dtype="float64").load(), PassCounter(), HistoryStore()
     earlier = _answers(Engine(policy.model), _requests(prompt, range(8)))
     plain = _answers(Engine(policy.model), _requests(prompt, [100]))[0]
     history.add(prompt, [_remembered(each, sample) for sample, each in enumerate(earlier)])
