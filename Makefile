@@ -1,6 +1,6 @@
 # Everything goes through .venv, which is made when it is missing and brought up to date when pyproject.toml, constraints.txt or
 # hashes.txt have changed. Nothing but Python 3.11 or later is needed. Another interpreter: make install PYTHON=python3.12
-.PHONY: help install quickstart pretrained test test-pretrained test-sglang test-ray test-browser check format bench-guard gpu constraints clean
+.PHONY: help install quickstart pretrained test test-pretrained test-sglang test-ray test-browser docs check format bench-guard gpu constraints clean
 .DELETE_ON_ERROR:
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -26,6 +26,10 @@ sglang_python := .venv-sglang/bin/python
 sglang_key := $(shell cat pyproject.toml constraints.txt tests/sglang/requirements.txt | cksum | cut -d ' ' -f 1)
 sglang_stamp := .venv-sglang/installed-$(sglang_version)-$(sglang_key)
 
+# MkDocs has an environment of its own too. What needs the package itself runs in .venv before it.
+docs_python := .venv-docs/bin/python
+docs_stamp := .venv-docs/installed-$(shell cksum < docs/site/requirements.txt | cut -d ' ' -f 1)
+
 help:
 	@echo "make install     set up .venv (the other targets do it too)"
 	@echo "make quickstart  watch a small model learn on the CPU; ARGS='seed=1 run_dir=...' overrides settings"
@@ -35,6 +39,7 @@ help:
 	@echo "make test-sglang run those of the SGLang backend with its engine on the CPU, in .venv-sglang (some minutes the first time)"
 	@echo "make test-ray    run those that start Ray clusters on this machine (some 15 minutes)"
 	@echo "make test-browser  run those that open reports in the Chromium of this machine"
+	@echo "make docs        build the site of the documentation into build/site, without a network once .venv-docs is there"
 	@echo "make check       formatter, linter, types, layers; make format repairs the first two"
 	@echo "make bench-guard BASE=COMMIT  compare this tree's speed with a commit's, on a quiet machine (some 15 minutes)"
 	@echo "make gpu         take all figures that need a GPU, in parts that go on where they were stopped (docs/gpu.md)"
@@ -63,6 +68,10 @@ test-ray: $(stamp)
 
 test-browser: $(stamp)
 	$(python) -m pytest -m browser $(if $(filter file,$(origin PYTEST_ARGS)),,$(PYTEST_ARGS))
+
+docs: $(stamp) $(docs_stamp)
+	$(python) docs/site/settings.py build/reference/settings.md
+	NO_MKDOCS_2_WARNING=1 $(docs_python) -m mkdocs build --strict
 
 check: $(stamp)
 	$(python) -m ruff format --check
@@ -124,6 +133,15 @@ $(sglang_stamp): | $(sglang_python)
 
 $(sglang_python):
 	$(call make_environment,.venv-sglang)
+
+$(docs_stamp): docs/site/requirements.txt | $(docs_python)
+	@echo "Installing MkDocs into .venv-docs"
+	@rm -f .venv-docs/installed-*
+	$(docs_python) -m pip install --disable-pip-version-check --quiet --no-deps --requirement docs/site/requirements.txt
+	@touch $@
+
+$(docs_python):
+	$(call make_environment,.venv-docs)
 
 # $(1): the folder. Takes $(PYTHON), else the first of the usual names that is new enough.
 define make_environment

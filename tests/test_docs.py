@@ -27,6 +27,7 @@ from tests.documents import PAGES, ROOT, blocks, code_spans, prose, reader_in, t
 
 DOCS = ROOT / "docs"
 EXTENDING = DOCS / "extending.md"
+RUN = {DOCS / "tutorial.md", DOCS / "own_data.md"}  # all of these runs in test_tutorial.py
 MAX_LINES = 15
 TINY = [
     "task.train_size=8",
@@ -75,7 +76,7 @@ def test_parts_of_ones_own_train(block, folder: Path) -> None:
         assert "my_reward.brief" in (folder / "run" / "config.yaml").read_text()
 
 
-@each("bash", [page for page in PAGES if page.parent == DOCS and page != EXTENDING])
+@each("bash", [page for page in PAGES if page.parent == DOCS and page not in {EXTENDING, *RUN}])
 def test_commands_compose(block, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in block.commands:
         words = [word for word in words if not re.match(r"[A-Z_]+=", word)]
@@ -94,7 +95,7 @@ def test_a_saved_config_runs_again(folder: Path) -> None:
     assert first.replace("run_dir: run\n", "run_dir: new\n") == second
 
 
-@each("yaml", PAGES[1:])
+@each("yaml", [page for page in PAGES[1:] if page not in RUN])
 def test_yaml_composes(block, folder: Path) -> None:
     path = folder / "block.yaml"
     path.write_text(block.text)
