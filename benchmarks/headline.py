@@ -16,6 +16,7 @@ where the workers' time goes, in parts of it: nodes (that drafts add to passes),
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import tempfile
@@ -36,6 +37,7 @@ from rhymerl.config import compose
 from rhymerl.runs.fit import fit
 from rhymerl.training.module import RhymeModule
 from rhymerl.training.updater import Updater
+from rhymerl.types import RolloutRequest
 from rhymerl.workers.coordinator import Coordinator
 from rhymerl.workers.hosted import HostedWorkers
 
@@ -81,6 +83,7 @@ ROWS = [
     Row("history_tree", "packed", "keep"),
     Row("history_tree", "paced", "keep"),
 ]
+QUICK_STEPS = 12
 QUICK = [
     BARRIER,
     ONE_STEP_OFF,
@@ -98,8 +101,9 @@ class Course:
     update_s: float  # a response token
     weights_s: float
     ends: list[float] = field(default_factory=list)  # of steps, on the trainer's clock
-    num_tokens: int = 0
     rollouts: list[float] = field(default_factory=list)  # seconds of each
+    requests: list[Sequence[RolloutRequest]] = field(default_factory=list)  # of each
+    lengths: list[list[int]] = field(default_factory=list)  # and the tokens of their answers
     between: list[float] = field(default_factory=list)  # CPU seconds of the trainer between rollouts, beside the update
     metrics: list[dict[str, float]] = field(default_factory=list)
     updates: list[tuple[float, float]] = field(default_factory=list)
@@ -145,15 +149,17 @@ class Course:
             if work.number is not None and self.rollouts:
                 self.between.append(between)
                 self.workers.clock_s += between
-            at_s = self.workers.clock_s
+            at_s, lengths = self.workers.clock_s, {}
             for completion in answer(workers, work):
-                self.num_tokens += len(completion.output) if work.number is not None else 0
+                lengths[completion.request.id] = len(completion.output)
                 self.workers.update_s += self.update_s * len(completion.output)
                 yield completion
             if work.number is None:
                 self.workers.clock_s = at_s  # an evaluation takes no time
             else:
                 self.rollouts.append(self.workers.clock_s - at_s)
+                self.lengths.append([lengths[request.id] for request in work.requests])
+                self.requests.append(work.requests)
             self._cpu_s = time.thread_time()
 
         def on_train_batch_end(module: RhymeModule, *rest: Any) -> None:
@@ -190,10 +196,9 @@ class Course:
 def run_row(row: Row, arguments: Any, *, update_s: float, steps: int, cpu: float = 1.0) -> Course:
     """Run a row on the virtual clock, where a second of CPU time beside passes and update is `cpu` seconds."""
     course = Course(update_s, arguments.weights / arguments.lengths)
-    emulated = Path(__file__).parent / "emulated" / f"{arguments.emulate}.json"
     backend = [
         "backend._target_=virtual.VirtualWorkers",
-        f"backend.emulate={emulated}",
+        f"backend.emulate={device(arguments.emulate)}",
         f"backend.lengths={arguments.lengths}",
         f"backend.max_running={arguments.max_running}",
         f"backend.cpu={cpu}",
@@ -204,6 +209,12 @@ def run_row(row: Row, arguments: Any, *, update_s: float, steps: int, cpu: float
         course.watch(stack, row)
         course.result = fit(compose(config_in(folder), settings))
     return course
+
+
+def device(emulate: str | Path) -> Path:
+    """Return the file with the costs of a device: one of ours by its name, or any other."""
+    path = Path(emulate)
+    return path if path.suffix == ".json" else Path(__file__).parent / "emulated" / f"{emulate}.json"
 
 
 def config_in(folder: str) -> Path:
@@ -314,11 +325,31 @@ def draw_timeline(found: dict[str, Course], path: Path, *, steps: int = 4) -> No
     timeline.draw(panels, path, clock=" of the virtual clock")
 
 
-def main(words: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = record.options(__doc__)
-    parser.add_argument("--quick", action="store_true", help="the main rows, and 12 steps")
-    parser.add_argument("--rows", nargs="*", help="names of rows, beside the two that all are compared with")
-    parser.add_argument("--emulate", default="h100_8b", help="name of a file in benchmarks/emulated/")
+def update_seconds(arguments: Any) -> float:
+    """Return the seconds that an update takes for each token: so many that it is `update` of a step of the first row."""
+    run_row(QUICK[-1], arguments, update_s=0.0, steps=2)  # what is compiled or cached once is nobody's time
+    before = run_row(BARRIER, arguments, update_s=0.0, steps=arguments.epoch_steps)
+    return float(arguments.update / (1 - arguments.update) * sum(before.rollouts) / sum(map(sum, before.lengths)))
+
+
+def measured(chosen: Sequence[Row], arguments: Any, *, steps: int) -> tuple[list[dict[str, Any]], dict[str, Course]]:
+    """Run the rows, of which the first two are the baselines; return their figures, and their courses by name."""
+    update_s = update_seconds(arguments)
+    found: dict[str, Course] = {}
+    rows: list[dict[str, Any]] = []
+    for row in chosen:
+        found[row.name] = run_row(row, arguments, update_s=update_s, steps=steps)
+        for each in chosen[len(rows) : len(found)] if ONE_STEP_OFF.name in found else []:
+            rows.append(figures(each, found[each.name], found, arguments))
+            record.note_row(rows[-1])
+            print(record.cell(rows[-1]), file=sys.stderr, flush=True)
+    return rows, found
+
+
+def options(description: str | None) -> argparse.ArgumentParser:
+    """Return the options of all that runs rows."""
+    parser = record.options(description)
+    parser.add_argument("--emulate", default="h100_8b", help="name of a file in benchmarks/emulated/, or a path")
     parser.add_argument("--lengths", type=float, default=32.0, help="tokens for which one of ours stands")
     parser.add_argument("--policy", default="long_sum", help="name of a folder in benchmarks/policies/, or a path")
     parser.add_argument("--workers", type=int, default=4)
@@ -329,29 +360,25 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--update", type=float, default=0.12)
     parser.add_argument("--weights", type=float, default=0.6, help="seconds of the device for a load of weights")
     parser.add_argument("--held-out", type=int, default=128, help="problems of the evaluations at start and end")
+    parser.add_argument("settings", nargs="*", metavar="key=value")
+    return parser
+
+
+def main(words: Sequence[str] | None = None) -> dict[str, Any]:
+    parser = options(__doc__)
+    parser.add_argument("--quick", action="store_true", help=f"the main rows, and {QUICK_STEPS} steps")
+    parser.add_argument("--rows", nargs="*", help="names of rows, beside the two that all are compared with")
     parser.add_argument("--plot", help="file for a picture of the rows")
     parser.add_argument(
         "--timeline", help="file for a picture of workers and trainer over the last four steps of each row"
     )
-    parser.add_argument("settings", nargs="*", metavar="key=value")
     arguments = parser.parse_args(words)
     record.set_threads(arguments.threads or 1)
     start = record.environment()
-    steps = 12 if arguments.quick else arguments.steps
     chosen = QUICK if arguments.quick else ROWS
     if arguments.rows is not None:
         chosen = [row for row in ROWS if row in (BARRIER, ONE_STEP_OFF) or row.name in arguments.rows]
-    run_row(QUICK[-1], arguments, update_s=0.0, steps=2)  # what is compiled or cached once is nobody's time
-    before = run_row(BARRIER, arguments, update_s=0.0, steps=arguments.epoch_steps)
-    update_s = arguments.update / (1 - arguments.update) * sum(before.rollouts) / before.num_tokens
-    found: dict[str, Course] = {}
-    rows: list[dict[str, Any]] = []
-    for row in chosen:
-        found[row.name] = run_row(row, arguments, update_s=update_s, steps=steps)
-        for each in chosen[len(rows) : len(found)] if ONE_STEP_OFF.name in found else []:
-            rows.append(figures(each, found[each.name], found, arguments))
-            record.note_row(rows[-1])
-            print(record.cell(rows[-1]), file=sys.stderr, flush=True)
+    rows, found = measured(chosen, arguments, steps=QUICK_STEPS if arguments.quick else arguments.steps)
     if arguments.plot is not None:
         draw(rows, Path(arguments.plot), arguments.emulate)
     if arguments.timeline is not None:

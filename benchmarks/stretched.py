@@ -155,7 +155,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     given.settings = [costs, *arguments.settings]
     sys.modules.setdefault("stretched", sys.modules[__name__])
     before = headline.run_row(headline.BARRIER, given, update_s=0.0, steps=2)
-    update_s = 0.12 / 0.88 * sum(before.rollouts) / before.num_tokens
+    update_s = 0.12 / 0.88 * sum(before.rollouts) / sum(map(sum, before.lengths))
     rows = []
     for row in [each for each in ROWS if arguments.rows is None or each.name in arguments.rows]:
         virtual = headline.run_row(row, given, update_s=update_s, steps=arguments.steps, cpu=1 / arguments.stretch)

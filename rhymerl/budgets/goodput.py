@@ -37,6 +37,7 @@ _REMEMBER = 0.99  # of what drafts promised and kept, a pass with drafts
 _REMEMBER_PROBE = 0.8  # a probe: what it is for is that things may have changed
 _TRUST = 4  # times as many nodes as have been verified at once may be tried: beyond that nobody knows what a pass costs
 _BENEFIT = 20.0  # tokens of doubt in favour of the drafts
+_NO_NODES = np.zeros(1)
 
 # plain: the drafter is left alone. trial: so too, to see what that costs. probe: it is asked for some requests, to see whether
 # drafts would pay. draft: for all, because they do.
@@ -218,9 +219,10 @@ class GoodputBudget(Budget):
         """
         rows = max(self._rows, asked)
         share = asked / rows if self._kind == "probe" else 1.0
-        goodput = (rows + expected / share) / self._cost.seconds(rows, sizes / share, rows)
+        plain, seconds = self._seconds(rows, sizes / share, rows)
+        goodput = (rows + expected / share) / seconds
         best = int(goodput.argmax())
-        self._decide(float(goodput[best]) / rows * self._plain_seconds(rows))
+        self._decide(float(goodput[best]) / rows * plain)
         return best
 
     def _decide(self, gain: float) -> None:
@@ -256,13 +258,12 @@ class GoodputBudget(Budget):
 
     def _settle(self, rows: int, nodes: int, seconds: float | None, *, made: float) -> None:
         """A pass with drafts `made` so many tokens a request; None seconds cannot be compared, since a prompt was computed in it."""
-        plain = self._plain_seconds(rows)
+        plain, known = self._seconds(rows, np.array([nodes]), self._asked)
         if self._kind == "probe":
             self._allowance.pay_probe(None if seconds is None else seconds / plain - made)
         elif seconds is not None:
             # By all that is known of such passes: what this one took is as much the machine's other work.
-            known = float(self._cost.seconds(rows, np.array([nodes]), self._asked)[0])
-            self._allowance.settle(made - known / plain)
+            self._allowance.settle(made - float(known[0]) / plain)
         self._course.drafts &= not self._allowance.is_spent
 
     def _learn_acceptance(self, outcome: PassOutcome) -> None:
@@ -279,8 +280,12 @@ class GoodputBudget(Budget):
         """Accepted over expected of what was verified lately, at most 1: the nodes chosen are those whose estimate is too good."""
         return min((self._accepted_lately + _BENEFIT) / (self._expected_lately + _BENEFIT), 1.0)
 
-    def _plain_seconds(self, rows: int) -> float:
-        return float(self._cost.seconds(rows, np.zeros(1), 0)[0])
+    def _seconds(self, rows: int, nodes: FloatArray | IndexArray, asked: int) -> tuple[float, FloatArray]:
+        """Return the time of a pass without drafts, and of one with each of so many nodes, for which so many requests were asked."""
+        askers = np.full(len(nodes) + 1, asked)
+        askers[0] = 0
+        seconds = self._cost.seconds(rows, np.concatenate([_NO_NODES, nodes]), askers)
+        return float(seconds[0]), seconds[1:]
 
     # -- state and metrics ---------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rhymerl.compiled import compiled
 from rhymerl.costs import PassCost
 
 if TYPE_CHECKING:
@@ -20,8 +21,8 @@ _SIZES = 24  # of batches, by the binary digits of their rows
 
 # The curve is straight between these numbers of tokens, and beyond the last.
 _KNOTS = np.array([0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024], np.float64)
-_WIDTHS = np.diff(_KNOTS)
-_SEGMENT_ENDS = np.append(_WIDTHS, np.inf)
+_CURVE = np.append(_KNOTS, 1e9)  # the last segment has no end
+_WIDTHS = np.diff(_CURVE)
 _NUM_SEGMENTS = len(_KNOTS)
 # Features: 1, the tokens in each segment of the curve, and then these.
 _ROWS, _NODES, _ASKED, _ANY_ASKED, _SEEN = range(_NUM_SEGMENTS + 1, _NUM_SEGMENTS + 6)
@@ -90,10 +91,8 @@ class LearnedCost(PassCost):
         logits, weights = rows + np.asarray(nodes, np.float64), self._weights
         tokens = logits + prompt_tokens
         sees = self._seen_per_token * logits if seen is None else seen
-        beyond = np.maximum(tokens - _KNOTS[-1], 0.0) * weights[_NUM_SEGMENTS]
         return np.asarray(
-            np.interp(tokens, _KNOTS, self._values)
-            + beyond
+            np.interp(tokens, _CURVE, self._values)
             + weights[_ROWS] * rows
             + weights[_NODES] * nodes
             + weights[_ASKED] * asked
@@ -193,9 +192,8 @@ class LearnedCost(PassCost):
 
     def _add(self, features: FloatArray, seconds: float, scale: float) -> None:
         """Count a pass in which an error of `scale` is an error of 1."""
-        kind, features = int(features[_ANY_ASKED]), features / scale
-        self._products[kind] = _FORGET * self._products[kind] + np.outer(features, features)
-        self._sums[kind] = _FORGET * self._sums[kind] + features * (seconds / scale)
+        kind = int(features[_ANY_ASKED])
+        _count(self._products[kind], self._sums[kind], features / scale, seconds / scale)
 
     def _solve(self) -> None:
         """Least squares without negative costs: a feature that would be paid for is left out."""
@@ -218,6 +216,15 @@ class LearnedCost(PassCost):
         self._weights, self._values = weights, _values(weights)
 
 
+@compiled
+def _count(products: FloatArray, sums: FloatArray, features: FloatArray, seconds: float) -> None:
+    """Add a pass to the sums of products [F, F] and [F], of which a little is forgotten."""
+    for i in range(len(features)):
+        sums[i] = _FORGET * sums[i] + features[i] * seconds
+        for j in range(len(features)):
+            products[i, j] = _FORGET * products[i, j] + features[i] * features[j]
+
+
 def _features(
     rows: int | IndexArray,
     nodes: int | IndexArray,
@@ -231,7 +238,7 @@ def _features(
     features[..., 0] = 1.0
     segments = features[..., 1 : _NUM_SEGMENTS + 1]
     np.subtract(tokens[..., None], _KNOTS, out=segments)
-    np.clip(segments, 0.0, _SEGMENT_ENDS, out=segments)
+    np.clip(segments, 0.0, _WIDTHS, out=segments)
     features[..., _ROWS], features[..., _NODES] = rows, nodes
     features[..., _ASKED], features[..., _ANY_ASKED] = asked, np.greater(asked, 0)
     features[..., _SEEN] = seen
@@ -239,7 +246,7 @@ def _features(
 
 
 def _values(weights: FloatArray) -> FloatArray:
-    rises: FloatArray = np.cumsum(_WIDTHS * weights[1:_NUM_SEGMENTS])
+    rises: FloatArray = np.cumsum(_WIDTHS * weights[1 : _NUM_SEGMENTS + 1])
     return np.concatenate([weights[:1], weights[0] + rises])
 
 

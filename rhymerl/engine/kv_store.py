@@ -55,6 +55,7 @@ class LayerStore(CacheLayerMixin):
         self._store = store
         self.keys: Tensor = torch.empty(0)
         self.values: Tensor = torch.empty(0)
+        self.is_readable_in_place = False  # by compiled CPU code
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         # Zeros, not empty: a masked slot has weight 0, and 0 times an uninitialised NaN is NaN.
@@ -62,6 +63,10 @@ class LayerStore(CacheLayerMixin):
         self.keys = key_states.new_zeros(slots, key_states.shape[1], key_states.shape[3])
         self.values = value_states.new_zeros(slots, value_states.shape[1], value_states.shape[3])
         self.is_initialized = True
+        self.is_readable_in_place = all(
+            each.device.type == "cpu" and each.dtype in (torch.float32, torch.float64)
+            for each in (self.keys, self.values)
+        )
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -105,7 +110,7 @@ class KVStore(Cache):
         store = KVStore(len(self.stores), num_slots)
         for mine, other in zip(store.stores, self.stores, strict=True):
             mine.keys, mine.values = (each.new_zeros(num_slots, *each.shape[1:]) for each in (other.keys, other.values))
-            mine.is_initialized = other.is_initialized
+            mine.is_initialized, mine.is_readable_in_place = other.is_initialized, other.is_readable_in_place
         return store
 
     @property
@@ -116,8 +121,4 @@ class KVStore(Cache):
     @property
     def is_readable_in_place(self) -> bool:
         """Return whether compiled CPU code can read keys and values; False before the first pass."""
-        first = self.stores[0]
-        return bool(first.is_initialized) and all(
-            tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float64)
-            for tensor in (first.keys, first.values)
-        )
+        return self.stores[0].is_readable_in_place

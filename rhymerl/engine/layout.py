@@ -15,7 +15,6 @@ from rhymerl.compiled import compiled
 from rhymerl.engine.paged_attention import CHAIN, ROOT, PagedLayout, suits_paging
 from rhymerl.engine.ragged import IndexArray
 from rhymerl.engine.rows import Rows
-from rhymerl.engine.tree import show_ancestors
 from rhymerl.types import DraftBatch
 
 if TYPE_CHECKING:
@@ -181,48 +180,55 @@ def _buckets(
 ) -> list[BucketLayout]:
     """Rows whose widths share a power of two go together, so padding at most doubles a row."""
     members = np.flatnonzero(wide)
-    size_class = np.ceil(np.log2(width[members])).astype(np.int64)
-    packed = _Packed(
-        row=row, chain=chain, width=width, start=np.cumsum(width) - width, owner=emits[drafts.requests], drafts=drafts
-    )
-    return [_bucket(rows, packed, members[size_class == each]) for each in np.unique(size_class)]
+    size_class = np.ceil(np.log2(width[members]))
+    emitter = np.full(len(row), -1, np.int64)
+    emitter[emits] = np.arange(len(emits))
+    start, buckets = np.cumsum(width) - width, []
+    for each in sorted(set(size_class.tolist())):
+        of_class = members[size_class == each]
+        line, fed = row[of_class], width[of_class]
+        shape = (len(of_class), int(fed.max()), int((rows.cached[line] + fed).max()))
+        kv_slots, mask = np.zeros((shape[0], shape[2]), np.int64), np.zeros(shape, np.bool_)
+        queries, valid = np.empty(shape[:2], np.int64), np.empty(shape[:2], np.bool_)
+        _fill_bucket(
+            *(rows.slots, rows.cached),
+            *(line, fed, chain[of_class], start[of_class], emitter[of_class]),
+            *(drafts.parents, drafts.starts),
+            *(kv_slots, mask, queries, valid),
+        )
+        buckets.append(BucketLayout(kv_slots=kv_slots, mask=mask, queries=queries, valid=valid))
+    return buckets
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Packed:
-    """The arrays from which buckets are made; F and K as in PassLayout."""
+@compiled
+def _fill_bucket(
+    row_slots: IndexArray,
+    cached: IndexArray,
+    row: IndexArray,
+    width: IndexArray,
+    chain: IndexArray,
+    start: IndexArray,
+    emitter: IndexArray,
+    node_parents: IntArray,
+    node_starts: IndexArray,
+    kv_slots: IndexArray,
+    mask: BoolArray,
+    queries: IndexArray,
+    valid: BoolArray,
+) -> None:
+    """Write what stands in `BucketLayout` about B rows; `kv_slots` and `mask` come as zeros.
 
-    row: IndexArray  # [F]
-    chain: IndexArray  # [F]
-    width: IndexArray  # [F] chain and nodes
-    start: IndexArray  # [F] where the row's tokens begin
-    owner: IndexArray  # [K] which of the F
-    drafts: DraftBatch
-
-
-def _bucket(rows: Rows, packed: _Packed, members: IndexArray) -> BucketLayout:
-    row, num_queries = packed.row[members], packed.width[members]
-    cached = rows.cached[row]
-    seen = cached + num_queries
-    key, query = np.arange(seen.max()), np.arange(num_queries.max())
-    valid = query < num_queries[:, None]
-    # Causal within the chain; a padding query sees what the row's last real one sees.
-    mask = key <= (cached[:, None] + np.minimum(query, num_queries[:, None] - 1))[:, :, None]
-    if len(packed.owner):
-        _show_trees(mask, rows, packed, members)
-    return BucketLayout(
-        kv_slots=np.where(key < seen[:, None], rows.slots[row, : len(key)], 0),
-        mask=mask,
-        queries=packed.start[members][:, None] + np.where(valid, query, 0),
-        valid=valid,
-    )
-
-
-def _show_trees(mask: BoolArray, rows: Rows, packed: _Packed, members: IndexArray) -> None:
-    """A node sees no other node than its ancestors."""
-    owner, drafts = packed.owner, packed.drafts
-    line = np.full(len(packed.row), -1, np.int64)
-    line[members] = np.arange(len(members))
-    root = (rows.cached[packed.row] + packed.chain)[owner]
-    query = packed.chain[owner] + np.arange(len(owner)) - drafts.starts[drafts.requests]
-    show_ancestors(mask, line[owner], query, root, drafts.parents, drafts.starts)
+    A row feeds `chain` tokens and its draft, if it is an emitting one (`emitter` >= 0), `width` in all.
+    """
+    for b in range(len(row)):
+        root = cached[row[b]] + chain[b]
+        for key in range(cached[row[b]] + width[b]):
+            kv_slots[b, key] = row_slots[row[b], key]
+        for query in range(mask.shape[1]):
+            real = min(query, width[b] - 1)  # a padding query sees what the row's last real one sees
+            valid[b, query], queries[b, query] = query < width[b], start[b] + (query if query < width[b] else 0)
+            mask[b, query, : min(cached[row[b]] + real + 1, root)] = True
+            node = real - chain[b]
+            while node >= 0:  # a node sees itself and its ancestors
+                mask[b, query, root + node] = True
+                node = node_parents[node_starts[emitter[b]] + node]

@@ -1,4 +1,4 @@
-"""Draft trees of a whole pass as packed arrays: checks, depths, ancestors. R = requests, N = nodes, in the order of `DraftBatch`."""
+"""Draft trees of a whole pass as packed arrays: checks and depths. R = requests, N = nodes, in the order of `DraftBatch`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from rhymerl.compiled import compiled
 from rhymerl.drafters.batches import keep_nodes, tidied
@@ -102,28 +101,3 @@ def _measure(parents: IntArray, starts: IndexArray, depth: IndexArray) -> None:
         first = starts[r]
         for node in range(first, starts[r + 1]):
             depth[node] = 1 if parents[node] < 0 else depth[first + parents[node]] + 1
-
-
-@compiled
-def show_ancestors(
-    mask: npt.NDArray[np.bool_],
-    line: IndexArray,
-    query: IndexArray,
-    root: IndexArray,
-    parents: IntArray,
-    starts: IndexArray,
-) -> None:
-    """mask [rows, queries, keys] at (line, query) of each node, [N]: from its row's key `root` on, the node and its ancestors only.
-
-    Nodes with a line below 0 are of other masks.
-    """
-    for r in range(len(starts) - 1):
-        for node in range(starts[r], starts[r + 1]):
-            if line[node] < 0:
-                continue
-            seen = mask[line[node], query[node]]
-            seen[root[node] :] = False
-            above = node - starts[r]
-            while above >= 0:
-                seen[root[node] + above] = True
-                above = parents[starts[r] + above]

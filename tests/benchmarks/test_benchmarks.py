@@ -123,9 +123,10 @@ def test_tournament_has_a_row_for_each_rule_and_draws(run: Run, tmp_path: Path) 
     assert len(list(tmp_path.glob("tournament_here_*.png"))) == 1
 
 
-def test_trl_echo_runs_our_side_alone(run: Run) -> None:
+@pytest.mark.parametrize("name", ["trl_echo", "trl_running_sum"])
+def test_comparisons_with_trl_run_our_side_alone(run: Run, name: str) -> None:
     words = ("--prompts", "2", "--group-size", "2", "--max-tokens", "4", "--reward-where", "main", "--threads", "1")
-    result = run("trl_echo", *words, "--seeds", "1", "--steps", "3", "--warm-up", "1")
+    result = run(name, *words, "--seeds", "1", "--steps", "3", "--warm-up", "1")
     assert result["speedup"] is None
     (row,) = result["rows"]
     assert row["side"] == "rhymerl"
@@ -232,6 +233,26 @@ def test_headline_has_a_row_for_each_way_on_a_clock_of_its_own(run: Run, tmp_pat
         assert row["bound"] >= row["over_barrier"] * 0.99
     assert (tmp_path / "t.png").stat().st_size > 1000
     assert (tmp_path / "p.png").stat().st_size > 1000
+
+
+SMALL_RUN = ["--epoch-steps", "1", "--prompts", "2", "--workers", "2", "--held-out", "2", "--max-running", "4"]
+SMALL_SETTINGS = ["rollout.group_size=2", "rollout.max_tokens=24", "trainer.enable_progress_bar=false"]
+
+
+def test_headline_settings_has_the_main_rows_of_each_setting(run: Run) -> None:
+    words = ["--steps", "2", "--only", "32B on four H100", *SMALL_RUN, "--", *SMALL_SETTINGS]
+    rows = run("headline_settings", *words)["rows"]
+    assert {row["setting"] for row in rows} == {"32B on four H100"}
+    assert rows[0]["over_barrier"] == 1
+    assert len(rows) == 6
+
+
+def test_the_simulator_stands_beside_the_emulation_and_what_it_leaves_out(run: Run) -> None:
+    rows = run("simulated", "--steps", "5", *SMALL_RUN, "--", *SMALL_SETTINGS)["rows"]
+    assert len(rows) == 4
+    barrier = rows[0]
+    assert barrier["emulated_s"] >= barrier["free_cpu_s"] >= barrier["free_context_s"]
+    assert barrier["simulated_s"] == pytest.approx(barrier["free_context_s"], rel=0.2)
 
 
 def test_emulation_is_compared_with_the_same_run_on_this_machine(run: Run) -> None:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from rhymerl.history.similarity import length_stability, similarity
 from rhymerl.history.traces import TraceRecord, read_trace
 
-RUNNING_SUM = Path(__file__).parents[2] / "benchmarks" / "traces" / "running_sum.jsonl.gz"
+TRACES = Path(__file__).parents[2] / "benchmarks" / "traces"
+RUNNING_SUM, LONG_SUM = TRACES / "running_sum.jsonl.gz", TRACES / "long_sum.jsonl.gz"
 
 
 def record(epoch: int, prompt_id: str, tokens: Sequence[int]) -> TraceRecord:
@@ -122,3 +123,25 @@ def test_the_sample_trace_repeats_itself() -> None:
     assert time.perf_counter() - started < 3
     assert (round(found.overall, 4), round(stable.same_group, 4), round(stable.spearman, 4)) == (0.7381, 0.9698, 0.9966)
     assert list(found.by_epoch) == list(stable.spearman_by_epoch) == list(range(1, 16))
+
+
+def test_the_trace_of_long_sums_is_what_its_readme_says() -> None:
+    """It has a long tail of lengths, which comes from the prompts, and its policy learns."""
+    listed = list(read_trace(LONG_SUM))
+    by_epoch = [
+        sorted((each for each in listed if each.epoch == epoch), key=lambda each: (each.prompt_id, each.sample))
+        for epoch in range(8)
+    ]
+    answers = np.array([[len(each.response_tokens) for each in epoch] for epoch in by_epoch])
+    assert answers.shape == (8, 64 * 8)
+    assert (round(answers.mean()), *np.percentile(answers, [50, 99], method="lower"), answers.max()) == (
+        79,
+        64,
+        295,
+        448,
+    )
+    assert round(np.corrcoef(answers[:-1].ravel(), answers[1:].ravel())[0, 1], 2) == 0.79
+    stable = length_stability(listed)
+    assert (round(stable.spearman, 2), round(stable.same_group, 2)) == (0.99, 0.93)
+    assert round(similarity(listed).overall, 2) == 0.78
+    assert [round(np.mean([each.reward for each in by_epoch[epoch]]), 2) for epoch in (0, 7)] == [0.41, 0.64]

@@ -70,6 +70,7 @@ class WorkerHost:
         self._spans = SpanLog(gap_s=_GAP_S)
         self._changed = threading.Condition()
         self._told_at = 0.0
+        self._is_settled = True  # the engine has what is to be sampled now
         self._is_closed = False
 
     # -- for others --------------------------------------------------------------------------------------------------
@@ -143,7 +144,8 @@ class WorkerHost:
         for message in messages:
             if not isinstance(message, Weights) or message.version == newest:
                 self._follow(message)
-        self._submit()
+        if messages or not self._is_settled:
+            self._submit()
 
     def _follow(self, message: Message) -> None:
         match message:
@@ -214,6 +216,7 @@ class WorkerHost:
 
     def _submit(self) -> None:
         """Hand over to the engine what is to be sampled now, behind those of lower rank and before those of higher."""
+        self._is_settled = True
         chosen = self._chosen()
         fresh = [task for task in chosen if not task.is_running]
         if not fresh:
@@ -269,7 +272,7 @@ class WorkerHost:
     def _take(self, completion: Completion) -> None:
         """Keep what there is of a request that has left the engine; an answer is told and forgotten."""
         task = self._tasks[completion.request.id]
-        task.is_running, task.output = False, completion.output
+        task.is_running, task.output, self._is_settled = False, completion.output, False
         if completion.output.is_finished and not self._has_drafts(task):
             del self._tasks[completion.request.id]
             with self._changed:
