@@ -55,6 +55,7 @@ _LEFT = (
     "rollouts.jsonl.gz",
     "history.rhyme",
     "checkpoints/",
+    "csv/",
 )  # to tell of
 
 
