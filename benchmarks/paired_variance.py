@@ -31,8 +31,19 @@ WINDOW = 10  # steps
 GOAL = 2.0  # unpaired over paired, in the first window
 
 
-def rhymerl(*words: str, threads: int) -> None:
-    command = [sys.executable, "-m", "rhymerl", *words, "trainer.limit_val_batches=0", "checkpoint.every_n_steps=1000"]
+def rhymerl(folder: Path, *words: str, threads: int) -> None:
+    """Run a command that leaves a run in `folder`, unless one is finished there."""
+    if (folder / "summary.json").exists():
+        return
+    command = [
+        sys.executable,
+        "-m",
+        "rhymerl",
+        *words,
+        f"run_dir={folder}",
+        "trainer.limit_val_batches=0",
+        "checkpoint.every_n_steps=1000",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     subprocess.run(command, check=True, stdout=sys.stderr, env=environment)
 
@@ -47,9 +58,9 @@ def train(folder: Path, arguments: Any) -> list[tuple[Run, Run]]:
             f"trainer.max_steps={arguments.steps}",
             f"update.learning_rate={arguments.learning_rate}",
         ]
-        rhymerl("fit", "--config", "quickstart", *words, f"run_dir={first}", threads=arguments.threads or 1)
-        forked = [f"{first}@0", f"run_dir={second}", f"update.learning_rate={arguments.other}"]
-        rhymerl("fork", *forked, threads=arguments.threads or 1)
+        threads = arguments.threads or 1
+        rhymerl(first, "fit", "--config", "quickstart", *words, threads=threads)
+        rhymerl(second, "fork", f"{first}@0", f"update.learning_rate={arguments.other}", threads=threads)
         pairs.append((read_run(first), read_run(second)))
     return pairs
 
@@ -101,12 +112,15 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--learning-rate", default="3e-4")
     parser.add_argument("--other", default="1e-4", help="the learning rate of the forks")
+    parser.add_argument(
+        "--runs", type=Path, help="folder for the runs; those that are finished there are not trained again"
+    )
     arguments = parser.parse_args(words)
     if arguments.seeds < 2 or arguments.steps < WINDOW:
         parser.error(f"--seeds={arguments.seeds} --steps={arguments.steps}: expected at least 2 and {WINDOW}")
     start = record.environment()
     with tempfile.TemporaryDirectory() as folder:
-        found = variances(train(Path(folder), arguments))
+        found = variances(train(arguments.runs or Path(folder), arguments))
     rows = [row(found, slice(begin, begin + WINDOW)) for begin in range(0, arguments.steps - WINDOW + 1, WINDOW)]
     by_step = found["unpaired"].mean(axis=0)[1:] / found["paired"].mean(axis=0)[1:]  # the first step is the same
     return record.finish(

@@ -1,6 +1,7 @@
 """Lightning callbacks: what one sees of a run, and what is kept of it."""
 
 from rhymerl.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
+from rhymerl.callbacks.early_warnings import EarlyWarnings
 from rhymerl.callbacks.histograms import AcceptanceHistograms
 from rhymerl.callbacks.profile import RecordPasses
 from rhymerl.callbacks.progress import LiveProgress
@@ -13,6 +14,7 @@ __all__ = [
     "AcceptanceHistograms",
     "AtomicCheckpointIO",
     "Checkpoints",
+    "EarlyWarnings",
     "LiveProgress",
     "RecordPasses",
     "RecordRollouts",

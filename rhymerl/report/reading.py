@@ -62,6 +62,7 @@ def _with_steps(run: Run, folder: Path) -> Run:
     steps: dict[int, Mapping[str, float]] = {}
     evaluations: dict[int, Mapping[str, float]] = {}
     times: deque[StepTimes] = deque(maxlen=_MOST_STEPS)
+    warnings: list[tuple[int, str]] = []
     answers = AnswerColumns()
     try:
         for record in read_steps(folder / STEPS):
@@ -69,6 +70,7 @@ def _with_steps(run: Run, folder: Path) -> Run:
                 evaluations[record["step"]] = record["evaluation"]
                 continue
             steps[record["step"]] = record["metrics"]
+            warnings += [(record["step"], words) for words in record.get("warnings", ())]  # earlier versions kept none
             times.append(_times(record))
             answers.add(record)
         return replace(
@@ -76,6 +78,7 @@ def _with_steps(run: Run, folder: Path) -> Run:
             curves=curves_of(steps.items()),
             evaluations=curves_of(evaluations.items()),
             steps=list(times),
+            warnings=warnings,
             answers=answers.whole(),
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:
