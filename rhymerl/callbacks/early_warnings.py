@@ -122,7 +122,7 @@ def workers_idle(recent: Recent) -> str | None:
     worker = max(recent.idle, key=lambda each: recent.idle[each])
     return (
         f"workers decoded nothing in {share:.0%} of the time of rollouts, worker {worker} in {recent.idle[worker]:.0%} of the latest. "
-        "scheduler=sorted or packed evens them out, run_ahead=draft fills the rest, and so do more data.prompts_per_step"
+        "scheduler=sorted or packed evens them out, run_ahead=draft or keep fills the rest, and more data.prompts_per_step leave less of it"
     )
 
 
