@@ -120,8 +120,9 @@ def workers_idle(recent: Recent) -> str | None:
     if share is None or share < MOST_IDLE or len(recent.idle) < 2:
         return None
     worker = max(recent.idle, key=lambda each: recent.idle[each])
+    most = f", worker {worker} in {recent.idle[worker]:.0%} of the latest" if recent.idle[worker] >= MOST_IDLE else ""
     return (
-        f"workers decoded nothing in {share:.0%} of the time of rollouts, worker {worker} in {recent.idle[worker]:.0%} of the latest. "
+        f"workers decoded nothing in {share:.0%} of the time of rollouts{most}. "
         "scheduler=sorted or packed evens them out, run_ahead=draft or keep fills the rest, and more data.prompts_per_step leave less of it"
     )
 

@@ -65,6 +65,11 @@ CASES = [
         "make 1.40 tokens a pass, and made 2.00",
     ),
     (workers_idle, {"metrics": {BUBBLES: after(0.1, *[0.4] * 5)}}, "worker 1 in 50% of the latest"),
+    (
+        workers_idle,
+        {"metrics": {BUBBLES: after(0.1, *[0.4] * 5)}, "idle": {0: 0.0, 1: 0.1}},
+        "40% of the time of rollouts. s",
+    ),
     (all_rewards_alike, {"metrics": {EQUAL: [1.0]}, "equal": ["all alike"]}, "all alike, so nothing is learned"),
     (all_rewards_alike, {"metrics": {EQUAL: [1.0] * 9}, "equal": ["all alike"] * WINDOW}, "all alike, so nothing"),
 ]
