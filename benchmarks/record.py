@@ -114,7 +114,7 @@ def commit() -> str:
 
 def settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """The options that shape the figures; interpreters and folders of one machine are left out."""
-    left_out = ("out", "hardware", "trl_python")
+    left_out = ("out", "hardware", "trl_python", "runs")
     return {name: value for name, value in vars(arguments).items() if name not in left_out}
 
 

@@ -78,15 +78,21 @@ class ShownProgressBar(ProgressBar):
 
     def _text(self, seconds: float) -> str:
         if not self._total:
-            return f"{self._words} ..."
+            return f"{self._words}: {self._done:,}" if self._done else f"{self._words} ..."
         text = f"{self._words}: {self._done:,} of {self._total:,}"
         if not 0 < self._done < self._total or seconds < _KNOWN_AFTER_S:
             return text
-        return f"{text}, {about(seconds * (self._total - self._done) / self._done)} left"
+        return f"{text}, {rate(self._done / seconds)}, {about(seconds * (self._total - self._done) / self._done)} left"
 
     def _write(self, text: str) -> None:
         self.stream.write(text)
         self.stream.flush()
+
+
+def rate(per_second: float) -> str:
+    """Return a rate as people say it: `1,200 a second`, `2.5 a second`, `12 a minute`, `0.5 a minute`."""
+    number, unit = (per_second, "second") if per_second >= 1 else (60 * per_second, "minute")
+    return f"{number:,.0f} a {unit}" if number >= 10 else f"{number:.1f} a {unit}"
 
 
 def about(seconds: float) -> str:

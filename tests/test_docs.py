@@ -39,7 +39,7 @@ TINY = [
     "trainer.max_steps=1",
     "trainer.accelerator=cpu",
 ]
-NO_SETTINGS = {"history.rhyme", "model.generate", "scheduler.my_argument=3"}
+NO_SETTINGS = {"history.rhyme", "model.generate", "scheduler.my_argument=3", "logger.project=NAME", "logger.id=NAME"}
 MODULE = "from rhymerl.schedulers import FIFOScheduler\n\n\nclass MyScheduler(FIFOScheduler):\n    pass\n"
 
 

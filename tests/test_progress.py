@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from rhymerl.progress import ProgressBar, ShownProgressBar, about, counted
+from rhymerl.progress import ProgressBar, ShownProgressBar, about, counted, rate
 
 
 class Stream(io.StringIO):
@@ -41,7 +41,7 @@ def test_a_line_on_a_terminal_that_goes_away(monkeypatch: pytest.MonkeyPatch) ->
         assert "400" not in stream.getvalue(), "it was drawn just now"
         clock.now = 10.0
         progress.advance(600)
-        assert stream.getvalue().endswith("\ranswers: 1,000 of 2,000, about 10 s left\x1b[K")
+        assert stream.getvalue().endswith("\ranswers: 1,000 of 2,000, 100 a second, about 10 s left\x1b[K")
     assert stream.getvalue().endswith("\r\x1b[K")
     assert "\n" not in stream.getvalue()
 
@@ -51,7 +51,7 @@ def test_plain_lines_elsewhere_and_none_for_what_is_quick(monkeypatch: pytest.Mo
     with progress.during("answers", 4):
         for clock.now in (10.0, 31.0, 40.0):
             progress.advance()
-    assert stream.getvalue() == "answers: 2 of 4, about 31 s left\n"
+    assert stream.getvalue() == "answers: 2 of 4, 3.9 a minute, about 31 s left\n"
 
 
 def test_an_error_leaves_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,3 +100,20 @@ def test_times_as_people_say_them(seconds: float, words: str) -> None:
 
 def test_a_number_with_its_noun():
     assert [counted(each, "seed") for each in (0, 1, 2048)] == ["0 seeds", "1 seed", "2,048 seeds"]
+
+
+@pytest.mark.parametrize(
+    ("per_second", "words"),
+    [(1234.4, "1,234 a second"), (2.5, "2.5 a second"), (0.2, "12 a minute"), (0.01, "0.6 a minute")],
+)
+def test_rates(per_second: float, words: str) -> None:
+    assert rate(per_second) == words
+
+
+def test_what_has_no_known_end_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress, stream, clock = shown(is_terminal=True, monkeypatch=monkeypatch)
+    with progress.during("rows"):
+        assert stream.getvalue().endswith("\rrows ...\x1b[K")
+        clock.now = 1.0
+        progress.advance(1500)
+        assert stream.getvalue().endswith("\rrows: 1,500\x1b[K")

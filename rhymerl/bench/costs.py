@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rhymerl.types import FloatArray, IndexArray, IntArray
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+_NOT_COUNTED = 3  # passes: prefill, and the first ones of these shapes
 NODES = (0, 1, 2, 4, 8, 16, 32)  # of each request
 
 
@@ -99,26 +100,35 @@ def measure_costs(
     The least of `rounds` goes over the whole table: what else the machine does at times is no cost of ours.
     """
     tables = np.empty((rounds, len(rows), len(nodes)))
-    with progress.during("sizes of passes", tables.size):
+    sizes = sum(rows) * sum(1 + each for each in nodes)  # tokens are what takes the time
+    with progress.during("tokens in passes", rounds * (passes + _NOT_COUNTED) * sizes):
         for number, row, column in np.ndindex(tables.shape):
-            tables[number, row, column] = _seconds(model, requests, rows[row], nodes[column], passes)
-            progress.advance()
+            tables[number, row, column] = _seconds(model, requests, rows[row], nodes[column], passes, progress)
     return CostTable(rows, nodes, tables.min(axis=0))
 
 
-def _seconds(model: PreTrainedModel, requests: Sequence[RolloutRequest], rows: int, nodes: int, passes: int) -> float:
+def _seconds(
+    model: PreTrainedModel,
+    requests: Sequence[RolloutRequest],
+    rows: int,
+    nodes: int,
+    passes: int,
+    progress: ProgressBar,
+) -> float:
     drafter = PathDrafter(nodes, vocabulary=model.config.get_text_config().vocab_size)
     engine = Engine(model, drafter=drafter, budget=FixedBudget(nodes), max_running=rows)
     sampling = replace(requests[0].sampling, stop_token_ids=())
     engine.submit([replace(requests[i % len(requests)], id=str(i), sampling=sampling) for i in range(rows)])
     seconds: list[float] = []
     with engine.forward.ready():
-        while len(seconds) < passes + 3 and engine.has_work:
+        while len(seconds) < passes + _NOT_COUNTED and engine.has_work:
             started = time.perf_counter()
             engine.step()
             seconds.append(time.perf_counter() - started)
+            progress.advance(rows * (1 + nodes))
     engine.withdraw()
-    return float(np.median(seconds[3:]))  # after prefill, and the first pass of these shapes
+    progress.advance((passes + _NOT_COUNTED - len(seconds)) * rows * (1 + nodes))  # of answers that were short
+    return float(np.median(seconds[_NOT_COUNTED:]))
 
 
 def report(table: CostTable) -> None:

@@ -9,19 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
+from rhymerl.callbacks.tables import Row, show_samples
 from rhymerl.folders import writing
 from rhymerl.types import Sample
 
-Row = Mapping[str, Any]
-
 _TEXT: Any = {"encoding": "utf-8", "errors": "backslashreplace"}  # half a character becomes what JSON says for it
-_IN_TABLES = ("prompt", "response", "reward", "length", "finish_reason")  # what TensorBoard shows
 
 
 class SampleTable(L.Callback):
-    """Appends `num_samples` answers to `path` and to TensorBoard's text tab every `every_n_steps` rollout steps.
+    """Appends `num_samples` answers to `path`, and to the loggers that show text, every `every_n_steps` rollout steps.
 
     Needs a module with `last_rollout`; where it can tell the `advantages` of the step's samples, they are there, too.
     """
@@ -45,7 +43,7 @@ class SampleTable(L.Callback):
                     kept.write(line)
                     latest += [row] if row["step"] == done else []
         part.replace(self.path)
-        self._show(trainer, latest)  # its curves are cut off before that step
+        self._show(trainer, latest, to=TensorBoardLogger)  # its curves are cut off before that step
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -66,10 +64,10 @@ class SampleTable(L.Callback):
             file.write(lines_of(rows))
         self._show(trainer, rows)
 
-    def _show(self, trainer: L.Trainer, rows: Sequence[Row]) -> None:
+    def _show(self, trainer: L.Trainer, rows: Sequence[Row], *, to: type[Logger] = Logger) -> None:
         for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger) and rows:
-                logger.experiment.add_text("samples", markdown_table(rows), trainer.global_step)
+            if isinstance(logger, to):
+                show_samples(logger, rows, global_step=trainer.global_step)
 
 
 class WriteAnswers(L.Callback):
@@ -109,13 +107,3 @@ def sample_row(sample: Sample) -> dict[str, Any]:
 def lines_of(rows: Iterable[Row]) -> str:
     """Return rows as JSON lines; a column's value that JSON does not know is written as its text."""
     return "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-
-
-def markdown_table(rows: Sequence[Row]) -> str:
-    """Return the rows as a Markdown table."""
-    lines = [_IN_TABLES, ["---"] * len(_IN_TABLES), *([_cell(row[name]) for name in _IN_TABLES] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _cell(value: Any) -> str:
-    return str(value).replace("|", "\\|").replace("\n", "⏎ ")

@@ -12,6 +12,7 @@ from typing import Any
 import lightning as L
 
 from rhymerl.backends.hosted.base import HostedBackend
+from rhymerl.callbacks.early_warnings import EarlyWarnings
 from rhymerl.report.steps import StepFile, answer_columns, source_runs
 from rhymerl.rollout import Rollout
 from rhymerl.types import Sample
@@ -21,14 +22,22 @@ _CONTEXT = 8  # tokens
 
 
 class RecordSteps(L.Callback):
-    """Writes metrics, times of workers, an index of all answers and the texts of some of them to `path`, as report/steps.py has it.
+    """Writes metrics, warnings, times of workers, an index of all answers and the texts of some of them to `path`, as report/steps.py has it.
 
     The texts are those of the same prompts in each epoch: as many prompts as give at most `max_texts` answers over the run. The place in the file travels in the
     checkpoint, so a resumed run goes on where it was; without `continues` the file begins with its first step. Needs a RhymeModule
     and a PromptDataModule.
     """
 
-    def __init__(self, path: str | Path, *, continues: bool = True, max_texts: int = MAX_TEXTS) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        warnings: EarlyWarnings | None = None,
+        continues: bool = True,
+        max_texts: int = MAX_TEXTS,
+    ) -> None:
+        self.warnings = warnings  # a callback that comes before this one
         self.continues = continues
         self.max_texts = max_texts
         self._file = StepFile(path)
@@ -57,6 +66,7 @@ class RecordSteps(L.Callback):
                 "epoch": (loader.cursor - 1) // len(loader),  # it has moved on already
                 "ended_at": time.time(),
                 "metrics": pl_module.logged,
+                "warnings": self.warnings.latest if self.warnings is not None else [],
                 "workers_apart": isinstance(pl_module.backend, HostedBackend),
                 "spans": [
                     [each.worker, each.activity, each.number, round(each.start_s, 4), round(each.end_s, 4)]

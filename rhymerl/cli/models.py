@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rhymerl.cli.base import ConfiguredCommand, Result, Subcommand
 from rhymerl.cli.interrupt import Interrupt
 from rhymerl.errors import UsageError
+from rhymerl.progress import ShownProgressBar
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -46,11 +47,14 @@ class ExportCommand(Subcommand):
         parser.add_argument("out", metavar="OUT", help="the directory to write")
 
     def run(self, arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> None:
-        from rhymerl.runs.export import export
-
         if overrides:
             raise UsageError(f"rhymerl export takes RUN and OUT only, not {overrides[0]!r}")
-        print(f"The policy is in {export(arguments.run, arguments.out)}")
+        progress = ShownProgressBar()
+        with progress.during("rhymerl export: loading torch"):
+            from rhymerl.runs.export import export
+        with progress.during("rhymerl export: writing the policy"):
+            out = export(arguments.run, arguments.out)
+        print(f"The policy is in {out}")
 
 
 class SGLangArgsCommand(ConfiguredCommand):

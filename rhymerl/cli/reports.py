@@ -9,6 +9,7 @@ from pathlib import Path
 from rhymerl.cli.base import Result, Subcommand
 from rhymerl.cli.interrupt import Interrupt
 from rhymerl.errors import UsageError
+from rhymerl.progress import ShownProgressBar
 
 _SETTINGS = ("out", "pictures")
 
@@ -43,7 +44,7 @@ class ReportCommand(Subcommand):
             from rhymerl.report.pictures import check_matplotlib, draw_pictures
 
             check_matplotlib()
-        runs = write_report(arguments.runs, out)
+        runs = write_report(arguments.runs, out, progress=ShownProgressBar())
         print(f"The report is in {out}")
         pictures = draw_pictures(runs, Path(folder)) if folder else []
         if folder:

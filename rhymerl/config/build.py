@@ -111,7 +111,9 @@ def _compose_files(chain: Sequence[ConfigFile], chosen: Choices, directory: Path
     nodes: dict[str, Any] = {}
     for group, choice in choices.items():
         node = loaded.get(group) if group in packaged else None if choice is None else {"_target_": choice}
-        nodes[group] = OmegaConf.merge(node or {}, *tuned[group]) if node or tuned[group] else None
+        is_list = any(isinstance(each, list) for each in tuned[group])
+        merged = tuned[group][0] if is_list else OmegaConf.merge(node or {}, *tuned[group])
+        nodes[group] = merged if node or tuned[group] else None
     return OmegaConf.create(nodes | {name: config._get_node(name) for name in config if name not in nodes})
 
 
@@ -146,12 +148,16 @@ def _choices(chain: Sequence[ConfigFile]) -> tuple[Choices, dict[str, list[Any]]
 
 
 def _read_body(file: ConfigFile, group: str, choices: Choices, tuned: dict[str, list[Any]]) -> None:
-    """A body may tune the chosen option, or name a class itself: `drafter: my_module.MyDrafter` or with `_target_`."""
+    """A body may tune the chosen option, name a class itself (`drafter: my_module.MyDrafter` or with `_target_`), or list several."""
     body = OmegaConf.to_container(OmegaConf.create({"it": file.body._get_node(group)}))["it"]  # type: ignore[call-overload,index]
     if body is None or isinstance(body, str):
         choices[group], tuned[group] = body, []
-    elif is_component(body):
+    elif is_component(body) or isinstance(body, list):
         choices[group], tuned[group] = None, [body]
+    elif any(isinstance(each, list) for each in tuned[group]):
+        raise ConfigError(
+            f"{file.path}: {group} is a list in what the file builds on, whose items have no settings here"
+        )
     else:
         tuned[group].append(body)
 

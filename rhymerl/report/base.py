@@ -79,6 +79,7 @@ class Run:
     steps: Sequence[StepTimes] = ()  # the last ones
     answers: Answers | None = None
     similarity: Mapping[int, float] = field(default_factory=dict)  # by epoch, to the one before
+    warnings: Sequence[tuple[int, str]] = ()  # of the run, by step
     missing: Sequence[str] = ()  # sentences for people: what could not be shown, and why
 
     def has(self, name: str) -> bool:

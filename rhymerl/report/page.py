@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rhymerl.folders import writing
+from rhymerl.progress import SILENT, ProgressBar
 from rhymerl.report.base import Run
 from rhymerl.report.charts import sections_of
 from rhymerl.report.charts.base import thinned
@@ -34,14 +35,17 @@ MAX_TEXTS = 2_000
 _SCRIPTS = ("page.js", "charts.js", "samples.js")
 
 
-def write_report(paths: Sequence[str | Path], out: str | Path) -> list[Run]:
+def write_report(paths: Sequence[str | Path], out: str | Path, *, progress: ProgressBar = SILENT) -> list[Run]:
     """Write the page of the runs in these directories to `out`; returns the runs.
 
     Raises what `read_run` raises before anything is written, and RunError where the page cannot be.
     """
-    runs = with_distinct_names([read_run(path) for path in paths])
-    page, target = page_of(runs), Path(out)
+    with progress.during("steps read"):
+        runs = with_distinct_names([read_run(path, progress=progress) for path in paths])
+    target = Path(out)
     part = target.with_name(f".{target.name}.part")
+    with progress.during("drawing the page"):
+        page = page_of(runs)
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         part.write_text(page, encoding="utf-8", errors="backslashreplace")

@@ -15,6 +15,7 @@ from rhymerl.history.files import read_sections
 from rhymerl.history.packing import unpack
 from rhymerl.history.similarity import similarity
 from rhymerl.history.traces import TraceRecord
+from rhymerl.progress import SILENT, ProgressBar
 from rhymerl.report.answers import AnswerColumns
 from rhymerl.report.base import Run, StepTimes
 from rhymerl.report.curves import curves_of, read_tensorboard
@@ -26,8 +27,8 @@ _MOST_BYTES = 128 * 2**20  # of a history file
 _MOST_TOKENS = 2_000_000  # of the history, for its similarity: a second's work
 
 
-def read_run(path: str | Path) -> Run:
-    """Return the run in a directory.
+def read_run(path: str | Path, *, progress: ProgressBar = SILENT) -> Run:
+    """Return the run in a directory; `progress` hears of each step.
 
     Raises UsageError for a directory that is none of a run, and DataError or ConfigError naming a file of it that cannot be read.
     """
@@ -42,7 +43,11 @@ def read_run(path: str | Path) -> Run:
         curves={},
         evaluations={},
     )
-    run = _with_steps(run, folder) if (folder / STEPS).exists() else _with_tensorboard(run, folder / "tensorboard")
+    run = (
+        _with_steps(run, folder, progress)
+        if (folder / STEPS).exists()
+        else _with_tensorboard(run, folder / "tensorboard")
+    )
     return _with_similarity(run, folder / "history.rhyme")
 
 
@@ -58,10 +63,11 @@ def _summary(path: Path) -> Mapping[str, Any]:
     return found
 
 
-def _with_steps(run: Run, folder: Path) -> Run:
+def _with_steps(run: Run, folder: Path, progress: ProgressBar) -> Run:
     steps: dict[int, Mapping[str, float]] = {}
     evaluations: dict[int, Mapping[str, float]] = {}
     times: deque[StepTimes] = deque(maxlen=_MOST_STEPS)
+    warnings: list[tuple[int, str]] = []
     answers = AnswerColumns()
     try:
         for record in read_steps(folder / STEPS):
@@ -69,13 +75,16 @@ def _with_steps(run: Run, folder: Path) -> Run:
                 evaluations[record["step"]] = record["evaluation"]
                 continue
             steps[record["step"]] = record["metrics"]
+            warnings += [(record["step"], words) for words in record.get("warnings", ())]  # earlier versions kept none
             times.append(_times(record))
             answers.add(record)
+            progress.advance()
         return replace(
             run,
             curves=curves_of(steps.items()),
             evaluations=curves_of(evaluations.items()),
             steps=list(times),
+            warnings=warnings,
             answers=answers.whole(),
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rhymerl.callbacks import (
+    EarlyWarnings,
     LiveProgress,
     RecordPasses,
     RecordRollouts,
@@ -55,6 +56,7 @@ _LEFT = (
     "rollouts.jsonl.gz",
     "history.rhyme",
     "checkpoints/",
+    "csv/",
 )  # to tell of
 
 
@@ -151,7 +153,9 @@ def _trainer_of(
     continues = point is not None and point.is_own
     is_profiled = _is_profiled(config)
     records_steps = config.get("report", True) or is_profiled
-    recorder: list[L.Callback] = [RecordSteps(run_dir / STEPS, continues=continues)] if records_steps else []
+    warnings = EarlyWarnings()
+    recorder: list[L.Callback] = [warnings]
+    recorder += [RecordSteps(run_dir / STEPS, warnings=warnings, continues=continues)] if records_steps else []
     recorder += [RecordPasses(run_dir / PASSES, continues=continues)] if is_profiled else []
     recorder += [RecordRollouts(run_dir / "rollouts.jsonl.gz", continues=continues)] if config.record_rollouts else []
     progress = [LiveProgress()] if config.trainer.enable_progress_bar is not False else []

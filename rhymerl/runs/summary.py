@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -11,11 +10,10 @@ from typing import Any
 import lightning as L
 from rich.table import Table
 
+from rhymerl.callbacks.equal_rewards import equal_rewards
 from rhymerl.rollout.metrics import AcceptanceTotals
-from rhymerl.runs.equal_rewards import equal_rewards, warning_of
 from rhymerl.runs.speedup import SpeedupTotals
 
-_LOG = logging.getLogger(__name__)
 _STATE = (
     "eval_before",
     "eval_after",
@@ -72,18 +70,10 @@ class Summary(L.Callback):
             self.acceptance.count(sample.completion for sample in rollout.samples)
             self.num_calls += rollout.failures.num_samples * len(rollout.samples[0].rewards)
             self.num_failed_calls += sum(rollout.failures.num_failed.values())
-            self._look_at_rewards(trainer, pl_module, rollout)
+            share = float(metrics["frac_reward_zero_std"])
+            asked: Any = pl_module.advantages
+            self.num_idle_steps += equal_rewards(rollout.samples, frac_zero_std=share, advantages=asked) is not None
         self._lap()
-
-    def _look_at_rewards(self, trainer: L.Trainer, pl_module: Any, rollout: Any) -> None:
-        alike = equal_rewards(
-            rollout.samples,
-            frac_zero_std=float(trainer.callback_metrics["frac_reward_zero_std"]),
-            advantages=pl_module.advantages,
-        )
-        self.num_idle_steps += alike is not None
-        if alike is not None and self.num_steps == 1 and trainer.is_global_zero:
-            _LOG.warning(warning_of(alike))
 
     def _lap(self) -> None:
         now = time.perf_counter()

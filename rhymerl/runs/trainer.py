@@ -12,9 +12,10 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 from rich.console import Console
 
-from rhymerl.callbacks import AtomicCheckpointIO, Checkpoints, SampleTable
+from rhymerl.callbacks import AcceptanceHistograms, AtomicCheckpointIO, Checkpoints, SampleTable
 from rhymerl.config import construct, keep_former, resolved, save_config
 from rhymerl.errors import ConfigError
+from rhymerl.runs.loggers import loggers_of
 from rhymerl.runs.resume import ResumePoint
 from rhymerl.training.module import RhymeModule
 from rhymerl.training.trainer import check_precision, make_trainer, with_environment
@@ -33,20 +34,18 @@ _DEFAULTS = {"check_val_every_n_epoch": 1}  # the Trainer's own, where it is not
 def build_trainer(
     config: DictConfig, run_dir: Path, callbacks: Sequence[L.Callback], *, point: ResumePoint | None = None
 ) -> L.Trainer:
-    """Return the Lightning Trainer of a run: TensorBoard, checkpoints and a table of samples in the run directory.
+    """Return the Lightning Trainer of a run: its loggers, checkpoints and a table of samples in the run directory.
 
-    What the curves of a run that goes on from `point` have from its step on is replaced.
+    What TensorBoard's curves of a run that goes on from `point` have from its step on is replaced.
     """
     asked = resolved(config)["trainer"]
     for name, instead in _INSTEAD.items():
         if asked.get(name) not in (None, _DEFAULTS.get(name)):
             raise ConfigError(f"trainer.{name}={asked[name]!r}: a run sets this itself; {instead}")
     check_precision(asked["precision"])
-    logger = asked.get("logger")
-    if logger is None or logger is True:
-        first_step = point.global_step if point is not None else None
-        logger = TensorBoardLogger(save_dir=run_dir, name="", version="tensorboard", purge_step=first_step)
-        callbacks = [*callbacks, _LastPoint(logger, point)] if point is not None else callbacks
+    loggers = loggers_of(config, first_step=point.global_step if point is not None else None)
+    curves = [each for each in loggers if isinstance(each, TensorBoardLogger)] if isinstance(loggers, list) else []
+    callbacks = [*callbacks, *(_LastPoint(each, point) for each in curves if point is not None)]
     saves = {"directory": run_dir / "checkpoints", **resolved(config)["checkpoint"]}
     settings = {
         **asked,
@@ -54,10 +53,11 @@ def build_trainer(
             *callbacks,
             *(asked.get("callbacks") or []),
             SampleTable(run_dir / "samples.jsonl"),
+            AcceptanceHistograms(),
             construct(Checkpoints, saves, key="checkpoint"),
         ],
         "plugins": [*with_environment(asked.get("plugins")), AtomicCheckpointIO(checks=False)],
-        "logger": logger,
+        "logger": loggers if loggers != [] else False,
         "default_root_dir": str(run_dir),
         "deterministic": config.trainer.deterministic or config.deterministic,
         "val_check_interval": _NEVER,  # the module knows itself when an evaluation is due

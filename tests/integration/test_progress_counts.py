@@ -14,11 +14,13 @@ from rhymerl.bench.rollout import RolloutBench
 from rhymerl.config import compose
 from rhymerl.history.traces import TraceRecord, TraceWriter
 from rhymerl.progress import ProgressBar
+from rhymerl.report import write_report
 from rhymerl.runs.fit import evaluate, fit
 from rhymerl.runs.generate import generate
 from rhymerl.runs.replay import judge as replay
 from rhymerl.simulation.judge import judge as simulate
 from tests.integration.test_progress import seen_on_a_terminal
+from tests.report.directories import make_run
 
 TINY = ["task.train_size=1", "rollout.group_size=2", "concurrency=[1]", "rollout.max_tokens=24"]
 
@@ -84,17 +86,23 @@ def test_simulate() -> None:
 def test_bench() -> None:
     progress = Counting()
     RolloutBench(compose("bench_rollout", [*TINY, "epochs=2", "pairs=1"])).run(progress)
-    sizes = len((0, 1, 2, 4, 8, 16, 32)) * 3
-    progress.check(("epochs of history", 2), ("sizes of passes", sizes), ("rounds with 1 running", 2))
+    tokens = sum(1 + nodes for nodes in (0, 1, 2, 4, 8, 16, 32)) * 3 * 15
+    progress.check(("epochs of history", 2), ("tokens in passes", tokens), ("rounds with 1 running", 2))
     progress = Counting()
     CostsBench(compose("bench_costs", [*TINY, "measure.passes=4", "measure.rounds=2", "measure.nodes=[0,3]"])).run(
         progress
     )
-    progress.check(("sizes of passes", 4))
+    progress.check(("tokens in passes", (1 + 4) * 2 * 7))
     progress = Counting()
     words = ["answers=2", "tokens=220", "batch=4", "siblings=2", "repeats=3"]
     DrafterBench(compose("bench_drafter", words)).run(progress)
     progress.check(("indexes built", 3), ("proposals", 5))
+
+
+def test_report(tmp_path: Path) -> None:
+    progress = Counting()
+    write_report([make_run(tmp_path / name) for name in ("a", "b")], tmp_path / "a.html", progress=progress)
+    assert progress.stages == [["steps read", 0, 2 * 6], ["drawing the page", 0, 0]]
 
 
 def test_rollouts(model_dir: Path, tmp_path: Path) -> None:

@@ -42,10 +42,10 @@ class Opened:
         self.page.on("console", lambda message: self._note(message))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda request: self.requests.append(request.url))
-        started = time.perf_counter()
+        started_s = cpu_s(browser)
         self.page.goto(path.as_uri())
         self.page.wait_for_selector("body[data-ready]")
-        self.seconds = time.perf_counter() - started
+        self.seconds = cpu_s(browser) - started_s
 
     def _note(self, message) -> None:
         if message.type in ("error", "warning"):
@@ -61,6 +61,12 @@ class Opened:
     def sort_by(self, column: str) -> list[list[str]]:
         self.page.click(f".head button[data-column={column}]")
         return self.rows()
+
+
+def cpu_s(browser) -> float:
+    """CPU seconds of all the browser's processes, which are the same however busy the machine is."""
+    found = browser.new_browser_cdp_session().send("SystemInfo.getProcessInfo")["processInfo"]
+    return sum(process["cpuTime"] for process in found)
 
 
 @pytest.fixture(scope="module")
@@ -175,11 +181,10 @@ def test_200_000_answers_open_within_3_s(browser, tmp_path: Path):
     file = StepFile(run / STEPS)
     for step in range(1, 401):
         file.append(step_record(step, prompts=125, group=4, words="What is 4 + 4? " * 20, num_texts=5))
-    started = time.perf_counter()
+    started = time.process_time()
     write_report([run], tmp_path / "a.html")
-    assert time.perf_counter() - started < 10
-    pages = [Opened(browser, tmp_path / "a.html") for _ in range(3)]
-    opened = min(pages, key=lambda each: each.seconds)  # the best of three: the machine may be busy
+    assert time.process_time() - started < 5
+    opened = Opened(browser, tmp_path / "a.html")
     opened.page.uncheck("#with-text")
     assert opened.page.inner_text("#num-rows") == f"{MANY:,} of {MANY:,} answers"
     assert len(opened.rows()) < 50, "only those in view are in the page"

@@ -14,8 +14,8 @@ from rhymerl.cli import main
 from rhymerl.errors import DataError, RhymeError, UsageError
 from rhymerl.report import read_run, write_report
 from rhymerl.report.page import finite, packed
-from rhymerl.report.steps import STEPS
-from tests.report.directories import data_of, make_run, metrics
+from rhymerl.report.steps import STEPS, StepFile
+from tests.report.directories import data_of, make_run, metrics, step_record
 
 EVIL = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"
 VOID = {"meta", "input", "link", "br", "img", "hr"}
@@ -296,3 +296,13 @@ def test_wrong_words_cost_one_line(words, message, capsys: pytest.CaptureFixture
         code = error.code
     assert code == 2
     assert message in capsys.readouterr().err
+
+
+def test_warnings_are_on_the_page_and_those_of_an_earlier_version_were_not_kept(run: Path, tmp_path: Path):
+    assert "Warnings" not in page_of(run, out=tmp_path / "a.html")
+    record = {**step_record(7, prompts=4, group=2, words="4+4=8"), "warnings": [f"25% of the answers are {EVIL}"]}
+    StepFile(run / STEPS, num_bytes=(run / STEPS).stat().st_size).append(record)
+    page = page_of(run, out=tmp_path / "a.html")
+    assert Parsed(page).open == []
+    assert "Warnings of the run: 1" in Parsed(page).text
+    assert f"Step 7: 25% of the answers are {EVIL}." in Parsed(page).text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rhymerl.runs.equal_rewards import equal_rewards
+from rhymerl.callbacks.equal_rewards import equal_rewards
 from rhymerl.runs.summary import Summary
 from rhymerl.testing import make_requests
 from rhymerl.types import Completion, Output, Sample

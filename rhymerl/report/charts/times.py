@@ -34,7 +34,7 @@ def time_charts(runs: Sequence[Run]) -> list[Chart]:
             runs,
             "rollout/bubble_frac",
             title="Bubbles",
-            caption="Share of the ranks' time in rollouts in which they had nothing to decode.",
+            caption="Share of the workers' time in rollouts in which they had nothing to decode.",
             y_title="share of time",
         ),
     ]

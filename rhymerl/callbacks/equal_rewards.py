@@ -6,11 +6,6 @@ from collections.abc import Callable, Sequence
 
 from rhymerl.types import Sample
 
-_ADVICE = (
-    "samples.jsonl shows some of them. Either the reward misses what they say (exact_match compares the whole response, "
-    "numeric_match its last number), or the problems are too hard or too easy"
-)
-
 Advantages = Callable[[Sequence[int]], Sequence[float | None]]
 
 
@@ -27,8 +22,3 @@ def equal_rewards(samples: Sequence[Sample], *, frac_zero_std: float, advantages
     if any(advantages(range(len(samples)))):
         return None  # the baseline is not the group's
     return "all answers to each prompt have the same reward"
-
-
-def warning_of(words: str) -> str:
-    """Return what is said after the first step."""
-    return f"step 1: {words}, so nothing is learned from them. {_ADVICE}"

@@ -1,0 +1,183 @@
+"""Early warnings of a run: what looks wrong in its metrics, and which setting to look at."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import numpy as np
+
+from rhymerl.backends.spans import EVALUATION
+from rhymerl.callbacks.equal_rewards import equal_rewards
+from rhymerl.rollout import Rollout
+
+_LOG = logging.getLogger(__name__)
+
+WINDOW = 5  # steps over which a metric is averaged
+MOST_ALIKE = 0.9  # share of groups whose rewards are equal
+MOST_CLIPPED = 0.25  # share of answers cut off
+MOST_KL = 0.1  # nats a token, with at least KL_GROWTH times what it was
+KL_GROWTH = 2.0
+LEAST_GAIN_LEFT = 0.5  # of the tokens that drafts added to a pass when they were best
+LEAST_GAIN = 0.2  # tokens a pass; less is not worth a warning
+MOST_IDLE = 0.3  # share of the workers' time
+_WATCHED = (
+    "completions/clipped_ratio",
+    "frac_reward_zero_std",
+    "kl",
+    "rollout/bubble_frac",
+    "rollout/spec_accept_length",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recent:
+    """What a rule looks at: the run up to its latest step."""
+
+    metrics: dict[str, list[float]]  # of all steps, the latest last; a metric that a run does not log is empty
+    equal_rewards: Sequence[
+        str | None
+    ]  # of the last WINDOW steps: how all answers were rewarded alike, as equal_rewards says it
+    idle: dict[int, float]  # by worker: the share of the latest step's rollout in which it decoded nothing
+
+    def mean(self, name: str, *, end: int | None = None) -> float | None:
+        """Return the mean of the last WINDOW steps, or of those before the index `end`; None where there are fewer."""
+        values = self.metrics.get(name, [])[:end][-WINDOW:]
+        return float(np.mean(values)) if len(values) == WINDOW else None
+
+
+Rule = Callable[[Recent], str | None]
+
+
+def all_rewards_alike(recent: Recent) -> str | None:
+    """In the first step, or in the last WINDOW ones, nothing can be learned."""
+    words = recent.equal_rewards[-1]
+    is_first = len(recent.metrics["frac_reward_zero_std"]) == 1
+    if words is None or not (is_first or (len(recent.equal_rewards) == WINDOW and all(recent.equal_rewards))):
+        return None
+    return (
+        f"{words}, so nothing is learned from them. samples.jsonl shows some of them. Either the reward misses what they say "
+        "(exact_match compares the whole response, numeric_match its last number), or the problems are too hard or too easy"
+    )
+
+
+def most_rewards_alike(recent: Recent) -> str | None:
+    """Few groups are left that teach something."""
+    share = recent.mean("frac_reward_zero_std")
+    if share is None or share < MOST_ALIKE or all(recent.equal_rewards):
+        return None
+    return (
+        f"all answers have the same reward for {share:.0%} of the prompts, which teach nothing. rollout.dynamic_sampling replaces "
+        "them by others; easier or harder prompts, or a larger rollout.group_size, leave fewer"
+    )
+
+
+def truncation(recent: Recent) -> str | None:
+    """Many answers are cut off."""
+    share = recent.mean("completions/clipped_ratio")
+    if share is None or share < MOST_CLIPPED:
+        return None
+    return (
+        f"{share:.0%} of the answers are cut off at rollout.max_tokens. Raise it; where answers ramble, algo.overlong_fraction=0.2 makes those near "
+        "the limit worth less, and algo.mask_truncated=true leaves those that are cut off out of the loss"
+    )
+
+
+def kl_grows(recent: Recent) -> str | None:
+    """The policy moves away from its reference."""
+    now, before = recent.mean("kl"), recent.mean("kl", end=-2 * WINDOW)
+    if now is None or before is None or now < MOST_KL or now < KL_GROWTH * before:
+        return None
+    return (
+        f"kl is {now:.3g} nats a token, {now / max(before, 1e-9):.1f} times what it was {2 * WINDOW} steps ago: the policy leaves "
+        "its reference behind. A higher algo.kl_coef or a lower update.learning_rate holds it"
+    )
+
+
+def acceptance_falls(recent: Recent) -> str | None:
+    """Drafts add less to a pass than they did."""
+    name = "rollout/spec_accept_length"
+    values = recent.metrics.get(name, [])
+    if len(values) < 2 * WINDOW:
+        return None
+    means = np.convolve(values, np.ones(WINDOW) / WINDOW, mode="valid") - 1
+    best, now = float(means.max()), float(means[-1])
+    if best < LEAST_GAIN or now > LEAST_GAIN_LEFT * best:
+        return None
+    return (
+        f"drafts make {1 + now:.2f} tokens a pass, and made {1 + best:.2f}: answers repeat their history less. Where entropy or kl rise, a lower "
+        "update.learning_rate helps; history.window=1 drops older answers. drafter=none is worth a try once rollout/speedup is below 1"
+    )
+
+
+def workers_idle(recent: Recent) -> str | None:
+    """Workers wait for one another."""
+    share = recent.mean("rollout/bubble_frac")
+    if share is None or share < MOST_IDLE or len(recent.idle) < 2:
+        return None
+    worker = max(recent.idle, key=lambda each: recent.idle[each])
+    most = f", worker {worker} in {recent.idle[worker]:.0%} of the latest" if recent.idle[worker] >= MOST_IDLE else ""
+    return (
+        f"workers decoded nothing in {share:.0%} of the time of rollouts{most}. "
+        "scheduler=sorted or packed evens them out, run_ahead=draft or keep fills the rest, and more data.prompts_per_step leave less of it"
+    )
+
+
+RULES: Sequence[Rule] = (
+    all_rewards_alike,
+    most_rewards_alike,
+    truncation,
+    kl_grows,
+    acceptance_falls,
+    workers_idle,
+)
+
+
+class EarlyWarnings(L.Callback):
+    """Warns of what the rules find, each at most once in `every_n_steps` rollout steps. Rank 0 only.
+
+    `latest` has the warnings of the latest step, for callbacks that come later. Needs a RhymeModule. A resumed run begins to watch anew.
+    """
+
+    def __init__(self, *, every_n_steps: int = 50) -> None:
+        self.every_n_steps = every_n_steps
+        self.latest: list[str] = []
+        self._metrics: dict[str, list[float]] = defaultdict(list)
+        self._equal: deque[str | None] = deque(maxlen=WINDOW)
+        self._warned_at: dict[Rule, int] = {}
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        rollout: Rollout | None = pl_module.last_rollout
+        self.latest = []
+        if rollout is None or not trainer.is_global_zero:
+            return
+        metrics = {name: float(trainer.callback_metrics[name]) for name in _WATCHED if name in trainer.callback_metrics}
+        for name, value in metrics.items():
+            self._metrics[name].append(value)
+        share = metrics["frac_reward_zero_std"]
+        self._equal.append(equal_rewards(rollout.samples, frac_zero_std=share, advantages=pl_module.advantages))
+        recent = Recent(metrics=self._metrics, equal_rewards=list(self._equal), idle=idle_of(rollout))
+        for rule in RULES:
+            self._ask(rule, recent, pl_module.num_rollouts)
+
+    def _ask(self, rule: Rule, recent: Recent, step: int) -> None:
+        if step - self._warned_at.get(rule, -self.every_n_steps) < self.every_n_steps:
+            return
+        if (words := rule(recent)) is not None:
+            self._warned_at[rule] = step
+            self.latest.append(words)
+            _LOG.warning("step %d: %s", step, words)
+
+
+def idle_of(rollout: Rollout) -> dict[int, float]:
+    """Return the share of the rollout in which each worker decoded nothing."""
+    seconds: dict[int, float] = defaultdict(float)
+    for span in rollout.spans:
+        is_busy = span.activity == "decode" and span.number != EVALUATION
+        seconds[span.worker] += span.seconds if is_busy else 0.0
+    whole = max(rollout.metrics["timing_s/rollout"], 1e-9)
+    return {worker: max(0.0, 1 - busy / whole) for worker, busy in seconds.items()}

@@ -1,0 +1,51 @@
+"""Samples to the loggers that can show them: TensorBoard as text, CSV as a file, others that have `log_table`, as wandb's does, as a table."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from rhymerl.folders import writing
+
+Row = Mapping[str, Any]
+
+COLUMNS = ("prompt", "response", "reward", "length", "finish_reason")
+_FILE = "samples.csv"
+
+
+def show_samples(logger: Any, rows: Sequence[Row], *, global_step: int) -> None:
+    """Show rows that have `step` and COLUMNS; called on rank 0. A logger that shows no text shows nothing."""
+    if not rows:
+        return
+    if isinstance(logger, TensorBoardLogger):
+        logger.experiment.add_text("samples", markdown_table(rows), global_step)
+    elif isinstance(logger, CSVLogger):
+        _append(Path(logger.log_dir) / _FILE, rows)
+    elif callable(log_table := getattr(logger, "log_table", None)):
+        columns = ["step", *COLUMNS]
+        log_table("samples", columns=columns, data=[[row[name] for name in columns] for row in rows], step=global_step)
+
+
+def _append(path: Path, rows: Sequence[Row]) -> None:
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
+        with path.open("a", encoding="utf-8", errors="backslashreplace", newline="") as file:
+            writer = csv.DictWriter(file, ["step", *COLUMNS], extrasaction="ignore")
+            if is_new:
+                writer.writeheader()
+            writer.writerows(rows)
+
+
+def markdown_table(rows: Sequence[Row]) -> str:
+    """Return the rows as a Markdown table."""
+    lines = [COLUMNS, ["---"] * len(COLUMNS), *([_cell(row[name]) for name in COLUMNS] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    return str(value).replace("|", "\\|").replace("\n", "⏎ ")

@@ -1,0 +1,130 @@
+"""Each rule warns of what it is for, and of nothing else."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rhymerl.backends.spans import EVALUATION, WorkerSpan
+from rhymerl.callbacks import EarlyWarnings
+from rhymerl.callbacks.early_warnings import (
+    RULES,
+    WINDOW,
+    Recent,
+    Rule,
+    acceptance_falls,
+    all_rewards_alike,
+    idle_of,
+    kl_grows,
+    most_rewards_alike,
+    truncation,
+    workers_idle,
+)
+from rhymerl.rollout import Rollout
+from tests.callbacks.test_histograms import answer
+
+ACCEPTED, BUBBLES, CLIPPED, EQUAL, KL = (
+    *("rollout/spec_accept_length", "rollout/bubble_frac", "completions/clipped_ratio"),
+    *("frac_reward_zero_std", "kl"),
+)
+FINE = {ACCEPTED: [1.5] * 30, BUBBLES: [0.1] * 30, CLIPPED: [0.05] * 30, EQUAL: [0.3] * 30, KL: [0.01] * 30}
+
+
+def recent(
+    *, equal: Sequence[str | None] = (None,) * WINDOW, idle: dict[int, float] | None = None, **changed: Any
+) -> Recent:
+    metrics = {**FINE, **changed.pop("metrics", {})}
+    return Recent(metrics=metrics, equal_rewards=equal, idle=idle if idle is not None else {0: 0.1, 1: 0.5}, **changed)
+
+
+def after(steady: float, *last: float) -> list[float]:
+    return [*[steady] * 20, *last]
+
+
+CASES = [
+    (
+        truncation,
+        {"metrics": {CLIPPED: after(0.1, *[0.25] * 5)}},
+        "25% of the answers are cut off at rollout.max_tokens",
+    ),
+    (most_rewards_alike, {"metrics": {EQUAL: after(0.5, *[0.95] * 5)}}, "the same reward for 95% of the prompts"),
+    (
+        kl_grows,
+        {"metrics": {KL: [*[0.06] * 10, *[0.1] * 5, *[0.2] * 5]}},
+        "kl is 0.2 nats a token, 3.3 times what it was 10",
+    ),
+    (
+        acceptance_falls,
+        {"metrics": {ACCEPTED: [*[1.2] * 5, *[2.0] * 8, *[1.4] * 5]}},
+        "make 1.40 tokens a pass, and made 2.00",
+    ),
+    (workers_idle, {"metrics": {BUBBLES: after(0.1, *[0.4] * 5)}}, "worker 1 in 50% of the latest"),
+    (
+        workers_idle,
+        {"metrics": {BUBBLES: after(0.1, *[0.4] * 5)}, "idle": {0: 0.0, 1: 0.1}},
+        "40% of the time of rollouts. s",
+    ),
+    (all_rewards_alike, {"metrics": {EQUAL: [1.0]}, "equal": ["all alike"]}, "all alike, so nothing is learned"),
+    (all_rewards_alike, {"metrics": {EQUAL: [1.0] * 9}, "equal": ["all alike"] * WINDOW}, "all alike, so nothing"),
+]
+
+
+@pytest.mark.parametrize(("rule", "changed", "words"), CASES)
+def test_a_rule_warns_and_no_other_does(rule: Rule, changed: dict[str, Any], words: str) -> None:
+    found = {each: each(recent(**changed)) for each in RULES}
+    assert words in (found.pop(rule) or "")
+    assert set(found.values()) == {None}
+
+
+SILENT = {
+    "all is well": {},
+    "a metric that a run has not": {"metrics": {name: [] for name in FINE} | {EQUAL: [0.3] * 30}},
+    "the run is short": {"metrics": {name: [1.0] * (WINDOW - 1) for name in FINE}},
+    "one step only": {"metrics": {CLIPPED: after(0.1, 0.6), EQUAL: after(0.5, 1.0), BUBBLES: after(0.1, 0.8)}},
+    "one step whose rewards are alike": {"equal": [*[None] * (WINDOW - 1), "all alike"]},
+    "a large kl that stays": {"metrics": {KL: [0.3] * 30}},
+    "a small kl that grows": {"metrics": {KL: np.geomspace(1e-4, 0.09, 30).tolist()}},
+    "acceptance that rises": {"metrics": {ACCEPTED: np.linspace(1, 3, 30).tolist()}},
+    "drafts that never added much": {"metrics": {ACCEPTED: after(1.15, *[1.0] * 5)}},
+    "one worker, which waits for rewards": {"metrics": {BUBBLES: [0.9] * 30}, "idle": {0: 0.9}},
+}
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_nothing_is_said_where(name: str) -> None:
+    assert [rule(recent(**SILENT[name])) for rule in RULES] == [None] * len(RULES)  # type: ignore[arg-type]
+
+
+def test_a_warning_comes_back_after_so_many_steps_only(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    callback = EarlyWarnings(every_n_steps=8)
+    rollout = Rollout(samples=[answer([])], metrics={"timing_s/rollout": 1.0})
+    told = []
+    for step in range(1, 25):
+        metrics = {name: torch.tensor(0.5) for name in (CLIPPED, EQUAL)}
+        trainer = SimpleNamespace(is_global_zero=True, callback_metrics=metrics)
+        module = SimpleNamespace(last_rollout=rollout, num_rollouts=step, advantages=None)
+        callback.on_train_batch_end(trainer, module, None, None, 0)  # type: ignore[arg-type]
+        told += [step] if callback.latest else []
+    assert told == [5, 13, 21]
+    assert [message.partition(":")[0] for message in caplog.messages] == ["step 5", "step 13", "step 21"]
+
+
+def test_a_worker_is_idle_where_it_does_not_decode_for_training() -> None:
+    spans = [
+        WorkerSpan(worker=worker, activity=activity, number=number, start_s=0.0, end_s=seconds)  # type: ignore[arg-type]
+        for worker, activity, number, seconds in [
+            (0, "decode", 3, 2.0),
+            (0, "decode", 4, 1.0),
+            (0, "decode", EVALUATION, 9.0),
+            (1, "weights", 3, 1.0),
+        ]
+    ]
+    rollout = Rollout(samples=[], metrics={"timing_s/rollout": 4.0}, spans=spans)
+    assert idle_of(rollout) == {0: 0.25, 1: 1.0}
