@@ -108,7 +108,7 @@ SCHEDULERS = [FIFOScheduler, SortedScheduler, PackedScheduler, HistoPipeSchedule
 
 
 @pytest.mark.parametrize("lockstep", [False, True], ids=["free", "lockstep"])
-@pytest.mark.parametrize("run_ahead", ["off", "draft"])
+@pytest.mark.parametrize("run_ahead", ["off", "draft", "auto"])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_every_rank_gets_the_samples_that_one_process_draws(scheduler, run_ahead, lockstep):
     alone = Ranked(size=1).run(4)[0]

@@ -218,6 +218,7 @@ class RayBackend(HostedBackend):
         self.hang_timeout_s = hang_timeout_s
         self.draws_exactly = self.engine.draws_exactly
         self.counts_passes = self.engine.counts_passes
+        self.max_running = self.engine.max_running
         self._recipe: HostRecipe | None = None
         self._connections: list[RayConnection] = []
         self._joined_ray = False
