@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rhymerl.schedulers.base import Plan, Scheduler
-from rhymerl.schedulers.predicting import PredictingScheduler
+from rhymerl.schedulers.predicting import Piece, PredictingScheduler
 from rhymerl.schedulers.sorted import longest_first
 from rhymerl.types import RolloutRequest
 
@@ -27,16 +27,17 @@ class OnPolicyScheduler(Scheduler):
 
     def plan(self, requests: Sequence[RolloutRequest], num_workers: int, step: int) -> list[list[RolloutRequest]]:
         own = self.inner.plan(requests, num_workers, step)
-        balanced = longest_first(self.inner.pieces(requests, num_workers), num_workers)
-        return balanced if self._end(balanced) < _SOONER * self._end(own) else own
+        pieces = self.inner.pieces(requests, num_workers)
+        balanced = longest_first(pieces, num_workers)
+        by_prompt = {piece.requests[0].prompt.id: piece for piece in pieces}
+        return balanced if self._end(balanced, by_prompt) < _SOONER * self._end(own, by_prompt) else own
 
-    def _end(self, plan: Plan) -> float:
+    def _end(self, plan: Plan, by_prompt: Mapping[str, Piece]) -> float:
         """Return when the slowest worker is predicted to finish."""
-        return max(map(self._time, plan))
+        return max(self._time([by_prompt[request.prompt.id] for request in queue]) for queue in plan)
 
-    def _time(self, queue: Sequence[RolloutRequest]) -> float:
-        """Return the predicted time of a queue."""
-        lengths = [self.inner.lengths.predict(request) for request in queue]
+    def _time(self, lengths: Sequence[Piece]) -> float:
+        """Return the predicted time of a queue, by the piece of each of its requests."""
         longest = max((each.tail for each in lengths), default=0.0)
         medians = [each.median for each in lengths]
         return self.inner.cost.time(max(longest, self._passes(medians)), sum(medians))
