@@ -274,7 +274,11 @@ class RayBackend(HostedBackend):
     def why_absent(self) -> str:
         import ray
 
-        return f"each takes {words_of(self._each)}, and the cluster has {words_of(self._of(ray.available_resources()))} free"
+        total, free = self._of(ray.cluster_resources()), self._of(ray.available_resources())
+        return (
+            f"its machine is slow, or it has no place: each takes {words_of(self._each)}, and of the cluster's {words_of(total)} "
+            f"{words_of(free)} are free"
+        )
 
     @property
     def _each(self) -> dict[str, float]:
