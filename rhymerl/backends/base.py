@@ -31,6 +31,7 @@ class Backend(ABC):
     draws_exactly = (
         False  # whether its log-probs are the update's own but for rounding: the same weights, the same precision
     )
+    max_running: int | None = None  # requests that a worker decodes side by side, where that is known
     counts_passes = False  # whether `collect` takes `max_passes`, so that ranks in lockstep repeat bit for bit
 
     def check(self, longest_tokens: int) -> None:

@@ -54,7 +54,7 @@ class EmbeddedBackend(RolloutBackend):
             "emulate_scale": (emulate_scale, 0),
         }
         require_at_least(at_least)
-        self.max_running = max_running
+        self.max_running: int = max_running
         self.kv_tokens = kv_tokens
         self.max_pass_tokens = max_pass_tokens
         self.check_drafts = check_drafts

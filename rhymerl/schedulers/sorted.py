@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from rhymerl.costs import Points
-from rhymerl.schedulers.predicting import PredictingScheduler
+from rhymerl.schedulers.predicting import Piece, PredictingScheduler
 from rhymerl.types import RolloutRequest
 
 
@@ -29,11 +29,22 @@ class SortedScheduler(PredictingScheduler):
         self.order = order
 
     def plan(self, requests: Sequence[RolloutRequest], num_workers: int, step: int) -> list[list[RolloutRequest]]:
-        sign = -1 if self.order == "descending" else 1
-        queues: list[list[RolloutRequest]] = [[] for _ in range(num_workers)]
-        loads = [(0.0, worker) for worker in range(num_workers)]
-        for piece in sorted(self.pieces(requests, num_workers), key=lambda piece: sign * piece.median):
-            load, worker = loads[0]
-            queues[worker].extend(piece.requests)
-            heapq.heapreplace(loads, (load + piece.total, worker))
-        return queues
+        pieces = self.pieces(requests, num_workers)
+        if self.order == "descending":
+            return longest_first(pieces, num_workers)
+        return _dealt(sorted(pieces, key=lambda piece: piece.median), num_workers)
+
+
+def longest_first(pieces: Sequence[Piece], num_workers: int) -> list[list[RolloutRequest]]:
+    """Return a queue a worker: the longest predicted piece first, each to the worker with the fewest predicted tokens so far."""
+    return _dealt(sorted(pieces, key=lambda piece: -piece.median), num_workers)
+
+
+def _dealt(pieces: Sequence[Piece], num_workers: int) -> list[list[RolloutRequest]]:
+    queues: list[list[RolloutRequest]] = [[] for _ in range(num_workers)]
+    loads = [(0.0, worker) for worker in range(num_workers)]
+    for piece in pieces:
+        load, worker = loads[0]
+        queues[worker].extend(piece.requests)
+        heapq.heapreplace(loads, (load + piece.total, worker))
+    return queues

@@ -9,11 +9,13 @@ import numpy as np
 
 from rhymerl.progress import SILENT, ProgressBar
 from rhymerl.schedulers.base import Plan, Progress, Scheduler, check_plan
+from rhymerl.schedulers.on_policy import on_policy
 from rhymerl.simulation.base import Decoding, Pipeline, StepWork, Timeline
 from rhymerl.simulation.course import Course
 from rhymerl.simulation.step import StepRun
 from rhymerl.types import Completion, Output, Sample
 from rhymerl.workers import RunAhead, check_run_ahead
+from rhymerl.workers.auto import RunAheadRule
 
 if TYPE_CHECKING:
     from rhymerl.types import FloatArray, IndexArray
@@ -29,6 +31,7 @@ class Simulation:
     keep: a worker that has finished its queue begins that of the next step, if all older steps have been trained; so no
     token is sampled by a policy older than one step.
     draft: the same, but the tokens are sampled again after the update, along the earlier ones as drafts.
+    auto: draft where that pays (`RunAheadRule`), with plans for workers that wait (`OnPolicyScheduler`).
     Colocated workers stop while the policy is trained, which takes `train_time`, and gets to them, which takes `weight_delay` more;
     disaggregated ones go on as `run_ahead` allows.
     The scheduler is asked to rebalance after each time `rebalance_every`, if it migrates requests.
@@ -48,14 +51,16 @@ class Simulation:
         decoding: Decoding | None = None,
     ) -> None:
         check_modes(run_ahead, max_staleness, pipeline)
+        self.decoding = decoding if decoding is not None else Decoding()
+        is_auto = run_ahead == "auto"
         self.scheduler = scheduler
+        self._planner = on_policy(scheduler, max_running=self.decoding.max_running) if is_auto else scheduler
         self.num_workers = num_workers
         self.run_ahead = run_ahead
         self.pipeline = pipeline
         self.train_time = train_time
         self.weight_delay = weight_delay
         self.rebalance_every = rebalance_every
-        self.decoding = decoding if decoding is not None else Decoding()
         self._learns = type(scheduler).learn is not Scheduler.learn
 
     @property
@@ -71,22 +76,25 @@ class Simulation:
         trained = [0.0, 0.0]  # of the two steps before
         free = np.zeros(self.num_workers)
         plan: Plan | None = None
+        rule = RunAheadRule() if self.run_ahead == "auto" else None
         drafts = np.zeros(len(works[0].requests)) if works else np.zeros(0)
         for step, work in enumerate(works):
             opened = trained[-2] if self.run_ahead == "keep" else trained[-1]
             starts = np.maximum(free, opened)
             plan = plan if plan is not None else self._plan(work, step)
             run = self._step_run(work, plan, starts, drafts, step)
-            following = works[step + 1] if step + 1 < len(works) and self.run_ahead != "off" else None
+            begins = self.run_ahead != "off" and step + 1 < len(works) and (rule is None or rule.begins())
+            following = works[step + 1] if begins else None
             plan = self._decode(run, following, step, updated=trained[-1])
             done = float(run.ends.max())
             there = max(done, trained[-1] - delay) + train_time + delay
             log.add(run, done=done, trained=there, opened=opened, policy_since=trained[-1])
             free = run.ends
             trained = [trained[-1], there]
-            if following is not None and plan is not None and self.run_ahead == "draft":
-                until = trained[-1]
-                drafts = self._run_ahead(following, plan, free, until, log)
+            if rule is not None:
+                rule.learn(float(np.minimum(drafts, work.lengths).sum() / work.lengths.sum()))
+            if following is not None and plan is not None and self.run_ahead in ("draft", "auto"):
+                drafts = self._run_ahead(following, plan, free, trained[-1], log)
             elif following is not None or step + 1 < len(works):
                 drafts = np.zeros(len(works[step + 1].requests))
             if self._learns:
@@ -95,7 +103,7 @@ class Simulation:
         return log.timeline()
 
     def _plan(self, work: StepWork, step: int) -> Plan:
-        plan = self.scheduler.plan(work.requests, self.num_workers, step)
+        plan = self._planner.plan(work.requests, self.num_workers, step)
         check_plan(plan, work.requests, num_workers=self.num_workers, scheduler=type(self.scheduler).__name__)
         return plan
 
@@ -114,7 +122,7 @@ class Simulation:
             planned.append(self._plan(following, step + 1))
 
         run.run(
-            self.scheduler.rebalance if self.scheduler.migrates else None,
+            self._planner.rebalance if self._planner.migrates else None,
             every=self.rebalance_every,
             once=plan_ahead if following is not None else None,
             updated=updated,
@@ -124,7 +132,7 @@ class Simulation:
     def _run_ahead(self, work: StepWork, plan: Plan, free: FloatArray, until: float, log: _Log) -> FloatArray:
         """Return how many tokens of the next step are prefetched until its policy is there, [R].
 
-        With `draft`, that policy then samples again along them. Colocated workers train instead.
+        With `draft` or `auto`, that policy then samples again along them. Colocated workers train instead.
         """
         sampled = np.zeros(len(work.requests))
         spent = np.zeros(self.num_workers)

@@ -332,7 +332,7 @@ class RhymeModule(L.LightningModule):
     @cached_property
     def _rollout_drafter(self) -> Drafter:
         """One object for the life of the module, by which an engine knows whether it is its own."""
-        return RunAheadDrafter(self.drafter) if self.run_ahead == "draft" else self.drafter
+        return RunAheadDrafter(self.drafter) if self.run_ahead in ("draft", "auto") else self.drafter
 
     @property
     def _is_last_step(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from rhymerl.backends.spans import WorkerSpan
 from rhymerl.errors import require_at_least
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from rhymerl.schedulers.base import Scheduler
 
 # What a worker does that has finished its queue while others have not.
-RunAhead = Literal["off", "draft", "keep"]
+RunAhead = Literal["off", "draft", "keep", "auto"]
 
 
 def check_run_ahead(run_ahead: str, max_staleness: int) -> None:
     """Raise ValueError for a mode that does not exist, or that the staleness allowed (in steps) rules out.
 
     off: it waits. draft: it begins the next step, whose tokens are sampled again after the update, along the earlier ones as
-    drafts. keep: it begins the next step, and its tokens stay in the answers.
+    drafts. keep: it begins the next step, and its tokens stay in the answers. auto: off or draft, whichever pays (`RunAheadRule`).
     """
-    if run_ahead not in ("off", "draft", "keep"):
-        raise ValueError(f"run_ahead={run_ahead!r}: expected one of off, draft, keep")
+    if run_ahead not in get_args(RunAhead):
+        raise ValueError(f"run_ahead={run_ahead!r}: expected one of {', '.join(get_args(RunAhead))}")
     require_at_least({"max_staleness": (max_staleness, 0)})
     if run_ahead == "keep" and max_staleness == 0:
         raise ValueError(
             "max_staleness=0: run_ahead=keep trains on tokens of the policy before; expected at least 1, or "
-            "run_ahead=draft or off"
+            "run_ahead=auto, draft or off"
         )
 
 

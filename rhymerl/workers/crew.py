@@ -231,7 +231,8 @@ class Crew:
     def _miss(self, member: Member) -> None:
         words = f"has not come up within backend.start_timeout_s={self._backend.start_timeout_s:g}"
         if not self._backend.goes_on_short or not any(each.is_up for each in self.members):
-            raise BackendError(f"worker {member.number} {words}")
+            why = self._backend.why_absent()
+            raise BackendError(f"worker {member.number} {words}" + (f": {why}" if why else ""))
         if not member.is_late:
             self._replace(member, words)
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(150)
         (["backend.address='127.0.0.1:9'"], "backend.address='127.0.0.1:9': no Ray cluster answers there"),
         pytest.param(
             ["backend.gpus_per_worker=1"],
-            "workers=2: they need 2 GPU, and the cluster has 0",
+            "workers=2: each takes 1 CPU and 1 GPU of a node, and the cluster (2 CPU and 0 GPU on 1 node) has room for 0",
             marks=pytest.mark.ray,
         ),
     ],

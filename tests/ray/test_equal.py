@@ -23,9 +23,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.parametrize("scheduler", ["fifo", "sorted", "histopipe", "paced"])
 @pytest.mark.parametrize("workers", [1, 2, 4])
-@pytest.mark.parametrize("run_ahead", ["'off'", "draft"])
+@pytest.mark.parametrize("run_ahead", ["'off'", "draft", "auto"])
 def test_tokens_and_weights_are_those_of_one_process(run_ahead, workers, scheduler, alone, tmp_path):
-    if workers != 2 and scheduler in ("sorted", "paced"):
+    if workers != 2 and (run_ahead == "auto" or scheduler in ("sorted", "paced")):
         pytest.skip("two workers stand for the others")
     fit(tmp_path / "run", f"run_ahead={run_ahead}", f"workers={workers}", f"scheduler={scheduler}")
     assert answers(tmp_path / "run") == answers(alone)

@@ -108,7 +108,7 @@ SCHEDULERS = [FIFOScheduler, SortedScheduler, PackedScheduler, HistoPipeSchedule
 
 
 @pytest.mark.parametrize("lockstep", [False, True], ids=["free", "lockstep"])
-@pytest.mark.parametrize("run_ahead", ["off", "draft"])
+@pytest.mark.parametrize("run_ahead", ["off", "draft", "auto"])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_every_rank_gets_the_samples_that_one_process_draws(scheduler, run_ahead, lockstep):
     alone = Ranked(size=1).run(4)[0]
@@ -137,6 +137,15 @@ def test_kept_tokens_are_those_of_the_policy_that_drew_them_at_most_one_update_a
             assert sample.completion.num_passes == len(sample)
             stale += int((versions < step).sum())
     assert stale > 0, "nobody ran ahead"
+
+
+def test_what_auto_goes_by_is_in_the_state_and_a_loop_goes_on_from_it():
+    ranked = Ranked(run_ahead="auto")
+    ranked.run(3)
+    states = [dict(state, rule={"share": 0.0, "num_waits": 2, "is_ahead": False}) for state in ranked.states]
+    ranked.run(3, states=states, first=3)
+    assert [state["rule"] for state in ranked.states] == [{"share": 0.0, "num_waits": 5, "is_ahead": False}] * 3
+    assert all(state["ahead"] is None for state in ranked.states)  # nobody has begun the step to come
 
 
 def test_moved_requests_go_on_where_they_were_and_are_counted():

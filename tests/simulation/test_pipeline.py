@@ -19,7 +19,7 @@ from rhymerl.schedulers import (
 )
 from rhymerl.simulation import Decoding, Simulation, StepWork, SyntheticLengths
 from rhymerl.simulation.pipeline import samples_of
-from rhymerl.simulation.summary import Window, summary
+from rhymerl.simulation.summary import Window, step_time, summary
 from rhymerl.testing import make_requests
 from tests.simulation.twin import pipelined
 
@@ -87,6 +87,48 @@ def test_prefetched_tokens_cost_no_time_where_all_draft(scheduler, acceptance):
         for mode in ("off", "draft")
     }
     assert ends["draft"] < 1.02 * ends["off"]
+
+
+# Answers with a long tail in which schedulers, drafts and prefetched tokens were found to lose.
+LOSING = [
+    Decoding(costs=COSTS, tokens_per_pass=3.5, verified=4),
+    Decoding(costs=COSTS, tokens_per_pass=3.5, verified=4, redo_acceptance=0.998, redo_nodes=128),
+    Decoding(costs=COSTS, tokens_per_pass=3.5, verified=4, redo_acceptance=0.95, redo_nodes=128),
+    Decoding(costs=COSTS, tokens_per_pass=3.5, verified=4, redo_acceptance=0.5, redo_nodes=128),
+    Decoding(costs=COSTS, redo_acceptance=0.95, max_running=24),
+    Decoding(redo_acceptance=0.95),
+]
+
+
+@pytest.mark.parametrize("pipeline", ["colocated", "disaggregated"])
+@pytest.mark.parametrize("decoding", LOSING)
+def test_auto_is_as_fast_as_off_and_as_fifo(decoding, pipeline):
+    works = SyntheticLengths(prompts_per_step=32).steps(12, 0)
+
+    def seconds(scheduler, mode):
+        simulation = Simulation(
+            scheduler(),
+            num_workers=8,
+            run_ahead=mode,
+            pipeline=pipeline,
+            train_time=10_000.0 if pipeline == "disaggregated" else 0.0,
+            rebalance_every=3_000.0,
+            decoding=decoding,
+        )
+        return step_time(simulation.run(works), Window(first=5, last=10), simulation.pause)
+
+    fifo = seconds(FIFOScheduler, "off")
+    for scheduler in SCHEDULERS:
+        auto = seconds(scheduler, "auto")
+        assert auto <= seconds(scheduler, "off") / 0.99, scheduler
+        assert auto <= 1.01 * fifo, scheduler
+
+
+def test_auto_is_strictly_on_policy():
+    simulation = Simulation(PackedScheduler(), num_workers=4, run_ahead="auto", max_staleness=0)
+    it = simulation.run(small())
+    assert it.staleness.max() == 0
+    assert it.ahead.sum() > 0
 
 
 def test_run_ahead_tokens_are_right_up_to_the_first_miss_by_hand():

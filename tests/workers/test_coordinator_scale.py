@@ -9,6 +9,7 @@ import pytest
 
 from rhymerl.rollout.base import RolloutSettings, requests_of
 from rhymerl.schedulers import FIFOScheduler, HistoPipeScheduler, PacedScheduler, PackedScheduler, SortedScheduler
+from rhymerl.schedulers.on_policy import on_policy
 from rhymerl.testing import make_prompt
 from rhymerl.types import Completion, Output, RolloutRequest, Sample
 from rhymerl.workers.coordinator import Coordinator, ProgressReport, make_plan
@@ -42,13 +43,22 @@ def answered(request: RolloutRequest, length: int) -> Sample:
 
 
 @pytest.mark.parametrize(
-    "scheduler", [FIFOScheduler, SortedScheduler, PackedScheduler, HistoPipeScheduler, PacedScheduler]
+    ("scheduler", "is_on_policy"),
+    [
+        (FIFOScheduler, False),
+        (SortedScheduler, False),
+        (PackedScheduler, False),
+        (HistoPipeScheduler, False),
+        (PacedScheduler, False),
+        (HistoPipeScheduler, True),
+    ],
 )
-def test_it_keeps_up_with_a_thousand_workers(scheduler):
+def test_it_keeps_up_with_a_thousand_workers(scheduler, is_on_policy):
     scheduler, first = scheduler(), requests(0)
     of_length = lengths(len(first))
     make_plan(scheduler, first, num_workers=WORKERS, step=0)
     scheduler.learn([answered(request, int(n)) for request, n in zip(first, of_length, strict=True)])
+    scheduler = on_policy(scheduler) if is_on_policy else scheduler
     planned, decided = [], []
     for step in (1, 2, 3):
         fresh, started = requests(step), time.perf_counter()

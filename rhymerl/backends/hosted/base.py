@@ -60,6 +60,10 @@ class HostedBackend(Backend):
     def reserve(self, num_workers: int) -> None:
         """Raise ConfigError where there can never be so many workers; called once before the first `connect`."""
 
+    def why_absent(self) -> str:
+        """Return what may keep a worker from coming up, in some words; empty where that is not known."""
+        return ""
+
     @abstractmethod
     def connect(self, number: int, *, lockstep: bool) -> Connection:
         """Start a worker; returns at once. Called on rank 0 only, and again for a worker that was lost.

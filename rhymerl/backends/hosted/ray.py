@@ -5,35 +5,31 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-import pickle
 import shutil
-import socket
 import tempfile
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.embedded import EmbeddedBackend
+from rhymerl.backends.hosted.actor import HostRecipe, RayWorker
 from rhymerl.backends.hosted.base import Connection, HostedBackend
-from rhymerl.backends.hosted.host import WorkerHost
-from rhymerl.backends.hosted.loading import EngineLoader, policy_of
+from rhymerl.backends.hosted.cluster import answers, places, started_here, words_of
 from rhymerl.backends.hosted.messages import Events, Message, WeightSource
 from rhymerl.backends.hosted.publishing import Publisher
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
 from rhymerl.drafters.run_ahead import innermost, listens
-from rhymerl.errors import ConfigError, require_at_least
-from rhymerl.history import HistoryStore
+from rhymerl.errors import BackendError, ConfigError, require_at_least
+from rhymerl.progress import counted
+from rhymerl.version import __version__
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +37,6 @@ if TYPE_CHECKING:
     from rhymerl.models.memory import EngineShape, ModelShape
     from rhymerl.models.policy import Policy
 
-_CONNECT_S = 5.0
 _BUCKET_BYTES = 2**28
 _QUIET = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 
@@ -88,60 +83,33 @@ def _tensor(content: Any, dtype: str, shape: tuple[int, ...]) -> Tensor:
     return torch.from_numpy(content).view(getattr(torch, dtype)).reshape(shape)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostRecipe:
-    """All that an actor needs to make its host."""
-
-    files: Mapping[str, str]  # the policy's, without weights
-    dtype: torch.dtype
-    attention: str
-    engine: RolloutBackend
-    drafter: Drafter
-    budget: Budget | None
-    autocast: Callable[[], AbstractContextManager[object]]
-    history: Mapping[str, Any]  # arguments of the store
-
-    def host(self) -> WorkerHost:
-        load = EngineLoader(
-            make_policy=partial(
-                policy_of,
-                self.files,
-                dtype=self.dtype,
-                attention=self.attention,
-                device="cuda" if torch.cuda.is_available() else "cpu",
-            ),
-            engine=self.engine,
-            drafter=self.drafter,
-            budget=self.budget,
-            autocast=self.autocast,
-        )
-        return WorkerHost(load, history=HistoryStore(**self.history))
-
-
-class RayWorker:
-    """The actor: messages come in one thread, questions in another, and the engine works in a third."""
-
-    def __init__(self, recipe: bytes, lockstep: bool) -> None:
-        made: HostRecipe = pickle.loads(recipe)
-        self.host = made.host()
-        if not lockstep:
-            threading.Thread(target=self.host.run, daemon=True).start()
-
-    def post(self, message: Message) -> None:
-        self.host.post(message)
-
-    def poll(self, wait_s: float) -> Events:
-        return self.host.poll(wait_s)
-
-    def step(self, ticks: int) -> Events:
-        return self.host.step(ticks)
-
-
 class RayConnection(Connection):
-    """An actor, which may not be there yet."""
+    """An actor, which may not be there yet. One that could never work tells why, and ends the run."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
+        self._asked: Future[Events] | None = None  # the latest question
+        self._refusal: Events | None = None
+        # In none of the groups: where the class cannot be imported, Ray answers nothing that is asked in one.
+        actor.home.remote().future().add_done_callback(self._check)
+
+    def _check(self, home: Future[tuple[str, str]]) -> None:
+        """Refuse an actor that could not be made, or that has another version."""
+        from ray.exceptions import RayActorError
+
+        error = home.exception()
+        if isinstance(error, RayActorError) and not error.actor_init_failed:
+            return  # it is gone, as questions tell
+        if error is not None:
+            words = f"cannot work: {str(error).strip().splitlines()[-1]}"
+        elif home.result()[1] != __version__:
+            words = f"on {home.result()[0]} has rhymerl {home.result()[1]}"
+        else:
+            return
+        words += f"; expected rhymerl {__version__}, the model's code and your own modules on every machine"
+        self._refusal = Events(error=BackendError(f"a worker {words}"))
+        if self._asked is not None:
+            _settle(self._asked, self._refusal)
 
     def post(self, message: Message) -> None:
         self._actor.post.options(concurrency_group="messages").remote(message)
@@ -161,8 +129,10 @@ class RayConnection(Connection):
 
         def finish(done: Future[Events]) -> None:
             error = done.exception()
-            if error is None:
-                told.set_result(done.result())
+            if self._refusal is not None:
+                _settle(told, self._refusal)
+            elif error is None:
+                _settle(told, done.result())
             elif isinstance(error, RayActorError):
                 told.set_exception(ConnectionError("its actor has ended"))
             elif isinstance(error, RayError):
@@ -170,6 +140,7 @@ class RayConnection(Connection):
             else:
                 told.set_exception(error)
 
+        self._asked = told
         reference.future().add_done_callback(finish)
         return told
 
@@ -180,6 +151,11 @@ class RayConnection(Connection):
             ray.kill(self._actor)
         except Exception as error:  # noqa: BLE001 - it is gone already, or Ray is
             logging.getLogger(__name__).debug("an actor could not be killed: %r", error)
+
+
+def _settle(asked: Future[Events], events: Events) -> None:
+    if not asked.done():
+        asked.set_result(events)
 
 
 class RayBackend(HostedBackend):
@@ -218,6 +194,7 @@ class RayBackend(HostedBackend):
         self.hang_timeout_s = hang_timeout_s
         self.draws_exactly = self.engine.draws_exactly
         self.counts_passes = self.engine.counts_passes
+        self.max_running = self.engine.max_running
         self._recipe: HostRecipe | None = None
         self._connections: list[RayConnection] = []
         self._joined_ray = False
@@ -286,15 +263,31 @@ class RayBackend(HostedBackend):
         import ray
 
         self._join(num_workers)
-        least = self.least_workers(num_workers)
-        wanted = {"CPU": least * self.cpus_per_worker, "GPU": least * self.gpus_per_worker}
-        found = ray.cluster_resources()
-        for name, amount in wanted.items():
-            if amount > found.get(name, 0):
-                raise ConfigError(
-                    f"{'workers' if least == num_workers else 'backend.min_workers'}={least}: they need {amount} {name}, and the cluster has {found.get(name, 0):g}; expected fewer "
-                    f"workers, or a smaller backend.{name.lower()}s_per_worker"
-                )
+        least, nodes = self.least_workers(num_workers), ray.nodes()
+        if (room := places(nodes, self._each)) < least:
+            raise ConfigError(
+                f"{'workers' if least == num_workers else 'backend.min_workers'}={least}: each takes {words_of(self._each)} of a node, and the cluster "
+                f"({words_of(self._of(ray.cluster_resources()))} on {counted(sum(node['Alive'] for node in nodes), 'node')}) has room for {room}; expected fewer workers, or a smaller "
+                f"backend.cpus_per_worker or backend.gpus_per_worker"
+            )
+
+    def why_absent(self) -> str:
+        import ray
+
+        total, free = self._of(ray.cluster_resources()), self._of(ray.available_resources())
+        return (
+            f"its machine is slow, or it has no place: each takes {words_of(self._each)}, and of the cluster's {words_of(total)} "
+            f"{words_of(free)} are free"
+        )
+
+    @property
+    def _each(self) -> dict[str, float]:
+        amounts = {"CPU": self.cpus_per_worker, "GPU": self.gpus_per_worker}
+        return {name: amount for name, amount in amounts.items() if amount}
+
+    def _of(self, found: Mapping[str, float]) -> dict[str, float]:
+        """Return how much there is of what a worker takes."""
+        return {name: found.get(name, 0.0) for name in self._each}
 
     def _join(self, num_workers: int = 1) -> None:
         """Join the cluster, or start one here that is large enough for the CPUs asked for: engines share what there is."""
@@ -306,9 +299,9 @@ class RayBackend(HostedBackend):
             os.environ.setdefault(name, value)
         settings = {"log_to_driver": False, "configure_logging": False}
         address = self.address or os.environ.get("RAY_ADDRESS")
-        if address is not None and not _listens(address):
+        if address is not None and not answers(address):
             raise _no_cluster(address)
-        address = address or _started_here()
+        address = address or started_here()
         if address is not None:
             try:
                 ray.init(address=address, **settings)
@@ -344,30 +337,6 @@ class RayBackend(HostedBackend):
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
         self._joined_ray, self._folder = False, None
-
-
-def _started_here() -> str | None:
-    """Return the address of the cluster that `ray start` has made this machine a part of, None where there is none.
-
-    Ray's own `auto` would take any cluster that runs here too, such as another run's, which ends with it.
-    """
-    file = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "ray", "ray_current_cluster")
-    if not file.is_file():
-        return None
-    address = file.read_text().strip()
-    return address if _listens(address) else None
-
-
-def _listens(address: str) -> bool:
-    """Return whether somebody listens there: Ray itself would try for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit():  # `auto`, or a name that Ray knows
-        return True
-    try:
-        socket.create_connection((host, int(port)), _CONNECT_S).close()
-    except OSError:
-        return False
-    return True
 
 
 def _no_cluster(address: str) -> ConfigError:

@@ -110,6 +110,7 @@ class ServersBackend(HostedBackend):
     def __init__(self, backend: ServedBackend) -> None:
         self.backend = backend
         self.draws_exactly = backend.draws_exactly
+        self.max_running = backend.max_running
         self._servers: Sequence[ServedBackend] | None = None
         self._connections: list[ServerConnection] = []
         self._known: set[int] = set()  # numbers of workers that were connected once

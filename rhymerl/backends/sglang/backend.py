@@ -90,7 +90,7 @@ class SGLangBackend(ServedBackend):
         self.nodes = nodes
         self.costs = costs
         self.expected_accept_rate = expected_accept_rate
-        self.max_running = max_running
+        self.max_running: int = max_running
         self.dtype = dtype
         self.tensor_parallel = tensor_parallel
         self.arguments = dict(arguments or {})

@@ -1,0 +1,52 @@
+"""What `run_ahead=auto` decides: whether workers begin the next step, as with `draft`, or wait, as with `off`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rhymerl.types import DraftSource, Sample
+
+_LEAST = 0.02  # of a step's tokens
+_AGAIN = 8  # steps
+
+
+class RunAheadRule:
+    """Begins the next step unless that has brought less than 2 % of the tokens of the latest step that was begun so.
+
+    Tokens that were sampled ahead pay where the next policy samples them again, in passes with many of them. How many it does
+    depends on how far an update moves the policy, on the lengths of answers and on the time that workers have for them; their
+    share of a step's tokens says all of that at once. Every eighth step is begun whatever the share was, because updates may have become smaller.
+    """
+
+    def __init__(self) -> None:
+        self._share = 1.0
+        self._num_waits = 0  # steps in a row that were not begun ahead
+        self._is_ahead = self._is_next_ahead = False  # the step under way, and the one after it
+
+    def begins(self) -> bool:
+        """Return whether workers begin the step after the one that is under way; asked once in each that has a next one."""
+        self._is_next_ahead = self._share >= _LEAST or self._num_waits >= _AGAIN - 1
+        self._num_waits = 0 if self._is_next_ahead else self._num_waits + 1
+        return self._is_next_ahead
+
+    def learn(self, share: float | None) -> None:
+        """The step under way is over; so much of its tokens was sampled ahead, None where that is not known."""
+        if self._is_ahead and share is not None:
+            self._share = share
+        self._is_ahead, self._is_next_ahead = self._is_next_ahead, False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"share": self._share, "num_waits": self._num_waits, "is_ahead": self._is_ahead}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._share, self._num_waits, self._is_ahead = state["share"], state["num_waits"], state["is_ahead"]
+
+
+def share_ahead(samples: Sequence[Sample]) -> float | None:
+    """Return the share of tokens that were accepted of those sampled ahead; None for an engine that does not tell."""
+    sources = [sample.completion.output.sources for sample in samples]
+    known = [each for each in sources if each is not None]
+    if not known:
+        return None
+    return sum(int((each == DraftSource.RUN_AHEAD).sum()) for each in known) / max(sum(map(len, known)), 1)

@@ -1,0 +1,80 @@
+"""The rule by which run_ahead=auto begins the next step, or does not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rhymerl.testing import make_requests
+from rhymerl.types import NOT_DRAFTED, Completion, DraftSource, Output, Sample
+from rhymerl.workers.auto import RunAheadRule, share_ahead
+
+
+def begun(rule: RunAheadRule, shares: list[float | None]) -> list[bool]:
+    """Whether each of the following steps is begun ahead, where a step that was begun so has that share."""
+    found = []
+    for share in shares:
+        found.append(rule.begins())
+        rule.learn(share)
+    return found
+
+
+def test_steps_are_begun_ahead_while_that_brings_tokens():
+    assert begun(RunAheadRule(), [0.0, 0.5, 0.02, 0.3]) == [True] * 4
+
+
+def test_where_it_brings_none_every_eighth_step_looks_again():
+    # The share of step 1 is the first of one that was begun ahead. Step 2 had begun by then.
+    assert begun(RunAheadRule(), [0.0] * 20) == [True, True, *[False] * 7, True, *[False] * 7, True, False, False]
+
+
+def test_one_look_is_enough_to_begin_again():
+    shares = [0.0] * 10 + [0.4] * 5
+    assert begun(RunAheadRule(), shares)[-6:] == [True, False, True, True, True, True]
+
+
+def test_an_engine_that_does_not_tell_is_believed():
+    assert begun(RunAheadRule(), [None] * 12) == [True] * 12
+
+
+def test_a_rule_goes_on_from_its_state():
+    shares = [0.0] * 30
+    whole, first = RunAheadRule(), RunAheadRule()
+    expected = begun(whole, shares)
+    found = begun(first, shares[:7])
+    second = RunAheadRule()
+    second.load_state_dict(first.state_dict())
+    assert found + begun(second, shares[7:]) == expected
+
+
+@pytest.mark.parametrize(
+    ("sources", "share"),
+    [
+        ([[DraftSource.RUN_AHEAD, NOT_DRAFTED], [DraftSource.RUN_AHEAD, DraftSource.HISTORY + 2]], 0.5),
+        ([[NOT_DRAFTED], None], 0.0),
+        ([None, None], None),
+    ],
+)
+def test_the_share_is_of_tokens_that_came_from_run_ahead(sources, share):
+    samples = [
+        Sample(
+            completion=Completion(request=request, output=output(each)),
+            text="",
+            reward=0.0,
+            rewards={},
+            loss_mask=np.ones(2, np.bool_),
+        )
+        for request, each in zip(make_requests(len(sources), max_tokens=4), sources, strict=True)
+    ]
+    assert share_ahead(samples) == share
+
+
+def output(sources: list[int] | None) -> Output:
+    length = 2 if sources is None else len(sources)
+    return Output(
+        token_ids=np.zeros(length, np.int32),
+        logprobs=np.zeros(length),
+        policy_versions=np.zeros(length, np.int32),
+        finish_reason="stop",
+        sources=None if sources is None else np.array(sources, np.int8),
+    )
