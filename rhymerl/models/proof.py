@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,7 +15,10 @@ from transformers import PreTrainedModel
 from rhymerl.errors import ConfigError
 from rhymerl.models.policy import evaluating, named, refusing
 from rhymerl.models.precision import in_float32
+from rhymerl.models.sharding import call, forget_passes, whole
 from rhymerl.models.shared_prefixes import lay_out, packed_states, sharing
+
+T = TypeVar("T")
 
 _NEEDED = "a causal decoder with plain output embeddings is needed (Qwen2, Qwen3, Llama, ...)"
 # Settings of models that change their logits, and the values at which they do not.
@@ -27,8 +31,8 @@ _OF_LOGITS: dict[str, tuple[float | None, ...]] = {
     "lm_head_multiplier": (None, 1),
     "output_multiplier": (None, 1),
 }
-# What rounding may come to, as a share of the largest value; models of 16 bits are computed in float32.
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+# What rounding may come to, as a share of the largest value; models of 16 bits are computed in float32, unless they are sharded.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}
 _LARGE = 1000.0  # logits far beyond the caps that models have, which leave small ones nearly as they are
 
 
@@ -47,6 +51,7 @@ def prove_update(model: PreTrainedModel) -> None:
     ):
         ids = torch.arange(4, device=model.device)[None] % config.vocab_size
         states = _states(model, ids)
+        forget_passes(model)
         _check_finite(model, states)
         _check_causal(model, ids, states)
         _check_head(model, ids, states)
@@ -78,8 +83,8 @@ def more_than_full_attention(model: PreTrainedModel, longest_tokens: int) -> str
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def prove_sharing(body: PreTrainedModel, longest_tokens: int) -> str | None:
-    """Return why the answers to a prompt cannot be computed behind one copy of it by this decoder; None where they can."""
+def prove_sharing(body: PreTrainedModel, longest_tokens: int, *, model: PreTrainedModel | None = None) -> str | None:
+    """Return why the answers to a prompt cannot be computed behind one copy of it by this decoder, of a `model`; None where they can."""
     if reason := more_than_full_attention(body, longest_tokens):
         return reason
     numbers = torch.arange(100).remainder(body.config.get_text_config().vocab_size).numpy()
@@ -89,11 +94,13 @@ def prove_sharing(body: PreTrainedModel, longest_tokens: int) -> str | None:
     placed = lay_out([prompts[number] for number, _ in answers], tokens, body.device)
     try:
         with refusing("it cannot be run like that"), evaluating(body), torch.no_grad(), in_float32(body):
+            run = partial(call, model) if model is not None and model is not body else _run
             with sharing([body]):
-                shared = packed_states(body, placed.layout)[0]
+                shared = run(lambda: packed_states(body, placed.layout)[0])
             for (number, length), answer, start in zip(answers, tokens, placed.starts, strict=True):
                 ids = torch.from_numpy(np.append(prompts[number], answer))[None].to(body.device)
-                alone = body(input_ids=ids, use_cache=False).last_hidden_state[0, len(prompts[number]) :]
+                states = run(partial(body, input_ids=ids, use_cache=False)).last_hidden_state
+                alone = states[0, len(prompts[number]) :]
                 if length and _differ(shared[start : start + length], alone):
                     return "its states behind a shared prompt are others"
     except ConfigError as error:
@@ -101,15 +108,19 @@ def prove_sharing(body: PreTrainedModel, longest_tokens: int) -> str | None:
     return None
 
 
+def _run(function: Callable[[], T]) -> T:
+    return function()
+
+
 def _states(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    states: Tensor = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    states: Tensor = call(model, lambda: model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state)
     return states
 
 
 def _check_finite(model: PreTrainedModel, states: Tensor) -> None:
     if states.isfinite().all():
         return
-    broken = [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
+    broken = [name for name, parameter in model.named_parameters() if not whole(parameter).isfinite().all()]
     found = f"{broken[0]} holds NaN or infinities" if broken else "they overflow, though all of its weights are finite"
     raise ConfigError(f"{named(model)}: its hidden states are not finite: {found}; expected a model that is whole")
 
@@ -131,11 +142,11 @@ def _check_head(model: PreTrainedModel, ids: Tensor, states: Tensor) -> None:
         raise ConfigError(
             f"{named(model)}: it has no output embeddings, without which the update cannot run; {_NEEDED}"
         )
-    largest = float(head(states).abs().max())
+    largest = float(call(model, head, states).abs().max())
     for factor in (1.0, max(1.0, _LARGE / max(largest, 1e-6))):
         with _scaled_input(head, factor):
             logits = model(input_ids=ids, use_cache=False).logits
-        if _differ(logits, head(factor * states)):
+        if _differ(logits, call(model, head, factor * states)):
             raise ConfigError(_more_than_a_head(model, "scaled or soft-capped?"))
 
 

@@ -22,10 +22,16 @@ T = TypeVar("T")
 _METHOD = "rhymerl_call"
 
 
-def shard(model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype | None = None) -> None:
+def shard(
+    model: PreTrainedModel,
+    mesh: DeviceMesh,
+    *,
+    compute_dtype: torch.dtype | None = None,
+    fill: Callable[[nn.Module], None] | None = None,
+) -> None:
     """Spread a language model, with or without its head, over the ranks of a mesh; all of them give the same weights.
 
-    On a mesh of two dimensions only the second one shards. Weights are gathered in `compute_dtype` (None: in their own), and gradients
+    `fill` gives a group of weights its content, before its parts are all that stays. On a mesh of two dimensions only the second one shards. Weights are gathered in `compute_dtype` (None: in their own), and gradients
     of 16 bits are summed in float32. Raises ConfigError for a model whose layers are not known.
     """
     if not _layers(model):
@@ -35,6 +41,8 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torch.dtyp
     dtype = compute_dtype or model.dtype
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32 if dtype.itemsize < 4 else None)
     for group in gathered_together(model):
+        if fill is not None:
+            fill(group)
         fully_shard(group, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         assert isinstance(group, FSDPModule)
         group.set_gradient_divide_factor(1.0)  # the update has divided its loss already

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,11 @@ from lightning.pytorch.strategies import ModelParallelStrategy, Strategy, Strate
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import PreTrainedModel
 
 from rhymerl.errors import ConfigError, require_at_least
-from rhymerl.models.policy import fingerprint
+from rhymerl.models.deferred import DeferredWeights, Filler
+from rhymerl.models.fingerprint import fingerprint
 from rhymerl.models.sharding import is_sharded, replicate, shard
 from rhymerl.training import shards
 
@@ -60,6 +64,12 @@ class FSDP2Strategy(ModelParallelStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Within `trainer.init_module(empty_init=True)` a RhymeModule gets a model without weights, which come as it is sharded."""
+        with torch.device("meta") if empty_init else nullcontext():
+            yield
+
     def _shard(self, module: Any, precision: str) -> None:
         """Spread the models of a RhymeModule over the ranks, unless an earlier stage has; they go to their device a layer at a time.
 
@@ -68,19 +78,44 @@ class FSDP2Strategy(ModelParallelStrategy):
         policy, critic = module.model, module.critic
         if is_sharded(policy):
             return
-        mine = fingerprint(module)
-        if not self.reduce_boolean_decision(self.broadcast(mine) == mine, all=True):
-            raise ConfigError("model: the ranks have been given different weights; expected the same on all of them")
+        weights = module.policy.weights
+        if weights is None:
+            self._check_equal(fingerprint(module))
         self.precision_plugin.convert_module(module)
         compute_dtype = torch.bfloat16 if precision == "bf16-mixed" else None
         reference = module.reference if module.reference is not policy else None
         if reference is not None:  # which is no part of the module that has just been cast
             nn.Module.to(reference, policy.dtype)
-        body = critic.body if critic is not None else None
-        for model in filter(None, (policy, reference, body)):
-            shard(model, self.device_mesh, compute_dtype=compute_dtype)
+        spread = partial(self._spread, compute_dtype=compute_dtype)
+        filler = spread(policy, weights)
+        if filler is not None:
+            module.base_fingerprint = filler.fingerprint()
+            self._check_equal(module.base_fingerprint)
+        if reference is not None:
+            spread(reference, weights)
         if critic is not None:
+            if critic.body is not None:
+                spread(critic.body, critic.weights, prefix=critic.prefix)
             replicate(critic.head, self.device_mesh)
+
+    def _spread(
+        self,
+        model: PreTrainedModel,
+        weights: DeferredWeights | None,
+        *,
+        compute_dtype: torch.dtype | None,
+        prefix: str = "",
+    ) -> Filler | None:
+        """Shard a model, and give it its weights where it has none yet."""
+        filler = Filler(model, weights, self.root_device, prefix=prefix) if weights is not None else None
+        shard(model, self.device_mesh, compute_dtype=compute_dtype, fill=filler)
+        if weights is not None:
+            weights.close()
+        return filler
+
+    def _check_equal(self, mine: str) -> None:
+        if not self.reduce_boolean_decision(self.broadcast(mine) == mine, all=True):
+            raise ConfigError("model: the ranks have been given different weights; expected the same on all of them")
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
