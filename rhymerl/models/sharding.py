@@ -5,7 +5,8 @@ torch's `fully_shard` (FSDP2) gathers the weights of a group before its forward 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from rhymerl.errors import ConfigError
 
 T = TypeVar("T")
 _METHOD = "rhymerl_call"
+BLOCK_BYTES = 2**28  # of a tensor that is gathered for workers
 
 
 def shard(
@@ -134,18 +136,89 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 class GatheredTensors:
-    """Sharded tensors by name, each of them made whole when its turn comes, so that no rank holds more than one.
+    """Sharded tensors by name, each of them made whole in the host's memory of rank 0.
 
-    All ranks iterate over them together, to the end.
+    Rank 0 iterates while the others of its group `take_part`, to the end. Some rows of each rank's part are gathered at a time, in all no more
+    than about `block_bytes` or a row of each, and the next ones while the former are copied or sent; so a device has two such blocks.
     """
 
-    def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
+    def __init__(self, named: Iterable[tuple[str, Tensor]], *, block_bytes: int = BLOCK_BYTES) -> None:
         self._named = named
+        self._block_bytes = block_bytes
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, whole(tensor)) for name, tensor in self._named)
+        pending: _Block | None = None
+        for block in self._blocks():
+            if pending is not None:
+                yield from pending.finish()
+            pending = block
+        if pending is not None:
+            yield from pending.finish()
 
     def take_part(self) -> None:
-        """Gather them for other ranks."""
+        """Send this rank's parts to rank 0."""
         for _ in self:
             pass
+
+    def _blocks(self) -> Iterator[_Block]:
+        """Yield what has begun to be gathered."""
+        for name, tensor in self._named:
+            if not isinstance(tensor, DTensor):
+                yield _Block(name=name, whole=tensor)
+            elif 0 in dist.get_process_group_ranks(_group(tensor)):  # other groups have replicas
+                yield from self._blocks_of(name, tensor)
+
+    def _blocks_of(self, name: str, tensor: DTensor) -> Iterator[_Block]:
+        assert tensor.placements[-1].is_shard(0), "fully_shard divides the first dimension"
+        ranks, share = tensor.device_mesh.size(-1), -(-len(tensor) // tensor.device_mesh.size(-1))
+        step = max(1, self._block_bytes * len(tensor) // (max(1, tensor.nbytes) * ranks))
+        is_mine = dist.get_rank() == 0
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype) if is_mine else None
+        local: Tensor = tensor.to_local().detach()
+        for start in range(0, share, step):
+            stop = min(start + step, share)
+            mine = local[start:stop].contiguous()
+            if len(mine) < stop - start:  # the last ranks may have fewer rows
+                mine = torch.cat([mine, mine.new_zeros(stop - start - len(mine), *mine.shape[1:])])
+            parts = [torch.empty_like(mine) for _ in range(ranks)] if is_mine else None
+            work = dist.gather(mine, parts, dst=0, group=_group(tensor), async_op=True)
+            yield _Block(
+                name=name,
+                whole=whole,
+                share=share,
+                start=start,
+                mine=mine,
+                parts=parts or [],
+                work=work,
+                is_last=stop == share,
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Block:
+    """Rows of a tensor on their way: `start` and following of each rank's `share`."""
+
+    name: str
+    whole: Tensor | None  # on rank 0
+    share: int = 0
+    start: int = 0
+    mine: Tensor | None = None  # while it is sent
+    parts: Sequence[Tensor] = ()
+    work: dist.Work | None = None
+    is_last: bool = True
+
+    def finish(self) -> Iterator[tuple[str, Tensor]]:
+        """Wait for them; yields the whole tensor with its last ones, on rank 0."""
+        if self.work is not None:
+            self.work.wait()
+        for rank, part in enumerate(self.parts):
+            assert self.whole is not None
+            rows = self.whole[rank * self.share : (rank + 1) * self.share][self.start : self.start + len(part)]
+            rows.copy_(part[: len(rows)])
+        if self.is_last and self.whole is not None:
+            yield self.name, self.whole
+
+
+def _group(tensor: DTensor) -> dist.ProcessGroup:
+    """Return the ranks that have parts of a tensor."""
+    return tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
