@@ -1,4 +1,4 @@
-"""A proof that the update computes a model: states that see nothing of what follows, times the output embeddings, and no more."""
+"""A proof that the update computes a model: states that see nothing of what follows, times the output embeddings, scaled and capped as known."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rhymerl.errors import ConfigError
+from rhymerl.models.logits import transform_of
 from rhymerl.models.policy import evaluating, named, refusing
 from rhymerl.models.precision import in_float32
 from rhymerl.models.sharding import call, forget_passes, whole
@@ -21,16 +22,6 @@ from rhymerl.models.shared_prefixes import lay_out, packed_states, sharing
 T = TypeVar("T")
 
 _NEEDED = "a causal decoder with plain output embeddings is needed (Qwen2, Qwen3, Llama, ...)"
-# Settings of models that change their logits, and the values at which they do not.
-_OF_LOGITS: dict[str, tuple[float | None, ...]] = {
-    "final_logit_softcapping": (None, 0),
-    "output_logit_soft_cap": (None, 0),
-    "logits_soft_cap": (None, 0),
-    "logits_scaling": (None, 1),
-    "logit_scale": (None, 1),
-    "lm_head_multiplier": (None, 1),
-    "output_multiplier": (None, 1),
-}
 # What rounding may come to, as a share of the largest value; models of 16 bits are computed in float32, unless they are sharded.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}
 _LARGE = 1000.0  # logits far beyond the caps that models have, which leave small ones nearly as they are
@@ -39,10 +30,6 @@ _LARGE = 1000.0  # logits far beyond the caps that models have, which leave smal
 def prove_update(model: PreTrainedModel) -> None:
     """Raise ConfigError when body and output embeddings do not make up the model, or it cannot be run like that at all."""
     config = model.config.get_text_config()
-    for name, neutral in _OF_LOGITS.items():
-        value = getattr(config, name, None)
-        if value not in neutral:
-            raise ConfigError(_more_than_a_head(model, f"{name}={value} in its config.json"))
     with (
         refusing(f"{named(model)}: the update cannot run it; {_NEEDED}"),
         evaluating(model),
@@ -51,10 +38,10 @@ def prove_update(model: PreTrainedModel) -> None:
     ):
         ids = torch.arange(4, device=model.device)[None] % config.vocab_size
         states = _states(model, ids)
-        forget_passes(model)
         _check_finite(model, states)
         _check_causal(model, ids, states)
         _check_head(model, ids, states)
+        forget_passes(model)
 
 
 def more_than_full_attention(model: PreTrainedModel, longest_tokens: int) -> str | None:
@@ -136,25 +123,24 @@ def _check_causal(model: PreTrainedModel, ids: Tensor, states: Tensor) -> None:
 
 
 def _check_head(model: PreTrainedModel, ids: Tensor, states: Tensor) -> None:
-    """Check the head at the states as they are and at larger ones, whose logits would show a cap."""
+    """Check the head and what its config says of logits, at the states as they are and at larger ones, whose logits show a cap."""
     head: Any = model.get_output_embeddings()
     if not isinstance(head, nn.Module):
         raise ConfigError(
             f"{named(model)}: it has no output embeddings, without which the update cannot run; {_NEEDED}"
         )
-    largest = float(call(model, head, states).abs().max())
-    for factor in (1.0, max(1.0, _LARGE / max(largest, 1e-6))):
+    transform = transform_of(model.config)
+    largest = max(float(call(model, head, states).abs().max()), 1e-6)
+    at_cap = [transform.cap / largest] if transform.cap is not None else []
+    for factor in (1.0, *at_cap, max(1.0, _LARGE / largest)):
         with _scaled_input(head, factor):
             logits = model(input_ids=ids, use_cache=False).logits
-        if _differ(logits, call(model, head, factor * states)):
-            raise ConfigError(_more_than_a_head(model, "scaled or soft-capped?"))
-
-
-def _more_than_a_head(model: PreTrainedModel, why: str) -> str:
-    return (
-        f"{named(model)}: its logits are more than its output embeddings times its hidden states ({why}), "
-        "which the update does not support"
-    )
+        expected = transform(call(model, head, factor * states))
+        if _differ(logits, expected):
+            raise ConfigError(
+                f"{named(model)}: its logits are more than its output embeddings times its hidden states, which the update does not "
+                "support (scaled or soft-capped by no setting that is known?)"
+            )
 
 
 @contextmanager
