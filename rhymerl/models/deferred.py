@@ -91,13 +91,13 @@ class FirstRankWeights(DeferredWeights):
         self._tensors = None
 
 
-def files_of(name: str, model: PreTrainedModel) -> TensorFiles | None:
-    """Return the files of a directory or a hub's model that is on the disk; None where they are not simply the tensors of `model`."""
+def files_of(name: str, model: PreTrainedModel, *, is_here: bool) -> TensorFiles | None:
+    """Return the files of a directory or a hub's model, of which all is on the disk if it `is_here`; None where they are not the tensors of `model`."""
     if getattr(model.config, "quantization_config", None) or _keeps_some_in_float32(model):
         return None
-    where: dict[str, Any] = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
+    where: dict[str, Any] = {"local_files_only": is_here, "_raise_exceptions_for_missing_entries": False}
     if index := cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **where):
-        paths, _ = get_checkpoint_shard_files(name, index, local_files_only=True)
+        paths, _ = get_checkpoint_shard_files(name, index, local_files_only=is_here)
     elif path := cached_file(name, SAFE_WEIGHTS_NAME, **where):
         paths = [path]
     else:
@@ -110,12 +110,11 @@ def files_of(name: str, model: PreTrainedModel) -> TensorFiles | None:
     return found if found.fit(model) else None
 
 
-def generation_config_of(name: str) -> GenerationConfig | None:
+def generation_config_of(name: str, *, is_here: bool) -> GenerationConfig | None:
     """Return what is beside a model's files, if there is one."""
-    found = cached_file(
-        name, GENERATION_CONFIG_NAME, local_files_only=True, _raise_exceptions_for_missing_entries=False
-    )
-    return GenerationConfig.from_pretrained(name, local_files_only=True) if found else None
+    where: dict[str, Any] = {"local_files_only": is_here}
+    found = cached_file(name, GENERATION_CONFIG_NAME, **where, _raise_exceptions_for_missing_entries=False)
+    return GenerationConfig.from_pretrained(name, **where) if found else None
 
 
 def _keeps_some_in_float32(model: PreTrainedModel) -> bool:
@@ -164,10 +163,17 @@ class Filler:
     """Gives a model that is being sharded its content, one module after another."""
 
     def __init__(self, model: nn.Module, weights: DeferredWeights, device: torch.device, *, prefix: str = "") -> None:
-        """`prefix` is what the names of a part of a model begin with in `weights`. A collective, as `__call__`."""
+        """`prefix` is what the names of a part of a model begin with in `weights`. A collective, as `__call__`.
+
+        The model may be cast afterwards: its fingerprint is that of the weights as they would have been loaded.
+        """
         self._weights = weights
         self._device = device
-        self._names = {id(each): prefix + _plain(name) for name, each in model.named_parameters() if each.is_meta}
+        self._wanted = {
+            id(each): (prefix + _plain(name), _shape_of(each))
+            for name, each in model.named_parameters()
+            if each.is_meta
+        }
         self._summaries: dict[int, bytes] = {}
         self._state: list[tuple[str, Tensor, int]] = []  # names, shapes, and which summary: the tensors themselves go
         for name, each in model.state_dict(keep_vars=True).items():
@@ -181,9 +187,9 @@ class Filler:
         """Give the parameters of a module their content, where they have none."""
         for parameter in module.parameters():
             if parameter.is_meta:
-                content = self._weights.read(self._names[id(parameter)], parameter, self._device)
+                content = self._weights.read(*self._wanted[id(parameter)], self._device)
                 self._summaries[id(parameter)] = summary(content)
-                _give(parameter, content)
+                _give(parameter, content.to(parameter.dtype))
 
     def fingerprint(self) -> str:
         """Return that of the model, all of whose modules have been filled."""

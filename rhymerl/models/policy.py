@@ -231,10 +231,10 @@ class PolicySource:
         where = f"{setting}.path={self.path!r}"
         name, is_here = self._place(str(self.path), where, setting)
         with _naming(f"{where}: cannot be loaded as a causal language model"):
-            files = files_of(name, model)
+            files = files_of(name, model, is_here=is_here)
             model.name_or_path = name
             if model.can_generate():
-                model.generation_config = generation_config_of(name) or model.generation_config
+                model.generation_config = generation_config_of(name, is_here=is_here) or model.generation_config
         tokenizer = _load_tokenizer(name, model, where, is_here=is_here)
         return Policy(model=model, tokenizer=tokenizer, weights=files or weights)
 
