@@ -51,8 +51,10 @@ class CriticSettings:
         """Return the critic of a policy as it is now. Raises ConfigError when `path` is no language model over the same tokens."""
         if self.shared:
             return Critic(self, policy.model.get_decoder(), body=None, seed=seed)
-        body = copy.deepcopy(policy.model.get_decoder()) if self.path is None else self._load(self.path, policy)
-        return Critic(self, body, body=body.train(), seed=seed)
+        source = policy if self.path is None else self._load(self.path, policy)
+        body = source.model.get_decoder()
+        body = copy.deepcopy(body) if self.path is None else body
+        return Critic(self, body, body=body.train(), seed=seed, source=source)
 
     def outline(self, model: PreTrainedModel) -> Critic:
         """Return the critic of a policy's model that has no content, as little of it as of that: see `PolicySource.outline`."""
@@ -64,12 +66,11 @@ class CriticSettings:
             body = _source(self.path, model).outline(setting="critic").get_decoder()
         return Critic(self, body, body=body, seed=0)
 
-    def _load(self, path: str, policy: Policy) -> PreTrainedModel:
+    def _load(self, path: str, policy: Policy) -> Policy:
         loaded = _source(path, policy.model).load(setting="critic")
         if not policy.tokenizer.get_vocab().items() <= loaded.tokenizer.get_vocab().items():
             raise ConfigError(f"critic.path={path!r}: its tokens are not the policy's; it needs the same tokenizer")
-        body: PreTrainedModel = loaded.model.get_decoder()
-        return body
+        return loaded
 
 
 def _source(path: str, model: PreTrainedModel) -> PolicySource:
@@ -78,16 +79,24 @@ def _source(path: str, model: PreTrainedModel) -> PolicySource:
 
 
 class Critic(nn.Module):
-    """A value head, on a backbone of its own (`body`) or on the hidden states of the policy's."""
+    """A value head, on a backbone of its own (`body`, of the model of `source`) or on the hidden states of the policy's."""
 
     def __init__(
-        self, settings: CriticSettings, backbone: PreTrainedModel, *, body: PreTrainedModel | None, seed: int
+        self,
+        settings: CriticSettings,
+        backbone: PreTrainedModel,
+        *,
+        body: PreTrainedModel | None,
+        seed: int,
+        source: Policy | None = None,
     ) -> None:
         super().__init__()
         self.settings = settings
         self.body = body
+        self.weights = source.weights if source is not None else None  # see Policy
+        self.prefix = f"{source.model.base_model_prefix}." if source is not None else ""
         self.head = ValueHead(backbone.config.get_text_config().hidden_size, std=settings.head_std, seed=seed)
-        self.head.to(device=backbone.device, dtype=backbone.dtype)
+        self.head.to(device="cpu" if backbone.device.type == "meta" else backbone.device, dtype=backbone.dtype)
         self.register_load_state_dict_pre_hook(_check_saved)  # type: ignore[no-untyped-call]
 
     def forward(self, batch: TokenBatch, hidden: Tensor | None) -> Tensor:
@@ -117,8 +126,8 @@ class ValueHead(nn.Module):
     def __init__(self, hidden_size: int, *, std: float, seed: int) -> None:
         super().__init__()
         source = torch.Generator().manual_seed(seed)
-        self.weight = nn.Parameter(std * torch.randn(hidden_size, generator=source))
-        self.bias = nn.Parameter(torch.zeros(()))
+        self.weight = nn.Parameter(std * torch.randn(hidden_size, generator=source, device="cpu"))
+        self.bias = nn.Parameter(torch.zeros((), device="cpu"))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the value of each state: [N, H] -> [N]."""

@@ -10,26 +10,33 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from rhymerl.models.logits import PLAIN, LogitTransform
 from rhymerl.models.sharding import is_sharded
 
 _LEAST = -80.0  # what exp makes of less is too small for a float32's exponent: ten times as slow, and it adds nothing
 
 
 def head_logprobs(
-    hidden: Tensor, head: nn.Module, targets: Tensor, *, temperature: float, chunk_tokens: int
+    hidden: Tensor,
+    head: nn.Module,
+    targets: Tensor,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    transform: LogitTransform = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-prob of each target and the entropy at it, [N] and [N], in float32 or better, both with gradient; from [N, H].
 
-    For a linear head, at most three chunks of logits are held at a time, and its gradient is added up in one place.
+    For a linear head, at most three chunks of logits are held at a time, four where they are capped, and its gradient is added up in one place.
     """
     if is_linear(head):
         dtype = _product_dtype(hidden, head.weight)
         found: tuple[Tensor, Tensor] = _Linear.apply(
-            hidden, head.weight, head.bias, targets, temperature, chunk_tokens, dtype
+            hidden, head.weight, head.bias, targets, temperature, chunk_tokens, dtype, transform
         )  # type: ignore[no-untyped-call]
         return found
     parts = [
-        checkpoint(_of_chunk, hidden[part], head, targets[part], temperature, use_reentrant=False)
+        checkpoint(_of_chunk, hidden[part], head, targets[part], temperature, transform, use_reentrant=False)
         for part in _slices(len(hidden), chunk_tokens)
     ]
     logprobs, entropy = zip(*parts, strict=True)
@@ -42,13 +49,19 @@ def is_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def chosen_logprobs(
-    hidden: Tensor, head: nn.Module, targets: Tensor, *, temperature: float, chunk_tokens: int
+    hidden: Tensor,
+    head: nn.Module,
+    targets: Tensor,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    transform: LogitTransform = PLAIN,
 ) -> Tensor:
     """Return the log-probs alone, without gradient."""
     logits = head.forward if is_sharded(head) else head  # gathered once, and not for each chunk
     with torch.no_grad():
         parts = [
-            _chosen(_log_softmax(logits(hidden[part]), temperature), targets[part])
+            _chosen(_log_softmax(logits(hidden[part]), temperature, transform), targets[part])
             for part in _slices(len(hidden), chunk_tokens)
         ]
         return torch.cat(parts)
@@ -67,8 +80,9 @@ class _Linear(torch.autograd.Function):
         temperature: float,
         chunk_tokens: int,
         dtype: torch.dtype,
+        transform: LogitTransform,
     ) -> tuple[Tensor, Tensor]:
-        ctx.temperature, ctx.dtype = temperature, dtype
+        ctx.temperature, ctx.dtype, ctx.transform = temperature, dtype, transform
         ctx.slices = list(_slices(len(hidden), chunk_tokens))
         ctx.set_materialize_grads(False)
         cast = _Cast(weight, bias, dtype)
@@ -76,7 +90,7 @@ class _Linear(torch.autograd.Function):
         everything = None
         for part in ctx.slices:
             everything = None  # before the next one is made
-            everything = _log_softmax(cast.logits(hidden[part]), temperature)
+            everything = _log_softmax(cast.products(hidden[part]), temperature, transform)
             logprobs.append(_chosen(everything, targets[part]))
             entropy.append(_entropy(everything))
         kept = everything if len(ctx.slices) == 1 else None
@@ -88,7 +102,7 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         if of_logprobs is None and of_entropy is None:
-            return (None,) * 7
+            return (None,) * 8
         hidden, weight, bias, targets, entropy, kept = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         cast = _Cast(weight, bias, ctx.dtype)
@@ -96,7 +110,12 @@ class _Linear(torch.autograd.Function):
         to_weight = torch.zeros_like(weight) if needs_weight else None
         to_bias = torch.zeros_like(bias) if needs_bias else None
         for part in ctx.slices:
-            everything = kept if kept is not None else _log_softmax(cast.logits(hidden[part]), ctx.temperature)
+            everything, slope = kept, ctx.transform.scale
+            if kept is None or ctx.transform.cap is not None:
+                products = cast.products(hidden[part])
+                everything = kept if kept is not None else _log_softmax(products, ctx.temperature, ctx.transform)
+                slope = ctx.transform.slope(_in_full(products))
+                del products
             gradient = _gradient(
                 everything,
                 targets[part],
@@ -105,6 +124,8 @@ class _Linear(torch.autograd.Function):
                 None if of_entropy is None else of_entropy[part],
             )
             del everything
+            if not ctx.transform.is_plain:
+                gradient.mul_(slope)
             gradient = gradient.div_(ctx.temperature).to(ctx.dtype)
             if to_hidden is not None:
                 to_hidden[part] = gradient @ cast.weight
@@ -112,8 +133,8 @@ class _Linear(torch.autograd.Function):
                 _add_product(to_weight, gradient.T, hidden[part].to(ctx.dtype))
             if to_bias is not None:
                 to_bias += gradient.sum(0)
-            del gradient  # before the next one is made
-        return to_hidden, to_weight, to_bias, None, None, None, None
+            del gradient, slope  # before the next ones are made
+        return to_hidden, to_weight, to_bias, None, None, None, None, None
 
 
 class _Cast:
@@ -123,7 +144,7 @@ class _Cast:
         self.weight = weight.to(dtype)
         self.bias = None if bias is None else bias.to(dtype)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def products(self, hidden: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
             return nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
 
@@ -138,9 +159,13 @@ def _slices(count: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, count))
 
 
-def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    """Return the log-softmax, [N, V] in float32 or better."""
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+def _in_full(products: Tensor) -> Tensor:
+    return products if products.dtype == torch.float64 else products.float()
+
+
+def _log_softmax(products: Tensor, temperature: float, transform: LogitTransform) -> Tensor:
+    """Return the log-softmax of logits, [N, V] in float32 or better."""
+    logits = transform(_in_full(products))
     if temperature != 1:
         logits = logits / temperature
     return logits.log_softmax(-1)
@@ -159,7 +184,7 @@ def _entropy(everything: Tensor) -> Tensor:
 def _gradient(
     everything: Tensor, targets: Tensor, entropy: Tensor, of_logprobs: Tensor | None, of_entropy: Tensor | None
 ) -> Tensor:
-    """Return the gradient with respect to the scaled logits z, [N, V].
+    """Return the gradient with respect to the logits over the temperature z, [N, V].
 
     With p = exp(everything), that of log p(target) is 1[target] - p, and that of the entropy is -p (log p + entropy).
     """
@@ -181,6 +206,8 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-def _of_chunk(hidden: Tensor, head: nn.Module, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    everything = _log_softmax(head(hidden), temperature)
+def _of_chunk(
+    hidden: Tensor, head: nn.Module, targets: Tensor, temperature: float, transform: LogitTransform
+) -> tuple[Tensor, Tensor]:
+    everything = _log_softmax(head(hidden), temperature, transform)
     return _chosen(everything, targets), _entropy(everything)

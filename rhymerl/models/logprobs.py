@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from rhymerl.algos.base import PolicyOutput
 from rhymerl.models.head import chosen_logprobs, head_logprobs
+from rhymerl.models.logits import transform_of
 from rhymerl.models.sharding import call, forget_passes
 from rhymerl.models.shared_prefixes import SharedLayout, lay_out, packed_states
 from rhymerl.types import Sample
@@ -146,7 +147,14 @@ def _states_and(
     """Return the hidden states, [N, H], and what one of the functions of head.py says of them."""
     head = _head(model)
     size = chunk_tokens or default_chunk_tokens(head)
-    of_head = partial(function, head=head, targets=batch.targets, temperature=temperature or 1.0, chunk_tokens=size)
+    of_head = partial(
+        function,
+        head=head,
+        targets=batch.targets,
+        temperature=temperature or 1.0,
+        chunk_tokens=size,
+        transform=transform_of(model.config),
+    )
 
     def run() -> tuple[Tensor, T]:
         hidden = hidden_states(model.get_decoder(), batch)

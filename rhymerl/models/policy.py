@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import tempfile
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,12 +26,19 @@ from transformers import (
 
 from rhymerl.errors import ConfigError
 from rhymerl.models import gguf
+from rhymerl.models.deferred import (
+    DeferredWeights,
+    FirstRankWeights,
+    files_of,
+    generation_config_of,
+    on_cpu,
+    without_content,
+)
 from rhymerl.models.hub import look_up
-from rhymerl.models.lora import LoRA, is_adapted, is_changed, merged, put_back, save_config
+from rhymerl.models.lora import LoRA, is_adapted, is_changed, merged, save_config
 from rhymerl.models.sharding import GatheredTensors, is_sharded
 
 PAD, END = "<pad>", "<end>"
-_FINGERPRINT_BYTES = 2**15
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -42,6 +48,7 @@ class Policy:
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
+    weights: DeferredWeights | None = None  # of a model that has only shapes, until it is sharded
 
     @property
     def context_tokens(self) -> int:
@@ -57,6 +64,10 @@ class Policy:
         for source in (generated, self.model.config.eos_token_id, self.tokenizer.eos_token_id):
             found.update(source if isinstance(source, list | tuple) else [source] if source is not None else [])
         return tuple(sorted(found))
+
+    def decode(self, token_ids: Any) -> str:
+        """Return the text of tokens, without special ones."""
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         """Return the parameters of a plain model that computes the same: those of adapters are added into what they adapt.
@@ -117,23 +128,6 @@ def write_files(files: Mapping[str, str], directory: str | Path) -> None:
         path.write_bytes(b64decode(files[name]))
 
 
-def restore(files: Mapping[str, str], weights: Mapping[str, torch.Tensor], directory: str | Path) -> None:
-    """Write `Policy.files` and a state dict of the model as a directory that plain `transformers` loads.
-
-    Raises ConfigError, before anything is written, for a file that would lie outside the directory.
-    """
-    directory = Path(directory)
-    write_files(files, directory)
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    put_back(model, directory)
-    model.load_state_dict(dict(weights))
-    if (directory / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(directory)
-    _save(model, directory)
-
-
 def _inside(directory: Path, name: str) -> Path:
     """Return the path of the file inside the folder. Names come out of a checkpoint, which may be anybody's."""
     is_plain = (
@@ -142,21 +136,6 @@ def _inside(directory: Path, name: str) -> Path:
     if not is_plain or not (directory / name).resolve().is_relative_to(directory.resolve()):
         raise ConfigError(f"policy file {name!r}: leads out of the directory that it belongs to")
     return directory / name
-
-
-def fingerprint(model: nn.Module) -> str:
-    """Return 32 hex digits that change with any weight: names, shapes, and sums over the bits of 32 KiB at a time (0.1 s a GB)."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, weight in model.state_dict().items():
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\0".encode())
-        content = weight.detach().reshape(-1).view(torch.uint8)
-        whole = len(content) // _FINGERPRINT_BYTES * _FINGERPRINT_BYTES
-        if whole:
-            words = content[:whole].clone() if content.storage_offset() % 8 else content[:whole]
-            sums = words.view(torch.int64).view(-1, _FINGERPRINT_BYTES // 8).sum(1)
-            digest.update(sums.cpu().numpy().tobytes())
-        digest.update(content[whole:].cpu().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _save(model: PreTrainedModel, directory: str | Path) -> None:
@@ -224,46 +203,76 @@ class PolicySource:
     def load(self, *, setting: str = "model") -> Policy:
         """Read or build the policy. Raises ConfigError when `path` is not a model, or the adapter does not fit it.
 
-        `setting` is what it is loaded for, which errors name.
+        `setting` is what it is loaded for, which errors name. Where torch's device is "meta", as within Lightning's
+        `trainer.init_module(empty_init=True)`, the weights come later, when the model is sharded; but not those of a GGUF file.
         """
-        policy = self._read(str(self.path), setting) if self.init is None else self._build(self.init, setting)
-        if self.adapter is not None:
-            self.adapter.put_on(policy.model, seed=self.seed)
+        is_deferred = torch.get_default_device().type == "meta"
+        with torch.device("cpu") if is_deferred else nullcontext():
+            policy = self._deferred(setting) if is_deferred and not self._is_gguf else self._whole(setting)
+            with on_cpu(policy.model):
+                if self.adapter is not None:
+                    self.adapter.put_on(policy.model, seed=self.seed)
         return policy
+
+    @property
+    def _is_gguf(self) -> bool:
+        return self.path is not None and gguf.is_gguf(self.path) and not Path(self.path).expanduser().is_dir()
+
+    def _whole(self, setting: str) -> Policy:
+        return self._read(str(self.path), setting) if self.init is None else self._build(self.init, setting)
+
+    def _deferred(self, setting: str) -> Policy:
+        """Return the policy with a model of shapes alone, before it is adapted."""
+        with without_content():
+            model = self._empty(setting)
+        weights = FirstRankWeights(lambda: self._whole(setting).model)
+        if self.init is not None:
+            return Policy(model=model, tokenizer=character_tokenizer(self.characters), weights=weights)
+        where = f"{setting}.path={self.path!r}"
+        name, is_here = self._place(str(self.path), where, setting)
+        with _naming(f"{where}: cannot be loaded as a causal language model"):
+            files = files_of(name, model, is_here=is_here)
+            model.name_or_path = name
+            if model.can_generate():
+                model.generation_config = generation_config_of(name, is_here=is_here) or model.generation_config
+        tokenizer = _load_tokenizer(name, model, where, is_here=is_here)
+        return Policy(model=model, tokenizer=tokenizer, weights=files or weights)
 
     def outline(self, *, setting: str = "model") -> PreTrainedModel:
         """Return the model without content, on the meta device: only its config is read. Raises ConfigError as `load` does."""
-        if self.init is not None:
-            config = self._built_config(self.init, character_tokenizer(self.characters), setting)
-        else:
-            config = self._config(str(self.path), f"{setting}.path={self.path!r}", setting)
-        with _naming(f"{setting}: cannot be made as a causal language model"), torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=DTYPES[self.dtype])
+        with torch.device("meta"):
+            model = self._empty(setting)
         if self.adapter is not None:
             self.adapter.put_on(model, seed=self.seed)
         return model
 
+    def _empty(self, setting: str) -> PreTrainedModel:
+        """Return the model of the config, made in a context in which there is no content."""
+        with torch.device("cpu"):
+            if self.init is not None:
+                config = self._built_config(self.init, character_tokenizer(self.characters), setting)
+            else:
+                config = self._config(str(self.path), f"{setting}.path={self.path!r}", setting)
+        with _naming(f"{setting}: cannot be made as a causal language model"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=DTYPES[self.dtype])
+        return model
+
     def _config(self, path: str, where: str, setting: str) -> PretrainedConfig:
-        folder = Path(path).expanduser()
         with _naming(f"{where}: its config cannot be read"):
-            if gguf.is_gguf(path) and not folder.is_dir():
-                return gguf.load_config(folder, where)
+            if self._is_gguf:
+                return gguf.load_config(Path(path).expanduser(), where)
             name, is_here = self._place(path, where, setting)
             config: PretrainedConfig = AutoConfig.from_pretrained(name, local_files_only=is_here)
             return config
 
     def _read(self, path: str, setting: str) -> Policy:
         where = f"{setting}.path={path!r}"
-        folder = Path(path).expanduser()
-        if gguf.is_gguf(path) and not folder.is_dir():
-            return self._read_gguf(folder, where)
+        if self._is_gguf:
+            return self._read_gguf(Path(path).expanduser(), where)
         name, is_here = self._place(path, where, setting)
         with _naming(f"{where}: cannot be loaded as a causal language model"):
             model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[self.dtype], local_files_only=is_here)
-        with _naming(f"{where}: cannot be loaded: its tokenizer"):
-            tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=is_here)
-        _check_tokenizer(tokenizer, model, where)
-        return Policy(model=model, tokenizer=tokenizer)
+        return Policy(model=model, tokenizer=_load_tokenizer(name, model, where, is_here=is_here))
 
     @staticmethod
     def _place(path: str, where: str, setting: str) -> tuple[str, bool]:
@@ -316,6 +325,13 @@ def _naming(setting: str) -> Iterator[None]:
     except Exception as error:  # transformers raises anything there, and tokenizers bare Exceptions
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"{setting}: {reason}") from error
+
+
+def _load_tokenizer(name: str, model: PreTrainedModel, where: str, *, is_here: bool) -> PreTrainedTokenizerBase:
+    with _naming(f"{where}: cannot be loaded: its tokenizer"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, local_files_only=is_here)
+    _check_tokenizer(tokenizer, model, where)
+    return tokenizer
 
 
 def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, where: str) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rhymerl.models.sharding import is_sharded
+
 _SHORT = (torch.bfloat16, torch.float16)
 
 
@@ -16,13 +18,14 @@ _SHORT = (torch.bfloat16, torch.float16)
 def in_float32(model: nn.Module) -> Iterator[None]:
     """Context in which the forwards of `model` compute in float32 what has 16 bits, and products keep all of float32's bits.
 
-    A module's weights are converted while it runs and no longer, so that the whole model never exists twice. A wider model stays as it is.
+    A module's weights are converted while it runs and no longer, so that the whole model never exists twice. A wider model stays as it is,
+    and so does one that is sharded.
     """
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     with ExitStack() as stack, torch.autocast(_device_type(model), enabled=False):
         stack.callback(torch.set_float32_matmul_precision, precision)
-        for module in model.modules():
+        for module in model.modules() if not is_sharded(model) else ():
             _convert_while_it_runs(module, stack)
         yield
 

@@ -1,10 +1,11 @@
-"""A proof that the update computes a model: states that see nothing of what follows, times the output embeddings, and no more."""
+"""A proof that the update computes a model: states that see nothing of what follows, times the output embeddings, scaled and capped as known."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -12,33 +13,23 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rhymerl.errors import ConfigError
+from rhymerl.models.logits import transform_of
 from rhymerl.models.policy import evaluating, named, refusing
 from rhymerl.models.precision import in_float32
+from rhymerl.models.sharding import call, forget_passes, whole
 from rhymerl.models.shared_prefixes import lay_out, packed_states, sharing
 
+T = TypeVar("T")
+
 _NEEDED = "a causal decoder with plain output embeddings is needed (Qwen2, Qwen3, Llama, ...)"
-# Settings of models that change their logits, and the values at which they do not.
-_OF_LOGITS: dict[str, tuple[float | None, ...]] = {
-    "final_logit_softcapping": (None, 0),
-    "output_logit_soft_cap": (None, 0),
-    "logits_soft_cap": (None, 0),
-    "logits_scaling": (None, 1),
-    "logit_scale": (None, 1),
-    "lm_head_multiplier": (None, 1),
-    "output_multiplier": (None, 1),
-}
-# What rounding may come to, as a share of the largest value; models of 16 bits are computed in float32.
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+# What rounding may come to, as a share of the largest value; models of 16 bits are computed in float32, unless they are sharded.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}
 _LARGE = 1000.0  # logits far beyond the caps that models have, which leave small ones nearly as they are
 
 
 def prove_update(model: PreTrainedModel) -> None:
     """Raise ConfigError when body and output embeddings do not make up the model, or it cannot be run like that at all."""
     config = model.config.get_text_config()
-    for name, neutral in _OF_LOGITS.items():
-        value = getattr(config, name, None)
-        if value not in neutral:
-            raise ConfigError(_more_than_a_head(model, f"{name}={value} in its config.json"))
     with (
         refusing(f"{named(model)}: the update cannot run it; {_NEEDED}"),
         evaluating(model),
@@ -50,6 +41,7 @@ def prove_update(model: PreTrainedModel) -> None:
         _check_finite(model, states)
         _check_causal(model, ids, states)
         _check_head(model, ids, states)
+        forget_passes(model)
 
 
 def more_than_full_attention(model: PreTrainedModel, longest_tokens: int) -> str | None:
@@ -78,8 +70,8 @@ def more_than_full_attention(model: PreTrainedModel, longest_tokens: int) -> str
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def prove_sharing(body: PreTrainedModel, longest_tokens: int) -> str | None:
-    """Return why the answers to a prompt cannot be computed behind one copy of it by this decoder; None where they can."""
+def prove_sharing(body: PreTrainedModel, longest_tokens: int, *, model: PreTrainedModel | None = None) -> str | None:
+    """Return why the answers to a prompt cannot be computed behind one copy of it by this decoder, of a `model`; None where they can."""
     if reason := more_than_full_attention(body, longest_tokens):
         return reason
     numbers = torch.arange(100).remainder(body.config.get_text_config().vocab_size).numpy()
@@ -89,11 +81,13 @@ def prove_sharing(body: PreTrainedModel, longest_tokens: int) -> str | None:
     placed = lay_out([prompts[number] for number, _ in answers], tokens, body.device)
     try:
         with refusing("it cannot be run like that"), evaluating(body), torch.no_grad(), in_float32(body):
+            run = partial(call, model) if model is not None and model is not body else _run
             with sharing([body]):
-                shared = packed_states(body, placed.layout)[0]
+                shared = run(lambda: packed_states(body, placed.layout)[0])
             for (number, length), answer, start in zip(answers, tokens, placed.starts, strict=True):
                 ids = torch.from_numpy(np.append(prompts[number], answer))[None].to(body.device)
-                alone = body(input_ids=ids, use_cache=False).last_hidden_state[0, len(prompts[number]) :]
+                states = run(partial(body, input_ids=ids, use_cache=False)).last_hidden_state
+                alone = states[0, len(prompts[number]) :]
                 if length and _differ(shared[start : start + length], alone):
                     return "its states behind a shared prompt are others"
     except ConfigError as error:
@@ -101,15 +95,19 @@ def prove_sharing(body: PreTrainedModel, longest_tokens: int) -> str | None:
     return None
 
 
+def _run(function: Callable[[], T]) -> T:
+    return function()
+
+
 def _states(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    states: Tensor = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    states: Tensor = call(model, lambda: model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state)
     return states
 
 
 def _check_finite(model: PreTrainedModel, states: Tensor) -> None:
     if states.isfinite().all():
         return
-    broken = [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
+    broken = [name for name, parameter in model.named_parameters() if not whole(parameter).isfinite().all()]
     found = f"{broken[0]} holds NaN or infinities" if broken else "they overflow, though all of its weights are finite"
     raise ConfigError(f"{named(model)}: its hidden states are not finite: {found}; expected a model that is whole")
 
@@ -125,25 +123,24 @@ def _check_causal(model: PreTrainedModel, ids: Tensor, states: Tensor) -> None:
 
 
 def _check_head(model: PreTrainedModel, ids: Tensor, states: Tensor) -> None:
-    """Check the head at the states as they are and at larger ones, whose logits would show a cap."""
+    """Check the head and what its config says of logits, at the states as they are and at larger ones, whose logits show a cap."""
     head: Any = model.get_output_embeddings()
     if not isinstance(head, nn.Module):
         raise ConfigError(
             f"{named(model)}: it has no output embeddings, without which the update cannot run; {_NEEDED}"
         )
-    largest = float(head(states).abs().max())
-    for factor in (1.0, max(1.0, _LARGE / max(largest, 1e-6))):
+    transform = transform_of(model.config)
+    largest = max(float(call(model, head, states).abs().max()), 1e-6)
+    at_cap = [transform.cap / largest] if transform.cap is not None else []
+    for factor in (1.0, *at_cap, max(1.0, _LARGE / largest)):
         with _scaled_input(head, factor):
             logits = model(input_ids=ids, use_cache=False).logits
-        if _differ(logits, head(factor * states)):
-            raise ConfigError(_more_than_a_head(model, "scaled or soft-capped?"))
-
-
-def _more_than_a_head(model: PreTrainedModel, why: str) -> str:
-    return (
-        f"{named(model)}: its logits are more than its output embeddings times its hidden states ({why}), "
-        "which the update does not support"
-    )
+        expected = transform(call(model, head, factor * states))
+        if _differ(logits, expected):
+            raise ConfigError(
+                f"{named(model)}: its logits are more than its output embeddings times its hidden states, which the update does not "
+                "support (scaled or soft-capped by no setting that is known?)"
+            )
 
 
 @contextmanager

@@ -5,7 +5,8 @@ torch's `fully_shard` (FSDP2) gathers the weights of a group before its forward 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -20,12 +21,19 @@ from rhymerl.errors import ConfigError
 
 T = TypeVar("T")
 _METHOD = "rhymerl_call"
+BLOCK_BYTES = 2**28  # of a tensor that is gathered for workers
 
 
-def shard(model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype | None = None) -> None:
+def shard(
+    model: PreTrainedModel,
+    mesh: DeviceMesh,
+    *,
+    compute_dtype: torch.dtype | None = None,
+    fill: Callable[[nn.Module], None] | None = None,
+) -> None:
     """Spread a language model, with or without its head, over the ranks of a mesh; all of them give the same weights.
 
-    On a mesh of two dimensions only the second one shards. Weights are gathered in `compute_dtype` (None: in their own), and gradients
+    `fill` gives a group of weights its content, before its parts are all that stays. On a mesh of two dimensions only the second one shards. Weights are gathered in `compute_dtype` (None: in their own), and gradients
     of 16 bits are summed in float32. Raises ConfigError for a model whose layers are not known.
     """
     if not _layers(model):
@@ -35,6 +43,8 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torch.dtyp
     dtype = compute_dtype or model.dtype
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32 if dtype.itemsize < 4 else None)
     for group in gathered_together(model):
+        if fill is not None:
+            fill(group)
         fully_shard(group, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         assert isinstance(group, FSDPModule)
         group.set_gradient_divide_factor(1.0)  # the update has divided its loss already
@@ -126,18 +136,90 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 class GatheredTensors:
-    """Sharded tensors by name, each of them made whole when its turn comes, so that no rank holds more than one.
+    """Sharded tensors by name, each of them made whole in the host's memory of rank 0.
 
-    All ranks iterate over them together, to the end.
+    Rank 0 iterates while the others of its group `take_part`, to the end. Some rows of each rank's part are gathered at a time, in all no more
+    than about `block_bytes` or a row of each, and the next ones while the former are copied or sent; so a device has two such blocks.
     """
 
-    def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
+    def __init__(self, named: Iterable[tuple[str, Tensor]], *, block_bytes: int = BLOCK_BYTES) -> None:
         self._named = named
+        self._block_bytes = block_bytes
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, whole(tensor)) for name, tensor in self._named)
+        pending: _Block | None = None
+        for block in self._blocks():
+            if pending is not None:
+                yield from pending.finish()
+            pending = block
+        if pending is not None:
+            yield from pending.finish()
 
     def take_part(self) -> None:
-        """Gather them for other ranks."""
+        """Send this rank's parts to rank 0."""
         for _ in self:
             pass
+
+    def _blocks(self) -> Iterator[_Block]:
+        """Yield what has begun to be gathered."""
+        for name, tensor in self._named:
+            if not isinstance(tensor, DTensor):
+                yield _Block(name=name, whole=tensor)
+            elif 0 in dist.get_process_group_ranks(_group(tensor)):  # other groups have replicas
+                yield from self._blocks_of(name, tensor)
+
+    def _blocks_of(self, name: str, tensor: DTensor) -> Iterator[_Block]:
+        assert tensor.placements[-1].is_shard(0), "fully_shard divides the first dimension"
+        ranks, share = tensor.device_mesh.size(-1), -(-len(tensor) // tensor.device_mesh.size(-1))
+        step = max(1, self._block_bytes * len(tensor) // (max(1, tensor.nbytes) * ranks))
+        is_mine = dist.get_rank() == 0
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype) if is_mine else None
+        local: Tensor = tensor.to_local().detach()
+        for start in range(0, share, step):
+            stop = min(start + step, share)
+            mine = local[start:stop].contiguous()
+            if len(mine) < stop - start:  # the last ranks may have fewer rows
+                mine = torch.cat([mine, mine.new_zeros(stop - start - len(mine), *mine.shape[1:])])
+            parts = [torch.empty_like(mine) for _ in range(ranks)] if is_mine else None
+            # On CPUs there is nothing to hide it behind: gloo's threads would take the cores that the copies need.
+            work = dist.gather(mine, parts, dst=0, group=_group(tensor), async_op=mine.is_cuda)
+            yield _Block(
+                name=name,
+                whole=whole,
+                share=share,
+                start=start,
+                mine=mine,
+                parts=parts or [],
+                work=work,
+                is_last=stop == share,
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Block:
+    """Rows of a tensor on their way: `start` and following of each rank's `share`."""
+
+    name: str
+    whole: Tensor | None  # on rank 0
+    share: int = 0
+    start: int = 0
+    mine: Tensor | None = None  # while it is sent
+    parts: Sequence[Tensor] = ()
+    work: dist.Work | None = None
+    is_last: bool = True
+
+    def finish(self) -> Iterator[tuple[str, Tensor]]:
+        """Wait for them; yields the whole tensor with its last ones, on rank 0."""
+        if self.work is not None:
+            self.work.wait()
+        for rank, part in enumerate(self.parts):
+            assert self.whole is not None
+            rows = self.whole[rank * self.share : (rank + 1) * self.share][self.start : self.start + len(part)]
+            rows.copy_(part[: len(rows)])
+        if self.is_last and self.whole is not None:
+            yield self.name, self.whole
+
+
+def _group(tensor: DTensor) -> dist.ProcessGroup:
+    """Return the ranks that have parts of a tensor."""
+    return tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)

@@ -9,9 +9,9 @@ from safetensors import SafetensorError
 
 from rhymerl.errors import ConfigError
 from rhymerl.folders import open_folder, unmade_if_empty
-from rhymerl.models.policy import restore
+from rhymerl.models.exported import restore
 from rhymerl.runs.model_card import write_model_card
-from rhymerl.training.checkpoint import policy_weights, read_checkpoint
+from rhymerl.training.checkpoint import policy_outline, policy_reader, read_checkpoint
 
 
 def export(run: str | Path, out: str | Path) -> Path:
@@ -32,7 +32,8 @@ def export(run: str | Path, out: str | Path) -> Path:
             with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
                 part = Path(folder) / target.name
                 part.mkdir()
-                restore(checkpoint["rhymerl"]["policy_files"], policy_weights(path, checkpoint), part)
+                files, weights = checkpoint["rhymerl"]["policy_files"], policy_outline(checkpoint)
+                restore(files, weights, part, read=policy_reader(path, checkpoint))
                 write_model_card(part, checkpoint, _run_of(path))
                 part.replace(target)
     except (ConfigError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:

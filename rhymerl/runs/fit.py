@@ -43,6 +43,7 @@ from rhymerl.runs.summary import Summary, summary_table
 from rhymerl.runs.trainer import RunConfig, build_trainer, note
 from rhymerl.training.checkpoint import policy_weights
 from rhymerl.training.fitting import check_memory, too_small
+from rhymerl.training.fsdp2 import FSDP2Strategy
 from rhymerl.training.module import RhymeModule
 from rhymerl.training.trainer import check_backend, check_trainer, make_trainer, with_environment
 
@@ -95,7 +96,7 @@ def _fit(
         folder.refuse_second_run(may_start_over=config.ckpt_path == "auto")
     summary = Summary()
     trainer = _trainer_of(config, run_dir, point, [summary, *callbacks])
-    datamodule, module = _parts(config)
+    datamodule, module = _parts(config, trainer)
     check_backend(trainer, module.backend)
     datamodule.prepare_for(module)
     module.check(datamodule)
@@ -247,13 +248,16 @@ def _full_disk(run_dir: Path) -> Iterator[None]:
         raise cannot_write(Path(error.filename or run_dir), error) from error
 
 
-def _parts(config: DictConfig) -> tuple[PromptDataModule, RhymeModule]:
-    """Return the data module and the module."""
+def _parts(config: DictConfig, trainer: L.Trainer | None = None) -> tuple[PromptDataModule, RhymeModule]:
+    """Return the data module and the module; for a `trainer` that shards the weights come when it does."""
     if not 0 <= config.seed < 2**32:
         raise ConfigError(f"seed={config.seed}: expected 0 to {2**32 - 1}")
     L.seed_everything(config.seed, verbose=False)
-    datamodule, module = instantiate(config.data), instantiate(config.module)
-    return datamodule, module
+    datamodule = instantiate(config.data)
+    if trainer is None or not isinstance(trainer.strategy, FSDP2Strategy):
+        return datamodule, instantiate(config.module)
+    with trainer.init_module(empty_init=True):
+        return datamodule, instantiate(config.module)
 
 
 def _take_up_history(

@@ -7,8 +7,9 @@ import pickle
 import struct
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -146,13 +147,27 @@ def read_checkpoint(path: Path, *, setting: str = "ckpt_path", is_whole: bool = 
     return checkpoint
 
 
+def policy_outline(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the policy's weights in those of a module, which may have trained others beside it; those in parts are without content."""
+    return {
+        name.removeprefix("model."): each
+        for name, each in checkpoint["state_dict"].items()
+        if name.startswith("model.")
+    }
+
+
+def policy_reader(path: Path, checkpoint: Mapping[str, Any]) -> Callable[[Sequence[str]], dict[str, Tensor]]:
+    """Return a function that reads some of the policy's weights, by their names; `path` has been read as `checkpoint`."""
+    weights = policy_outline(checkpoint)
+    if not any(each.is_meta for each in weights.values()):
+        return lambda names: {name: weights[name] for name in names}
+    found = _load(path)
+    return partial(shards.read_weights, found, shards.folder_of(found, path, str(path)), prefix="model.")
+
+
 def policy_weights(path: Path, checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the policy's weights in those of a module, which may have trained others beside it; `path` has been read as `checkpoint`."""
-    weights = checkpoint["state_dict"]
-    if any(each.is_meta for each in weights.values()):
-        found = _load(path)
-        weights = shards.read_whole(found, shards.folder_of(found, path, str(path)), only="model.")["state_dict"]
-    return {name.removeprefix("model."): each for name, each in weights.items() if name.startswith("model.")}
+    """Return all of the policy's weights; `path` has been read as `checkpoint`."""
+    return policy_reader(path, checkpoint)(list(policy_outline(checkpoint)))
 
 
 def state_in(checkpoint: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ from lightning.pytorch.strategies import ModelParallelStrategy, Strategy, Strate
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import PreTrainedModel
 
 from rhymerl.errors import ConfigError, require_at_least
-from rhymerl.models.policy import fingerprint
+from rhymerl.models.deferred import Filler
+from rhymerl.models.fingerprint import fingerprint
 from rhymerl.models.sharding import is_sharded, replicate, shard
 from rhymerl.training import shards
 
@@ -60,6 +63,16 @@ class FSDP2Strategy(ModelParallelStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Within `trainer.init_module(empty_init=True)` a RhymeModule gets a model without weights, which come as it is sharded.
+
+        Not under bf16-true, whose cast of a model without weights parts tied ones.
+        """
+        is_empty = empty_init and self.precision_plugin.precision != "bf16-true"
+        with torch.device("meta") if is_empty else nullcontext():
+            yield
+
     def _shard(self, module: Any, precision: str) -> None:
         """Spread the models of a RhymeModule over the ranks, unless an earlier stage has; they go to their device a layer at a time.
 
@@ -68,19 +81,36 @@ class FSDP2Strategy(ModelParallelStrategy):
         policy, critic = module.model, module.critic
         if is_sharded(policy):
             return
-        mine = fingerprint(module)
-        if not self.reduce_boolean_decision(self.broadcast(mine) == mine, all=True):
-            raise ConfigError("model: the ranks have been given different weights; expected the same on all of them")
-        self.precision_plugin.convert_module(module)
-        compute_dtype = torch.bfloat16 if precision == "bf16-mixed" else None
         reference = module.reference if module.reference is not policy else None
+        body = critic.body if critic is not None else None
+        models = list(filter(None, (policy, reference, body)))
+        late = [each for each in (module.policy, critic) if each is not None and each.weights is not None]
+        if module.policy not in late:
+            self._check_equal(fingerprint(policy if late else module))
+        fillers = [self._filler(each, critic if each is body else module.policy) for each in models]
+        self.precision_plugin.convert_module(module)
         if reference is not None:  # which is no part of the module that has just been cast
             nn.Module.to(reference, policy.dtype)
-        body = critic.body if critic is not None else None
-        for model in filter(None, (policy, reference, body)):
-            shard(model, self.device_mesh, compute_dtype=compute_dtype)
+        compute_dtype = torch.bfloat16 if precision == "bf16-mixed" else None
+        for model, filler in zip(models, fillers, strict=True):
+            shard(model, self.device_mesh, compute_dtype=compute_dtype, fill=filler)
+        for source in late:
+            source.weights.close()
+        if (first := fillers[0]) is not None:
+            module.base_fingerprint = first.fingerprint()
+            self._check_equal(module.base_fingerprint)
         if critic is not None:
             replicate(critic.head, self.device_mesh)
+
+    def _filler(self, model: PreTrainedModel, source: Any) -> Filler | None:
+        """Return what gives a model its weights, which a Policy or a Critic has; None where they are there."""
+        if source.weights is None:
+            return None
+        return Filler(model, source.weights, self.root_device, prefix=getattr(source, "prefix", ""))
+
+    def _check_equal(self, mine: str) -> None:
+        if not self.reduce_boolean_decision(self.broadcast(mine) == mine, all=True):
+            raise ConfigError("model: the ranks have been given different weights; expected the same on all of them")
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 

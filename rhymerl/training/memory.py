@@ -19,6 +19,7 @@ from rhymerl.models.critic import Critic
 from rhymerl.models.logprobs import default_chunk_tokens
 from rhymerl.models.memory import CONTEXT_BYTES, EngineShape, ModelShape, UpdateShape, shared_bytes, update_memory
 from rhymerl.models.outline import Outline, Weight, model_shape, outline, total_bytes
+from rhymerl.models.sharding import BLOCK_BYTES
 from rhymerl.rollout import RolloutSettings
 from rhymerl.training.checks import longest_tokens
 from rhymerl.training.evaluation import EvaluationSettings
@@ -93,7 +94,7 @@ class RankMemory:
     activations: int
     head_chunks: int  # of logits, and gradients of head and embedding
     gathered: int  # weights and gradients that sharded ranks have whole for a moment
-    weight_buffers: int  # on the way to workers
+    weight_buffers: int  # on the way to workers: a block that is sent, and the next one
     engine_weights: int
     keys_and_values: int
     engine_rest: int  # graphs, activations and CUDA's context of the engine
@@ -115,7 +116,8 @@ def rank_memory(setup: Setup) -> RankMemory:
     weights, critic, reference = (
         total_bytes(each, shards) for each in (tensors.policy, tensors.critic, tensors.reference)
     )
-    buffers = max(each.nbytes for each in tensors.policy) if setup.layout.is_sharded else 0
+    largest = max(shards * each.part(shards) * each.itemsize for each in tensors.policy)
+    buffers = 2 * min(BLOCK_BYTES, largest) if setup.layout.is_sharded else 0
     beside = shared_bytes(update, engine, in_turn=setup.in_turn)
     return RankMemory(
         weights=weights,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 import lightning as L
@@ -30,8 +30,9 @@ from rhymerl.drafters.run_ahead import RunAheadDrafter
 from rhymerl.errors import require_at_least
 from rhymerl.history import HistoryStore
 from rhymerl.models.critic import Critic, CriticSettings
+from rhymerl.models.fingerprint import fingerprint
 from rhymerl.models.lora import check_adapters, in_full_precision
-from rhymerl.models.policy import Policy, PolicySource, fingerprint, frozen
+from rhymerl.models.policy import Policy, PolicySource, frozen
 from rhymerl.models.sharding import is_sharded
 from rhymerl.progress import SILENT
 from rhymerl.rewards import Reward, RewardScorer
@@ -141,12 +142,11 @@ class RhymeModule(L.LightningModule):
         self._rewards: list[Reward] = []
         # Now: later a checkpoint may have been loaded, and the reference is the policy that the module was given.
         object.__setattr__(self, "reference", frozen(self.model) if "reference" in self.algo.needs else None)
-        self.critic: Critic | None = None
-        if "values" in self.algo.needs:
-            self.critic = self.critic_settings.build(self.policy, seed=seed)
+        has_values = "values" in self.algo.needs
+        self.critic: Critic | None = self.critic_settings.build(self.policy, seed=seed) if has_values else None
         self._rates: Rates | None = None
         self._aside: Aside | None = None
-        self.base_fingerprint = fingerprint(self.model)
+        self.base_fingerprint = fingerprint(self.model) if self.policy.weights is None else None  # that comes with them
         self.save_hyperparameters(arguments_of(self, source))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RhymeModule:
@@ -175,9 +175,10 @@ class RhymeModule(L.LightningModule):
         if self.critic is not None:
             self.critic.check(longest)
         self._rewards = checked_rewards(self.rewards, datamodule, evaluation=self.evaluation)
-        if not is_sharded(self.model):  # else this was found out while it was whole
-            self.update.check(self.model, longest)
-            self._shares_prefixes = self.update.shares(self.model, longest, critic=self.critic)
+        self.update.check(self.model, longest)
+        self._prove = partial(self.update.prove, self.model, longest, critic=self.critic)
+        if self.policy.weights is None and not is_sharded(self.model):  # else it was proven while whole, or will be
+            self._shares_prefixes = self._prove()
 
     def on_fit_start(self) -> None:
         self.update.warn(self.model)
@@ -191,6 +192,8 @@ class RhymeModule(L.LightningModule):
         """Start engine and reward pool, once the model is on its device."""
         if self._loop is not None:
             return
+        if self.policy.weights is not None:
+            self._shares_prefixes = self._prove()
         modes: Any = {"run_ahead": self.run_ahead, "lockstep": torch.are_deterministic_algorithms_enabled()}
         size = self.trainer.world_size
         check_workers(self.backend, self.scheduler, workers=self.workers, num_ranks=size, **modes)
@@ -206,7 +209,7 @@ class RhymeModule(L.LightningModule):
             self.backend,
             self.scheduler,
             scorer=self._scorer,
-            decode=self._decode,
+            decode=self.policy.decode,
             history=self.history,
             stop_token_ids=self.policy.stop_token_ids,
             seed=self.seed,
@@ -267,9 +270,6 @@ class RhymeModule(L.LightningModule):
         finally:
             self._shares_engine = False
             self.teardown("end")
-
-    def _decode(self, token_ids: Any) -> str:
-        return str(self.policy.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def configure_optimizers(self) -> Any:
         optimizer = self.update.optimizer(list(self.model.parameters()), critic=self.critic)

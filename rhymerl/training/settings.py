@@ -92,13 +92,17 @@ class UpdateSettings:
         return self.epochs * self.mini_batches
 
     def check(self, model: PreTrainedModel, longest_tokens: int) -> None:
-        """Raise ConfigError when the model cannot be trained like this, on sequences of up to so many tokens."""
+        """Raise ConfigError when the model's config shows that it cannot be trained like this, on sequences of up to so many tokens."""
         refuse_changing_rope(model, longest_tokens)
-        prove_update(model)
         if self.activation_checkpointing and not model.supports_gradient_checkpointing:
             raise ConfigError(
                 f"update.activation_checkpointing=true: {type(model).__name__} does not support it; expected false"
             )
+
+    def prove(self, model: PreTrainedModel, longest_tokens: int, *, critic: Critic | None = None) -> bool:
+        """Return `shares`. Raises ConfigError unless the update computes the model; a collective where ranks hold parts."""
+        prove_update(model)
+        return self.shares(model, longest_tokens, critic=critic)
 
     def shares(self, model: PreTrainedModel, longest_tokens: int, *, critic: Critic | None = None) -> bool:
         """Return whether prompts are computed once by the model, and by a critic that has a backbone; say why not, where it is wanted.
@@ -107,7 +111,9 @@ class UpdateSettings:
         """
         body = critic.body if critic is not None else None
         for each in [model, *([body] if body is not None else [])] if self.share_prefixes else []:
-            reason = "it has a dropout" if is_random(each) else prove_sharing(each.get_decoder(), longest_tokens)
+            reason = (
+                "it has a dropout" if is_random(each) else prove_sharing(each.get_decoder(), longest_tokens, model=each)
+            )
             if reason is not None:
                 if is_first_rank():
                     _LOG.info("update.share_prefixes: off for %s, because %s", named(each), reason)

@@ -181,15 +181,20 @@ def weights_described(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
     return _join(checkpoint, {name: each for name, each in described(folder).items() if name.startswith(_WEIGHTS)})
 
 
-def read_whole(checkpoint: Checkpoint, folder: Path, *, only: str = "") -> Checkpoint:
-    """Return the checkpoint as one process would have written it; of its weights those whose names begin with `only`."""
-    wanted = {
-        name: torch.empty_like(each, device="cpu")
-        for name, each in described(folder).items()
-        if not only or name.startswith(f"{_WEIGHTS}/{only}")
-    }
+def read_whole(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
+    """Return the checkpoint as one process would have written it."""
+    wanted = {name: torch.empty_like(each, device="cpu") for name, each in described(folder).items()}
     _read(wanted, folder)
     return _join(checkpoint, wanted)
+
+
+def read_weights(checkpoint: Checkpoint, folder: Path, names: Sequence[str], *, prefix: str) -> dict[str, Tensor]:
+    """Return some weights by their names without a `prefix`; of what is tied one tensor."""
+    stored = {name: f"{_WEIGHTS}/{checkpoint[_NAMES][prefix + name]}" for name in names}
+    there = described(folder)
+    wanted = {name: torch.empty_like(there[name], device="cpu") for name in dict.fromkeys(stored.values())}
+    _read(wanted, folder)
+    return {name: wanted[each] for name, each in stored.items()}
 
 
 def read_parts(

@@ -34,7 +34,7 @@ class Learner(Protocol):
 class Module(Protocol):
     """The parts of a RhymeModule that have a state, beside the names in `_COUNTS`."""
 
-    base_fingerprint: str
+    base_fingerprint: str | None  # None of weights that are not there yet
 
     @property
     def algo(self) -> Learner: ...
@@ -87,7 +87,7 @@ def _class_of(part: Learner) -> str:
 
 def check_base(module: Module, state: Mapping[str, Any], where: str) -> None:
     """Raise ConfigError unless the module was given the weights that the checkpoint's run has started from."""
-    if state["base_fingerprint"] not in (None, module.base_fingerprint):
+    if None not in (found := {state["base_fingerprint"], module.base_fingerprint}) and len(found) > 1:
         raise ConfigError(
             f"{where}: its run started from other weights than those of model.path or model.init (as model.dtype, and with the "
             "adapter's seed); a resumed run keeps its base model, which is what the KL divergence is measured from"

@@ -16,7 +16,7 @@ class Traffic:
 
     gathers: int  # weights for passes
     gradients: int
-    weights: int  # gathered for workers
+    weights: int  # to rank 0, for workers
 
     @property
     def total(self) -> int:
@@ -47,7 +47,9 @@ def traffic(setup: Setup) -> Traffic:
     return Traffic(
         gathers=of_policy * policy + of_critic * critic + forwards * reference,
         gradients=backwards * _scattered(setup, divided) + steps * _summed_everywhere(setup, whole),
-        weights=sum((layout.num_shards - 1) * each.part(layout.num_shards) * each.itemsize for each in tensors.policy),
+        weights=sum(each.part(layout.num_shards) * each.itemsize for each in tensors.policy)
+        if layout.num_shards > 1
+        else 0,
     )
 
 

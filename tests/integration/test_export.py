@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from rhymerl.callbacks import AtomicCheckpointIO
 from rhymerl.errors import ConfigError
-from rhymerl.models.policy import restore
+from rhymerl.models.exported import restore
 from tests.integration.conftest import Run, assert_same, checkpoint
 
 

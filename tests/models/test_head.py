@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from rhymerl.models.head import chosen_logprobs, head_logprobs
+from rhymerl.models.logits import LogitTransform
 
 COUNT, WIDTH, VOCABULARY = 23, 6, 31
 
@@ -128,3 +129,43 @@ def test_log_probs_alone_are_the_same(temperature, chunk_tokens):
     assert torch.equal(
         alone, head_logprobs(hidden, head, targets, temperature=temperature, chunk_tokens=chunk_tokens)[0]
     )
+
+
+TRANSFORMS = [
+    LogitTransform(scale=0.3),
+    LogitTransform(cap=4.0),
+    LogitTransform(scale=2.5, cap=4.0),
+]
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=str)
+@pytest.mark.parametrize("wrap", [lambda head: head, Other], ids=["linear", "other"])
+@pytest.mark.parametrize("chunk_tokens", [4, 100])
+@pytest.mark.parametrize("which", ["logprobs", "entropy", "logprobs entropy"])
+def test_scaled_and_capped_logits_have_the_gradient_of_autograd(transform, wrap, chunk_tokens, which):
+    hidden, head, targets = inputs(bias=True)
+
+    def capped(states: Tensor) -> Tensor:
+        products = transform.scale * head(states)
+        return products if transform.cap is None else transform.cap * torch.tanh(products / transform.cap)
+
+    expected = plain(hidden, capped, targets, 0.7)
+    settings = {"temperature": 0.7, "chunk_tokens": chunk_tokens, "transform": transform}
+    found = head_logprobs(hidden, wrap(head), targets, **settings)
+    for left, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(left, right, atol=1e-12, rtol=0)
+    torch.testing.assert_close(
+        chosen_logprobs(hidden, wrap(head), targets, **settings), expected[0], atol=1e-12, rtol=0
+    )
+    for left, right in zip(
+        gradients(found, hidden, head, which=which), gradients(expected, hidden, head, which=which), strict=True
+    ):
+        torch.testing.assert_close(left, right, atol=1e-11, rtol=0)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=str)
+def test_the_slope_is_the_derivative(transform):
+    products = torch.linspace(-9, 9, 31, dtype=torch.float64, requires_grad=True)
+    transform(products).sum().backward()
+    slope = transform.slope(products.detach())
+    torch.testing.assert_close(products.grad, slope * torch.ones_like(products), atol=1e-14, rtol=0)

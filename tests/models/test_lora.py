@@ -18,9 +18,10 @@ from rhymerl.algos import GRPO, PPO
 from rhymerl.drafters import NoDrafter
 from rhymerl.errors import ConfigError
 from rhymerl.models.critic import CriticSettings
+from rhymerl.models.exported import restore
 from rhymerl.models.logprobs import token_batch, token_logprobs
 from rhymerl.models.lora import LoRA, is_adapted, merged, without_adapters
-from rhymerl.models.policy import PolicySource, frozen, restore
+from rhymerl.models.policy import PolicySource, frozen
 from rhymerl.tasks import RunningSum
 from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
 from rhymerl.training.settings import UpdateSettings

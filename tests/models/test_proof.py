@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rhymerl.errors import ConfigError
+from rhymerl.models.logits import transform_of
 from rhymerl.models.proof import prove_update
 from rhymerl.testing import tiny_policy
 
@@ -104,19 +105,35 @@ def test_a_slight_scale_shows(dtype):
         prove_update(with_logits(build("qwen2", dtype=dtype), lambda logits: logits / 1.0008))
 
 
+TRANSFORMED = [
+    ("nanochat", {}),
+    ("gemma2", {"head_dim": 8, "query_pre_attn_scalar": 8}),
+    ("gemma3_text", {"head_dim": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 20.0}),
+    ("granite", {"logits_scaling": 1.0008}),
+    ("granite", {"logits_scaling": 8.0}),
+    ("cohere", {"logit_scale": 0.5}),
+    ("cohere2", {"logit_scale": 0.0625}),
+    ("hyperclovax", {"logits_scaling": 0.125}),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("model_type", "settings"), TRANSFORMED)
+def test_logits_that_are_scaled_or_capped_as_the_config_says_pass(model_type, settings, dtype):
+    model = build(model_type, dtype=dtype, **settings)
+    assert not transform_of(model.config).is_plain
+    prove_update(model)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("model_type", "settings", "reason"),
-    [
-        ("nanochat", {}, "final_logit_softcapping=15.0 in its config.json"),
-        ("granite", {"logits_scaling": 1.0008}, "logits_scaling=1.0008 in its config.json"),
-        ("cohere", {"logit_scale": 0.5}, "logit_scale=0.5 in its config.json"),
-        ("hyperclovax", {"logits_scaling": 0.125}, "logits_scaling=0.125 in its config.json"),
-    ],
-)
-def test_settings_that_change_logits_are_refused_however_the_model_rounds(model_type, settings, reason, dtype):
-    with pytest.raises(ConfigError, match=reason):
-        prove_update(build(model_type, dtype=dtype, **settings))
+@pytest.mark.parametrize(("model_type", "settings"), TRANSFORMED)
+def test_a_config_that_says_something_else_does_not(model_type, settings, dtype):
+    model = build(model_type, dtype=dtype, **settings)
+    transform = transform_of(model.config)
+    cap = transform.cap if transform.cap is not None else 30.0
+    for change in (lambda logits: 1.001 * logits, lambda logits: cap * torch.tanh(logits / cap)):
+        with pytest.raises(ConfigError, match="scaled or soft-capped by no setting"):
+            prove_update(with_logits(build(model_type, dtype=dtype, **settings), change))
 
 
 @pytest.mark.parametrize(

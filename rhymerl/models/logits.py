@@ -1,0 +1,53 @@
+"""What a model makes of the products of its head before they are its logits: it scales them, caps them softly, or both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers import PretrainedConfig
+
+_FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+_DIVISORS = ("logits_scaling",)
+_CAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")
+_MULTIPLIES = ("hyperclovax",)  # families with a divisor's name for a factor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitTransform:
+    """y = c tanh(s z / c) of each product z, with a scale s and a cap c; without a cap y = s z."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it changes nothing."""
+        return self.scale == 1 and self.cap is None
+
+    def __call__(self, products: Tensor) -> Tensor:
+        """Return the logits."""
+        scaled = products * self.scale if self.scale != 1 else products
+        return scaled if self.cap is None else (scaled / self.cap).tanh() * self.cap
+
+    def slope(self, products: Tensor) -> Tensor | float:
+        """Return the derivative of each logit with respect to its product: s (1 - tanh(s z / c)^2)."""
+        if self.cap is None:
+            return self.scale
+        return (1 - (products * (self.scale / self.cap)).tanh().square()) * self.scale
+
+
+PLAIN = LogitTransform()
+
+
+def transform_of(config: PretrainedConfig) -> LogitTransform:
+    """Return the transform that a model's config names; `prove_update` finds out whether the model does that, and nothing else."""
+    text = config.get_text_config()
+    scale = 1.0
+    for name in (*_FACTORS, *_DIVISORS):
+        value = getattr(text, name, None)
+        if value is not None:
+            divides = name in _DIVISORS and not text.model_type.startswith(_MULTIPLIES)
+            scale = scale / value if divides else scale * value
+    caps = [value for name in _CAPS if (value := getattr(text, name, None))]
+    return LogitTransform(scale=scale, cap=caps[0] if caps else None)

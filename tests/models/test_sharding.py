@@ -1,0 +1,73 @@
+"""Sharded weights are whole on rank 0 when their turn comes, gathered some rows at a time."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from rhymerl.models.lora import LoRA, merged
+from rhymerl.models.sharding import GatheredTensors, shard
+from rhymerl.testing import tiny_policy
+from tests.integration.ranked import run_ranks
+
+BLOCK_BYTES = 1500
+
+
+def model_for(kind: str) -> torch.nn.Module:
+    model = tiny_policy(hidden_size=32, dtype="float32", tied=kind == "tied").model
+    if kind == "adapted":
+        LoRA(rank=2).put_on(model, seed=1)
+        torch.manual_seed(1)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter)
+    return model
+
+
+def gather(folder: str, kind: str, shape: tuple[int, ...]) -> None:
+    """Write what rank 0 gets, and the most bytes that were on their way at a time."""
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    model = model_for(kind)
+    shard(model, mesh)
+    begun: list[weakref.ref[torch.Tensor]] = []
+    most: list[int] = []
+    start = dist.gather
+
+    def watched(mine, parts, **settings):
+        time.sleep(0.02)  # for the threads of gloo, which hold what they have sent for a moment
+        begun.extend(map(weakref.ref, parts or []))
+        most.append(sum(part.nbytes for each in begun if (part := each()) is not None))
+        return start(mine, parts, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "gather", watched)
+        found = GatheredTensors(merged(model, model.named_parameters()), block_bytes=BLOCK_BYTES)
+        if rank == 0:
+            torch.save(({name: each.clone() for name, each in found}, max(most)), f"{folder}/found")
+        else:
+            found.take_part()
+    dist.destroy_process_group()
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(("kind", "shape"), [("plain", (3,)), ("tied", (2,)), ("adapted", (3,)), ("plain", (2, 2))])
+def test_rank_0_gets_each_tensor_in_blocks(kind, shape, tmp_path):
+    size = torch.Size(shape).numel()
+    run_ranks(size, gather, str(tmp_path), kind, shape, output=tmp_path / "output")
+    found, most = torch.load(Path(tmp_path) / "found")
+    model = model_for(kind)
+    expected = dict(merged(model, model.named_parameters()))
+    assert list(found) == list(expected)
+    for name, each in expected.items():
+        torch.testing.assert_close(found[name], each, atol=1e-6 if kind == "adapted" else 0, rtol=0)
+    assert max(each.nbytes for each in expected.values()) > 4 * BLOCK_BYTES
+    assert most <= 2 * BLOCK_BYTES
