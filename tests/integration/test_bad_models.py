@@ -53,7 +53,6 @@ MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
                  "its rope is 'longrope', which changes for a whole pass as soon as one sequence is longer than 32 tokens"),
     "window": (saved(lambda: family("mistral", sliding_window=8)),
                "(MistralForCausalLM): the embedded backend cannot run it, because a window of 8 tokens in its attention"),
-    "cap": (saved(lambda: family("nanochat")), "(final_logit_softcapping=15.0 in its config.json)"),
     "nemotron": (saved(lambda: family("nemotron")), "(NemotronForCausalLM): the embedded backend cannot run it"),
     "deepseek": (saved(lambda: family("deepseek_v3", **LATENT)), "(DeepseekV3ForCausalLM): the embedded backend cannot run it"),
     "no tokenizer": (without_tokenizer, "it has no tokenizer (tokenizer.json, ...)"),

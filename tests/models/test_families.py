@@ -74,7 +74,8 @@ def test_log_probs_and_gradients_are_those_of_the_models_own_logits(family):
         total = total + (logprobs**2).sum()
     total.backward()
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, atol=1e-4, rtol=1e-4, msg=name)
+        # By the whole tensor: sums of float32 products in another order leave small entries with larger errors.
+        assert (found[name] - parameter.grad).norm() <= 1e-5 * parameter.grad.norm(), name
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "mistral", "gpt_oss"])

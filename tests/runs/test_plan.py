@@ -19,6 +19,7 @@ from rhymerl.models.lora import LoRA
 from rhymerl.models.memory import GIB
 from rhymerl.models.outline import outline
 from rhymerl.models.policy import PolicySource, frozen
+from rhymerl.models.sharding import BLOCK_BYTES
 from rhymerl.runs.plan import in_gib, setup_from
 from rhymerl.testing import tiny_policy
 from rhymerl.training.fitting import missing_bytes, nearest, refuse_too_large, too_small
@@ -97,7 +98,7 @@ def test_one_rank_of_eight(large, capsys):
     memory = found["bytes_per_rank"]
     assert memory["weights"] == memory["gradients"] == 4 * PARAMETERS // 8
     assert memory["moments"] == PARAMETERS
-    assert memory["weight_buffers"] == 4 * 151_936 * 4096, "the largest tensor"
+    assert memory["weight_buffers"] == 2 * BLOCK_BYTES, "of the largest tensor"
     assert memory["keys_and_values"] == 0
     assert found["bytes_per_worker"]["engine_weights"] == 4 * PARAMETERS
     assert found["fits"] is False
