@@ -77,6 +77,7 @@ ROWS = [
     Row("history_tree", "fifo", "draft"),
     Row("history_tree", "sorted", "draft"),
     Row("history_tree", "packed", "draft"),
+    Row("history_tree", "sorted", "auto"),
     Row("history_tree", "fifo", "keep"),
     Row("history_tree", "sorted", "keep"),
     Row("history_tree", "histopipe", "keep"),
