@@ -54,7 +54,7 @@ Rule = Callable[[Recent], str | None]
 
 
 def all_rewards_alike(recent: Recent) -> str | None:
-    """In the first step, or in the last WINDOW ones, nothing can be learned."""
+    """Nothing can be learned, in the first step or in the last WINDOW ones."""
     words = recent.equal_rewards[-1]
     is_first = len(recent.metrics["frac_reward_zero_std"]) == 1
     if words is None or not (is_first or (len(recent.equal_rewards) == WINDOW and all(recent.equal_rewards))):

@@ -49,12 +49,9 @@ class SuffixIndex:
         self.text: IntArray = np.concatenate(pieces, dtype=np.int32) if pieces else np.empty(0, np.int32)
         self.starts = np.cumsum(lengths + REACH + 1) - lengths - 1
         self.num_tokens = int(lengths.sum())
-        is_position = np.zeros(len(self.text) + 1, np.bool_)
-        is_position[
-            np.repeat(self.starts, lengths)
-            + np.arange(self.num_tokens)
-            - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        ] = True
+        # The end of a prompt, an answer, NO_TOKEN; and one entry more.
+        pieces_of = np.stack([np.full_like(lengths, REACH), lengths, np.ones_like(lengths)], axis=1).ravel()
+        is_position = np.append(np.repeat(np.tile([False, True, False], len(lengths)), pieces_of), False)
         self._set_order(positions_in_order(sorted_by_context(self.text, REACH), is_position))
 
     def _set_order(self, positions: IntArray, *, spare: int = 0) -> None:

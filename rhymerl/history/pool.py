@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from rhymerl.history.records import Answer
 
-POOL_TOKENS = 2**17  # it is full with the answer that reaches this number
+POOL_TOKENS = 2**17  # it is full with the answers to a prompt in an epoch that reach this number
 
 Prompt = TypeVar("Prompt")
 

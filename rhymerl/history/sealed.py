@@ -90,8 +90,9 @@ class SealedHistory:
         for change, name in zip(delta, changed, strict=True):
             self._apply(change, name)
         if self.pools:
-            changed += [_pool(split) for split in dict.fromkeys(split for split, _ in changed)]
-            self._stale.update(changed[len(delta.changes) :])
+            pools = dict.fromkeys(_pool(split) for split, _ in changed)
+            self._stale.update(pools)
+            changed += pools
         for name in changed if builds else ():
             if name in self._stale:
                 self._build(name)

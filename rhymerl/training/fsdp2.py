@@ -65,7 +65,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Within `trainer.init_module(empty_init=True)` a RhymeModule gets a model without weights, which come as it is sharded.
+        """A RhymeModule that is made within `trainer.init_module(empty_init=True)` gets a model without weights, which come as it is sharded.
 
         Not under bf16-true, whose cast of a model without weights parts tied ones.
         """
