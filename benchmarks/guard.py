@@ -1,9 +1,11 @@
 """A speed guard: echo step, quickstart step and rollouts of this tree over those of an earlier commit, interleaved, as ratios.
 
-Both trees run through the command line with settings that do not change (docs/configuration.md), in the same environment, one after the
-other in alternating order, so that drift of the machine hits them alike. A ratio is this tree's time over that of the base, in the
-same round; below 1 is faster. `verdict` is red where the median is above --limit: then the exit code is 1. A workload that
-the base cannot run yet is `not in the base`. Run it on a machine that does nothing else.
+Both trees run through the command line with settings that do not change (docs/configuration.md), in the same environment. Their
+training runs take turns step by step (benchmarks/turns.py), their rollouts one after the other in alternating order, so that drift of
+the machine hits them alike. A ratio is this tree's time over that of the base; below 1 is faster. That of a training run is the median
+of its steps' ratios; the table has the median of all rounds. `verdict` is red where it is above --limit: then the exit code is 1.
+A workload that the base cannot run yet is `not in the base`. Run it on a machine that does nothing else. A commit compared with
+itself shows what the machine lets one see.
 
     make bench-guard BASE=COMMIT
     python benchmarks/guard.py --base COMMIT [--repeats 5] [--only echo quickstart rollout]
@@ -14,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -21,7 +24,6 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ import record
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
-STEPS = {"echo": 60, "quickstart": 8}
+STEPS = {"echo": 60, "quickstart": 20}
 WARM_UP = {"echo": 10, "quickstart": 2}  # steps
 ROWS = (1, 8, 64)  # requests that decode side by side
 ECHO = """\
@@ -55,7 +57,7 @@ checkpoint:
   every_n_steps: 1000
 """
 
-Times = Mapping[str, float]  # seconds by what was measured
+Times = Mapping[str, Sequence[float]]  # seconds by what was measured; of a training run those of each step
 
 
 class NotInBaseError(Exception):
@@ -70,39 +72,76 @@ class Tree:
     root: Path
     folder: Path
 
-    def run(self, *words: str) -> str:
-        """Return what `rhymerl WORDS` of this checkout prints, in its folder. Raises NotInBaseError when the base cannot do it."""
-        path = os.pathsep.join([str(self.root), str(self.folder)])
-        done = subprocess.run(
-            [sys.executable, "-m", "rhymerl", *words],
-            cwd=self.folder,
-            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            check=False,
+    def start(self, *words: str, turns: socket.socket | None = None, is_first: bool = False) -> Running:
+        """Start `rhymerl WORDS` of this checkout in its folder; with `turns` it trains when it is its turn."""
+        environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(self.root), str(self.folder)])}
+        if turns is not None:
+            environment |= {"TURNS_SOCKET": str(turns.fileno()), "TURNS_FIRST": str(int(is_first))}
+        return Running(
+            self,
+            words,
+            subprocess.Popen(
+                [sys.executable, "-m", "rhymerl", *words],
+                cwd=self.folder,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                pass_fds=() if turns is None else (turns.fileno(),),
+            ),
         )
-        if done.returncode == 0:
-            return done.stdout
-        if self.name == "base":
-            raise NotInBaseError(done.stderr.strip()[-300:])
-        raise SystemExit(f"rhymerl {' '.join(words)} failed:\n{done.stderr[-4000:]}")
+
+
+@dataclass(frozen=True)
+class Running:
+    """A command of a checkout that is under way."""
+
+    tree: Tree
+    words: Sequence[str]
+    process: subprocess.Popen[str]
+
+    def result(self) -> str:
+        """Return what it prints. Raises NotInBaseError when the base cannot do it."""
+        printed, complaints = self.process.communicate()
+        if self.process.returncode == 0:
+            return printed
+        if self.tree.name == "base":
+            raise NotInBaseError(complaints.strip()[-300:])
+        raise SystemExit(f"rhymerl {' '.join(self.words)} failed:\n{complaints[-4000:]}")
 
 
 # -- what is measured ------------------------------------------------------------------------------------------------
 
 
-def fit(tree: Tree, workload: str, *words: str) -> Times:
-    """Median seconds of a training step, its rollout and its update, from the run's own TensorBoard events."""
-    run_dir = tree.folder / "run"
-    shutil.rmtree(run_dir, ignore_errors=True)
-    tree.run("fit", *words, f"run_dir={run_dir}", f"trainer.max_steps={STEPS[workload]}")
-    events = events_of(run_dir)
-    skipped = WARM_UP[workload]
-    ends = [each.wall_time for each in events["reward"]]
-    found = {"step": [after - before for before, after in pairwise(ends)][skipped:]}
+def fit(trees: Sequence[Tree], workload: str, *words: str) -> dict[str, Times]:
+    """Seconds of each training step, its rollout and its update, of runs that take turns; the first tree begins."""
+    for tree in trees:
+        shutil.rmtree(tree.folder / "run", ignore_errors=True)
+    here, there = socket.socketpair()
+    with here, there:
+        runs = [
+            tree.start(
+                "fit",
+                *words,
+                f"run_dir={tree.folder / 'run'}",
+                f"trainer.max_steps={STEPS[workload]}",
+                "trainer.callbacks=[{_target_: turns.Turns, file: steps.json}]",
+                turns=end,
+                is_first=tree is trees[0],
+            )
+            for tree, end in zip(trees, (here, there), strict=True)
+        ]
+    for run in runs:
+        run.result()
+    return {tree.name: _times_of(tree, workload) for tree in trees}
+
+
+def _times_of(tree: Tree, workload: str) -> Times:
+    skipped, events = WARM_UP[workload], events_of(tree.folder / "run")
+    found = {"step": json.loads((tree.folder / "steps.json").read_text())}
     for name in ("rollout", "update"):
-        found[name] = [each.value for each in events[f"timing_s/{name}"]][skipped:]
-    return {f"{workload} {name}": statistics.median(values) for name, values in found.items()}
+        found[name] = [each.value for each in events[f"timing_s/{name}"]]
+    return {f"{workload} {name}": values[skipped:] for name, values in found.items()}
 
 
 def events_of(run_dir: Path) -> dict[str, Any]:
@@ -113,9 +152,13 @@ def events_of(run_dir: Path) -> dict[str, Any]:
     return {tag: accumulator.Scalars(tag) for tag in accumulator.Tags()["scalars"]}
 
 
+def rollouts(trees: Sequence[Tree], rows: int) -> dict[str, Times]:
+    return {tree.name: rollout(tree, rows) for tree in trees}
+
+
 def rollout(tree: Tree, rows: int) -> Times:
     """Seconds of the first pass over some prompts, which has no history, and of the third."""
-    printed = tree.run(
+    running = tree.start(
         "rollout",
         "model.path=policy",
         f"data.prompts=prompts-{rows}.jsonl",
@@ -127,14 +170,14 @@ def rollout(tree: Tree, rows: int) -> Times:
         "overwrite=true",
         "--json",
     )
-    passes = json.loads(printed.splitlines()[-1])["by_pass"]
-    return {f"rollout {rows} rows, pass {number}": passes[number - 1]["rollout_s"] for number in (1, 3)}
+    passes = json.loads(running.result().splitlines()[-1])["by_pass"]
+    return {f"rollout {rows} rows, pass {number}": [passes[number - 1]["rollout_s"]] for number in (1, 3)}
 
 
 WORKLOADS = {
-    "echo": lambda tree: fit(tree, "echo", "--config", "echo.yaml"),
-    "quickstart": lambda tree: fit(tree, "quickstart", "--config", "quickstart", "task.validation_size=16"),
-    **{f"rollout {rows}": lambda tree, rows=rows: rollout(tree, rows) for rows in ROWS},
+    "echo": lambda trees: fit(trees, "echo", "--config", "echo.yaml"),
+    "quickstart": lambda trees: fit(trees, "quickstart", "--config", "quickstart", "task.validation_size=16"),
+    **{f"rollout {rows}": lambda trees, rows=rows: rollouts(trees, rows) for rows in ROWS},
 }
 
 
@@ -160,7 +203,8 @@ def prepare(folder: Path, *, seed: int) -> None:
     folder.mkdir()
     PolicySource(init=echo_task.MODEL, characters=echo_task.CHARACTERS, seed=seed).load().save(folder / "policy")
     (folder / "echo.yaml").write_text(ECHO)
-    shutil.copy(HERE / "echo_task.py", folder)
+    for name in ("echo_task.py", "turns.py"):
+        shutil.copy(HERE / name, folder)
     (folder / "echo.jsonl").write_text("".join(json.dumps(row) + "\n" for row in echo_task.rows()))
     for rows in ROWS:
         prompts = [{"prompt": row["prompt"], "id": str(n)} for n, row in enumerate(echo_task.rows() * 8)][
@@ -171,32 +215,37 @@ def prepare(folder: Path, *, seed: int) -> None:
 
 def measure(trees: Sequence[Tree], wanted: Sequence[str], repeats: int) -> list[dict[str, Any]]:
     """A row of the table for each time that was measured."""
-    pairs: dict[str, list[tuple[float, float]]] = {}
+    found: dict[str, list[tuple[Sequence[float], Sequence[float]]]] = {}
     missing: set[str] = set()
     for number in range(repeats):
         for name in wanted:
             if name in missing:
                 continue
             try:
-                found = {tree.name: WORKLOADS[name](tree) for tree in trees[:: -1 if number % 2 else 1]}
+                times = WORKLOADS[name](trees[:: -1 if number % 2 else 1])
             except NotInBaseError as error:
                 print(f"{name}: {error}", file=sys.stderr)
                 missing.add(name)
                 continue
-            for what, seconds in found["new"].items():
-                pairs.setdefault(what, []).append((found["base"][what], seconds))
-                print(f"round {number + 1}  {what}: {seconds / found['base'][what]:.3f}", file=sys.stderr, flush=True)
-    rows = [_row(what, values) for what, values in pairs.items()]
+            for what, seconds in times["new"].items():
+                pair = times["base"][what], seconds
+                found.setdefault(what, []).append(pair)
+                print(f"round {number + 1}  {what}: {ratio(*pair):.3f}", file=sys.stderr, flush=True)
+    rows = [_row(what, pairs) for what, pairs in found.items()]
     return [*rows, *({"what": name, "verdict": "not in the base"} for name in wanted if name in missing)]
 
 
-def _row(what: str, pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+def ratio(base: Sequence[float], new: Sequence[float]) -> float:
+    return statistics.median(each / before for before, each in zip(base, new, strict=True))
+
+
+def _row(what: str, pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> dict[str, Any]:
     base, new = zip(*pairs, strict=True)
     return {
         "what": what,
-        "base_ms": record.spread(1000 * each for each in base),
-        "new_ms": record.spread(1000 * each for each in new),
-        "ratio": record.spread(each / before for before, each in pairs),
+        "base_ms": record.spread(1000 * statistics.median(each) for each in base),
+        "new_ms": record.spread(1000 * statistics.median(each) for each in new),
+        "ratio": record.spread(ratio(*pair) for pair in pairs),
     }
 
 

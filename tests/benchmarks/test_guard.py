@@ -1,0 +1,57 @@
+"""Tests for benchmarks/guard.py and benchmarks/turns.py: steps of two runs are compared while they take turns."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield importlib.import_module
+    for name in ("guard", "turns", "record", "echo_task"):
+        sys.modules.pop(name, None)
+
+
+def run(turns: Any, name: str, steps: int, log: list[str]) -> None:
+    for step in range(steps):
+        turns.on_train_batch_start()
+        log.append(f"{name}{step}")
+    turns.on_train_end()
+    turns._socket.close()  # as at the end of its process
+
+
+@pytest.mark.parametrize("steps", [(3, 3), (1, 4), (4, 1)])
+def test_two_runs_take_turns_and_one_that_is_left_goes_on(
+    benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: tuple[int, int]
+) -> None:
+    module, log, threads = benchmark("turns"), [], []
+    for name, count, end in zip("ab", steps, socket.socketpair(), strict=True):
+        monkeypatch.setenv("TURNS_SOCKET", str(end.detach()))
+        monkeypatch.setenv("TURNS_FIRST", str(int(name == "a")))
+        turns = module.Turns(str(tmp_path / f"{name}.json"))
+        threads.append(threading.Thread(target=run, args=(turns, name, count, log), daemon=True))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
+    both = min(steps)
+    assert log[: 2 * both] == [f"{name}{step}" for step in range(both) for name in "ab"]
+    assert len(log) == sum(steps)
+    assert [len(json.loads((tmp_path / f"{name}.json").read_text())) for name in "ab"] == list(steps)
+
+
+def test_a_ratio_compares_step_with_step(benchmark: Any) -> None:
+    guard = benchmark("guard")
+    assert guard.ratio([1.0, 2.0, 10.0], [1.1, 2.2, 30.0]) == pytest.approx(1.1)
