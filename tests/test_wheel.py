@@ -31,7 +31,6 @@ FEW = [
 SMALLER = {
     "fit": FEW,
     "warmstart": ["warmstart.num_steps=2"],
-    "replay": ["from_epoch=15"],
     "simulate": ["steps=4", "warm_up=1"],
 }
 
