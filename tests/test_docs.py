@@ -26,8 +26,8 @@ from rhymerl.training.evaluation import EvaluationSettings
 from tests.documents import PAGES, ROOT, blocks, code_spans, prose, reader_in, table_after, write_files
 
 DOCS = ROOT / "docs"
-EXTENDING = DOCS / "extending.md"
 RUN = {DOCS / "tutorial.md", DOCS / "own_data.md"}  # all of these runs in test_tutorial.py
+OWN_PARTS = [page for page in sorted(DOCS.glob("own_*.md")) if page not in RUN]
 MAX_LINES = 15
 TINY = [
     "task.train_size=8",
@@ -39,6 +39,7 @@ TINY = [
     "trainer.max_steps=1",
     "trainer.accelerator=cpu",
 ]
+SHORTER = {"replay": ["from_epoch=15"], "simulate": ["steps=4", "warm_up=1"]}
 NO_SETTINGS = {"history.rhyme", "model.generate", "scheduler.my_argument=3", "logger.project=NAME", "logger.id=NAME"}
 MODULE = "from rhymerl.schedulers import FIFOScheduler\n\n\nclass MyScheduler(FIFOScheduler):\n    pass\n"
 
@@ -50,8 +51,10 @@ def each(language: str, pages: list[Path]) -> Any:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """A reader's folder, with the files of extending.md, what configuration.md speaks of, and a run."""
-    write_files(EXTENDING, tmp_path)
+    """A reader's folder, with the files of the pages about parts, what configuration.md speaks of, recorded rollouts, and a run."""
+    for page in OWN_PARTS:
+        write_files(page, tmp_path)
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     (tmp_path / "runs" / "mine" / "config.yaml").write_text("defaults: [quickstart]\n")
     (tmp_path / "runs" / "mine" / "checkpoints").mkdir()
@@ -66,17 +69,18 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 # -- blocks ----------------------------------------------------------------------------------------------------------
 
 
-@each("bash", [EXTENDING])
-def test_parts_of_ones_own_train(block, folder: Path) -> None:
+@each("bash", OWN_PARTS)
+def test_parts_of_ones_own_run(block, folder: Path) -> None:
     for words in block.commands:
-        assert main([*words[1:], *TINY, "run_dir=run"]) == 0
+        smaller = [*TINY, "run_dir=run"] if words[1] == "fit" else SHORTER[words[1]]
+        assert main([*words[1:], *smaller]) == 0
     if "backend" in block.text:
         assert len((folder / "answers.jsonl").read_text().splitlines()) == 4 + 8 + 4
     if "my_rewards" in block.text:
         assert "my_reward.brief" in (folder / "run" / "config.yaml").read_text()
 
 
-@each("bash", [page for page in PAGES if page.parent == DOCS and page not in {EXTENDING, *RUN}])
+@each("bash", [page for page in PAGES if page.parent == DOCS and page not in {*OWN_PARTS, *RUN}])
 def test_commands_compose(block, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in block.commands:
         words = [word for word in words if not re.match(r"[A-Z_]+=", word)]
@@ -103,7 +107,7 @@ def test_yaml_composes(block, folder: Path) -> None:
     assert config["trainer"]["max_steps"] > 0
 
 
-@each("python", [EXTENDING])
+@each("python", OWN_PARTS)
 def test_parts_are_short(block) -> None:
     tree = ast.parse(block.text)
     texts = [
@@ -121,7 +125,7 @@ def test_parts_are_short(block) -> None:
 
 
 def test_the_same_from_python(folder: Path) -> None:
-    (block,) = (block for block in blocks(EXTENDING, "python") if block.file is None)
+    (block,) = blocks(DOCS / "extending.md", "python")
     model = ROOT / "rhymerl" / "assets" / "quickstart_policy"
     names: dict[str, Any] = {}
     exec(compile(block.text.replace("path/to/model", str(model)), str(block), "exec"), names)

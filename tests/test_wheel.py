@@ -16,13 +16,23 @@ from pathlib import Path
 
 import pytest
 
+from tests.documents import ROOT, blocks, write_files
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 LENT = ("torch", "functorch", "nvidia", "triton", "cuda")
-ROOT = Path(__file__).parents[1]
+PAGES = [
+    ROOT / "docs" / "tutorial.md",
+    *(each for each in sorted((ROOT / "docs").glob("own_*.md")) if each.stem != "own_data"),
+]
 FEW = [
     *("task.train_size=8", "task.validation_size=4", "data.prompts_per_step=4", "rollout.group_size=2"),
     *("rollout.max_tokens=16", "backend.max_running=8", "trainer.max_steps=2", "trainer.accelerator=cpu"),
 ]
+SMALLER = {
+    "fit": FEW,
+    "warmstart": ["warmstart.num_steps=2"],
+    "simulate": ["steps=4", "warm_up=1"],
+}
 
 
 class Installed:
@@ -31,6 +41,7 @@ class Installed:
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "reader"
         self.folder.mkdir()
+        (self.folder / "benchmarks").symlink_to(ROOT / "benchmarks")  # recorded rollouts
         wheel = build_wheel(folder / "dist")
         venv.create(folder / "env", with_pip=True)
         self.bin = folder / "env" / "bin"
@@ -84,9 +95,11 @@ def test_the_quickstart_and_what_comes_after_it(installed: Installed) -> None:
     installed.rhymerl("evaluate", "runs/mine")
     assert "runs/again.html" in installed.rhymerl("report", "runs/mine", "out=runs/again.html")
     installed.rhymerl("fork", "runs/mine@0", "run_dir=runs/other", "update.learning_rate=1e-4")
-    installed.rhymerl("export", "runs/mine", "policy")
-    assert (installed.folder / "policy" / "README.md").is_file()
-    installed.rhymerl("fit", "--config", "quickstart", *FEW, "run_dir=runs/third", "model.path=policy", "report=false")
+    installed.rhymerl("export", "runs/mine", "runs/policy")
+    assert (installed.folder / "runs" / "policy" / "README.md").is_file()
+    installed.rhymerl(
+        "fit", "--config", "quickstart", *FEW, "run_dir=runs/third", "model.path=runs/policy", "report=false"
+    )
 
 
 def test_the_example_drafter_by_dotted_path(installed: Installed) -> None:
@@ -98,6 +111,16 @@ def test_the_example_drafter_by_dotted_path(installed: Installed) -> None:
 def drafter_of_example() -> str:
     text = (ROOT / "examples" / "my_drafter.py").read_text()
     return f"my_drafter.{text.partition('class ')[2].partition('(')[0]}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_of_the_documentation(page: Path, installed: Installed) -> None:
+    write_files(page, installed.folder)
+    for command in [words for block in blocks(page, "bash") for words in block.commands]:
+        if command[0] == "python":
+            installed.run(installed.bin / "python", *command[1:])
+        else:
+            installed.rhymerl(*command[1:], *SMALLER.get(command[1], []))
 
 
 def test_commands_that_tell(installed: Installed) -> None:

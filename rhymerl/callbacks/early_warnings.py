@@ -115,9 +115,10 @@ def acceptance_falls(recent: Recent) -> str | None:
 
 
 def workers_idle(recent: Recent) -> str | None:
-    """Workers wait for one another."""
-    share = recent.mean("rollout/bubble_frac")
-    if share is None or share < MOST_IDLE or len(recent.idle) < 2:
+    """Workers wait for one another. The first step is left out, since they start in it."""
+    name = "rollout/bubble_frac"
+    share = recent.mean(name)
+    if share is None or len(recent.metrics[name]) == WINDOW or share < MOST_IDLE or len(recent.idle) < 2:
         return None
     worker = max(recent.idle, key=lambda each: recent.idle[each])
     most = f", worker {worker} in {recent.idle[worker]:.0%} of the latest" if recent.idle[worker] >= MOST_IDLE else ""

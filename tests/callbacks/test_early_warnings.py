@@ -92,6 +92,7 @@ SILENT = {
     "a small kl that grows": {"metrics": {KL: np.geomspace(1e-4, 0.09, 30).tolist()}},
     "acceptance that rises": {"metrics": {ACCEPTED: np.linspace(1, 3, 30).tolist()}},
     "drafts that never added much": {"metrics": {ACCEPTED: after(1.15, *[1.0] * 5)}},
+    "workers that start in the first step": {"metrics": {BUBBLES: [0.96, *[0.2] * 4]}},
     "one worker, which waits for rewards": {"metrics": {BUBBLES: [0.9] * 30}, "idle": {0: 0.9}},
 }
 

@@ -13,7 +13,7 @@ import numpy as np
 from rhymerl.history import HistoryStore
 from rhymerl.history.records import Answer
 from rhymerl.report.steps import STEPS, StepFile
-from rhymerl.types import Prompt
+from rhymerl.types import NOT_DRAFTED, DraftSource, Prompt
 
 CONFIG = """\
 seed: {seed}
@@ -94,7 +94,10 @@ def step_record(
                 "answer": number,
                 "prompt": f"{words} asks {number // group}",
                 "text": f"{words} says {number}",
-                "runs": [[3, -2], [2, 0], [1, 1], [2, 2], [2, 3], [len(f"{words} says {number}") - 10, 5]],
+                "runs": [
+                    *([3, NOT_DRAFTED], [2, DraftSource.OWN], [1, DraftSource.SIBLING], [2, DraftSource.RUN_AHEAD]),
+                    *([2, DraftSource.HISTORY], [len(f"{words} says {number}") - 10, DraftSource.HISTORY + 2]),
+                ],
                 "rewards": {"right": 1.0},
                 "advantage": 0.5,
             }

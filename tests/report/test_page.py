@@ -13,6 +13,8 @@ import pytest
 from rhymerl.cli import main
 from rhymerl.errors import DataError, RhymeError, UsageError
 from rhymerl.report import read_run, write_report
+from rhymerl.report.base import Curve, Run
+from rhymerl.report.charts.history import history_charts
 from rhymerl.report.page import finite, packed
 from rhymerl.report.steps import STEPS, StepFile
 from tests.report.directories import data_of, make_run, metrics, step_record
@@ -129,6 +131,17 @@ def test_tokens_from_drafts_and_time_add_up(run: Path, tmp_path: Path):
     parts = {series["name"]: series["y"] for series in charts["parts-0"]["series"]}
     assert list(parts) == ["rollout", "update", "the rest"]
     assert [sum(values) for values in zip(*parts.values(), strict=True)] == pytest.approx([9 - 0.001] * 6)
+
+
+def test_steps_in_which_nothing_came_from_the_history_have_no_age():
+    age, share = ((0.0, 0.0, 0.5), (0.0, 0.25, 0.5))
+    curves = {
+        name: Curve(steps=[1, 2, 3], values=values)
+        for name, values in {"history/hit_epoch_age": age, "spec/accepted_history_frac": share}.items()
+    }
+    run = Run(path=Path("a"), name="a", settings={}, summary={}, curves=curves, evaluations={})
+    (chart,) = history_charts([run])
+    assert (chart.series[0].x, chart.series[0].y) == ([2, 3], [0.0, 0.5])
 
 
 def test_the_timeline_says_who_did_what(run: Path, tmp_path: Path):

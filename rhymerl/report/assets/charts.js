@@ -28,7 +28,7 @@
     const base = { x: series.x, y: series.y, name: series.name, hovertemplate: "%{y:.4~g}" };
     switch (series.kind) {
       case "dots":
-        return [{ ...base, mode: "markers", marker: { color: faded(colour, 0.4), size: 5 } }];
+        return [{ ...base, mode: "markers", marker: { color: faded(colour, 0.6), size: 5 } }];
       case "marks":
         return [{ ...base, mode: "markers", marker: { color: colour, size: 11, symbol: "diamond", line: { color: rhymerl.colour("surface"), width: 1.5 } } }];
       case "band":

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from rhymerl.report.base import Run
+from rhymerl.report.base import Curve, Run
 from rhymerl.report.charts.base import Chart, Series, line_chart, run_colour
+
+_AGE = "history/hit_epoch_age"
 
 
 def history_charts(runs: Sequence[Run]) -> list[Chart]:
@@ -27,13 +30,24 @@ def history_charts(runs: Sequence[Run]) -> list[Chart]:
             y_title="bytes",
         ),
         *line_chart(
-            runs,
-            "history/hit_epoch_age",
+            [_where_history_was_right(run) for run in runs],
+            _AGE,
             title="Age of what was right",
-            caption="Mean age of the answers that accepted draft tokens came from, in epochs before the prompt's newest answers.",
+            caption="Mean age of the answers that accepted draft tokens came from, in epochs before the prompt's newest answers. Steps without such tokens are left out.",
             y_title="epochs",
         ),
     ]
+
+
+def _where_history_was_right(run: Run) -> Run:
+    """Return the run with the age of those steps alone in which a token from the history was accepted: the others log 0."""
+    age, share = run.curves.get(_AGE), run.curves.get("spec/accepted_history_frac")
+    if age is None or share is None:
+        return run
+    steps = {step for step, value in zip(share.steps, share.values, strict=True) if value}
+    known = [(step, value) for step, value in zip(age.steps, age.values, strict=True) if step in steps]
+    found = Curve(steps=[step for step, _ in known], values=[value for _, value in known])
+    return replace(run, curves={**run.curves, _AGE: found})
 
 
 def _similarity(runs: Sequence[Run]) -> list[Chart]:
