@@ -27,7 +27,7 @@ from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
 from rhymerl.training.settings import UpdateSettings
 from rhymerl.training.updater import Updater
 from tests.engine.test_lossless import answers
-from tests.training.test_update import scored
+from tests.training.updates import scored
 
 QUIET = {
     "logger": False,
