@@ -26,7 +26,8 @@ sglang_python := .venv-sglang/bin/python
 sglang_key := $(shell cat pyproject.toml constraints.txt tests/sglang/requirements.txt | cksum | cut -d ' ' -f 1)
 sglang_stamp := .venv-sglang/installed-$(sglang_version)-$(sglang_key)
 
-# MkDocs has an environment of its own too. What needs the package itself runs in .venv before it.
+# MkDocs has an environment of its own too. What needs the package itself runs in .venv before it. ruff formats signatures.
+docs_packages := latex2mathml mkdocs mkdocs-material mkdocstrings-python ruff
 docs_python := .venv-docs/bin/python
 docs_stamp := .venv-docs/installed-$(shell cksum < docs/site/requirements.txt | cut -d ' ' -f 1)
 
@@ -43,7 +44,7 @@ help:
 	@echo "make check       formatter, linter, types, layers; make format repairs the first two"
 	@echo "make bench-guard BASE=COMMIT  compare this tree's speed with a commit's, on a quiet machine (some 15 minutes)"
 	@echo "make gpu         take all figures that need a GPU, in parts that go on where they were stopped (docs/gpu.md)"
-	@echo "make constraints pin the newest versions that pyproject.toml allows, and their hashes; torch and triton move by hand"
+	@echo "make constraints pin the newest versions that pyproject.toml allows, their hashes, and MkDocs; torch and triton move by hand"
 	@echo "make clean       remove caches and build results; .venv and runs/ stay"
 
 install: $(stamp)
@@ -174,6 +175,11 @@ constraints:
 			| sed "s/^triton==.*/& ; sys_platform == 'linux'/" | .venv-constraints/bin/uv pip compile --quiet --universal --no-deps \
 			--generate-hashes --no-header --no-annotate -; \
 	} > hashes.new
+	@{ sed '/^[^#]/,$$d' docs/site/requirements.txt; \
+		printf '%s\n' $(docs_packages) | .venv-constraints/bin/uv pip compile --quiet --universal --constraint constraints.new \
+			--no-header --no-annotate -; \
+	} > docs.new
+	@mv docs.new docs/site/requirements.txt
 	@mv constraints.new constraints.txt
 	@mv hashes.new hashes.txt
 	@rm -rf .venv-constraints

@@ -204,13 +204,6 @@ class DraftBatch:
         assert self._requests is not None
         return self._requests
 
-    @property
-    def parent_nodes(self) -> IndexArray:
-        """Each node's parent counted through the whole batch, [N], -1 = directly after the context."""
-        import numpy as np
-
-        return np.where(self.parents < 0, -1, self.starts[self.requests] + self.parents)
-
     def draft(self, r: int) -> Draft:
         """Return the draft of request r; scores and sources are None where the batch has none."""
         import numpy as np

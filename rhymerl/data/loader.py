@@ -63,9 +63,9 @@ class PromptLoader:
         order = self._order(epoch)[first : first + self.prompts_per_step]
         return PromptBatch([self.prompts[index] for index in order])
 
-    def peek(self, steps_ahead: int = 1) -> PromptBatch:
-        """Return the prompts of a later step, without moving; it may lie in the next pass."""
-        return self.batch(self.cursor + steps_ahead)
+    def peek(self) -> PromptBatch:
+        """Return the prompts of the next step, without moving; it may lie in the next pass."""
+        return self.batch(self.cursor + 1)
 
     def replacements(self) -> Iterator[Prompt]:
         """Yield prompts that are not in the current step, in an order of the step's own; the cursor stays."""

@@ -9,10 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
-def sum_gradients(
-    parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None = None, *, bucket_bytes: int = 25 * 2**20
-) -> None:
-    """Add up each parameter's gradient over the ranks of `group`, in place. Every rank gives the same parameters.
+def sum_gradients(parameters: Sequence[nn.Parameter], *, bucket_bytes: int = 25 * 2**20) -> None:
+    """Add up each parameter's gradient over all ranks, in place. Every rank gives the same parameters.
 
     Where a rank has no gradient it adds zeros; where none has one it stays None, so that the optimizer skips that
     parameter as it would on one rank. At most two buckets are held at a time, each of `bucket_bytes` or one parameter.
@@ -20,7 +18,7 @@ def sum_gradients(
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     sent: _Bucket | None = None
     for chosen in buckets(trained, bucket_bytes):
-        following = _Bucket(chosen, group)
+        following = _Bucket(chosen)
         if sent is not None:
             sent.receive()
         sent = following
@@ -48,11 +46,11 @@ def buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> Iterator[l
 class _Bucket:
     """Gradients on their way, as one flat tensor; behind them stands, for each, how many ranks have it."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
         held = [parameter.grad is not None for parameter in parameters]
         self._flat = torch.cat([*map(_flat_gradient, parameters), parameters[0].new_tensor(held)])
-        self._work = dist.all_reduce(self._flat, group=group, async_op=True)
+        self._work = dist.all_reduce(self._flat, async_op=True)
 
     def receive(self) -> None:
         """Wait for the sums and put them where the gradients are."""

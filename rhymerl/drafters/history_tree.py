@@ -15,7 +15,7 @@ from rhymerl.drafters.grow import TreeBuffers, grow_trees
 from rhymerl.drafters.live import LiveGroup
 from rhymerl.errors import require_at_least
 from rhymerl.history.entries import Name
-from rhymerl.history.index import REACH, LiveIndex
+from rhymerl.history.index import REACH, LiveIndex, SuffixIndex
 from rhymerl.history.sealed import SealedAnswers, SealedHistory
 from rhymerl.types import Completion, Draft, DraftBatch, MaybeInfinite, RolloutRequest
 
@@ -176,8 +176,8 @@ class HistoryTreeDrafter(Drafter):
         self._behind.append(group)
         self._history.settle(_key(request), wait=self.deterministic)
         sealed = self._history.get(_key(request), request.prompt.token_ids)
-        pool = self._history.pool(request.split, wait=self.deterministic) if self.others else None
-        return _Asker(group.index, rows, sealed or _NO_HISTORY, pool or _NO_HISTORY, np.array(lines))
+        pool = self._history.pool(request.split, wait=self.deterministic)
+        return _Asker(group.index, rows, sealed or _NO_HISTORY, pool or _NO_HISTORY.index, np.array(lines))
 
     def catch_up(self) -> None:
         self._is_launched = True
@@ -210,7 +210,7 @@ class HistoryTreeDrafter(Drafter):
         bounds = {"most": self.max_matches, "shortest": self.min_match, "longest": self.max_match}
         here, there = live.matches(live.text, ends, **bounds), history.matches(live.text, ends, **bounds)
         few = {**bounds, "most": min(self.max_matches, _POOL_MATCHES)}
-        elsewhere = asker.pool.index.matches(live.text, ends, **few)
+        elsewhere = asker.pool.matches(live.text, ends, **few)
         grow_trees(
             live.text,
             live.starts,
@@ -225,7 +225,7 @@ class HistoryTreeDrafter(Drafter):
             sealed.weights,
             sealed.rewards if self.priority == "reward" else np.zeros(len(sealed.weights)),
             sealed.ages,
-            asker.pool.index.text,
+            asker.pool.text,
             elsewhere.positions,
             elsewhere.lengths,
             elsewhere.counts,
@@ -254,7 +254,7 @@ class _Asker:
     live: LiveIndex
     rows: IndexArray  # [Q] in it
     sealed: SealedAnswers
-    pool: SealedAnswers
+    pool: SuffixIndex
     lines: IndexArray  # [Q] of the batch
 
 

@@ -24,7 +24,7 @@ _FIRST_WIDTH = 64  # tokens that a live answer has room for at first
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matches:
-    """The positions at which suffixes of R queries stand, longest first. M = most positions a query."""
+    """The positions at which suffixes of R queries stand, longest first. M = most positions a query; 0 in an index over nothing."""
 
     positions: IntArray  # [R, M] the token that followed is text[position]
     lengths: IntArray  # [R, M] tokens shared, at most REACH
@@ -78,25 +78,28 @@ class SuffixIndex:
 
         Before every end there must be REACH entries in `query`. A shared suffix counts as `longest` tokens at most.
         """
+        if not self.num_tokens:
+            most = 0  # an index over nothing costs nothing
         found = Matches(
             positions=np.empty((len(ends), most), np.int32),
             lengths=np.empty((len(ends), most), np.int32),
-            counts=np.empty(len(ends), np.int32),
+            counts=np.zeros(len(ends), np.int32),
         )
-        collect(
-            self.text,
-            self.order,
-            self.fill,
-            self.sequence,
-            self.num_blocks,
-            query,
-            ends,
-            longest,
-            shortest,
-            found.positions,
-            found.lengths,
-            found.counts,
-        )
+        if most:
+            collect(
+                self.text,
+                self.order,
+                self.fill,
+                self.sequence,
+                self.num_blocks,
+                query,
+                ends,
+                longest,
+                shortest,
+                found.positions,
+                found.lengths,
+                found.counts,
+            )
         return found
 
     def check_integrity(self) -> None:

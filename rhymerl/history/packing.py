@@ -32,8 +32,6 @@ _OF_ANSWERS = {  # one number an answer
 _OF_TOKENS = {"prompt_tokens": "<i4", "tokens": "<i4"}
 _COLUMNS = {**_OF_PROMPTS, **_OF_ANSWERS, **_OF_TOKENS}
 
-SECTION_NAMES = ("names", *_COLUMNS)  # `names`: JSON, [[split, key], …]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedPrompt:

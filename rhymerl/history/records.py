@@ -39,11 +39,6 @@ class Answer:
             return NotImplemented
         return _fields(self) == _fields(other) and np.array_equal(self.token_ids, other.token_ids)
 
-    @property
-    def is_censored(self) -> bool:
-        """Return whether it was cut at the token limit, so that its true length is unknown."""
-        return self.finish_reason == "length"
-
 
 def _fields(answer: Answer) -> tuple[object, ...]:
     scores = float(answer.reward).hex(), float(answer.advantage).hex()  # as text, so that NaN equals NaN

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 _SMALL_TOKENS = 4096  # sorted in half a millisecond
 _POOL = ""  # in the place of a prompt's key
-_NO_PROMPT = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,18 +48,13 @@ class SealedAnswers:
             ages=ages,
         )
 
-    @classmethod
-    def of_pool(cls, pool: Sequence[tuple[IntArray, Sequence[Answer]]]) -> SealedAnswers:
-        """Index the answers to many prompts, all of the same weight."""
-        prompts = [prompt for prompt, answers in pool for _ in answers]
-        answers = [answer for _, group in pool for answer in group]
-        return cls(
-            prompt_token_ids=_NO_PROMPT,
-            index=SuffixIndex(prompts, [answer.token_ids for answer in answers]),
-            weights=np.ones(len(answers)),
-            rewards=np.array([answer.reward for answer in answers], np.float64),
-            ages=np.zeros(len(answers), np.int32),
-        )
+    @property
+    def bytes(self) -> int:
+        """The bytes of the index; the answers' own arrays are the store's."""
+        return self.index.bytes
+
+
+Sealed = SealedAnswers | SuffixIndex  # of a prompt, or of a pool
 
 
 class SealedHistory:
@@ -77,9 +71,9 @@ class SealedHistory:
         self.recency = recency
         self.advantage_tilt = advantage_tilt
         self._answers: dict[Name, tuple[IntArray, tuple[Answer, ...]]] = {}  # in the order of their last change
-        self._sealed: dict[Name, SealedAnswers] = {}
+        self._sealed: dict[Name, Sealed] = {}
         self._stale: set[Name] = set()  # of these the newest index has not been asked for
-        self._building: dict[Name, Future[SealedAnswers]] = {}
+        self._building: dict[Name, Future[Sealed]] = {}
         self._builder: ThreadPoolExecutor | None = None
 
     def follow(self, delta: HistoryDelta, *, builds: bool = True) -> None:
@@ -116,15 +110,16 @@ class SealedHistory:
         self._stale.discard(name)
         self._building[name] = self._submit(self._make(name))
 
-    def _make(self, name: Name) -> Callable[[], SealedAnswers]:
+    def _make(self, name: Name) -> Callable[[], Sealed]:
         split, key = name
         if key == _POOL:
             pool = pooled(each for other, each in reversed(self._answers.items()) if other[0] == split)
-            return lambda: SealedAnswers.of_pool(pool)
+            prompts = [prompt for prompt, answers in pool for _ in answers]
+            return lambda: SuffixIndex(prompts, [answer.token_ids for _, group in pool for answer in group])
         prompt, answers = self._answers[name]
         return lambda: SealedAnswers.of(prompt, answers, recency=self.recency, advantage_tilt=self.advantage_tilt)
 
-    def _submit(self, build: Callable[[], SealedAnswers]) -> Future[SealedAnswers]:
+    def _submit(self, build: Callable[[], Sealed]) -> Future[Sealed]:
         if self._builder is None:
             self._builder = ThreadPoolExecutor(1, thread_name_prefix="rhymerl-history")
         return self._builder.submit(build)
@@ -146,23 +141,24 @@ class SealedHistory:
     def _is_small(self, name: Name) -> bool:
         return name in self._answers and sum(map(len, self._answers[name][1])) <= _SMALL_TOKENS
 
-    def pool(self, split: Split, *, wait: bool = True) -> SealedAnswers | None:
+    def pool(self, split: Split, *, wait: bool = True) -> SuffixIndex | None:
         """Return the index over the newest answers to all prompts, settled; None where there is none yet."""
         self.settle(_pool(split), wait=wait)
-        return self._sealed.get(_pool(split))
+        found = self._sealed.get(_pool(split))
+        return found if isinstance(found, SuffixIndex) else None
 
     def get(self, name: Name, prompt: IntArray) -> SealedAnswers | None:
         """Return the prompt's settled index; None when there is none, or when the name belongs to another prompt."""
         sealed = self._sealed.get(name)
-        if sealed is None or not np.array_equal(sealed.prompt_token_ids, prompt):
-            return None
-        return sealed
+        if isinstance(sealed, SealedAnswers) and np.array_equal(sealed.prompt_token_ids, prompt):
+            return sealed
+        return None
 
     @property
     def bytes(self) -> int:
-        """The bytes of all indexes that are built; the answers' own arrays are the store's."""
+        """The bytes of all indexes that are built."""
         built = [pending.result() for pending in self._building.values() if pending.done()]
-        return sum(sealed.index.bytes for sealed in (*self._sealed.values(), *built))
+        return sum(sealed.bytes for sealed in (*self._sealed.values(), *built))
 
     def close(self) -> None:
         """End the thread, when it has built what it was asked for."""

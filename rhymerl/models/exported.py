@@ -29,12 +29,12 @@ def restore(
     weights: Mapping[str, Tensor],
     directory: str | Path,
     *,
-    read: Read | None = None,
+    read: Read,
     file_bytes: int = FILE_BYTES,
 ) -> None:
     """Write `Policy.files` and a state dict of the model as a directory that plain `transformers` loads.
 
-    Weights without content are asked of `read` by their names, as many at a time as go into a file: about `file_bytes`, or a layer that is
+    The weights' content is asked of `read` by their names, as many at a time as go into a file: about `file_bytes`, or a layer that is
     larger. Several files have an index. Raises ConfigError, before anything is written, for a file that would lie outside the directory.
     """
     directory = Path(directory)
@@ -47,7 +47,6 @@ def restore(
     names = list(_untied(model))
     of_adapters = {id(each) for each in adapter_parameters(model)}
     adapters = [name for name, each in model.named_parameters() if id(each) in of_adapters]
-    read = read or (lambda wanted: {name: weights[name] for name in wanted})
     model.load_state_dict({**weights, **(read(adapters) if adapters else {})}, assign=True)
     if (directory / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(directory)

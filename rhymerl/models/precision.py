@@ -25,7 +25,8 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     torch.set_float32_matmul_precision("highest")
     with ExitStack() as stack, torch.autocast(_device_type(model), enabled=False):
         stack.callback(torch.set_float32_matmul_precision, precision)
-        for module in model.modules() if not is_sharded(model) else ():
+        modules = list(model.modules())
+        for module in modules if not any(map(is_sharded, modules)) else ():  # a decoder is sharded by its layers
             _convert_while_it_runs(module, stack)
         yield
 

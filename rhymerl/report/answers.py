@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,14 +47,6 @@ class AnswerColumns:
         change = _changes(columns["prompt"], columns["epoch"], columns["reward"])
         is_cut = columns.pop("is_cut") > 0
         return Answers(**columns, is_cut=is_cut, change=change, prompt_ids=list(self._prompts), texts=self._texts)
-
-
-def answers_of_steps(records: Iterable[Mapping[str, Any]]) -> Answers | None:
-    """Return the answers that steps have recorded; None where there is none."""
-    columns = AnswerColumns()
-    for record in records:
-        columns.add(record)
-    return columns.whole()
 
 
 def _text(row: Mapping[str, Any]) -> AnswerText:

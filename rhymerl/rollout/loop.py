@@ -24,10 +24,9 @@ from rhymerl.rollout.base import Rollout, RolloutSettings, requests_of
 from rhymerl.rollout.metrics import metrics_of, rollout_metrics, staleness_metrics
 from rhymerl.rollout.results import RankResult, SamplingRound, ScoredOutput, groups_that_teach_nothing, replaced
 from rhymerl.schedulers.base import Scheduler
-from rhymerl.schedulers.on_policy import on_policy
 from rhymerl.types import Completion, Prompt, RolloutRequest, Sample, Split
 from rhymerl.workers import RunAhead, RunAheadState, StepRequests, check_run_ahead, workers_of
-from rhymerl.workers.auto import RunAheadRule, share_ahead
+from rhymerl.workers.auto import rule_of
 from rhymerl.workers.run_ahead import united
 
 if TYPE_CHECKING:
@@ -77,13 +76,13 @@ class RolloutLoop:
         self.max_staleness = max_staleness
         self.history = history if history is not None else HistoryStore()
         self.policy_version = 0
-        self._rule = RunAheadRule() if run_ahead == "auto" else None
+        self._rule = rule_of(run_ahead)
         self.workers = workers_of(
             backend,
-            on_policy(scheduler, max_running=backend.max_running) if self._rule is not None else scheduler,
+            self._rule.planner(scheduler, max_running=backend.max_running),
             num_workers=num_workers,
             ranks=self.ranks,
-            run_ahead="draft" if self._rule is not None else run_ahead,
+            run_ahead=self._rule.mode,
             max_staleness=max_staleness,
             lockstep=lockstep,
         )
@@ -185,9 +184,7 @@ class RolloutLoop:
     def _following(
         self, prompts: Sequence[Prompt] | None, step: int | str, settings: RolloutSettings
     ) -> list[RolloutRequest] | None:
-        if prompts is None or self.run_ahead == "off" or not isinstance(step, int):
-            return None
-        if self._rule is not None and not self._rule.begins():
+        if prompts is None or not isinstance(step, int) or not self._rule.begins():
             return None
         return self._requests(prompts, step + 1, settings)
 
@@ -241,8 +238,7 @@ class RolloutLoop:
         samples = [sample for each in rounds for sample in each.samples]
         metrics = {"sched/migration_rate": sum(each.num_moves for each in rounds) / len(samples)}
         if split == "train":
-            if self._rule is not None:
-                self._rule.learn(share_ahead(samples))
+            self._rule.learn(samples)
             self.workers.learn(samples)
             if self.ranks.rank == 0:
                 with Hooks("scheduler", self.scheduler):
@@ -267,14 +263,11 @@ class RolloutLoop:
     def state_dict(self) -> dict[str, Any]:
         """The run-ahead state of all ranks together. Called on all of them."""
         state = united(self.ranks.gather(self.workers.state()))
-        return {
-            "ahead": state.state_dict() if state is not None else None,
-            "rule": self._rule.state_dict() if self._rule is not None else None,
-        }
+        return {"ahead": state.state_dict() if state is not None else None, "rule": self._rule.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `state_dict` returned, on as many ranks as there were or on others."""
         ahead = state["ahead"]
         self.workers.restore(RunAheadState.of_state(ahead) if ahead is not None else None)
-        if self._rule is not None and state.get("rule") is not None:  # earlier versions wrote none
-            self._rule.load_state_dict(state["rule"])
+        if rule := state.get("rule"):  # of another mode, or of an earlier version, there is none
+            self._rule.load_state_dict(rule)

@@ -229,6 +229,7 @@ def evaluate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str,
     if point is not None:
         check_weights(weights, module.model.state_dict(), f"ckpt_path={str(point.path)!r}")
         module.model.load_state_dict(weights)
+        del weights  # of a checkpoint in parts it is a second copy
         _say_where(point, [], doing="Evaluating")
     module.progress = progress
     _validate(trainer, module, datamodule)

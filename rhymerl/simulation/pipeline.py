@@ -9,13 +9,12 @@ import numpy as np
 
 from rhymerl.progress import SILENT, ProgressBar
 from rhymerl.schedulers.base import Plan, Progress, Scheduler, check_plan
-from rhymerl.schedulers.on_policy import on_policy
 from rhymerl.simulation.base import Decoding, Pipeline, StepWork, Timeline
 from rhymerl.simulation.course import Course
 from rhymerl.simulation.step import StepRun
 from rhymerl.types import Completion, Output, Sample
 from rhymerl.workers import RunAhead, check_run_ahead
-from rhymerl.workers.auto import RunAheadRule
+from rhymerl.workers.auto import rule_of
 
 if TYPE_CHECKING:
     from rhymerl.types import FloatArray, IndexArray
@@ -31,7 +30,7 @@ class Simulation:
     keep: a worker that has finished its queue begins that of the next step, if all older steps have been trained; so no
     token is sampled by a policy older than one step.
     draft: the same, but the tokens are sampled again after the update, along the earlier ones as drafts.
-    auto: draft where that pays (`RunAheadRule`), with plans for workers that wait (`OnPolicyScheduler`).
+    auto: draft where that pays (`DraftWherePays`), with plans for workers that wait (`OnPolicyScheduler`).
     Colocated workers stop while the policy is trained, which takes `train_time`, and gets to them, which takes `weight_delay` more;
     disaggregated ones go on as `run_ahead` allows.
     The scheduler is asked to rebalance after each time `rebalance_every`, if it migrates requests.
@@ -52,9 +51,8 @@ class Simulation:
     ) -> None:
         check_modes(run_ahead, max_staleness, pipeline)
         self.decoding = decoding if decoding is not None else Decoding()
-        is_auto = run_ahead == "auto"
         self.scheduler = scheduler
-        self._planner = on_policy(scheduler, max_running=self.decoding.max_running) if is_auto else scheduler
+        self._planner = rule_of(run_ahead).planner(scheduler, max_running=self.decoding.max_running)
         self.num_workers = num_workers
         self.run_ahead = run_ahead
         self.pipeline = pipeline
@@ -76,26 +74,24 @@ class Simulation:
         trained = [0.0, 0.0]  # of the two steps before
         free = np.zeros(self.num_workers)
         plan: Plan | None = None
-        rule = RunAheadRule() if self.run_ahead == "auto" else None
+        rule = rule_of(self.run_ahead)
         drafts = np.zeros(len(works[0].requests)) if works else np.zeros(0)
         for step, work in enumerate(works):
             opened = trained[-2] if self.run_ahead == "keep" else trained[-1]
             starts = np.maximum(free, opened)
             plan = plan if plan is not None else self._plan(work, step)
             run = self._step_run(work, plan, starts, drafts, step)
-            begins = self.run_ahead != "off" and step + 1 < len(works) and (rule is None or rule.begins())
-            following = works[step + 1] if begins else None
+            following = works[step + 1] if step + 1 < len(works) and rule.begins() else None
             plan = self._decode(run, following, step, updated=trained[-1])
             done = float(run.ends.max())
             there = max(done, trained[-1] - delay) + train_time + delay
             log.add(run, done=done, trained=there, opened=opened, policy_since=trained[-1])
             free = run.ends
             trained = [trained[-1], there]
-            if rule is not None:
-                rule.learn(float(np.minimum(drafts, work.lengths).sum() / work.lengths.sum()))
-            if following is not None and plan is not None and self.run_ahead in ("draft", "auto"):
+            rule.note(float(np.minimum(drafts, work.lengths).sum()) / max(int(work.lengths.sum()), 1))
+            if following is not None and plan is not None and rule.mode == "draft":
                 drafts = self._run_ahead(following, plan, free, trained[-1], log)
-            elif following is not None or step + 1 < len(works):
+            elif step + 1 < len(works):
                 drafts = np.zeros(len(works[step + 1].requests))
             if self._learns:
                 self.scheduler.learn(samples_of(work, self.decoding))

@@ -65,12 +65,8 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """A RhymeModule that is made within `trainer.init_module(empty_init=True)` gets a model without weights, which come as it is sharded.
-
-        Not under bf16-true, whose cast of a model without weights parts tied ones.
-        """
-        is_empty = empty_init and self.precision_plugin.precision != "bf16-true"
-        with torch.device("meta") if is_empty else nullcontext():
+        """A RhymeModule that is made within `trainer.init_module(empty_init=True)` gets a model without weights, which come as it is sharded."""
+        with torch.device("meta") if empty_init else nullcontext():
             yield
 
     def _shard(self, module: Any, precision: str) -> None:

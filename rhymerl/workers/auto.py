@@ -1,17 +1,48 @@
-"""What `run_ahead=auto` decides: whether workers begin the next step, as with `draft`, or wait, as with `off`."""
+"""The rules by which workers begin the next step or wait: one for each value of `run_ahead`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rhymerl.schedulers.base import Scheduler
+from rhymerl.schedulers.on_policy import on_policy
 from rhymerl.types import DraftSource, Sample
+from rhymerl.workers.base import RunAhead
 
 _LEAST = 0.02  # of a step's tokens
 _AGAIN = 8  # steps
 
 
 class RunAheadRule:
+    """Begins every step ahead, and with `off` none. All ranks ask it alike."""
+
+    def __init__(self, mode: RunAhead) -> None:
+        self.mode = mode  # what workers do with a step that is begun
+
+    def planner(self, scheduler: Scheduler, *, max_running: int | None) -> Scheduler:
+        """Return what makes the plans; `max_running` is how many requests a worker decodes side by side, if that is known."""
+        return scheduler
+
+    def begins(self) -> bool:
+        """Return whether workers begin the step after the one that is under way; asked once in each that has a next one."""
+        return self.mode != "off"
+
+    def learn(self, samples: Sequence[Sample]) -> None:
+        """The step under way is over, with these samples."""
+
+    def note(self, share: float | None) -> None:
+        """The step under way is over; so much of its tokens was sampled ahead, None where that is not known."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that a resumed run needs."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` returned."""
+
+
+class DraftWherePays(RunAheadRule):
     """Begins the next step unless that has brought less than 2 % of the tokens of the latest step that was begun so.
 
     Tokens that were sampled ahead pay where the next policy samples them again, in passes with many of them. How many it does
@@ -20,18 +51,23 @@ class RunAheadRule:
     """
 
     def __init__(self) -> None:
+        super().__init__("draft")
         self._share = 1.0
         self._num_waits = 0  # steps in a row that were not begun ahead
         self._is_ahead = self._is_next_ahead = False  # the step under way, and the one after it
 
+    def planner(self, scheduler: Scheduler, *, max_running: int | None) -> Scheduler:
+        return on_policy(scheduler, max_running=max_running)
+
     def begins(self) -> bool:
-        """Return whether workers begin the step after the one that is under way; asked once in each that has a next one."""
         self._is_next_ahead = self._share >= _LEAST or self._num_waits >= _AGAIN - 1
         self._num_waits = 0 if self._is_next_ahead else self._num_waits + 1
         return self._is_next_ahead
 
-    def learn(self, share: float | None) -> None:
-        """The step under way is over; so much of its tokens was sampled ahead, None where that is not known."""
+    def learn(self, samples: Sequence[Sample]) -> None:
+        self.note(share_ahead(samples))
+
+    def note(self, share: float | None) -> None:
         if self._is_ahead and share is not None:
             self._share = share
         self._is_ahead, self._is_next_ahead = self._is_next_ahead, False
@@ -41,6 +77,11 @@ class RunAheadRule:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._share, self._num_waits, self._is_ahead = state["share"], state["num_waits"], state["is_ahead"]
+
+
+def rule_of(run_ahead: RunAhead) -> RunAheadRule:
+    """Return the rule of a mode."""
+    return DraftWherePays() if run_ahead == "auto" else RunAheadRule(run_ahead)
 
 
 def share_ahead(samples: Sequence[Sample]) -> float | None:

@@ -38,6 +38,11 @@ def forest(rng: np.random.Generator, num_requests: int, *, most: int = 4, scored
     return DraftBatch.pack(drafts)
 
 
+def parent_nodes(drafts: DraftBatch) -> np.ndarray:
+    """Each node's parent counted through the whole batch, [N], -1 = directly after the context."""
+    return np.where(drafts.parents < 0, -1, drafts.starts[drafts.requests] + drafts.parents)
+
+
 def outcome_of(
     drafts: DraftBatch,
     accepted: np.ndarray | None = None,
@@ -47,7 +52,7 @@ def outcome_of(
 ) -> PassOutcome:
     """Return an outcome with nothing accepted unless said otherwise; siblings and children of what was accepted have been reached."""
     accepted = np.zeros(len(drafts.token_ids), np.bool_) if accepted is None else np.asarray(accepted, np.bool_)
-    parent = drafts.parent_nodes
+    parent = parent_nodes(drafts)
     return PassOutcome(
         requests=make_requests(len(drafts)) if requests is None else requests,
         drafts=drafts,

@@ -7,7 +7,7 @@ import pytest
 
 from rhymerl.budgets.acceptance import Acceptance
 from rhymerl.types import Draft, DraftBatch
-from tests.budgets.passes import chain, forest, outcome_of
+from tests.budgets.passes import chain, forest, outcome_of, parent_nodes
 
 RATES = {0.1: 0.45, 0.5: 0.1, 0.9: 0.75}  # how often a node of that share is accepted: drafters may be quite wrong
 
@@ -15,7 +15,7 @@ RATES = {0.1: 0.45, 0.5: 0.1, 0.9: 0.75}  # how often a node of that share is ac
 def simulate(rng: np.random.Generator, drafts: DraftBatch, rates: np.ndarray) -> np.ndarray:
     """Chains only: a node is accepted with its rate, if its parent is."""
     accepted = rng.random(len(rates)) < rates
-    for n, parent in enumerate(drafts.parent_nodes.tolist()):
+    for n, parent in enumerate(parent_nodes(drafts).tolist()):
         accepted[n] &= parent < 0 or accepted[parent]
     return accepted
 
@@ -85,7 +85,7 @@ def test_probabilities_never_grow_along_a_path(scored):
     rng, acceptance = np.random.default_rng(0), Acceptance()
     for _ in range(30):
         drafts = forest(rng, 4, most=12, scored=scored)
-        probabilities, parent = acceptance.probabilities(drafts), drafts.parent_nodes
+        probabilities, parent = acceptance.probabilities(drafts), parent_nodes(drafts)
         assert ((probabilities > 0) & (probabilities < 1)).all()
         assert (probabilities <= np.where(parent >= 0, probabilities[parent], 1.0)).all()
         accepted = rng.random(len(parent)) < 0.5

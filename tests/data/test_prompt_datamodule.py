@@ -64,7 +64,7 @@ class Consumer(L.LightningModule):
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
         loader = self.trainer.train_dataloader
-        assert [prompt.id for prompt in loader.peek(0)] == [prompt.id for prompt in batch]
+        assert [prompt.id for prompt in loader.batch(loader.cursor)] == [prompt.id for prompt in batch]
         if loader.cursor == self.crash_at:
             raise Crash
         optimizer = self.optimizers()

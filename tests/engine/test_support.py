@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.drafters import NoDrafter
@@ -13,23 +12,7 @@ from rhymerl.engine.engine import Engine
 from rhymerl.engine.support import prove, refuse_unsupported
 from rhymerl.errors import ConfigError
 from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
-
-SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 19,
-    "pad_token_id": 0,
-}
-
-
-def build(model_type: str, **settings):
-    return AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(model_type, **{**SMALL, **settings}), dtype=torch.float32
-    )
+from tests.models.small import LATENT, small_model
 
 
 @pytest.mark.parametrize(
@@ -45,7 +28,7 @@ def build(model_type: str, **settings):
 )  # fmt: skip
 def test_refused_with_the_reason(model_type, settings, reason):
     with pytest.raises(ConfigError, match=reason):
-        refuse_unsupported(build(model_type, **settings))
+        refuse_unsupported(small_model(model_type, **settings))
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
@@ -126,20 +109,6 @@ def test_rounding_is_no_reason_to_refuse(dtype, factor):
         assert torch.equal(each, weights[name])
 
 
-LATENT = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_key_value_heads": 4,
-}
-
-
 @pytest.mark.parametrize(
     ("model_type", "settings", "reason"),
     [
@@ -153,7 +122,7 @@ LATENT = {
     ],
 )
 def test_families_that_it_cannot_run_are_named_with_the_reason(model_type, settings, reason):
-    model = build(model_type, **settings)
+    model = small_model(model_type, **settings)
     modes = {name: module.training for name, module in model.named_modules()}
     implementation = model.config._attn_implementation
     with pytest.raises(
@@ -186,7 +155,7 @@ WINDOWED = {
 
 @pytest.mark.parametrize(("model_type", "settings"), WINDOWED.items())
 def test_a_window_that_nothing_exceeds_hides_nothing(model_type, settings):
-    model = build(model_type, **settings)
+    model = small_model(model_type, **settings)
     refuse_unsupported(model, 64)
     prove(model)
     with pytest.raises(ConfigError, match="window of 64 tokens.*65 tokens.*at most 64"):
@@ -195,7 +164,7 @@ def test_a_window_that_nothing_exceeds_hides_nothing(model_type, settings):
 
 @pytest.mark.parametrize(("model_type", "settings"), WINDOWED.items())
 def test_within_its_window_the_engine_computes_what_the_model_does(model_type, settings):
-    model = build(model_type, **settings)
+    model = small_model(model_type, **settings)
     engine = Engine(model, drafter=RandomTreeDrafter(), max_running=4)
     engine.submit(make_requests(6, prompt_tokens=(20, 24), max_tokens=40, stop_token_ids=()))
     while engine.has_work:

@@ -284,6 +284,14 @@ def test_answers_to_several_prompts_stand_behind_their_own():
     assert found_lengths(index, found) == {(1, 1): 2, (0, 1): 1}
 
 
+def test_an_index_over_nothing_is_not_searched(monkeypatch):
+    monkeypatch.setattr("rhymerl.history.index.collect", None)
+    for index in (SuffixIndex([], []), sealed_index(ints([7, 8]), [ints([])])):
+        found = index.matches(*query_of([7, 8]), most=8)
+        assert found.positions.shape == found.lengths.shape == (1, 0)
+        assert found.counts.tolist() == [0]
+
+
 def test_a_match_stays_in_one_answer():
     """The end of an answer is no context of the next one's begin, and the place after an answer is no match."""
     index = sealed_index(ints([]), [ints([1, 2]), ints([3, 1, 2]), ints([4])])

@@ -43,7 +43,7 @@ def texts(history, split="train"):
     found = history.pool(split)
     if found is None:
         return []
-    text, starts = found.index.text.tolist(), found.index.starts.tolist()
+    text, starts = found.text.tolist(), found.starts.tolist()
     return [text[start : text.index(-1, start)] for start in starts]
 
 

@@ -67,8 +67,6 @@ def test_answers_are_equal_when_all_fields_are() -> None:
     assert answer(reward=float("nan")) == answer(reward=np.float64("nan"))
     changes: list[dict[str, Any]] = [{"reward": 1}, {"token_ids": [1, 2]}, {"policy_version": 1}, {"epoch": 1}]
     assert all(answer() != answer(**changed) for changed in changes)
-    assert answer(finish_reason="length").is_censored
-    assert not answer().is_censored
 
 
 def test_the_longest_unused_prompt_goes_whole_and_reading_is_no_use() -> None:

@@ -56,6 +56,15 @@ def rhymerl(capfd: pytest.CaptureFixture[str]) -> Run:
 
 
 @pytest.fixture
+def prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Six prompts, two of them for validation by name; Lightning's own directories end up beside them."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{i}+{i}=?\n", "answer": str(2 * i)}) + "\n" for i in range(6)))
+    return path
+
+
+@pytest.fixture
 def settings(model_dir: Path) -> list[str]:
     """`fit` on 10 prompts, 4 a step: three steps a pass, two optimizer steps each, six steps in all."""
     return [

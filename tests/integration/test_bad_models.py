@@ -9,21 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from rhymerl.models.policy import Policy, PolicySource, character_tokenizer
 from rhymerl.testing import tiny_policy
-from tests.engine.test_support import LATENT, SMALL
 from tests.integration.conftest import Run
+from tests.models.small import LATENT, small_model
 from tests.models.test_rope import LONGROPE
 
 
 def family(model_type: str, **settings: Any) -> Policy:
     tokenizer = character_tokenizer("0123456789+=;#? \n")
-    config = AutoConfig.for_model(
-        model_type, **{**SMALL, "max_position_embeddings": 256, "eos_token_id": 1, "bos_token_id": 1, **settings}
-    )
-    return Policy(model=AutoModelForCausalLM.from_config(config, dtype=torch.float32), tokenizer=tokenizer)
+    return Policy(model=small_model(model_type, max_position_embeddings=256, **settings), tokenizer=tokenizer)
 
 
 def without_tokenizer(folder: Path) -> None:

@@ -95,7 +95,7 @@ def test_a_link_in_the_directory_is_not_followed(trained: Path, tmp_path: Path) 
     saved = checkpoint(trained)
     files = {**saved["rhymerl"]["policy_files"], "link/evil": EVIL}
     with pytest.raises(ConfigError, match="leads out of the directory"):
-        restore(files, {}, tmp_path / "out")
+        restore(files, {}, tmp_path / "out", read=dict)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["link"]
     assert list((tmp_path / "elsewhere").iterdir()) == []
 

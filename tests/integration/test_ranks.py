@@ -28,7 +28,7 @@ from rhymerl.testing import tiny_policy
 from rhymerl.types import Sample
 from tests.integration.ranked import run_ranks, said, start_ranks
 from tests.integration.training import Run, Trained
-from tests.rollout.test_ranks import Restless
+from tests.rollout.ranked import Restless
 
 STEPS = 10
 ONE = Run(num_steps=STEPS, prompts_per_step=3, stop_token_ids=(3, 5))  # two steps are an epoch

@@ -71,7 +71,7 @@ def test_the_launcher_starts_the_ranks_and_one_of_them_speaks(settings, tmp_path
 )
 def test_a_killed_run_resumes_to_the_very_same_weights(run_ahead, settings, tmp_path):
     slow = ["rollout.max_tokens=64", "backend.max_running=2"]  # many passes, so that ranks meet often
-    scheduler = "{_target_: tests.rollout.test_ranks.RestlessHistoPipe}"
+    scheduler = "{_target_: tests.rollout.ranked.RestlessHistoPipe}"
     more = [f"run_ahead={run_ahead}", f"scheduler={scheduler}", *slow]
     run_ranks(2, main, words_for(settings, tmp_path / "whole", *more), output=tmp_path / "output")
     words = words_for(settings, tmp_path / "run", *more)

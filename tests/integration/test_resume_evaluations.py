@@ -21,7 +21,7 @@ from tests.integration.test_ranks_command import RANKS, main
 EVERY = 3
 DUE = f"evaluation.every_n_steps={EVERY}"
 PPO = ["algo=ppo", "critic.head_std=0.1", "critic.learning_rate=1e-2", "critic.warmup_steps=1"]
-KEEP = ["run_ahead=keep", "scheduler={_target_: tests.rollout.test_ranks.RestlessHistoPipe}", "backend.max_running=2"]
+KEEP = ["run_ahead=keep", "scheduler={_target_: tests.rollout.ranked.RestlessHistoPipe}", "backend.max_running=2"]
 
 
 def words_for(settings: list[str], run_dir: Path, *more: str, num_steps: int) -> list[str]:

@@ -19,6 +19,7 @@ from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.backends.hosted.threads import ThreadBackend
 from rhymerl.models import sharding
 from rhymerl.models.critic import CriticSettings
+from rhymerl.models.fingerprint import fingerprint
 from rhymerl.models.lora import LoRA
 from rhymerl.models.policy import Policy, PolicySource
 from rhymerl.models.sharding import whole
@@ -60,7 +61,13 @@ def module_for(kind: str, path: Path, *, is_alone: bool) -> RhymeModule:
 
 
 def train(
-    kind: str, path: Path, *, size: int = 0, comes_late: bool = True, max_steps: int = 4
+    kind: str,
+    path: Path,
+    *,
+    size: int = 0,
+    comes_late: bool = True,
+    max_steps: int = 4,
+    precision: str = "64-true",
 ) -> tuple[dict[str, torch.Tensor], str | None]:
     """Return the weights and the fingerprint of the first ones; of one process without sharding where `size` is 0."""
     trainer = L.Trainer(
@@ -72,7 +79,7 @@ def train(
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        precision="64-true",
+        precision=precision,
     )
     with trainer.init_module(empty_init=True) if size and comes_late else nullcontext():
         module = module_for(kind, path, is_alone=size == 0)
@@ -103,6 +110,27 @@ def test_weights_that_come_late_train_as_those_of_one_process(is_tied, tmp_path)
         assert furthest(kept(tmp_path / kind), weights) < 1e-9, kind
         assert furthest(kept(tmp_path / kind, 1), kept(tmp_path / kind)) == 0.0, kind
         assert (tmp_path / f"{kind}.0.fingerprint").read_text() == first, kind
+
+
+def train_in_half(folder: str) -> None:
+    weights, first = train("grpo", Path(folder, "model"), size=2, max_steps=2, precision="bf16-true")
+    keep(weights, f"{folder}/half")
+    Path(folder, "fingerprint").write_text(str(first))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_under_bf16_true_they_are_cast_as_they_come(is_tied, tmp_path):
+    save(tiny_policy("starcoder2", use_bias=False, context=64, peaked=2.0, tied=is_tied), tmp_path / "model")
+    run_ranks(2, train_in_half, str(tmp_path), output=tmp_path / "output")
+    weights = kept(tmp_path / "half")
+    assert {each.dtype for each in weights.values()} == {torch.bfloat16}
+    assert all(each.isfinite().all() for each in weights.values())
+    assert torch.equal(weights["model.lm_head.weight"], weights["model.model.embed_tokens.weight"]) == is_tied
+    assert furthest(kept(tmp_path / "half", 1), weights) == 0.0
+    expected = source_for("grpo", tmp_path / "model").load().model
+    assert (tmp_path / "fingerprint").read_text() == fingerprint(expected), "of the weights as they are on the disk"
 
 
 # -- memory --------------------------------------------------------------------------------------------------------------

@@ -58,6 +58,21 @@ def test_filled_it_is_the_model_that_is_loaded(adapter, tied, dtype, tmp_path):
     assert (head.weight is embeddings.weight) == tied
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_cast_before_it_is_filled_it_is_the_loaded_model_cast(tied, tmp_path):
+    source = PolicySource(str(saved(tmp_path, tied=tied)))
+    policy, expected = late(source), source.load()
+    filler = Filler(policy.model, policy.weights, CPU)
+    policy.model.to(torch.bfloat16)
+    head, embeddings = policy.model.get_output_embeddings(), policy.model.get_input_embeddings()
+    assert (head.weight is embeddings.weight) == tied
+    for module in policy.model.modules():
+        filler(module)
+    assert filler.fingerprint() == fingerprint(expected.model)
+    for name, each in expected.model.bfloat16().state_dict().items():
+        torch.testing.assert_close(policy.model.state_dict()[name], each, atol=0, rtol=0)  # of the same dtype
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_buffers_that_no_file_has_are_there(family, tmp_path):
     source = PolicySource(str(saved(tmp_path, family, **FAMILIES[family])))

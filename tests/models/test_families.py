@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rhymerl import PromptDataModule, RhymeModule
 from rhymerl.backends.embedded import EmbeddedBackend
@@ -20,22 +20,9 @@ from rhymerl.rollout import RolloutSettings
 from rhymerl.testing import ScriptedBackend
 from rhymerl.training.settings import UpdateSettings
 from tests.integration.training import PROMPTS, REWARD
+from tests.models.small import small_model
 from tests.models.test_logprobs import make_samples
 
-SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 19,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 1,
-    "initializer_range": 0.3,
-}
 WINDOW = {"sliding_window": 4}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {**WINDOW, "query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0}),
@@ -50,9 +37,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def build(family: str) -> PreTrainedModel:
     model_type, settings = FAMILIES[family]
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **{**SMALL, **settings})
     # torch has no grouped product in float64.
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32 if family == "gpt_oss" else torch.float64)
+    dtype = torch.float32 if family == "gpt_oss" else torch.float64
+    return small_model(model_type, dtype=dtype, max_position_embeddings=64, initializer_range=0.3, **settings)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

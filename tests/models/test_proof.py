@@ -7,29 +7,13 @@ from itertools import product
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rhymerl.errors import ConfigError
 from rhymerl.models.logits import transform_of
 from rhymerl.models.proof import prove_update
 from rhymerl.testing import tiny_policy
-
-SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 19,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 1,
-}
-
-
-def build(model_type: str, *, dtype: torch.dtype = torch.float32, **settings) -> PreTrainedModel:
-    """Build the model at its own small initial weights, where a cap on the logits hardly shows."""
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**SMALL, **settings}), dtype=dtype)
+from tests.models.small import small_model
 
 
 def with_logits(model: PreTrainedModel, change) -> PreTrainedModel:
@@ -87,13 +71,13 @@ PLAIN = [
 
 @pytest.mark.parametrize(("model_type", "dtype"), PLAIN)
 def test_models_that_are_plain_pass(model_type, dtype):
-    prove_update(build(model_type, dtype=dtype))
+    prove_update(small_model(model_type, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("cap", [15.0, 30.0, 100.0])
 def test_a_cap_shows_though_the_logits_are_small(cap, dtype):
-    model = build("qwen2", dtype=dtype)
+    model = small_model("qwen2", dtype=dtype)
     prove_update(model)
     with pytest.raises(ConfigError, match="scaled or soft-capped"):
         prove_update(with_logits(model, lambda logits: cap * torch.tanh(logits / cap)))
@@ -102,13 +86,13 @@ def test_a_cap_shows_though_the_logits_are_small(cap, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_slight_scale_shows(dtype):
     with pytest.raises(ConfigError, match="scaled or soft-capped"):
-        prove_update(with_logits(build("qwen2", dtype=dtype), lambda logits: logits / 1.0008))
+        prove_update(with_logits(small_model("qwen2", dtype=dtype), lambda logits: logits / 1.0008))
 
 
 TRANSFORMED = [
     ("nanochat", {}),
-    ("gemma2", {"head_dim": 8, "query_pre_attn_scalar": 8}),
-    ("gemma3_text", {"head_dim": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 20.0}),
+    ("gemma2", {"query_pre_attn_scalar": 8}),
+    ("gemma3_text", {"query_pre_attn_scalar": 8, "final_logit_softcapping": 20.0}),
     ("granite", {"logits_scaling": 1.0008}),
     ("granite", {"logits_scaling": 8.0}),
     ("cohere", {"logit_scale": 0.5}),
@@ -120,7 +104,7 @@ TRANSFORMED = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(("model_type", "settings"), TRANSFORMED)
 def test_logits_that_are_scaled_or_capped_as_the_config_says_pass(model_type, settings, dtype):
-    model = build(model_type, dtype=dtype, **settings)
+    model = small_model(model_type, dtype=dtype, **settings)
     assert not transform_of(model.config).is_plain
     prove_update(model)
 
@@ -128,12 +112,12 @@ def test_logits_that_are_scaled_or_capped_as_the_config_says_pass(model_type, se
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("model_type", "settings"), TRANSFORMED)
 def test_a_config_that_says_something_else_does_not(model_type, settings, dtype):
-    model = build(model_type, dtype=dtype, **settings)
+    model = small_model(model_type, dtype=dtype, **settings)
     transform = transform_of(model.config)
     cap = transform.cap if transform.cap is not None else 30.0
     for change in (lambda logits: 1.001 * logits, lambda logits: cap * torch.tanh(logits / cap)):
         with pytest.raises(ConfigError, match="scaled or soft-capped by no setting"):
-            prove_update(with_logits(build(model_type, dtype=dtype, **settings), change))
+            prove_update(with_logits(small_model(model_type, dtype=dtype, **settings), change))
 
 
 @pytest.mark.parametrize(
@@ -147,12 +131,12 @@ def test_a_config_that_says_something_else_does_not(model_type, settings, dtype)
 )
 def test_families_that_it_cannot_train_are_named_with_the_reason(model_type, settings, reason):
     with pytest.raises(ConfigError, match=reason) as error:
-        prove_update(build(model_type, **settings))
+        prove_update(small_model(model_type, **settings))
     assert "\n" not in str(error.value)
 
 
 def test_a_neutral_scale_is_none():
-    prove_update(build("granite", logits_scaling=1.0))
+    prove_update(small_model("granite", logits_scaling=1.0))
 
 
 def test_weights_that_are_not_finite_are_named():

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rhymerl.report.answers import answers_of_steps, by_epoch
+from rhymerl.report.answers import AnswerColumns, Answers, by_epoch
 from rhymerl.report.samples import sample_data
 
 ANSWERS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 4)), min_size=1, max_size=25)
@@ -32,10 +34,18 @@ def record(step: int, epoch: int, answers: list[tuple[int, int]], *, texts: bool
     }
 
 
+def answers_of(records: Iterable[dict[str, Any]]) -> Answers:
+    columns = AnswerColumns()
+    for each in records:
+        columns.add(each)
+    answers = columns.whole()
+    assert answers is not None
+    return answers
+
+
 @given(ANSWERS)
 def test_the_change_is_that_of_the_mean_since_the_prompt_was_here_before(rows):
-    answers = answers_of_steps(record(1, epoch, [(prompt, reward)]) for epoch, prompt, reward in rows)
-    assert answers is not None
+    answers = answers_of(record(1, epoch, [(prompt, reward)]) for epoch, prompt, reward in rows)
     for index, (epoch, prompt, _) in enumerate(rows):
         rewards = {e: [r for e2, p2, r in rows if (e2, p2) == (e, prompt)] for e in range(epoch + 1)}
         means = [np.mean(rewards[e]) for e in range(epoch + 1) if rewards[e]]
@@ -44,15 +54,13 @@ def test_the_change_is_that_of_the_mean_since_the_prompt_was_here_before(rows):
 
 
 def test_rates_by_epoch_are_those_of_the_sums():
-    answers = answers_of_steps([record(1, 0, [(0, 1)] * 3), record(2, 2, [(0, 1)] * 4)])
-    assert answers is not None
+    answers = answers_of([record(1, 0, [(0, 1)] * 3), record(2, 2, [(0, 1)] * 4)])
     assert by_epoch(answers, "accepted", "drafted") == {0: 1.0, 2: 1.0}
     assert by_epoch(answers, "reward", "tokens") == {0: 3 / (0 + 1 + 2), 2: 4 / (0 + 1 + 2 + 3)}
 
 
 def test_of_many_answers_some_steps_are_shown_the_last_one_among_them():
-    answers = answers_of_steps(record(step, step, [(0, step)] * 10) for step in range(1, 31))
-    assert answers is not None
+    answers = answers_of(record(step, step, [(0, step)] * 10) for step in range(1, 31))
     data = sample_data(answers, max_answers=100, max_texts=5)
     steps = sorted(set(data["columns"]["step"]))
     assert data["num_answers"] == 300
@@ -63,8 +71,7 @@ def test_of_many_answers_some_steps_are_shown_the_last_one_among_them():
 
 def test_texts_are_shown_of_whole_prompts():
     records = [record(step, step, [(prompt, 1) for prompt in range(6)], texts=True) for step in range(1, 6)]
-    answers = answers_of_steps(records)
-    assert answers is not None
+    answers = answers_of(records)
     data = sample_data(answers, max_answers=1_000, max_texts=17)
     prompts = [data["columns"]["prompt"][row] for row in data["text_rows"]]
     assert len(data["texts"]) == 15
@@ -72,7 +79,6 @@ def test_texts_are_shown_of_whole_prompts():
 
 
 def test_a_single_long_group_is_cut_to_what_there_is_room_for():
-    answers = answers_of_steps([record(1, 0, [(0, 1)] * 50, texts=True)])
-    assert answers is not None
+    answers = answers_of([record(1, 0, [(0, 1)] * 50, texts=True)])
     assert len(sample_data(answers, max_answers=20, max_texts=9)["texts"]) == 9
     assert len(sample_data(answers, max_answers=20, max_texts=9)["columns"]["step"]) == 20

@@ -10,7 +10,7 @@ from rhymerl.rollout.metrics import rollout_metrics
 from rhymerl.rollout.results import groups_that_teach_nothing
 from rhymerl.types import Ratio
 from rhymerl.workers.metrics import over_workers
-from tests.training.test_update import scored
+from tests.training.updates import scored
 
 
 def test_a_ratio_is_a_number_that_knows_its_parts():

@@ -2,109 +2,19 @@
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
 
-from rhymerl.distributed import Alone, Ranks
-from rhymerl.errors import BackendError, ConfigError, RunError
+from rhymerl.distributed import Alone
 from rhymerl.rewards import Reward, RewardScorer
-from rhymerl.rollout import Rollout, RolloutLoop, RolloutSettings
-from rhymerl.schedulers import (
-    FIFOScheduler,
-    HistoPipeScheduler,
-    Move,
-    PacedScheduler,
-    PackedScheduler,
-    Progress,
-    Scheduler,
-    SortedScheduler,
-)
+from rhymerl.rollout import Rollout, RolloutSettings
 from rhymerl.testing import make_prompt
-from rhymerl.training.checks import check_workers
 from rhymerl.workers.run_ahead import RunAheadState
 from tests.distributed.threads import Threads, run_ranks
-from tests.rollout.tokens import TokenBackend, expected
-
-SETTINGS = RolloutSettings(group_size=3, max_tokens=200)
-REWARD = Reward(lambda completion: float(len(completion.split())), name="length", where="main")
-PROMPTS = [make_prompt([3, number], id=str(number)) for number in range(8)]
-
-
-def length(request) -> int:
-    """Four to forty tokens, by prompt above all."""
-    return 4 + 5 * int(request.prompt.id) + request.seed % 3
-
-
-class Restless(FIFOScheduler):
-    """Moves about half of what is unfinished to anywhere, each time that it is asked."""
-
-    def rebalance(self, progress: Progress) -> list[Move]:
-        draw = random.Random(f"{progress.step}/{progress.num_tokens.sum()}")
-        workers = range(len(progress.planned))
-        return [
-            Move(request_id=request.id, worker=draw.choice(workers))
-            for request in progress.requests
-            if draw.random() < 0.5
-        ]
-
-
-class RestlessHistoPipe(HistoPipeScheduler):
-    """Moves as restlessly, once it knows how long answers are, and as long as it knows what it has planned."""
-
-    def rebalance(self, progress: Progress) -> list[Move]:
-        return Restless().rebalance(progress) if progress.step in self._longest else []
-
-
-class Ranked:
-    """Loops over the ranks, each with its own engine; some ranks are slower than others."""
-
-    def __init__(self, scheduler: type[Scheduler] = FIFOScheduler, *, size: int = 3, pass_s: float = 0.0, **settings):
-        self.scheduler, self.size, self.pass_s, self.settings = scheduler, size, pass_s, settings
-
-    def loop(self, ranks: Ranks, backend: TokenBackend | None = None) -> RolloutLoop:
-        return RolloutLoop(
-            backend or TokenBackend(length, pass_s=self.pass_s * (1 + ranks.rank)),
-            self.scheduler(),
-            scorer=RewardScorer([REWARD]),
-            decode=lambda ids: " ".join(map(str, ids)),
-            ranks=ranks,
-            **self.settings,
-        )
-
-    def run(self, num_steps: int, *, states: Sequence[object] = (None,), first: int = 0) -> list[list[Rollout]]:
-        """Steps by rank; a rank goes on from a loop's state, if one is given."""
-
-        def work(ranks: Threads) -> list[Rollout]:
-            loop = self.loop(ranks)
-            if states[0] is not None:
-                loop.load_state_dict(states[0])
-            results = [run_step(loop, step) for step in range(first, first + num_steps)]
-            self.states.append(loop.state_dict())
-            return results
-
-        self.states: list[object] = []
-        return run_ranks(self.size, work)
-
-
-def run_step(loop: RolloutLoop, step: int) -> Rollout:
-    loop.sync_weights([], step)
-    return loop.run(prompts(step), step, SETTINGS, epoch=step // 2, following=prompts(step + 1))
-
-
-def prompts(step: int):
-    return PROMPTS[step % 2 :: 2]
-
-
-def answers(rollout: Rollout) -> list[tuple[str, list[int]]]:
-    return [(sample.completion.request.id, sample.completion.token_ids.tolist()) for sample in rollout.samples]
-
-
-SCHEDULERS = [FIFOScheduler, SortedScheduler, PackedScheduler, HistoPipeScheduler, PacedScheduler, Restless]
+from tests.rollout.ranked import PROMPTS, SCHEDULERS, SETTINGS, Ranked, Restless, answers, prompts, run_step
+from tests.rollout.tokens import expected
 
 
 @pytest.mark.parametrize("lockstep", [False, True], ids=["free", "lockstep"])
@@ -221,44 +131,6 @@ def test_more_ranks_than_samples():
         assert [sample.completion.request.id for sample in rollout.samples] == ["0/0/0", "0/0/1"]
 
 
-def test_ranks_with_other_prompts_are_refused_before_anything_is_drawn():
-    backends = []
-
-    def work(ranks: Threads) -> None:
-        backends.append(TokenBackend(length))
-        Ranked().loop(ranks, backends[-1]).run(PROMPTS[ranks.rank :: 2], 0, SETTINGS)
-
-    with pytest.raises(ConfigError, match="rank 1 has other prompts than rank 0"):
-        run_ranks(2, work)
-    assert backends[0].num_passes == 0 or backends[1].num_passes == 0
-
-
-class Dropping(FIFOScheduler):
-    def plan(self, requests, num_workers, step):
-        return super().plan(requests[:-1], num_workers, step)
-
-
-def test_a_plan_that_drops_a_request_names_scheduler_and_request():
-    with pytest.raises(ValueError, match="Dropping.plan drops the request '0/6/2'"):
-        Ranked(Dropping).run(1)
-
-
-class Doubling(TokenBackend):
-    """Hands over each answer that it has twice."""
-
-    def collect(self, timeout_s=None, *, max_passes=None):
-        found = super().collect(timeout_s, max_passes=max_passes)
-        return [*found, *found]
-
-
-def test_an_answer_that_comes_twice_is_an_error():
-    def work(ranks: Threads) -> None:
-        Ranked().loop(ranks, Doubling(length)).run(PROMPTS, 0, SETTINGS)
-
-    with pytest.raises(BackendError, match="Doubling gave the answer"):
-        run_ranks(2, work)
-
-
 def test_ranks_that_wait_do_not_spin():
     def work(ranks: Threads) -> float:
         loop = Ranked(pass_s=0.02 * (ranks.rank == 0)).loop(ranks)
@@ -314,26 +186,6 @@ def test_replacements_end_with_the_bound_and_with_the_prompts():
     assert groups(0) == groups(1) == groups(6) == ["0/0/0", "0/0/1", "0/1/0", "0/1/1"]
 
 
-class Nowhere(FIFOScheduler):
-    def rebalance(self, progress: Progress) -> list[Move]:
-        return [Move(request_id=progress.requests[0].id, worker=99)]
-
-
-def test_a_move_to_nowhere_names_scheduler_and_request():
-    with pytest.raises(ValueError, match="Nowhere.rebalance moves the request '0/.*' to worker 99: expected 0 to 1"):
-        Ranked(Nowhere, size=2, pass_s=0.03).run(1)
-
-
-def test_tokens_of_a_policy_that_is_too_old_end_the_run():
-    before = Ranked(pass_s=0.0004, run_ahead="keep")
-    before.run(3)
-    state = before.states[0]
-    for sampled in state["ahead"]["outputs"].values():
-        sampled["policy_versions"] -= 1
-    with pytest.raises(RunError, match="step 3: a token was sampled 2 updates ago"):
-        Ranked(run_ahead="keep").run(1, states=[state], first=3)
-
-
 @pytest.mark.parametrize("run_ahead", ["off", "draft", "keep"])
 def test_what_was_sampled_under_other_settings_is_sampled_anew(run_ahead):
     before = Ranked(pass_s=0.0004, run_ahead="keep")
@@ -347,46 +199,6 @@ def test_what_was_sampled_under_other_settings_is_sampled_anew(run_ahead):
 
     for sample in run_ranks(3, work)[0].samples:
         assert set(sample.completion.output.policy_versions.tolist()) == {3}
-
-
-class Losing(TokenBackend):
-    """Forgets the first request."""
-
-    def submit(self, requests):
-        super().submit(requests[1:])
-
-
-class Uncounted(TokenBackend):
-    counts_passes = False
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "run_ahead", "is_refused"),
-    [(FIFOScheduler, "off", False), (FIFOScheduler, "draft", True), (Restless, "off", True)],
-)
-def test_ranks_keep_step_by_passes_so_their_engines_must_count_them(scheduler, run_ahead, is_refused):
-    ranked = Ranked(scheduler, size=2, lockstep=True, run_ahead=run_ahead)
-    with (
-        pytest.raises(ValueError, match="^lockstep=True: Uncounted cannot count passes")
-        if is_refused
-        else nullcontext()
-    ):
-        run_ranks(2, lambda ranks: ranked.loop(ranks, Uncounted(length)))
-    settings = {"scheduler": scheduler(), "run_ahead": run_ahead, "lockstep": True, "workers": None}
-    check_workers(Uncounted(length), **settings, num_ranks=1)
-    check_workers(TokenBackend(length), **settings, num_ranks=2)
-    message = rf"^deterministic=true with 2 workers and run_ahead={run_ahead}, scheduler={scheduler.__name__}: Uncounted cannot"
-    with pytest.raises(ConfigError, match=message) if is_refused else nullcontext():
-        check_workers(Uncounted(length), **settings, num_ranks=2)
-
-
-@pytest.mark.parametrize("lockstep", [False, True])
-def test_a_lost_request_is_an_error(lockstep):
-    def work(ranks: Threads) -> None:
-        Ranked(Restless, lockstep=lockstep).loop(ranks, Losing(length)).run(PROMPTS, 0, SETTINGS)
-
-    with pytest.raises(BackendError, match=r"Losing lost \d requests"):
-        run_ranks(2, work)
 
 
 def test_every_rank_knows_when_each_worker_decoded_and_got_weights():

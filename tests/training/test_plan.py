@@ -24,8 +24,8 @@ from rhymerl.training.traffic import traffic
 from tests.integration.ranked import run_ranks
 from tests.integration.sharded import train
 from tests.training.setups import setup_for
-from tests.training.test_update import first_policy, run_update
 from tests.training.test_update_ranks import ragged
+from tests.training.updates import first_policy, run_update
 
 STRATEGIES = {1: ("alone",), 2: ("ddp", "fsdp2"), 3: ("fsdp2",)}
 KINDS = ("grpo", "ppo", "lora")  # with a reference, with a critic of its own, with adapters

@@ -23,7 +23,7 @@ from rhymerl.training.dealing import deal_samples
 from rhymerl.training.settings import UpdateSettings
 from rhymerl.training.updater import Updater
 from tests.distributed.threads import run_ranks
-from tests.training.test_update import ActorCritic, forgiving_grpo, scored
+from tests.training.updates import ActorCritic, forgiving_grpo, scored
 
 
 @pytest.fixture(autouse=True)

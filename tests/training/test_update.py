@@ -4,151 +4,23 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 
 from rhymerl.algos import GRPO
-from rhymerl.algos.base import Algorithm, Batch, PolicyOutput, Totals
-from rhymerl.distributed import Ranks
-from rhymerl.errors import ConfigError
+from rhymerl.algos.base import Algorithm, Batch
 from rhymerl.models.critic import CriticSettings
 from rhymerl.models.logprobs import policy_output, token_batch
-from rhymerl.models.policy import Policy
-from rhymerl.models.sharding import replicate, shard
-from rhymerl.rollout import RolloutSettings
 from rhymerl.testing import tiny_policy
 from rhymerl.training.batches import step_batch
-from rhymerl.training.checks import check_algorithm
 from rhymerl.training.settings import UpdateSettings
 from rhymerl.training.updater import Updater
-from rhymerl.types import Completion, Output, RolloutRequest, Sample
-from tests.models.test_logprobs import make_samples
-
-
-def scored(count: int) -> list[Sample]:
-    """Groups of four samples with random rewards and behaviour log-probs."""
-    source = np.random.default_rng(3)
-    samples = make_samples(count)
-    result = []
-    for i, sample in enumerate(samples):
-        prompt = samples[i - i % 4].prompt
-        request = RolloutRequest(
-            id=str(i), prompt=prompt, sample=i % 4, seed=i, sampling=sample.completion.request.sampling
-        )
-        generated = Output(
-            token_ids=sample.completion.token_ids,
-            logprobs=-source.random(len(sample)) * 5,
-            policy_versions=np.zeros(len(sample), np.int32),
-        )
-        completion = Completion(request=request, output=replace(generated, finish_reason="stop"))
-        reward = float(source.integers(2))
-        result.append(Sample(completion=completion, text="", reward=reward, rewards={}, loss_mask=sample.loss_mask))
-    return result
-
-
-class ActorCritic(Algorithm):
-    """Reads all that there is: every pass, values with a gradient, an entropy that is trained, what a step adapts."""
-
-    needs = frozenset({"proximal", "reference", "values"})
-    trains_entropy = True
-
-    def __init__(self, *, value_coef: float = 0.5) -> None:
-        self.value_coef = value_coef
-        self.num_steps = 0
-        self.prepared: list[Batch] = []
-
-    def advantages(self, batch: Batch) -> Tensor:
-        return (batch.rewards[:, None] - batch.values).masked_fill(~batch.mask, 0)
-
-    def prepare(self, batch: Batch) -> Batch:
-        self.prepared.append(replace(super().prepare(batch), returns=batch.rewards[:, None].expand_as(batch.values)))
-        return self.prepared[-1]
-
-    def loss(self, batch: Batch, output: PolicyOutput, totals: Totals) -> tuple[Tensor, Mapping[str, Tensor]]:
-        ratio = (output.logprobs - batch.proximal_logprobs).exp()
-        pull = (output.logprobs - batch.reference_logprobs) ** 2
-        wrong = (output.values - batch.returns) ** 2
-        each = -ratio * batch.advantages + 0.1 * pull - 0.1 * output.entropy + self.value_coef * wrong
-        # Of the first token and of each sample, so that both totals are needed.
-        loss = (
-            each.masked_fill(~batch.mask, 0).sum() / totals.num_tokens + output.values[:, 0].sum() / totals.num_samples
-        )
-        kept = {"ratio": ratio, "wrong": wrong, "values": output.values}
-        return loss, {name: (it.detach() * batch.mask).sum() / totals.num_tokens for name, it in kept.items()}
-
-    def metrics(self, batch: Batch) -> dict[str, float]:
-        self.num_steps += 1
-        return {"num_steps": float(self.num_steps)}
-
-
-def forgiving_grpo(**settings: float) -> GRPO:
-    """Whose ratios are hardly ever clipped."""
-    return GRPO(clip_low=5, clip_high=50, **settings)
-
-
-@functools.cache
-def first_policy(attention_dropout: float = 0.0) -> Policy:
-    """Return the policy of which every run starts from a copy."""
-    policy = tiny_policy(attention_dropout=attention_dropout)
-    policy.model.train()
-    return policy
-
-
-def run_update(
-    samples: list[Sample],
-    *,
-    algorithm: Callable[[], Algorithm] = forgiving_grpo,
-    critic: CriticSettings | None = None,
-    steps: int = 1,
-    dropout: float = 0.0,
-    backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
-    ranks: Ranks | None = None,
-    draws_exactly: bool = False,
-    mesh: DeviceMesh | None = None,
-    **settings: float,
-) -> tuple[nn.ModuleDict, dict[str, float]]:
-    """The same samples as `steps` rollout steps in a row, from the same model; with the last step's metrics but for times.
-
-    Returns what was trained: `model` and, if there is one, `critic`; sharded over a `mesh`, as the reference is.
-    """
-    made = algorithm()
-    model = copy.deepcopy(first_policy(dropout).model)
-    update = UpdateSettings(**{"learning_rate": 1e-3, **settings})
-    trained = nn.ModuleDict({"model": model})
-    if critic is not None:
-        trained["critic"] = critic.build(first_policy(dropout), seed=2)
-    reference = first_policy(dropout).model if "reference" in made.needs else None
-    if mesh is not None:
-        reference = copy.deepcopy(reference)
-        for each in (model, reference, trained["critic"].body if critic is not None else None):
-            if each is not None:
-                shard(each, mesh)
-        if critic is not None:
-            replicate(trained["critic"].head, mesh)
-    optimizer = update.optimizer(list(model.parameters()), critic=trained["critic"] if critic is not None else None)
-    schedule = update.schedule(optimizer, 10)
-    updater = Updater(
-        model,
-        made,
-        update,
-        temperature=0.9,
-        seed=1,
-        backward=backward,
-        autocast=nullcontext,
-        draws_exactly=draws_exactly,
-        reference=reference,
-        critic=trained["critic"] if critic is not None else None,
-        ranks=ranks,
-    )
-    metrics = [dict(updater.run(samples, step, optimizer=optimizer, schedule=schedule)) for step in range(steps)]
-    return trained, {name: value for name, value in metrics[-1].items() if not name.startswith("timing_s/")}
+from tests.training.updates import ActorCritic, first_policy, forgiving_grpo, run_update, scored
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.3])
@@ -291,15 +163,6 @@ def test_activation_checkpointing_leaves_no_hooks():
     assert not any(module._forward_hooks for module in trained["model"].modules())
 
 
-def test_activation_checkpointing_is_refused_for_a_model_that_has_none(monkeypatch):
-    model = copy.deepcopy(first_policy().model)
-    update = UpdateSettings(activation_checkpointing=True)
-    update.check(model, 64)
-    monkeypatch.setattr(type(model), "supports_gradient_checkpointing", False)
-    with pytest.raises(ConfigError, match="update.activation_checkpointing=true: Qwen2ForCausalLM does not support it"):
-        update.check(model, 64)
-
-
 def test_the_update_moves_the_policy_towards_what_was_rewarded():
     samples = scored(16)
     before, after = tiny_policy().model, run_update(samples, learning_rate=1e-4)[0]["model"]
@@ -316,97 +179,6 @@ def test_gradient_norm_is_clipped_and_reported():
     assert limited["grad_norm"] == pytest.approx(metrics["grad_norm"])
     left, right = (next(iter(m.parameters())).grad.norm() for m in (clipped, free))
     assert left == pytest.approx(1e-3 * float(right), rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({}, [1, 1, 1, 1, 1]),
-        ({"warmup_steps": 2}, [0.5, 1, 1, 1, 1]),
-        ({"lr_schedule": "linear"}, [1, 0.75, 0.5, 0.25, 0]),
-        ({"lr_schedule": "linear", "min_lr_ratio": 0.2}, [1, 0.8, 0.6, 0.4, 0.2]),
-        ({"lr_schedule": "cosine", "warmup_steps": 2}, [0.5, 1, 1, 0.5, 0]),
-    ],
-)
-def test_schedules_by_hand(settings, expected):
-    update = UpdateSettings(learning_rate=2.0, **settings)
-    optimizer = update.optimizer([nn.Parameter(torch.zeros(2, 2))])
-    schedule = update.schedule(optimizer, 4)
-    rates = []
-    for _ in range(5):
-        rates.append(schedule.get_last_lr()[0] / 2)
-        optimizer.step()
-        schedule.step()
-    assert rates == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_the_policys_schedule_begins_when_it_begins_to_move(shared):
-    """Two rollout steps of a critic's warm-up, of two optimizer steps each; then two of the policy's own."""
-    update = UpdateSettings(learning_rate=2.0, lr_schedule="linear", warmup_steps=2, mini_batches=2)
-    policy = tiny_policy()
-    critic = CriticSettings(shared=shared, learning_rate=0.5, warmup_steps=2).build(policy, seed=0)
-    optimizer = update.optimizer(list(policy.model.parameters()), critic=critic)
-    schedule = update.schedule(optimizer, 10, critic=critic)
-    rates = []
-    for _ in range(10):
-        rates.append((schedule.get_last_lr()[0] / 2, schedule.get_last_lr()[-1] / 0.5))
-        optimizer.step()
-        schedule.step()
-    of_policy, of_critic = zip(*rates, strict=True)
-    assert of_policy == pytest.approx([0.5, 0.5, 0.5, 0.5, 0.5, 1, 1, 0.75, 0.5, 0.25])
-    assert of_critic == pytest.approx([0.5, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8])
-
-
-def test_dropout_is_warned_of(caplog):
-    UpdateSettings().warn(first_policy().model)
-    assert not caplog.records
-    UpdateSettings().warn(first_policy(0.3).model)
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "update.micro_batch_tokens" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [("group_size=8: odd", "rollout.group_size=8: odd"), ("clip=2: too wide", "algo: clip=2: too wide")],
-)
-def test_what_an_algorithm_refuses_is_named_by_where_it_stands(words, told):
-    class Refusing(GRPO):
-        def check(self, *, group_size):
-            raise ValueError(words)
-
-    with pytest.raises(ValueError, match=f"^{told}"):
-        check_algorithm(Refusing(), rollout=RolloutSettings(), update=UpdateSettings())
-
-
-@pytest.mark.parametrize("settings", [{"epochs": 2}, {"mini_batches": 2}])
-def test_a_bound_on_the_divergence_needs_several_updates(settings):
-    check_algorithm(GRPO(), rollout=RolloutSettings(), update=UpdateSettings())
-    check_algorithm(GRPO(max_kl=0.1), rollout=RolloutSettings(), update=UpdateSettings(**settings))
-    with pytest.raises(ValueError, match=r"^algo.max_kl=0.1 .*update.epochs=1 and update.mini_batches=1"):
-        check_algorithm(GRPO(max_kl=0.1), rollout=RolloutSettings(), update=UpdateSettings())
-
-
-def test_biases_and_norms_do_not_decay():
-    model = tiny_policy().model
-    optimizer = UpdateSettings(weight_decay=0.1).optimizer(list(model.parameters()))
-    for group in optimizer.param_groups:
-        assert all((p.ndim > 1) == (group["weight_decay"] > 0) for p in group["params"])
-    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"mini_batches": 0}, "^mini_batches=0: expected at least 1"),
-        ({"epochs": 0}, "^epochs=0: expected at least 1"),
-        ({"learning_rate": -1.0}, "^learning_rate=-1.0"),
-        ({"lr_schedule": "cubic"}, "^lr_schedule='cubic': expected constant, linear or cosine"),
-    ],
-)
-def test_bad_settings_are_named(settings, message):
-    with pytest.raises(ValueError, match=message):
-        UpdateSettings(**settings)
 
 
 def test_values_behind_the_last_tokens_are_there_where_they_are_asked_for():

@@ -17,7 +17,7 @@ from rhymerl.models.critic import CriticSettings
 from rhymerl.training.settings import UpdateSettings
 from rhymerl.training.updater import Updater
 from rhymerl.types import Sample
-from tests.training.test_update import ActorCritic, first_policy, run_update, scored
+from tests.training.updates import ActorCritic, first_policy, run_update, scored
 
 
 def test_only_answers_with_tokens_of_another_policy_are_passed_over_for_the_proximal_one():

@@ -22,7 +22,7 @@ from rhymerl.errors import RunError
 from rhymerl.models.critic import CriticSettings
 from rhymerl.types import Sample
 from tests.distributed.threads import run_ranks
-from tests.training.test_update import ActorCritic, first_policy, forgiving_grpo, run_update, scored
+from tests.training.updates import ActorCritic, first_policy, forgiving_grpo, run_update, scored
 
 T = TypeVar("T")
 

@@ -19,8 +19,8 @@ from rhymerl.models.critic import CriticSettings
 from rhymerl.models.logprobs import policy_output, token_batch
 from rhymerl.models.sharding import shard, whole
 from tests.integration.ranked import run_ranks
-from tests.training.test_update import ActorCritic, first_policy, forgiving_grpo, run_update
 from tests.training.test_update_ranks import ragged
+from tests.training.updates import ActorCritic, first_policy, forgiving_grpo, run_update
 
 SMALL = {
     "micro_batch_tokens": 60,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from rhymerl.schedulers import FIFOScheduler
 from rhymerl.testing import make_requests
 from rhymerl.types import NOT_DRAFTED, Completion, DraftSource, Output, Sample
-from rhymerl.workers.auto import RunAheadRule, share_ahead
+from rhymerl.workers.auto import DraftWherePays, RunAheadRule, rule_of, share_ahead
 
 
 def begun(rule: RunAheadRule, shares: list[float | None]) -> list[bool]:
@@ -15,34 +16,34 @@ def begun(rule: RunAheadRule, shares: list[float | None]) -> list[bool]:
     found = []
     for share in shares:
         found.append(rule.begins())
-        rule.learn(share)
+        rule.note(share)
     return found
 
 
 def test_steps_are_begun_ahead_while_that_brings_tokens():
-    assert begun(RunAheadRule(), [0.0, 0.5, 0.02, 0.3]) == [True] * 4
+    assert begun(DraftWherePays(), [0.0, 0.5, 0.02, 0.3]) == [True] * 4
 
 
 def test_where_it_brings_none_every_eighth_step_looks_again():
     # The share of step 1 is the first of one that was begun ahead. Step 2 had begun by then.
-    assert begun(RunAheadRule(), [0.0] * 20) == [True, True, *[False] * 7, True, *[False] * 7, True, False, False]
+    assert begun(DraftWherePays(), [0.0] * 20) == [True, True, *[False] * 7, True, *[False] * 7, True, False, False]
 
 
 def test_one_look_is_enough_to_begin_again():
     shares = [0.0] * 10 + [0.4] * 5
-    assert begun(RunAheadRule(), shares)[-6:] == [True, False, True, True, True, True]
+    assert begun(DraftWherePays(), shares)[-6:] == [True, False, True, True, True, True]
 
 
 def test_an_engine_that_does_not_tell_is_believed():
-    assert begun(RunAheadRule(), [None] * 12) == [True] * 12
+    assert begun(DraftWherePays(), [None] * 12) == [True] * 12
 
 
 def test_a_rule_goes_on_from_its_state():
     shares = [0.0] * 30
-    whole, first = RunAheadRule(), RunAheadRule()
+    whole, first = DraftWherePays(), DraftWherePays()
     expected = begun(whole, shares)
     found = begun(first, shares[:7])
-    second = RunAheadRule()
+    second = DraftWherePays()
     second.load_state_dict(first.state_dict())
     assert found + begun(second, shares[7:]) == expected
 
@@ -67,6 +68,15 @@ def test_the_share_is_of_tokens_that_came_from_run_ahead(sources, share):
         for request, each in zip(make_requests(len(sources), max_tokens=4), sources, strict=True)
     ]
     assert share_ahead(samples) == share
+
+
+@pytest.mark.parametrize("mode", ["off", "draft", "keep"])
+def test_the_other_modes_know_beforehand(mode):
+    rule = rule_of(mode)
+    assert begun(rule, [0.0] * 9) == [mode != "off"] * 9
+    assert (rule.mode, rule.state_dict()) == (mode, {})
+    scheduler = FIFOScheduler()
+    assert rule.planner(scheduler, max_running=None) is scheduler
 
 
 def output(sources: list[int] | None) -> Output:

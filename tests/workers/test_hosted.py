@@ -19,7 +19,7 @@ from rhymerl.rewards import RewardScorer
 from rhymerl.rollout import Rollout, RolloutLoop
 from rhymerl.schedulers import FIFOScheduler
 from tests.distributed.threads import run_ranks
-from tests.rollout.test_ranks import REWARD, SCHEDULERS, SETTINGS, Ranked, answers, length, prompts, run_step
+from tests.rollout.ranked import REWARD, SCHEDULERS, SETTINGS, Ranked, answers, length, prompts, run_step
 from tests.rollout.tokens import TokenBackend, expected
 
 NO_POLICY = SimpleNamespace(model=nn.Module(), named_weights=list)

@@ -11,7 +11,7 @@ import pytest
 
 from rhymerl.errors import RewardError
 from rhymerl.rewards import Reward, RewardScorer
-from tests.rollout.test_ranks import SETTINGS, answers, prompts, run_step
+from tests.rollout.ranked import SETTINGS, answers, prompts, run_step
 from tests.workers.test_hosted import alone, check_kept, fleet, run
 
 SLOW_S = 0.05

@@ -7,7 +7,7 @@ import pytest
 from rhymerl.errors import BackendError
 from rhymerl.rollout import requests_of
 from rhymerl.workers.worker import DecodeLimits, Worker
-from tests.rollout.test_ranks import PROMPTS, SETTINGS, length
+from tests.rollout.ranked import PROMPTS, SETTINGS, length
 from tests.rollout.tokens import TokenBackend, token
 
 REQUESTS = requests_of(PROMPTS[:4], 0, SETTINGS, seed=0, stop_token_ids=())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -76,12 +76,11 @@ def line_chart(
     caption: str,
     y_title: str,
     reference: float | None = None,
-    shown: Callable[[Run], bool] | None = None,
     is_smoothed: bool = False,
     from_zero: bool = True,
 ) -> list[Chart]:
     """Return a chart of one metric with a line a run; nothing where no run has it, or where it is 0 throughout."""
-    chosen = [run for run in runs if run.has(metric) and (shown is None or shown(run))]
+    chosen = [run for run in runs if run.has(metric)]
     series: list[Series] = []
     for run in chosen:
         colour, curve = run_colour(runs.index(run)), run.curves[metric]

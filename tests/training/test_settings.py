@@ -1,0 +1,118 @@
+"""The settings of the update: schedules by hand, and what is refused or warned of."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from rhymerl.algos import GRPO
+from rhymerl.errors import ConfigError
+from rhymerl.models.critic import CriticSettings
+from rhymerl.rollout import RolloutSettings
+from rhymerl.testing import tiny_policy
+from rhymerl.training.checks import check_algorithm
+from rhymerl.training.settings import UpdateSettings
+from tests.training.updates import first_policy
+
+
+def test_activation_checkpointing_is_refused_for_a_model_that_has_none(monkeypatch):
+    model = copy.deepcopy(first_policy().model)
+    update = UpdateSettings(activation_checkpointing=True)
+    update.check(model, 64)
+    monkeypatch.setattr(type(model), "supports_gradient_checkpointing", False)
+    with pytest.raises(ConfigError, match="update.activation_checkpointing=true: Qwen2ForCausalLM does not support it"):
+        update.check(model, 64)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [1, 1, 1, 1, 1]),
+        ({"warmup_steps": 2}, [0.5, 1, 1, 1, 1]),
+        ({"lr_schedule": "linear"}, [1, 0.75, 0.5, 0.25, 0]),
+        ({"lr_schedule": "linear", "min_lr_ratio": 0.2}, [1, 0.8, 0.6, 0.4, 0.2]),
+        ({"lr_schedule": "cosine", "warmup_steps": 2}, [0.5, 1, 1, 0.5, 0]),
+    ],
+)
+def test_schedules_by_hand(settings, expected):
+    update = UpdateSettings(learning_rate=2.0, **settings)
+    optimizer = update.optimizer([nn.Parameter(torch.zeros(2, 2))])
+    schedule = update.schedule(optimizer, 4)
+    rates = []
+    for _ in range(5):
+        rates.append(schedule.get_last_lr()[0] / 2)
+        optimizer.step()
+        schedule.step()
+    assert rates == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_policys_schedule_begins_when_it_begins_to_move(shared):
+    """Two rollout steps of a critic's warm-up, of two optimizer steps each; then two of the policy's own."""
+    update = UpdateSettings(learning_rate=2.0, lr_schedule="linear", warmup_steps=2, mini_batches=2)
+    policy = tiny_policy()
+    critic = CriticSettings(shared=shared, learning_rate=0.5, warmup_steps=2).build(policy, seed=0)
+    optimizer = update.optimizer(list(policy.model.parameters()), critic=critic)
+    schedule = update.schedule(optimizer, 10, critic=critic)
+    rates = []
+    for _ in range(10):
+        rates.append((schedule.get_last_lr()[0] / 2, schedule.get_last_lr()[-1] / 0.5))
+        optimizer.step()
+        schedule.step()
+    of_policy, of_critic = zip(*rates, strict=True)
+    assert of_policy == pytest.approx([0.5, 0.5, 0.5, 0.5, 0.5, 1, 1, 0.75, 0.5, 0.25])
+    assert of_critic == pytest.approx([0.5, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8])
+
+
+def test_dropout_is_warned_of(caplog):
+    UpdateSettings().warn(first_policy().model)
+    assert not caplog.records
+    UpdateSettings().warn(first_policy(0.3).model)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "update.micro_batch_tokens" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [("group_size=8: odd", "rollout.group_size=8: odd"), ("clip=2: too wide", "algo: clip=2: too wide")],
+)
+def test_what_an_algorithm_refuses_is_named_by_where_it_stands(words, told):
+    class Refusing(GRPO):
+        def check(self, *, group_size):
+            raise ValueError(words)
+
+    with pytest.raises(ValueError, match=f"^{told}"):
+        check_algorithm(Refusing(), rollout=RolloutSettings(), update=UpdateSettings())
+
+
+@pytest.mark.parametrize("settings", [{"epochs": 2}, {"mini_batches": 2}])
+def test_a_bound_on_the_divergence_needs_several_updates(settings):
+    check_algorithm(GRPO(), rollout=RolloutSettings(), update=UpdateSettings())
+    check_algorithm(GRPO(max_kl=0.1), rollout=RolloutSettings(), update=UpdateSettings(**settings))
+    with pytest.raises(ValueError, match=r"^algo.max_kl=0.1 .*update.epochs=1 and update.mini_batches=1"):
+        check_algorithm(GRPO(max_kl=0.1), rollout=RolloutSettings(), update=UpdateSettings())
+
+
+def test_biases_and_norms_do_not_decay():
+    model = tiny_policy().model
+    optimizer = UpdateSettings(weight_decay=0.1).optimizer(list(model.parameters()))
+    for group in optimizer.param_groups:
+        assert all((p.ndim > 1) == (group["weight_decay"] > 0) for p in group["params"])
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mini_batches": 0}, "^mini_batches=0: expected at least 1"),
+        ({"epochs": 0}, "^epochs=0: expected at least 1"),
+        ({"learning_rate": -1.0}, "^learning_rate=-1.0"),
+        ({"lr_schedule": "cubic"}, "^lr_schedule='cubic': expected constant, linear or cosine"),
+    ],
+)
+def test_bad_settings_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        UpdateSettings(**settings)
