@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,21 @@ from typing import Any
 import record
 
 ROOT = Path(__file__).parent.parent
-MODES = ("none", "ngram", "ours_ngram", "history_tree")
-PACKAGES = ("torch", "transformers", "lightning", "hydra", "omegaconf", "numba", "tensorboard", "sglang")
+MODES = ("none", "history_tree", "stock", "ours_ngram", "ngram")  # the last ones are those that may be cut off
+PACKAGES = (  # those of pyproject.toml and antlr4, which hydra needs; the engine; those of the tests
+    *("torch", "transformers", "lightning", "hydra", "omegaconf", "antlr4", "numba", "numpy", "jinja2", "plotly"),
+    *("rich", "safetensors", "tensorboard", "sglang", "pytest", "pytest_timeout", "hypothesis"),
+)
 SHAPE = (  # of 0.5B
     "model_type:qwen2,vocab_size:151936,hidden_size:896,num_hidden_layers:24,num_attention_heads:14,num_key_value_heads:2,"
     "intermediate_size:4864,max_position_embeddings:4096"
 )
 PLUGIN = "[sglang.srt.plugins]\nrhymerl = rhymerl.backends.sglang.plugin:register\n"
-COSTS_OF = ("backend=sglang", "backend.dtype=bfloat16", "model.path=null", f"+model.init={{{SHAPE}}}")
+COSTS_OF = (
+    *("backend=sglang", "backend.dtype=bfloat16", "model.path=null", f"+model.init={{{SHAPE}}}"),
+    *("+measure.nodes=[15]", "+measure.rounds=1"),  # each number of nodes has an engine of its own
+)
+OF_TESTS = "RHYMERL_SGLANG_GPU"  # tests/sglang/test_gpu.py
 STOP_S = 10.0
 
 
@@ -50,62 +58,58 @@ class Part:
 def parts(arguments: argparse.Namespace) -> list[Part]:
     """The most telling ones first: time on a GPU may end early."""
     engine = [*_given("--server", arguments.server), *_given("--environment", arguments.environment)]
-    tests = ("-m", "pytest", "-q", "-rs", "-n", "0", "-p", "no:cacheprovider", "tests")
+    shown = ("-v", "-W", "default", "--disable-warnings", "--timeout=240", "-p", "no:cacheprovider")
+    tests = ("-m", "pytest", *shown, "-m", "gpu", *gpu_tests())
     table = ("benchmarks/sglang_throughput.py", "--dtype", "bfloat16", "--repeats", "1", "--nodes", "16")
-    small = ("--size", "0.5B", "--running", "8", "128", "32", "1", "--memory", "0.12", "--minutes", "6.5")
-    large = ("--size", "7B", "--running", "8", "128", "--in-turns", "--memory", "0.4", "--minutes", "6")
-    steps = ("benchmarks/gpu_steps.py", "--size", "0.5B", "--minutes", "3")
+    small = ("--size", "0.5B", "--running", "8", "128", "32", "1", "--memory", "0.3", "--minutes", "6.5")
+    large = ("--size", "7B", "--running", "8", "128", "--num-prompts", "32", "--memory", "0.4", "--minutes", "6")
+    both = ("--size", "0.5B", "--running", "64", "--epochs", "0", "--minutes", "1.5")
+    steps = ("benchmarks/gpu_steps.py", "--size", "0.5B", "--minutes", "4.5")
     return [
-        Part(name="tests", question="do the tests of a GPU pass?", words=(*tests, "-m", "gpu"), minutes=5),
+        Part(name="tests", question="do the tests of a GPU pass?", words=tests, minutes=5),
         Part(
             name="table-0.5B",
             question="what do drafts bring inside SGLang at 0.5B?",
-            words=(*table, *small, "--modes", *MODES, "stock", *engine),
+            words=(*table, *small, "--in-turns", "--modes", *MODES, *engine),
             minutes=7.5,
         ),
         Part(
             name="draw",
             question="what does the keyed draw cost?",
-            words=("benchmarks/draw_kernel.py",),
-            minutes=1.5,
+            words=("benchmarks/draw_kernel.py", "--repeats", "5", "--calls", "3"),
+            minutes=1,
         ),
         Part(
             name="steps",
             question="what does history bring to a training step?",
             words=(*steps, *engine),
-            minutes=4,
+            minutes=5,
         ),
         Part(
             name="embedded",
             question="how far is the embedded engine behind SGLang?",
-            words=(
-                *table,
-                "--size",
-                "0.5B",
-                "--running",
-                "64",
-                "--modes",
-                "none",
-                "embedded",
-                "--minutes",
-                "1.5",
-                *engine,
-            ),
-            minutes=2.5,
+            words=(*table, *both, "--modes", "none", "embedded", *engine),
+            minutes=2,
         ),
         Part(
             name="costs",
             question="what does a pass cost?",
             words=("-m", "rhymerl", "bench", "costs", "--json", *COSTS_OF, *_settings(arguments)),
-            minutes=2,
+            minutes=2.5,
         ),
         Part(
             name="table-7B",
             question="what do drafts bring inside SGLang at 7B?",
-            words=(*table, *large, "--modes", *MODES, *engine),
-            minutes=7.5,
+            words=(*table, *large, "--in-turns", "--modes", *(mode for mode in MODES if mode != "stock"), *engine),
+            minutes=7,
         ),
     ]
+
+
+def gpu_tests() -> list[str]:
+    """Return the files with tests of a GPU: to import all others takes long, and packages that a GPU's machine may lack."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(file.relative_to(ROOT)) for file in files if "pytest.mark.gpu" in file.read_text()]
 
 
 def _given(option: str, words: Sequence[str]) -> list[str]:
@@ -146,6 +150,26 @@ def unpack(wheels: Path, site: Path) -> None:
         about.mkdir(parents=True, exist_ok=True)
         (about / "METADATA").write_text("Metadata-Version: 2.1\nName: rhymerl\nVersion: 0\n")
         (about / "entry_points.txt").write_text(PLUGIN)
+
+
+def environment(site: Path, *, server: Sequence[str] = (), variables: Sequence[str] = ()) -> dict[str, str]:
+    """Return that of the parts: the checkout and what came with the wheels, no network, and output that a kill does not swallow.
+
+    Tests are told of SGLang's further arguments and variables by it.
+    """
+    path = os.pathsep.join([str(site), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    of_machine = {"arguments": _values(server), "environment": dict(each.split("=", 1) for each in variables)}
+    own = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", OF_TESTS: json.dumps(of_machine)}
+    return {**os.environ, **own}
+
+
+def _values(words: Sequence[str]) -> dict[str, Any]:
+    """Return KEY=VALUE with numbers and true or false as such."""
+    found: dict[str, Any] = dict(word.split("=", 1) for word in words)
+    for name, value in found.items():
+        with suppress(ValueError):
+            found[name] = json.loads(value)
+    return found
 
 
 class Session:
@@ -193,6 +217,7 @@ class Session:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=record.dying_with(os.getpid()),
             )
             try:
                 while process.poll() is None and time.monotonic() - begun < 60 * part.minutes:
@@ -286,12 +311,9 @@ def main(words: Sequence[str] | None = None) -> int:
         would = ", ".join(part.name for part in chosen)
         say(f"make gpu would run {would}; missing: {', '.join(lacking)} (wheels are looked for in {arguments.wheels})")
         return 2
-    path = os.pathsep.join([str(site), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    session = Session(
-        arguments.out / f"gpu_{arguments.hardware}.jsonl",
-        environment={**os.environ, "PYTHONPATH": path},
-        folder=arguments.work,
-    )
+    file = arguments.out / f"gpu_{arguments.hardware}.jsonl"
+    given = environment(site, server=arguments.server, variables=arguments.environment)
+    session = Session(file, environment=given, folder=arguments.work)
     session._write({"part": "machine", "row": machine()})
     session.run(chosen, again=arguments.again, minutes=arguments.minutes)
     return 0 if session.done() >= {part.name for part in chosen} else 1

@@ -1,4 +1,4 @@
-"""Time of whole GRPO steps with SGLang, drafts from history against none: six epochs over the same prompts.
+"""Time of whole GRPO steps with SGLang, drafts from history against none: four epochs over the same prompts.
 
 The policy has random weights of a size, whose head is sure of few tokens, and hardly changes (learning rate 1e-9), so that epochs repeat as
 in `sglang_throughput.py`. The update is as long as with any weights. One run a drafter, one after another.
@@ -21,7 +21,7 @@ from typing import Any
 import record
 from sglang_work import SIZES, peaked_policy
 
-EPOCHS, STEPS_AN_EPOCH = 6, 2
+EPOCHS, STEPS_AN_EPOCH = 4, 2
 
 
 def settings(arguments: Any, policy: Path, drafter: str, run_dir: Path) -> list[str]:
@@ -63,7 +63,11 @@ def run(arguments: Any, policy: Path, drafter: str, ends: float) -> dict[str, An
         command = [sys.executable, "-m", "rhymerl", "fit", "--config", "quickstart", *words]
         path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, "PYTHONPATH": path}  # of the reward
-        done = subprocess.run(command, timeout=max(ends - time.monotonic(), 1.0), env=environment)
+        left_s, dying = max(ends - time.monotonic(), 1.0), record.dying_with(os.getpid())
+        try:
+            done = subprocess.run(command, timeout=left_s, env=environment, preexec_fn=dying)
+        except subprocess.TimeoutExpired as error:
+            raise SystemExit(f"drafter={drafter}: not over within --minutes={arguments.minutes:g}") from error
         if done.returncode:
             raise SystemExit(f"drafter={drafter}: ended with {done.returncode}")
         found = json.loads((Path(folder) / "run" / "summary.json").read_text())

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.metadata
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 ROWS = "RHYMERL_BENCHMARK_ROWS"
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 PACKAGES = ("torch", "transformers", "lightning", "numpy", "numba")
 
 Row = Mapping[str, Any]
@@ -123,6 +127,18 @@ def note_row(row: Row) -> None:
     if name := os.environ.get(ROWS):
         with Path(name).open("a") as file:
             file.write(json.dumps(row) + "\n")
+
+
+def dying_with(parent: int) -> Callable[[], None]:
+    """Return a `preexec_fn` by which a process ends with its parent, even where that is killed: nothing of a run goes on beside the next."""
+
+    def prepare() -> None:
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it has gone before
+            os._exit(1)
+
+    return prepare
 
 
 def finish(

@@ -111,19 +111,20 @@ class Side:
 
 
 def measure(policy: Policy, work: Work, arguments: argparse.Namespace) -> dict[str, Rounds]:
-    """The rounds of every mode, as many as --minutes allow."""
+    """The rounds of every mode, as many as --minutes allow: servers in turn share what is left when one is up."""
     modes = list(dict.fromkeys([NONE, *arguments.modes]))
     groups = [[mode] for mode in modes] if arguments.in_turns else [modes]
     history = HistoryStore(window=max(arguments.epochs, 1))
     found: dict[str, Rounds] = {mode: {} for mode in modes}
-    left_s = 60 * arguments.minutes
+    over = time.monotonic() + 60 * arguments.minutes
     for number, group in enumerate(groups):
-        began = time.monotonic()
-        ends = began + left_s / (len(groups) - number)
+        if number and time.monotonic() > over:
+            say(f"--minutes are over before {group[0]}")
+            break
         with started(group, policy, arguments) as sides:
+            up = time.monotonic()
             learn(sides, work, history, arguments)
-            run_rounds(sides, work, history, found, ends, arguments)
-        left_s -= time.monotonic() - began
+            run_rounds(sides, work, history, found, up + (over - up) / (len(groups) - number), arguments)
     return found
 
 
@@ -193,15 +194,15 @@ def say(line: str) -> None:
 
 
 def table(found: Mapping[str, Rounds], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of the rounds that all modes have."""
+    """Rows of each mode, from the rounds that none has too."""
     rows = []
     for running in arguments.running:
-        keys = [(number, running) for number in range(1, 1 + arguments.repeats)]
-        keys = [key for key in keys if all(key in rounds for rounds in found.values())]
-        plain = [found[NONE][key] for key in keys]
         for mode, rounds in found.items():
+            keys = [(number, running) for number in range(1, 1 + arguments.repeats)]
+            keys = [key for key in keys if key in rounds and key in found[NONE]]
             if keys:
-                rows.append({"running": running, "mode": mode, **row([rounds[key] for key in keys], plain, mode)})
+                parts = [rounds[key] for key in keys], [found[NONE][key] for key in keys]
+                rows.append({"running": running, "mode": mode, **row(*parts, mode)})
     return rows
 
 

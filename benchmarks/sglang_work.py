@@ -61,8 +61,12 @@ def make_policy(arguments: Namespace) -> Policy:
         policy = peaked_policy(arguments.size, dtype=arguments.dtype, seed=arguments.seed)
     else:
         policy = PolicySource(arguments.model or str(QUICKSTART), dtype=arguments.dtype).load()
-    policy.model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+    policy.model.eval().to(device())
     return policy
+
+
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def peaked_policy(size: str, *, dtype: Any, seed: int) -> Policy:
@@ -71,8 +75,10 @@ def peaked_policy(size: str, *, dtype: Any, seed: int) -> Policy:
     What comes next depends on the last tokens most, so that an answer that has left an earlier one finds back to it.
     """
     init = {"model_type": "qwen2", "num_key_value_heads": 2, "max_position_embeddings": 4096}
-    policy = PolicySource(init={**init, **SIZES[size], "tie_word_embeddings": False}, dtype=dtype, seed=seed).load()
-    random_source = torch.Generator().manual_seed(seed)
+    source = PolicySource(init={**init, **SIZES[size], "tie_word_embeddings": False}, dtype=dtype, seed=seed)
+    with torch.device(device()):  # a CPU takes more than a minute for 7B
+        policy = source.load()
+    random_source = torch.Generator(device()).manual_seed(seed)
     head, special = policy.model.get_output_embeddings().weight, max(policy.stop_token_ids) + 1
     with torch.no_grad():
         policy.model.get_input_embeddings().weight.normal_(std=1.0, generator=random_source)  # beside what layers add

@@ -98,11 +98,37 @@ def test_rows_are_ratios_to_none_of_the_rounds_that_count(benchmark: Any) -> Non
     assert [row["epochs"] for row in rows[3:]] == [0, round(1 + (3 * 4 + 2 * 6) / 12, 1), 1]
 
 
-def test_rounds_that_one_mode_lacks_are_left_out(benchmark: Any) -> None:
-    found, arguments = rounds_of(benchmark, {"none": [], "history_tree": []})
+def test_rounds_that_a_mode_lacks_are_left_out_of_its_rows_alone(benchmark: Any) -> None:
+    found, arguments = rounds_of(benchmark, {"none": [], "ngram": [], "history_tree": []})
     for key in [(1, 3), (2, 3)]:
         del found["history_tree"][key]
-    assert {row["running"] for row in benchmark.table(found, arguments)} == {2}
+    rows = [(row["running"], row["mode"]) for row in benchmark.table(found, arguments)]
+    assert rows == [(2, "none"), (2, "ngram"), (2, "history_tree"), (3, "none"), (3, "ngram")]
+
+
+def test_servers_in_turn_share_the_time_that_is_left_when_one_is_up(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four minutes; a start takes one of them, and two answers five seconds."""
+    now, began = [0.0], []
+
+    class Slow(Watched):
+        def collect(self, timeout_s: float | None = None, *, max_passes: int | None = None) -> list[Completion]:
+            now[0] += 5
+            return super().collect(timeout_s, max_passes=max_passes)
+
+    def start(mode: str, *args: Any) -> Slow:
+        began.append(mode)
+        now[0] += 60
+        return Slow()
+
+    monkeypatch.setattr(benchmark.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(benchmark, "start", start)
+    modes = ["--modes", "history_tree", "ours_ngram", "ngram", "--in-turns", "--minutes", "4", "--epochs", "0"]
+    found = benchmark.measure(None, work_of(benchmark), parsed(benchmark, *modes))
+    assert [len(rounds) for rounds in found.values()] == [4, 2, 0, 0]
+    assert began == ["none", "history_tree", "ours_ngram"]
+    assert "--minutes are over before ngram" in capsys.readouterr().err
 
 
 def test_no_round_begins_when_the_time_is_over(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,89 @@
+"""The kernels of the draw, compiled for GPUs, which needs none: the interpreter takes code that a GPU's compiler refuses."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+_HOPPER = 90
+_TYPES = {
+    "stride": "i64",
+    "vocabulary": "i32",
+    "chunk": "i32",
+    "num_splits": "i32",
+    "counters": "*i64",
+    "inverse_temperatures": "*fp32",
+    "logprob_scales": "*fp32",
+    "temperatures": "*fp32",
+    "top_ks": "*i64",
+    "top_ps": "*fp32",
+    "min_ps": "*fp32",
+    "cutoffs": "*i32",
+    "winners": "*i32",
+    "norms": "*fp32",
+    "out": "*i64",
+    "logprobs": "*fp32",
+}
+
+
+def compiled(kernel: Any, dtype: str, capability: int, *, num_warps: int, **constants: Any) -> dict[str, Any]:
+    """Return what a kernel becomes for logits of this dtype on a GPU of this capability, by the name of each form."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    types = {**_TYPES, "logits": f"*{dtype}"}
+    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+    source = triton.compiler.ASTSource(kernel, signature=signature, constexprs=constants)
+    options = {"num_warps": num_warps, "enable_fp_fusion": True}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm
+
+
+def stack_bytes(binary: bytes, folder: Path) -> int:
+    """Return what a thread keeps in memory because its registers are too few, or because it has arrays."""
+    from triton import knobs
+
+    file = folder / "kernel.cubin"
+    file.write_bytes(binary)
+    words = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(file)]
+    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    return sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", said)))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("truncates", [False, True], ids=["clean", "truncated"])
+def test_the_race(dtype: str, truncates: bool, tmp_path: Path) -> None:
+    from rhymerl.engine import triton_draw
+
+    rules = {} if truncates else {"temperatures": None, "cutoffs": None}
+    constants = {"truncates": truncates, "fast": True, "block": triton_draw._BLOCK, **rules}
+    found = compiled(triton_draw._race, dtype, _HOPPER, num_warps=4, **constants)
+    assert "lg2.approx.f32" in found["ptx"]
+    assert stack_bytes(found["cubin"], tmp_path) == 0
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_choice_among_splits(dtype: str, tmp_path: Path) -> None:
+    from rhymerl.engine import triton_draw
+
+    found = compiled(triton_draw._finish, dtype, _HOPPER, num_warps=1, width=triton_draw._MOST_SPLITS.value)
+    assert stack_bytes(found["cubin"], tmp_path) == 0
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_cut(dtype: str, tmp_path: Path) -> None:
+    from rhymerl.engine import triton_truncation
+
+    found = compiled(triton_truncation._cut, dtype, _HOPPER, num_warps=16, block=triton_truncation._BLOCK)
+    assert stack_bytes(found["cubin"], tmp_path) == 0
