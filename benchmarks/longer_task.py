@@ -188,7 +188,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--config", default="smollm2_sums")
     parser.add_argument("--running", nargs="+", type=int, default=[8, 32])
     parser.add_argument("--from-epoch", type=int, default=3)
-    parser.add_argument("--every", type=int, default=2, help="steps (2)")
+    parser.add_argument("--every", type=int, default=4, help="steps (4)")
     parser.add_argument("settings", nargs="*", metavar="key=value")
     arguments = parser.parse_args(words)
     record.set_threads(arguments.threads)

