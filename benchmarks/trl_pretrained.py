@@ -2,12 +2,12 @@
 
 6 prompts x 6 answers in float32, one optimizer step a rollout; otherwise as in `trl_echo.py`. With --task addition, the model that
 `make pretrained` fetches learns to add in its chat template, with answers of at most 32 tokens; with --task sums, the model that
-`rhymerl warmstart --config warmstart_smollm2_sums` has made adds up to 16 numbers step by step. `ms_per_token` is the step over all
+`rhymerl warmstart --config warmstart_smollm2_sums` has made adds some 11 numbers step by step. `ms_per_token` is the step over all
 generated tokens.
 
     make pretrained  # once: it fetches the model
     python benchmarks/trl_pretrained.py --trl-python PYTHON_WITH_TRL [--steps 20] [--seeds 3]
-    python benchmarks/trl_pretrained.py --task sums --model out/warmstart_smollm2_sums --max-tokens 320 --rows-per-backward 6 ...
+    python benchmarks/trl_pretrained.py --task sums --model out/warmstart_smollm2_sums --max-tokens 256 --rows-per-backward 6 ...
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from typing import Any
 
 import against_trl
 
-from rhymerl.config import compose
+from rhymerl.config import compose, instantiate
 from rhymerl.models.policy import PolicySource
-from rhymerl.tasks.addition import Addition
-from rhymerl.tasks.running_sum import RunningSum
 
+# The config whose task it is, and what rewards it.
 TASKS = {
-    "addition": (Addition(max_number=15, train_size=60, validation_size=40), "sum_rewards.last_number"),
-    "sums": (RunningSum(difficulty=15, prefix="Add step by step: ", train_size=24), "sum_rewards.total"),
+    "addition": ("smollm2", "sum_rewards.last_number"),
+    "sums": ("smollm2_sums", "sum_rewards.total"),
 }
 
 
@@ -44,7 +43,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
         parser,
         words,
         save=save,
-        rows=lambda arguments: list(TASKS[arguments.task][0].rows("train")),
+        rows=lambda arguments: list(instantiate(compose(TASKS[arguments.task][0]).task).rows("train")),
         reward=lambda arguments: TASKS[arguments.task][1],
     )
 

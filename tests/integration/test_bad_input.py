@@ -186,6 +186,10 @@ def test_a_full_disk(index: Path, model_dir: Path, rhymerl: Run, monkeypatch: py
         (["export", "other.ckpt", "out"], "RUN='other.ckpt': not a checkpoint of rhymerl"),
         (["warmstart", "out=a_file/out"], "out='a_file/out': Not a directory"),
         (["warmstart", "out=out", "warmstart.num_steps=0"], "warmstart.num_steps=0: expected at least 1"),
+        (
+            ["warmstart", "out=out", "warmstart.precision=16-mixed"],
+            "warmstart.precision='16-mixed': expected one of 32-true, bf16-mixed",
+        ),
         (["warmstart", "out=mine", "task=tests.integration.programs.Silent"], "task: Silent has no demonstrations"),
         (["warmstart", "out=bad_config"], "out='bad_config': holds a model already"),
         (

@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rhymerl
@@ -71,6 +72,17 @@ def test_it_learns_and_looks_like_the_shipped_one(whole):
     tokenizer, shipped = AutoTokenizer.from_pretrained(whole), AutoTokenizer.from_pretrained(SHIPPED)
     assert tokenizer("12+3=?\n").input_ids == shipped("12+3=?\n").input_ids
     assert AutoModelForCausalLM.from_pretrained(whole).num_parameters() < 1_000_000
+
+
+def test_weights_stay_in_float32_when_products_are_in_bfloat16(whole: Path, tmp_path: Path, rhymerl: Run) -> None:
+    KeepLosses.losses.clear()
+    done = rhymerl(*WORDS, f"out={tmp_path / 'policy'}", LOSSES, "warmstart.precision=bf16-mixed")
+    assert (done.code, done.err) == (0, "")
+    assert sum(KeepLosses.losses[-3:]) < 0.95 * sum(KeepLosses.losses[:3])
+    one, two = (AutoModelForCausalLM.from_pretrained(each).state_dict() for each in (tmp_path / "policy", whole))
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert one[name].dtype == torch.float32
+    assert 0 < (one[name] - two[name]).abs().max() < 0.05
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])

@@ -1,0 +1,214 @@
+"""Whole rollouts of a real model's run with drafts over rollouts without, at several numbers of running requests, beside what passes allow.
+
+A run is trained as its config says. In every `--every`-th step from epoch `--from-epoch` on (the first is 1), other engines answer the same requests
+with the same weights: for each number of running requests one without drafts, and one with the run's drafter and budget. Their order turns from
+step to step. `had` is the ratio of their seconds a token.
+
+`allowed` is the best speed-up that a replay of the run's answers finds at the cost of these very passes: a line over the tokens of a pass, fitted to
+those of both engines that computed no prompt. It is the better one of the default budget that is told this line and the best fixed number of nodes of
+the epoch (`best`; "goodput" is the budget). `share` is had / allowed. Drafters of the replay learn after an epoch, those of the run after a step.
+
+    rhymerl warmstart --config warmstart_smollm2_sums warmstart.precision=bf16-mixed
+    python benchmarks/longer_task.py [key=value ...] trainer.precision=bf16-mixed
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import emulation_check
+import record
+
+from rhymerl.backends.embedded import EmbeddedBackend
+from rhymerl.budgets import Budget, FixedBudget, GoodputBudget
+from rhymerl.config import compose, instantiate
+from rhymerl.costs import CostCurve
+from rhymerl.drafters import Drafter, HistoryTreeDrafter, NoDrafter
+from rhymerl.history.traces import TraceRecord, read_trace
+from rhymerl.rollout import requests_of
+from rhymerl.runs.fit import fit
+from rhymerl.runs.replay import Replay, ReplayTotals
+from rhymerl.training.module import RhymeModule
+from rhymerl.types import RolloutRequest
+
+NODES = (1, 2, 4, 8, 16)  # of the fixed budgets in the replay
+LONGEST = 512  # tokens of a prompt and its answer, for which an engine has room in each slot
+
+
+class Engine(NamedTuple):
+    """One of the engines beside the run's own."""
+
+    running: int
+    drafts: bool
+
+
+class Taken(NamedTuple):
+    """What an engine's rollout of a step took."""
+
+    epoch: int
+    seconds: float
+    tokens: int
+
+
+class Pairs:
+    """The engines with and without drafts; used from within a training."""
+
+    def __init__(self, running: Sequence[int], config: Any, stack: ExitStack) -> None:
+        self.engines = [Engine(number, drafts) for number in running for drafts in (False, True)]
+        self.config = config
+        self.stack = stack
+        self.backends: dict[Engine, EmbeddedBackend] = {}
+        self.taken: dict[Engine, list[Taken]] = defaultdict(list)
+
+    def answer(self, module: RhymeModule, prompts: Any, *, epoch: int) -> None:
+        if not self.backends:
+            self.backends = {engine: self._start(module, engine) for engine in self.engines}
+        step = module.num_rollouts
+        stops = module.policy.stop_token_ids
+        requests = requests_of(prompts, step, module.rollout, seed=module.seed, stop_token_ids=stops)
+        turn = len(self.taken[self.engines[0]]) % len(self.engines)
+        for engine in self.engines[turn:] + self.engines[:turn]:
+            backend = self.backends[engine]
+            backend.sync_weights([], policy_version=step)
+            backend.follow(module.history)
+            self.taken[engine].append(rollout(backend, requests, epoch=epoch))
+
+    def _start(self, module: RhymeModule, engine: Engine) -> EmbeddedBackend:
+        sizes = {"max_running": engine.running, "kv_tokens": engine.running * LONGEST}
+        backend = self.stack.enter_context(EmbeddedBackend(**sizes))
+        drafter: Drafter = instantiate(self.config.drafter) if engine.drafts else NoDrafter()
+        budget: Budget = instantiate(self.config.budget) if engine.drafts else FixedBudget(0)
+        autocast = module.trainer.precision_plugin.forward_context
+        backend.start(module.policy, drafter, budget=budget, autocast=autocast)
+        backend.engine.pass_log = []
+        return backend
+
+    def passes(self, running: int) -> list[tuple[int, int, float]]:
+        """Return tokens, keys (none) and seconds of the passes over so many running requests at most that computed no prompt."""
+        logs = [self.backends[Engine(running, drafts)].engine.pass_log or [] for drafts in (False, True)]
+        return [
+            (each.tokens, 0, each.seconds)
+            for log in logs
+            for each in log
+            if each.tokens == each.requests + each.draft_nodes
+        ]
+
+
+def rollout(backend: EmbeddedBackend, requests: Sequence[RolloutRequest], *, epoch: int) -> Taken:
+    started, done = time.perf_counter(), []
+    backend.submit(requests)
+    while len(done) < len(requests):
+        done += backend.collect()
+    return Taken(epoch, time.perf_counter() - started, sum(len(each.token_ids) for each in done))
+
+
+def trained(config: Any, pairs: Pairs, *, from_epoch: int, every: int) -> list[TraceRecord]:
+    """Train, with rollouts of the other engines before some of the steps; return the run's own answers."""
+    train_step = RhymeModule.training_step
+
+    def training_step(module: RhymeModule, batch: Any, batch_idx: int) -> Any:
+        epoch = module.trainer.datamodule.train_loader.epoch  # type: ignore[attr-defined]
+        if epoch + 1 >= from_epoch and module.num_rollouts % every == 0:
+            pairs.answer(module, batch.prompts, epoch=epoch)
+            print(f"step {module.num_rollouts}: {pairs.taken[pairs.engines[-1]][-1]}", file=sys.stderr, flush=True)
+        return train_step(module, batch, batch_idx)
+
+    with patch.object(RhymeModule, "training_step", training_step):
+        fit(config)
+    return list(read_trace(Path(config.run_dir) / "rollouts.jsonl.gz"))
+
+
+def replayed(
+    records: Sequence[TraceRecord], points: Sequence[Sequence[float]], *, running: int
+) -> dict[str, dict[int, ReplayTotals]]:
+    """Return the totals by epoch of plain decoding and of each budget, by its name, where passes cost what `points` say."""
+    budgets: dict[str, Budget] = {"plain": FixedBudget(0)}
+    budgets |= {"goodput": GoodputBudget(costs=points, deterministic=True)}
+    budgets |= {str(nodes): FixedBudget(nodes) for nodes in NODES}
+    found = {}
+    for name, budget in budgets.items():
+        drafter = NoDrafter() if name == "plain" else HistoryTreeDrafter(deterministic=True)
+        found[name] = Replay(drafter, budget, costs=CostCurve(points), max_running=running).run(records)
+        drafter.close()
+    return found
+
+
+def rows_of(pairs: Pairs, records: Sequence[TraceRecord], running: int) -> list[dict[str, Any]]:
+    points, _ = emulation_check.fitted(pairs.passes(running))
+    costs = replayed(records, points, running=running)
+    plain, drafted = (pairs.taken[Engine(running, drafts)] for drafts in (False, True))
+    epochs = list(dict.fromkeys(each.epoch for each in plain))
+    rows = [row_of(running, [epoch], plain, drafted, costs) for epoch in epochs]
+    return [*rows, {**row_of(running, epochs, plain, drafted, costs), "curve_ms": milliseconds(points)}]
+
+
+def row_of(
+    running: int,
+    epochs: Sequence[int],
+    plain: Sequence[Taken],
+    drafted: Sequence[Taken],
+    costs: Mapping[str, Mapping[int, ReplayTotals]],
+) -> dict[str, Any]:
+    one, two = (a_token(each, epochs) for each in (plain, drafted))
+    cost = {name: sum(totals[epoch].cost for epoch in epochs) for name, totals in costs.items()}
+    best = min(cost, key=lambda name: cost[name])
+    had, allowed = one / two, cost["plain"] / cost[best]
+    return {
+        "running": running,
+        "epoch": "all" if len(epochs) > 1 else epochs[0] + 1,
+        "plain_ms_per_token": round(1e3 * one, 2),
+        "ms_per_token": round(1e3 * two, 2),
+        "had": round(had, 3),
+        "allowed": round(allowed, 3),
+        "best": best,
+        "share": round(had / allowed, 3),
+    }
+
+
+def a_token(taken: Sequence[Taken], epochs: Sequence[int]) -> float:
+    """Seconds of a token in these epochs."""
+    some = [each for each in taken if each.epoch in epochs]
+    return sum(each.seconds for each in some) / sum(each.tokens for each in some)
+
+
+def milliseconds(points: Sequence[Sequence[float]]) -> str:
+    return " ".join(f"{tokens:.0f}:{1e3 * seconds:.3g}" for tokens, seconds in points)
+
+
+def main(words: Sequence[str] | None = None) -> dict[str, Any]:
+    parser = record.options(__doc__)
+    parser.add_argument("--config", default="smollm2_sums")
+    parser.add_argument("--running", nargs="+", type=int, default=[8, 32])
+    parser.add_argument("--from-epoch", type=int, default=3)
+    parser.add_argument("--every", type=int, default=4, help="steps (4)")
+    parser.add_argument("settings", nargs="*", metavar="key=value")
+    arguments = parser.parse_args(words)
+    record.set_threads(arguments.threads)
+    start = record.environment()
+    with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
+        own = [f"seed={arguments.seed}", f"run_dir={Path(folder) / 'run'}", "record_rollouts=true", "report=false"]
+        config = compose(arguments.config, ["trainer.limit_val_batches=0", *own, *arguments.settings])
+        pairs = Pairs(arguments.running, config, stack)
+        records = trained(config, pairs, from_epoch=arguments.from_epoch, every=arguments.every)
+        rows = [row for running in arguments.running for row in rows_of(pairs, records, running)]
+    rewards = rewards_of(records)
+    return record.finish("longer_task", __doc__, arguments, rows=rows, start=start, reward_by_epoch=rewards)
+
+
+def rewards_of(records: Sequence[TraceRecord]) -> dict[str, float]:
+    by_epoch: dict[int, list[float]] = defaultdict(list)
+    for each in records:
+        by_epoch[each.epoch].append(each.reward)
+    return {str(epoch + 1): round(sum(values) / len(values), 3) for epoch, values in by_epoch.items()}
+
+
+if __name__ == "__main__":
+    main()
