@@ -12,67 +12,34 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import record
+from beside import Beside, started
 
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.budgets import FixedBudget
 from rhymerl.config import compose
 from rhymerl.drafters import HistoryTreeDrafter, NoDrafter
-from rhymerl.rollout import requests_of
 from rhymerl.runs.fit import fit
 from rhymerl.training.module import RhymeModule
 
 SAID = {"said": "rollout/speedup", "expected": "budget/expected_speedup"}
 
 
-class Others:
-    """The engines beside the run's own; used from within its training."""
-
-    def __init__(self, nodes: Sequence[int], stack: ExitStack) -> None:
-        self.nodes = (0, *nodes)
-        self.stack = stack
-        self.backends: dict[int, EmbeddedBackend] = {}
-        self.seconds: dict[int, list[float]] = defaultdict(list)  # a step, by nodes
-
-    def run(self, module: RhymeModule, prompts: Any) -> None:
-        if not self.backends:
-            self.backends = {number: self._start(module, number) for number in self.nodes}
-        step = module.num_rollouts
-        requests = requests_of(
-            prompts,
-            step,
-            module.rollout,
-            seed=module.seed,
-            stop_token_ids=module.policy.stop_token_ids,
-        )
-        turn = step % len(self.nodes)
-        for number in self.nodes[turn:] + self.nodes[:turn]:
-            backend = self.backends[number]
-            backend.sync_weights([], policy_version=step)
-            backend.follow(module.history)
-            started, left = time.perf_counter(), len(requests)
-            backend.submit(requests)
-            while left:
-                left -= len(backend.collect())
-            self.seconds[number].append(time.perf_counter() - started)
-            backend.metrics()
-
-    def _start(self, module: RhymeModule, nodes: int) -> EmbeddedBackend:
-        own = module.backend
-        assert isinstance(own, EmbeddedBackend)
-        backend = self.stack.enter_context(EmbeddedBackend(max_running=own.max_running, kv_tokens=own.kv_tokens))
-        drafter = HistoryTreeDrafter(deterministic=True) if nodes else NoDrafter()
-        autocast = module.trainer.precision_plugin.forward_context
-        backend.start(module.policy, drafter, budget=FixedBudget(nodes), autocast=autocast)
-        return backend
+def engine_of(module: RhymeModule, nodes: int, stack: ExitStack) -> EmbeddedBackend:
+    """Return an engine that drafts so many nodes, otherwise like the run's own."""
+    own = module.backend
+    assert isinstance(own, EmbeddedBackend)
+    drafter = HistoryTreeDrafter(deterministic=True) if nodes else NoDrafter()
+    sizes = {"max_running": own.max_running, "kv_tokens": own.kv_tokens}
+    return started(stack, module, drafter, FixedBudget(nodes), **sizes)
 
 
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
@@ -84,12 +51,14 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     record.set_threads(arguments.threads)
     start = record.environment()
     steps: list[dict[str, float]] = []
+    seconds: dict[int, list[float]] = defaultdict(list)  # a step, by nodes
     train_step, log_end = RhymeModule.training_step, RhymeModule.on_train_batch_end
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
-        others = Others(arguments.nodes, stack)
+        others = Beside((0, *arguments.nodes), partial(engine_of, stack=stack))
 
         def training_step(self: RhymeModule, batch: Any, batch_idx: int) -> Any:
-            others.run(self, batch.prompts)
+            for number, taken in others.answer(self, batch.prompts).items():
+                seconds[number].append(taken.seconds)
             loader = self.trainer.datamodule.train_loader  # type: ignore[attr-defined]
             steps.append({"epoch": loader.epoch})
             return train_step(self, batch, batch_idx)
@@ -108,7 +77,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
         fit(compose(arguments.config, settings))
     rows = [
         row_of(
-            epoch, [number for number, step in enumerate(steps) if epoch in ("all", int(step["epoch"]))], steps, others
+            epoch, [number for number, step in enumerate(steps) if epoch in ("all", int(step["epoch"]))], steps, seconds
         )
         for epoch in [*dict.fromkeys(int(step["epoch"]) for step in steps), "all"]
     ]
@@ -117,10 +86,12 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     return record.finish("budget_choice", __doc__, arguments, rows=rows, start=start)
 
 
-def row_of(epoch: Any, of: Sequence[int], steps: Sequence[dict[str, float]], others: Others) -> dict[str, Any]:
+def row_of(
+    epoch: Any, of: Sequence[int], steps: Sequence[dict[str, float]], times: Mapping[int, Sequence[float]]
+) -> dict[str, Any]:
     """A row of the table, of the steps `of`; speed-ups are ratios of summed seconds."""
     own = sum(steps[each]["own"] for each in of)
-    seconds = {number: sum(taken[each] for each in of) for number, taken in others.seconds.items()}
+    seconds = {number: sum(taken[each] for each in of) for number, taken in times.items()}
     best = min(seconds, key=lambda number: seconds[number])
     means = {name: sum(steps[each]["own"] * steps[each][name] for each in of) / own for name in SAID}
     return {

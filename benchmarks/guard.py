@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,8 +132,8 @@ def fit(trees: Sequence[Tree], workload: str, *words: str) -> dict[str, Times]:
             )
             for tree, end in zip(trees, (here, there), strict=True)
         ]
-    for run in runs:
-        run.result()
+    with ThreadPoolExecutor(len(runs)) as threads:  # both are read and waited for, whatever becomes of one
+        list(threads.map(Running.result, runs))
     return {tree.name: _times_of(tree, workload) for tree in trees}
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -26,6 +25,7 @@ from unittest.mock import patch
 
 import emulation_check
 import record
+from beside import Beside, Taken, started
 
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.budgets import Budget, FixedBudget, GoodputBudget
@@ -33,11 +33,9 @@ from rhymerl.config import compose, instantiate
 from rhymerl.costs import CostCurve
 from rhymerl.drafters import Drafter, HistoryTreeDrafter, NoDrafter
 from rhymerl.history.traces import TraceRecord, read_trace
-from rhymerl.rollout import requests_of
 from rhymerl.runs.fit import fit
 from rhymerl.runs.replay import Replay, ReplayTotals
 from rhymerl.training.module import RhymeModule
-from rhymerl.types import RolloutRequest
 
 NODES = (1, 2, 4, 8, 16)  # of the fixed budgets in the replay
 LONGEST = 512  # tokens of a prompt and its answer, for which an engine has room in each slot
@@ -50,64 +48,40 @@ class Engine(NamedTuple):
     drafts: bool
 
 
-class Taken(NamedTuple):
-    """What an engine's rollout of a step took."""
-
-    epoch: int
-    seconds: float
-    tokens: int
-
-
 class Pairs:
-    """The engines with and without drafts; used from within a training."""
+    """The engines with and without drafts, and what they took."""
 
     def __init__(self, running: Sequence[int], config: Any, stack: ExitStack) -> None:
-        self.engines = [Engine(number, drafts) for number in running for drafts in (False, True)]
         self.config = config
         self.stack = stack
-        self.backends: dict[Engine, EmbeddedBackend] = {}
-        self.taken: dict[Engine, list[Taken]] = defaultdict(list)
+        self.beside = Beside([Engine(number, drafts) for number in running for drafts in (False, True)], self._start)
+        self.taken: dict[int, list[dict[Engine, Taken]]] = defaultdict(list)  # a measured step, by epoch
 
     def answer(self, module: RhymeModule, prompts: Any, *, epoch: int) -> None:
-        if not self.backends:
-            self.backends = {engine: self._start(module, engine) for engine in self.engines}
-        step = module.num_rollouts
-        stops = module.policy.stop_token_ids
-        requests = requests_of(prompts, step, module.rollout, seed=module.seed, stop_token_ids=stops)
-        turn = len(self.taken[self.engines[0]]) % len(self.engines)
-        for engine in self.engines[turn:] + self.engines[:turn]:
-            backend = self.backends[engine]
-            backend.sync_weights([], policy_version=step)
-            backend.follow(module.history)
-            self.taken[engine].append(rollout(backend, requests, epoch=epoch))
+        self.taken[epoch].append(self.beside.answer(module, prompts))
 
     def _start(self, module: RhymeModule, engine: Engine) -> EmbeddedBackend:
-        sizes = {"max_running": engine.running, "kv_tokens": engine.running * LONGEST}
-        backend = self.stack.enter_context(EmbeddedBackend(**sizes))
         drafter: Drafter = instantiate(self.config.drafter) if engine.drafts else NoDrafter()
         budget: Budget = instantiate(self.config.budget) if engine.drafts else FixedBudget(0)
-        autocast = module.trainer.precision_plugin.forward_context
-        backend.start(module.policy, drafter, budget=budget, autocast=autocast)
+        sizes = {"max_running": engine.running, "kv_tokens": engine.running * LONGEST}
+        backend = started(self.stack, module, drafter, budget, **sizes)
         backend.engine.pass_log = []
         return backend
 
+    def a_token(self, engine: Engine, epochs: Sequence[int]) -> float:
+        """Return an engine's seconds of a token in these epochs."""
+        some = [step[engine] for epoch in epochs for step in self.taken[epoch]]
+        return sum(each.seconds for each in some) / sum(each.tokens for each in some)
+
     def passes(self, running: int) -> list[tuple[int, int, float]]:
         """Return tokens, keys (none) and seconds of the passes over so many running requests at most that computed no prompt."""
-        logs = [self.backends[Engine(running, drafts)].engine.pass_log or [] for drafts in (False, True)]
+        logs = [self.beside.backends[Engine(running, drafts)].engine.pass_log or [] for drafts in (False, True)]
         return [
             (each.tokens, 0, each.seconds)
             for log in logs
             for each in log
             if each.tokens == each.requests + each.draft_nodes
         ]
-
-
-def rollout(backend: EmbeddedBackend, requests: Sequence[RolloutRequest], *, epoch: int) -> Taken:
-    started, done = time.perf_counter(), []
-    backend.submit(requests)
-    while len(done) < len(requests):
-        done += backend.collect()
-    return Taken(epoch, time.perf_counter() - started, sum(len(each.token_ids) for each in done))
 
 
 def trained(config: Any, pairs: Pairs, *, from_epoch: int, every: int) -> list[TraceRecord]:
@@ -118,7 +92,7 @@ def trained(config: Any, pairs: Pairs, *, from_epoch: int, every: int) -> list[T
         epoch = module.trainer.datamodule.train_loader.epoch  # type: ignore[attr-defined]
         if epoch + 1 >= from_epoch and module.num_rollouts % every == 0:
             pairs.answer(module, batch.prompts, epoch=epoch)
-            print(f"step {module.num_rollouts}: {pairs.taken[pairs.engines[-1]][-1]}", file=sys.stderr, flush=True)
+            print(f"step {module.num_rollouts}: {pairs.taken[epoch][-1]}", file=sys.stderr, flush=True)
         return train_step(module, batch, batch_idx)
 
     with patch.object(RhymeModule, "training_step", training_step):
@@ -144,20 +118,14 @@ def replayed(
 def rows_of(pairs: Pairs, records: Sequence[TraceRecord], running: int) -> list[dict[str, Any]]:
     points, _ = emulation_check.fitted(pairs.passes(running))
     costs = replayed(records, points, running=running)
-    plain, drafted = (pairs.taken[Engine(running, drafts)] for drafts in (False, True))
-    epochs = list(dict.fromkeys(each.epoch for each in plain))
-    rows = [row_of(running, [epoch], plain, drafted, costs) for epoch in epochs]
-    return [*rows, {**row_of(running, epochs, plain, drafted, costs), "curve_ms": milliseconds(points)}]
+    rows = [row_of(pairs, running, [epoch], costs) for epoch in pairs.taken]
+    return [*rows, {**row_of(pairs, running, list(pairs.taken), costs), "curve_ms": milliseconds(points)}]
 
 
 def row_of(
-    running: int,
-    epochs: Sequence[int],
-    plain: Sequence[Taken],
-    drafted: Sequence[Taken],
-    costs: Mapping[str, Mapping[int, ReplayTotals]],
+    pairs: Pairs, running: int, epochs: Sequence[int], costs: Mapping[str, Mapping[int, ReplayTotals]]
 ) -> dict[str, Any]:
-    one, two = (a_token(each, epochs) for each in (plain, drafted))
+    one, two = (pairs.a_token(Engine(running, drafts), epochs) for drafts in (False, True))
     cost = {name: sum(totals[epoch].cost for epoch in epochs) for name, totals in costs.items()}
     best = min(cost, key=lambda name: cost[name])
     had, allowed = one / two, cost["plain"] / cost[best]
@@ -171,12 +139,6 @@ def row_of(
         "best": best,
         "share": round(had / allowed, 3),
     }
-
-
-def a_token(taken: Sequence[Taken], epochs: Sequence[int]) -> float:
-    """Seconds of a token in these epochs."""
-    some = [each for each in taken if each.epoch in epochs]
-    return sum(each.seconds for each in some) / sum(each.tokens for each in some)
 
 
 def milliseconds(points: Sequence[Sequence[float]]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import socket
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -55,3 +56,23 @@ def test_two_runs_take_turns_and_one_that_is_left_goes_on(
 def test_a_ratio_compares_step_with_step(benchmark: Any) -> None:
     guard = benchmark("guard")
     assert guard.ratio([1.0, 2.0, 10.0], [1.1, 2.2, 30.0]) == pytest.approx(1.1)
+
+
+def test_what_runs_beside_a_base_that_cannot_is_waited_for(
+    benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says more than a pipe holds, too."""
+    guard, runs = benchmark("guard"), []
+    programs = {"base": "raise SystemExit(2)", "new": "print('x' * 200_000); import time; time.sleep(0.5)"}
+
+    def start(tree: Any, *words: str, **turns: Any) -> Any:
+        words = (sys.executable, "-c", programs[tree.name])
+        pipe = subprocess.PIPE
+        runs.append(guard.Running(tree, words, subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True)))
+        return runs[-1]
+
+    monkeypatch.setattr(guard.Tree, "start", start)
+    trees = [guard.Tree(name, tmp_path, tmp_path) for name in ("base", "new")]
+    with pytest.raises(guard.NotInBaseError):
+        guard.fit(trees, "echo")
+    assert [run.process.poll() for run in runs] == [2, 0]
