@@ -40,8 +40,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "paced, rank correlation 0.9": ("scheduler=paced", "lengths.rank_correlation=0.9"),
     "histopipe, tier 2, at most 64 side by side": (*TIER_2, "max_running=64"),
     "packed, at most 64 side by side": ("scheduler=packed", "max_running=64"),
-    "paced, at most 64 side by side": ("scheduler=paced", "max_running=64", "scheduler.max_running=64"),
-    "paced, at most 64 side by side, unknown to it": ("scheduler=paced", "max_running=64"),
+    "paced, at most 64 side by side": ("scheduler=paced", "max_running=64"),
     "histopipe, tier 2, disaggregated, training 2000": (*TIER_2, "pipeline=disaggregated", "train_time=2000"),
     "paced, disaggregated, training 2000": ("scheduler=paced", "pipeline=disaggregated", "train_time=2000"),
 }

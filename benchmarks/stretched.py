@@ -68,6 +68,7 @@ class StretchedWorkers(ThreadBackend):
         self.lengths = lengths
         self.weights_s = weights_s
         self.engine = engine
+        self.max_running = engine.get("max_running")
         self.devices: list[EmulatedDevice] = []
         StretchedWorkers.running = self
 

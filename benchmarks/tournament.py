@@ -55,11 +55,12 @@ LOOKS = 10  # in the time that an answer of mean length takes, a rule may move r
 SCHEDULERS: Mapping[str, Callable[[Workload], Scheduler]] = {
     "FIFO": lambda workload: FIFOScheduler(),
     "sorted": lambda workload: SortedScheduler(),
+    "sorted, groups apart": lambda workload: SortedScheduler(keep_groups=False),
     "packed": lambda workload: PackedScheduler(),
     "longest first": lambda workload: LongestFirstScheduler(),
     "HistoPipe, tier 1": lambda workload: HistoPipeScheduler(tier=1),
     "HistoPipe, tier 2": lambda workload: HistoPipeScheduler(),
-    "paced": lambda workload: PacedScheduler(max_running=workload.max_running),
+    "paced": lambda workload: PacedScheduler(),
     "Seer": lambda workload: SeerScheduler(),
     "Laminar's repack": lambda workload: LaminarScheduler(),
 }

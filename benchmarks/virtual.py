@@ -163,6 +163,7 @@ class VirtualWorkers(ThreadBackend):
         self.weights_s = weights_s
         self.cpu = cpu
         self.engine = engine
+        self.max_running = engine.get("max_running")
         self.clock_s = 0.0
         self.devices: list[VirtualDevice] = []  # all that there have been
         self.spans: list[WorkerSpan] = []  # on the trainer's clock

@@ -65,6 +65,7 @@ class RolloutLoop:
     ) -> None:
         check_run_ahead(run_ahead, max_staleness)
         self.scheduler = scheduler
+        scheduler.max_running = scheduler.max_running or backend.max_running
         self.scorer = scorer
         self.decode = decode
         self.stop_token_ids = tuple(stop_token_ids)
@@ -79,7 +80,7 @@ class RolloutLoop:
         self._rule = rule_of(run_ahead)
         self.workers = workers_of(
             backend,
-            self._rule.planner(scheduler, max_running=backend.max_running),
+            self._rule.planner(scheduler),
             num_workers=num_workers,
             ranks=self.ranks,
             run_ahead=self._rule.mode,

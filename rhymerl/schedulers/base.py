@@ -40,6 +40,10 @@ class Move:
 class Scheduler(ABC):
     """Subclass this and write `plan`; every other hook is an optional no-op. All of them run on rank 0."""
 
+    max_running: int | None = (
+        None  # requests that a worker decodes side by side; a run sets it where its backend says so
+    )
+
     @abstractmethod
     def plan(self, requests: Sequence[RolloutRequest], num_workers: int, step: int) -> list[list[RolloutRequest]]:
         """Return one queue a worker: a partition of `requests`, each queue in the order of submission.

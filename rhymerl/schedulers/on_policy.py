@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 
 from rhymerl.schedulers.base import Plan, Scheduler
 from rhymerl.schedulers.predicting import Piece, PredictingScheduler
+from rhymerl.schedulers.queue_cost import QueueLoad
 from rhymerl.schedulers.sorted import longest_first
 from rhymerl.types import RolloutRequest
 
@@ -17,13 +17,11 @@ class OnPolicyScheduler(Scheduler):
     """Takes the plan of `inner`, or that of `sorted` where its slowest worker is predicted to finish clearly sooner.
 
     Similar lengths on a worker pay only where workers need not wait for one another. Lengths and costs are those of `inner`, which alone
-    learns; nothing moves, because moves go with the plan that was made for them. `max_running` is how many requests a worker decodes side by side, if that
-    is known.
+    learns; nothing moves, because moves go with the plan that was made for them.
     """
 
-    def __init__(self, inner: PredictingScheduler, *, max_running: int | None = None) -> None:
+    def __init__(self, inner: PredictingScheduler) -> None:
         self.inner = inner
-        self.max_running = max_running
 
     def plan(self, requests: Sequence[RolloutRequest], num_workers: int, step: int) -> list[list[RolloutRequest]]:
         own = self.inner.plan(requests, num_workers, step)
@@ -38,21 +36,14 @@ class OnPolicyScheduler(Scheduler):
 
     def _time(self, lengths: Sequence[Piece]) -> float:
         """Return the predicted time of a queue, by the piece of each of its requests."""
-        longest = max((each.tail for each in lengths), default=0.0)
-        medians = [each.median for each in lengths]
-        return self.inner.cost.time(max(longest, self._passes(medians)), sum(medians))
-
-    def _passes(self, lengths: Sequence[float]) -> float:
-        """Return the end of answers of these lengths that enter in order, each when a slot is free."""
-        slots = lengths[: self.max_running]
-        ends = sorted(slots)
-        for length in lengths[len(slots) :]:
-            heapq.heapreplace(ends, ends[0] + length)
-        return max(ends, default=0.0)
+        load = QueueLoad(self.inner.max_running)
+        for each in lengths:
+            load.add(1, each.median, each.tail)
+        return self.inner.cost.time(load.passes, load.total)
 
 
-def on_policy(scheduler: Scheduler, *, max_running: int | None = None) -> Scheduler:
+def on_policy(scheduler: Scheduler) -> Scheduler:
     """Return the scheduler for workers that wait for one another: one that predicts no lengths is left as it is."""
     if not isinstance(scheduler, PredictingScheduler):
         return scheduler
-    return OnPolicyScheduler(scheduler, max_running=max_running)
+    return OnPolicyScheduler(scheduler)

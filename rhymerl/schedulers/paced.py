@@ -29,7 +29,7 @@ class PacedScheduler(ReleaseAwareScheduler):
     A queue takes as much as its worker finishes, as predicted, by a time that is the same for all: the earliest by which
     everything fits. While workers run ahead, a step goes to the share `workers` of them that is free first. With half of them
     the halves take turns, so that every answer may take as long as two steps and starts at their beginning.
-    `max_running` is how many requests a worker decodes side by side, if that is less than its queue.
+    `max_running` is how many requests a worker decodes side by side; None is what its backend says.
     """
 
     def __init__(

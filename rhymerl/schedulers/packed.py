@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+from rhymerl.schedulers.queue_cost import QueueLoad
 from rhymerl.schedulers.releases import ReleaseAwareScheduler, releases
 from rhymerl.types import RolloutRequest
 
@@ -13,15 +14,15 @@ class PackedScheduler(ReleaseAwareScheduler):
     """The longest piece goes to the worker that is free first, counting what it still has of the step before."""
 
     def plan(self, requests: Sequence[RolloutRequest], num_workers: int, step: int) -> list[list[RolloutRequest]]:
-        free = releases(self.unfinished(step), num_workers, self.lengths, self.cost)
+        free = releases(self.unfinished(step), num_workers, self.lengths, self.cost).tolist()
         queues: list[list[RolloutRequest]] = [[] for _ in range(num_workers)]
-        tops = [0.0] * num_workers
-        ends = [(end, worker) for worker, end in enumerate(free.tolist())]
+        loads = [QueueLoad(self.max_running) for _ in range(num_workers)]
+        ends = [(end, worker) for worker, end in enumerate(free)]
         heapq.heapify(ends)
         for piece in sorted(self.pieces(requests, num_workers), key=lambda piece: -piece.median):
-            end, worker = ends[0]
+            _, worker = ends[0]
             queues[worker].extend(piece.requests)
-            longer = max(piece.tail - tops[worker], 0.0)
-            tops[worker] += longer
-            heapq.heapreplace(ends, (end + self.cost.time(longer, piece.total), worker))
+            load = loads[worker]
+            load.add(len(piece.requests), piece.median, piece.tail)
+            heapq.heapreplace(ends, (free[worker] + self.cost.time(load.passes, load.total), worker))
         return queues

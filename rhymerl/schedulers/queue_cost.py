@@ -1,7 +1,8 @@
-"""The cost of a queue: passes by the longest answer, and tokens by all of them."""
+"""The cost of a queue: passes until its last answer has ended, and tokens of all of them."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +17,39 @@ ASSUMED: Points = ((0, 1.0), (128, 2.0))  # without measuring: a pass costs 1 + 
 _FORGET = 0.5  # a step: acceptance follows the epochs
 
 
+class QueueLoad:
+    """The predicted answers of a queue: `max_running` of them run side by side (None: all), and the next enters when a slot is free."""
+
+    def __init__(self, max_running: int | None) -> None:
+        self.passes = 0.0  # until the last one has ended, with a token a pass
+        self.total = 0.0  # tokens
+        self._max_running = max_running
+        self._ends: list[float] = []  # of the slots
+
+    def add(self, count: int, length: float, longest: float) -> None:
+        """Put `count` answers of one length behind the others; one of them may have `longest` tokens."""
+        self.total += count * length
+        last = max(longest, length)
+        if self._max_running is not None:
+            last = max(last, *(self._enter(length, self._max_running) for _ in range(count)))
+        self.passes = max(self.passes, last)
+
+    def _enter(self, length: float, slots: int) -> float:
+        """Return when an answer ends that enters the slot that is free first."""
+        if len(self._ends) < slots:
+            heapq.heappush(self._ends, length)
+            return length
+        end = self._ends[0] + length
+        heapq.heapreplace(self._ends, end)
+        return end
+
+
 class QueueCost:
-    """Time of a queue whose requests all run side by side, in the unit of `costs`.
+    """Time of a queue in the unit of `costs`.
 
     `costs` are points [tokens of a pass, seconds], as `rhymerl bench costs` measures them, or a JSON file {"costs": [...]}
     of them; a line from the first point to the last one stands for the curve. A queue then takes
-    (base * longest + per_token * verified * total) / tokens_per_pass, where drafting sets tokens_per_pass (tokens emitted a pass
+    (base * passes + per_token * verified * total) / tokens_per_pass, where drafting sets tokens_per_pass (tokens emitted a pass
     and request) and verified (tokens verified for them); both are learned from finished answers.
     Raises ValueError for a curve that is none.
     """
@@ -34,13 +62,13 @@ class QueueCost:
         self.tokens_per_pass = 1.0
         self.verified = 1.0
 
-    def time(self, longest: float, total: float) -> float:
-        """Return the time of a queue with `total` tokens, the longest answer of which has `longest`."""
-        return (self.base * longest + self.per_token * self.verified * total) / self.tokens_per_pass
+    def time(self, passes: float, total: float) -> float:
+        """Return the time of a queue with `total` tokens in so many passes: those of its longest answer, if all run side by side."""
+        return (self.base * passes + self.per_token * self.verified * total) / self.tokens_per_pass
 
-    def times(self, longest: FloatArray, total: FloatArray) -> FloatArray:
+    def times(self, passes: FloatArray, total: FloatArray) -> FloatArray:
         """Return the times of many queues at once."""
-        return (self.base * longest + self.per_token * self.verified * total) / self.tokens_per_pass
+        return (self.base * passes + self.per_token * self.verified * total) / self.tokens_per_pass
 
     def learn(self, samples: Sequence[Sample]) -> None:
         """Learn acceptance from answers that say how many passes they took."""

@@ -20,8 +20,8 @@ class RunAheadRule:
     def __init__(self, mode: RunAhead) -> None:
         self.mode = mode  # what workers do with a step that is begun
 
-    def planner(self, scheduler: Scheduler, *, max_running: int | None) -> Scheduler:
-        """Return what makes the plans; `max_running` is how many requests a worker decodes side by side, if that is known."""
+    def planner(self, scheduler: Scheduler) -> Scheduler:
+        """Return what makes the plans."""
         return scheduler
 
     def begins(self) -> bool:
@@ -56,8 +56,8 @@ class DraftWherePays(RunAheadRule):
         self._num_waits = 0  # steps in a row that were not begun ahead
         self._is_ahead = self._is_next_ahead = False  # the step under way, and the one after it
 
-    def planner(self, scheduler: Scheduler, *, max_running: int | None) -> Scheduler:
-        return on_policy(scheduler, max_running=max_running)
+    def planner(self, scheduler: Scheduler) -> Scheduler:
+        return on_policy(scheduler)
 
     def begins(self) -> bool:
         self._is_next_ahead = self._share >= _LEAST or self._num_waits >= _AGAIN - 1

@@ -17,7 +17,7 @@ from rhymerl.report.steps import STEPS, read_steps
 from tests.ray.commands import actors, answers, end, finish, furthest, one_process, processes, start, temporary, weights
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
-SLOW = ["trainer.max_steps=10", "rollout.max_tokens=96", "backend.hang_timeout_s=3", "backend.start_timeout_s=30"]
+SLOW = ["trainer.max_steps=10", "rollout.max_tokens=96", "backend.hang_timeout_s=3", "backend.start_timeout_s=120"]
 LASTING = ["backend.engine.emulate=benchmarks/emulated/h100_8b.json", "backend.engine.emulate_scale=20"]
 
 

@@ -8,7 +8,7 @@ import pytest
 from rhymerl.errors import BackendError
 from rhymerl.rewards import Reward, RewardScorer
 from rhymerl.rollout import RolloutLoop, RolloutSettings, request_seed
-from rhymerl.schedulers import FIFOScheduler, Scheduler
+from rhymerl.schedulers import FIFOScheduler, PacedScheduler, PackedScheduler, Scheduler
 from rhymerl.testing import ScriptedBackend, make_prompt
 
 
@@ -28,6 +28,14 @@ def loop(*, backend=None, scheduler=None, rewards=(), **settings) -> RolloutLoop
         decode=lambda ids: " ".join(map(str, ids)),
         **settings,
     )
+
+
+def test_a_scheduler_is_told_how_many_requests_run_side_by_side():
+    backend = ScriptedBackend(lambda request: [2])
+    backend.max_running = 5
+    assert loop(backend=backend, scheduler=PackedScheduler()).scheduler.max_running == 5
+    assert loop(backend=backend, scheduler=PacedScheduler(max_running=3)).scheduler.max_running == 3, "it has its own"
+    assert loop(scheduler=PackedScheduler()).scheduler.max_running is None, "nobody knows"
 
 
 PROMPTS = [make_prompt([3, number], id=str(number), answer=str(number)) for number in range(6)]

@@ -11,7 +11,7 @@ from rhymerl.schedulers import HistoPipeScheduler, PacedScheduler, PackedSchedul
 from rhymerl.schedulers.histopipe import cut, linear_workers
 from rhymerl.schedulers.migration import outliers_to_running
 from rhymerl.schedulers.predicting import Piece
-from rhymerl.schedulers.queue_cost import QueueCost
+from rhymerl.schedulers.queue_cost import QueueCost, QueueLoad
 from tests.schedulers.answers import progress_of, requests_for, samples_for
 
 
@@ -168,3 +168,21 @@ def test_paced_knows_how_many_run_side_by_side():
     assert [len(queue) for queue in scheduler.plan(requests_for(7, 2), 2, 1)] == [2, 12]
     scheduler.max_running = 2
     assert [len(queue) for queue in scheduler.plan(requests_for(7, 2), 2, 1)] == [6, 8]
+
+
+def test_packed_knows_how_many_run_side_by_side():
+    # Passes cost the same whatever is in them: one worker answers all of 60 while the other answers those of 100. Two at a time, it would take 180.
+    scheduler = PackedScheduler(costs=[[1, 1.0], [1000, 1.0]])
+    scheduler.learn(samples_for([[100] * 2, *([60] * 2 for _ in range(3))]))
+    assert [len(queue) for queue in scheduler.plan(requests_for(4, 2), 2, 1)] == [2, 6]
+    scheduler.max_running = 2
+    assert [len(queue) for queue in scheduler.plan(requests_for(4, 2), 2, 1)] == [4, 4]
+
+
+def test_an_answer_enters_when_a_slot_is_free():
+    load = QueueLoad(2)
+    load.add(2, 50, 80)
+    assert load.passes == 80  # the longest of both may last so long
+    load.add(1, 40, 40)
+    load.add(1, 70, 70)
+    assert (load.passes, load.total) == (120, 210)  # 50 + 70, beside 50 + 40

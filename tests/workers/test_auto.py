@@ -76,7 +76,7 @@ def test_the_other_modes_know_beforehand(mode):
     assert begun(rule, [0.0] * 9) == [mode != "off"] * 9
     assert (rule.mode, rule.state_dict()) == (mode, {})
     scheduler = FIFOScheduler()
-    assert rule.planner(scheduler, max_running=None) is scheduler
+    assert rule.planner(scheduler) is scheduler
 
 
 def output(sources: list[int] | None) -> Output:
