@@ -43,6 +43,7 @@ class Recent:
         str | None
     ]  # of the last WINDOW steps: how all answers were rewarded alike, as equal_rewards says it
     idle: dict[int, float]  # by worker: the share of the latest step's rollout in which it decoded nothing
+    runs_ahead: bool = False  # whether workers may begin the next step
 
     def mean(self, name: str, *, end: int | None = None) -> float | None:
         """Return the mean of the last WINDOW steps, or of those before the index `end`; None where there are fewer."""
@@ -122,9 +123,10 @@ def workers_idle(recent: Recent) -> str | None:
         return None
     worker = max(recent.idle, key=lambda each: recent.idle[each])
     most = f", worker {worker} in {recent.idle[worker]:.0%} of the latest" if recent.idle[worker] >= MOST_IDLE else ""
+    fill = "" if recent.runs_ahead else "run_ahead=draft or keep fills the rest, "
     return (
         f"workers decoded nothing in {share:.0%} of the time of rollouts{most}. "
-        "scheduler=sorted or packed evens them out, run_ahead=draft or keep fills the rest, and more data.prompts_per_step leave less of it"
+        f"scheduler=sorted or packed evens them out, {fill}and more data.prompts_per_step leave less of it"
     )
 
 
@@ -161,7 +163,12 @@ class EarlyWarnings(L.Callback):
             self._metrics[name].append(value)
         share = metrics["frac_reward_zero_std"]
         self._equal.append(equal_rewards(rollout.samples, frac_zero_std=share, advantages=pl_module.advantages))
-        recent = Recent(metrics=self._metrics, equal_rewards=list(self._equal), idle=idle_of(rollout))
+        recent = Recent(
+            metrics=self._metrics,
+            equal_rewards=list(self._equal),
+            idle=idle_of(rollout),
+            runs_ahead=pl_module.run_ahead != "off",
+        )
         for rule in RULES:
             self._ask(rule, recent, pl_module.num_rollouts)
 

@@ -102,6 +102,13 @@ def test_nothing_is_said_where(name: str) -> None:
     assert [rule(recent(**SILENT[name])) for rule in RULES] == [None] * len(RULES)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_running_ahead_is_no_advice_for_a_run_that_does(runs_ahead: bool) -> None:
+    found = workers_idle(recent(metrics={BUBBLES: after(0.1, *[0.4] * 5)}, runs_ahead=runs_ahead))
+    assert found is not None
+    assert ("run_ahead=draft or keep" in found) is not runs_ahead
+
+
 def test_a_warning_comes_back_after_so_many_steps_only(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     callback = EarlyWarnings(every_n_steps=8)
@@ -110,7 +117,7 @@ def test_a_warning_comes_back_after_so_many_steps_only(caplog: pytest.LogCapture
     for step in range(1, 25):
         metrics = {name: torch.tensor(0.5) for name in (CLIPPED, EQUAL)}
         trainer = SimpleNamespace(is_global_zero=True, callback_metrics=metrics)
-        module = SimpleNamespace(last_rollout=rollout, num_rollouts=step, advantages=None)
+        module = SimpleNamespace(last_rollout=rollout, num_rollouts=step, advantages=None, run_ahead="off")
         callback.on_train_batch_end(trainer, module, None, None, 0)  # type: ignore[arg-type]
         told += [step] if callback.latest else []
     assert told == [5, 13, 21]
