@@ -38,10 +38,9 @@ from rhymerl.runs.banner import banner, how_to_go_on, noting_how_to_go_on
 from rhymerl.runs.earlier import save_history, start_with
 from rhymerl.runs.forecast import ForecastLine
 from rhymerl.runs.plan import describe_dry_run
-from rhymerl.runs.resume import ResumePoint, check_same_run, check_weights, resume_point
+from rhymerl.runs.resume import ResumePoint, SavedPolicy, check_same_run, resume_point
 from rhymerl.runs.summary import Summary, summary_table
 from rhymerl.runs.trainer import RunConfig, build_trainer, note
-from rhymerl.training.checkpoint import policy_weights
 from rhymerl.training.fitting import check_memory, too_small
 from rhymerl.training.fsdp2 import FSDP2Strategy
 from rhymerl.training.module import RhymeModule
@@ -201,9 +200,7 @@ def evaluate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str,
     point, run_dir = resume_point(config), Path(config.run_dir)
     if point is None and config.ckpt_path is not None:
         raise ConfigError(f"ckpt_path={config.ckpt_path!r}: there is no checkpoint in run_dir={config.run_dir!r}")
-    weights = (
-        policy_weights(point.path, point.read()) if point is not None else {}
-    )  # now: a run that goes on may remove the file
+    saved = SavedPolicy(point) if point is not None else None
     check_folder(run_dir)
     asked = resolved(config)["trainer"]
     answers = WriteAnswers(run_dir / "evaluations", step=point.num_rollouts if point is not None else 0)
@@ -226,10 +223,8 @@ def evaluate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str,
     check_backend(trainer, module.backend)
     datamodule.prepare_for(module, with_train=False)
     module.check(datamodule)
-    if point is not None:
-        check_weights(weights, module.model.state_dict(), f"ckpt_path={str(point.path)!r}")
-        module.model.load_state_dict(weights)
-        del weights  # of a checkpoint in parts it is a second copy
+    if point is not None and saved is not None:
+        saved.load_into(module.model)
         _say_where(point, [], doing="Evaluating")
     module.progress = progress
     _validate(trainer, module, datamodule)

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig
+from torch import nn
 
 from rhymerl.config.changes import Change, changes
 from rhymerl.data import PromptDataModule
 from rhymerl.errors import ConfigError
-from rhymerl.training.checkpoint import newest_whole, read_checkpoint
+from rhymerl.training.checkpoint import newest_whole, policy_outline, policy_reader, read_checkpoint
 from rhymerl.training.module import RhymeModule
 from rhymerl.training.state import check_base
 
@@ -37,6 +38,23 @@ class ResumePoint:
     def read(self) -> dict[str, Any]:
         """Read all of it, with the tensors left on the disk: as long as it is held, a removed file takes room there."""
         return read_checkpoint(self.path, is_whole=True)
+
+
+class SavedPolicy:
+    """The policy of a checkpoint, which a run that goes on may remove from now on."""
+
+    def __init__(self, point: ResumePoint) -> None:
+        checkpoint = point.read()
+        self._where = f"ckpt_path={str(point.path)!r}"
+        self._outline = policy_outline(checkpoint)
+        self._read = policy_reader(point.path, checkpoint)
+
+    def load_into(self, model: nn.Module) -> None:
+        """Copy one tensor after another into a model, so that there is no second copy of it. Raises ConfigError for another model."""
+        weights = model.state_dict()
+        check_weights(self._outline, weights, self._where)
+        for name, weight in weights.items():
+            weight.copy_(self._read([name])[name])
 
 
 def resume_point(config: DictConfig) -> ResumePoint | None:

@@ -9,7 +9,6 @@ import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -157,17 +156,12 @@ def policy_outline(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def policy_reader(path: Path, checkpoint: Mapping[str, Any]) -> Callable[[Sequence[str]], dict[str, Tensor]]:
-    """Return a function that reads some of the policy's weights, by their names; `path` has been read as `checkpoint`."""
+    """Return a function that reads some of the policy's weights, by their names; `path` has been read as `checkpoint`, and may be removed from now on."""
     weights = policy_outline(checkpoint)
     if not any(each.is_meta for each in weights.values()):
         return lambda names: {name: weights[name] for name in names}
     found = _load(path)
-    return partial(shards.read_weights, found, shards.folder_of(found, path, str(path)), prefix="model.")
-
-
-def policy_weights(path: Path, checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return all of the policy's weights; `path` has been read as `checkpoint`."""
-    return policy_reader(path, checkpoint)(list(policy_outline(checkpoint)))
+    return shards.StoredWeights(found, shards.folder_of(found, path, str(path)), prefix="model.").read
 
 
 def state_in(checkpoint: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -188,13 +189,37 @@ def read_whole(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
     return _join(checkpoint, wanted)
 
 
-def read_weights(checkpoint: Checkpoint, folder: Path, names: Sequence[str], *, prefix: str) -> dict[str, Tensor]:
-    """Return some weights by their names without a `prefix`; of what is tied one tensor."""
-    stored = {name: f"{_WEIGHTS}/{checkpoint[_NAMES][prefix + name]}" for name in names}
-    there = described(folder)
-    wanted = {name: torch.empty_like(there[name], device="cpu") for name in dict.fromkeys(stored.values())}
-    _read(wanted, folder)
-    return {name: wanted[each] for name, each in stored.items()}
+class StoredWeights:
+    """The weights of a checkpoint in parts, by their names without a `prefix`. Its files stay open, so it may be removed before they are read."""
+
+    def __init__(self, checkpoint: Checkpoint, folder: Path, *, prefix: str) -> None:
+        found = HuggingFaceStorageReader(str(folder)).read_metadata()
+        self._stored = {
+            name.removeprefix(prefix): f"{_WEIGHTS}/{one}"
+            for name, one in checkpoint[_NAMES].items()
+            if name.startswith(prefix)
+        }
+        self._described = found.state_dict_metadata
+        paths = {each.relative_path for each in found.storage_data.values()}
+        files = {path: safe_open(path, framework="pt") for path in paths}
+        self._parts: dict[str, list[tuple[Sequence[int], Any]]] = {}
+        for index, each in found.storage_data.items():
+            self._parts.setdefault(index.fqn, []).append((index.offset, files[each.relative_path]))
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return some of them, whole; of what is tied one tensor."""
+        stored = {name: self._stored[name] for name in names}
+        tensors = {each: self._whole(each) for each in dict.fromkeys(stored.values())}
+        return {name: tensors[each] for name, each in stored.items()}
+
+    def _whole(self, name: str) -> Tensor:
+        described = self._described[name]
+        assert isinstance(described, TensorStorageMetadata)
+        tensor = torch.empty(described.size, dtype=described.properties.dtype)
+        for offset, file in self._parts[name]:
+            part = file.get_tensor(name)
+            tensor[tuple(slice(start, start + size) for start, size in zip(offset, part.shape, strict=True))] = part
+        return tensor
 
 
 def read_parts(

@@ -17,7 +17,7 @@ from rhymerl.cli import main
 from rhymerl.drafters import HistoryTreeDrafter
 from rhymerl.testing import make_requests, tiny_policy
 from tests.sglang.conftest import StockServer
-from tests.sglang.engines import answered, embedded, equal, started
+from tests.sglang.engines import Answers, answered, embedded, equal, started
 from tests.sglang.test_fit import on_sglang
 from tests.sglang.test_life import moved
 
@@ -53,19 +53,25 @@ def test_two_of_them(tmp_path, capsys):
     for name in "ab":
         out = tmp_path / name
         words = [f"model.path={tmp_path / 'model'}", f"out={out}", "backend.max_running=16"]
+        words += ["budget=fixed", "budget.nodes=7"]  # whether they pay or not
         assert main(["sglang-args", *words, *on_sglang()]) == 0
         lines.append(capsys.readouterr().out.strip().splitlines()[-1])
     assert all(word in lines[0] for word in ("--speculative-algorithm RHYMERL", "RHYMERL_SGLANG="))
     with ExitStack() as stack:
         urls = [stack.enter_context(served(line, tmp_path / f"{i}.log")) for i, line in enumerate(lines)]
         for weights in ("disk", "distributed"):
-            with SGLangBackend(url=urls, weights=weights, max_running=16, nodes=7) as backend:
-                started(backend, policy, HistoryTreeDrafter())
+            backends = SGLangBackend(url=urls, weights=weights, max_running=16, nodes=7).servers()
+            requests = make_requests(24, group_size=4, seed=6)
+            answers: Answers = {}
+            with ExitStack() as running:
+                for backend in backends:
+                    started(running.enter_context(backend), policy, HistoryTreeDrafter())
                 moved(policy)
-                backend.sync_weights(policy.model.named_parameters(), 1)
-                requests = make_requests(24, group_size=4, seed=6)
-                answers = answered(backend, requests)
-                metrics = backend.metrics()
+                for backend in backends:
+                    backend.sync_weights(policy.model.named_parameters(), 1)
+                for backend, mine in zip(backends, (requests[:12], requests[12:]), strict=True):
+                    answers |= answered(backend, mine)
+                metrics = [backend.metrics() for backend in backends]
             assert equal(answers, embedded(policy, requests)) >= 0.98
-            assert metrics["rollout/spec_accept_length"] > 1.05  # drafted from siblings
+            assert all(each["rollout/spec_accept_length"] > 1.05 for each in metrics)  # drafted from siblings
             print(weights, json.dumps(metrics))

@@ -43,15 +43,40 @@ class ServedBackend(RolloutBackend):
         """Return a backend for each server that there is. Raises BackendError for one that does not answer."""
 
 
+class PolicyCopies:
+    """Copies of a policy with published weights: one for all servers that connect with the same version of them.
+
+    They are on the policy's device; in the host's memory where that device has a part of the policy only.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self._newest: tuple[int, Policy] | None = None
+        self._lock = threading.Lock()
+
+    def of(self, version: int, tensors: Mapping[str, Tensor]) -> Policy:
+        with self._lock:
+            if self._newest is None or self._newest[0] != version:
+                self._newest = version, self._made(tensors)
+            return self._newest[1]
+
+    def _made(self, tensors: Mapping[str, Tensor]) -> Policy:
+        policy, model = self.policy, self.policy.model
+        device = torch.device("cpu") if is_sharded(model) else model.device
+        made = policy_of(policy.files(), dtype=model.dtype, attention=model.config._attn_implementation, device=device)
+        copy_weights(made.model, tensors)
+        return made
+
+
 @dataclass(slots=True, kw_only=True)
 class ServerLoader:
     """Connects to a server with the first weights, and hands it later ones.
 
-    A server is compared with `policy` then, which has these weights and rests; with a copy where it `is_late`, or `policy` is sharded.
+    A server is compared with the policy then, which has these weights and rests; with a copy where it `is_late`, or the policy is sharded.
     """
 
     engine: ServedBackend
-    policy: Policy
+    copies: PolicyCopies
     drafter: Drafter
     budget: Budget | None
     is_late: bool
@@ -61,15 +86,13 @@ class ServerLoader:
     def __call__(self, source: WeightSource, version: int) -> RolloutBackend:
         tensors = source.load()
         if not self._is_up:
-            self._connect(tensors)
+            policy = self.copies.policy
+            rests = not self.is_late and not is_sharded(policy.model)
+            self._connect(policy if rests else self.copies.of(version, tensors))
         self.engine.sync_weights(tensors.items(), version)
         return self.engine
 
-    def _connect(self, tensors: Mapping[str, Tensor]) -> None:
-        policy = self.policy
-        if self.is_late or is_sharded(policy.model):
-            policy = _policy_like(policy)
-            copy_weights(policy.model, tensors)
+    def _connect(self, policy: Policy) -> None:
         while not self._is_up:
             try:
                 self.engine.start(policy, self.drafter, budget=self.budget)
@@ -77,13 +100,6 @@ class ServerLoader:
             except BackendError:
                 if not self.is_late or self.closing.wait(_AGAIN_S):
                     raise
-
-
-def _policy_like(policy: Policy) -> Policy:
-    """Return a policy of the same kind on the same device; in the host's memory where that device has a part of it only."""
-    model = policy.model
-    device = torch.device("cpu") if is_sharded(model) else model.device
-    return policy_of(policy.files(), dtype=model.dtype, attention=model.config._attn_implementation, device=device)
 
 
 class ServerConnection(ThreadConnection):
@@ -132,7 +148,7 @@ class ServersBackend(HostedBackend):
         budget: Budget | None = None,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self._parts = policy, drafter, budget
+        self._parts = PolicyCopies(policy), drafter, budget
 
     def num_workers(self, num_ranks: int) -> int:
         """Return how many servers there are."""
@@ -149,10 +165,10 @@ class ServersBackend(HostedBackend):
 
     def connect(self, number: int, *, lockstep: bool) -> ServerConnection:
         assert self._servers is not None
-        policy, drafter, budget = self._parts
+        copies, drafter, budget = self._parts
         load = ServerLoader(
             engine=copy(self._servers[number]),
-            policy=policy,
+            copies=copies,
             drafter=drafter,
             budget=budget,
             is_late=number in self._known,

@@ -10,7 +10,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, cast
 
 import torch
@@ -33,6 +33,7 @@ _JOIN_S = 120.0  # for all to join, and for a bucket
 _SETTLE_S = 1.0  # from the first failure: an engine may have the reason, and another may still be about to join
 _PARTING_S = 10.0
 _ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_environment = Lock()
 
 
 class WeightGroup:
@@ -74,7 +75,8 @@ class WeightGroup:
         address, port, size = content["master_address"], content["master_port"], content["world_size"]
         store = PrefixStore(self._name, TCPStore(address, port, size, timeout=self._timeout, wait_for_workers=False))
         backend, name = dist.Backend(content["backend"]), cast(Any, self._name)
-        with _told_of_errors():
+        # For NCCL alone: gloo waits here until all have joined, and other servers' groups are made meanwhile.
+        with _told_of_errors() if backend == "nccl" else nullcontext():
             group, _ = _new_process_group_helper(size, 0, [], backend, store, group_name=name, timeout=self._timeout)
         _world.pg_group_ranks[group] = {each: each for each in range(size)}
         self._group = group
@@ -176,15 +178,16 @@ def _in_background(action: Callable[[], Any]) -> Future[Any]:
 
 @contextmanager
 def _told_of_errors() -> Iterator[None]:
-    """A group that is made here aborts at an error of NCCL's and leaves it to its caller; others end the process."""
-    before = os.environ.get(_ERRORS)
-    os.environ[_ERRORS] = "2"
-    try:
-        yield
-    finally:
-        os.environ.pop(_ERRORS)
-        if before is not None:
-            os.environ[_ERRORS] = before
+    """A group that is made here aborts at an error of NCCL's and leaves it to its caller; others end the process. One thread at a time."""
+    with _environment:
+        before = os.environ.get(_ERRORS)
+        os.environ[_ERRORS] = "2"
+        try:
+            yield
+        finally:
+            os.environ.pop(_ERRORS)
+            if before is not None:
+                os.environ[_ERRORS] = before
 
 
 def _own_address(hosts: Sequence[str]) -> str:

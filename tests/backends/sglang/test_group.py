@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -66,6 +67,36 @@ def assert_works(*engines):
         weights.send(NAMED, torch.float32, version=7)
     assert [engine.get("/sums") for engine in engines] == [{"a": 300_000.0, "b": 10.0}] * len(engines)
     assert_nothing_is_left()
+
+
+def test_several_are_joined_at_once(two_engines):
+    """As the threads do that speak with a server each."""
+    before = dict(os.environ)
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(4):
+            groups = list(threads.map(joined, two_engines))
+            for each in groups:
+                each.send(NAMED, torch.float32, version=7)
+                each.close()
+    assert dict(os.environ) == before
+    assert_nothing_is_left()
+
+
+def test_groups_of_nccl_leave_the_environment_as_it_was(monkeypatch):
+    """Whatever the order in which threads make them."""
+    monkeypatch.setenv(group._ERRORS, "1")
+    seen = []
+
+    def enter():
+        with group._told_of_errors():
+            time.sleep(0.02)
+            seen.append(os.environ[group._ERRORS])
+
+    with ThreadPoolExecutor(3) as threads:
+        for each in [threads.submit(enter) for _ in range(3)]:
+            each.result()
+    assert seen == ["2"] * 3
+    assert os.environ[group._ERRORS] == "1"
 
 
 @pytest.mark.parametrize("others", [0, 1])

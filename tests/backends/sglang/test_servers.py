@@ -174,6 +174,10 @@ def sharded_steps(urls: list[str]) -> None:
     with loop_over([Address(url) for url in urls], policy, ranks=ranks) as loop:
         for _ in run(loop, policy, range(3)):
             pass
+        if ranks.rank == 0:
+            connections = [member.connection for member in loop.workers._crew.members]
+            compared = {id(each._load.engine.session.policy) for each in connections}
+            assert len(compared) == 1, "one copy is enough for all"
     ranks.close()
     dist.destroy_process_group()
 
