@@ -4,6 +4,9 @@
 arctic-inference's own code with a tree for each prompt, given the whole budget; `oracle` knows the answer, and drafts the earlier run of
 tokens (of the prompt's answers, the request itself or a running sibling's) that goes on as it does for longest: no path does better.
 
+`courses` says by epoch how much the answers rhyme, and what of `rhymerl`'s drafts with the middle number of nodes was accepted: `rate` of all
+nodes, `at 1`, `at 2` ... of the drafts that went so deep those that were right so far, and the shares of accepted nodes by where they came from.
+
     pip install --no-deps --target FOLDER arctic-inference
     python benchmarks/draft_rules.py TRACE [TRACE ...] --arctic FOLDER
 """
@@ -20,16 +23,25 @@ from typing import Any
 import numpy as np
 import record
 
+from rhymerl.budgets import PassOutcome
 from rhymerl.budgets.fixed import FixedBudget
 from rhymerl.config import compose, instantiate
 from rhymerl.drafters import Drafter, HistoryTreeDrafter, NGramDrafter
+from rhymerl.engine.tree import depths
 from rhymerl.history.similarity import length_stability, similarity
 from rhymerl.history.traces import TraceRecord, read_trace
 from rhymerl.runs.replay import Replay
-from rhymerl.types import Completion, Draft, RolloutRequest
+from rhymerl.types import Completion, Draft, DraftSource, RolloutRequest
 
 NOTHING = Draft(token_ids=np.empty(0, np.int32), parents=np.empty(0, np.int32))
 DEPTH = 64  # of arctic-inference's trees
+POSITIONS = (1, 2, 4, 8)  # of a draft's tokens
+SOURCES = {
+    "own": DraftSource.OWN,
+    "siblings": DraftSource.SIBLING,
+    "others": DraftSource.OTHER,
+    "history": DraftSource.HISTORY,
+}
 
 
 class SuffixDecoding(Drafter):
@@ -102,6 +114,32 @@ def longest_run(text: Any, last: int, rest: Any) -> int:
     return length
 
 
+class CountingBudget(FixedBudget):
+    """Counts by epoch what becomes of drafts: `counts[epoch][name]` is how many were accepted, and of how many."""
+
+    def __init__(self, nodes: int) -> None:
+        super().__init__(nodes)
+        self.counts: dict[int, dict[str, Any]] = defaultdict(lambda: defaultdict(lambda: np.zeros(2, np.int64)))
+
+    def learn(self, outcome: PassOutcome) -> None:
+        counts = self.counts[int(outcome.requests[0].id.partition("/")[0])]  # a replay's request is "epoch/number"
+        drafts, num_accepted = outcome.drafts, outcome.num_accepted
+        counts["rate"] += num_accepted.sum(), len(drafts.token_ids)
+        deepest = np.zeros(len(drafts), np.int64)
+        np.maximum.at(deepest, drafts.requests, depths(drafts))
+        for position in POSITIONS:
+            counts[f"at {position}"] += (num_accepted >= position).sum(), (deepest >= position).sum()
+        sources = np.minimum(drafts.sources[outcome.accepted], DraftSource.HISTORY)
+        for name, source in SOURCES.items():
+            counts[name] += (sources == source).sum(), len(sources)
+
+    def shares(self) -> dict[str, dict[str, float]]:
+        return {
+            str(epoch + 1): {name: round(float(part / max(whole, 1)), 3) for name, (part, whole) in counts.items()}
+            for epoch, counts in self.counts.items()
+        }
+
+
 def answers_of(records: Iterable[TraceRecord]) -> dict[str, Any]:
     """By the request ids that a replay gives them."""
     epochs = groupby(sorted(records, key=lambda each: each.epoch), lambda each: each.epoch)
@@ -140,11 +178,18 @@ def measured(trace: Path, arguments: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def course(trace: Path) -> dict[str, Any]:
-    """How much the answers of a trace rhyme, by epoch."""
+def course(trace: Path, arguments: Any) -> dict[str, Any]:
+    """How much the answers of a trace rhyme, and what of our drafts is accepted, by epoch."""
     records = list(read_trace(trace))
     lengths = length_stability(records)
+    drafter, budget = (
+        HistoryTreeDrafter(deterministic=True),
+        CountingBudget(sorted(arguments.nodes)[len(arguments.nodes) // 2]),
+    )
+    Replay(drafter, budget, max_running=arguments.max_running).run(records)
+    drafter.close()
     return {
+        "accepted": budget.shares(),
         "similarity": {str(epoch + 1): round(value, 3) for epoch, value in similarity(records).by_epoch.items()},
         "length_same_group": {str(epoch + 1): round(value, 3) for epoch, value in lengths.same_group_by_epoch.items()},
         "length_spearman": {str(epoch + 1): round(value, 3) for epoch, value in lengths.spearman_by_epoch.items()},
@@ -163,7 +208,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
         sys.path.append(str(arguments.arctic))
     start = record.environment()
     rows = [row for trace in arguments.traces for row in measured(trace, arguments)]
-    courses = {trace.stem.split(".")[0]: course(trace) for trace in arguments.traces}
+    courses = {trace.stem.split(".")[0]: course(trace, arguments) for trace in arguments.traces}
     arguments.arctic, arguments.traces = arguments.arctic is not None, list(courses)
     return record.finish("draft_rules", __doc__, arguments, rows=rows, start=start, courses=courses)
 

@@ -123,6 +123,25 @@ def test_tournament_has_a_row_for_each_rule_and_draws(run: Run, tmp_path: Path) 
     assert len(list(tmp_path.glob("tournament_here_*.png"))) == 1
 
 
+def test_draft_rules_say_what_is_accepted_where_answers_come_again(run: Run, tmp_path: Path) -> None:
+    answers = {"a": [1, 2, 3, 4, 5], "b": [11, 12, 13, 14, 15, 16]}
+    lines = [
+        {"epoch": epoch, "prompt_id": name, "sample": 0, "prompt_tokens": [answer[-1] + 10], "response_tokens": answer}
+        for epoch in (0, 1)
+        for name, answer in answers.items()
+    ]
+    ends = {"reward": 1.0, "finish_reason": "stop"}
+    (tmp_path / "trace.jsonl").write_text("".join(json.dumps({**line, **ends}) + "\n" for line in lines))
+    result = run("draft_rules", str(tmp_path / "trace.jsonl"), "--nodes", "4")
+    # Nothing is known in the first epoch. In the second, 4 drafted tokens and the next one are an answer, or leave one token of it: 11
+    # tokens in 3 passes. The paper's rule looks for 3 tokens, the prompt's among them, so it drafts in the third pass of each: 6 passes.
+    by_rule = {row["rule"]: [row["1"], row["2"]] for row in result["rows"]}
+    assert by_rule == {"rhymerl": [1, 3.667], "n-gram": [1, 1], "longest match": [1, 1.833], "oracle": [1, 3.667]}
+    accepted = result["courses"]["trace"]["accepted"]["2"]
+    assert accepted["history"] == accepted["at 1"] == accepted["at 4"] == 1
+    assert accepted["own"] == accepted["siblings"] == accepted["others"] == accepted["at 8"] == 0
+
+
 @pytest.mark.parametrize("name", ["trl_echo", "trl_running_sum"])
 def test_comparisons_with_trl_run_our_side_alone(run: Run, name: str) -> None:
     words = ("--prompts", "2", "--group-size", "2", "--max-tokens", "4", "--reward-where", "main", "--threads", "1")
