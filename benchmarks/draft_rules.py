@@ -182,10 +182,8 @@ def course(trace: Path, arguments: Any) -> dict[str, Any]:
     """How much the answers of a trace rhyme, and what of our drafts is accepted, by epoch."""
     records = list(read_trace(trace))
     lengths = length_stability(records)
-    drafter, budget = (
-        HistoryTreeDrafter(deterministic=True),
-        CountingBudget(sorted(arguments.nodes)[len(arguments.nodes) // 2]),
-    )
+    drafter = HistoryTreeDrafter(deterministic=True)
+    budget = CountingBudget(sorted(arguments.nodes)[len(arguments.nodes) // 2])
     Replay(drafter, budget, max_running=arguments.max_running).run(records)
     drafter.close()
     return {

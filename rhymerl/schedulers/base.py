@@ -40,9 +40,8 @@ class Move:
 class Scheduler(ABC):
     """Subclass this and write `plan`; every other hook is an optional no-op. All of them run on rank 0."""
 
-    max_running: int | None = (
-        None  # requests that a worker decodes side by side; a run sets it where its backend says so
-    )
+    # Requests that a worker decodes side by side; a run sets it where its backend says so.
+    max_running: int | None = None
 
     @abstractmethod
     def plan(self, requests: Sequence[RolloutRequest], num_workers: int, step: int) -> list[list[RolloutRequest]]:

@@ -115,7 +115,7 @@ def test_tournament_has_a_row_for_each_rule_and_draws(run: Run, tmp_path: Path) 
     words = ("--workloads", "SmolLM2's sums", "--seeds", "2", "--steps", "6", "--out", str(tmp_path))
     rows = run("tournament", *words, "--hardware", "here")["rows"]
     found = {(row["rule"], row["steps"]): row for row in rows}
-    assert len(found) == len(rows) == 19
+    assert len(found) == len(rows) == 21
     assert found["FIFO", "on-policy"]["tokens"] == {"median": 1, "min": 1, "max": 1}
     assert found["Laminar's repack", "one step off"]["oldest"] == 1
     assert found["APRIL, dropping", "ends early"]["bias"]["max"] < 0.9
