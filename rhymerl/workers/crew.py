@@ -223,7 +223,7 @@ class Crew:
         """Replace workers that hang; raise BackendError where one does not come up that the run cannot do without."""
         now = time.monotonic()
         for member in self.members:
-            if member.is_up and member.asked is not None and now - member.asked_at > self._backend.hang_timeout_s:
+            if member.is_here and member.asked is not None and now - member.asked_at > self._backend.hang_timeout_s:
                 self._replace(member, f"no answer for {now - member.asked_at:.0f} s")
             elif not member.is_up and self.weights is not None and now - member.since > self._backend.start_timeout_s:
                 self._miss(member)

@@ -189,6 +189,21 @@ def test_a_worker_that_hangs_is_replaced():
         assert rollout.metrics["workers/lost"] == 1
 
 
+def test_a_worker_that_hangs_before_it_has_weights_is_replaced():
+    over = threading.Event()
+    with fleet(make=lambda number: TokenBackend(length, pass_s=0.001)) as (loop, backend):
+        backend.hang_timeout_s = 0.5
+        while not all(member.is_here for member in loop.workers._crew.members):
+            time.sleep(0.01)
+        for connection in backend.connections:
+            connection._host.poll = lambda wait_s: over.wait(30)
+        time.sleep(0.3)  # until the questions that are under way are answered
+        rollout = run_step(loop, 0)
+        over.set()
+        assert answers(rollout) == answers(alone(1)[0])
+        assert rollout.metrics["workers/lost"] == 3
+
+
 class Late(ThreadBackend):
     """The first worker is there at once; there is room for the others when `room` says so."""
 
