@@ -15,10 +15,12 @@ from torch import Tensor
 
 from rhymerl.callbacks import AtomicCheckpointIO, LiveProgress
 from rhymerl.config import describe
+from rhymerl.data.base import LocatedRow
+from rhymerl.data.encoding import PromptEncoder
 from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.folders import open_folder
 from rhymerl.models.policy import Policy, PolicySource
-from rhymerl.tasks.base import Task
+from rhymerl.tasks.base import Row, Task
 from rhymerl.training.trainer import with_environment
 
 IGNORE = -100
@@ -31,6 +33,7 @@ class DemonstrationLoader:
     def __init__(self, task: Task, policy: Policy, *, batch_size: int, num_steps: int, seed: int) -> None:
         self.task = task
         self.policy = policy
+        self.encoder = PromptEncoder(policy.tokenizer)
         self.batch_size = batch_size
         self.num_steps = num_steps
         self.seed = seed
@@ -59,13 +62,17 @@ class DemonstrationLoader:
         rows = [next(problems) for _ in range(self.batch_size)]
         encode = self.policy.tokenizer.encode
         end = self.policy.tokenizer.eos_token_id
-        prompts = [encode(row["prompt"], add_special_tokens=False) for row in rows]
+        prompts = [self._prompt(row) for row in rows]
         answers = [[*encode(self.task.demonstration(row, source), add_special_tokens=False), end] for row in rows]
         return {
             "input_ids": _pad([p + a for p, a in zip(prompts, answers, strict=True)], fill=end),
             "labels": _pad([[IGNORE] * len(p) + a for p, a in zip(prompts, answers, strict=True)], fill=IGNORE),
             "attention_mask": _pad([[1] * len(p + a) for p, a in zip(prompts, answers, strict=True)], fill=0),
         }
+
+    def _prompt(self, row: Row) -> list[int]:
+        """As it is encoded for rollouts, in the chat template if it is messages."""
+        return self.encoder.encode(LocatedRow(location="a demonstration", row=row), prompt_id="").token_ids.tolist()
 
 
 def _pad(rows: Sequence[Sequence[int]], *, fill: int) -> Tensor:

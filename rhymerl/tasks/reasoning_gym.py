@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import importlib
 import json
 import random
@@ -12,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from rhymerl.errors import ConfigError
-from rhymerl.tasks.base import Row, Split, Task
+from rhymerl.tasks.base import Row, Split, Task, split_of
 
 _CHUNK = 500  # problems made from one seed: some data sets are costly to set up, and none has fewer
 
@@ -25,12 +24,13 @@ class ReasoningGym(Task):
     and question in one string. The answer is what stands in the last `<answer>` tags (`answer_tag`; None =
     the whole completion).
 
-    Problems split by their question alone, half for training and half for validation, so a question of one
-    can never turn up in the other. There are no demonstrations. Raises ValueError for an unknown data set
-    or settings that it refuses, and when the package is missing.
+    Problems split by their question alone, so a question of one split can never turn up in another: four tenths are for training, as many
+    for validation, the rest for the warm start, whose demonstration is the bare answer, in its tags. Raises ValueError for an unknown
+    data set or settings that it refuses, and when the package is missing.
     """
 
     reward = "rhymerl.rewards.reasoning_gym_reward"
+    tenths: tuple[Split, ...] = ("validation",) * 4 + ("train",) * 4 + ("warmstart",) * 2
 
     def __init__(
         self,
@@ -60,6 +60,12 @@ class ReasoningGym(Task):
     def problem(self, random_source: random.Random) -> Row:
         return self._row(_make_data_set(self.dataset, self.settings, seed=random_source.getrandbits(31), size=1)[0])
 
+    def demonstration(self, row: Row, random_source: random.Random) -> str:
+        """Raises TypeError for a data set that verifies answers and gives none."""
+        if row["answer"] is None:
+            raise TypeError(f"{self.dataset} gives no answers, so it cannot warm-start a policy")
+        return row["answer"] if self.answer_tag is None else f"<{self.answer_tag}>{row['answer']}</{self.answer_tag}>"
+
     def rows(self, split: Split) -> list[Row]:
         """Raises ConfigError when the data set has too few distinct problems."""
         name = "train_size" if split == "train" else "validation_size"
@@ -84,7 +90,7 @@ class ReasoningGym(Task):
         while True:
             found = 0
             for problem in islice(self._problems(random_source), 40 * _CHUNK):
-                if _split_of(problem["question"]) == split:
+                if split_of(problem["question"], self.tenths) == split:
                     found += 1
                     yield self._row(problem)
             if not found:
@@ -110,11 +116,6 @@ class ReasoningGym(Task):
             return f"{self._system_text}\n\n{question}\n" if self._system_text else f"{question}\n"
         system = [{"role": "system", "content": self._system_text}] if self._system_text else []
         return [*system, {"role": "user", "content": question}]
-
-
-def _split_of(question: str) -> Split:
-    digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
-    return "train" if digest[0] % 2 else "validation"
 
 
 def _make_data_set(name: str, settings: Mapping[str, Any], *, seed: int, size: int) -> Any:

@@ -20,6 +20,8 @@ NEEDS_EXTRA = {"reasoning_gym", "wandb"}
 @pytest.mark.parametrize("name", packaged_names())
 def test_primary_configs(name: str) -> None:
     config = composed(name)
+    if name.endswith("smollm2_words"):
+        pytest.importorskip("reasoning_gym")
     for section in (
         *("task", "algo", "drafter", "budget", "scheduler", "backend"),
         *("history", "rollout", "update", "evaluation"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rhymerl
+from rhymerl.runs.warmstart import IGNORE, DemonstrationLoader
+from rhymerl.tasks import Row, Task
+from rhymerl.testing import tiny_policy
 from tests.integration import programs
 from tests.integration.conftest import Run, assert_same
 
@@ -61,6 +65,27 @@ def whole(whole_dir: Path, rhymerl: Run) -> Path:
         done = rhymerl(*WORDS, f"out={whole_dir}", LOSSES)
         assert (done.code, done.err) == (0, "")
     return whole_dir
+
+
+class Asked(Task):
+    def problem(self, random_source: random.Random) -> Row:
+        return {"prompt": [{"role": "user", "content": f"{random_source.randrange(100)}=?"}]}
+
+    def demonstration(self, row: Row, random_source: random.Random) -> str:
+        return row["prompt"][0]["content"][:-2]
+
+
+def test_messages_go_through_the_chat_template():
+    policy = tiny_policy()
+    policy.tokenizer.chat_template = "{% for message in messages %}#{{ message.content }}{% endfor %};"
+    batch = DemonstrationLoader(Asked(), policy, batch_size=2, num_steps=1, seed=0).batch(0)
+    for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+        asked, answer = (
+            policy.tokenizer.decode(ids[labels == IGNORE]),
+            policy.tokenizer.decode(labels[labels != IGNORE]),
+        )
+        number = answer.removesuffix(policy.tokenizer.eos_token)
+        assert asked.rstrip(policy.tokenizer.eos_token) == f"#{number}=?;"
 
 
 def test_it_learns_and_looks_like_the_shipped_one(whole):

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import random
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -22,9 +24,11 @@ def task(dataset: str = "chain_sum", **settings: Any) -> ReasoningGym:
 
 def test_splits_are_disjoint_distinct_and_repeatable(package: Any) -> None:
     train, validation = task().rows("train"), task(seed=1).rows("validation")
-    questions = [{row["question"] for row in rows} for rows in (train, validation)]
-    assert [len(part) for part in questions] == [30, 20]
+    shown = list(islice(task(seed=2).stream("warmstart", seed=3), 40))
+    questions = [{row["question"] for row in rows} for rows in (train, validation, shown)]
+    assert [len(part) for part in questions[:2]] == [30, 20]
     assert not questions[0] & questions[1]
+    assert not questions[2] & (questions[0] | questions[1])
     assert task().rows("train") == train
     assert task(seed=1).rows("train") != train
 
@@ -43,6 +47,15 @@ def test_prompts_come_as_chat_or_as_text(package: Any) -> None:
     assert plain["prompt"] == plain["question"] + "\n" == user["content"] + "\n"
     own = task(train_size=1, system_prompt="Be brief.", chat=False).rows("train")[0]
     assert own["prompt"].startswith("Be brief.\n\n")
+
+
+def test_a_demonstration_is_the_answer(package: Any) -> None:
+    for tag, words in (("answer", "<answer>{}</answer>"), (None, "{}")):
+        made = task(answer_tag=tag)
+        row = next(made.stream("warmstart", seed=0))
+        assert made.demonstration(row, random.Random(0)) == words.format(row["answer"])
+    with pytest.raises(TypeError, match="chain_sum gives no answers"):
+        task().demonstration({"answer": None}, random.Random(0))
 
 
 @pytest.mark.parametrize(
