@@ -32,6 +32,7 @@ PASSED_ON = (
     "threads",
     "reward_where",
     "rows_per_backward",
+    "micro_batch_tokens",
 )
 
 Block = Mapping[str, Any]
@@ -51,6 +52,9 @@ def options(description: str | None, **defaults: Any) -> argparse.ArgumentParser
     parser.add_argument("--learning-rate", type=float)
     parser.add_argument("--reward-where", choices=["pool", "main"], default="pool")
     parser.add_argument("--rows-per-backward", type=int, help="answers in each of TRL's backwards (default: all)")
+    parser.add_argument(
+        "--micro-batch-tokens", type=int, help="tokens in each of our backwards (default: that of rhymerl)"
+    )
     parser.set_defaults(**defaults)
     return parser
 

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from rhymerl.algos.grpo import GRPO
+from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.data import PromptDataModule
 from rhymerl.rewards import Reward
 from rhymerl.rollout import RolloutSettings
@@ -54,11 +55,13 @@ def main() -> None:
         torch.set_num_threads(arguments.threads)
     warnings.filterwarnings("ignore", module="lightning")
     L.seed_everything(arguments.seed, verbose=False)
+    parts = {} if arguments.micro_batch_tokens is None else {"micro_batch_tokens": arguments.micro_batch_tokens}
     module = RhymeModule(
         str(arguments.policy),
         GRPO(),
         rollout=RolloutSettings(group_size=arguments.group_size, max_tokens=arguments.max_tokens),
-        update=UpdateSettings(learning_rate=arguments.learning_rate),
+        update=UpdateSettings(learning_rate=arguments.learning_rate, **parts),
+        backend=EmbeddedBackend(max_running=arguments.prompts * arguments.group_size),  # side by side, as there
         rewards=Reward(sides.reward_of(arguments), where=arguments.reward_where),
         seed=arguments.seed,
     )

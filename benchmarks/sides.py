@@ -27,6 +27,7 @@ def side_options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--learning-rate", type=float, required=True)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--rows-per-backward", type=int, help="TRL only; None = all")
+    parser.add_argument("--micro-batch-tokens", type=int, help="rhymerl only; None = its default")
     parser.add_argument("--reward-where", choices=["pool", "main"], default="pool", help="rhymerl only")
     return parser
 

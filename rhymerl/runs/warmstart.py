@@ -72,7 +72,8 @@ class DemonstrationLoader:
 
     def _prompt(self, row: Row) -> list[int]:
         """As it is encoded for rollouts, in the chat template if it is messages."""
-        return self.encoder.encode(LocatedRow(location="a demonstration", row=row), prompt_id="").token_ids.tolist()
+        prompt = self.encoder.encode(LocatedRow(location="a demonstration", row=row), prompt_id="")
+        return [int(token) for token in prompt.token_ids]
 
 
 def _pad(rows: Sequence[Sequence[int]], *, fill: int) -> Tensor:

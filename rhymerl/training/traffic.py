@@ -55,13 +55,19 @@ def traffic(setup: Setup) -> Traffic:
 
 def num_backwards(setup: Setup) -> int:
     """Return the micro-batches of a rank in a step, at most."""
-    each = setup.step_tokens / (setup.layout.num_ranks * setup.mini_batches)
-    return setup.epochs * setup.mini_batches * math.ceil(each / update_shape(setup).tokens)
+    return setup.epochs * setup.mini_batches * _passes(setup, setup.layout.num_ranks * setup.mini_batches)
 
 
 def num_forwards(setup: Setup) -> int:
     """Return the passes over all of a rank's samples in front of the first mini-batch, for each model that makes some."""
-    return math.ceil(setup.step_tokens / setup.layout.num_ranks / update_shape(setup).tokens)
+    return _passes(setup, setup.layout.num_ranks)
+
+
+def _passes(setup: Setup, parts: int) -> int:
+    """Return the passes over one of `parts` equal parts of a step's samples, at most: as many of the longest as fit are in each, and none is divided."""
+    longest = setup.model.longest_tokens
+    samples = math.ceil(setup.step_tokens / (longest * parts))
+    return math.ceil(samples / (update_shape(setup).tokens // longest))
 
 
 def _gathered(setup: Setup, weights: Iterable[Weight]) -> int:

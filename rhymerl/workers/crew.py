@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from rhymerl.backends.hosted.base import HostedBackend
 from rhymerl.backends.hosted.messages import Events, Message, Weights, Withdraw
@@ -170,7 +170,18 @@ class Crew:
         """Take what workers in lockstep have to tell, in the order of their numbers."""
         for member in self.members if self._lockstep else ():
             if member.asked is not None:
+                self._wait_for(member, member.asked)
                 self._take(member)
+
+    def _wait_for(self, member: Member, asked: Future[Events]) -> None:
+        """Wait for a worker in lockstep, however long its passes take. Raises BackendError where it does not answer at all."""
+        limit_s = self._backend.hang_timeout_s if member.is_here else self._backend.start_timeout_s
+        while not wait([asked], limit_s).done:
+            if member.connection.is_alive(self._backend.hang_timeout_s):
+                continue
+            if not member.is_here:
+                raise self._absent(member)
+            self._replace(member, f"no answer for {limit_s:.0f} s")
 
     def _take(self, member: Member) -> None:
         """Take what a worker has told; one that is gone is replaced."""
@@ -223,18 +234,25 @@ class Crew:
         """Replace workers that hang; raise BackendError where one does not come up that the run cannot do without."""
         now = time.monotonic()
         for member in self.members:
-            if member.is_here and member.asked is not None and now - member.asked_at > self._backend.hang_timeout_s:
+            is_silent = member.asked is not None and not member.asked.done()
+            if member.is_here and is_silent and now - member.asked_at > self._backend.hang_timeout_s:
                 self._replace(member, f"no answer for {now - member.asked_at:.0f} s")
             elif not member.is_up and self.weights is not None and now - member.since > self._backend.start_timeout_s:
                 self._miss(member)
 
     def _miss(self, member: Member) -> None:
-        words = f"has not come up within backend.start_timeout_s={self._backend.start_timeout_s:g}"
         if not self._backend.goes_on_short or not any(each.is_up for each in self.members):
-            why = self._backend.why_absent()
-            raise BackendError(f"worker {member.number} {words}" + (f": {why}" if why else ""))
+            raise self._absent(member)
         if not member.is_late:
-            self._replace(member, words)
+            self._replace(member, self._too_late)
+
+    @property
+    def _too_late(self) -> str:
+        return f"has not come up within backend.start_timeout_s={self._backend.start_timeout_s:g}"
+
+    def _absent(self, member: Member) -> BackendError:
+        why = self._backend.why_absent()
+        return BackendError(f"worker {member.number} {self._too_late}" + (f": {why}" if why else ""))
 
     def _replace(self, member: Member, reason: str) -> None:
         """Let others go on with what a worker had, and start another in its place."""

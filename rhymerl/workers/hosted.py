@@ -211,7 +211,7 @@ class HostedWorkers(Workers):
             is_first = self._crew.weights is None
             self._crew.publish(weights)
             if is_first and self._backend.starts_together:
-                self._crew.wait(None, lambda: all(member.is_up for member in self._crew.members))
+                self._crew.wait(None, lambda: all(member.is_up or member.is_late for member in self._crew.members))
 
     def learn(self, samples: Sequence[Sample]) -> None:
         if self._backend.learns:

@@ -21,11 +21,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.rmtree(temporary(run_dir.parent))
 
 
-@pytest.mark.parametrize("scheduler", ["fifo", "sorted", "histopipe", "paced"])
+@pytest.mark.parametrize("scheduler", ["fifo", "sorted", "histopipe", "packed", "paced"])
 @pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize("run_ahead", ["'off'", "draft", "auto"])
 def test_tokens_and_weights_are_those_of_one_process(run_ahead, workers, scheduler, alone, tmp_path):
-    if workers != 2 and (run_ahead == "auto" or scheduler in ("sorted", "paced")):
+    if workers != 2 and (run_ahead == "auto" or scheduler in ("sorted", "packed", "paced")):
         pytest.skip("two workers stand for the others")
     fit(tmp_path / "run", f"run_ahead={run_ahead}", f"workers={workers}", f"scheduler={scheduler}")
     assert answers(tmp_path / "run") == answers(alone)

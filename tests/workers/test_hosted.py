@@ -204,6 +204,64 @@ def test_a_worker_that_hangs_before_it_has_weights_is_replaced():
         assert rollout.metrics["workers/lost"] == 3
 
 
+def test_a_worker_in_lockstep_that_hangs_ends_the_run_and_one_that_is_slow_does_not():
+    over = threading.Event()
+    with fleet(make=lambda number: TokenBackend(length), lockstep=True) as (loop, backend):
+        backend.hang_timeout_s = 0.1
+        run_step(loop, 0)
+        connection = backend.connections[1]
+        host_step = connection._host.step
+        connection._host.step = lambda ticks: over.wait(0.3) or host_step(ticks)
+        assert answers(run_step(loop, 1)) == answers(alone(2)[1])
+        connection._host.step = lambda ticks: over.wait(30)
+        connection.is_alive = lambda wait_s: False
+        try:
+            with pytest.raises(BackendError, match=r"^worker 1 is lost \(no answer for .* in lockstep$"):
+                run_step(loop, 2)
+        finally:
+            over.set()
+
+
+def test_a_worker_in_lockstep_that_does_not_come_up_ends_the_run():
+    over = threading.Event()
+    with fleet(make=lambda number: TokenBackend(length), lockstep=True) as (loop, backend):
+        backend.start_timeout_s = 0.1
+        backend.connections[2]._host.step = lambda ticks: over.wait(30)
+        backend.connections[2].is_alive = lambda wait_s: False
+        try:
+            with pytest.raises(BackendError, match=r"^worker 2 has not come up within backend\.start_timeout_s=0\.1"):
+                run_step(loop, 0)
+        finally:
+            over.set()
+
+
+class Together(ThreadBackend):
+    """The first weights wait for all workers. Worker 1 goes before it has them, and no other comes in its place."""
+
+    starts_together = goes_on_short = True
+
+    def __init__(self, make) -> None:
+        super().__init__(make)
+        self.over = threading.Event()
+
+    def connect(self, number: int, *, lockstep: bool):
+        connection = super().connect(number, lockstep=lockstep)
+        if number == 1 and len(self.connections) <= 3:
+            connection.kill()
+        elif number == 1:
+            connection._host.poll = lambda wait_s: self.over.wait(30)
+        return connection
+
+
+def test_the_first_weights_do_not_wait_for_the_place_of_a_worker_that_is_lost():
+    backend = Together(lambda number: TokenBackend(length, pass_s=0.001))
+    with fleet(backend=backend) as (loop, _):
+        rollout = run_step(loop, 0)
+        backend.over.set()
+    assert answers(rollout) == answers(alone(1)[0])
+    assert rollout.metrics["workers/up"] == 2
+
+
 class Late(ThreadBackend):
     """The first worker is there at once; there is room for the others when `room` says so."""
 

@@ -29,6 +29,10 @@ class Connection(ABC):
     def step(self, ticks: int) -> Future[Events]:
         """Let a host in lockstep take its messages and go on for so many ticks; returns what is new. A tick is a pass."""
 
+    def is_alive(self, wait_s: float) -> bool:
+        """Return whether the worker answers within so long while it does something else; True where nobody can ask."""
+        return True
+
     @abstractmethod
     def kill(self) -> None:
         """End the worker at once; may be called twice."""

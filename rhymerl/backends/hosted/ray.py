@@ -8,8 +8,8 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import Future, InvalidStateError
+from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -121,6 +121,13 @@ class RayConnection(Connection):
         # In one thread with the messages, which have to be there before it.
         return self._told(self._actor.step.options(concurrency_group="messages").remote(ticks))
 
+    def is_alive(self, wait_s: float) -> bool:
+        """One that is gone counts as alive: what was asked of it tells."""
+        import ray
+
+        ready, _ = ray.wait([self._actor.home.remote()], timeout=wait_s)
+        return bool(ready)
+
     def _told(self, reference: Any) -> Future[Events]:
         """Return Ray's future as one that raises OSError where the actor is gone."""
         from ray.exceptions import RayActorError, RayError
@@ -134,11 +141,11 @@ class RayConnection(Connection):
             elif error is None:
                 _settle(told, done.result())
             elif isinstance(error, RayActorError):
-                told.set_exception(ConnectionError("its actor has ended"))
+                _settle(told, ConnectionError("its actor has ended"))
             elif isinstance(error, RayError):
-                told.set_exception(ConnectionError(str(error).splitlines()[0]))
+                _settle(told, ConnectionError(str(error).splitlines()[0]))
             else:
-                told.set_exception(error)
+                _settle(told, error)
 
         self._asked = told
         reference.future().add_done_callback(finish)
@@ -153,9 +160,13 @@ class RayConnection(Connection):
             logging.getLogger(__name__).debug("an actor could not be killed: %r", error)
 
 
-def _settle(asked: Future[Events], events: Events) -> None:
-    if not asked.done():
-        asked.set_result(events)
+def _settle(asked: Future[Events], found: Events | BaseException) -> None:
+    """Give a question what was found, unless another thread has."""
+    with suppress(InvalidStateError):
+        if isinstance(found, BaseException):
+            asked.set_exception(found)
+        else:
+            asked.set_result(found)
 
 
 class RayBackend(HostedBackend):
