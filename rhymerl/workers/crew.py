@@ -181,7 +181,7 @@ class Crew:
                 continue
             if not member.is_here:
                 raise self._absent(member)
-            self._replace(member, f"no answer for {limit_s:.0f} s")
+            self._replace(member, f"no answer for {limit_s:.0f} s")  # raises, as for all that are lost in lockstep
 
     def _take(self, member: Member) -> None:
         """Take what a worker has told; one that is gone is replaced."""

@@ -79,13 +79,11 @@ def test_messages_go_through_the_chat_template():
     policy = tiny_policy()
     policy.tokenizer.chat_template = "{% for message in messages %}#{{ message.content }}{% endfor %};"
     batch = DemonstrationLoader(Asked(), policy, batch_size=2, num_steps=1, seed=0).batch(0)
-    for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
-        asked, answer = (
-            policy.tokenizer.decode(ids[labels == IGNORE]),
-            policy.tokenizer.decode(labels[labels != IGNORE]),
-        )
-        number = answer.removesuffix(policy.tokenizer.eos_token)
-        assert asked.rstrip(policy.tokenizer.eos_token) == f"#{number}=?;"
+    decode, end = policy.tokenizer.decode, policy.tokenizer.eos_token
+    for ids, labels, mask in zip(batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True):
+        answer = decode(labels[labels != IGNORE])
+        assert answer.endswith(end)
+        assert decode(ids[(labels == IGNORE) & (mask == 1)]) == f"#{answer.removesuffix(end)}=?;"
 
 
 def test_it_learns_and_looks_like_the_shipped_one(whole):

@@ -61,6 +61,19 @@ def test_actors_that_are_lost_cost_no_token(run_ahead, sign, alone, tmp_path):
     print_lost_time(tmp_path / "run", kills)
 
 
+def test_an_actor_in_lockstep_that_is_stopped_ends_the_run_and_slow_ones_do_not(tmp_path):
+    """Each exchange takes longer than `backend.hang_timeout_s`."""
+    settings = ["deterministic=true", "run_ahead='off'", "workers=2", "backend.hang_timeout_s=1"]
+    process = start(tmp_path / "run", *SLOW[:2], *LASTING, *settings)
+    while process.poll() is None and not list((tmp_path / "run" / "checkpoints").glob("*.ckpt")):
+        time.sleep(0.05)
+    assert process.poll() is None, process.communicate()[1]
+    end(actors(tmp_path / "run")[:1], signal.SIGSTOP)
+    _, words = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "is lost (no answer for 1 s), and others cannot go on for it in lockstep" in words
+
+
 def print_lost_time(run_dir: Path, kills: Sequence[float]) -> None:
     """Print by how much longer each step with kills took than the median of those without; `kills` are their times."""
     rows = list(read_steps(run_dir / STEPS))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from rhymerl.algos import GRPO
 from rhymerl.distributed.group import Group
 from rhymerl.models.outline import outline, total_bytes
 from rhymerl.training.memory import Layout, rank_memory, setup_of
-from rhymerl.training.traffic import traffic
+from rhymerl.training.settings import UpdateSettings
+from rhymerl.training.traffic import num_backwards, num_forwards, traffic
 from tests.integration.ranked import run_ranks
 from tests.integration.sharded import train
 from tests.training.setups import setup_for
@@ -177,3 +179,12 @@ def test_the_table_is_that_of_the_model():
     found = outline(model, reference=None, critic=None)
     assert total_bytes(found.policy) == sum(each.nbytes for each in model.parameters())
     assert found.reference == found.critic == ()
+
+
+def test_a_backward_has_whole_samples():
+    """Eight answers of 24 tokens: one in each backward of 32, though all of them are six times as many."""
+    setup = setup_for(
+        first_policy().model, longest=24, step_tokens=8 * 24, update=UpdateSettings(micro_batch_tokens=32)
+    )
+    assert num_backwards(setup) == num_forwards(setup) == 8
+    assert num_backwards(replace(setup, mini_batches=2, epochs=3)) == 3 * 2 * 4

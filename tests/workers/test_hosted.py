@@ -1,71 +1,19 @@
-"""Workers apart from the ranks: when tokens are sampled, and by whom, changes nothing else; a worker may be lost at any time."""
+"""Workers apart from the ranks: when tokens are sampled, and by whom, changes nothing else."""
 
 from __future__ import annotations
 
 import random
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
-from torch import nn
 
-from rhymerl.backends.hosted.threads import ThreadBackend
-from rhymerl.drafters import NoDrafter
-from rhymerl.errors import BackendError
 from rhymerl.rewards import RewardScorer
 from rhymerl.rollout import Rollout, RolloutLoop
 from rhymerl.schedulers import FIFOScheduler
 from tests.distributed.threads import run_ranks
-from tests.rollout.ranked import REWARD, SCHEDULERS, SETTINGS, Ranked, answers, length, prompts, run_step
-from tests.rollout.tokens import TokenBackend, expected
-
-NO_POLICY = SimpleNamespace(model=nn.Module(), named_weights=list)
-
-
-@contextmanager
-def fleet(
-    scheduler=FIFOScheduler,
-    *,
-    workers: int = 3,
-    pass_s: float = 0.0,
-    make=None,
-    backend=None,
-    ranks=None,
-    scorer=None,
-    **settings,
-) -> Iterator[tuple[RolloutLoop, ThreadBackend]]:
-    """A loop over workers in threads, some slower than others."""
-    backend = backend or ThreadBackend(make or (lambda number: TokenBackend(length, pass_s=pass_s * (1 + number))))
-    with backend:
-        backend.start(NO_POLICY, NoDrafter())
-        loop = RolloutLoop(
-            backend,
-            scheduler(),
-            scorer=scorer or RewardScorer([REWARD]),
-            decode=lambda ids: " ".join(map(str, ids)),
-            num_workers=workers,
-            ranks=ranks,
-            **settings,
-        )
-        try:
-            yield loop, backend
-        finally:
-            loop.close()
-
-
-def run(loop: RolloutLoop, steps, *, update_s: float = 0.0) -> list[Rollout]:
-    found = []
-    for step in steps:
-        found.append(run_step(loop, step))
-        time.sleep(update_s)
-    return found
-
-
-def alone(num_steps: int) -> list[Rollout]:
-    return Ranked(size=1).run(num_steps)[0]
+from tests.rollout.ranked import REWARD, SCHEDULERS, SETTINGS, answers, length, prompts, run_step
+from tests.rollout.tokens import TokenBackend
+from tests.workers.fleet import alone, check_kept, fleet, run
 
 
 @pytest.mark.parametrize("lockstep", [False, True], ids=["free", "lockstep"])
@@ -86,20 +34,6 @@ def test_kept_tokens_are_at_most_one_policy_old(scheduler, lockstep):
         steps = run(loop, range(6), update_s=0.01)
     stale = check_kept(steps)
     assert stale > 0, "nobody went on during the update"
-
-
-def check_kept(steps: list[Rollout]) -> int:
-    """Every answer is there once, and its tokens are those of the policies that they name; returns how many are old."""
-    stale = 0
-    for step, rollout in enumerate(steps):
-        assert len(rollout.samples) == len({s.completion.request.id for s in rollout.samples}) == 4 * 3
-        for sample in rollout.samples:
-            versions = sample.completion.output.policy_versions
-            assert set(versions.tolist()) <= {step - 1, step}
-            assert sample.completion.token_ids.tolist() == expected(sample.completion)
-            assert len(sample) >= length(sample.completion.request)
-            stale += int((versions < step).sum())
-    return stale
 
 
 def test_a_step_is_sampled_while_the_one_before_is_trained():
@@ -123,215 +57,6 @@ def test_workers_go_on_during_every_update():
             rollout = run_step(loop, step)
             assert time.perf_counter() - started < 0.2
             assert rollout.metrics["off_policy/staleness/mean"] > 0.9
-
-
-@pytest.mark.parametrize("run_ahead", ["off", "draft", "keep"])
-def test_lost_workers_cost_nothing_but_time(run_ahead):
-    """Workers are killed at random instants, several at once too."""
-    draw = random.Random(run_ahead)
-    with fleet(pass_s=0.001, run_ahead=run_ahead) as (loop, backend), killing(backend, draw, every_s=0.6) as kills:
-        steps: list[Rollout] = []
-        while len(steps) < 8 or len(kills) < 3:  # however fast this machine is
-            steps += run(loop, [len(steps)], update_s=0.1)
-    assert steps[-1].metrics["workers/lost"] > 0
-    if run_ahead == "keep":
-        check_kept(steps)
-    else:
-        assert [answers(one) for one in alone(len(steps))] == [answers(step) for step in steps]
-
-
-@contextmanager
-def killing(backend: ThreadBackend, draw: random.Random, *, every_s: float) -> Iterator[list[int]]:
-    """Within, one or two of the workers that live are killed time and again."""
-    kills: list[int] = []
-    over = threading.Event()
-
-    def kill() -> None:
-        while not over.wait(draw.uniform(0.2, 1.8) * every_s):
-            for connection in draw.sample(backend.connections[-3:], draw.choice([1, 1, 2])):
-                connection.kill()
-                kills.append(1)
-
-    thread = threading.Thread(target=kill)
-    thread.start()
-    try:
-        yield kills
-    finally:
-        over.set()
-        thread.join()
-
-
-def test_a_worker_that_hangs_is_replaced():
-    hangs, over = threading.Event(), threading.Event()
-
-    class Hanging(TokenBackend):
-        def _pass(self):
-            if hangs.is_set() and self.number == 1 and self.life == 0:
-                over.wait(30)
-            return super()._pass()
-
-    lives: dict[int, int] = {}
-
-    def make(number: int) -> TokenBackend:
-        backend = Hanging(length, pass_s=0.001)
-        backend.number, backend.life = number, lives.get(number, 0)
-        lives[number] = backend.life + 1
-        return backend
-
-    with fleet(make=make) as (loop, backend):
-        backend.hang_timeout_s = 0.5
-        run_step(loop, 0)
-        hangs.set()
-        backend.connections[1]._host.poll = lambda wait_s: over.wait(30)  # its process is stopped: it answers nobody
-        rollout = run_step(loop, 1)
-        over.set()
-        assert answers(rollout) == answers(alone(2)[1])
-        assert rollout.metrics["workers/lost"] == 1
-
-
-def test_a_worker_that_hangs_before_it_has_weights_is_replaced():
-    over = threading.Event()
-    with fleet(make=lambda number: TokenBackend(length, pass_s=0.001)) as (loop, backend):
-        backend.hang_timeout_s = 0.5
-        while not all(member.is_here for member in loop.workers._crew.members):
-            time.sleep(0.01)
-        for connection in backend.connections:
-            connection._host.poll = lambda wait_s: over.wait(30)
-        time.sleep(0.3)  # until the questions that are under way are answered
-        rollout = run_step(loop, 0)
-        over.set()
-        assert answers(rollout) == answers(alone(1)[0])
-        assert rollout.metrics["workers/lost"] == 3
-
-
-def test_a_worker_in_lockstep_that_hangs_ends_the_run_and_one_that_is_slow_does_not():
-    over = threading.Event()
-    with fleet(make=lambda number: TokenBackend(length), lockstep=True) as (loop, backend):
-        backend.hang_timeout_s = 0.1
-        run_step(loop, 0)
-        connection = backend.connections[1]
-        host_step = connection._host.step
-        connection._host.step = lambda ticks: over.wait(0.3) or host_step(ticks)
-        assert answers(run_step(loop, 1)) == answers(alone(2)[1])
-        connection._host.step = lambda ticks: over.wait(30)
-        connection.is_alive = lambda wait_s: False
-        try:
-            with pytest.raises(BackendError, match=r"^worker 1 is lost \(no answer for .* in lockstep$"):
-                run_step(loop, 2)
-        finally:
-            over.set()
-
-
-def test_a_worker_in_lockstep_that_does_not_come_up_ends_the_run():
-    over = threading.Event()
-    with fleet(make=lambda number: TokenBackend(length), lockstep=True) as (loop, backend):
-        backend.start_timeout_s = 0.1
-        backend.connections[2]._host.step = lambda ticks: over.wait(30)
-        backend.connections[2].is_alive = lambda wait_s: False
-        try:
-            with pytest.raises(BackendError, match=r"^worker 2 has not come up within backend\.start_timeout_s=0\.1"):
-                run_step(loop, 0)
-        finally:
-            over.set()
-
-
-class Together(ThreadBackend):
-    """The first weights wait for all workers. Worker 1 goes before it has them, and no other comes in its place."""
-
-    starts_together = goes_on_short = True
-
-    def __init__(self, make) -> None:
-        super().__init__(make)
-        self.over = threading.Event()
-
-    def connect(self, number: int, *, lockstep: bool):
-        connection = super().connect(number, lockstep=lockstep)
-        if number == 1 and len(self.connections) <= 3:
-            connection.kill()
-        elif number == 1:
-            connection._host.poll = lambda wait_s: self.over.wait(30)
-        return connection
-
-
-def test_the_first_weights_do_not_wait_for_the_place_of_a_worker_that_is_lost():
-    backend = Together(lambda number: TokenBackend(length, pass_s=0.001))
-    with fleet(backend=backend) as (loop, _):
-        rollout = run_step(loop, 0)
-        backend.over.set()
-    assert answers(rollout) == answers(alone(1)[0])
-    assert rollout.metrics["workers/up"] == 2
-
-
-class Late(ThreadBackend):
-    """The first worker is there at once; there is room for the others when `room` says so."""
-
-    goes_on_short = True
-
-    def __init__(self, make) -> None:
-        super().__init__(make)
-        self.room = threading.Event()
-
-    def least_workers(self, num_workers: int) -> int:
-        return 1
-
-    def connect(self, number: int, *, lockstep: bool):
-        connection = super().connect(number, lockstep=lockstep)
-        if number:
-            connection.poll = lambda wait_s: connection._pool.submit(self._when_there, connection, wait_s)
-        return connection
-
-    def _when_there(self, connection, wait_s: float):
-        self.room.wait(30)
-        return connection._told(lambda: connection._host.poll(wait_s))
-
-
-def test_workers_come_in_the_middle_of_a_step_and_are_taken_away():
-    backend = Late(lambda number: TokenBackend(length, pass_s=0.004))
-    backend.start_timeout_s = 0.3
-    with fleet(backend=backend, workers=4) as (loop, _):
-        found = [run_step(loop, 0)]
-        assert found[0].metrics["workers/up"] == 1
-        time.sleep(0.5)  # longer than one may take that somebody waits for
-        threading.Timer(0.1, backend.room.set).start()
-        found.append(run_step(loop, 1))
-        found.append(run_step(loop, 2))
-        assert found[-1].metrics["workers/up"] == 4
-        backend.room.clear()  # there is none for others in the place of these
-        threading.Timer(0.05, lambda: [each.kill() for each in backend.connections[1:]]).start()
-        found += run(loop, range(3, 6))
-        assert found[-1].metrics["workers/up"] == 1
-        assert found[-1].metrics["workers/lost"] == 3
-        backend.room.set()
-    assert [answers(one) for one in alone(6)] == [answers(step) for step in found]
-
-
-def test_an_error_in_an_engine_ends_the_run_with_its_words():
-    class Broken(TokenBackend):
-        def _pass(self):
-            raise RuntimeError("the engine is broken")
-
-    words = r"^worker \d: RuntimeError\('the engine is broken'\)"
-    with fleet(make=lambda number: Broken(length)) as (loop, _), pytest.raises(BackendError, match=words):
-        run_step(loop, 0)
-
-
-def test_a_worker_that_is_lost_again_and_again_ends_the_run():
-    with fleet(make=lambda number: TokenBackend(length, pass_s=0.05), workers=1) as (loop, backend):
-        over = threading.Event()
-
-        def kill() -> None:
-            while not over.wait(0.02):
-                for connection in list(backend.connections)[-1:]:
-                    connection.kill()
-
-        thread = threading.Thread(target=kill)
-        thread.start()
-        try:
-            with pytest.raises(BackendError, match="was lost 6 times"):
-                run_step(loop, 0)
-        finally:
-            over.set()
-            thread.join()
 
 
 @pytest.mark.parametrize("run_ahead", ["draft", "keep"])

@@ -12,7 +12,7 @@ import pytest
 from rhymerl.errors import RewardError
 from rhymerl.rewards import Reward, RewardScorer
 from tests.rollout.ranked import SETTINGS, answers, prompts, run_step
-from tests.workers.test_hosted import alone, check_kept, fleet, run
+from tests.workers.fleet import alone, check_kept, fleet, run
 
 SLOW_S = 0.05
 
