@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from rhymerl.errors import ConfigError
 from rhymerl.models.policy import context_tokens, evaluating, named, refusing
-from rhymerl.models.precision import in_float32
+from rhymerl.models.precision import computing_in
 from rhymerl.models.proof import more_than_full_attention
 from rhymerl.models.rope import refuse_changing_rope
 from rhymerl.types import RolloutRequest
@@ -45,7 +45,7 @@ def prove(model: PreTrainedModel) -> None:
     vocabulary = model.config.get_text_config().vocab_size
     prompt = generator.integers(0, vocabulary, 7)
     paths = [generator.integers(0, vocabulary, 3) for _ in range(2)]
-    with refusing(f"{_cannot_run(model)}; {_NEEDED}"), in_float32(model):
+    with refusing(f"{_cannot_run(model)}; {_NEEDED}"), computing_in(torch.float32, model):
         tree = _tree_logits(model, prompt, paths)
         alone = _logits_alone(model, prompt, paths)
     expected = alone.double().log_softmax(-1)

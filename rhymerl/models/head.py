@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from rhymerl.models.logits import PLAIN, LogitTransform
 from rhymerl.models.sharding import is_sharded
 
+_KEPT_BYTES = 2**28  # of log-probs on a CPU, where they would else be computed again in small chunks
 _LEAST = -80.0  # what exp makes of less is too small for a float32's exponent: ten times as slow, and it adds nothing
 
 
@@ -28,6 +29,7 @@ def head_logprobs(
     """Return the log-prob of each target and the entropy at it, [N] and [N], in float32 or better, both with gradient; from [N, H].
 
     For a linear head, at most three chunks of logits are held at a time, four where they are capped, and its gradient is added up in one place.
+    On a CPU all log-probs are, up to 256 MiB.
     """
     if is_linear(head):
         dtype = _product_dtype(hidden, head.weight)
@@ -68,7 +70,7 @@ def chosen_logprobs(
 
 
 class _Linear(torch.autograd.Function):
-    """Each chunk's logits are computed again in the backward pass, but for a single chunk, which is small enough to keep."""
+    """Each chunk's logits are computed again in the backward pass, but for those that are few enough to keep."""
 
     @staticmethod
     def forward(
@@ -86,16 +88,16 @@ class _Linear(torch.autograd.Function):
         ctx.slices = list(_slices(len(hidden), chunk_tokens))
         ctx.set_materialize_grads(False)
         cast = _Cast(weight, bias, dtype)
-        logprobs, entropy = [], []
-        everything = None
+        logprobs, entropy, kept = [], [], []
+        keeps = len(ctx.slices) == 1 or _are_few(hidden, weight)
         for part in ctx.slices:
-            everything = None  # before the next one is made
             everything = _log_softmax(cast.products(hidden[part]), temperature, transform)
             logprobs.append(_chosen(everything, targets[part]))
             entropy.append(_entropy(everything))
-        kept = everything if len(ctx.slices) == 1 else None
+            kept += [everything] if keeps else []
+            del everything  # before the next one is made
         found = torch.cat(logprobs), torch.cat(entropy)
-        ctx.save_for_backward(hidden, weight, bias, targets, found[1], kept)
+        ctx.save_for_backward(hidden, weight, bias, targets, found[1], *kept)
         return found
 
     @staticmethod
@@ -103,17 +105,17 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         if of_logprobs is None and of_entropy is None:
             return (None,) * 8
-        hidden, weight, bias, targets, entropy, kept = ctx.saved_tensors
+        hidden, weight, bias, targets, entropy, *kept = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         cast = _Cast(weight, bias, ctx.dtype)
         to_hidden = torch.empty_like(hidden) if needs_hidden else None
         to_weight = torch.zeros_like(weight) if needs_weight else None
         to_bias = torch.zeros_like(bias) if needs_bias else None
-        for part in ctx.slices:
-            everything, slope = kept, ctx.transform.scale
-            if kept is None or ctx.transform.cap is not None:
+        for part, known in zip(ctx.slices, kept or [None] * len(ctx.slices), strict=True):
+            everything, slope = known, ctx.transform.scale
+            if known is None or ctx.transform.cap is not None:
                 products = cast.products(hidden[part])
-                everything = kept if kept is not None else _log_softmax(products, ctx.temperature, ctx.transform)
+                everything = known if known is not None else _log_softmax(products, ctx.temperature, ctx.transform)
                 slope = ctx.transform.slope(_in_full(products))
                 del products
             gradient = _gradient(
@@ -126,7 +128,9 @@ class _Linear(torch.autograd.Function):
             del everything
             if not ctx.transform.is_plain:
                 gradient.mul_(slope)
-            gradient = gradient.div_(ctx.temperature).to(ctx.dtype)
+            if ctx.temperature != 1:
+                gradient.div_(ctx.temperature)
+            gradient = gradient.to(ctx.dtype)
             if to_hidden is not None:
                 to_hidden[part] = gradient @ cast.weight
             if to_weight is not None:
@@ -152,6 +156,12 @@ class _Cast:
 def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     device = hidden.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+
+
+def _are_few(hidden: Tensor, weight: Tensor) -> bool:
+    """Return whether log-probs of all tokens, [N, V] in float32 or better, may be kept."""
+    itemsize = max(4, hidden.dtype.itemsize)
+    return hidden.device.type == "cpu" and len(hidden) * len(weight) * itemsize <= _KEPT_BYTES
 
 
 def _slices(count: int, size: int) -> Iterator[slice]:

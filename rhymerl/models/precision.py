@@ -1,4 +1,4 @@
-"""A model of 16 bits computed in 32: proofs are about what is computed, not about how it is rounded."""
+"""A model computed in more bits than it has: proofs are about what is computed, not about how it is rounded."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from torch import Tensor, nn
 
 from rhymerl.models.sharding import is_sharded
 
-_SHORT = (torch.bfloat16, torch.float16)
-
 
 @contextmanager
-def in_float32(model: nn.Module) -> Iterator[None]:
-    """Context in which the forwards of `model` compute in float32 what has 16 bits, and products keep all of float32's bits.
+def computing_in(dtype: torch.dtype, model: nn.Module) -> Iterator[None]:
+    """Context in which the forwards of `model` compute in float32 or float64 what has fewer bits, and products keep all of float32's bits.
 
     A module's weights are converted while it runs and no longer, so that the whole model never exists twice. A wider model stays as it is,
     and so does one that is sharded.
@@ -27,19 +25,19 @@ def in_float32(model: nn.Module) -> Iterator[None]:
         stack.callback(torch.set_float32_matmul_precision, precision)
         modules = list(model.modules())
         for module in modules if not any(map(is_sharded, modules)) else ():  # a decoder is sharded by its layers
-            _convert_while_it_runs(module, stack)
+            _convert_while_it_runs(module, dtype, stack)
         yield
 
 
-def _convert_while_it_runs(module: nn.Module, stack: ExitStack) -> None:
+def _convert_while_it_runs(module: nn.Module, dtype: torch.dtype, stack: ExitStack) -> None:
     tensors: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-    own = [(kept, name, each) for kept in tensors for name, each in kept.items() if _is_short(each)]
+    own = [(kept, name, each) for kept in tensors for name, each in kept.items() if _has_fewer_bits(each, dtype)]
     if not own:
         return
 
     def widen(*_: Any) -> None:
         for kept, name, each in own:
-            kept[name] = each.detach().float()
+            kept[name] = each.detach().to(dtype)
 
     def restore(*_: Any) -> None:
         for kept, name, each in own:
@@ -50,8 +48,8 @@ def _convert_while_it_runs(module: nn.Module, stack: ExitStack) -> None:
     stack.callback(restore)  # an exception may come before the hook does
 
 
-def _is_short(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.dtype in _SHORT
+def _has_fewer_bits(tensor: Tensor | None, dtype: torch.dtype) -> bool:
+    return tensor is not None and tensor.is_floating_point() and tensor.dtype.itemsize < dtype.itemsize
 
 
 def _device_type(model: nn.Module) -> str:

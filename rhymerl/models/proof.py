@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from rhymerl.errors import ConfigError
 from rhymerl.models.logits import transform_of
 from rhymerl.models.policy import evaluating, named, refusing
-from rhymerl.models.precision import in_float32
+from rhymerl.models.precision import computing_in
 from rhymerl.models.sharding import call, forget_passes, whole
 from rhymerl.models.shared_prefixes import lay_out, packed_states, sharing
 
@@ -34,7 +34,7 @@ def prove_update(model: PreTrainedModel) -> None:
         refusing(f"{named(model)}: the update cannot run it; {_NEEDED}"),
         evaluating(model),
         torch.no_grad(),
-        in_float32(model),
+        computing_in(torch.float32, model),
     ):
         ids = torch.arange(4, device=model.device)[None] % config.vocab_size
         states = _states(model, ids)
@@ -71,16 +71,24 @@ def more_than_full_attention(model: PreTrainedModel, longest_tokens: int) -> str
 
 
 def prove_sharing(body: PreTrainedModel, longest_tokens: int, *, model: PreTrainedModel | None = None) -> str | None:
-    """Return why the answers to a prompt cannot be computed behind one copy of it by this decoder, of a `model`; None where they can."""
+    """Return why the answers to a prompt cannot be computed behind one copy of it by this decoder, of a `model`; None where they can.
+
+    What float32 does not tell from rounding, which sharp and deep models magnify, is computed again in float64.
+    """
     if reason := more_than_full_attention(body, longest_tokens):
         return reason
+    return _shared_otherwise(body, model, torch.float32) and _shared_otherwise(body, model, torch.float64)
+
+
+def _shared_otherwise(body: PreTrainedModel, model: PreTrainedModel | None, dtype: torch.dtype) -> str | None:
+    """Return why states behind a shared prompt are no states of the decoder, computed in at least so many bits."""
     numbers = torch.arange(100).remainder(body.config.get_text_config().vocab_size).numpy()
     prompts = [numbers[start : start + length] for start, length in ((1, 3), (2, 5))]
     answers = [(0, 4), (1, 1), (0, 2), (1, 3), (0, 0)]  # the number of a prompt, and tokens
     tokens = [numbers[7 * i : 7 * i + length] for i, (_, length) in enumerate(answers)]
     placed = lay_out([prompts[number] for number, _ in answers], tokens, body.device)
     try:
-        with refusing("it cannot be run like that"), evaluating(body), torch.no_grad(), in_float32(body):
+        with refusing("it cannot be run like that"), evaluating(body), torch.no_grad(), computing_in(dtype, body):
             run = partial(call, model) if model is not None and model is not body else _run
             with sharing([body]):
                 shared = run(lambda: packed_states(body, placed.layout)[0])

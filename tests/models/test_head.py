@@ -37,6 +37,12 @@ def plain(hidden: Tensor, head: nn.Module, targets: Tensor, temperature: float) 
     return everything.gather(-1, targets[:, None])[:, 0], -(everything.exp() * everything).sum(-1)
 
 
+@pytest.fixture(autouse=True, params=["kept", "computed again"])
+def log_probs_of_all_chunks(request, monkeypatch):
+    if request.param == "computed again":
+        monkeypatch.setattr("rhymerl.models.head._KEPT_BYTES", 0)
+
+
 def gradients(found: tuple[Tensor, Tensor], hidden: Tensor, head: nn.Module, *, which: str) -> list[Tensor]:
     logprobs, entropy = found
     loss = sum(

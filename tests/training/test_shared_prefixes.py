@@ -11,6 +11,7 @@ import torch
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from rhymerl.algos import GRPO, PPO
+from rhymerl.models import proof
 from rhymerl.models.critic import CriticSettings
 from rhymerl.models.logprobs import token_batch
 from rhymerl.models.lora import LoRA
@@ -200,6 +201,15 @@ def test_a_wrong_mask_or_position_is_found_out(dtype, monkeypatch):
         monkeypatch.setattr(AnswerBucket, "mask", wrong)
         assert prove_sharing(body, 64) == "its states behind a shared prompt are others"
     monkeypatch.setattr(AnswerBucket, "mask", right)
+    monkeypatch.setattr("rhymerl.models.shared_prefixes._first_position", lambda lengths: lengths + 1)
+    assert prove_sharing(body, 64) == "its states behind a shared prompt are others"
+
+
+def test_rounding_is_told_from_structure(monkeypatch):
+    """A sharp model of 30 layers was refused for 1.2e-4 of its largest state."""
+    body = tiny_policy(dtype="float32").model.get_decoder()
+    monkeypatch.setitem(proof._TOLERANCE, torch.float32, 0.0)
+    assert prove_sharing(body, 64) is None
     monkeypatch.setattr("rhymerl.models.shared_prefixes._first_position", lambda lengths: lengths + 1)
     assert prove_sharing(body, 64) == "its states behind a shared prompt are others"
 
