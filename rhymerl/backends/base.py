@@ -90,6 +90,7 @@ class RolloutBackend(Backend):
     """ONE worker's engine. Every rank owns its own, or a process that is a worker and no rank."""
 
     owns_policy = False  # nobody else runs the policy while there is work; set before `start`
+    tensor_parallel: int = 1  # GPUs that an engine takes, where it runs on any
 
     @abstractmethod
     def submit(self, requests: Sequence[RolloutRequest]) -> None:

@@ -49,6 +49,12 @@ class Policy:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     weights: DeferredWeights | None = None  # of a model that has only shapes, until it is sharded
+    trained_on: torch.device | None = None  # of a copy that is elsewhere than the policy which is trained
+
+    @property
+    def device(self) -> torch.device:
+        """Where the policy is trained."""
+        return self.trained_on or self.model.device
 
     @property
     def context_tokens(self) -> int:

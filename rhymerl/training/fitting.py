@@ -17,6 +17,7 @@ from rhymerl.training.settings import UpdateSettings
 
 _STEP_TOKENS = 1024  # between numbers of backend.kv_tokens that are tried
 _MOST_TIMES = 64  # as many nodes
+_MOST_DEVICES = 8  # of one node
 
 Applied = tuple[str, Setup]
 
@@ -100,6 +101,7 @@ def _changes(setup: Setup, missing: Callable[[Setup], int]) -> Sequence[Alternat
         (in_rank and engine is not None and not engine.weights, lambda each: _fewer_keys(each, missing), True),
         (layout.is_sharded and layout.num_replicas > 1, _one_replica, False),
         (not layout.is_sharded and layout.num_ranks > 1, _sharded, False),
+        (layout.num_ranks == 1, lambda each: _more_devices(each, missing), True),
         (layout.num_ranks > 1, lambda each: _more_nodes(each, missing), True),
         (setup.precision != "bf16-true" and itemsize == 4, _in_half, False),
         (not update_shape(setup).has_adapters, _with_adapters, False),
@@ -124,6 +126,17 @@ def _sharded(setup: Setup) -> Applied:
     words = "trainer.strategy=fsdp2" if setup.is_apart else "trainer.strategy=fsdp2 backend=ray"
     layout = replace(setup.layout, num_replicas=1, is_sharded=True)
     return words, replace(setup, layout=layout, is_apart=True, in_turn=False)
+
+
+def _more_devices(setup: Setup, missing: Callable[[Setup], int]) -> Applied:
+    """Return the fewest devices of a node, twice as many at a time, among which it fits."""
+    words, found = _sharded(setup)
+    devices = 2
+    while True:
+        found = replace(found, layout=replace(found.layout, num_ranks=devices))
+        if devices == _MOST_DEVICES or missing(found) <= 0:
+            return f"trainer.devices={devices} {words}", found
+        devices *= 2
 
 
 def _in_half(setup: Setup) -> Applied:

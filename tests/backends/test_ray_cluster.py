@@ -11,6 +11,9 @@ import pytest
 
 from rhymerl.backends.hosted import cluster
 from rhymerl.backends.hosted.cluster import answers, places, started_here
+from rhymerl.backends.hosted.ray import RayBackend
+from rhymerl.backends.sglang.backend import SGLangBackend
+from rhymerl.errors import ConfigError
 
 GREETING = bytes([0, 0, 24, 4, 0, 0, 0, 0, 0])  # the header of a gRPC server's first frame
 
@@ -82,3 +85,9 @@ NODES = [
 )
 def test_a_worker_has_all_that_it_takes_on_one_node(each, room):
     assert places(NODES, each) == room
+
+
+def test_a_worker_with_fewer_gpus_than_its_engine_takes_is_refused():
+    backend = RayBackend(engine=SGLangBackend(tensor_parallel=4), gpus_per_worker=1)
+    with pytest.raises(ConfigError, match=r"backend\.gpus_per_worker=1: an engine of .*tensor_parallel=4 .*expected at least 4"):
+        backend.check(100)

@@ -162,9 +162,9 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_settings_that_fit_are_as_few_as_can_be(strategy, large, capsys):
-    words = [f"model.path={large}", "trainer.devices=8", *STRATEGIES[strategy]]
+@pytest.mark.parametrize(("strategy", "devices"), [*((name, 8) for name in STRATEGIES), ("ddp", 1)])
+def test_settings_that_fit_are_as_few_as_can_be(strategy, devices, large, capsys):
+    words = [f"model.path={large}", f"trainer.devices={devices}", *STRATEGIES[strategy]]
     numbers = []
     for device in (20, 40, 80, 141):
         named = planned(capsys, *words, "--device-gib", str(device))["nearest"]
@@ -184,6 +184,11 @@ def test_settings_that_fit_are_as_few_as_can_be(strategy, large, capsys):
         numbers.append(len(named))
     assert numbers, "for some device there is a way"
     assert numbers == sorted(numbers, reverse=True), "a larger device needs no more"
+
+
+def test_a_single_device_is_told_how_many_would_do(large, capsys):
+    words = [f"model.path={large}", "trainer.devices=1", "--device-gib", "80"]
+    assert planned(capsys, *words)["nearest"] == ["trainer.devices=4 trainer.strategy=fsdp2 backend=ray"]
 
 
 def test_no_change_is_named_that_is_not_needed():

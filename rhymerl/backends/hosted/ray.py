@@ -214,6 +214,11 @@ class RayBackend(HostedBackend):
         self._published: WeightSource | None = None  # held until there are newer ones, so that late workers find it
 
     def check(self, longest_tokens: int) -> None:
+        if 0 < self.gpus_per_worker < self.engine.tensor_parallel:
+            raise ConfigError(
+                f"backend.gpus_per_worker={self.gpus_per_worker}: an engine of backend.engine.tensor_parallel={self.engine.tensor_parallel} takes as "
+                f"many GPUs; expected at least {self.engine.tensor_parallel}"
+            )
         if importlib.util.find_spec("ray") is None:
             raise ConfigError("backend=ray: needs Ray: pip install 'rhymerl[ray]'")
         if self.engine.apart() is not self.engine:

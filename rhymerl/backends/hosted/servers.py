@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,7 +46,8 @@ class ServedBackend(RolloutBackend):
 class PolicyCopies:
     """Copies of a policy with published weights: one for all servers that connect with the same version of them.
 
-    They are on the policy's device; in the host's memory where that device has a part of the policy only.
+    They are on the policy's device; in the host's memory where that device has a part of the policy only, though engines compute and get weights
+    as the policy's device says.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -65,7 +66,7 @@ class PolicyCopies:
         device = torch.device("cpu") if is_sharded(model) else model.device
         made = policy_of(policy.files(), dtype=model.dtype, attention=model.config._attn_implementation, device=device)
         copy_weights(made.model, tensors)
-        return made
+        return replace(made, trained_on=model.device)
 
 
 @dataclass(slots=True, kw_only=True)

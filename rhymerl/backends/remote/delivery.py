@@ -82,7 +82,7 @@ class Delivery:
 
     def _joined_group(self) -> WeightGroup:
         if self._group is None or self._group.is_closed:
-            self._group = WeightGroup(self.fleet, ranks=self.tensor_parallel, device=self.policy.model.device)
+            self._group = WeightGroup(self.fleet, ranks=self.tensor_parallel, device=self.policy.device)
         return self._group
 
     def sleep(self) -> None:
@@ -95,7 +95,7 @@ class Delivery:
     def wake_up(self) -> None:
         """The engines have their memory again, and nothing in it."""
         if self.is_asleep:
-            if self.policy.model.device.type == "cuda":
+            if self.policy.device.type == "cuda":
                 torch.cuda.empty_cache()  # what the update has used at most is the allocator's until then
             self.fleet.post("/resume_memory_occupation", {})
             self.is_asleep = False

@@ -121,7 +121,7 @@ class Session:
     @property
     def _dtype(self) -> str:
         own = next(name for name, dtype in DTYPES.items() if dtype == self.policy.model.dtype)
-        return engine_dtype(self.settings.dtype, own, on_cpu=self.policy.model.device.type == "cpu")
+        return engine_dtype(self.settings.dtype, own, on_cpu=self.policy.device.type == "cpu")
 
     def _recover(
         self, error: BackendError, *, version: int | None = None, without: Sequence[InFlightRequest] = ()

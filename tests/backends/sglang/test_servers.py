@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import time
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from rhymerl.backends.hosted.servers import ServersBackend
+from rhymerl.backends.hosted.servers import PolicyCopies, ServersBackend
 from rhymerl.backends.sglang.backend import SGLangBackend
 from rhymerl.distributed.group import Group
 from rhymerl.drafters import NoDrafter
@@ -95,6 +98,34 @@ def test_all_of_them_read_one_file_of_weights(engines, flat_policy):
         folders = set.union(*(engine.folders for engine in engines))
         assert len(folders) == 3
         assert all([path.name for path in folder.iterdir()] == ["config.json"] for folder in folders), "all have had it"
+
+
+def test_a_copy_of_a_sharded_policy_leaves_dtype_and_transport_to_the_policys_device(engines, flat_policy, monkeypatch):
+    """On GPUs a server got float32 over gloo, as the copy in the host's memory would have it."""
+    monkeypatch.setattr("rhymerl.backends.hosted.servers.is_sharded", lambda model: True)
+    trained = replace(flat_policy, model=copy.deepcopy(flat_policy.model).to("meta"))
+    made = PolicyCopies(trained).of(0, dict(flat_policy.named_weights()))
+    assert made.model.device.type == "cpu"
+    assert made.device.type == "meta", "no other device than the CPU is here"
+    found = []
+
+    class Recorded:
+        is_closed = False
+
+        def __init__(self, fleet, *, ranks, device):
+            found.append(device.type)
+
+        def send(self, named, dtype, *, version):
+            found.append(dtype)
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr("rhymerl.backends.remote.delivery.WeightGroup", Recorded)
+    with SGLangBackend(url=engines[0].url, max_running=4, weights="distributed") as backend:
+        backend.start(made, NoDrafter())
+        backend.sync_weights(made.named_weights(), 0)
+    assert found == ["meta", torch.bfloat16]
 
 
 def test_they_go_on_while_the_policy_is_trained(engines, flat_policy):
