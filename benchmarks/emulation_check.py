@@ -1,7 +1,7 @@
 """Emulation against truth: the same run with passes as they are on this machine, and on the virtual clock with a curve of their costs.
 
-The curve is measured in runs of another seed: each pass's tokens, keys and seconds, to which a line with corners at powers of two and a price of a key are
-fitted. Then each row runs twice at `--seed`, once as it is, its rollouts timed by the wall clock, and once by `headline.py`'s means with that curve. `seconds`
+The curve is measured in runs of another seed: each pass's tokens, keys and seconds, to which a line with corners at powers of two, a price of a row's key and
+one of a token's key are fitted. Then each row runs twice at `--seed`, once as it is, its rollouts timed by the wall clock, and once by `headline.py`'s means with that curve. `seconds`
 are all rollouts but the first, which compiles. A machine on which something else runs is slower than its curve.
 
     python benchmarks/emulation_check.py [key=value ...]
@@ -26,7 +26,7 @@ import record
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.config import compose
 from rhymerl.costs import CostCurve
-from rhymerl.engine.emulation import EmulatedDevice, num_keys
+from rhymerl.engine.emulation import EmulatedDevice, num_keys, num_pairs
 from rhymerl.engine.layout import PassLayout
 from rhymerl.runs.fit import fit
 from rhymerl.training.module import RhymeModule
@@ -38,15 +38,18 @@ ROWS = [
 ]
 
 
+Pass = tuple[int, int, int, float]  # tokens, keys of rows, keys of tokens, seconds
+
+
 @dataclass(slots=True, kw_only=True)
 class Stopwatch(EmulatedDevice):
     """Passes take what they take, and are noted."""
 
-    passes: list[tuple[int, int, float]] = field(default_factory=list, init=False)  # tokens, keys, seconds
+    passes: list[Pass] = field(default_factory=list, init=False)
 
     def wait(self, started: float, layout: PassLayout) -> None:
         """Note a pass."""
-        self.passes.append((layout.num_tokens, num_keys(layout), self.now() - started))
+        self.passes.append((layout.num_tokens, num_keys(layout), num_pairs(layout), self.now() - started))
 
 
 class TimedBackend(EmbeddedBackend):
@@ -67,7 +70,7 @@ class Measured:
 
     rollouts: list[float]  # wall seconds of each step's
     tokens_a_pass: list[float]  # of each step
-    passes: list[tuple[int, int, float]]
+    passes: list[Pass]
 
 
 def run(row: headline.Row, arguments: Any, *, seed: int, steps: int) -> Measured:
@@ -88,18 +91,26 @@ def run(row: headline.Row, arguments: Any, *, seed: int, steps: int) -> Measured
     return Measured(seconds, tokens, WATCHES[-1].passes)
 
 
-def fitted(passes: Sequence[tuple[int, int, float]]) -> tuple[list[list[float]], float]:
-    """Return [tokens, seconds] and the seconds of a key, by least squares."""
-    tokens, keys, seconds = np.array(passes, np.float64).T
+def fitted(passes: Sequence[Pass]) -> tuple[list[list[float]], tuple[float, float]]:
+    """Return [tokens, seconds], and the seconds of a key and of a pair, by least squares."""
+    tokens, keys, pairs, seconds = np.array(passes, np.float64).T
     corners = 2.0 ** np.arange(0, np.ceil(np.log2(tokens.max())) + 1)
     hats = np.array([np.interp(tokens, corners, line) for line in np.eye(len(corners))]).T
     seen = hats.sum(axis=0) > len(passes) / 1000  # a corner near which there is next to nothing is its neighbours' line
     corners = corners[seen]
     hats = np.array([np.interp(tokens, corners, line) for line in np.eye(len(corners))]).T
-    solution = np.linalg.lstsq(np.column_stack([hats, keys]), seconds, rcond=None)[0]
-    key_s = max(float(solution[-1]), 0.0)
-    rising = np.maximum.accumulate(np.maximum(solution[:-1], 1e-6))
-    return [[float(at), float(each)] for at, each in zip(corners, rising, strict=True)], key_s
+    context, prices = [keys, pairs], np.zeros(2)
+    found = [0, 1]
+    while True:
+        solution = np.linalg.lstsq(np.column_stack([hats, *(context[each] for each in found)]), seconds, rcond=None)[0]
+        prices[found] = solution[len(corners) :]
+        if (prices >= 0).all():
+            break
+        prices[cheapest := int(prices.argmin())] = 0.0
+        found.remove(cheapest)
+    rising = np.maximum.accumulate(np.maximum(solution[: len(corners)], 1e-6))
+    costs = [[float(at), float(each)] for at, each in zip(corners, rising, strict=True)]
+    return costs, (float(prices[0]), float(prices[1]))
 
 
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
@@ -120,11 +131,11 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
         for row in ROWS[::2]
         for each in run(row, Namespace(**given), seed=arguments.seed + 1, steps=arguments.epoch_steps + 2).passes[64:]
     ]
-    costs, key_s = fitted(noted)
+    costs, (key_s, pair_s) = fitted(noted)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         curve = Path(folder) / "curve.json"
-        curve.write_text(json.dumps({"costs": costs, "context_s_per_token": key_s}))
+        curve.write_text(json.dumps({"costs": costs, "context_s_per_token": key_s, "context_s_per_pair": pair_s}))
         given["emulate"] = str(curve.with_suffix(""))
         given["settings"] = [f"budget.costs={curve}", *arguments.settings]
         for row in ROWS:
@@ -139,7 +150,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
                     "emulated_over_real": round(emulated / seconds, 3),
                     "tokens_a_pass": round(float(np.mean(real.tokens_a_pass[1:])), 3),
                     "emulated_tokens_a_pass": round(course.mean("rollout/spec_accept_length"), 3),
-                    "in_passes": round(sum(each[2] for each in real.passes) / sum(real.rollouts), 3),
+                    "in_passes": round(sum(each[-1] for each in real.passes) / sum(real.rollouts), 3),
                     "over_none": round(rows[0]["seconds"] / seconds, 3) if rows else 1.0,
                     "emulated_over_none": round(rows[0]["emulated_seconds"] / emulated, 3) if rows else 1.0,
                 }
@@ -147,7 +158,14 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
             record.note_row(rows[-1])
             print(record.cell(rows[-1]), file=sys.stderr, flush=True)
     return record.finish(
-        "emulation_check", __doc__, arguments, rows=rows, start=start, curve=costs, microseconds_of_a_key=1e6 * key_s
+        "emulation_check",
+        __doc__,
+        arguments,
+        rows=rows,
+        start=start,
+        curve=costs,
+        microseconds_of_a_key=1e6 * key_s,
+        microseconds_of_a_pair=1e6 * pair_s,
     )
 
 

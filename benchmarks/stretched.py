@@ -75,6 +75,7 @@ class StretchedWorkers(ThreadBackend):
     def _engine(self, number: int) -> VirtualEngine:
         device = EmulatedDevice.read(self.emulate, scale=self.stretch)
         device.context_s_per_token *= self.lengths
+        device.context_s_per_pair *= self.lengths
         self.devices.append(device)
         return VirtualEngine(device, **self.engine)
 

@@ -171,6 +171,7 @@ class VirtualWorkers(ThreadBackend):
     def _engine(self, number: int) -> VirtualEngine:
         device = VirtualDevice.read(self.emulate, scale=1.0)
         device.context_s_per_token *= self.lengths
+        device.context_s_per_pair *= self.lengths
         device.cpu = self.cpu
         self.devices.append(device)
         return VirtualEngine(device, **self.engine)

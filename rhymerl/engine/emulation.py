@@ -20,30 +20,37 @@ _NO_NODES = np.zeros(1)
 
 @dataclass(slots=True, kw_only=True)
 class EmulatedDevice:
-    """A device whose passes cost what a curve says: seconds by the tokens of a pass, and `context_s_per_token` for each key of each row."""
+    """A device whose passes cost what a curve says: seconds by the tokens of a pass, and `context_s_per_token` for each key of each row.
+
+    `context_s_per_pair` is for each key of each token: an accelerator waits for keys that are read, a CPU for products with them.
+    """
 
     curve: CostCurve
     context_s_per_token: float = 0.0
+    context_s_per_pair: float = 0.0
     scale: float = 1.0
     charged_s: float = field(default=0.0, init=False)
     overrun_s: float = field(default=0.0, init=False)  # of passes that took longer than they should
 
     @classmethod
     def read(cls, path: str | Path, *, scale: float) -> EmulatedDevice:
-        """Read {"costs": [[tokens, seconds], ...], "context_s_per_token": seconds}. Raises ValueError that begins with `emulate=`."""
+        """Read {"costs": [[tokens, seconds], ...], "context_s_per_token": seconds}, and more such. Raises ValueError that begins with `emulate=`."""
         try:
             curve = CostCurve.read(path)
-            context = float(json.loads(Path(path).read_text()).get("context_s_per_token", 0.0))
+            given = json.loads(Path(path).read_text())
+            context = {name: float(given.get(name, 0.0)) for name in ("context_s_per_token", "context_s_per_pair")}
         except (TypeError, ValueError) as error:
             raise ValueError(f"emulate={str(path)!r}: {str(error).partition(': ')[2] or error}") from error
-        if context < 0:
-            raise ValueError(f"emulate={str(path)!r}: context_s_per_token={context}: expected at least 0")
-        return cls(curve=curve, context_s_per_token=context, scale=scale)
+        for name, seconds in context.items():
+            if seconds < 0:
+                raise ValueError(f"emulate={str(path)!r}: {name}={seconds}: expected at least 0")
+        return cls(curve=curve, **context, scale=scale)
 
     def seconds(self, layout: PassLayout) -> float:
         """Return what a pass costs. The keys of a row are read once for all of its tokens."""
         of_tokens = float(self.curve.seconds(layout.num_tokens, _NO_NODES, 0)[0])
-        return self.scale * (of_tokens + self.context_s_per_token * num_keys(layout))
+        of_context = self.context_s_per_token * num_keys(layout) + self.context_s_per_pair * num_pairs(layout)
+        return self.scale * (of_tokens + of_context)
 
     def now(self) -> float:
         """Return the seconds of the clock by which passes are timed; called in the engine's thread."""
@@ -62,6 +69,11 @@ class EmulatedDevice:
 def num_keys(layout: PassLayout) -> int:
     """Return the keys of a pass's rows, each counted once."""
     return int(layout.positions[layout.logit_indices[layout.logit_start]].sum()) + len(layout.emits)
+
+
+def num_pairs(layout: PassLayout) -> int:
+    """Return the keys of a pass's tokens: each token has those up to its own."""
+    return int(layout.positions.sum()) + layout.num_tokens
 
 
 class EmulatedForward:

@@ -89,5 +89,7 @@ def test_a_worker_has_all_that_it_takes_on_one_node(each, room):
 
 def test_a_worker_with_fewer_gpus_than_its_engine_takes_is_refused():
     backend = RayBackend(engine=SGLangBackend(tensor_parallel=4), gpus_per_worker=1)
-    with pytest.raises(ConfigError, match=r"backend\.gpus_per_worker=1: an engine of .*tensor_parallel=4 .*expected at least 4"):
+    with pytest.raises(
+        ConfigError, match=r"backend\.gpus_per_worker=1: an engine of .*tensor_parallel=4 .*expected at least 4"
+    ):
         backend.check(100)

@@ -75,6 +75,8 @@ def test_costs_are_by_tokens_and_by_keys_which_a_draft_reads_once():
     )
     assert layout.num_tokens == 4
     assert device.seconds(layout) == pytest.approx(2 * (1.3 + 1.002))
+    device.context_s_per_pair = 0.001
+    assert device.seconds(layout) == pytest.approx(2 * (1.3 + 1.002 + 0.401 + 0.402 + 0.403 + 0.601))
 
 
 @pytest.mark.parametrize(
@@ -83,6 +85,7 @@ def test_costs_are_by_tokens_and_by_keys_which_a_draft_reads_once():
         (None, "expected a JSON file"),
         ({"costs": [[1, 1]]}, "expected at least two"),
         ({"costs": [[1, 1], [2, 2]], "context_s_per_token": -1}, "context_s_per_token=-1.0: expected at least 0"),
+        ({"costs": [[1, 1], [2, 2]], "context_s_per_pair": -1}, "context_s_per_pair=-1.0: expected at least 0"),
     ],
 )
 def test_a_bad_file_is_refused(content, words, tmp_path):
