@@ -1,10 +1,13 @@
-"""The host of a worker's engine, by itself: in which order it hands requests over."""
+"""The host of a worker's engine, by itself: in which order it hands requests over, and what it remembers."""
 
 from __future__ import annotations
 
+import numpy as np
+
 from rhymerl.backends.hosted.host import WorkerHost
-from rhymerl.backends.hosted.messages import Submit, Weights, WeightSource
-from rhymerl.history import HistoryStore
+from rhymerl.backends.hosted.messages import Remember, Submit, Weights, WeightSource
+from rhymerl.history import Answer, HistoryStore
+from rhymerl.history.packing import PackedPrompt
 from rhymerl.types import Prompt, RolloutRequest, SamplingParams
 from tests.rollout.tokens import TokenBackend
 
@@ -84,3 +87,28 @@ def test_requests_that_run_are_left_alone_when_others_of_later_steps_wait():
         host.step(max_passes=2)
     assert withdrawn == []
     assert list(engine.answers) == ["0/0", *(f"1/{number}" for number in range(AHEAD))]
+
+
+def test_what_it_remembers_stays_within_its_bound_and_it_tells_what_has_gone():
+    most, length = 1_000, 30
+    history = HistoryStore(max_tokens=most)
+    host = WorkerHost(lambda source, version: TokenBackend(lambda request: 1, max_running=1), history=history)
+    told, bytes_of = [], []
+    for number in range(200):
+        prompt = PackedPrompt(
+            split="train", key=str(number), token_ids=np.array([number], np.int32), answers=answers(length)
+        )
+        host.post(Remember(prompts=[prompt]))
+        events = host.step(max_passes=1)
+        told += events.forgotten
+        bytes_of.append(events.history_bytes)
+        assert history.num_tokens <= most
+    kept = most // length
+    assert told == [("train", str(number)) for number in range(200 - kept)]
+    assert max(bytes_of) == bytes_of[-1] == 4 * kept * (length + 1), "answers, and a token of each prompt"
+
+
+def answers(length: int) -> tuple[Answer, ...]:
+    ids = np.arange(length, dtype=np.int32)
+    named = {"reward": 0.0, "advantage": 0.0, "finish_reason": "stop", "policy_version": 0, "epoch": 0, "sample": 0}
+    return (Answer(token_ids=ids, **named),)
