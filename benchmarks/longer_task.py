@@ -73,11 +73,11 @@ class Pairs:
         some = [step[engine] for epoch in epochs for step in self.taken[epoch]]
         return sum(each.seconds for each in some) / sum(each.tokens for each in some)
 
-    def passes(self, running: int) -> list[tuple[int, int, float]]:
+    def passes(self, running: int) -> list[emulation_check.Pass]:
         """Return tokens, keys (none) and seconds of the passes over so many running requests at most that computed no prompt."""
         logs = [self.beside.backends[Engine(running, drafts)].engine.pass_log or [] for drafts in (False, True)]
         return [
-            (each.tokens, 0, each.seconds)
+            (each.tokens, 0, 0, each.seconds)
             for log in logs
             for each in log
             if each.tokens == each.requests + each.draft_nodes

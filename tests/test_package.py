@@ -78,9 +78,10 @@ def test_wheel_holds_nothing_else(wheel: set[str]) -> None:
 COMPOSE_ALL = """
 import rhymerl
 from rhymerl.config import compose, packaged_names
-from rhymerl.config.files import groups
+from rhymerl.config.files import groups, packaged_directory
 for name in packaged_names():
-    compose(name, ["model.path=model.gguf"] if name == "smollm2" else [])
+    fetched = "${package:" in (packaged_directory() / f"{name}.yaml").read_text()
+    compose(name, ["model.path=model.gguf"] if fetched else [])
 for group, options in groups().items():
     for option in options:
         compose("base", [f"{group}={option}"])

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from rhymerl.models.logits import PLAIN, LogitTransform
 from rhymerl.models.sharding import is_sharded
 
-_KEPT_BYTES = 2**28  # of log-probs on a CPU, where they would else be computed again in small chunks
 _LEAST = -80.0  # what exp makes of less is too small for a float32's exponent: ten times as slow, and it adds nothing
 
 
@@ -24,17 +23,18 @@ def head_logprobs(
     *,
     temperature: float,
     chunk_tokens: int,
+    kept_bytes: int = 0,
     transform: LogitTransform = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-prob of each target and the entropy at it, [N] and [N], in float32 or better, both with gradient; from [N, H].
 
     For a linear head, at most three chunks of logits are held at a time, four where they are capped, and its gradient is added up in one place.
-    On a CPU all log-probs are, up to 256 MiB.
+    All log-probs are where they are no more than `kept_bytes`; else the backward pass computes them again.
     """
     if is_linear(head):
         dtype = _product_dtype(hidden, head.weight)
         found: tuple[Tensor, Tensor] = _Linear.apply(
-            hidden, head.weight, head.bias, targets, temperature, chunk_tokens, dtype, transform
+            hidden, head.weight, head.bias, targets, temperature, chunk_tokens, kept_bytes, dtype, transform
         )  # type: ignore[no-untyped-call]
         return found
     parts = [
@@ -81,6 +81,7 @@ class _Linear(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         chunk_tokens: int,
+        kept_bytes: int,
         dtype: torch.dtype,
         transform: LogitTransform,
     ) -> tuple[Tensor, Tensor]:
@@ -89,7 +90,7 @@ class _Linear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         cast = _Cast(weight, bias, dtype)
         logprobs, entropy, kept = [], [], []
-        keeps = len(ctx.slices) == 1 or _are_few(hidden, weight)
+        keeps = len(ctx.slices) == 1 or len(hidden) * len(weight) * max(4, hidden.dtype.itemsize) <= kept_bytes
         for part in ctx.slices:
             everything = _log_softmax(cast.products(hidden[part]), temperature, transform)
             logprobs.append(_chosen(everything, targets[part]))
@@ -104,7 +105,7 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         if of_logprobs is None and of_entropy is None:
-            return (None,) * 8
+            return (None,) * 9
         hidden, weight, bias, targets, entropy, *kept = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         cast = _Cast(weight, bias, ctx.dtype)
@@ -138,7 +139,7 @@ class _Linear(torch.autograd.Function):
             if to_bias is not None:
                 to_bias += gradient.sum(0)
             del gradient, slope  # before the next ones are made
-        return to_hidden, to_weight, to_bias, None, None, None, None, None
+        return to_hidden, to_weight, to_bias, None, None, None, None, None, None
 
 
 class _Cast:
@@ -156,12 +157,6 @@ class _Cast:
 def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     device = hidden.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-
-
-def _are_few(hidden: Tensor, weight: Tensor) -> bool:
-    """Return whether log-probs of all tokens, [N, V] in float32 or better, may be kept."""
-    itemsize = max(4, hidden.dtype.itemsize)
-    return hidden.device.type == "cpu" and len(hidden) * len(weight) * itemsize <= _KEPT_BYTES
 
 
 def _slices(count: int, size: int) -> Iterator[slice]:

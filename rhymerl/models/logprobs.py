@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 # Logits held at a time when `chunk_tokens` is left to us: on a GPU each chunk reads the whole head again, so few large ones pay.
 _LOGIT_BYTES = 64 * 2**20
+_KEPT_BYTES = 256 * 2**20  # of log-probs, which small chunks would compute again; a GPU's chunks are larger
 _LOGIT_BYTES_OF_GPU = 2**30
 _LOGIT_SHARE_OF_GPU = 1 / 64  # of its memory, at most
 
@@ -123,7 +124,9 @@ def policy_output(
     at these states.
     """
     with torch.set_grad_enabled(torch.is_grad_enabled() and trains_policy):
-        hidden, (logprobs, entropy) = _states_and(head_logprobs, model, batch, temperature, chunk_tokens)
+        kept_bytes = _KEPT_BYTES if chunk_tokens is None and model.device.type == "cpu" else 0
+        in_chunks = partial(head_logprobs, kept_bytes=kept_bytes)
+        hidden, (logprobs, entropy) = _states_and(in_chunks, model, batch, temperature, chunk_tokens)
     return PolicyOutput(
         logprobs=batch.spread(logprobs),
         entropy=batch.spread(entropy if trains_entropy else entropy.detach()),

@@ -5,8 +5,10 @@ from __future__ import annotations
 from omegaconf import DictConfig
 
 from rhymerl.config import compose
+from rhymerl.config.files import packaged_directory
 
-FETCHED = {"smollm2"}  # whose model lies in a package that only `make pretrained` brings
+# Whose model lies in a package that only `make pretrained` brings.
+FETCHED = {path.stem for path in packaged_directory().glob("*.yaml") if "${package:" in path.read_text()}
 
 
 def composed(name: str) -> DictConfig:

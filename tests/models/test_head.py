@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -37,10 +39,9 @@ def plain(hidden: Tensor, head: nn.Module, targets: Tensor, temperature: float) 
     return everything.gather(-1, targets[:, None])[:, 0], -(everything.exp() * everything).sum(-1)
 
 
-@pytest.fixture(autouse=True, params=["kept", "computed again"])
-def log_probs_of_all_chunks(request, monkeypatch):
-    if request.param == "computed again":
-        monkeypatch.setattr("rhymerl.models.head._KEPT_BYTES", 0)
+@pytest.fixture(autouse=True, params=[2**28, 0], ids=["kept", "computed again"])
+def kept_bytes(request, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.head_logprobs", functools.partial(head_logprobs, kept_bytes=request.param))
 
 
 def gradients(found: tuple[Tensor, Tensor], hidden: Tensor, head: nn.Module, *, which: str) -> list[Tensor]:

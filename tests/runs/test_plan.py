@@ -188,7 +188,8 @@ def test_settings_that_fit_are_as_few_as_can_be(strategy, devices, large, capsys
 
 def test_a_single_device_is_told_how_many_would_do(large, capsys):
     words = [f"model.path={large}", "trainer.devices=1", "--device-gib", "80"]
-    assert planned(capsys, *words)["nearest"] == ["trainer.devices=4 trainer.strategy=fsdp2 backend=ray"]
+    devices = "trainer.devices=4 trainer.strategy=fsdp2 backend=ray"
+    assert planned(capsys, *words)["nearest"] == ["update.activation_checkpointing=true", devices]
 
 
 def test_no_change_is_named_that_is_not_needed():
