@@ -73,9 +73,7 @@ class StretchedWorkers(ThreadBackend):
         StretchedWorkers.running = self
 
     def _engine(self, number: int) -> VirtualEngine:
-        device = EmulatedDevice.read(self.emulate, scale=self.stretch)
-        device.context_s_per_token *= self.lengths
-        device.context_s_per_pair *= self.lengths
+        device = EmulatedDevice.read(self.emulate, scale=self.stretch, lengths=self.lengths)
         self.devices.append(device)
         return VirtualEngine(device, **self.engine)
 

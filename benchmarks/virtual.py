@@ -169,9 +169,7 @@ class VirtualWorkers(ThreadBackend):
         self.spans: list[WorkerSpan] = []  # on the trainer's clock
 
     def _engine(self, number: int) -> VirtualEngine:
-        device = VirtualDevice.read(self.emulate, scale=1.0)
-        device.context_s_per_token *= self.lengths
-        device.context_s_per_pair *= self.lengths
+        device = VirtualDevice.read(self.emulate, scale=1.0, lengths=self.lengths)
         device.cpu = self.cpu
         self.devices.append(device)
         return VirtualEngine(device, **self.engine)

@@ -7,6 +7,7 @@ import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 from torch import Tensor
@@ -33,8 +34,11 @@ class EmulatedDevice:
     overrun_s: float = field(default=0.0, init=False)  # of passes that took longer than they should
 
     @classmethod
-    def read(cls, path: str | Path, *, scale: float) -> EmulatedDevice:
-        """Read {"costs": [[tokens, seconds], ...], "context_s_per_token": seconds}, and more such. Raises ValueError that begins with `emulate=`."""
+    def read(cls, path: str | Path, *, scale: float, lengths: float = 1.0) -> Self:
+        """Read {"costs": [[tokens, seconds], ...], "context_s_per_token": seconds}, and more such; a token of context stands for `lengths` of the file's.
+
+        Raises ValueError that begins with `emulate=`.
+        """
         try:
             curve = CostCurve.read(path)
             given = json.loads(Path(path).read_text())
@@ -44,7 +48,7 @@ class EmulatedDevice:
         for name, seconds in context.items():
             if seconds < 0:
                 raise ValueError(f"emulate={str(path)!r}: {name}={seconds}: expected at least 0")
-        return cls(curve=curve, **context, scale=scale)
+        return cls(curve=curve, **{name: lengths * seconds for name, seconds in context.items()}, scale=scale)
 
     def seconds(self, layout: PassLayout) -> float:
         """Return what a pass costs. The keys of a row are read once for all of its tokens."""

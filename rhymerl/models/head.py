@@ -95,7 +95,8 @@ class _Linear(torch.autograd.Function):
             everything = _log_softmax(cast.products(hidden[part]), temperature, transform)
             logprobs.append(_chosen(everything, targets[part]))
             entropy.append(_entropy(everything))
-            kept += [everything] if keeps else []
+            if keeps:
+                kept.append(everything)
             del everything  # before the next one is made
         found = torch.cat(logprobs), torch.cat(entropy)
         ctx.save_for_backward(hidden, weight, bias, targets, found[1], *kept)

@@ -17,7 +17,7 @@ from rhymerl.training.settings import UpdateSettings
 
 _STEP_TOKENS = 1024  # between numbers of backend.kv_tokens that are tried
 _MOST_TIMES = 64  # as many nodes
-_MOST_DEVICES = 8  # of one node
+_DEVICES = (2, 4, 8)  # of one node, that are tried
 
 Applied = tuple[str, Setup]
 
@@ -129,14 +129,13 @@ def _sharded(setup: Setup) -> Applied:
 
 
 def _more_devices(setup: Setup, missing: Callable[[Setup], int]) -> Applied:
-    """Return the fewest devices of a node, twice as many at a time, among which it fits."""
+    """Return the fewest devices of a node among which it fits."""
     words, found = _sharded(setup)
-    devices = 2
-    while True:
+    for devices in _DEVICES:
         found = replace(found, layout=replace(found.layout, num_ranks=devices))
-        if devices == _MOST_DEVICES or missing(found) <= 0:
-            return f"trainer.devices={devices} {words}", found
-        devices *= 2
+        if missing(found) <= 0:
+            break
+    return f"trainer.devices={found.layout.num_ranks} {words}", found
 
 
 def _in_half(setup: Setup) -> Applied:

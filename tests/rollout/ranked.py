@@ -20,7 +20,7 @@ from rhymerl.schedulers import (
 )
 from rhymerl.testing import make_prompt
 from tests.distributed.threads import Threads, run_ranks
-from tests.rollout.tokens import TokenBackend
+from tests.rollout.tokens import TokenBackend, expected
 
 SETTINGS = RolloutSettings(group_size=3, max_tokens=200)
 REWARD = Reward(lambda completion: float(len(completion.split())), name="length", where="main")
@@ -97,3 +97,17 @@ def prompts(step: int):
 
 def answers(rollout: Rollout) -> list[tuple[str, list[int]]]:
     return [(sample.completion.request.id, sample.completion.token_ids.tolist()) for sample in rollout.samples]
+
+
+def check_kept(steps: list[Rollout]) -> int:
+    """Every answer is there once, and its tokens are those of the policies that they name; returns how many are old."""
+    stale = 0
+    for step, rollout in enumerate(steps):
+        assert len(rollout.samples) == len({s.completion.request.id for s in rollout.samples}) == 4 * 3
+        for sample in rollout.samples:
+            versions = sample.completion.output.policy_versions
+            assert set(versions.tolist()) <= {step - 1, step}
+            assert sample.completion.token_ids.tolist() == expected(sample.completion)
+            assert len(sample) >= length(sample.completion.request)
+            stale += int((versions < step).sum())
+    return stale

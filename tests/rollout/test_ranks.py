@@ -13,7 +13,7 @@ from rhymerl.rollout import Rollout, RolloutSettings
 from rhymerl.testing import make_prompt
 from rhymerl.workers.run_ahead import RunAheadState
 from tests.distributed.threads import Threads, run_ranks
-from tests.rollout.ranked import PROMPTS, SCHEDULERS, SETTINGS, Ranked, Restless, answers, prompts, run_step
+from tests.rollout.ranked import PROMPTS, SCHEDULERS, SETTINGS, Ranked, Restless, answers, check_kept, prompts, run_step
 from tests.rollout.tokens import expected
 
 
@@ -35,18 +35,11 @@ def test_every_rank_gets_the_samples_that_one_process_draws(scheduler, run_ahead
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_kept_tokens_are_those_of_the_policy_that_drew_them_at_most_one_update_ago(scheduler, lockstep):
     steps = Ranked(scheduler, pass_s=0.0004, run_ahead="keep", lockstep=lockstep).run(6)[0]
-    stale = 0
-    for step, rollout in enumerate(steps):
-        assert len(rollout.samples) == len({s.completion.request.id for s in rollout.samples}) == 4 * 3
-        for sample in rollout.samples:
-            versions = sample.completion.output.policy_versions
-            assert set(versions.tolist()) <= {step - 1, step}
-            assert (np.diff(versions) >= 0).all()
-            assert sample.completion.token_ids.tolist() == expected(sample.completion)
-            assert sample.completion.logprobs.tolist() == [-float(token) for token in sample.completion.token_ids]
-            assert sample.completion.num_passes == len(sample)
-            stale += int((versions < step).sum())
-    assert stale > 0, "nobody ran ahead"
+    assert check_kept(steps) > 0, "nobody ran ahead"
+    for sample in (sample for rollout in steps for sample in rollout.samples):
+        assert (np.diff(sample.completion.output.policy_versions) >= 0).all()
+        assert sample.completion.logprobs.tolist() == [-float(token) for token in sample.completion.token_ids]
+        assert sample.completion.num_passes == len(sample)
 
 
 def test_what_auto_goes_by_is_in_the_state_and_a_loop_goes_on_from_it():

@@ -15,7 +15,7 @@ from rhymerl.rewards import RewardScorer
 from rhymerl.rollout import Rollout, RolloutLoop
 from rhymerl.schedulers import FIFOScheduler
 from tests.rollout.ranked import REWARD, Ranked, length, run_step
-from tests.rollout.tokens import TokenBackend, expected
+from tests.rollout.tokens import TokenBackend
 
 NO_POLICY = SimpleNamespace(model=nn.Module(), named_weights=list)
 
@@ -61,17 +61,3 @@ def run(loop: RolloutLoop, steps, *, update_s: float = 0.0) -> list[Rollout]:
 
 def alone(num_steps: int) -> list[Rollout]:
     return Ranked(size=1).run(num_steps)[0]
-
-
-def check_kept(steps: list[Rollout]) -> int:
-    """Every answer is there once, and its tokens are those of the policies that they name; returns how many are old."""
-    stale = 0
-    for step, rollout in enumerate(steps):
-        assert len(rollout.samples) == len({s.completion.request.id for s in rollout.samples}) == 4 * 3
-        for sample in rollout.samples:
-            versions = sample.completion.output.policy_versions
-            assert set(versions.tolist()) <= {step - 1, step}
-            assert sample.completion.token_ids.tolist() == expected(sample.completion)
-            assert len(sample) >= length(sample.completion.request)
-            stale += int((versions < step).sum())
-    return stale

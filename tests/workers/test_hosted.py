@@ -11,9 +11,9 @@ from rhymerl.rewards import RewardScorer
 from rhymerl.rollout import Rollout, RolloutLoop
 from rhymerl.schedulers import FIFOScheduler
 from tests.distributed.threads import run_ranks
-from tests.rollout.ranked import REWARD, SCHEDULERS, SETTINGS, answers, length, prompts, run_step
+from tests.rollout.ranked import REWARD, SCHEDULERS, SETTINGS, answers, check_kept, length, prompts, run_step
 from tests.rollout.tokens import TokenBackend
-from tests.workers.fleet import alone, check_kept, fleet, run
+from tests.workers.fleet import alone, fleet, run
 
 
 @pytest.mark.parametrize("lockstep", [False, True], ids=["free", "lockstep"])

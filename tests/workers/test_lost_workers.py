@@ -13,9 +13,9 @@ import pytest
 from rhymerl.backends.hosted.threads import ThreadBackend
 from rhymerl.errors import BackendError
 from rhymerl.rollout import Rollout
-from tests.rollout.ranked import answers, length, run_step
+from tests.rollout.ranked import answers, check_kept, length, run_step
 from tests.rollout.tokens import TokenBackend
-from tests.workers.fleet import alone, check_kept, fleet, run
+from tests.workers.fleet import alone, fleet, run
 
 
 @pytest.mark.parametrize("run_ahead", ["off", "draft", "keep"])

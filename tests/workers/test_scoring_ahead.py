@@ -11,8 +11,8 @@ import pytest
 
 from rhymerl.errors import RewardError
 from rhymerl.rewards import Reward, RewardScorer
-from tests.rollout.ranked import SETTINGS, answers, prompts, run_step
-from tests.workers.fleet import alone, check_kept, fleet, run
+from tests.rollout.ranked import SETTINGS, answers, check_kept, prompts, run_step
+from tests.workers.fleet import alone, fleet, run
 
 SLOW_S = 0.05
 
