@@ -116,25 +116,25 @@ class Running:
 
 def fit(trees: Sequence[Tree], workload: str, *words: str) -> dict[str, Times]:
     """Seconds of each training step, its rollout and its update, of runs that take turns; the first tree begins."""
-    for tree in trees:
-        shutil.rmtree(tree.folder / "run", ignore_errors=True)
-    here, there = socket.socketpair()
-    with here, there:
-        runs = [
-            tree.start(
-                "fit",
-                *words,
-                f"run_dir={tree.folder / 'run'}",
-                f"trainer.max_steps={STEPS[workload]}",
-                "trainer.callbacks=[{_target_: turns.Turns, file: steps.json}]",
-                turns=end,
-                is_first=tree is trees[0],
-            )
-            for tree, end in zip(trees, (here, there), strict=True)
-        ]
+    trained(dict.fromkeys(trees, (*words, f"trainer.max_steps={STEPS[workload]}")))
+    return {tree.name: _times_of(tree, workload) for tree in trees}
+
+
+def trained(words: Mapping[Tree, Sequence[str]]) -> None:
+    """Run `rhymerl fit` with two trees' words, into their folders' `run`; the runs take turns, a step each, and the first one begins.
+
+    Seconds of the steps go to the folders' `steps.json`.
+    """
+    ends = socket.socketpair()
+    with ends[0], ends[1]:
+        runs = []
+        for end, (tree, own) in zip(ends, words.items(), strict=True):
+            shutil.rmtree(tree.folder / "run", ignore_errors=True)
+            callback = "trainer.callbacks=[{_target_: turns.Turns, file: steps.json}]"
+            own = ("fit", *own, f"run_dir={tree.folder / 'run'}", callback)
+            runs.append(tree.start(*own, turns=end, is_first=not runs))
     with ThreadPoolExecutor(len(runs)) as threads:  # both are read and waited for, whatever becomes of one
         list(threads.map(Running.result, runs))
-    return {tree.name: _times_of(tree, workload) for tree in trees}
 
 
 def _times_of(tree: Tree, workload: str) -> Times:

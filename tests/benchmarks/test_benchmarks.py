@@ -214,6 +214,17 @@ def test_guard_compares_this_tree_with_a_commit(run: Run) -> None:
     assert all(row["verdict"] == "ok" and row["ratio"]["median"] > 0 for row in rows)
 
 
+@pytest.mark.slow
+def test_paired_runs_has_a_row_a_pair_and_one_of_all(run: Run) -> None:
+    sizes = ("task.train_size=4", "task.validation_size=2", "data.prompts_per_step=2", "rollout.group_size=2")
+    rows = run("paired_runs", *sizes, "rollout.max_tokens=8", "trainer.max_steps=4", "--repeats", "1")["rows"]
+    assert [row["pair"] for row in rows] == [0, "all"]
+    for row in rows:
+        assert row["equal"]
+        assert row["had"] == pytest.approx(row["plain_s"] / row["own_s"], rel=0.02)
+        assert row["step"] == pytest.approx(row["plain_step_s"] / row["step_s"], rel=0.02)
+
+
 def test_budget_choice_has_a_row_an_epoch_and_one_of_the_whole_run(run: Run) -> None:
     sizes = ("task.train_size=4", "task.validation_size=2", "data.prompts_per_step=2", "rollout.group_size=2")
     rows = run("budget_choice", *sizes, "rollout.max_tokens=8", "trainer.max_steps=4", "--nodes", "1")["rows"]
