@@ -9,7 +9,8 @@ A row's seconds are those from the start to the last step on the trainer's clock
 rollouts beside the update. `over_barrier` compares them with no drafts, FIFO and a barrier; `over_one_step_off` with no drafts, FIFO and a rollout that runs
 while the policy of the one before is trained, at whose end all workers wait for the last answer: the pipeline of veRL's one-step-off recipe, which is the
 baseline of the RhymeRL paper. `bound` is what the row would reach without bubbles, rejected nodes and the CPU time beside the passes. `lost` says
-where the workers' time goes, in parts of it: nodes (that drafts add to passes), draft (CPU), beside (the other CPU time), weights, idle.
+where the workers' time goes, in parts of it: nodes (that drafts add to passes and that are rejected), draft (CPU), beside (the other CPU time), weights;
+and without work: update (while the trainer updates), trainer (while it does whatever else it does between rollouts), bubbles (while other workers decode).
 
     python benchmarks/headline.py [--quick] [--rows NAME ...] [--plot FILE] [key=value ...]
 """
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import record
 import timeline
 from virtual import TICK_S, VirtualWorkers
@@ -186,6 +188,15 @@ class Course:
         finally:
             self._cpu_s += time.thread_time() - started
 
+    def idle_s(self, windows: Sequence[tuple[float, float]], num_workers: int) -> float:
+        """Return the seconds of all workers within these times in which they decoded nothing."""
+        assert self.workers is not None
+        start, end = np.array([(span.start_s, span.end_s) for span in self.workers.spans]).T
+        worked = sum(
+            np.clip(np.minimum(end, over) - np.maximum(start, begun), 0, None).sum() for begun, over in windows
+        )
+        return num_workers * sum(over - begun for begun, over in windows) - float(worked)
+
     def mean(self, name: str) -> float:
         return statistics.fmean(step[name] for step in self.metrics[1:])
 
@@ -251,14 +262,18 @@ def figures(row: Row, course: Course, found: dict[str, Course], arguments: Any) 
     count, whole, spent = arguments.workers, course.seconds, course.spent
     draft_s = course.mean("spec/draft_time_frac") * spent["busy"] if row.drafter != "none" else 0.0
     beside = spent["busy"] - spent["passes"] - spent["weights"] - draft_s
+    rejected = spent["nodes"] * (1 - course.result["spec_accept_rate"])
+    update, trainer = course.idle_s(course.updates, count), count * sum(course.between)
     lost = {
-        "nodes": spent["nodes"],
+        "nodes": rejected,
         "draft": draft_s,
         "beside": beside,
         "weights": spent["weights"],
-        "idle": count * whole - spent["busy"],
+        "update": update,
+        "trainer": trainer,
+        "bubbles": max(count * whole - spent["busy"] - update - trainer, 0.0),
     }
-    needed = (spent["passes"] - spent["nodes"]) / count
+    needed = (spent["passes"] - rejected) / count
     updates = sum(end - start for start, end in course.updates)
     least = needed + updates if row.run_ahead == "off" else max(needed, updates)
     return {
@@ -294,7 +309,9 @@ def draw(rows: Sequence[dict[str, Any]], path: Path, emulated: str) -> None:
         "draft": "#228833",
         "beside": "#ccbb44",
         "weights": "#aa3377",
-        "idle": "#dddddd",
+        "update": "#dddddd",
+        "trainer": "#888888",
+        "bubbles": "#ee6677",
     }
     figure, axis = plt.subplots(figsize=(10, 0.42 * len(rows) + 1.6), layout="constrained")
     names = [row["row"] for row in rows]
@@ -378,6 +395,10 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     start = record.environment()
     chosen = QUICK if arguments.quick else ROWS
     if arguments.rows is not None:
+        if unknown := set(arguments.rows) - {row.name for row in ROWS}:
+            parser.error(
+                f"--rows: no row is called {min(unknown)!r}; expected some of {', '.join(repr(row.name) for row in ROWS)}"
+            )
         chosen = [row for row in ROWS if row in (BARRIER, ONE_STEP_OFF) or row.name in arguments.rows]
     rows, found = measured(chosen, arguments, steps=QUICK_STEPS if arguments.quick else arguments.steps)
     if arguments.plot is not None:

@@ -269,12 +269,21 @@ def test_headline_has_a_row_for_each_way_on_a_clock_of_its_own(run: Run, tmp_pat
     assert [row["staleness"] > 0 for row in rows] == [False, True, False]
     assert ours["held_out"] == barrier["held_out"], "drafts and the order of work have changed the tokens"
     assert ours["tokens_a_pass"] > 1
+    assert barrier["lost"]["update"] == pytest.approx(barrier["update_frac"], abs=0.05), (
+        "nobody decodes during an update, but for the end of a pass"
+    )
     for row in rows:
-        assert 0 <= row["lost"]["idle"] < 1
+        assert all(0 <= part < 1 for part in row["lost"].values()), row["lost"]
         assert sum(row["lost"].values()) < 1
         assert row["bound"] >= row["over_barrier"] * 0.99
     assert (tmp_path / "t.png").stat().st_size > 1000
     assert (tmp_path / "p.png").stat().st_size > 1000
+
+
+def test_a_row_that_there_is_not_is_refused(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("headline", "--rows", "none, lifo, off")
+    assert "no row is called 'none, lifo, off'" in capsys.readouterr().err
 
 
 SMALL_RUN = ["--epoch-steps", "1", "--prompts", "2", "--workers", "2", "--held-out", "2", "--max-running", "4"]
