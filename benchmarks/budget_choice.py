@@ -64,10 +64,15 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
             return train_step(self, batch, batch_idx)
 
         def on_train_batch_end(self: RhymeModule, *rest: Any) -> None:
-            metrics = self.trainer.callback_metrics
+            assert self.last_rollout is not None
+            metrics = self.last_rollout.metrics
             busy = 1 - float(metrics["rollout/bubble_frac"])  # without the scoring, which the others have none of
             steps[-1]["own"] = busy * float(metrics["timing_s/rollout"])
-            steps[-1] |= {name: float(metrics.get(metric, 1.0)) for name, metric in SAID.items()}
+            for name, metric in SAID.items():
+                for step in (
+                    steps if metric in metrics else ()
+                ):  # what is said is of all rollouts since it was said last
+                    step.setdefault(name, float(metrics[metric]))
             log_end(self, *rest)
 
         stack.enter_context(
@@ -93,7 +98,10 @@ def row_of(
     own = sum(steps[each]["own"] for each in of)
     seconds = {number: sum(taken[each] for each in of) for number, taken in times.items()}
     best = min(seconds, key=lambda number: seconds[number])
-    means = {name: sum(steps[each]["own"] * steps[each][name] for each in of) / own for name in SAID}
+    said = {name: [(steps[each]["own"], steps[each][name]) for each in of if name in steps[each]] for name in SAID}
+    means = {
+        name: sum(s * value for s, value in pairs) / max(sum(s for s, _ in pairs), 1e-9) for name, pairs in said.items()
+    }
     return {
         "epoch": epoch,
         "plain_s": float(f"{seconds[0]:.4g}"),

@@ -24,6 +24,7 @@ _PLAIN_EVERY = 16, 64  # passes, of the first policy versions and later: so few 
 _FIRST_VERSIONS = 8
 _LEAST_S = 0.5  # of passes that are compared at once, so that it takes less than a thousandth of them
 _FIRST_REPORTS = 8  # are compared one by one: a short run shall have a figure, too
+_MOST_PASSES = 20_000  # wait for passes of the other kind before they are forgotten
 _STRIDE = 17  # passes by which they move from version to version, so that short rollouts have some, too
 
 
@@ -48,7 +49,7 @@ class _Answer:
 
 
 class SpeedupMeter:
-    """Compares passes with what the same answers would have taken without drafts."""
+    """Compares passes with what the same answers would have taken without drafts; those of evaluations are left out."""
 
     def __init__(self, max_running: int) -> None:
         self._max_running = max_running
@@ -58,13 +59,16 @@ class SpeedupMeter:
         self._open: dict[str, _Answer] = {}
         # rows, nodes, requests asked, tokens of prompts, keys seen, seconds
         self._passes: list[tuple[int, int, int, int, int, float]] = []
+        self._num_observed = 0  # passes from which the costs were learned
         self._first_pass = 0  # of this report
+        self._is_evaluation = False
         self._taken_s = self._between_s = 0.0  # of passes, and between those of a report
         self._began_at = self._ended_at = 0.0
         self._num_reports = 0
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         """Requests are queued."""
+        self._is_evaluation |= any(request.split == "validation" for request in requests)
         for request in requests:
             self._begin(request.id, len(request.output) if request.output else 0, len(request.prompt.token_ids))
 
@@ -95,15 +99,21 @@ class SpeedupMeter:
         self._close_rollout()
         for name, answer in self._open.items():
             self._begin(name, answer.begun + answer.sampled, answer.context - answer.begun)
+        is_evaluation, self._is_evaluation = self._is_evaluation, False
+        if is_evaluation:
+            return {}
         self._num_reports += 1
         if not self._passes or (self._taken_s < _LEAST_S and self._num_reports > _FIRST_REPORTS):
             return {}
         result = self._compare()
-        self._rollouts, self._passes, self._first_pass = [], [], 0
-        self._taken_s = self._between_s = 0.0
+        if result or len(self._passes) > _MOST_PASSES:
+            self._rollouts, self._passes, self._first_pass, self._num_observed = [], [], 0, 0
+            self._taken_s = self._between_s = 0.0
         return result
 
     def _close_rollout(self) -> None:
+        if self._is_evaluation:
+            del self._passes[self._first_pass :]
         taken = sum(seconds for *_, seconds in self._passes[self._first_pass :])
         if taken:
             self._taken_s += taken
@@ -112,29 +122,37 @@ class SpeedupMeter:
         self._answers, self._first_pass = [], len(self._passes)
 
     def _compare(self) -> dict[str, float]:
+        """Return nothing as long as the costs are not known."""
         *sizes, taken = np.array(self._passes).T
         rows, nodes, asked, prompt_tokens, seen = (each.astype(np.int64) for each in sizes)
-        self._cost.observe_all(rows, nodes, asked, taken, prompt_tokens=prompt_tokens, seen=seen)
+        was_known, new = self._cost.is_known, slice(self._num_observed, None)
+        # An error is that of a forecast, where there could be one.
+        forecast = self._cost.seconds(rows, nodes, asked, prompt_tokens=prompt_tokens, seen=seen)
+        self._cost.observe_all(
+            rows[new], nodes[new], asked[new], taken[new], prompt_tokens=prompt_tokens[new], seen=seen[new]
+        )
+        self._num_observed = len(taken)
         if not self._cost.is_known:
             return {}
         expected = self._cost.seconds(rows, nodes, asked, prompt_tokens=prompt_tokens, seen=seen)
         prompts = float(prompt_tokens.sum()) / max(sum(map(len, self._rollouts)), 1)
-        plain = sum(self._plain_seconds(each, prompts) for each in self._rollouts if each)
+        slots = min(self._max_running, int(rows.max()))  # keys and values of long answers may leave room for fewer
+        plain = sum(self._plain_seconds(each, prompts, slots) for each in self._rollouts if each)
         plain *= float(taken.sum() / expected.sum())
-        is_plain = asked == 0
+        forecast, is_plain = forecast if was_known else expected, asked == 0
         return {
             "rollout/speedup": Ratio(plain + self._between_s, self._taken_s + self._between_s),
-            "rollout/plain_pass_error": Ratio(float(taken[is_plain].sum()), float(expected[is_plain].sum())),
-            "rollout/drafted_pass_error": Ratio(float(taken[~is_plain].sum()), float(expected[~is_plain].sum())),
+            "rollout/plain_pass_error": Ratio(float(taken[is_plain].sum()), float(forecast[is_plain].sum())),
+            "rollout/drafted_pass_error": Ratio(float(taken[~is_plain].sum()), float(forecast[~is_plain].sum())),
         }
 
-    def _plain_seconds(self, answers: Sequence[_Answer], prompt_tokens: float) -> float:
-        """Return what a rollout's answers would have taken without drafts, on the machine as it usually is.
+    def _plain_seconds(self, answers: Sequence[_Answer], prompt_tokens: float, slots: int) -> float:
+        """Return what a rollout's answers would have taken without drafts, on the machine as it usually is, in so many slots.
 
         `prompt_tokens` are those that are computed for each, on average.
         """
         tokens, context = np.array([(each.sampled, each.context) for each in answers], np.int64).T
-        rows, seen, entered = _passes_of(starts_of(tokens.tolist(), self._max_running), tokens, context)
+        rows, seen, entered = _passes_of(starts_of(tokens.tolist(), slots), tokens, context)
         nothing = np.zeros(len(rows), np.int64)
         prompts: FloatArray = entered.astype(np.float64) * prompt_tokens
         return float(self._cost.seconds(rows, nothing, nothing, prompt_tokens=prompts, seen=seen).sum())

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-_LEAST = 3  # steps with passes of a kind, for an interval
+_LEAST = 3  # reports with passes of a kind, for an interval
+_FEW = 8  # of these, the median deviation is no measure of how far they are apart
 _TOO_WIDE = 1.2  # its upper end over its lower
 
 
@@ -33,20 +34,25 @@ class Speedup:
 
 @dataclass(slots=True)
 class SpeedupTotals:
-    """Sums up the steps of a run: `rollout/speedup`, and how far passes were from what its cost curve says (docs/operations.md)."""
+    """Sums up the steps of a run: `rollout/speedup`, and how far passes were from what its cost curve says (docs/operations.md).
+
+    A report of a step is of all rollouts since the one before.
+    """
 
     rollout_s: float = 0.0
     plain_s: float = 0.0  # what these rollouts would have taken
-    plain_errors: list[float] = field(default_factory=list)  # logarithms, a step
+    unreported_s: float = 0.0
+    plain_errors: list[float] = field(default_factory=list)  # logarithms, a report
     drafted_errors: list[float] = field(default_factory=list)
 
-    def count(self, metrics: Mapping[str, Any]) -> None:
-        """Add a step, if it says anything."""
+    def count(self, metrics: Mapping[str, Any], *, rollout_s: float) -> None:
+        """Add a step, whose own metrics these are."""
+        self.unreported_s += rollout_s
         if "rollout/speedup" not in metrics:
             return
-        rollout_s = float(metrics["timing_s/rollout"])
-        self.rollout_s += rollout_s
-        self.plain_s += rollout_s * float(metrics["rollout/speedup"])
+        self.rollout_s += self.unreported_s
+        self.plain_s += self.unreported_s * float(metrics["rollout/speedup"])
+        self.unreported_s = 0.0
         for errors, name in ((self.plain_errors, "plain"), (self.drafted_errors, "drafted")):
             ratio = float(metrics[f"rollout/{name}_pass_error"])
             if ratio > 0:  # there were passes of this kind
@@ -56,7 +62,7 @@ class SpeedupTotals:
     def speedup(self) -> Speedup | None:
         """Return what drafts were worth; None where no step said anything.
 
-        The costs of passes without and with drafts are compared, and each is as uncertain as the mean of its errors over the steps.
+        The costs of passes without and with drafts are compared, and each is as uncertain as the mean of its errors over the reports.
         """
         if not self.rollout_s:
             return None
@@ -72,8 +78,11 @@ class SpeedupTotals:
 
 
 def _half_interval(values: Sequence[float]) -> float:
-    """Return half of the 95 % interval of the mean, by the median deviation: a machine that was busy for a while is no error."""
-    deviation = 1.4826 * float(np.median(np.abs(np.array(values) - np.median(values))))
+    """Return half of the 95 % interval of the mean; of many values by the median deviation: a machine that was busy for a while is no error."""
+    if len(values) < _FEW:
+        deviation = float(np.std(values, ddof=1))
+    else:
+        deviation = 1.4826 * float(np.median(np.abs(np.array(values) - np.median(values))))
     return _student_t(len(values) - 1) * deviation / sqrt(len(values))
 
 

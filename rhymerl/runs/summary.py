@@ -63,10 +63,10 @@ class Summary(L.Callback):
         self.seconds["update"] += float(metrics["timing_s/update"])
         self.num_steps += 1
         self.num_tokens = int(metrics["num_tokens"])
-        self.speedup.count(metrics)
         self.num_bad_drafts += int(metrics.get("spec/bad_drafts", 0))
         rollout: Any = getattr(pl_module, "last_rollout", None)
         if rollout is not None:
+            self.speedup.count(rollout.metrics, rollout_s=float(metrics["timing_s/rollout"]))
             self.acceptance.count(sample.completion for sample in rollout.samples)
             self.num_calls += rollout.failures.num_samples * len(rollout.samples[0].rewards)
             self.num_failed_calls += sum(rollout.failures.num_failed.values())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -128,6 +130,62 @@ def test_short_rollouts_are_compared_together_and_one_by_one() -> None:
     together = [each for each in said[8:] if each]
     assert len(together) == 4
     assert together == pytest.approx([4 / 3] * 4, rel=0.13)
+
+
+def rollout(meter: SpeedupMeter, requests, *, asked: int, passes: int = 10) -> dict[str, float]:
+    """Passes of 5 ms each, and all that the report says."""
+    output = Output(
+        token_ids=np.arange(20, dtype=np.int32), logprobs=np.zeros(20), policy_versions=np.zeros(20, np.int32)
+    )
+    meter.submit(requests)
+    for _ in range(passes):
+        meter.count(rows=8, nodes=asked, asked=asked, prompt_tokens=0, seen=160, seconds=5e-3)
+    meter._began_at, meter._ended_at = 0.0, 5e-3 * passes
+    meter.leave([Completion(request=request, output=output) for request in requests])
+    return meter.report({})
+
+
+def test_evaluations_are_left_out_and_take_nothing_away() -> None:
+    training = make_requests(1, group_size=8, max_tokens=30)
+    evaluation = [replace(request, split="validation") for request in training]
+    found = []
+    for evaluates in (False, True):
+        meter, said = SpeedupMeter(8), []
+        for number in range(40):
+            said.append(rollout(meter, training, asked=8 * (number % 2)))
+            if evaluates:
+                assert rollout(meter, evaluation, asked=0, passes=50) == {}
+        found.append(said)
+    assert found[0] == found[1]
+    assert sum(map(bool, found[0])) > 8
+
+
+def test_rollouts_wait_until_passes_of_both_kinds_are_known() -> None:
+    """The first ones are a part of the first figure."""
+    meter, requests = SpeedupMeter(8), make_requests(1, group_size=8, max_tokens=30)
+    assert [rollout(meter, requests, asked=8) for _ in range(3)] == [{}] * 3
+    said = rollout(meter, requests, asked=0)["rollout/speedup"]
+    assert said.whole == pytest.approx(4 * 10 * 5e-3)
+    assert said.part == pytest.approx(4 * 20 * 5e-3, rel=0.1)
+
+
+def test_a_meter_that_never_sees_a_pass_without_drafts_keeps_no_more_than_it_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rhymerl.engine.speedup._MOST_PASSES", 35)
+    monkeypatch.setattr("rhymerl.engine.speedup._LEAST_S", 0.0)
+    meter, requests = SpeedupMeter(8), make_requests(1, group_size=8, max_tokens=30)
+    for _ in range(20):
+        assert rollout(meter, requests, asked=8) == {}
+        assert len(meter._passes) <= 35
+        assert len(meter._rollouts) <= 4
+
+
+def test_slots_that_had_no_room_for_keys_are_not_filled_without_drafts() -> None:
+    """16 answers, of which never more than 8 ran: 40 passes without drafts, not 20."""
+    meter, requests = SpeedupMeter(64), make_requests(2, group_size=8, max_tokens=30)
+    said = [rollout(meter, requests, asked=8 * (number % 2), passes=40) for number in range(8)]
+    assert said[-1]["rollout/speedup"] == pytest.approx(1.0, rel=0.05)
 
 
 def test_few_passes_go_without_drafts_and_each_place_of_a_rollout_has_some() -> None:

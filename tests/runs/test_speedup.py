@@ -15,48 +15,46 @@ def steps(speedups: list[float], *, plain: list[float], drafted: list[float], ro
     for speedup, one, other in zip(speedups, plain, drafted, strict=True):
         totals.count(
             {
-                "timing_s/rollout": rollout_s,
                 "rollout/speedup": speedup,
                 "rollout/plain_pass_error": one,
                 "rollout/drafted_pass_error": other,
-            }
+            },
+            rollout_s=rollout_s,
         )
     return totals
 
 
 def test_the_figure_is_of_all_rollouts() -> None:
-    """A step counts by what its rollouts took, and one that says nothing does not count."""
+    """A report counts by what the rollouts since the last one took, and those that no report is of do not count."""
     totals = steps([1.0], plain=[1.0], drafted=[0.0], rollout_s=3.0)
-    totals.count({"timing_s/rollout": 100.0})
+    totals.count({}, rollout_s=0.75)
     totals.count(
-        {
-            "timing_s/rollout": 1.0,
-            "rollout/speedup": 2.0,
-            "rollout/plain_pass_error": 0.0,
-            "rollout/drafted_pass_error": 1.0,
-        }
+        {"rollout/speedup": 2.0, "rollout/plain_pass_error": 0.0, "rollout/drafted_pass_error": 1.0}, rollout_s=0.25
     )
+    totals.count({}, rollout_s=100.0)
     assert totals.speedup == Speedup(ratio=1.25)
     assert "Too short" in str(totals.speedup)
+    assert (len(totals.plain_errors), len(totals.drafted_errors)) == (1, 1)
 
 
 def test_without_drafts_there_is_none() -> None:
     assert SpeedupTotals().speedup is None
 
 
-def test_the_interval_covers_what_is_true() -> None:
-    """Of 400 runs whose costs are known to 4 % a step, about 95 % have the true figure in their interval."""
+@pytest.mark.parametrize("reports", [3, 5, 7, 8, 12, 30])
+def test_the_interval_covers_what_is_true(reports: int) -> None:
+    """Of 400 runs whose costs are known to 4 % a report, about 95 % have the true figure in their interval."""
     rng, covered = np.random.default_rng(0), 0
     for _ in range(400):
-        plain, drafted = np.exp(0.04 * rng.standard_normal((2, 12)))
+        plain, drafted = np.exp(0.04 * rng.standard_normal((2, reports)))
         # A mean error of passes without drafts is one of the figure, too.
         error = np.log(plain).mean() - np.log(drafted).mean()
-        found = steps([1.5 * float(np.exp(error))] * 12, plain=list(plain), drafted=list(drafted)).speedup
+        found = steps([1.5 * float(np.exp(error))] * reports, plain=list(plain), drafted=list(drafted)).speedup
         assert found is not None
         assert found.low is not None
         assert found.high is not None
         covered += found.low <= 1.5 <= found.high
-    assert 0.9 <= covered / 400 <= 0.99
+    assert 0.9 <= covered / 400 <= (0.99 if reports > 7 else 1)
 
 
 def test_a_machine_that_was_busy_for_a_while_does_not_widen_it() -> None:
