@@ -1,8 +1,8 @@
 """Emulation against truth: the same run with passes as they are on this machine, and on the virtual clock with a curve of their costs.
 
-The curve is measured in runs of another seed: each pass's tokens, keys and seconds, to which a line with corners at powers of two, a price of a row's key and
-one of a token's key are fitted. Then each row runs twice at `--seed`, once as it is, its rollouts timed by the wall clock, and once by `headline.py`'s means with that curve. `seconds`
-are all rollouts but the first, which compiles. A machine on which something else runs is slower than its curve.
+The curve is measured in runs of other seeds, before and after those that are compared: each pass's tokens, keys and seconds, to which a line with corners at powers of two,
+a price of a row's key and one of a token's key are fitted. Each row runs twice at `--seed`, once as it is, its rollouts timed by the wall clock, and once by `headline.py`'s means with that
+curve; the budget of both is told the curve of the runs before. `seconds` are all rollouts but the first, which compiles. A machine on which something else runs is slower than its curve.
 
     python benchmarks/emulation_check.py [key=value ...]
 """
@@ -13,7 +13,7 @@ import json
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,18 @@ def fitted(passes: Sequence[Pass]) -> tuple[list[list[float]], tuple[float, floa
     return costs, (float(prices[0]), float(prices[1]))
 
 
+def measured(given: Mapping[str, Any], *, seed: int) -> list[Pass]:
+    """Return passes without and with drafts of runs on this machine, but for the first ones."""
+    arguments = Namespace(**given)
+    steps = arguments.epoch_steps + 2
+    return [each for row in ROWS[::2] for each in run(row, arguments, seed=seed, steps=steps).passes[64:]]
+
+
+def write(path: Path, costs: Sequence[Sequence[float]], prices: tuple[float, float]) -> None:
+    names = "context_s_per_token", "context_s_per_pair"
+    path.write_text(json.dumps({"costs": costs, **dict(zip(names, prices, strict=True))}))
+
+
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     parser = record.options(__doc__)
     parser.add_argument("--policy", default="long_sum", help="name of a folder in benchmarks/policies/, or a path")
@@ -126,20 +138,17 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     start = record.environment()
     given = {**vars(arguments), "held_out": 8, "workers": 1, "weights": 0.0, "lengths": 1.0}
     sys.modules.setdefault("emulation_check", sys.modules[__name__])
-    noted = [
-        each
-        for row in ROWS[::2]
-        for each in run(row, Namespace(**given), seed=arguments.seed + 1, steps=arguments.epoch_steps + 2).passes[64:]
-    ]
-    costs, (key_s, pair_s) = fitted(noted)
-    rows = []
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        curve = Path(folder) / "curve.json"
-        curve.write_text(json.dumps({"costs": costs, "context_s_per_token": key_s, "context_s_per_pair": pair_s}))
-        given["emulate"] = str(curve.with_suffix(""))
-        given["settings"] = [f"budget.costs={curve}", *arguments.settings]
-        for row in ROWS:
-            real = run(row, Namespace(**given), seed=arguments.seed, steps=arguments.steps)
+        before = measured(given, seed=arguments.seed + 1)
+        told, curve = (Path(folder) / f"{name}.json" for name in ("told", "curve"))
+        write(told, *fitted(before))
+        given["settings"] = [f"budget.costs={told}", *arguments.settings]
+        reals = [run(row, Namespace(**given), seed=arguments.seed, steps=arguments.steps) for row in ROWS]
+        costs, (key_s, pair_s) = fitted([*before, *measured(given, seed=arguments.seed + 2)])
+        write(curve, costs, (key_s, pair_s))
+        given["emulate"] = str(curve)
+        for row, real in zip(ROWS, reals, strict=True):
             course = headline.run_row(row, Namespace(**given), update_s=0.0, steps=arguments.steps)
             seconds, emulated = sum(real.rollouts[1:]), sum(course.rollouts[1:])
             rows.append(

@@ -91,6 +91,7 @@ class RolloutBackend(Backend):
 
     owns_policy = False  # nobody else runs the policy while there is work; set before `start`
     tensor_parallel: int = 1  # GPUs that an engine takes, where it runs on any
+    copies_weights = False  # into its own memory, so that the policy itself may be in the host's
 
     @abstractmethod
     def submit(self, requests: Sequence[RolloutRequest]) -> None:

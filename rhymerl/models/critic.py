@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rhymerl.errors import ConfigError, require_at_least
+from rhymerl.models.deferred import DeferredWeights
 from rhymerl.models.logprobs import TokenBatch, hidden_states
 from rhymerl.models.policy import DTYPES, Policy, PolicySource, context_tokens
 from rhymerl.models.rope import refuse_changing_rope
@@ -52,9 +53,10 @@ class CriticSettings:
         if self.shared:
             return Critic(self, policy.model.get_decoder(), body=None, seed=seed)
         source = policy if self.path is None else self._load(self.path, policy)
-        body = source.model.get_decoder()
-        body = copy.deepcopy(body) if self.path is None else body
-        return Critic(self, body, body=body.train(), seed=seed, source=source)
+        decoder = source.model.get_decoder()
+        body = copy.deepcopy(decoder) if self.path is None else decoder
+        weights, prefix = source.weights, _prefix_in(source.model, decoder)
+        return Critic(self, body, body=body.train(), seed=seed, weights=weights, prefix=prefix)
 
     def outline(self, model: PreTrainedModel) -> Critic:
         """Return the critic of a policy's model that has no content, as little of it as of that: see `PolicySource.outline`."""
@@ -78,8 +80,14 @@ def _source(path: str, model: PreTrainedModel) -> PolicySource:
     return PolicySource(path, dtype=names[model.dtype])  # type: ignore[arg-type]
 
 
+def _prefix_in(model: nn.Module, part: nn.Module) -> str:
+    """Return what the names of a part's weights begin with in the model: a decoder may be deeper in it than its base."""
+    name = next((name for name, each in model.named_modules() if each is part), "")
+    return f"{name}." if name else ""
+
+
 class Critic(nn.Module):
-    """A value head, on a backbone of its own (`body`, of the model of `source`) or on the hidden states of the policy's."""
+    """A value head, on a backbone of its own (`body`) or on the hidden states of the policy's."""
 
     def __init__(
         self,
@@ -88,13 +96,14 @@ class Critic(nn.Module):
         *,
         body: PreTrainedModel | None,
         seed: int,
-        source: Policy | None = None,
+        weights: DeferredWeights | None = None,
+        prefix: str = "",
     ) -> None:
         super().__init__()
         self.settings = settings
         self.body = body
-        self.weights = source.weights if source is not None else None  # see Policy
-        self.prefix = f"{source.model.base_model_prefix}." if source is not None else ""
+        self.weights = weights  # see Policy; there, the names of the body's begin with `prefix`
+        self.prefix = prefix
         self.head = ValueHead(backbone.config.get_text_config().hidden_size, std=settings.head_std, seed=seed)
         self.head.to(device="cpu" if backbone.device.type == "meta" else backbone.device, dtype=backbone.dtype)
         self.register_load_state_dict_pre_hook(_check_saved)  # type: ignore[no-untyped-call]

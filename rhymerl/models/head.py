@@ -111,8 +111,9 @@ class _Linear(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         cast = _Cast(weight, bias, ctx.dtype)
         to_hidden = torch.empty_like(hidden) if needs_hidden else None
-        to_weight = torch.zeros_like(weight) if needs_weight else None
-        to_bias = torch.zeros_like(bias) if needs_bias else None
+        # What a half-precision sum of many chunks would lose is small, but the same in each step.
+        to_weight = torch.zeros_like(weight, dtype=_summed(weight)) if needs_weight else None
+        to_bias = torch.zeros_like(bias, dtype=_summed(bias)) if needs_bias else None
         for part, known in zip(ctx.slices, kept or [None] * len(ctx.slices), strict=True):
             everything, slope = known, ctx.transform.scale
             if known is None or ctx.transform.cap is not None:
@@ -140,6 +141,8 @@ class _Linear(torch.autograd.Function):
             if to_bias is not None:
                 to_bias += gradient.sum(0)
             del gradient, slope  # before the next ones are made
+        to_weight = None if to_weight is None else to_weight.to(weight.dtype)
+        to_bias = None if to_bias is None else to_bias.to(bias.dtype)
         return to_hidden, to_weight, to_bias, None, None, None, None, None, None
 
 
@@ -153,6 +156,11 @@ class _Cast:
     def products(self, hidden: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
             return nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
+
+
+def _summed(tensor: Tensor) -> torch.dtype:
+    """Return the dtype in which gradients of chunks are added up."""
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:

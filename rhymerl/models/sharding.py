@@ -135,11 +135,21 @@ def whole(tensor: Tensor) -> Tensor:
     return gathered
 
 
+def whole_on_ranks(tensor: Tensor) -> Tensor:
+    """Return a tensor that all ranks have as a whole, and that goes with sharded ones; of a sharded one this is a collective.
+
+    Rows of b times a whole a are rows of their product, with nothing to send.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+
+
 class GatheredTensors:
     """Sharded tensors by name, each of them made whole in the host's memory of rank 0.
 
-    Rank 0 iterates while the others of its group `take_part`, to the end. Some rows of each rank's part are gathered at a time, in all no more
-    than about `block_bytes` or a row of each, and the next ones while the former are copied or sent; so a device has two such blocks.
+    Rank 0 iterates while the others of its group `take_part`, to the end. Some elements of each rank's part are gathered at a time, in all no more
+    than about `block_bytes`, and the next ones while the former are copied or sent; so a device has two such blocks.
     """
 
     def __init__(self, named: Iterable[tuple[str, Tensor]], *, block_bytes: int = BLOCK_BYTES) -> None:
@@ -170,16 +180,17 @@ class GatheredTensors:
 
     def _blocks_of(self, name: str, tensor: DTensor) -> Iterator[_Block]:
         assert tensor.placements[-1].is_shard(0), "fully_shard divides the first dimension"
-        ranks, share = tensor.device_mesh.size(-1), -(-len(tensor) // tensor.device_mesh.size(-1))
-        step = max(1, self._block_bytes * len(tensor) // (max(1, tensor.nbytes) * ranks))
+        ranks = tensor.device_mesh.size(-1)
+        share = -(-len(tensor) // ranks) * tensor.shape[1:].numel()
+        step = max(1, self._block_bytes // (tensor.itemsize * ranks))
         is_mine = dist.get_rank() == 0
         whole = torch.empty(tensor.shape, dtype=tensor.dtype) if is_mine else None
-        local: Tensor = tensor.to_local().detach()
+        local: Tensor = tensor.to_local().detach().reshape(-1)
         for start in range(0, share, step):
             stop = min(start + step, share)
-            mine = local[start:stop].contiguous()
-            if len(mine) < stop - start:  # the last ranks may have fewer rows
-                mine = torch.cat([mine, mine.new_zeros(stop - start - len(mine), *mine.shape[1:])])
+            mine = local[start:stop]
+            if len(mine) < stop - start:  # the last ranks may have fewer
+                mine = torch.cat([mine, mine.new_zeros(stop - start - len(mine))])
             parts = [torch.empty_like(mine) for _ in range(ranks)] if is_mine else None
             # On CPUs there is nothing to hide it behind: gloo's threads would take the cores that the copies need.
             work = dist.gather(mine, parts, dst=0, group=_group(tensor), async_op=mine.is_cuda)
@@ -197,7 +208,7 @@ class GatheredTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Block:
-    """Rows of a tensor on their way: `start` and following of each rank's `share`."""
+    """Elements of a tensor on their way: `start` and following of each rank's `share`."""
 
     name: str
     whole: Tensor | None  # on rank 0
@@ -214,8 +225,9 @@ class _Block:
             self.work.wait()
         for rank, part in enumerate(self.parts):
             assert self.whole is not None
-            rows = self.whole[rank * self.share : (rank + 1) * self.share][self.start : self.start + len(part)]
-            rows.copy_(part[: len(rows)])
+            share = self.whole.view(-1)[rank * self.share : (rank + 1) * self.share]
+            place = share[self.start : self.start + len(part)]
+            place.copy_(part[: len(place)])
         if self.is_last and self.whole is not None:
             yield self.name, self.whole
 

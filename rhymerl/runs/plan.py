@@ -175,6 +175,8 @@ def describe(setup: Setup, device_bytes: int | None) -> Result:
     if device_bytes is not None:
         missing = missing_bytes(setup, device_bytes)
         result |= {"device_bytes": device_bytes, "fits": missing <= 0, "nearest": nearest(setup, device_bytes)}
+        if "bytes_per_worker" in result:
+            result["worker_fits"] = sum(result["bytes_per_worker"].values()) <= device_bytes
     return result
 
 
@@ -210,6 +212,11 @@ def show(result: Result) -> None:
         _say(f"It fits a device of {in_gib(device)} GiB, with {in_gib(spare)} to spare")
     else:
         _say(f"It does not fit a device of {in_gib(device)} GiB, by {in_gib(-spare)}; {advice(result['nearest'])}")
+    if not result.get("worker_fits", True):
+        missing = in_gib(sum(result["bytes_per_worker"].values()) - device)
+        _say(
+            f"A worker does not fit one of that size, by {missing}; backend.engine=sglang with more tensor_parallel divides it among GPUs"
+        )
 
 
 def _table(title: str, parts: Mapping[str, int], total: int) -> Table:

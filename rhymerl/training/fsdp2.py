@@ -19,6 +19,7 @@ from rhymerl.models.deferred import Filler
 from rhymerl.models.fingerprint import fingerprint
 from rhymerl.models.sharding import is_sharded, replicate, shard
 from rhymerl.training import shards
+from rhymerl.training.checkpoint import damage
 
 NAME = "fsdp2"
 
@@ -135,7 +136,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         rest, tensors = shards.split(checkpoint)
         name = self.broadcast(shards.free_folder(path))
         shards.write(tensors, path.parent / name)
-        mine = shards.checksums(path.parent / name, self.global_rank, self.world_size)
+        mine = shards.checksums(path.parent / name, self.global_rank)
         found: list[Any] = [None] * self.world_size
         torch.distributed.all_gather_object(found, mine)
         if self.is_global_zero:
@@ -145,8 +146,15 @@ class FSDP2Strategy(ModelParallelStrategy):
             shards.remove_others(path, kept=name)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return a checkpoint with this rank's part of its tensors, whatever ranks and whatever strategy have written it."""
+        """Return a checkpoint with this rank's part of its tensors, whatever ranks and whatever strategy have written it.
+
+        Called on all ranks. Raises ConfigError for one that is damaged, unless somebody has looked at it already.
+        """
         path = Path(checkpoint_path)
+        if getattr(self.checkpoint_io, "checks", True):
+            reason = self.broadcast(damage(path) if self.is_global_zero else None)
+            if reason:
+                raise ConfigError(f"ckpt_path={str(path)!r}: not a checkpoint that can be read: {reason}")
         checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         assert self.lightning_module is not None
         weights = self.lightning_module.state_dict()

@@ -28,6 +28,7 @@ from rhymerl.errors import ConfigError, RunError
 KEY = "shards"  # of a checkpoint whose tensors are in parts
 _SUFFIX = ".shards"
 _FILE_BYTES = 2**32  # of all ranks together; a rank holds its share of a file twice while it is written
+_PART = "shard-"  # what the names of torch's files begin with; then comes the rank, from 1
 _READ_BYTES = 2**24
 _WEIGHTS, _STATES = "state_dict", "optimizer_states"
 _NAMES = "weight_names"  # each with the one of them under which its tensor is
@@ -105,9 +106,14 @@ def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {name: present[number] for name, number in numbers.items()}
 
 
-def checksums(folder: Path, rank: int, size: int) -> dict[str, list[int]]:
-    """Return size and CRC-32 of each file that is this rank's turn to look at, of `size` ranks."""
-    return {path.name: _checksum(path) for path in sorted(folder.iterdir())[rank::size]}
+def checksums(folder: Path, rank: int) -> dict[str, list[int]]:
+    """Return size and CRC-32 of each file that this rank has written: others' need not be seen at once in a shared folder."""
+    mine = f"{_PART}{rank + 1:05d}-"
+    return {
+        path.name: _checksum(path)
+        for path in sorted(folder.iterdir())
+        if path.name.startswith(mine) or (rank == 0 and not path.name.startswith(_PART))
+    }
 
 
 def _checksum(path: Path) -> list[int]:

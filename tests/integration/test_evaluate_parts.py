@@ -20,7 +20,7 @@ def put_in_parts(path: Path) -> Path:
     rest, tensors = shards.split(torch.load(path, weights_only=True))
     folder = path.parent / shards.free_folder(path)
     shards.write(tensors, folder)
-    record = {"folder": folder.name, "files": shards.checksums(folder, 0, 1)}
+    record = {"folder": folder.name, "files": shards.checksums(folder, 0)}
     AtomicCheckpointIO().save_checkpoint({**rest, shards.KEY: record}, path)
     return folder
 

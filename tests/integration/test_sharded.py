@@ -19,6 +19,7 @@ from rhymerl.errors import ConfigError
 from rhymerl.runs.export import export
 from rhymerl.training import shards
 from rhymerl.training.checkpoint import damage, newest_whole, read_checkpoint
+from rhymerl.training.fsdp2 import FSDP2Strategy
 from tests.integration.ranked import run_ranks, said, start_ranks
 from tests.integration.sharded import KINDS, STEPS, furthest, keep, kept, train
 
@@ -95,6 +96,8 @@ def test_two_ranks_save_what_one_process_goes_on_from(tmp_path, alone):
     part = next((saves / "step=2.0.shards").iterdir())
     part.write_bytes(part.read_bytes()[:-1] + b"!")
     assert damage(saves / "step=2.ckpt") == f"the checksum of step=2.0.shards/{part.name} differs"
+    with pytest.raises(ConfigError, match=rf"the checksum of step=2.0.shards/{part.name} differs"):
+        FSDP2Strategy().load_checkpoint(saves / "step=2.ckpt")
     assert newest_whole(saves).path == saves / "step=1.ckpt"
     (saves / "step=2.0.shards").rename(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="'step=2.0.shards', which is not beside it"):

@@ -87,6 +87,19 @@ def test_its_own_backbone_may_come_from_a_directory(tmp_path: Path):
     torch.testing.assert_close(states, hidden_states(other.model.get_decoder(), batch))
 
 
+def test_the_names_of_its_own_backbone_are_those_in_the_model_it_comes_from():
+    """OPT's decoder lies deeper than its base model."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    sizes = {"hidden_size": 8, "ffn_dim": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "word_embed_proj_dim": 8}
+    nested = Policy(model=OPTForCausalLM(OPTConfig(vocab_size=19, **sizes)), tokenizer=tiny_policy().tokenizer)
+    for policy in (nested, tiny_policy()):
+        critic = built(policy)
+        names = dict(policy.model.named_parameters())
+        assert {f"{critic.prefix}{name}" for name, _ in critic.body.named_parameters()} <= names.keys()
+    assert built(nested).prefix == "model.decoder."
+
+
 @KINDS
 def test_the_head_is_in_float32_or_better(shared):
     policy = tiny_policy(dtype="bfloat16", peaked=1.0)

@@ -100,6 +100,21 @@ def test_what_is_frozen_gets_none(frozen):
     assert (head.weight.grad is None) == (frozen == "head")
 
 
+def test_in_bfloat16_many_chunks_lose_nothing_of_the_heads_gradient():
+    """Each chunk's product is rounded, but not their sum: with few chunks and with many it is as far from the one in float64."""
+    torch.manual_seed(0)
+    head = nn.Linear(WIDTH, VOCABULARY, bias=True, dtype=torch.bfloat16)
+    hidden, targets = (1 + torch.randn(2000, WIDTH)).bfloat16(), torch.zeros(2000, dtype=torch.int64)
+    exact = nn.Linear(WIDTH, VOCABULARY, dtype=torch.float64)
+    exact.load_state_dict(head.state_dict())
+    plain(hidden.double(), exact, targets, 1.0)[0].sum().backward()
+    head_logprobs(hidden, head, targets, temperature=1.0, chunk_tokens=4)[0].sum().backward()
+    for found, expected in ((head.weight, exact.weight), (head.bias, exact.bias)):
+        torch.testing.assert_close(
+            found.grad.double(), expected.grad, rtol=0, atol=6e-3 * float(expected.grad.abs().max())
+        )
+
+
 @pytest.mark.parametrize("mixed", [False, True])
 def test_in_bfloat16_log_probs_are_in_float32_and_gradients_where_they_belong(mixed):
     hidden, head, targets = inputs(dtype=torch.float32 if mixed else torch.bfloat16)

@@ -110,6 +110,14 @@ def test_one_rank_of_eight(large, capsys):
     assert sent == {"gathers": backwards * 4 * each, "gradients": backwards * 4 * each, "weights": 4 * PARAMETERS // 8}
 
 
+def test_a_worker_that_fits_no_device_is_told(large, capsys):
+    words = [f"model.path={large}", "trainer.devices=8", "trainer.strategy=fsdp2", "backend=ray"]
+    assert planned(capsys, *words, "--device-gib", "80")["worker_fits"] is True
+    assert planned(capsys, *words, "--device-gib", "30")["worker_fits"] is False
+    assert main(["plan", *words, "--device-gib", "30"]) == 0
+    assert "A worker does not fit one of that size, by " in capsys.readouterr().out
+
+
 def test_without_sharding_gradients_are_summed_everywhere(large, capsys):
     found = planned(capsys, f"model.path={large}", "trainer.devices=8")
     sent = found["sent_bytes_per_step"]

@@ -36,6 +36,11 @@ class HostRecipe:
     autocast: Callable[[], AbstractContextManager[object]]
     history: Mapping[str, Any]  # arguments of the store
 
+    @property
+    def device(self) -> str:
+        """The actor's own."""
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
     def host(self) -> WorkerHost:
         load = EngineLoader(
             make_policy=partial(
@@ -43,7 +48,8 @@ class HostRecipe:
                 self.files,
                 dtype=self.dtype,
                 attention=self.attention,
-                device="cuda" if torch.cuda.is_available() else "cpu",
+                device=self.device,
+                in_host=self.engine.copies_weights,
             ),
             engine=self.engine,
             drafter=self.drafter,

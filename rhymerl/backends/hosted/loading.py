@@ -41,14 +41,17 @@ class EngineLoader:
         return self.engine
 
 
-def policy_of(files: Mapping[str, str], *, dtype: torch.dtype, attention: str, device: torch.device | str) -> Policy:
-    """Return a policy of this architecture; its weights come later."""
+def policy_of(
+    files: Mapping[str, str], *, dtype: torch.dtype, attention: str, device: torch.device | str, in_host: bool = False
+) -> Policy:
+    """Return a policy of this architecture for an engine on `device`, `in_host` in the host's memory; its weights come later."""
     with tempfile.TemporaryDirectory() as folder:
         write_files(files, folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    return Policy(model=model.to(device), tokenizer=tokenizer)
+    device = torch.device(device)
+    return Policy(model=model.to("cpu" if in_host else device), tokenizer=tokenizer, trained_on=device)
 
 
 def copy_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -79,8 +80,10 @@ def _array(tensor: Tensor) -> tuple[Any, str, tuple[int, ...]]:
 
 
 def _tensor(content: Any, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    content = content if content.flags.writeable else content.copy()
-    return torch.from_numpy(content).view(getattr(torch, dtype)).reshape(shape)
+    """Return a tensor in the store's own memory, which is only read."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(content).view(getattr(torch, dtype)).reshape(shape)
 
 
 class RayConnection(Connection):

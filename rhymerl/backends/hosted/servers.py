@@ -7,10 +7,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-
-import torch
 
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.hosted.base import HostedBackend
@@ -62,11 +60,16 @@ class PolicyCopies:
             return self._newest[1]
 
     def _made(self, tensors: Mapping[str, Tensor]) -> Policy:
-        policy, model = self.policy, self.policy.model
-        device = torch.device("cpu") if is_sharded(model) else model.device
-        made = policy_of(policy.files(), dtype=model.dtype, attention=model.config._attn_implementation, device=device)
+        model = self.policy.model
+        made = policy_of(
+            self.policy.files(),
+            dtype=model.dtype,
+            attention=model.config._attn_implementation,
+            device=model.device,
+            in_host=is_sharded(model),
+        )
         copy_weights(made.model, tensors)
-        return replace(made, trained_on=model.device)
+        return made
 
 
 @dataclass(slots=True, kw_only=True)
@@ -180,7 +183,7 @@ class ServersBackend(HostedBackend):
         return connection
 
     def publish(self, named_tensors: Iterable[tuple[str, Tensor]]) -> WeightSource:
-        return CopiedWeights(tensors={name: tensor.detach().cpu().clone() for name, tensor in named_tensors})
+        return CopiedWeights(tensors={name: tensor.detach().to("cpu", copy=True) for name, tensor in named_tensors})
 
     def close(self) -> None:
         for connection in self._connections:

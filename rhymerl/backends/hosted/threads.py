@@ -43,7 +43,7 @@ class CopiedWeights(WeightSource):
 
 
 def _put(named_tensors: Iterable[tuple[str, Tensor]]) -> CopiedWeights:
-    return CopiedWeights(tensors={name: tensor.detach().cpu().clone() for name, tensor in named_tensors})
+    return CopiedWeights(tensors={name: tensor.detach().to("cpu", copy=True) for name, tensor in named_tensors})
 
 
 class ThreadConnection(Connection):

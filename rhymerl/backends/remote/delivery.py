@@ -59,7 +59,9 @@ class Delivery:
         self.wake_up()
         dtype = DTYPES[self.dtype]
         if self.way == "tensor":
-            weights.from_tensors(self.fleet, named, dtype, ranks=self.tensor_parallel, version=version)
+            weights.from_tensors(
+                self.fleet, named, dtype, device=self.policy.device, ranks=self.tensor_parallel, version=version
+            )
         elif self.way == "distributed":
             self._joined_group().send(named, dtype, version=version)
         else:

@@ -27,7 +27,7 @@ from rhymerl.errors import BackendError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_BUCKET_BYTES = 2**30
+_BUCKET_BYTES = 2**28  # each of several servers has one on the way
 _SHARED_MEMORY = Path("/dev/shm")
 _SETTLE_S = 10.0
 _SPARE = 64  # tokens
@@ -36,13 +36,19 @@ _ROOM = 1.2  # times what is written that has to be free in shared memory
 
 
 def from_tensors(
-    fleet: Fleet, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, *, ranks: int, version: int
+    fleet: Fleet,
+    named: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    *,
+    device: torch.device,
+    ranks: int,
+    version: int,
 ) -> None:
-    """Hand over copies in memory that the engines share, a bucket at a time; for engines on the same device."""
+    """Hand over copies in memory of `device`, which the engines share, a bucket at a time."""
     with update_session(fleet):
         for bucket in buckets(named, dtype):
             # What has been shared once stays so, and the policy's own memory is not to.
-            copies = [(name, tensor.clone()) for name, tensor in bucket]
+            copies = [(name, tensor.to(device, copy=True)) for name, tensor in bucket]
             contents = [_shared(copies, ranks, version) for _ in fleet.engines]
             fleet.post_each("/update_weights_from_tensor", contents)
 
@@ -108,7 +114,7 @@ def flush(fleet: Fleet) -> None:
 
 
 def buckets(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[list[tuple[str, Tensor]]]:
-    """The tensors in the engine's dtype, about a gigabyte at a time."""
+    """The tensors in the engine's dtype, about a quarter of a gigabyte at a time."""
     bucket: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in named:

@@ -54,6 +54,8 @@ class SGLangBackend(ServedBackend):
     asked for in pieces that take about so long, so that an engine which is lost costs no more.
     """
 
+    copies_weights = True
+
     def __init__(
         self,
         *,
@@ -185,7 +187,7 @@ class SGLangBackend(ServedBackend):
         node = self._node or NodePosition.of_this_process()
         if node.num_ranks > 1:
             self._refuse_what_ranks_would_share(node)
-        if self.weights == "distributed" and self.url is None and policy.model.device.type == "cuda":
+        if self.weights == "distributed" and self.url is None and policy.device.type == "cuda":
             raise ConfigError(
                 "backend.weights=distributed: an engine that the run starts shares the trainer's GPU, and NCCL refuses two ranks on one; "
                 "expected tensor, disk or auto"

@@ -53,7 +53,7 @@ class OwnEngine:
         self.folder = folder
         self.model = model  # a folder with its config
         self.restarts_left = settings.restarts
-        self._on_cpu = policy.model.device.type == "cpu"
+        self._on_cpu = policy.device.type == "cpu"
         self.split: Split | None = None  # of the GPU, between engine and update
         self._start()
 
@@ -79,7 +79,7 @@ class OwnEngine:
             raise
 
     def _words(self, ours: Mapping[str, Any]) -> list[str]:
-        index = {} if self._on_cpu else {"base_gpu_id": self.policy.model.device.index or 0, **self._static_memory()}
+        index = {} if self._on_cpu else {"base_gpu_id": self.policy.device.index or 0, **self._static_memory()}
         return arguments.words(
             model_path=str(self.model),
             dtype=self.dtype,
@@ -94,10 +94,10 @@ class OwnEngine:
     def _static_memory(self) -> dict[str, Any]:
         """Return the argument that leaves the update its memory. A successor gets the bytes of the first one, though moments may have come."""
         settings = self.settings
-        if self.policy.model.device.type != "cuda" or settings.update is None or memory.is_given(settings.arguments):
+        if self.policy.device.type != "cuda" or settings.update is None or memory.is_given(settings.arguments):
             return {}
         torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self.policy.model.device)
+        free, total = torch.cuda.mem_get_info(self.policy.device)
         if self.split is None:
             engine = memory.engine_shape(
                 model_shape(self.policy.model, settings.longest_tokens or settings.update.longest_tokens),

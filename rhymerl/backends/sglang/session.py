@@ -92,7 +92,7 @@ class Session:
 
     def _connect(self) -> None:
         """Connect to the engine, which has no weights yet."""
-        is_shared = self.policy.model.device.type == "cuda" and self._own is not None
+        is_shared = self.policy.device.type == "cuda" and self._own is not None
         way = self.settings.weights if self.settings.weights != "auto" else "tensor" if is_shared else "disk"
         self._delivery = Delivery(
             self.fleet,
