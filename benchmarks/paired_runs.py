@@ -1,8 +1,9 @@
 """Whole training runs with the drafts of a config and with drafter=none: the speed-up that drafts had, and what the run said of it.
 
-The two runs of a pair take turns, a step each, and begin with the same seed, so that in float32 they sample the same tokens. `had` is the ratio
+The two runs of a pair take turns, a step each, and begin with the same seed, so that they sample the same tokens up to rounding. `had` is the ratio
 of the seconds of their rollouts, all steps of the run counted; `said` is the run's own `rollout_speedup`, with its interval (`low`, `high`), and
-`off` is said over had, less 1; they are empty where the run was too short to tell. `equal` tells whether rewards and tokens were the same in each step. The row "all" has sums of seconds over the
+`off` is said over had, less 1; they are empty where the run was too short to tell. `equal_steps` are the steps from the first on in which both had the same rewards
+and as many tokens: rounding of float32 turns one of some hundred thousand, and from then on the runs are two. The row "all" has sums of seconds over the
 pairs, and means of what was said. `step` is the ratio of the seconds of whole steps.
 
     python benchmarks/paired_runs.py --config smollm2 [--repeats 3] [key=value ...]
@@ -47,15 +48,21 @@ def pair(folder: Path, settings: Sequence[str], *, seed: int, drafts_first: bool
         "said": summary["rollout_speedup"],
         "low": summary["rollout_speedup_low"],
         "high": summary["rollout_speedup_high"],
-        "equal": all([a.value for a in own[name]] == [b.value for b in plain[name]] for name in MUST_BE_EQUAL),
+        "equal_steps": min(equal_steps(own[name], plain[name]) for name in MUST_BE_EQUAL),
     }
+
+
+def equal_steps(own: Sequence[Any], plain: Sequence[Any]) -> int:
+    """The number of events with equal values before the first that differ."""
+    pairs = zip(own, plain, strict=True)
+    return next((number for number, (a, b) in enumerate(pairs) if a.value != b.value), len(own))
 
 
 def summed(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The row of all pairs: means of what is known."""
     known = {name: [row[name] for row in rows if row[name] is not None] for name in COLUMNS}
     means = {name: statistics.mean(values) if values else None for name, values in known.items()}
-    return {"pair": "all", **means, "equal": all(row["equal"] for row in rows)}
+    return {"pair": "all", **means, "equal_steps": min(row["equal_steps"] for row in rows)}
 
 
 def finished(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -134,7 +134,7 @@ def test_the_same_from_python(folder: Path) -> None:
     names: dict[str, Any] = {}
     exec(compile(block.text.replace("path/to/model", str(model)), str(block), "exec"), names)
     described = names["module"].hparams
-    assert described["drafter"] == {"_target_": "my_drafter.RepeatPrompt"}
+    assert described["drafter"] == {"_target_": "repeat_prompt.RepeatPrompt"}
     assert described["algo"]["_target_"] == "my_algo.MedianBaseline"
 
 

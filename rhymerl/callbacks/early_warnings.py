@@ -123,7 +123,7 @@ def workers_idle(recent: Recent) -> str | None:
         return None
     worker = max(recent.idle, key=lambda each: recent.idle[each])
     most = f", worker {worker} in {recent.idle[worker]:.0%} of the latest" if recent.idle[worker] >= MOST_IDLE else ""
-    fill = "" if recent.runs_ahead else "run_ahead=draft or keep fills the rest, "
+    fill = "" if recent.runs_ahead else "run_ahead=auto (on-policy) or keep (one step off) fills the rest, "
     return (
         f"workers decoded nothing in {share:.0%} of the time of rollouts{most}. "
         f"scheduler=sorted or packed evens them out, {fill}and more data.prompts_per_step leave less of it"

@@ -6,6 +6,8 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
+_SHOWN = 10  # files that an error names
+
 
 def packages_folder() -> Path:
     """Where packages are fetched to that are read and never imported: RHYMERL_PACKAGES, or a folder in the user's cache."""
@@ -20,7 +22,7 @@ def package_file(name: str) -> str:
     Raises ValueError when there is no such package, or no such file in it.
     """
     package, _, file = name.partition("/")
-    if not package.isidentifier() or not file or ".." in Path(file).parts:
+    if not package.isidentifier() or not file or ".." in Path(file).parts or Path(file).is_absolute():
         raise ValueError(f"{name!r}: expected NAME/FILE, such as my_package/model.gguf")
     folders = _folders(package)
     if not folders:
@@ -32,8 +34,14 @@ def package_file(name: str) -> str:
     for folder in folders:
         if (folder / file).is_file():
             return str(folder / file)
-    there = sorted(str(path.relative_to(each)) for each in folders for path in each.rglob(f"*{Path(file).suffix}"))
-    has = f"it has {', '.join(there)}" if there else f"it has no {Path(file).suffix or 'such'} file"
+    there = sorted(
+        str(path.relative_to(each))
+        for each in folders
+        for path in each.rglob(f"*{Path(file).suffix}")
+        if path.is_file()
+    )
+    more = f" and {len(there) - _SHOWN} more" if len(there) > _SHOWN else ""
+    has = f"it has {', '.join(there[:_SHOWN])}{more}" if there else f"it has no {Path(file).suffix or 'such'} file"
     raise ValueError(f"the package {package!r} in {folders[0]} has no file {file!r}; {has}")
 
 

@@ -144,6 +144,7 @@ class SpeedupMeter:
             "rollout/speedup": Ratio(plain + self._between_s, self._taken_s + self._between_s),
             "rollout/plain_pass_error": Ratio(float(taken[is_plain].sum()), float(forecast[is_plain].sum())),
             "rollout/drafted_pass_error": Ratio(float(taken[~is_plain].sum()), float(forecast[~is_plain].sum())),
+            "rollout/drafted_pass_frac": Ratio(float(taken[~is_plain].sum()), float(taken.sum())),
         }
 
     def _plain_seconds(self, answers: Sequence[_Answer], prompt_tokens: float, slots: int) -> float:

@@ -71,7 +71,7 @@ def read_header(path: Path, where: str) -> GGUFHeader:
                 raise ConfigError(f"{where}: not a GGUF file (it does not begin with 'GGUF')")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 header = _Reader(content).header()
-    except (OSError, OverflowError, ValueError, struct.error) as error:
+    except (OSError, OverflowError, LookupError, ValueError, struct.error) as error:
         raise ConfigError(f"{where}: broken or truncated: {error}") from error
     if not header.metadata.get("tokenizer.ggml.tokens"):
         raise ConfigError(f"{where}: it has no tokenizer (tokenizer.ggml.tokens); it needs that of the model")

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 NAME = "rhymerl_shared"
 _BUCKET_TOKENS = 64  # what another bucket costs, in padded tokens
+_WITHOUT_GROUPS = (
+    "cuda",
+)  # devices on which torch has no kernel for a mask and groups of heads, and writes all scores out
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,6 +77,9 @@ def _in_rows(tokens: Tensor, count: int) -> Tensor:
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, *, mask: Tensor | None) -> Tensor:
     """Attend by `mask`, without one causally: [rows, heads, T, dim] -> [rows * T, heads, dim]."""
     is_grouped = query.shape[1] != key.shape[1]
+    if is_grouped and mask is not None and query.device.type in _WITHOUT_GROUPS:
+        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
+        is_grouped = False
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=is_grouped
     )

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from math import exp, log, sqrt
 from typing import Any
 
 import numpy as np
 
-_LEAST = 3  # reports with passes of a kind, for an interval
+_LEAST = 3  # reports whose error is known, for an interval
 _FEW = 8  # of these, the median deviation is no measure of how far they are apart
+_EFFICIENCY = 0.37
 _TOO_WIDE = 1.2  # its upper end over its lower
 
 
@@ -42,8 +43,7 @@ class SpeedupTotals:
     rollout_s: float = 0.0
     plain_s: float = 0.0  # what these rollouts would have taken
     unreported_s: float = 0.0
-    plain_errors: list[float] = field(default_factory=list)  # logarithms, a report
-    drafted_errors: list[float] = field(default_factory=list)
+    errors: list[float] = field(default_factory=list)  # of each report's figure; logarithms
 
     def count(self, metrics: Mapping[str, Any], *, rollout_s: float) -> None:
         """Add a step, whose own metrics these are."""
@@ -53,39 +53,52 @@ class SpeedupTotals:
         self.rollout_s += self.unreported_s
         self.plain_s += self.unreported_s * float(metrics["rollout/speedup"])
         self.unreported_s = 0.0
-        for errors, name in ((self.plain_errors, "plain"), (self.drafted_errors, "drafted")):
-            ratio = float(metrics[f"rollout/{name}_pass_error"])
-            if ratio > 0:  # there were passes of this kind
-                errors.append(log(ratio))
+        plain, drafted = (float(metrics[f"rollout/{name}_pass_error"]) for name in ("plain", "drafted"))
+        share = float(metrics["rollout/drafted_pass_frac"])
+        if plain > 0 and drafted > 0:  # there were passes of both kinds
+            self.errors.append(share * log(plain / drafted))
+        elif plain > 0:
+            self.errors.append(0.0)
 
     @property
     def speedup(self) -> Speedup | None:
         """Return what drafts were worth; None where no step said anything.
 
-        The costs of passes without and with drafts are compared, and each is as uncertain as the mean of its errors over the reports.
+        Passes with drafts are compared with what passes without them would have taken. A machine that is slower for a while is so for both, so the figure is as
+        uncertain as the mean difference of their errors, in so far as there were drafts.
         """
         if not self.rollout_s:
             return None
         ratio = self.plain_s / self.rollout_s
-        if min(len(self.plain_errors), len(self.drafted_errors)) < _LEAST:
+        if len(self.errors) < _LEAST:
             return Speedup(ratio=ratio)
-        half = sqrt(_half_interval(self.plain_errors) ** 2 + _half_interval(self.drafted_errors) ** 2)
+        half = _half_interval(self.errors)
         return Speedup(ratio=ratio, low=ratio * exp(-half), high=ratio * exp(half))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums in plain containers."""
         return asdict(self)
 
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> SpeedupTotals:
+        """Return the sums of a saved state; what an earlier version saved besides is left out."""
+        return cls(**{each.name: state[each.name] for each in fields(cls) if each.name in state})
+
 
 def _half_interval(values: Sequence[float]) -> float:
-    """Return half of the 95 % interval of the mean; of many values by the median deviation: a machine that was busy for a while is no error."""
-    if len(values) < _FEW:
+    """Return half of the 95 % interval of the mean; of many values by the median deviation: a machine that was busy for a while is no error.
+
+    That deviation is as uncertain as a standard deviation of `_EFFICIENCY` times as many values (Rousseeuw and Croux 1993).
+    """
+    count, degrees = len(values), len(values) - 1.0
+    if count < _FEW:
         deviation = float(np.std(values, ddof=1))
     else:
-        deviation = 1.4826 * float(np.median(np.abs(np.array(values) - np.median(values))))
-    return _student_t(len(values) - 1) * deviation / sqrt(len(values))
+        deviation = 1.4826 * count / (count - 0.8) * float(np.median(np.abs(np.array(values) - np.median(values))))
+        degrees *= _EFFICIENCY
+    return _student_t(degrees) * deviation / sqrt(count)
 
 
-def _student_t(degrees: int) -> float:
+def _student_t(degrees: float) -> float:
     """Return the 97.5 % quantile of Student's distribution (Abramowitz and Stegun, 26.7.5), to 3 % for 2 degrees and better for more."""
     return 1.960 + 2.372 / degrees + 2.823 / degrees**2 + 2.556 / degrees**3

@@ -91,7 +91,7 @@ class Summary(L.Callback):
         for name in _STATE:
             setattr(self, name, state_dict.get(name, getattr(self, name)))
         self.acceptance = AcceptanceTotals(**state_dict["speculation"])
-        self.speedup = SpeedupTotals(**state_dict.get("speedup", {}))
+        self.speedup = SpeedupTotals.of(state_dict.get("speedup", {}))
 
     def result(self) -> dict[str, float | int | None]:
         """Return the figures; `wall_s` is training alone (rollouts, updates, what is between), rewards are means of up to 5 steps."""

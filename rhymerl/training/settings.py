@@ -30,7 +30,7 @@ class UpdateSettings:
 
     AdamW at `learning_rate`, after `warmup_steps` following `lr_schedule` down to `min_lr_ratio` of it at the run's
     last step. A step's samples make `mini_batches` optimizer steps, and in each of `epochs` passes over them others; a
-    backward takes at most `micro_batch_tokens` tokens, padding included. `chunk_tokens` bounds the logits held at a time
+    backward takes at most `micro_batch_tokens` tokens, padding included (with `share_prefixes` that of prompts alone). `chunk_tokens` bounds the logits held at a time
     (None: 64 MiB of them, on a GPU up to 1 GiB); `activation_checkpointing` keeps only each layer's input for the backward and computes the rest
     again. `max_grad_norm` 0 clips nothing; policy and critic are clipped apart. With `share_prefixes` a prompt is computed once for all
     of its answers in a micro-batch, where the model's attention allows it; the gradient is the same.
@@ -116,7 +116,11 @@ class UpdateSettings:
             )
             if reason is not None:
                 if is_first_rank():
-                    _LOG.info("update.share_prefixes: off for %s, because %s", named(each), reason)
+                    _LOG.warning(
+                        "update.share_prefixes: off for %s, whose prompts are computed for each answer, because %s",
+                        named(each),
+                        reason,
+                    )
                 return False
         return self.share_prefixes
 

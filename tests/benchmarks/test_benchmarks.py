@@ -220,7 +220,7 @@ def test_paired_runs_has_a_row_a_pair_and_one_of_all(run: Run) -> None:
     rows = run("paired_runs", *sizes, "rollout.max_tokens=8", "trainer.max_steps=4", "--repeats", "1")["rows"]
     assert [row["pair"] for row in rows] == [0, "all"]
     for row in rows:
-        assert row["equal"]
+        assert row["equal_steps"] == 4
         assert row["had"] == pytest.approx(row["plain_s"] / row["own_s"], rel=0.02)
         assert row["step"] == pytest.approx(row["plain_step_s"] / row["step_s"], rel=0.02)
 

@@ -106,7 +106,7 @@ def test_nothing_is_said_where(name: str) -> None:
 def test_running_ahead_is_no_advice_for_a_run_that_does(runs_ahead: bool) -> None:
     found = workers_idle(recent(metrics={BUBBLES: after(0.1, *[0.4] * 5)}, runs_ahead=runs_ahead))
     assert found is not None
-    assert ("run_ahead=draft or keep" in found) is not runs_ahead
+    assert ("run_ahead=auto (on-policy) or keep" in found) is not runs_ahead
 
 
 def test_a_warning_comes_back_after_so_many_steps_only(caplog: pytest.LogCaptureFixture) -> None:

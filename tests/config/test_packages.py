@@ -77,8 +77,14 @@ def test_no_such_file_names_those_that_there_are(package: Made) -> None:
     assert refusal("some_model/c.json").endswith("has no file 'c.json'; it has no .json file")
 
 
+def test_of_many_files_only_some_are_named(package: Made) -> None:
+    package("some_model", *(f"{number:02}.gguf" for number in range(30)))
+    assert refusal("some_model/model.gguf").endswith("08.gguf, 09.gguf and 20 more")
+
+
 @pytest.mark.parametrize(
-    "name", ["some_model", "some_model/", "a.b/model.gguf", "some_model/../model.gguf", "/model.gguf"]
+    "name",
+    ["some_model", "some_model/", "a.b/model.gguf", "some_model/../model.gguf", "some_model//etc/hosts", "/model.gguf"],
 )
 def test_what_is_no_name(name: str, package: Made) -> None:
     package("some_model", "model.gguf")

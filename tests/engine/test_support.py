@@ -8,6 +8,7 @@ import torch
 
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.drafters import NoDrafter
+from rhymerl.engine import support
 from rhymerl.engine.engine import Engine
 from rhymerl.engine.support import prove, refuse_unsupported
 from rhymerl.errors import ConfigError
@@ -91,6 +92,25 @@ def test_the_proof_sees_one_wrong_mask_entry_or_position(dtype, factor, change):
         model.model.norm.weight.mul_(factor)
     prove(model)
     in_packed_passes(model, change)
+    with pytest.raises(ConfigError, match="differ"):
+        prove(model)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_float32_does_not_tell_from_rounding_is_computed_in_float64(dtype, monkeypatch):
+    """Here no rounding at all is granted to float32, and in float64 what would be usual there."""
+    model, asked = tiny_policy(dtype=dtype).model, []
+    measure = support._difference
+
+    def strict(model, dtype):
+        asked.append(dtype)
+        difference, most = measure(model, dtype)
+        return difference, 0.0 if dtype == torch.float32 else most / 1000
+
+    monkeypatch.setattr(support, "_difference", strict)
+    prove(model)
+    assert asked == [torch.float32, torch.float64]
+    in_packed_passes(model, move_a_token)
     with pytest.raises(ConfigError, match="differ"):
         prove(model)
 

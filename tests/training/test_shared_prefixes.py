@@ -11,7 +11,7 @@ import torch
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from rhymerl.algos import GRPO, PPO
-from rhymerl.models import proof
+from rhymerl.models import proof, shared_prefixes
 from rhymerl.models.critic import CriticSettings
 from rhymerl.models.logprobs import token_batch
 from rhymerl.models.lora import LoRA
@@ -111,6 +111,23 @@ def test_other_families(model_type, monkeypatch):
         monkeypatch.setattr(f"transformers.models.{name}.forward", Qwen2RMSNorm.forward)
     settings = {"algorithm": forgiving_grpo, "policy": policy_of(model_type)}
     assert_equal(gradients(scored(8), shares=True, **settings), gradients(scored(8), shares=False, **settings))
+
+
+def test_a_device_without_a_kernel_for_groups_gets_a_key_for_each_head(monkeypatch):
+    """The CPU stands for a GPU here."""
+    assert policy_of().model.config.num_key_value_heads < policy_of().model.config.num_attention_heads
+    expected = gradients(scored(8), shares=True, algorithm=forgiving_grpo)
+    monkeypatch.setattr(shared_prefixes, "_WITHOUT_GROUPS", ("cpu",))
+    attend, grouped = torch.nn.functional.scaled_dot_product_attention, []
+
+    def watched(*given, attn_mask=None, enable_gqa=False, **settings):
+        grouped.append(attn_mask is not None and enable_gqa)
+        return attend(*given, attn_mask=attn_mask, enable_gqa=enable_gqa, **settings)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    assert_equal(gradients(scored(8), shares=True, algorithm=forgiving_grpo), expected)
+    assert grouped
+    assert not any(grouped)
 
 
 def test_adapters_and_activations_that_are_computed_again():
@@ -225,7 +242,7 @@ def test_rounding_is_told_from_structure(monkeypatch):
 )
 def test_a_model_that_cannot_computes_row_by_row_and_says_why(made, settings, reason, caplog):
     model = tiny_policy(**made).model
-    with caplog.at_level("INFO"):
+    with caplog.at_level("WARNING"):
         assert not UpdateSettings(**settings).shares(model, 64)
     assert (reason is None and not caplog.text) or reason in caplog.text
     assert UpdateSettings().shares(policy_of().model, 64)
