@@ -136,7 +136,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     arguments = parser.parse_args(words)
     record.set_threads(arguments.threads or 1)
     start = record.environment()
-    given = {**vars(arguments), "held_out": 8, "workers": 1, "weights": 0.0, "lengths": 1.0}
+    given = {**vars(arguments), "held_out": 8, "workers": 1, "weights": 0.0, "lengths": 1.0, "trainers": 1}
     sys.modules.setdefault("emulation_check", sys.modules[__name__])
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -1,12 +1,13 @@
 """What history brings to a whole training run: the real program on emulated accelerators and a virtual clock.
 
-Four workers answer, and a trainer with devices of its own updates the policy, from the same start in every row: drafter, scheduler and mode of run_ahead
-differ. The task is `long_sum`, whose answers of up to 448 tokens have a long tail; each of them stands for `--lengths` of the emulated
+Four workers answer, and a trainer with `--trainers` devices of its own updates the policy, from the same start in every row: drafter, scheduler and mode of run_ahead
+differ. In the row "colocated" as many devices in all answer and update in turn. The task is `long_sum`, whose answers of up to 448 tokens have a long tail; each of them stands for `--lengths` of the emulated
 device's tokens, so that keys and values weigh what they weigh there. Passes cost what `--emulate` says, everything that is done beside the model in a worker
-costs the CPU time that it took its thread here (virtual.py), and an update costs so much a token that it is `--update` of a step of the first row.
+costs the CPU time that it took its thread here (virtual.py), and an update costs so much a token that it is `--update` of a step of the first row. The paper's drafter has the paper's
+budget, `aimd`, and ours `goodput`.
 
-A row's seconds are those from the start to the last step on the trainer's clock: rollouts, updates, and the CPU time of whatever the trainer does between
-rollouts beside the update. `over_barrier` compares them with no drafts, FIFO and a barrier; `over_one_step_off` with no drafts, FIFO and a rollout that runs
+A row's seconds are those from the start to the last step on the trainer's clock: rollouts, updates, and the CPU time of whatever the trainer does beside the update between
+rollouts and until the requests of a rollout are out. `over_barrier` compares them with no drafts, FIFO and a barrier, `over_colocated` with the same on colocated devices; `over_one_step_off` with no drafts, FIFO and a rollout that runs
 while the policy of the one before is trained, at whose end all workers wait for the last answer: the pipeline of veRL's one-step-off recipe, which is the
 baseline of the RhymeRL paper. `bound` is what the row would reach without bubbles, rejected nodes and the CPU time beside the passes. `lost` says
 where the workers' time goes, in parts of it: nodes (that drafts add to passes and that are rejected), draft (CPU), beside (the other CPU time), weights;
@@ -23,7 +24,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +38,7 @@ import timeline
 from virtual import TICK_S, VirtualWorkers
 
 from rhymerl.config import compose
+from rhymerl.history.sealed import SealedHistory
 from rhymerl.runs.fit import fit
 from rhymerl.training.module import RhymeModule
 from rhymerl.training.updater import Updater
@@ -51,29 +54,46 @@ class Row:
     drafter: str
     scheduler: str
     run_ahead: str
-    is_one_step_off: bool = False  # with a barrier between rollouts, but none between a rollout and an update
+    mode: str = ""  # other than that of run_ahead
+    budget: str = "GoodputBudget"
 
     @property
     def name(self) -> str:
-        return f"{self.drafter}, {self.scheduler}, {'one step off' if self.is_one_step_off else self.run_ahead}"
+        return f"{self.drafter}, {self.scheduler}, {self.mode or self.run_ahead}"
 
     @property
-    def pipeline(self) -> str:
-        return "colocated" if self.run_ahead == "off" else "disaggregated"
+    def is_colocated(self) -> bool:
+        return self.mode == _COLOCATED
 
     @property
     def settings(self) -> list[str]:
-        return [f"drafter={self.drafter}", f"scheduler={self.scheduler}", f"run_ahead='{self.run_ahead}'"]
+        return [
+            f"drafter={self.drafter}",
+            f"scheduler={self.scheduler}",
+            f"run_ahead='{self.run_ahead}'",
+            f"budget={{_target_: rhymerl.budgets.{self.budget}}}",
+        ]
+
+    def num_workers(self, arguments: Any) -> int:
+        return int(arguments.workers + (arguments.trainers if self.is_colocated else 0))
 
 
+_COLOCATED, _ONE_STEP_OFF = (
+    "colocated",
+    "one step off",
+)  # the latter has a barrier between rollouts, but none between a rollout and an update
 BARRIER = Row("none", "fifo", "off")
-ONE_STEP_OFF = Row("none", "fifo", "keep", is_one_step_off=True)
+COLOCATED = Row("none", "fifo", "off", _COLOCATED)
+ONE_STEP_OFF = Row("none", "fifo", "keep", _ONE_STEP_OFF)
+BASELINES = [BARRIER, COLOCATED, ONE_STEP_OFF]
 ROWS = [
-    BARRIER,
-    ONE_STEP_OFF,
+    *BASELINES,
+    Row("none", "fifo", "draft"),
     Row("none", "fifo", "keep"),
-    Row("paper", "fifo", "off"),
-    Row("paper", "histopipe", "keep"),
+    Row("none", "sorted", "keep"),
+    Row("paper", "fifo", "off", budget="AIMDBudget"),
+    Row("paper", "histopipe", "keep", budget="AIMDBudget"),
+    Row("paper", "sorted", "keep", budget="AIMDBudget"),
     Row("history_tree", "fifo", "off"),
     Row("history_tree", "sorted", "off"),
     Row("history_tree", "fifo", "draft"),
@@ -88,9 +108,8 @@ ROWS = [
 ]
 QUICK_STEPS = 12
 QUICK = [
-    BARRIER,
-    ONE_STEP_OFF,
-    Row("paper", "histopipe", "keep"),
+    *BASELINES,
+    Row("paper", "histopipe", "keep", budget="AIMDBudget"),
     Row("history_tree", "fifo", "off"),
     Row("history_tree", "packed", "draft"),
     Row("history_tree", "packed", "keep"),
@@ -115,6 +134,7 @@ class Course:
     spent: Counter[str] = field(default_factory=Counter)  # seconds of all workers, by part
     _before: Counter[str] = field(default_factory=Counter)
     _cpu_s: float = 0.0
+    _launched_s: float | None = None  # CPU time at which a rollout began whose requests are not out yet
 
     def watch(self, stack: ExitStack, row: Row) -> None:
         """Within the stack, move the trainer's clock on and take figures."""
@@ -139,6 +159,9 @@ class Course:
                 sync(workers, *given)
 
         def listened(workers: HostedWorkers, pending: Any) -> None:
+            if self._launched_s is not None:
+                self._wait(time.thread_time() - self._launched_s)
+                self._launched_s = None
             listen(workers, pending)
             assert self.workers is not None
             self.workers.clock_s += self.workers.ticks_per_exchange * TICK_S
@@ -146,13 +169,12 @@ class Course:
         def answers(workers: HostedWorkers, work: Any) -> Iterator[Any]:
             self.workers = workers._backend
             self.workers.update_s, self.workers.weights_s = 0.0, self.weights_s
-            between = self.workers.cpu * (time.thread_time() - self._cpu_s)
             if work.number is not None and not self.rollouts:
                 self._before = self.workers.spent
             if work.number is not None and self.rollouts:
-                self.between.append(between)
-                self.workers.clock_s += between
+                self._wait(time.thread_time() - self._cpu_s)
             at_s, lengths = self.workers.clock_s, {}
+            self._launched_s = time.thread_time() if work.number is not None else None
             for completion in answer(workers, work):
                 lengths[completion.request.id] = len(completion.output)
                 self.workers.update_s += self.update_s * len(completion.output)
@@ -177,8 +199,15 @@ class Course:
         stack.enter_context(patch.object(HostedWorkers, "answer", answers))
         stack.enter_context(patch.object(HostedWorkers, "_listen_a_while", listened))
         stack.enter_context(patch.object(HostedWorkers, "sync_weights", sync_weights))
-        if row.is_one_step_off:
+        stack.enter_context(patch.object(SealedHistory, "_submit", _at_once))
+        if row is ONE_STEP_OFF:
             stack.enter_context(patch.object(Coordinator, "_is_nearly_done", lambda *_: False))
+
+    def _wait(self, cpu_s: float) -> None:
+        """Let workers wait for so many seconds of the trainer's CPU time."""
+        assert self.workers is not None
+        self.between.append(self.workers.cpu * cpu_s)
+        self.workers.clock_s += self.between[-1]
 
     @contextmanager
     def _off_the_clock(self) -> Iterator[None]:
@@ -205,16 +234,27 @@ class Course:
         return self.ends[-1]
 
 
+def _at_once(history: SealedHistory, build: Callable[[], Any]) -> Future[Any]:
+    """Build an index in the thread that asks, whose CPU time is counted, instead of one beside it."""
+    built: Future[Any] = Future()
+    built.set_result(build())
+    return built
+
+
 def run_row(row: Row, arguments: Any, *, update_s: float, steps: int, cpu: float = 1.0) -> Course:
     """Run a row on the virtual clock, where a second of CPU time beside passes and update is `cpu` seconds."""
-    course = Course(update_s, arguments.weights / arguments.lengths)
+    workers = row.num_workers(arguments)
+    share = (
+        arguments.trainers / workers if row.is_colocated else 1.0
+    )  # of the time that the trainer's devices alone would take
+    course = Course(share * update_s, arguments.weights / arguments.lengths)
     backend = [
         "backend._target_=virtual.VirtualWorkers",
         f"backend.emulate={device(arguments.emulate)}",
         f"backend.lengths={arguments.lengths}",
         f"backend.max_running={arguments.max_running}",
         f"backend.cpu={cpu}",
-        f"workers={arguments.workers}",
+        f"workers={workers}",
     ]
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         settings = [*settings_of(row, arguments, steps=steps), *backend, f"run_dir={Path(folder) / 'run'}"]
@@ -247,7 +287,6 @@ def settings_of(row: Row, arguments: Any, *, steps: int) -> list[str]:
         f"task.train_size={arguments.prompts * arguments.epoch_steps}",
         f"data.prompts_per_step={arguments.prompts}",
         *row.settings,
-        "budget={_target_: rhymerl.budgets.GoodputBudget}",
         f"task.validation_size={arguments.held_out}",
         f"trainer.max_steps={steps}",
         "checkpoint.every_n_steps=1000",
@@ -259,7 +298,7 @@ def settings_of(row: Row, arguments: Any, *, steps: int) -> list[str]:
 
 def figures(row: Row, course: Course, found: dict[str, Course], arguments: Any) -> dict[str, Any]:
     """Return the figures of a row, beside those that came before it."""
-    count, whole, spent = arguments.workers, course.seconds, course.spent
+    count, whole, spent = row.num_workers(arguments), course.seconds, course.spent
     draft_s = course.mean("spec/draft_time_frac") * spent["busy"] if row.drafter != "none" else 0.0
     beside = spent["busy"] - spent["passes"] - spent["weights"] - draft_s
     rejected = spent["nodes"] * (1 - course.result["spec_accept_rate"])
@@ -281,8 +320,9 @@ def figures(row: Row, course: Course, found: dict[str, Course], arguments: Any) 
         "drafter": row.drafter,
         "scheduler": row.scheduler,
         "run_ahead": row.run_ahead,
-        "pipeline": row.pipeline,
+        "pipeline": "colocated" if row.is_colocated else "disaggregated",
         "over_barrier": round(found[BARRIER.name].seconds / whole, 3),
+        "over_colocated": round(found[COLOCATED.name].seconds / whole, 3),
         "over_one_step_off": round(found[ONE_STEP_OFF.name].seconds / whole, 3),
         "bound": round(found[BARRIER.name].seconds / least, 3),
         "step_s": record.spread(
@@ -351,7 +391,7 @@ def update_seconds(arguments: Any) -> float:
 
 
 def measured(chosen: Sequence[Row], arguments: Any, *, steps: int) -> tuple[list[dict[str, Any]], dict[str, Course]]:
-    """Run the rows, of which the first two are the baselines; return their figures, and their courses by name."""
+    """Run the rows, of which the first three are the baselines; return their figures, and their courses by name."""
     update_s = update_seconds(arguments)
     found: dict[str, Course] = {}
     rows: list[dict[str, Any]] = []
@@ -371,6 +411,7 @@ def options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--lengths", type=float, default=32.0, help="tokens for which one of ours stands")
     parser.add_argument("--policy", default="long_sum", help="name of a folder in benchmarks/policies/, or a path")
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--trainers", type=int, default=2, help="devices of the trainer, if each is like a worker's")
     parser.add_argument("--max-running", type=int, default=32, help="requests side by side in a worker")
     parser.add_argument("--prompts", type=int, default=16, help="a step")
     parser.add_argument("--epoch-steps", type=int, default=4)
@@ -385,7 +426,7 @@ def options(description: str | None) -> argparse.ArgumentParser:
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     parser = options(__doc__)
     parser.add_argument("--quick", action="store_true", help=f"the main rows, and {QUICK_STEPS} steps")
-    parser.add_argument("--rows", nargs="*", help="names of rows, beside the two that all are compared with")
+    parser.add_argument("--rows", nargs="*", help="names of rows, beside the three that all are compared with")
     parser.add_argument("--plot", help="file for a picture of the rows")
     parser.add_argument(
         "--timeline", help="file for a picture of workers and trainer over the last four steps of each row"
@@ -399,7 +440,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
             parser.error(
                 f"--rows: no row is called {min(unknown)!r}; expected some of {', '.join(repr(row.name) for row in ROWS)}"
             )
-        chosen = [row for row in ROWS if row in (BARRIER, ONE_STEP_OFF) or row.name in arguments.rows]
+        chosen = [row for row in ROWS if row in BASELINES or row.name in arguments.rows]
     rows, found = measured(chosen, arguments, steps=QUICK_STEPS if arguments.quick else arguments.steps)
     if arguments.plot is not None:
         draw(rows, Path(arguments.plot), arguments.emulate)

@@ -48,7 +48,7 @@ def simulated_s(row: headline.Row, course: headline.Course, arguments: Any) -> f
     settings = {
         "scheduler": row.scheduler,
         "run_ahead": f"'{row.run_ahead}'",
-        "pipeline": row.pipeline,
+        "pipeline": "colocated" if row.run_ahead == "off" else "disaggregated",
         "workers": arguments.workers,
         "max_running": arguments.max_running,
         "train_time": statistics.fmean(updates[first:]),

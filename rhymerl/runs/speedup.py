@@ -43,7 +43,8 @@ class SpeedupTotals:
     rollout_s: float = 0.0
     plain_s: float = 0.0  # what these rollouts would have taken
     unreported_s: float = 0.0
-    errors: list[float] = field(default_factory=list)  # of each report's figure; logarithms
+    errors: list[float] = field(default_factory=list)  # of the figure of each report with drafts; logarithms
+    num_plain: int = 0  # reports without drafts, of which it is certain
 
     def count(self, metrics: Mapping[str, Any], *, rollout_s: float) -> None:
         """Add a step, whose own metrics these are."""
@@ -58,7 +59,7 @@ class SpeedupTotals:
         if plain > 0 and drafted > 0:  # there were passes of both kinds
             self.errors.append(share * log(plain / drafted))
         elif plain > 0:
-            self.errors.append(0.0)
+            self.num_plain += 1
 
     @property
     def speedup(self) -> Speedup | None:
@@ -70,9 +71,10 @@ class SpeedupTotals:
         if not self.rollout_s:
             return None
         ratio = self.plain_s / self.rollout_s
-        if len(self.errors) < _LEAST:
+        known = len(self.errors)
+        if known + self.num_plain < _LEAST or 0 < known < _LEAST:
             return Speedup(ratio=ratio)
-        half = _half_interval(self.errors)
+        half = _half_interval(self.errors) * known / (known + self.num_plain) if known else 0.0
         return Speedup(ratio=ratio, low=ratio * exp(-half), high=ratio * exp(half))
 
     def state_dict(self) -> dict[str, Any]:

@@ -148,9 +148,14 @@ class FSDP2Strategy(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Return a checkpoint with this rank's part of its tensors, whatever ranks and whatever strategy have written it.
 
-        Called on all ranks. Raises ConfigError for one that is damaged, unless somebody has looked at it already.
+        Called on all ranks. Raises ConfigError for one that is damaged, unless somebody has looked at it already, and where ranks have chosen others:
+        one may have seen an older state of a folder that they share.
         """
         path = Path(checkpoint_path)
+        if (first := self.broadcast(path.name)) != path.name:
+            raise ConfigError(
+                f"ckpt_path={str(path)!r}: the first rank goes on from {first!r}; name the checkpoint for all"
+            )
         if getattr(self.checkpoint_io, "checks", True):
             reason = self.broadcast(damage(path) if self.is_global_zero else None)
             if reason:

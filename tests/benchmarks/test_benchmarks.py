@@ -260,13 +260,17 @@ def test_headline_has_a_row_for_each_way_on_a_clock_of_its_own(run: Run, tmp_pat
     rows = run("headline", "--max-running", "4", *words, "--", *settings)["rows"]
     assert [row["row"] for row in rows] == [
         "none, fifo, off",
+        "none, fifo, colocated",
         "none, fifo, one step off",
         "history_tree, sorted, draft",
     ]
-    barrier, one_step_off, ours = rows
+    barrier, colocated, one_step_off, ours = rows
+    assert [row["pipeline"] for row in rows] == ["disaggregated", "colocated", "disaggregated", "disaggregated"]
+    assert colocated["over_colocated"] == 1
+    assert colocated["update_s"] == pytest.approx(barrier["update_s"] / 2, abs=1e-3), "four devices instead of two"
     assert barrier["over_barrier"] == one_step_off["over_one_step_off"] == 1
     assert barrier["over_one_step_off"] == pytest.approx(1 / one_step_off["over_barrier"], rel=1e-2)
-    assert [row["staleness"] > 0 for row in rows] == [False, True, False]
+    assert [row["staleness"] > 0 for row in rows] == [False, False, True, False]
     assert ours["held_out"] == barrier["held_out"], "drafts and the order of work have changed the tokens"
     assert ours["tokens_a_pass"] > 1
     assert barrier["lost"]["update"] == pytest.approx(barrier["update_frac"], abs=0.05), (
@@ -295,7 +299,7 @@ def test_headline_settings_has_the_main_rows_of_each_setting(run: Run) -> None:
     rows = run("headline_settings", *words)["rows"]
     assert {row["setting"] for row in rows} == {"32B on four H100"}
     assert rows[0]["over_barrier"] == 1
-    assert len(rows) == 6
+    assert len(rows) == 7
 
 
 def test_the_simulator_stands_beside_the_emulation_and_what_it_leaves_out(run: Run) -> None:

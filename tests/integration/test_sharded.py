@@ -79,7 +79,7 @@ def on_ranks(size: int, folder: Path, name: str, strategy: str, **settings: Any)
     return kept(folder / name)
 
 
-def test_two_ranks_save_what_one_process_goes_on_from(tmp_path, alone):
+def test_two_ranks_save_what_one_process_goes_on_from(tmp_path, alone, monkeypatch):
     """Two steps sharded, with whatever else a smoke test can look at; the rest in this process."""
     saves = tmp_path / "saves"
     sharded = on_ranks(2, tmp_path, "sharded", "fsdp2", num_steps=2, saves=saves)
@@ -97,6 +97,9 @@ def test_two_ranks_save_what_one_process_goes_on_from(tmp_path, alone):
     part.write_bytes(part.read_bytes()[:-1] + b"!")
     assert damage(saves / "step=2.ckpt") == f"the checksum of step=2.0.shards/{part.name} differs"
     with pytest.raises(ConfigError, match=rf"the checksum of step=2.0.shards/{part.name} differs"):
+        FSDP2Strategy().load_checkpoint(saves / "step=2.ckpt")
+    monkeypatch.setattr(FSDP2Strategy, "broadcast", lambda self, name: "step=1.ckpt")
+    with pytest.raises(ConfigError, match="the first rank goes on from 'step=1.ckpt'"):
         FSDP2Strategy().load_checkpoint(saves / "step=2.ckpt")
     assert newest_whole(saves).path == saves / "step=1.ckpt"
     (saves / "step=2.0.shards").rename(tmp_path / "elsewhere")

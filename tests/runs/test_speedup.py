@@ -36,7 +36,9 @@ def test_the_figure_is_of_all_rollouts() -> None:
     totals.count({}, rollout_s=100.0)
     assert totals.speedup == Speedup(ratio=1.25)
     assert "Too short" in str(totals.speedup)
-    assert totals.errors == [0.0], "without drafts there is none, and without plain passes none is known"
+    assert (totals.errors, totals.num_plain) == ([], 1), (
+        "without drafts there is none, and without plain passes none is known"
+    )
 
 
 def test_without_drafts_there_is_none() -> None:
@@ -65,6 +67,21 @@ def test_what_was_sampled_without_drafts_is_certain() -> None:
     plain, drafted = (list(np.exp(0.1 * rng.standard_normal(20))) for _ in range(2))
     some, all_ = (steps([1.0] * 20, plain=plain, drafted=drafted, share=share).speedup for share in (0.1, 1.0))
     assert np.log(some.high) == pytest.approx(0.1 * np.log(all_.high))
+
+
+def test_reports_without_drafts_do_not_hide_how_uncertain_the_others_are() -> None:
+    """Two thirds of the reports had none: the figure is a third as uncertain as that of the rest, not certain."""
+    rng = np.random.default_rng(0)
+    plain, drafted = (list(np.exp(0.1 * rng.standard_normal(20))) for _ in range(2))
+    rest = steps([1.4] * 20, plain=plain, drafted=drafted)
+    mixed = SpeedupTotals.of(rest.state_dict())
+    for _ in range(40):
+        mixed.count(report(1.4, plain=1.0, drafted=0.0, share=0.0), rollout_s=2.0)
+    assert np.log(mixed.speedup.high / 1.4) == pytest.approx(np.log(rest.speedup.high / 1.4) / 3)
+    few = steps([1.4] * 2, plain=plain[:2], drafted=drafted[:2])
+    for _ in range(40):
+        few.count(report(1.4, plain=1.0, drafted=0.0, share=0.0), rollout_s=2.0)
+    assert "Too short" in str(few.speedup)
 
 
 def test_a_machine_that_was_busy_for_a_while_does_not_widen_it() -> None:
