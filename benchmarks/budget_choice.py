@@ -69,10 +69,9 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
             busy = 1 - float(metrics["rollout/bubble_frac"])  # without the scoring, which the others have none of
             steps[-1]["own"] = busy * float(metrics["timing_s/rollout"])
             for name, metric in SAID.items():
-                for step in (
-                    steps if metric in metrics else ()
-                ):  # what is said is of all rollouts since it was said last
-                    step.setdefault(name, float(metrics[metric]))
+                if metric in metrics:  # what is said is of all rollouts since it was said last
+                    for step in steps:
+                        step.setdefault(name, float(metrics[metric]))
             log_end(self, *rest)
 
         stack.enter_context(

@@ -19,33 +19,21 @@ and without work: update (while the trainer updates), trainer (while it does wha
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tempfile
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-import numpy as np
 import record
 import timeline
+from course import Course
 from losses import draw
-from virtual import TICK_S, VirtualWorkers
 
 from rhymerl.config import compose
-from rhymerl.history.sealed import SealedHistory
 from rhymerl.runs.fit import fit
-from rhymerl.training.module import RhymeModule
-from rhymerl.training.updater import Updater
-from rhymerl.types import RolloutRequest
-from rhymerl.workers.coordinator import Coordinator
-from rhymerl.workers.hosted import HostedWorkers
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +67,8 @@ class Row:
         return int(arguments.workers + (arguments.trainers if self.is_colocated else 0))
 
 
-_COLOCATED, _ONE_STEP_OFF = (
-    "colocated",
-    "one step off",
-)  # the latter has a barrier between rollouts, but none between a rollout and an update
+_COLOCATED = "colocated"
+_ONE_STEP_OFF = "one step off"  # with a barrier between rollouts, but none between a rollout and an update
 BARRIER = Row("none", "fifo", "off")
 COLOCATED = Row("none", "fifo", "off", _COLOCATED)
 ONE_STEP_OFF = Row("none", "fifo", "keep", _ONE_STEP_OFF)
@@ -117,137 +103,11 @@ QUICK = [
 ]
 
 
-@dataclass(slots=True)
-class Course:
-    """A run on the trainer's clock."""
-
-    update_s: float  # a response token
-    weights_s: float
-    ends: list[float] = field(default_factory=list)  # of steps, on the trainer's clock
-    rollouts: list[float] = field(default_factory=list)  # seconds of each
-    requests: list[Sequence[RolloutRequest]] = field(default_factory=list)  # of each
-    lengths: list[list[int]] = field(default_factory=list)  # and the tokens of their answers
-    between: list[float] = field(default_factory=list)  # CPU seconds of the trainer between rollouts, beside the update
-    metrics: list[dict[str, float]] = field(default_factory=list)
-    updates: list[tuple[float, float]] = field(default_factory=list)
-    workers: VirtualWorkers | None = None
-    result: Mapping[str, Any] = field(default_factory=dict)
-    spent: Counter[str] = field(default_factory=Counter)  # seconds of all workers, by part
-    _before: Counter[str] = field(default_factory=Counter)
-    _cpu_s: float = 0.0
-    _launched_s: float | None = None  # CPU time at which a rollout began whose requests are not out yet
-
-    def watch(self, stack: ExitStack, row: Row) -> None:
-        """Within the stack, move the trainer's clock on and take figures."""
-        update, end, answer, listen = (
-            Updater.run,
-            RhymeModule.on_train_batch_end,
-            HostedWorkers.answer,
-            HostedWorkers._listen_a_while,
-        )
-        sync = HostedWorkers.sync_weights
-
-        def run(updater: Updater, *given: Any, **named: Any) -> Any:
-            with self._off_the_clock():
-                found = update(updater, *given, **named)
-            assert self.workers is not None
-            self.updates.append((self.workers.clock_s, self.workers.clock_s + self.workers.update_s))
-            self.workers.clock_s += self.workers.update_s
-            return found
-
-        def sync_weights(workers: HostedWorkers, *given: Any) -> None:
-            with self._off_the_clock():
-                sync(workers, *given)
-
-        def listened(workers: HostedWorkers, pending: Any) -> None:
-            if self._launched_s is not None:
-                self._wait(time.thread_time() - self._launched_s)
-                self._launched_s = None
-            listen(workers, pending)
-            assert self.workers is not None
-            self.workers.clock_s += self.workers.ticks_per_exchange * TICK_S
-
-        def answers(workers: HostedWorkers, work: Any) -> Iterator[Any]:
-            self.workers = workers._backend
-            self.workers.update_s, self.workers.weights_s = 0.0, self.weights_s
-            if work.number is not None and not self.rollouts:
-                self._before = self.workers.spent
-            if work.number is not None and self.rollouts:
-                self._wait(time.thread_time() - self._cpu_s)
-            at_s, lengths = self.workers.clock_s, {}
-            self._launched_s = time.thread_time() if work.number is not None else None
-            for completion in answer(workers, work):
-                lengths[completion.request.id] = len(completion.output)
-                self.workers.update_s += self.update_s * len(completion.output)
-                yield completion
-            if work.number is None:
-                self.workers.clock_s = at_s  # an evaluation takes no time
-            else:
-                self.rollouts.append(self.workers.clock_s - at_s)
-                self.lengths.append([lengths[request.id] for request in work.requests])
-                self.requests.append(work.requests)
-            self._cpu_s = time.thread_time()
-
-        def on_train_batch_end(module: RhymeModule, *rest: Any) -> None:
-            assert self.workers is not None
-            self.ends.append(self.workers.clock_s)
-            self.spent = self.workers.spent - self._before
-            self.metrics.append({name: float(value) for name, value in module.trainer.callback_metrics.items()})
-            end(module, *rest)
-
-        stack.enter_context(patch.object(Updater, "run", run))
-        stack.enter_context(patch.object(RhymeModule, "on_train_batch_end", on_train_batch_end))
-        stack.enter_context(patch.object(HostedWorkers, "answer", answers))
-        stack.enter_context(patch.object(HostedWorkers, "_listen_a_while", listened))
-        stack.enter_context(patch.object(HostedWorkers, "sync_weights", sync_weights))
-        stack.enter_context(patch.object(SealedHistory, "_submit", _at_once))
-        if row is ONE_STEP_OFF:
-            stack.enter_context(patch.object(Coordinator, "_is_nearly_done", lambda *_: False))
-
-    def _wait(self, cpu_s: float) -> None:
-        """Let workers wait for so many seconds of the trainer's CPU time."""
-        assert self.workers is not None
-        self.between.append(self.workers.cpu * cpu_s)
-        self.workers.clock_s += self.between[-1]
-
-    @contextmanager
-    def _off_the_clock(self) -> Iterator[None]:
-        started = time.thread_time()
-        try:
-            yield
-        finally:
-            self._cpu_s += time.thread_time() - started
-
-    def idle_s(self, windows: Sequence[tuple[float, float]], num_workers: int) -> float:
-        """Return the seconds of all workers within these times in which they decoded nothing."""
-        assert self.workers is not None
-        start, end = np.array([(span.start_s, span.end_s) for span in self.workers.spans]).T
-        worked = sum(
-            np.clip(np.minimum(end, over) - np.maximum(start, begun), 0, None).sum() for begun, over in windows
-        )
-        return num_workers * sum(over - begun for begun, over in windows) - float(worked)
-
-    def mean(self, name: str) -> float:
-        return statistics.fmean(step[name] for step in self.metrics[1:])
-
-    @property
-    def seconds(self) -> float:
-        return self.ends[-1]
-
-
-def _at_once(history: SealedHistory, build: Callable[[], Any]) -> Future[Any]:
-    """Build an index in the thread that asks, whose CPU time is counted, instead of one beside it."""
-    built: Future[Any] = Future()
-    built.set_result(build())
-    return built
-
-
 def run_row(row: Row, arguments: Any, *, update_s: float, steps: int, cpu: float = 1.0) -> Course:
     """Run a row on the virtual clock, where a second of CPU time beside passes and update is `cpu` seconds."""
     workers = row.num_workers(arguments)
-    share = (
-        arguments.trainers / workers if row.is_colocated else 1.0
-    )  # of the time that the trainer's devices alone would take
+    # Of the time that the trainer's devices alone would take.
+    share = arguments.trainers / workers if row.is_colocated else 1.0
     course = Course(share * update_s, arguments.weights / arguments.lengths)
     backend = [
         "backend._target_=virtual.VirtualWorkers",
@@ -259,7 +119,7 @@ def run_row(row: Row, arguments: Any, *, update_s: float, steps: int, cpu: float
     ]
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         settings = [*settings_of(row, arguments, steps=steps), *backend, f"run_dir={Path(folder) / 'run'}"]
-        course.watch(stack, row)
+        course.watch(stack, waits_for_all=row == ONE_STEP_OFF)
         course.result = fit(compose(config_in(folder), settings))
     return course
 

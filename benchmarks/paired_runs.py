@@ -3,8 +3,8 @@
 The two runs of a pair take turns, a step each, and begin with the same seed, so that they sample the same tokens up to rounding. `had` is the ratio
 of the seconds of their rollouts, all steps of the run counted; `said` is the run's own `rollout_speedup`, with its interval (`low`, `high`), and
 `off` is said over had, less 1; they are empty where the run was too short to tell. `equal_steps` are the steps from the first on in which both had the same rewards
-and as many tokens: rounding of float32 turns one of some hundred thousand, and from then on the runs are two. The row "all" has sums of seconds over the
-pairs, and means of what was said. `step` is the ratio of the seconds of whole steps.
+and as many tokens: rounding of float32 turns one of some hundred thousand, and from then on the runs are two. The row "all" has the means of the
+pairs. `step` is the ratio of the seconds of whole steps.
 
     python benchmarks/paired_runs.py --config smollm2 [--repeats 3] [key=value ...]
 """
@@ -58,7 +58,7 @@ def equal_steps(own: Sequence[Any], plain: Sequence[Any]) -> int:
     return next((number for number, (a, b) in enumerate(pairs) if a.value != b.value), len(own))
 
 
-def summed(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def averaged(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The row of all pairs: means of what is known."""
     known = {name: [row[name] for row in rows if row[name] is not None] for name in COLUMNS}
     means = {name: statistics.mean(values) if values else None for name, values in known.items()}
@@ -83,12 +83,11 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     for number in range(arguments.repeats):
         with tempfile.TemporaryDirectory(prefix="rhymerl-pair-") as folder:
             settings = ("--config", arguments.config, *arguments.settings)
-            found.append(
-                pair(Path(folder), settings, seed=arguments.seed + number, drafts_first=number % 2 == 0),
-            )
-        print(record.cell(finished(found[-1])), file=sys.stderr, flush=True)
-        record.note_row(finished(found[-1]))
-    rows = [finished(row) for row in (*found, summed(found))]
+            row = pair(Path(folder), settings, seed=arguments.seed + number, drafts_first=number % 2 == 0)
+        found.append(row)
+        print(record.cell(finished(row)), file=sys.stderr, flush=True)
+        record.note_row(finished(row))
+    rows = [finished(row) for row in (*found, averaged(found))]
     return record.finish("paired_runs", __doc__, arguments, rows=rows, start=start)
 
 

@@ -14,10 +14,9 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 
 from rhymerl.callbacks.best import BestStep, Mode, link_to
-from rhymerl.errors import ConfigError
 from rhymerl.folders import writing
 from rhymerl.training import shards
-from rhymerl.training.checkpoint import damage, seal, step_of
+from rhymerl.training.checkpoint import damage, seal, step_of, unreadable
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -54,7 +53,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     ) -> dict[str, Any]:
         """Raises ConfigError for a file that is damaged, unless somebody has looked at it already (`checks` is off)."""
         if self.checks and Path(path).exists() and (reason := damage(Path(path))):  # else it is no local file
-            raise ConfigError(f"ckpt_path={str(path)!r}: not a checkpoint that can be read: {reason}")
+            raise unreadable(f"ckpt_path={str(path)!r}", reason)
         checkpoint = super().load_checkpoint(path, map_location=map_location, weights_only=weights_only)
         if shards.KEY not in checkpoint:
             return checkpoint

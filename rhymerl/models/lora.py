@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rhymerl.errors import ConfigError, require_at_least
-from rhymerl.models.sharding import whole_on_ranks
+from rhymerl.models.sharding import replicated
 
 _NAME = "default"  # peft's own name for an only adapter
 _CONFIG = "adapter_config.json"  # what peft writes
@@ -98,7 +98,7 @@ class LowRank:
     def added_to(self, weight: Tensor) -> Tensor:
         """Return the sum, [out, in], in the dtype of `weight`."""
         with torch.no_grad():
-            return (weight + (self.b @ whole_on_ranks(self.a)) * self.scaling).detach().to(weight.dtype)
+            return (weight + (self.b @ replicated(self.a)) * self.scaling).detach().to(weight.dtype)
 
 
 def is_adapted(model: nn.Module) -> bool:

@@ -135,7 +135,7 @@ def whole(tensor: Tensor) -> Tensor:
     return gathered
 
 
-def whole_on_ranks(tensor: Tensor) -> Tensor:
+def replicated(tensor: Tensor) -> Tensor:
     """Return a tensor that all ranks have as a whole, and that goes with sharded ones; of a sharded one this is a collective.
 
     Rows of b times a whole a are rows of their product, with nothing to send.

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 
 NAME = "rhymerl_shared"
 _BUCKET_TOKENS = 64  # what another bucket costs, in padded tokens
-_WITHOUT_GROUPS = (
-    "cuda",
-)  # devices on which torch has no kernel for a mask and groups of heads, and writes all scores out
+# Devices on which torch has no kernel for a mask and groups of heads, and writes all scores out.
+_WITHOUT_GROUPS = ("cuda",)
 
 
 @dataclass(slots=True, kw_only=True)

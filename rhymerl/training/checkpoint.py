@@ -125,6 +125,11 @@ def _checksum_between(file: BinaryIO, records: list[zipfile.ZipInfo], end: int) 
     return zlib.crc32(file.read(end - offset), checksum)
 
 
+def unreadable(where: str, reason: str) -> ConfigError:
+    """Return the error for a checkpoint that is damaged."""
+    return ConfigError(f"{where}: not a checkpoint that can be read: {reason}")
+
+
 def read_checkpoint(path: Path, *, setting: str = "ckpt_path", is_whole: bool = False) -> dict[str, Any]:
     """Return a whole checkpoint of ours, its tensors left on the disk; of one in parts the weights' names and shapes.
 
@@ -133,7 +138,7 @@ def read_checkpoint(path: Path, *, setting: str = "ckpt_path", is_whole: bool = 
     """
     where = f"{setting}={str(path)!r}"
     if not is_whole and (reason := damage(path)):
-        raise ConfigError(f"{where}: not a checkpoint that can be read: {reason}{_advice(path)}")
+        raise unreadable(where, f"{reason}{_advice(path)}")
     try:
         checkpoint: Any = _load(path)
     except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as error:

@@ -19,7 +19,7 @@ from rhymerl.models.deferred import Filler
 from rhymerl.models.fingerprint import fingerprint
 from rhymerl.models.sharding import is_sharded, replicate, shard
 from rhymerl.training import shards
-from rhymerl.training.checkpoint import damage
+from rhymerl.training.checkpoint import damage, unreadable
 
 NAME = "fsdp2"
 
@@ -159,7 +159,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         if getattr(self.checkpoint_io, "checks", True):
             reason = self.broadcast(damage(path) if self.is_global_zero else None)
             if reason:
-                raise ConfigError(f"ckpt_path={str(path)!r}: not a checkpoint that can be read: {reason}")
+                raise unreadable(f"ckpt_path={str(path)!r}", reason)
         checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         assert self.lightning_module is not None
         weights = self.lightning_module.state_dict()

@@ -50,8 +50,8 @@ def policy_of(
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    device = torch.device(device)
-    return Policy(model=model.to("cpu" if in_host else device), tokenizer=tokenizer, trained_on=device)
+    elsewhere = torch.device(device) if in_host else None
+    return Policy(model=model.to("cpu" if in_host else device), tokenizer=tokenizer, trained_on=elsewhere)
 
 
 def copy_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -15,7 +15,7 @@ from rhymerl.backends.hosted.base import HostedBackend
 from rhymerl.backends.hosted.host import WorkerHost
 from rhymerl.backends.hosted.loading import copy_weights, policy_of
 from rhymerl.backends.hosted.messages import WeightSource
-from rhymerl.backends.hosted.threads import CopiedWeights, ThreadConnection
+from rhymerl.backends.hosted.threads import ThreadConnection, copied
 from rhymerl.backends.remote.client import NoAnswerError
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
@@ -183,7 +183,7 @@ class ServersBackend(HostedBackend):
         return connection
 
     def publish(self, named_tensors: Iterable[tuple[str, Tensor]]) -> WeightSource:
-        return CopiedWeights(tensors={name: tensor.detach().to("cpu", copy=True) for name, tensor in named_tensors})
+        return copied(named_tensors)
 
     def close(self) -> None:
         for connection in self._connections:

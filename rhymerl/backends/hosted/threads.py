@@ -42,7 +42,8 @@ class CopiedWeights(WeightSource):
         return self.tensors
 
 
-def _put(named_tensors: Iterable[tuple[str, Tensor]]) -> CopiedWeights:
+def copied(named_tensors: Iterable[tuple[str, Tensor]]) -> CopiedWeights:
+    """Return copies in the host's memory."""
     return CopiedWeights(tensors={name: tensor.detach().to("cpu", copy=True) for name, tensor in named_tensors})
 
 
@@ -116,7 +117,7 @@ class ThreadBackend(HostedBackend):
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._parts = _whole(policy), drafter, budget, autocast
-        self._publisher = Publisher(policy.model, _put)
+        self._publisher = Publisher(policy.model, copied)
         self.remembers = not isinstance(innermost(drafter), NoDrafter)
         self.learns = listens(drafter, "learn")
 

@@ -1,0 +1,148 @@
+"""A run on the trainer's clock: what headline.py patches into the program to move that clock on, and the figures that it takes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+from virtual import TICK_S, VirtualWorkers
+
+from rhymerl.history.sealed import SealedHistory
+from rhymerl.training.module import RhymeModule
+from rhymerl.training.updater import Updater
+from rhymerl.types import RolloutRequest
+from rhymerl.workers.coordinator import Coordinator
+from rhymerl.workers.hosted import HostedWorkers
+
+
+@dataclass(slots=True)
+class Course:
+    """A run on the trainer's clock."""
+
+    update_s: float  # a response token
+    weights_s: float
+    ends: list[float] = field(default_factory=list)  # of steps, on the trainer's clock
+    rollouts: list[float] = field(default_factory=list)  # seconds of each
+    requests: list[Sequence[RolloutRequest]] = field(default_factory=list)  # of each
+    lengths: list[list[int]] = field(default_factory=list)  # and the tokens of their answers
+    between: list[float] = field(default_factory=list)  # CPU seconds of the trainer between rollouts, beside the update
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    updates: list[tuple[float, float]] = field(default_factory=list)
+    workers: VirtualWorkers | None = None
+    result: Mapping[str, Any] = field(default_factory=dict)
+    spent: Counter[str] = field(default_factory=Counter)  # seconds of all workers, by part
+    _before: Counter[str] = field(default_factory=Counter)
+    _cpu_s: float = 0.0
+    _launched_s: float | None = None  # CPU time at which a rollout began whose requests are not out yet
+
+    def watch(self, stack: ExitStack, *, waits_for_all: bool) -> None:
+        """Within the stack, move the trainer's clock on and take figures; `waits_for_all`: no worker begins a rollout before the last answer of the one before."""
+        update, end, answer, listen = (
+            Updater.run,
+            RhymeModule.on_train_batch_end,
+            HostedWorkers.answer,
+            HostedWorkers._listen_a_while,
+        )
+        sync = HostedWorkers.sync_weights
+
+        def run(updater: Updater, *given: Any, **named: Any) -> Any:
+            with self._off_the_clock():
+                found = update(updater, *given, **named)
+            assert self.workers is not None
+            self.updates.append((self.workers.clock_s, self.workers.clock_s + self.workers.update_s))
+            self.workers.clock_s += self.workers.update_s
+            return found
+
+        def sync_weights(workers: HostedWorkers, *given: Any) -> None:
+            with self._off_the_clock():
+                sync(workers, *given)
+
+        def listened(workers: HostedWorkers, pending: Any) -> None:
+            if self._launched_s is not None:
+                self._wait(time.thread_time() - self._launched_s)
+                self._launched_s = None
+            listen(workers, pending)
+            assert self.workers is not None
+            self.workers.clock_s += self.workers.ticks_per_exchange * TICK_S
+
+        def answers(workers: HostedWorkers, work: Any) -> Iterator[Any]:
+            self.workers = workers._backend
+            self.workers.update_s, self.workers.weights_s = 0.0, self.weights_s
+            if work.number is not None and not self.rollouts:
+                self._before = self.workers.spent
+            if work.number is not None and self.rollouts:
+                self._wait(time.thread_time() - self._cpu_s)
+            at_s, lengths = self.workers.clock_s, {}
+            self._launched_s = time.thread_time() if work.number is not None else None
+            for completion in answer(workers, work):
+                lengths[completion.request.id] = len(completion.output)
+                self.workers.update_s += self.update_s * len(completion.output)
+                yield completion
+            if work.number is None:
+                self.workers.clock_s = at_s  # an evaluation takes no time
+            else:
+                self.rollouts.append(self.workers.clock_s - at_s)
+                self.lengths.append([lengths[request.id] for request in work.requests])
+                self.requests.append(work.requests)
+            self._cpu_s = time.thread_time()
+
+        def on_train_batch_end(module: RhymeModule, *rest: Any) -> None:
+            assert self.workers is not None
+            self.ends.append(self.workers.clock_s)
+            self.spent = self.workers.spent - self._before
+            self.metrics.append({name: float(value) for name, value in module.trainer.callback_metrics.items()})
+            end(module, *rest)
+
+        stack.enter_context(patch.object(Updater, "run", run))
+        stack.enter_context(patch.object(RhymeModule, "on_train_batch_end", on_train_batch_end))
+        stack.enter_context(patch.object(HostedWorkers, "answer", answers))
+        stack.enter_context(patch.object(HostedWorkers, "_listen_a_while", listened))
+        stack.enter_context(patch.object(HostedWorkers, "sync_weights", sync_weights))
+        stack.enter_context(patch.object(SealedHistory, "_submit", _at_once))
+        if waits_for_all:
+            stack.enter_context(patch.object(Coordinator, "_is_nearly_done", lambda *_: False))
+
+    def _wait(self, cpu_s: float) -> None:
+        """Let workers wait for so many seconds of the trainer's CPU time."""
+        assert self.workers is not None
+        self.between.append(self.workers.cpu * cpu_s)
+        self.workers.clock_s += self.between[-1]
+
+    @contextmanager
+    def _off_the_clock(self) -> Iterator[None]:
+        started = time.thread_time()
+        try:
+            yield
+        finally:
+            self._cpu_s += time.thread_time() - started
+
+    def idle_s(self, windows: Sequence[tuple[float, float]], num_workers: int) -> float:
+        """Return the seconds of all workers within these times in which they decoded nothing."""
+        assert self.workers is not None
+        start, end = np.array([(span.start_s, span.end_s) for span in self.workers.spans]).T
+        worked = sum(
+            np.clip(np.minimum(end, over) - np.maximum(start, begun), 0, None).sum() for begun, over in windows
+        )
+        return num_workers * sum(over - begun for begun, over in windows) - float(worked)
+
+    def mean(self, name: str) -> float:
+        return statistics.fmean(step[name] for step in self.metrics[1:])
+
+    @property
+    def seconds(self) -> float:
+        return self.ends[-1]
+
+
+def _at_once(history: SealedHistory, build: Callable[[], Any]) -> Future[Any]:
+    """Build an index in the thread that asks, whose CPU time is counted, instead of one beside it."""
+    built: Future[Any] = Future()
+    built.set_result(build())
+    return built
