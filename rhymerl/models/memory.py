@@ -40,6 +40,7 @@ class UpdateShape:
     chunk_tokens: int  # of logits
     activation_checkpointing: bool = False
     states: int = 2  # tensors of the size of what is trained that the optimizer keeps; AdamW's are two
+    offloads_optimizer: bool = False  # keeps them in the host's memory but while it steps
     gathered_bytes: int = (
         0  # of weights and gradients that sharded ranks have whole for a moment; heads' gradients are among them
     )
@@ -65,38 +66,46 @@ class UpdateMemory:
     logits: int
     reserve: int
     gathered: int = 0
+    lasting_moments: int  # those that stay while an engine answers
 
     @property
     def total(self) -> int:
-        """All of them."""
-        return sum(getattr(self, each.name) for each in fields(self))
+        """What there is at the worst moment."""
+        return sum(self._parts().values())
+
+    def _parts(self) -> dict[str, int]:
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "lasting_moments"}
 
     @property
     def lasting(self) -> int:
         """What stays while an engine answers: gradients and activations are freed at a step's end."""
-        return self.moments + self.reserve
+        return self.lasting_moments + self.reserve
 
     def __str__(self) -> str:
-        found = {each.name: getattr(self, each.name) for each in fields(self)}
-        parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in found.items() if size or name != "gathered")
+        parts = ", ".join(
+            f"{name} {size / GIB:.1f}" for name, size in self._parts().items() if size or name != "gathered"
+        )
         return f"{self.total / GIB:.1f} ({parts})"
 
 
 def update_memory(shape: UpdateShape) -> UpdateMemory:
     """Return what a step takes at its peak, which is the backward of the largest micro-batch.
 
-    Gradients and the optimizer's moments have the dtype of what is trained, and a fused step has no temporaries. A reference model is no part
+    Gradients and the optimizer's moments have the dtype of what is trained, and a fused step has no temporaries. Offloaded moments take the room
+    that the activations have left by then, so they count as far as they are more than that. A reference model is no part
     of it: it is there before an engine is, and its passes keep nothing for a backward. Neither are the sums over ranks, which
     come when activations have gone.
     """
-    activations = _activations(shape)
+    activations, logits, moments = _activations(shape), _logits(shape), shape.states * shape.trained_bytes
+    passing = activations + logits + shape.gathered_bytes
     return UpdateMemory(
         gradients=shape.trained_bytes,
-        moments=shape.states * shape.trained_bytes,
+        moments=max(moments - passing, 0) if shape.offloads_optimizer else moments,
         activations=activations,
-        logits=_logits(shape),
+        logits=logits,
         reserve=_RESERVE_BYTES + int(_RESERVE_SHARE * activations),
         gathered=shape.gathered_bytes,
+        lasting_moments=0 if shape.offloads_optimizer else moments,
     )
 
 

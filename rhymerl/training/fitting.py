@@ -63,7 +63,8 @@ def refuse_too_large(setup: Setup, update: UpdateSettings, device_bytes: int) ->
     """
     memory = rank_memory(setup)
     is_ours = type(update).optimizer is UpdateSettings.optimizer
-    certain = memory.models + (memory.gradients + memory.moments if is_ours else 0)
+    shape = update_shape(setup)
+    certain = memory.models + (shape.trained_bytes * (1 + shape.states) if is_ours else 0)
     if certain > device_bytes:
         kinds = "weights, gradients and moments" if is_ours else "weights"
         raise ConfigError(
@@ -99,6 +100,7 @@ def _changes(setup: Setup, missing: Callable[[Setup], int]) -> Sequence[Alternat
         (in_rank and bool(engine and engine.context) and not setup.in_turn, _takes_turns, False),
         (True, lambda each: _smaller_parts(each, missing), True),
         (in_rank and engine is not None and not engine.weights, lambda each: _fewer_keys(each, missing), True),
+        (not setup.offloads_optimizer, _offloads, False),
         (layout.is_sharded and layout.num_replicas > 1, _one_replica, False),
         (not layout.is_sharded and layout.num_ranks > 1, _sharded, False),
         (layout.num_ranks == 1, lambda each: _more_devices(each, missing), True),
@@ -115,6 +117,10 @@ def _checkpoints(setup: Setup) -> Applied:
 
 def _takes_turns(setup: Setup) -> Applied:
     return "backend.release_memory=true", replace(setup, in_turn=True)
+
+
+def _offloads(setup: Setup) -> Applied:
+    return "update.offload_optimizer=true", replace(setup, offloads_optimizer=True)
 
 
 def _one_replica(setup: Setup) -> Applied:

@@ -65,6 +65,7 @@ class Setup:
     step_tokens: int  # of a rollout step, where all answers are as long as they may be
     chunk_tokens: int
     activation_checkpointing: bool
+    offloads_optimizer: bool = False
     finds_proximal: bool = False  # by a pass of its own over all samples
     engine: EngineShape | None = None  # of a rank's own, or of a worker apart from the ranks; None: not known
     is_apart: bool = False
@@ -90,7 +91,7 @@ class RankMemory:
     critic: int
     reference: int
     gradients: int
-    moments: int
+    moments: int  # offloaded ones as far as they need more room than the activations that they take turns with
     activations: int
     head_chunks: int  # of logits, and gradients of head and embedding
     gathered: int  # weights and gradients that sharded ranks have whole for a moment
@@ -169,6 +170,7 @@ def update_shape(setup: Setup) -> UpdateShape:
         chunk_tokens=setup.chunk_tokens,
         activation_checkpointing=setup.activation_checkpointing,
         states=setup.states,
+        offloads_optimizer=setup.offloads_optimizer,
         gathered_bytes=_gathered(setup, tensors) if layout.is_sharded else 0,
     )
 
@@ -310,6 +312,7 @@ def make_setup(
         step_tokens=step_tokens,
         chunk_tokens=chunk_tokens,
         activation_checkpointing=update.activation_checkpointing,
+        offloads_optimizer=update.offload_optimizer,
         finds_proximal=_finds_proximal(algo, update, backend),
         engine=backend.memory(shape, drafter, budget),
         is_apart=isinstance(backend, HostedBackend),

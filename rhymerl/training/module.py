@@ -46,6 +46,7 @@ from rhymerl.training.evaluation import EvaluationSettings, step_name
 from rhymerl.training.hyperparameters import arguments_of, refuse_lost
 from rhymerl.training.loggers import log_step
 from rhymerl.training.memory import shape_of
+from rhymerl.training.offload import offload
 from rhymerl.training.settings import Rates, UpdateSettings
 from rhymerl.training.state import Aside, check_base, load_budget, load_state, state_of
 from rhymerl.training.teardown import AFTER_EXCEPTION, TeardownOnException
@@ -283,7 +284,10 @@ class RhymeModule(L.LightningModule):
     def on_train_start(self) -> None:
         """The settings hold, whatever they were when the checkpoint was written; and an evaluation that it is owed is made."""
         assert self._rates is not None
-        self._rates.put_back(cast(Any, self.optimizers()).optimizer, cast(LambdaLR, self.lr_schedulers()))
+        optimizer = cast(Any, self.optimizers()).optimizer
+        self._rates.put_back(optimizer, cast(LambdaLR, self.lr_schedulers()))
+        if self.update.offload_optimizer:
+            offload(optimizer)
         self._evaluate_if_due()
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> STEP_OUTPUT:

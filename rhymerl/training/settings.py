@@ -32,7 +32,7 @@ class UpdateSettings:
     last step. A step's samples make `mini_batches` optimizer steps, and in each of `epochs` passes over them others; a
     backward takes at most `micro_batch_tokens` tokens, padding included (with `share_prefixes` that of prompts alone). `chunk_tokens` bounds the logits held at a time
     (None: 64 MiB of them, on a GPU up to 1 GiB); `activation_checkpointing` keeps only each layer's input for the backward and computes the rest
-    again. `max_grad_norm` 0 clips nothing; policy and critic are clipped apart. With `share_prefixes` a prompt is computed once for all
+    again. With `offload_optimizer` the moments of a GPU are in the host's memory but while the optimizer steps. `max_grad_norm` 0 clips nothing; policy and critic are clipped apart. With `share_prefixes` a prompt is computed once for all
     of its answers in a micro-batch, where the model's attention allows it; the gradient is the same.
     """
 
@@ -51,6 +51,7 @@ class UpdateSettings:
         micro_batch_tokens: int = 16_384,
         chunk_tokens: int | None = None,
         activation_checkpointing: bool = False,
+        offload_optimizer: bool = False,
         share_prefixes: bool = True,
     ) -> None:
         at_least = {
@@ -81,6 +82,7 @@ class UpdateSettings:
         self.micro_batch_tokens = micro_batch_tokens
         self.chunk_tokens = chunk_tokens
         self.activation_checkpointing = activation_checkpointing
+        self.offload_optimizer = offload_optimizer
         self.share_prefixes = share_prefixes
 
     @property

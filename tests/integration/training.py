@@ -36,9 +36,8 @@ class Run:
         module = RhymeModule(
             tiny_policy(dtype="float64", context=64, peaked=2.0),
             rollout=RolloutSettings(group_size=4, max_tokens=16, stop_token_ids=self.stop_token_ids),
-            update=UpdateSettings(learning_rate=self.learning_rate),
             rewards=REWARD,
-            **parts,
+            **{"update": UpdateSettings(learning_rate=self.learning_rate), **parts},
         )
         recorder = Recorder()
         trainer = L.Trainer(

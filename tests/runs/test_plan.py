@@ -214,9 +214,10 @@ def test_memory_that_is_too_small_for_certain_is_refused():
     setup = setup_for(tiny_policy(dtype="float32").model)
     memory = rank_memory(setup)
     certain = memory.models + memory.gradients + memory.moments
-    refuse_too_large(setup, UpdateSettings(), certain)
-    with pytest.raises(ConfigError, match="weights, gradients and moments of a rank take"):
-        refuse_too_large(setup, UpdateSettings(), certain - 1)
+    for case in (setup, replace(setup, offloads_optimizer=True)):  # whose moments are there while it steps
+        refuse_too_large(case, UpdateSettings(), certain)
+        with pytest.raises(ConfigError, match="weights, gradients and moments of a rank take"):
+            refuse_too_large(case, UpdateSettings(), certain - 1)
     assert missing_bytes(setup, certain) > 0, "an estimate refuses nothing"
     assert str(too_small(setup, certain)).startswith(
         "memory   may be 3.0 GiB too small\n         no settings are known to fit"
@@ -241,6 +242,16 @@ def test_moments_are_those_of_the_optimizer():
     assert UpdateSettings().states == 2
     setup = setup_for(tiny_policy(dtype="float32").model)
     assert rank_memory(replace(setup, states=1)).moments == rank_memory(setup).gradients
+
+
+def test_offloaded_moments_take_turns_with_activations(large, capsys):
+    words = [f"model.path={large}", "trainer.devices=8", *STRATEGIES["fsdp2"], "data.max_prompt_tokens=100"]
+    kept = planned(capsys, *words)
+    found = planned(capsys, *words, "update.offload_optimizer=true")
+    of_kept, of_found = kept["bytes_per_rank"], found["bytes_per_rank"]
+    passing = sum(of_kept[name] for name in ("activations", "head_chunks", "gathered"))
+    assert of_found == {**of_kept, "moments": max(0, of_kept["moments"] - passing)}
+    assert kept["total_bytes"] - found["total_bytes"] == of_kept["moments"] - of_found["moments"] > 0
 
 
 def test_settings_and_a_run_say_the_same(tmp_path):
