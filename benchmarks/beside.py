@@ -12,8 +12,10 @@ from rhymerl.budgets import Budget
 from rhymerl.drafters import Drafter
 from rhymerl.rollout import requests_of
 from rhymerl.training.module import RhymeModule
+from rhymerl.types import RolloutRequest
 
 Name = TypeVar("Name", bound=Hashable)
+_WARM_UP = 16  # passes after an update; whoever comes first would need twice as long for them, since memory is laid out anew
 
 
 class Taken(NamedTuple):
@@ -40,6 +42,7 @@ class Beside(Generic[Name]):
         requests = requests_of(prompts, step, module.rollout, seed=module.seed, stop_token_ids=stops)
         turn = self._num_steps % len(self.names)
         self._num_steps += 1
+        self._warm_up(self.backends[self.names[turn]], requests, step)
         taken = {}
         for name in self.names[turn:] + self.names[:turn]:
             backend = self.backends[name]
@@ -52,6 +55,13 @@ class Beside(Generic[Name]):
             taken[name] = Taken(time.perf_counter() - started, sum(len(each.token_ids) for each in done))
             backend.metrics()
         return taken
+
+    def _warm_up(self, backend: EmbeddedBackend, requests: Sequence[RolloutRequest], step: int) -> None:
+        backend.sync_weights([], policy_version=step)
+        backend.submit(requests)
+        backend.collect(max_passes=_WARM_UP)
+        backend.withdraw()
+        backend.metrics()
 
 
 def started(

@@ -39,6 +39,7 @@ class Drafting:
         self._requests: list[RolloutRequest] = []  # of the rows that emit in the pass under way
         self._is_skipped = True  # the drafter is left alone in it
         self.num_asked = 0  # requests for which the drafter was asked in it
+        self.seconds = 0.0  # of it that drafts took: to ask for them, and to tell what came of it
         self._policy_version = self._pass_number = 0
         self._nothing = no_drafts(0)
 
@@ -48,13 +49,20 @@ class Drafting:
 
     def ask(self, row: IndexArray, *, spare: int, num_waiting: int) -> DraftBatch:
         """Return what is verified below the roots of the rows `row` [E]: at most `spare` nodes in all. So many requests wait."""
+        started = self._now()
+        drafts = self._drafts(row, spare, num_waiting)
+        self.seconds = self._now() - started
+        if not self._is_skipped:
+            self._totals.draft_s += self.seconds
+        return drafts
+
+    def _drafts(self, row: IndexArray, spare: int, num_waiting: int) -> DraftBatch:
         self._is_skipped, self.num_asked = self.protocol.is_skipped(len(row)), 0
         self._pass_number += 1
         if not self._is_skipped or self.protocol.hears_tokens:
             self._requests = [request for each in row.tolist() if (request := self._rows.request[each]) is not None]
         if self._is_skipped:
             return self._no_drafts(len(row))
-        started = self._now()
         rows = self._rows
         generated = rows.length[row] - rows.prompt_length[row]
         limits = self.protocol.limits(self._requests, generated, num_waiting=num_waiting)
@@ -66,7 +74,6 @@ class Drafting:
         drafts = self._no_drafts(len(row))
         if len(askers):
             drafts = self._proposed(row[askers], askers, limits[askers]).spread(askers, len(row))
-        self._totals.draft_s += self._now() - started
         return drafts
 
     def _proposed(self, row: IndexArray, askers: IndexArray, limits: IntArray) -> DraftBatch:
@@ -83,6 +90,11 @@ class Drafting:
 
     def tell(self, layout: PassLayout, steps: Walk, *, seconds: float) -> None:
         """Count what was accepted, and let drafter and budget know; before finished rows leave."""
+        started = self._now()
+        self._tell(layout, steps, seconds)
+        self.seconds += self._now() - started
+
+    def _tell(self, layout: PassLayout, steps: Walk, seconds: float) -> None:
         if len(layout.node_index):
             self._count(layout, steps)
         if self.protocol.hears_tokens:

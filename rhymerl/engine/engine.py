@@ -260,5 +260,6 @@ class Engine:
                 asked=self.drafting.num_asked,
                 prompt_tokens=layout.num_tokens - rows - nodes,
                 seen=layout.num_seen,
+                draft_s=self.drafting.seconds,
                 seconds=seconds,
             )

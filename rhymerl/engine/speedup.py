@@ -1,7 +1,9 @@
 """What drafts are worth: the time that answers took against the time that the same answers would have taken without drafts.
 
 Drafts change no token, so the passes without them are known: requests enter in order while there are slots, and each pass adds a
-token to each. What such a pass takes is learned from the run's own passes, of which some are without drafts (`is_due_plain`).
+token to each. What such a pass takes is learned from the run's own passes, of which some are without drafts (`is_due_plain`). What the drafter
+and the budget take of a pass is measured; the rest follows from the tokens that go through the model, whichever they are. So passes with drafts tell
+what those without them take, and a machine that has become slower has become so for both.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ from rhymerl.budgets.timeline import rows_of, starts_of
 from rhymerl.types import Completion, Ratio, RolloutRequest
 
 if TYPE_CHECKING:
-    from rhymerl.types import FloatArray, IndexArray
+    from rhymerl.types import BoolArray, FloatArray, IndexArray
 
 _PLAIN_EVERY = 16, 64  # passes, of the first policy versions and later: so few that they cost at most 1 %
 _FIRST_VERSIONS = 8
+_FORGET = 0.99  # a pass: machines change, and a curve of tokens alone needs few
+_ENOUGH = 3  # passes with drafts, and without
 _LEAST_S = 0.5  # of passes that are compared at once, so that it takes less than a thousandth of them
 _FIRST_REPORTS = 8  # are compared one by one: a short run shall have a figure, too
 _MOST_PASSES = 20_000  # wait for passes of the other kind before they are forgotten
@@ -53,12 +57,13 @@ class SpeedupMeter:
 
     def __init__(self, max_running: int) -> None:
         self._max_running = max_running
-        self._cost = LearnedCost()
+        self._cost = LearnedCost(forget=_FORGET)  # of a pass but for its drafts
+        self._num_of_kind = np.zeros(2, np.int64)  # passes without and with drafts that it was learned from
         self._answers: list[_Answer] = []  # in the order in which they were submitted
         self._rollouts: list[list[_Answer]] = []  # the answers of earlier reports that are not compared yet
         self._open: dict[str, _Answer] = {}
-        # rows, nodes, requests asked, tokens of prompts, keys seen, seconds
-        self._passes: list[tuple[int, int, int, int, int, float]] = []
+        # rows, nodes, requests asked, tokens of prompts, keys seen, seconds of drafts, seconds
+        self._passes: list[tuple[int, int, int, int, int, float, float]] = []
         self._num_observed = 0  # passes from which the costs were learned
         self._first_pass = 0  # of this report
         self._is_evaluation = False
@@ -82,12 +87,14 @@ class SpeedupMeter:
             answer = self._open.pop(each.request.id)
             answer.sampled = len(each.token_ids) - answer.begun
 
-    def count(self, *, rows: int, nodes: int, asked: int, prompt_tokens: int, seen: int, seconds: float) -> None:
-        """A pass is over."""
+    def count(
+        self, *, rows: int, nodes: int, asked: int, prompt_tokens: int, seen: int, draft_s: float, seconds: float
+    ) -> None:
+        """A pass is over, of whose `seconds` drafts took `draft_s`."""
         self._ended_at = time.perf_counter()
         if len(self._passes) == self._first_pass:
             self._began_at = self._ended_at - seconds
-        self._passes.append((rows, nodes, asked, prompt_tokens, seen, seconds))
+        self._passes.append((rows, nodes, asked, prompt_tokens, seen, draft_s, seconds))
 
     def report(self, progress: Mapping[str, int]) -> dict[str, float]:
         """Return the metrics since the last report; `progress` are the tokens of all requests that are waiting or running.
@@ -123,29 +130,43 @@ class SpeedupMeter:
 
     def _compare(self) -> dict[str, float]:
         """Return nothing as long as the costs are not known."""
-        *sizes, taken = np.array(self._passes).T
+        *sizes, draft_s, taken = np.array(self._passes).T
         rows, nodes, asked, prompt_tokens, seen = (each.astype(np.int64) for each in sizes)
-        was_known, new = self._cost.is_known, slice(self._num_observed, None)
+        tokens, seconds, new = rows + nodes, taken - draft_s, slice(self._num_observed, None)
+        was_known = self._is_known
         # An error is that of a forecast, where there could be one.
-        forecast = self._cost.seconds(rows, nodes, asked, prompt_tokens=prompt_tokens, seen=seen)
+        forecast = self._seconds(tokens, prompt_tokens, seen)
+        nothing = np.zeros_like(tokens[new])
         self._cost.observe_all(
-            rows[new], nodes[new], asked[new], taken[new], prompt_tokens=prompt_tokens[new], seen=seen[new]
+            tokens[new], nothing, nothing, seconds[new], prompt_tokens=prompt_tokens[new], seen=seen[new]
         )
+        is_plain = asked == 0
+        self._num_of_kind += [is_plain[new].sum(), (~is_plain[new]).sum()]
         self._num_observed = len(taken)
-        if not self._cost.is_known:
+        if not self._is_known:
             return {}
-        expected = self._cost.seconds(rows, nodes, asked, prompt_tokens=prompt_tokens, seen=seen)
+        expected = self._seconds(tokens, prompt_tokens, seen)
         prompts = float(prompt_tokens.sum()) / max(sum(map(len, self._rollouts)), 1)
         slots = min(self._max_running, int(rows.max()))  # keys and values of long answers may leave room for fewer
         plain = sum(self._plain_seconds(each, prompts, slots) for each in self._rollouts if each)
-        plain *= float(taken.sum() / expected.sum())
-        forecast, is_plain = forecast if was_known else expected, asked == 0
+        plain *= float(seconds.sum() / expected.sum())
+        if not was_known:
+            forecast = expected
         return {
             "rollout/speedup": Ratio(plain + self._between_s, self._taken_s + self._between_s),
-            "rollout/plain_pass_error": Ratio(float(taken[is_plain].sum()), float(forecast[is_plain].sum())),
-            "rollout/drafted_pass_error": Ratio(float(taken[~is_plain].sum()), float(forecast[~is_plain].sum())),
+            "rollout/plain_pass_error": _ratio(seconds, forecast, is_plain),
+            "rollout/drafted_pass_error": _ratio(seconds, forecast, ~is_plain),
             "rollout/drafted_pass_frac": Ratio(float(taken[~is_plain].sum()), float(taken.sum())),
         }
+
+    @property
+    def _is_known(self) -> bool:
+        return bool(self._num_of_kind.min() >= _ENOUGH)
+
+    def _seconds(self, tokens: IndexArray, prompt_tokens: IndexArray | FloatArray, seen: IndexArray) -> FloatArray:
+        """Return the time of passes through the model."""
+        nothing = np.zeros_like(tokens)
+        return self._cost.seconds(tokens, nothing, nothing, prompt_tokens=prompt_tokens, seen=seen)
 
     def _plain_seconds(self, answers: Sequence[_Answer], prompt_tokens: float, slots: int) -> float:
         """Return what a rollout's answers would have taken without drafts, on the machine as it usually is, in so many slots.
@@ -154,9 +175,11 @@ class SpeedupMeter:
         """
         tokens, context = np.array([(each.sampled, each.context) for each in answers], np.int64).T
         rows, seen, entered = _passes_of(starts_of(tokens.tolist(), slots), tokens, context)
-        nothing = np.zeros(len(rows), np.int64)
-        prompts: FloatArray = entered.astype(np.float64) * prompt_tokens
-        return float(self._cost.seconds(rows, nothing, nothing, prompt_tokens=prompts, seen=seen).sum())
+        return float(self._seconds(rows, entered.astype(np.float64) * prompt_tokens, seen).sum())
+
+
+def _ratio(taken: FloatArray, expected: FloatArray, chosen: BoolArray) -> Ratio:
+    return Ratio(float(taken[chosen].sum()), float(expected[chosen].sum()))
 
 
 def _passes_of(

@@ -51,7 +51,10 @@ def feed(meter: SpeedupMeter, engine: Engine, requests, rng: np.random.Generator
     """Answer requests on a machine of known costs; returns what is said, and compares it with what is true."""
 
     def seconds(rows: int, nodes: int, asked: int, prompts: int) -> float:
-        return factor * (3e-3 + 1e-4 * rows + 5e-5 * nodes + 2e-5 * prompts + 1e-5 * asked)
+        return factor * (3e-3 + 8e-5 * (rows + nodes) + 2e-5 * prompts) + draft_seconds(asked)
+
+    def draft_seconds(asked: int) -> float:
+        return 2e-4 * asked
 
     meter.submit(requests)
     engine.submit(requests)
@@ -62,7 +65,8 @@ def feed(meter: SpeedupMeter, engine: Engine, requests, rng: np.random.Generator
         prompts = layout.num_tokens - rows - nodes
         taken.append(seconds(rows, nodes, asked, prompts))
         noisy = taken[-1] * (1 + 0.05 * rng.standard_normal())
-        meter.count(rows=rows, nodes=nodes, asked=asked, prompt_tokens=prompts, seen=layout.num_seen, seconds=noisy)
+        counts = {"rows": rows, "nodes": nodes, "asked": asked, "prompt_tokens": prompts, "seen": layout.num_seen}
+        meter.count(**counts, draft_s=draft_seconds(asked), seconds=noisy)
         account(layout, steps, 0.0)
 
     engine._account = note
@@ -81,10 +85,8 @@ def feed(meter: SpeedupMeter, engine: Engine, requests, rng: np.random.Generator
     return said / (plain / sum(taken))
 
 
-@pytest.mark.parametrize("accepted", [0.0, 0.5, 1.0])
-def test_what_is_said_is_what_is_true(accepted: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With drafts that are all wrong, half of them right and all right, on a machine that is ten times as slow at times."""
-    monkeypatch.setattr("rhymerl.engine.speedup._LEAST_S", 0.0)
+def errors_of(accepted: float, factors: list[float]) -> list[float]:
+    """Return what is said over what is true by policy version, with drafts of which so many tokens are right, on a machine of changing speed."""
     model, rng = tiny_policy().model, np.random.default_rng(0)
     plain = Engine(model, drafter=NoDrafter())
     requests = make_requests(6, group_size=4, max_tokens=40, stop_token_ids=(1,))
@@ -92,11 +94,26 @@ def test_what_is_said_is_what_is_true(accepted: float, monkeypatch: pytest.Monke
     drafts = {name: tokens if rng.random() < accepted else (tokens + 1) % 19 for name, tokens in answers.items()}
     engine = Engine(model, drafter=OracleDrafter(drafts), budget=FixedBudget(4), max_running=8)
     meter, errors = SpeedupMeter(8), []
-    for version in range(24):
+    for version, factor in enumerate(factors):
         engine.new_weights(version)
-        errors.append(feed(meter, engine, requests, rng, factor=10.0 if version in (3, 7, 15) else 1.0))
+        errors.append(feed(meter, engine, requests, rng, factor=factor))
+    return errors
+
+
+@pytest.mark.parametrize("accepted", [0.0, 0.5, 1.0])
+def test_what_is_said_is_what_is_true(accepted: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With drafts that are all wrong, half of them right and all right, on a machine that is ten times as slow at times."""
+    monkeypatch.setattr("rhymerl.engine.speedup._LEAST_S", 0.0)
+    errors = errors_of(accepted, [10.0 if version in (3, 7, 15) else 1.0 for version in range(24)])
     assert np.nanmedian(errors) == pytest.approx(1, abs=0.05)
     assert np.nanmax(np.abs(np.log(errors[8:]))) < 0.1
+
+
+def test_a_machine_that_has_become_slower_is_so_for_both_kinds_of_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most passes without drafts were before that."""
+    monkeypatch.setattr("rhymerl.engine.speedup._LEAST_S", 0.0)
+    errors = errors_of(1.0, [1.0] * 9 + [1.5] * 15)
+    assert errors[9:] == pytest.approx([1.0] * 15, abs=0.05)
 
 
 def test_requests_that_move_are_counted_where_and_when_they_were_answered() -> None:
@@ -122,7 +139,7 @@ def test_short_rollouts_are_compared_together_and_one_by_one() -> None:
         meter.submit(requests)
         asked = 8 * (number % 2)
         for _ in range(10 if asked else 20):  # with drafts in half as many passes of the same cost
-            meter.count(rows=8, nodes=asked, asked=asked, prompt_tokens=0, seen=160, seconds=5e-3)
+            meter.count(rows=8, nodes=asked, asked=asked, prompt_tokens=0, seen=160, draft_s=0.0, seconds=5e-3)
         meter._began_at, meter._ended_at = 0.0, 5e-3 * (10 if asked else 20)
         meter.leave([Completion(request=request, output=output) for request in requests])
         said.append(meter.report({}).get("rollout/speedup"))
@@ -139,7 +156,7 @@ def rollout(meter: SpeedupMeter, requests, *, asked: int, passes: int = 10) -> d
     )
     meter.submit(requests)
     for _ in range(passes):
-        meter.count(rows=8, nodes=asked, asked=asked, prompt_tokens=0, seen=160, seconds=5e-3)
+        meter.count(rows=8, nodes=asked, asked=asked, prompt_tokens=0, seen=160, draft_s=0.0, seconds=5e-3)
     meter._began_at, meter._ended_at = 0.0, 5e-3 * passes
     meter.leave([Completion(request=request, output=output) for request in requests])
     return meter.report({})
