@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 HOST = torch.device("cpu")
@@ -29,7 +29,7 @@ def offload(optimizer: Optimizer) -> None:
     take(optimizer)
 
 
-def _move(optimizer: Optimizer, place_of: Callable[[nn.Parameter], torch.device]) -> None:
+def _move(optimizer: Optimizer, place_of: Callable[[Tensor], torch.device]) -> None:
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
