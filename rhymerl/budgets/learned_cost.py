@@ -12,7 +12,7 @@ from rhymerl.costs import PassCost
 if TYPE_CHECKING:
     from rhymerl.types import FloatArray, IndexArray
 
-_FORGET = 0.998  # a pass: half of what is known is of the last 350 of its kind
+_FORGET = 0.998  # a pass; half of what is known is of the last 350 of its kind
 _BEGIN = 8  # passes before the first solution
 _SOLVE_EVERY = 32  # passes at most; at first whenever there are a quarter more
 _PLAIN_AFTER = 4, 64  # passes with drafts in a row, at first and later: a pass without them where they pay loses little
@@ -50,12 +50,10 @@ class LearnedCost(PassCost):
 
     The curve is of all tokens of the pass, prompts included, straight between powers of two and never falling. `seen` are the
     keys that rows and nodes attend to, summed. Before the first pass nodes are held to be cheap, so that they are tried. What takes
-    far longer than expected (a compiler ran, or another program) weighs little, as long as that is rare. A pass weighs `forget` of what it did when the next one of its kind
-    has come.
+    far longer than expected (a compiler ran, or another program) weighs little, as long as that is rare.
     """
 
-    def __init__(self, *, forget: float = _FORGET) -> None:
-        self._forget = forget
+    def __init__(self) -> None:
         self._weights = _GUESS
         self._values = _values(_GUESS)  # of the curve, at the knots
         self._seen_per_token = 0.0  # lately
@@ -147,9 +145,9 @@ class LearnedCost(PassCost):
         for kind in (0, 1):
             of_kind = features[:, _ANY_ASKED] == kind
             count = int(of_kind.sum())
-            weight = self._forget ** np.arange(count)[::-1]
+            weight = _FORGET ** np.arange(count)[::-1]
             scaled = features[of_kind] / scale[of_kind, None]
-            left = self._forget**count
+            left = _FORGET**count
             self._products[kind] = left * self._products[kind] + scaled.T @ (weight[:, None] * scaled)
             self._sums[kind] = left * self._sums[kind] + scaled.T @ (weight * (seconds / scale)[of_kind])
             self._num_of_kind[kind] += count
@@ -195,7 +193,7 @@ class LearnedCost(PassCost):
     def _add(self, features: FloatArray, seconds: float, scale: float) -> None:
         """Count a pass in which an error of `scale` is an error of 1."""
         kind = int(features[_ANY_ASKED])
-        _count(self._products[kind], self._sums[kind], features / scale, seconds / scale, self._forget)
+        _count(self._products[kind], self._sums[kind], features / scale, seconds / scale)
 
     def _solve(self) -> None:
         """Least squares without negative costs: a feature that would be paid for is left out."""
@@ -219,12 +217,12 @@ class LearnedCost(PassCost):
 
 
 @compiled
-def _count(products: FloatArray, sums: FloatArray, features: FloatArray, seconds: float, forget: float) -> None:
+def _count(products: FloatArray, sums: FloatArray, features: FloatArray, seconds: float) -> None:
     """Add a pass to the sums of products [F, F] and [F], of which a little is forgotten."""
     for i in range(len(features)):
-        sums[i] = forget * sums[i] + features[i] * seconds
+        sums[i] = _FORGET * sums[i] + features[i] * seconds
         for j in range(len(features)):
-            products[i, j] = forget * products[i, j] + features[i] * features[j]
+            products[i, j] = _FORGET * products[i, j] + features[i] * features[j]
 
 
 def _features(

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 _PLAIN_EVERY = 16, 64  # passes, of the first policy versions and later: so few that they cost at most 1 %
 _FIRST_VERSIONS = 8
-_FORGET = 0.99  # a pass: machines change, and a curve of tokens alone needs few
 _ENOUGH = 3  # passes with drafts, and without
 _LEAST_S = 0.5  # of passes that are compared at once, so that it takes less than a thousandth of them
 _FIRST_REPORTS = 8  # are compared one by one: a short run shall have a figure, too
@@ -57,7 +56,7 @@ class SpeedupMeter:
 
     def __init__(self, max_running: int) -> None:
         self._max_running = max_running
-        self._cost = LearnedCost(forget=_FORGET)  # of a pass but for its drafts
+        self._cost = LearnedCost()  # of a pass but for its drafts
         self._num_of_kind = np.zeros(2, np.int64)  # passes without and with drafts that it was learned from
         self._answers: list[_Answer] = []  # in the order in which they were submitted
         self._rollouts: list[list[_Answer]] = []  # the answers of earlier reports that are not compared yet

@@ -66,7 +66,9 @@ class UpdateMemory:
     logits: int
     reserve: int
     gathered: int = 0
-    lasting_moments: int  # those that stay while an engine answers
+    lasting_moments: (
+        int  # while an engine answers; a resumed run has offloaded ones on the device, too, until its first step
+    )
 
     @property
     def total(self) -> int:
@@ -105,7 +107,7 @@ def update_memory(shape: UpdateShape) -> UpdateMemory:
         logits=logits,
         reserve=_RESERVE_BYTES + int(_RESERVE_SHARE * activations),
         gathered=shape.gathered_bytes,
-        lasting_moments=0 if shape.offloads_optimizer else moments,
+        lasting_moments=moments,
     )
 
 

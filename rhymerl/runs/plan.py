@@ -104,6 +104,7 @@ def setup_from(config: DictConfig, *, device_bytes: int | None) -> Setup:
         longest=longest,
         step_tokens=data.get("prompts_per_step", 1) * rollout.group_size * longest,
         chunk_tokens=chunk,
+        offloads_optimizer=update.offload_optimizer and on_gpu,
         backend=backend,
         drafter=instantiate(parts["drafter"], key="drafter", default=HistoryTreeDrafter),
         budget=instantiate(parts["budget"], key="budget", default=GoodputBudget),

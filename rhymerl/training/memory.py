@@ -24,6 +24,7 @@ from rhymerl.rollout import RolloutSettings
 from rhymerl.training.checks import longest_tokens
 from rhymerl.training.evaluation import EvaluationSettings
 from rhymerl.training.fsdp2 import FSDP2Strategy
+from rhymerl.training.offload import HOST
 from rhymerl.training.settings import UpdateSettings
 from rhymerl.training.trainer import datamodule_of
 
@@ -258,6 +259,7 @@ def setup_of(module: Trained, trainer: Any, datamodule: PromptDataModule) -> Set
         longest=longest,
         step_tokens=of_step,
         chunk_tokens=module.update.chunk_tokens or default_chunk_tokens(head),
+        offloads_optimizer=module.update.offload_optimizer and trainer.strategy.root_device.type != HOST.type,
         backend=module.backend,
         drafter=module.drafter,
         budget=module.budget,
@@ -288,6 +290,7 @@ def make_setup(
     longest: int,
     step_tokens: int,
     chunk_tokens: int,
+    offloads_optimizer: bool,
     backend: Backend,
     drafter: Drafter,
     budget: Budget | None,
@@ -312,7 +315,7 @@ def make_setup(
         step_tokens=step_tokens,
         chunk_tokens=chunk_tokens,
         activation_checkpointing=update.activation_checkpointing,
-        offloads_optimizer=update.offload_optimizer,
+        offloads_optimizer=offloads_optimizer,
         finds_proximal=_finds_proximal(algo, update, backend),
         engine=backend.memory(shape, drafter, budget),
         is_apart=isinstance(backend, HostedBackend),

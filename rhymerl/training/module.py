@@ -221,11 +221,7 @@ class RhymeModule(L.LightningModule):
             progress=self.progress,
             **modes,
         )
-        if self._resumed is not None:
-            if self._resumed["loop"] is not None:
-                self._loop.load_state_dict(self._resumed["loop"])
-            load_budget(self, self._resumed, self._ranks.rank)
-            self._resumed = None
+        self._take_up()
         self._updater = Updater(
             self.model,
             self.algo,
@@ -240,6 +236,16 @@ class RhymeModule(L.LightningModule):
             reference=self.reference,
             critic=self.critic,
         )
+
+    def _take_up(self) -> None:
+        """Go on from a checkpoint's state of the loop and the budget, once both are there: under fsdp2 that is before it is read."""
+        if self._resumed is None or self._loop is None:
+            return
+        assert self._ranks is not None
+        if self._resumed["loop"] is not None:
+            self._loop.load_state_dict(self._resumed["loop"])
+        load_budget(self, self._resumed, self._ranks.rank)
+        self._resumed = None
 
     def teardown(self, stage: str) -> None:
         """Free the engine and the reward processes; a later fit brings up new ones."""
@@ -401,3 +407,4 @@ class RhymeModule(L.LightningModule):
             check_base(self, state, "the checkpoint")
         load_state(self, state)
         self._resumed = {name: state[name] for name in ("budgets", "loop", "classes")}
+        self._take_up()

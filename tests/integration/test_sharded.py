@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from rhymerl.callbacks import AtomicCheckpointIO
 from rhymerl.errors import ConfigError
+from rhymerl.rollout import RolloutLoop
 from rhymerl.runs.export import export
-from rhymerl.training import shards
+from rhymerl.training import module, shards
 from rhymerl.training.checkpoint import damage, newest_whole, read_checkpoint
 from rhymerl.training.fsdp2 import FSDP2Strategy
 from tests.integration.ranked import run_ranks, said, start_ranks
@@ -105,6 +108,28 @@ def test_two_ranks_save_what_one_process_goes_on_from(tmp_path, alone, monkeypat
     (saves / "step=2.0.shards").rename(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="'step=2.0.shards', which is not beside it"):
         read_checkpoint(saves / "step=2.ckpt", is_whole=True)
+
+
+def note_what_is_taken_up(folder: str) -> None:
+    train("fsdp2", "ppo", num_steps=1, saves=Path(folder) / "saves")
+    found: list[str] = []
+    load_loop, load_budget, step = RolloutLoop.load_state_dict, module.load_budget, module.RhymeModule.training_step
+
+    def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given, **named: (found.append(name), call(*given, **named))[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RolloutLoop, "load_state_dict", noted("loop", load_loop))
+        patch.setattr(module, "load_budget", noted("budget", load_budget))
+        patch.setattr(module.RhymeModule, "training_step", noted("step", step))
+        train("fsdp2", "ppo", num_steps=2, ckpt_path=Path(folder) / "saves" / "last.ckpt")
+    (Path(folder) / "found").write_text(json.dumps(found))
+
+
+def test_the_loop_and_the_budget_go_on_before_the_first_step(tmp_path):
+    """Lightning reads a checkpoint after `on_fit_start` here: the loop would begin anew, and forget answers that it has begun."""
+    run_ranks(1, note_what_is_taken_up, str(tmp_path), output=tmp_path / "output", timeout_s=200)
+    assert json.loads((tmp_path / "found").read_text()) == ["loop", "budget", "step"]
 
 
 @pytest.mark.slow

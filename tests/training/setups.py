@@ -25,6 +25,7 @@ def setup_for(model: PreTrainedModel, critic: Critic | None = None, **more: Any)
         "longest": 32,
         "step_tokens": 512,
         "chunk_tokens": 64,
+        "offloads_optimizer": False,
         "backend": EmbeddedBackend(kv_tokens=1024),
         "drafter": NoDrafter(),
         "budget": None,

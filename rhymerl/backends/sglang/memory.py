@@ -156,6 +156,8 @@ def _changes(case: _Case) -> Sequence[Alternative[_Case]]:
     if not case.release_memory:
         found.append(Alternative(apply=_takes_turns))
     found.append(Alternative(apply=_in_smaller_parts, is_number=True))
+    if not update.offloads_optimizer:
+        found.append(Alternative(apply=_offloads))
     if update.weight_itemsize == 4:
         found.append(Alternative(apply=_in_half))
     if not update.has_adapters:
@@ -166,6 +168,10 @@ def _changes(case: _Case) -> Sequence[Alternative[_Case]]:
 def _checkpoints(case: _Case) -> tuple[str, _Case]:
     update = replace(case.update, activation_checkpointing=True)
     return "update.activation_checkpointing=true", replace(case, update=update)
+
+
+def _offloads(case: _Case) -> tuple[str, _Case]:
+    return "update.offload_optimizer=true", replace(case, update=replace(case.update, offloads_optimizer=True))
 
 
 def _takes_turns(case: _Case) -> tuple[str, _Case]:

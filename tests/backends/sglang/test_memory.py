@@ -250,4 +250,4 @@ def test_gpus_of_one_engine_divide_weights_keys_and_values(gpus, weights, kv_of_
 
 
 def test_parts_are_all_of_it() -> None:
-    assert UpdateMemory(gradients=1, moments=2, activations=4, logits=8, reserve=16).total == 31
+    assert UpdateMemory(gradients=1, moments=2, activations=4, logits=8, reserve=16, lasting_moments=32).total == 31
