@@ -63,11 +63,12 @@ class PassCost(ABC):
         asked: int | IndexArray,
         *,
         prompt_tokens: int | IndexArray | FloatArray = 0,
+        seen: FloatArray | IndexArray | None = None,
     ) -> FloatArray:
         """Return the time of a pass with so many draft nodes in all (an array of choices).
 
-        The drafter was asked for `asked` requests before it, and so many tokens of prompts are computed beside. Arrays and numbers
-        go together as NumPy's do.
+        The drafter was asked for `asked` requests before it, and so many tokens of prompts are computed beside. `seen` are the keys that rows and nodes
+        attend to, summed, where that is known. Arrays and numbers go together as NumPy's do.
         """
 
     @property
@@ -127,6 +128,7 @@ class CostCurve(PassCost):
         asked: int | IndexArray,
         *,
         prompt_tokens: int | IndexArray | FloatArray = 0,
+        seen: FloatArray | IndexArray | None = None,
     ) -> FloatArray:
         tokens = rows + np.asarray(nodes, np.float64) + prompt_tokens
         slope = (self.costs[-1] - self.costs[-2]) / (self.tokens[-1] - self.tokens[-2])

@@ -56,6 +56,7 @@ class CostTable(PassCost):
         asked: int | IndexArray,
         *,
         prompt_tokens: int | IndexArray | FloatArray = 0,
+        seen: FloatArray | IndexArray | None = None,
     ) -> FloatArray:
         """Return the times; a prompt's token costs what a node does."""
         rows, nodes = np.broadcast_arrays(rows, np.asarray(nodes, np.float64) + prompt_tokens)

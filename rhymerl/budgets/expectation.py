@@ -30,8 +30,8 @@ class PassTotals:
     """The passes since the last metrics."""
 
     num_passes: int = 0
-    # Of these, each that the budget was told of: rows, nodes, requests that were asked, tokens of prompts.
-    asked: list[tuple[int, int, int, int]] = field(default_factory=list)
+    # Of these, each that the budget was told of: rows, nodes, requests that were asked, tokens of prompts, keys seen.
+    asked: list[tuple[int, int, int, int, int]] = field(default_factory=list)
     # The requests of each pass with drafts, and their accepted nodes [R].
     saved: list[tuple[Sequence[RolloutRequest], IndexArray]] = field(default_factory=list)
     spans: dict[str, _Span] = field(default_factory=dict)  # by request id, as they entered
@@ -69,12 +69,14 @@ class PassTotals:
         rows = rows_of(starts, ends - starts)
         lengths = ends - starts + more
         longer = rows_of(starts_of(lengths.tolist(), int(rows.max(initial=1))), lengths)
-        told, nodes, asked, prompts = np.array(self.asked, np.int64).reshape(-1, 4).T
-        plain = cost.seconds(told, 0 * told, 0 * told)
-        drafting = float((cost.seconds(told, nodes, asked, prompt_tokens=prompts) - plain).sum())
-        reading = float((cost.seconds(told, 0 * told, 0 * told, prompt_tokens=prompts) - plain).sum())
-        return Ratio(_plain_seconds(longer, cost) + reading, _plain_seconds(rows, cost) + drafting)
+        told, nodes, asked, prompts, seen = np.array(self.asked, np.int64).reshape(-1, 5).T
+        by_rows = seen * told / np.maximum(told + nodes, 1)
+        plain = cost.seconds(told, 0 * told, 0 * told, seen=by_rows)
+        drafting = float((cost.seconds(told, nodes, asked, prompt_tokens=prompts, seen=seen) - plain).sum())
+        reading = float((cost.seconds(told, 0 * told, 0 * told, prompt_tokens=prompts, seen=by_rows) - plain).sum())
+        context = float(seen.sum()) / max(int((told + nodes).sum()), 1)  # keys of a row, on average
+        return Ratio(_plain_seconds(longer, cost, context) + reading, _plain_seconds(rows, cost, context) + drafting)
 
 
-def _plain_seconds(rows: IndexArray, cost: PassCost) -> float:
-    return float(cost.seconds(rows, 0 * rows, 0 * rows).sum())
+def _plain_seconds(rows: IndexArray, cost: PassCost, context: float) -> float:
+    return float(cost.seconds(rows, 0 * rows, 0 * rows, seen=context * rows.astype(np.float64)).sum())

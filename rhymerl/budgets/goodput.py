@@ -244,7 +244,7 @@ class GoodputBudget(Budget):
 
     def learn(self, outcome: PassOutcome) -> None:
         nodes, rows, prompts = outcome.num_verified, len(outcome.requests), outcome.num_prompt_tokens
-        self._report.asked.append((rows, nodes, self._asked, prompts))
+        self._report.asked.append((rows, nodes, self._asked, prompts, outcome.num_seen))
         if nodes:
             self._report.saved.append((outcome.requests, outcome.num_accepted))
             self._learn_acceptance(outcome)
