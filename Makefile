@@ -126,7 +126,7 @@ $(sglang_stamp): | $(sglang_python)
 	@echo "Installing rhymerl, sglang $(sglang_version) and what it needs on a CPU into .venv-sglang"
 	@rm -f .venv-sglang/installed-*
 	$(sglang_python) -m pip install --disable-pip-version-check --constraint constraints.txt \
-		--requirement tests/sglang/requirements.txt --editable '.[dev,plot]'
+		--requirement tests/sglang/requirements.txt --editable '.[dev]'
 	$(sglang_python) -m pip install --disable-pip-version-check --no-deps sglang==$(sglang_version)
 	@echo 'import sys; sys.path.insert(0, "$(CURDIR)/tests/sglang/standins")' \
 		> "$$($(sglang_python) -c 'import site; print(site.getsitepackages()[0])')/rhymerl_standins.pth"
