@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +22,17 @@ _DEPTHS = 16  # bins for nodes without a score
 _PRIOR = 8.0  # nodes that the drafter's own probability counts for
 _REMEMBERED = 2048.0  # nodes a bin; when it has more, half of them are forgotten
 _UNSCORED = 0.6  # how probable a node without a score is before any was seen
+_KINDS = 9  # of sources, the ages of history up to three epochs among them; UNKNOWN is the first
+_CERTAIN = 0.999  # no node is more probable than that
+_SOURCE_PRIOR = 200.0  # accepted nodes that it counts for that sources are alike
+_SOURCE_REMEMBERED = 2000.0  # expected ones of a source; when it has more, half of them are forgotten
 
 
 class Acceptance:
     """Calibrates drafts: bins of match length x share below the parent, against what was accepted when the parent was.
 
-    A node's share is its score over its parent's. Drafters without scores are calibrated by depth.
+    A node's share is its score over its parent's. Drafters without scores are calibrated by depth. How much more or less is accepted of a source than
+    its bins say, by the epochs that have passed since an answer of history, is a factor for all of its nodes.
     """
 
     def __init__(self) -> None:
@@ -35,36 +40,56 @@ class Acceptance:
         self._expected = np.concatenate([scored.ravel(), np.full(_DEPTHS, _UNSCORED)])
         self._reached = np.zeros(len(self._expected))
         self._accepted = np.zeros(len(self._expected))
+        self._of_source = np.zeros((2, _KINDS))  # expected and accepted nodes by source
         self._rate: FloatArray | None = None  # by bin, until something else is counted
 
     def probabilities(self, drafts: DraftBatch) -> FloatArray:
         """Return P(the node becomes a token), [N], never growing along a path."""
-        if self._rate is None:
-            self._rate = (self._accepted + _PRIOR * self._expected) / (self._reached + _PRIOR)
-        result = self._rate[_bins(drafts)]
+        expected, accepted = self._of_source
+        factor = (accepted + _SOURCE_PRIOR) / (expected + _SOURCE_PRIOR)
+        result: FloatArray = np.minimum(self._rates()[_bins(drafts)] * factor[_kinds(drafts)], _CERTAIN)
         multiply_down(result, drafts.parents, drafts.starts)
         return result
 
     def learn(self, drafts: DraftBatch, reached: BoolArray, accepted: BoolArray) -> None:
         """Count the nodes that could have been accepted, and those that were."""
-        count(_bins(drafts), reached, accepted, self._reached, self._accepted, _REMEMBERED)
+        bins, kinds = _bins(drafts), _kinds(drafts)[reached]
+        expected = np.bincount(kinds, self._rates()[bins[reached]], _KINDS)
+        self._of_source += expected, np.bincount(kinds, accepted[reached], _KINDS)
+        self._of_source[:, self._of_source[0] > _SOURCE_REMEMBERED] /= 2.0
+        count(bins, reached, accepted, self._reached, self._accepted, _REMEMBERED)
         self._rate = None
+
+    def _rates(self) -> FloatArray:
+        """Return how probable a node is, by bin."""
+        if self._rate is None:
+            self._rate = (self._accepted + _PRIOR * self._expected) / (self._reached + _PRIOR)
+        return self._rate
 
     def fade(self, share: float) -> None:
         """Let what was counted so far weigh only so much of what it did."""
+        self._of_source *= share
         self._reached *= share
         self._accepted *= share
         self._rate = None
 
-    def state_dict(self) -> dict[str, list[float]]:
-        """Return the counts by bin."""
-        return {"reached": self._reached.tolist(), "accepted": self._accepted.tolist()}
+    def state_dict(self) -> dict[str, list[Any]]:
+        """Return the counts by bin, and those by source."""
+        counts = {"reached": self._reached, "accepted": self._accepted, "of_source": self._of_source}
+        return {name: each.tolist() for name, each in counts.items()}
 
-    def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
+    def load_state_dict(self, state: Mapping[str, Sequence[Any]]) -> None:
         """Go on from saved counts; those of an earlier version, with other bins, are left out."""
         if len(state["reached"]) == len(self._expected):
             self._reached, self._accepted = np.array(state["reached"]), np.array(state["accepted"])
+        if "of_source" in state:
+            self._of_source = np.array(state["of_source"])
         self._rate = None
+
+
+def _kinds(drafts: DraftBatch) -> IndexArray:
+    kinds: IndexArray = np.minimum(drafts.sources, _KINDS - 2).astype(np.int64) + 1
+    return kinds
 
 
 def _bins(drafts: DraftBatch) -> IndexArray:

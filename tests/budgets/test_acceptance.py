@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
 from rhymerl.budgets.acceptance import Acceptance
-from rhymerl.types import Draft, DraftBatch
+from rhymerl.types import Draft, DraftBatch, DraftSource
 from tests.budgets.passes import chain, forest, outcome_of, parent_nodes
 
 RATES = {0.1: 0.45, 0.5: 0.1, 0.9: 0.75}  # how often a node of that share is accepted: drafters may be quite wrong
@@ -71,6 +73,23 @@ def test_depths_are_calibrated_where_there_are_no_scores():
         acceptance.learn(drafts, outcome.reached, outcome.accepted)
         seen += int(outcome.reached.sum())
     assert acceptance.probabilities(DraftBatch.pack([chain(3, None)])) == pytest.approx(rates.cumprod(), abs=0.05)
+
+
+def test_sources_are_told_apart():
+    """And the ages of history, where bins are the same."""
+    rng, acceptance = np.random.default_rng(0), Acceptance()
+    rates = {DraftSource.OWN: 0.2, DraftSource.SIBLING: 0.7, DraftSource.HISTORY: 0.8, DraftSource.HISTORY + 2: 0.4}
+    drafts = DraftBatch.pack(
+        [Draft(token_ids=[5], parents=[-1], scores=[0.6], sources=[int(source)]) for source in [*rates] * 4]
+    )
+    for _ in range(1000):
+        accepted = rng.random(len(drafts)) < np.tile(list(rates.values()), 4)
+        acceptance.learn(drafts, np.ones(len(drafts), np.bool_), accepted)
+    found = acceptance.probabilities(drafts)
+    assert found[: len(rates)] == pytest.approx(list(rates.values()), abs=0.08)
+    again = Acceptance()
+    again.load_state_dict(json.loads(json.dumps(acceptance.state_dict())))
+    assert again.probabilities(drafts).tolist() == found.tolist()
 
 
 def test_a_policy_that_changes_is_followed():
