@@ -99,8 +99,9 @@ def test_three_steps_are_those_of_the_embedded_backend(tmp_path, one_thread, mon
     monkeypatch.syspath_prepend(str(tmp_path))
     ours, our_answers, _ = trained(tmp_path, model, "embedded", "backend.max_running=8")
     start = load_file(model / "model.safetensors")
+    drafts = ["budget=fixed", "budget.nodes=7"]  # whether or not they pay in so short a run
     for name, words in (("history", []), ("users", ["drafter=first_answer.FirstAnswer"])):
-        theirs, their_answers, summary = trained(tmp_path, model, name, *on_sglang(), *words)
+        theirs, their_answers, summary = trained(tmp_path, model, name, *on_sglang(), *drafts, *words)
         assert len(our_answers) == len(their_answers) == STEPS * 4 * 8
         same = [
             np.array_equal(one.response_tokens, two.response_tokens)
