@@ -16,8 +16,10 @@ from rhymerl.engine.support import prove, refuse_impossible, refuse_unsupported
 from rhymerl.engine.totals import EngineTotals
 from rhymerl.errors import BackendError, ConfigError, require_at_least
 from rhymerl.history import NO_VERSION, HistoryStore
+from rhymerl.models.copies import copy_weights, twin_of
 from rhymerl.models.memory import EngineShape, ModelShape
 from rhymerl.models.policy import num_embeddings
+from rhymerl.models.sharding import GatheredTensors
 from rhymerl.types import Completion, Ratio, RolloutRequest, Sample
 
 if TYPE_CHECKING:
@@ -27,10 +29,11 @@ if TYPE_CHECKING:
 
 
 class EmbeddedBackend(RolloutBackend):
-    """Continuous batching without a server, a copy of the weights or a thread: `collect` drives the engine.
+    """Continuous batching without a server or a thread: `collect` drives the engine.
 
     `max_running` requests decode side by side, `kv_tokens` bounds the tokens with keys and values (in all layers),
     `max_pass_tokens` the tokens of one forward pass. With `check_drafts` a malformed draft is an error, not only counted.
+    The engine computes with the policy's own weights, or with a `whole_copy` of them, on ranks that hold parts.
     `emulate` is a file with the costs of another device, times `emulate_scale`: passes wait until they have taken as long as there.
     """
 
@@ -44,6 +47,7 @@ class EmbeddedBackend(RolloutBackend):
         kv_tokens: int = 65_536,
         max_pass_tokens: int = 8_192,
         check_drafts: bool = False,
+        whole_copy: bool = False,
         emulate: str | None = None,
         emulate_scale: float = 1.0,
     ) -> None:
@@ -58,10 +62,12 @@ class EmbeddedBackend(RolloutBackend):
         self.kv_tokens = kv_tokens
         self.max_pass_tokens = max_pass_tokens
         self.check_drafts = check_drafts
+        self.whole_copy = whole_copy
         self.emulate = emulate
         self.emulate_scale = emulate_scale
         self._emulated = None if emulate is None else EmulatedDevice.read(emulate, scale=emulate_scale)
         self.complaints: set[type[Drafter]] = set()  # whose malformed drafts have been told about
+        self._copy: Policy | None = None  # where it is asked for
         self._engine: Engine | None = None
         self._longest_tokens: int | None = None  # of a prompt and its answer, as `check` was told
         self._reported = EngineTotals()
@@ -79,7 +85,7 @@ class EmbeddedBackend(RolloutBackend):
 
     def memory(self, model: ModelShape, drafter: Drafter, budget: Budget | None) -> EngineShape:
         return EngineShape(
-            weights=model.parameters * model.itemsize if self.owns_policy else 0,
+            weights=model.parameters * model.itemsize if self._owns_model else 0,
             kv_of_token=2 * model.layers * model.kv_heads * model.head_size * model.compute_itemsize,
             dynamic=0,
             longest_tokens=self.kv_tokens,
@@ -93,6 +99,8 @@ class EmbeddedBackend(RolloutBackend):
         budget: Budget | None = None,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
+        if self.whole_copy:
+            policy = self._copy = twin_of(policy)
         refuse_unsupported(policy.model, self._longest_tokens or policy.context_tokens)
         prove(policy.model)
         self._engine = Engine(
@@ -106,10 +114,14 @@ class EmbeddedBackend(RolloutBackend):
             complaints=self.complaints,
             autocast=autocast,
             emulated=self._emulated,
-            owns_model=self.owns_policy,
+            owns_model=self._owns_model,
         )
         self._reported = EngineTotals()
         self._followed = NO_VERSION
+
+    @property
+    def _owns_model(self) -> bool:
+        return self.owns_policy or self.whole_copy
 
     @property
     def engine(self) -> Engine:
@@ -132,8 +144,12 @@ class EmbeddedBackend(RolloutBackend):
         return self.engine.withdraw(ids)
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        """The engine reads the policy itself, so the tensors are not looked at; old keys and values are dropped."""
+        """The engine reads the policy itself, so the tensors are not looked at unless there is a copy; old keys and values are dropped."""
         self.engine.new_weights(policy_version)
+        if self._copy is not None:
+            if isinstance(named_tensors, GatheredTensors):
+                named_tensors = named_tensors.everywhere()
+            copy_weights(self._copy.model, named_tensors)
 
     def progress(self) -> Mapping[str, int]:
         return self.engine.progress()
@@ -185,4 +201,4 @@ class EmbeddedBackend(RolloutBackend):
     def close(self) -> None:
         if self._engine is not None:
             self._engine.protocol.close()
-        self._engine = None
+        self._engine = self._copy = None

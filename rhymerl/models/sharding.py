@@ -165,6 +165,11 @@ class GatheredTensors:
         if pending is not None:
             yield from pending.finish()
 
+    def everywhere(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield them whole on every rank and on its device, one after another; all ranks do."""
+        for name, tensor in self._named:
+            yield name, whole(tensor)
+
     def take_part(self) -> None:
         """Send this rank's parts to rank 0."""
         for _ in self:

@@ -96,7 +96,9 @@ class RankMemory:
     activations: int
     head_chunks: int  # of logits, and gradients of head and embedding
     gathered: int  # weights and gradients that sharded ranks have whole for a moment
-    weight_buffers: int  # on the way to workers: a block that is sent, and the next one
+    weight_buffers: (
+        int  # on the way to workers: a block that is sent, and the next one; or a tensor for a copy in the rank
+    )
     engine_weights: int
     keys_and_values: int
     engine_rest: int  # graphs, activations and CUDA's context of the engine
@@ -119,7 +121,8 @@ def rank_memory(setup: Setup) -> RankMemory:
         total_bytes(each, shards) for each in (tensors.policy, tensors.critic, tensors.reference)
     )
     largest = max(shards * each.part(shards) * each.itemsize for each in tensors.policy)
-    buffers = 2 * min(BLOCK_BYTES, largest) if setup.layout.is_sharded else 0
+    sent = 2 * min(BLOCK_BYTES, largest) if setup.is_apart else largest  # a copy in the rank gets one tensor at a time
+    buffers = sent if setup.layout.is_sharded else 0
     beside = shared_bytes(update, engine, in_turn=setup.in_turn)
     return RankMemory(
         weights=weights,

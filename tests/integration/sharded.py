@@ -1,4 +1,4 @@
-"""Short runs in float64 under a strategy, answered by embedded engines in threads of rank 0."""
+"""Short runs in float64 under a strategy, answered by embedded engines in threads of rank 0, or by one in each rank with a whole copy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STEPS = 5
 KINDS = ("grpo", "ppo", "lora")
 
 
-def module_for(kind: str, *, is_alone: bool, drafts: bool, dtype: str) -> RhymeModule:
+def module_for(kind: str, *, is_alone: bool, drafts: bool, dtype: str, whole_copy: bool) -> RhymeModule:
     # The norms of other families compute in float32, and biases of keys have no gradient: Adam would blow up what rounding leaves there.
     policy = tiny_policy("starcoder2", dtype=dtype, use_bias=False, context=64, peaked=2.0, tied=kind == "grpo")
     parts: dict[str, Any] = {"algo": GRPO(kl_coef=0.1)}
@@ -45,7 +45,9 @@ def module_for(kind: str, *, is_alone: bool, drafts: bool, dtype: str) -> RhymeM
         update=UpdateSettings(learning_rate=3e-3, mini_batches=2, micro_batch_tokens=60),
         rewards=REWARD,
         drafter=HistoryTreeDrafter() if drafts else NoDrafter(),
-        backend=EmbeddedBackend() if is_alone else ThreadBackend(lambda number: EmbeddedBackend()),
+        backend=EmbeddedBackend(whole_copy=whole_copy)
+        if is_alone or whole_copy
+        else ThreadBackend(lambda number: EmbeddedBackend()),
         **parts,
     )
 
@@ -61,6 +63,7 @@ def train(
     precision: str | None = None,
     ckpt_path: Path | None = None,
     callbacks: Sequence[L.Callback] = (),
+    whole_copy: bool = False,
     **flags: Any,
 ) -> Mapping[str, Tensor]:
     """Return the weights, whole on each of `size` ranks, of a run that may save each step and go on from a checkpoint.
@@ -68,7 +71,7 @@ def train(
     The strategy is alone, ddp, fsdp2, or hsdp with two replicas; without a `precision` all is in float64.
     """
     dtype = "float64" if precision is None else "float32"
-    module = module_for(kind, is_alone=strategy == "alone", drafts=drafts, dtype=dtype)
+    module = module_for(kind, is_alone=strategy == "alone", drafts=drafts, dtype=dtype, whole_copy=whole_copy)
     # Lightning takes no 64-true beside such a strategy as an object.
     plugins = [DoublePrecision()] if strategy == "hsdp" and precision is None else []
     saving = [Checkpoints(saves, every_n_steps=1, keep=2)] if saves is not None else []

@@ -116,7 +116,7 @@ def index(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> P
             "trainer.strategy=fsdp2 trainer.accelerator=cpu trainer.devices=1",
             "trainer.strategy=fsdp2 with EmbeddedBackend: its engine needs the whole policy in each rank, which has a part of it only; "
             "expected workers with weights of their own, backend=ray (with backend.engine=embedded or sglang) or backend=sglang with backend.url, "
-            "or trainer.strategy=ddp",
+            "backend=embedded with backend.whole_copy=true where a whole policy fits beside the parts, or trainer.strategy=ddp",
         ),
         (
             "trainer.strategy=fsdp2 trainer.accelerator=cpu trainer.devices=1 backend=sglang deterministic=false",

@@ -60,6 +60,16 @@ def test_weights_are_those_of_one_process(size, alone, tmp_path):
             assert all(furthest(each, found[0]) == 0.0 for each in found), (strategy, kind)
 
 
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("strategy", "size"), [("fsdp2", 2), pytest.param("hsdp", 4, marks=pytest.mark.slow)], ids=["fsdp2", "hsdp"]
+)
+@pytest.mark.parametrize("kind", ["grpo", "lora"])
+def test_engines_in_the_ranks_have_whole_copies(kind, strategy, size, alone, tmp_path):
+    weights = on_ranks(size, tmp_path, "run", strategy, kind=kind, whole_copy=True)
+    assert furthest(weights, alone[kind]) < 1e-9
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])

@@ -244,6 +244,16 @@ def test_moments_are_those_of_the_optimizer():
     assert rank_memory(replace(setup, states=1)).moments == rank_memory(setup).gradients
 
 
+def test_a_whole_copy_in_a_sharded_rank_is_counted(large, capsys):
+    words = [f"model.path={large}", "trainer.devices=8", "trainer.strategy=fsdp2", "data.max_prompt_tokens=100"]
+    found = planned(capsys, *words, "backend.whole_copy=true")
+    apart = planned(capsys, *words, "backend=ray")
+    rank = found["bytes_per_rank"]
+    assert rank["engine_weights"] == 4 * PARAMETERS
+    assert rank["weight_buffers"] == 4 * 151_936 * 4096
+    assert found["total_bytes"] - apart["total_bytes"] >= 4 * PARAMETERS
+
+
 def test_offloaded_moments_take_turns_with_activations(large, capsys):
     words = [f"model.path={large}", "trainer.devices=8", *STRATEGIES["fsdp2"], "data.max_prompt_tokens=100"]
     kept = planned(capsys, *words)

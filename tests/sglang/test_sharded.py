@@ -14,12 +14,12 @@ import lightning as L
 import pytest
 import torch
 
-from rhymerl.backends.hosted.loading import copy_weights
 from rhymerl.backends.remote import weights
 from rhymerl.backends.remote.delivery import Delivery
 from rhymerl.backends.remote.proof import prove
 from rhymerl.backends.remote.weight_group import WeightGroup
 from rhymerl.cli import main
+from rhymerl.models.copies import copy_weights
 from rhymerl.models.policy import PolicySource
 from rhymerl.runs.export import export
 from rhymerl.testing import tiny_policy
@@ -59,7 +59,7 @@ def note_deliveries(patch: pytest.MonkeyPatch, folder: Path) -> None:
     def proven_load(delivery: Delivery, named: Any, version: int) -> None:
         load(delivery, named, version)
         policy = deepcopy(delivery.policy)  # which has the first weights
-        copy_weights(policy.model, dict(named))
+        copy_weights(policy.model, named)
         (engine,) = delivery.fleet.engines
         prove(engine, policy, delivery.dtype)
         with (folder / "proven").open("a") as file:

@@ -15,11 +15,12 @@ import torch
 
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.hosted.host import WorkerHost
-from rhymerl.backends.hosted.loading import EngineLoader, policy_of
+from rhymerl.backends.hosted.loading import EngineLoader
 from rhymerl.backends.hosted.messages import Events, Message
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.history import HistoryStore
+from rhymerl.models.copies import policy_of
 from rhymerl.version import __version__
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.hosted.base import HostedBackend
 from rhymerl.backends.hosted.host import WorkerHost
-from rhymerl.backends.hosted.loading import copy_weights, policy_of
 from rhymerl.backends.hosted.messages import WeightSource
 from rhymerl.backends.hosted.threads import ThreadConnection, copied
 from rhymerl.backends.remote.client import NoAnswerError
@@ -21,6 +20,7 @@ from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.errors import BackendError, ConfigError
 from rhymerl.history import HistoryStore
+from rhymerl.models.copies import copy_weights, policy_of
 from rhymerl.models.sharding import is_sharded
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class PolicyCopies:
             device=model.device,
             in_host=is_sharded(model),
         )
-        copy_weights(made.model, tensors)
+        copy_weights(made.model, tensors.items())
         return made
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.hosted.base import Connection, HostedBackend
 from rhymerl.backends.hosted.host import Load, WorkerHost
-from rhymerl.backends.hosted.loading import EngineLoader, policy_of
+from rhymerl.backends.hosted.loading import EngineLoader
 from rhymerl.backends.hosted.messages import Events, Message, WeightSource
 from rhymerl.backends.hosted.publishing import Publisher
 from rhymerl.budgets.base import Budget
@@ -21,6 +21,7 @@ from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
 from rhymerl.drafters.run_ahead import innermost, listens
 from rhymerl.history import HistoryStore
+from rhymerl.models.copies import twin_of
 from rhymerl.models.lora import is_adapted
 from rhymerl.models.sharding import is_sharded
 
@@ -153,6 +154,4 @@ def _whole(policy: Policy) -> Policy:
     model = policy.model
     if not is_sharded(model) and not is_adapted(model):
         return policy
-    return policy_of(
-        policy.files(), dtype=model.dtype, attention=model.config._attn_implementation, device=model.device
-    )
+    return twin_of(policy)
