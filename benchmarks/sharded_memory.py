@@ -80,6 +80,7 @@ def said(arguments: Any, layout: Layout) -> dict[str, float]:
         longest=longest,
         step_tokens=NUM_SAMPLES // layout.num_ranks * longest,
         chunk_tokens=settings.chunk_tokens or 0,
+        offloads_optimizer=False,
         backend=EmbeddedBackend(),
         drafter=NoDrafter(),
         budget=None,
