@@ -33,7 +33,7 @@ class EmbeddedBackend(RolloutBackend):
 
     `max_running` requests decode side by side, `kv_tokens` bounds the tokens with keys and values (in all layers),
     `max_pass_tokens` the tokens of one forward pass. With `check_drafts` a malformed draft is an error, not only counted.
-    The engine computes with the policy's own weights, or with a `whole_copy` of them, on ranks that hold parts.
+    The engine computes with the policy's own weights. Under trainer.strategy=fsdp2, where a rank holds parts of them, it needs a `whole_copy`, which takes the memory of one.
     `emulate` is a file with the costs of another device, times `emulate_scale`: passes wait until they have taken as long as there.
     """
 
@@ -99,8 +99,10 @@ class EmbeddedBackend(RolloutBackend):
         budget: Budget | None = None,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        if self.whole_copy:
-            policy = self._copy = twin_of(policy)
+        if self.whole_copy and not self.owns_policy:  # else it has a copy already
+            named, policy = policy.named_weights(), twin_of(policy)
+            self._copy = policy
+            self._refresh(named)
         refuse_unsupported(policy.model, self._longest_tokens or policy.context_tokens)
         prove(policy.model)
         self._engine = Engine(
@@ -144,12 +146,14 @@ class EmbeddedBackend(RolloutBackend):
         return self.engine.withdraw(ids)
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        """The engine reads the policy itself, so the tensors are not looked at unless there is a copy; old keys and values are dropped."""
+        """Old keys and values are dropped. The engine reads the policy itself, or a copy, which takes the tensors: a collective where ranks hold parts."""
         self.engine.new_weights(policy_version)
         if self._copy is not None:
-            if isinstance(named_tensors, GatheredTensors):
-                named_tensors = named_tensors.everywhere()
-            copy_weights(self._copy.model, named_tensors)
+            self._refresh(named_tensors)
+
+    def _refresh(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        assert self._copy is not None
+        copy_weights(self._copy.model, named.everywhere() if isinstance(named, GatheredTensors) else named)
 
     def progress(self) -> Mapping[str, int]:
         return self.engine.progress()

@@ -31,8 +31,8 @@ _SOURCE_REMEMBERED = 2000.0  # expected ones of a source; when it has more, half
 class Acceptance:
     """Calibrates drafts: bins of match length x share below the parent, against what was accepted when the parent was.
 
-    A node's share is its score over its parent's. Drafters without scores are calibrated by depth. How much more or less is accepted of a source than
-    its bins say, by the epochs that have passed since an answer of history, is a factor for all of its nodes.
+    A node's share is its score over its parent's. Drafters without scores are calibrated by depth. Nodes of a source, and of history those of an age, are multiplied by
+    what was accepted of them over what their bins had said.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,6 @@ class Acceptance:
 
     def fade(self, share: float) -> None:
         """Let what was counted so far weigh only so much of what it did."""
-        self._of_source *= share
         self._reached *= share
         self._accepted *= share
         self._rate = None
@@ -88,7 +87,7 @@ class Acceptance:
 
 
 def _kinds(drafts: DraftBatch) -> IndexArray:
-    kinds: IndexArray = np.minimum(drafts.sources, _KINDS - 2).astype(np.int64) + 1
+    kinds: IndexArray = np.clip(drafts.sources, -1, _KINDS - 2).astype(np.int64) + 1
     return kinds
 
 

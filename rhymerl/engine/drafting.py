@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +18,7 @@ from rhymerl.engine.speedup import is_due_plain
 from rhymerl.engine.totals import NUM_DEPTHS, EngineTotals
 from rhymerl.engine.tree import no_drafts
 from rhymerl.engine.verify import Walk
-from rhymerl.types import DraftBatch, DraftSource, RolloutRequest
+from rhymerl.types import Completion, DraftBatch, DraftSource, RolloutRequest
 
 if TYPE_CHECKING:
     from rhymerl.types import BoolArray, IntArray
@@ -39,7 +39,7 @@ class Drafting:
         self._requests: list[RolloutRequest] = []  # of the rows that emit in the pass under way
         self._is_skipped = True  # the drafter is left alone in it
         self.num_asked = 0  # requests for which the drafter was asked in it
-        self.seconds = 0.0  # of it that drafts took: to ask for them, and to tell what came of it
+        self._seconds = 0.0  # of it that drafts took: to ask for them, and to tell what came of it
         self._policy_version = self._pass_number = 0
         self._nothing = no_drafts(0)
 
@@ -47,13 +47,32 @@ class Drafting:
         """Nothing is running, or the policy has changed."""
         self._policy_version, self._pass_number = policy_version, 0
 
+    def start(self, requests: Iterable[RolloutRequest]) -> None:
+        """Requests enter."""
+        started = self._now()
+        for request in requests:
+            self.protocol.start(request)
+        self._seconds += self._now() - started
+
+    def finish(self, completion: Completion) -> None:
+        """A request has ended."""
+        started = self._now()
+        self.protocol.finish(completion)
+        self._seconds += self._now() - started
+
+    def take_seconds(self) -> float:
+        """Return what drafts have taken since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
     def ask(self, row: IndexArray, *, spare: int, num_waiting: int) -> DraftBatch:
         """Return what is verified below the roots of the rows `row` [E]: at most `spare` nodes in all. So many requests wait."""
         started = self._now()
         drafts = self._drafts(row, spare, num_waiting)
-        self.seconds = self._now() - started
+        seconds = self._now() - started
+        self._seconds += seconds
         if not self._is_skipped:
-            self._totals.draft_s += self.seconds
+            self._totals.draft_s += seconds
         return drafts
 
     def _drafts(self, row: IndexArray, spare: int, num_waiting: int) -> DraftBatch:
@@ -92,7 +111,7 @@ class Drafting:
         """Count what was accepted, and let drafter and budget know; before finished rows leave."""
         started = self._now()
         self._tell(layout, steps, seconds)
-        self.seconds += self._now() - started
+        self._seconds += self._now() - started
 
     def _tell(self, layout: PassLayout, steps: Walk, seconds: float) -> None:
         if len(layout.node_index):

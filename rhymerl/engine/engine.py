@@ -179,8 +179,7 @@ class Engine:
 
     def _schedule(self) -> PassLayout:
         """Admit requests, choose what each row feeds, and ask for drafts."""
-        for request in self.admission.admit():
-            self.protocol.start(request)
+        self.drafting.start(self.admission.admit())
         rows, free = self.rows, self.kv.pool
         row, chain = self.admission.feed()
         emits = np.flatnonzero(rows.is_request[row] & (rows.cached[row] + chain == rows.length[row]))
@@ -237,7 +236,7 @@ class Engine:
 
     def _finish_row(self, row: int, reason: FinishReason) -> Completion:
         completion = self.admission.finish(row, reason)
-        self.protocol.finish(completion)
+        self.drafting.finish(completion)
         return completion
 
     def _account(self, layout: PassLayout, steps: Walk, seconds: float) -> None:
@@ -260,6 +259,6 @@ class Engine:
                 asked=self.drafting.num_asked,
                 prompt_tokens=layout.num_tokens - rows - nodes,
                 seen=layout.num_seen,
-                draft_s=self.drafting.seconds,
+                draft_s=self.drafting.take_seconds(),
                 seconds=seconds,
             )

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _PLAIN_EVERY = 16, 64  # passes, of the first policy versions and later: so few that they cost at most 1 %
 _FIRST_VERSIONS = 8
 _ENOUGH = 3  # passes with drafts, and without
+_LEAST = 8  # of both
 _LEAST_S = 0.5  # of passes that are compared at once, so that it takes less than a thousandth of them
 _FIRST_REPORTS = 8  # are compared one by one: a short run shall have a figure, too
 _MOST_PASSES = 20_000  # wait for passes of the other kind before they are forgotten
@@ -160,7 +161,7 @@ class SpeedupMeter:
 
     @property
     def _is_known(self) -> bool:
-        return bool(self._num_of_kind.min() >= _ENOUGH)
+        return bool(self._num_of_kind.min() >= _ENOUGH and self._num_of_kind.sum() >= _LEAST)
 
     def _seconds(self, tokens: IndexArray, prompt_tokens: IndexArray | FloatArray, seen: IndexArray) -> FloatArray:
         """Return the time of passes through the model."""

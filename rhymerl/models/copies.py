@@ -21,9 +21,11 @@ def policy_of(
         write_files(files, folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    place = torch.device("cpu" if in_host else device)
+    with place:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     elsewhere = torch.device(device) if in_host else None
-    return Policy(model=model.to("cpu" if in_host else device), tokenizer=tokenizer, trained_on=elsewhere)
+    return Policy(model=model.to(place), tokenizer=tokenizer, trained_on=elsewhere)
 
 
 def twin_of(policy: Policy) -> Policy:
@@ -46,8 +48,8 @@ def copy_weights(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> None:
                 raise _another_model(f"{name!r} has another shape")
             parameter.copy_(tensor)
     if parameters:
-        raise _another_model(f"only the worker's has {sorted(parameters)[0]!r}")
+        raise _another_model(f"only the engine's has {sorted(parameters)[0]!r}")
 
 
 def _another_model(difference: str) -> BackendError:
-    return BackendError(f"a worker's model is not the trainer's: {difference}")
+    return BackendError(f"an engine's model is not the trainer's: {difference}")

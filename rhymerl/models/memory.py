@@ -40,7 +40,7 @@ class UpdateShape:
     chunk_tokens: int  # of logits
     activation_checkpointing: bool = False
     states: int = 2  # tensors of the size of what is trained that the optimizer keeps; AdamW's are two
-    offloads_optimizer: bool = False  # keeps them in the host's memory but while it steps
+    offloads_optimizer: bool = False  # keeps them in the host's memory except while it steps
     gathered_bytes: int = (
         0  # of weights and gradients that sharded ranks have whole for a moment; heads' gradients are among them
     )
@@ -66,13 +66,11 @@ class UpdateMemory:
     logits: int
     reserve: int
     gathered: int = 0
-    lasting_moments: (
-        int  # while an engine answers; a resumed run has offloaded ones on the device, too, until its first step
-    )
+    lasting_moments: int  # while an engine answers; a resumed run loads offloaded ones onto the device, too, when the engine is there
 
     @property
     def total(self) -> int:
-        """What there is at the worst moment."""
+        """What there is at the worst moment: offloaded moments are there when activations are not."""
         return sum(self._parts().values())
 
     def _parts(self) -> dict[str, int]:

@@ -101,6 +101,7 @@ def _changes(setup: Setup, missing: Callable[[Setup], int]) -> Sequence[Alternat
         (True, lambda each: _smaller_parts(each, missing), True),
         (in_rank and engine is not None and not engine.weights, lambda each: _fewer_keys(each, missing), True),
         (not setup.offloads_optimizer, _offloads, False),
+        (layout.is_sharded and not setup.is_apart, _apart, False),
         (layout.is_sharded and layout.num_replicas > 1, _one_replica, False),
         (not layout.is_sharded and layout.num_ranks > 1, _sharded, False),
         (layout.num_ranks == 1, lambda each: _more_devices(each, missing), True),
@@ -121,6 +122,10 @@ def _takes_turns(setup: Setup) -> Applied:
 
 def _offloads(setup: Setup) -> Applied:
     return "update.offload_optimizer=true", replace(setup, offloads_optimizer=True)
+
+
+def _apart(setup: Setup) -> Applied:
+    return "backend=ray", replace(setup, is_apart=True, in_turn=False)
 
 
 def _one_replica(setup: Setup) -> Applied:

@@ -16,7 +16,7 @@ class Traffic:
 
     gathers: int  # weights for passes
     gradients: int
-    weights: int  # to rank 0, for workers
+    weights: int  # to rank 0, for workers; or to all others, for copies in the ranks
 
     @property
     def total(self) -> int:
@@ -47,10 +47,12 @@ def traffic(setup: Setup) -> Traffic:
     return Traffic(
         gathers=of_policy * policy + of_critic * critic + forwards * reference,
         gradients=backwards * _scattered(setup, divided) + steps * _summed_everywhere(setup, whole),
-        weights=sum(each.part(layout.num_shards) * each.itemsize for each in tensors.policy)
-        if layout.num_shards > 1
-        else 0,
+        weights=(1 if setup.is_apart else layout.num_shards - 1) * _part(setup) if layout.num_shards > 1 else 0,
     )
+
+
+def _part(setup: Setup) -> int:
+    return sum(each.part(setup.layout.num_shards) * each.itemsize for each in setup.cast_tensors.policy)
 
 
 def num_backwards(setup: Setup) -> int:
