@@ -68,6 +68,7 @@ class Acceptance:
 
     def fade(self, share: float) -> None:
         """Let what was counted so far weigh only so much of what it did."""
+        self._of_source *= share
         self._reached *= share
         self._accepted *= share
         self._rate = None
