@@ -48,7 +48,7 @@ from rhymerl.training.loggers import log_step
 from rhymerl.training.memory import shape_of
 from rhymerl.training.offload import offload
 from rhymerl.training.settings import Rates, UpdateSettings
-from rhymerl.training.state import Aside, check_base, load_budget, load_state, state_of
+from rhymerl.training.state import Aside, Resumed, check_base, load_state, state_of
 from rhymerl.training.teardown import AFTER_EXCEPTION, TeardownOnException
 from rhymerl.training.trainer import (
     datamodule_of,
@@ -135,7 +135,7 @@ class RhymeModule(L.LightningModule):
         self._failures = Failures()  # of the rewards, in an evaluation
         self._shares_engine = self._shares_prefixes = False
         self._ranks: Ranks | None = None
-        self._resumed: Mapping[str, Any] | None = None  # a checkpoint's state of what is not brought up yet
+        self._resumed = Resumed()
         self._num_optimizer_steps = float("inf")
         self._loop: RolloutLoop | None = None
         self._updater: Updater | None = None
@@ -221,7 +221,7 @@ class RhymeModule(L.LightningModule):
             progress=self.progress,
             **modes,
         )
-        self._take_up()
+        self._resumed.take_up(self, self._loop, self._ranks)
         self._updater = Updater(
             self.model,
             self.algo,
@@ -236,16 +236,6 @@ class RhymeModule(L.LightningModule):
             reference=self.reference,
             critic=self.critic,
         )
-
-    def _take_up(self) -> None:
-        """Go on from a checkpoint's state of the loop and the budget, once both are there: under fsdp2 that is before it is read."""
-        if self._resumed is None or self._loop is None:
-            return
-        assert self._ranks is not None
-        if self._resumed["loop"] is not None:
-            self._loop.load_state_dict(self._resumed["loop"])
-        load_budget(self, self._resumed, self._ranks.rank)
-        self._resumed = None
 
     def teardown(self, stage: str) -> None:
         """Free the engine and the reward processes; a later fit brings up new ones."""
@@ -406,5 +396,5 @@ class RhymeModule(L.LightningModule):
         if self._trainer is not None:
             check_base(self, state, "the checkpoint")
         load_state(self, state)
-        self._resumed = {name: state[name] for name in ("budgets", "loop", "classes")}
-        self._take_up()
+        self._resumed.keep(state)
+        self._resumed.take_up(self, self._loop, self._ranks)

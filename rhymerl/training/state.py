@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from rhymerl.distributed.base import Ranks
 from rhymerl.errors import ConfigError
 from rhymerl.training.checkpoint import FORMAT
 
@@ -74,6 +75,26 @@ def load_budget(module: Module, state: Mapping[str, Any], rank: int) -> None:
     if is_of_same_class(module, "budget", state):
         budgets = state["budgets"]
         module.budget.load_state_dict(budgets[rank if rank < len(budgets) else 0])
+
+
+class Resumed:
+    """A checkpoint's state of what is there only once the workers are: the loop and the budget."""
+
+    def __init__(self) -> None:
+        self._state: Mapping[str, Any] | None = None
+
+    def keep(self, state: Mapping[str, Any]) -> None:
+        """Keep it of what a checkpoint has."""
+        self._state = {name: state[name] for name in ("budgets", "loop", "classes")}
+
+    def take_up(self, module: Module, loop: Learner | None, ranks: Ranks | None) -> None:
+        """Let them go on from it, once, if they are there: under fsdp2 they are before a checkpoint is read, otherwise after it."""
+        if self._state is None or loop is None or ranks is None:
+            return
+        if self._state["loop"] is not None:
+            loop.load_state_dict(self._state["loop"])
+        load_budget(module, self._state, ranks.rank)
+        self._state = None
 
 
 def is_of_same_class(module: Module, name: str, state: Mapping[str, Any]) -> bool:

@@ -20,7 +20,7 @@ from rhymerl.callbacks import AtomicCheckpointIO
 from rhymerl.errors import ConfigError
 from rhymerl.rollout import RolloutLoop
 from rhymerl.runs.export import export
-from rhymerl.training import module, shards
+from rhymerl.training import module, shards, state
 from rhymerl.training.checkpoint import damage, newest_whole, read_checkpoint
 from rhymerl.training.fsdp2 import FSDP2Strategy
 from tests.integration.ranked import run_ranks, said, start_ranks
@@ -123,14 +123,14 @@ def test_two_ranks_save_what_one_process_goes_on_from(tmp_path, alone, monkeypat
 def note_what_is_taken_up(folder: str) -> None:
     train("fsdp2", "ppo", num_steps=1, saves=Path(folder) / "saves")
     found: list[str] = []
-    load_loop, load_budget, step = RolloutLoop.load_state_dict, module.load_budget, module.RhymeModule.training_step
+    load_loop, load_budget, step = RolloutLoop.load_state_dict, state.load_budget, module.RhymeModule.training_step
 
     def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *given, **named: (found.append(name), call(*given, **named))[1]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RolloutLoop, "load_state_dict", noted("loop", load_loop))
-        patch.setattr(module, "load_budget", noted("budget", load_budget))
+        patch.setattr(state, "load_budget", noted("budget", load_budget))
         patch.setattr(module.RhymeModule, "training_step", noted("step", step))
         train("fsdp2", "ppo", num_steps=2, ckpt_path=Path(folder) / "saves" / "last.ckpt")
     (Path(folder) / "found").write_text(json.dumps(found))
