@@ -15,9 +15,7 @@ from rhymerl.training.module import RhymeModule
 from rhymerl.types import RolloutRequest
 
 Name = TypeVar("Name", bound=Hashable)
-_WARM_UP = (
-    16  # passes after an update; whoever comes first would need twice as long for them, since memory is laid out anew
-)
+_WARM_UP = 16  # passes after an update, for which whoever comes first would need twice as long
 
 
 class Taken(NamedTuple):

@@ -39,7 +39,7 @@ class Drafting:
         self._requests: list[RolloutRequest] = []  # of the rows that emit in the pass under way
         self._is_skipped = True  # the drafter is left alone in it
         self.num_asked = 0  # requests for which the drafter was asked in it
-        self._seconds = 0.0  # of it that drafts took: to ask for them, and to tell what came of it
+        self._seconds = 0.0  # that drafts took of it: all calls of the protocol
         self._policy_version = self._pass_number = 0
         self._nothing = no_drafts(0)
 

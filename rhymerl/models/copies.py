@@ -48,7 +48,7 @@ def copy_weights(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> None:
                 raise _another_model(f"{name!r} has another shape")
             parameter.copy_(tensor)
     if parameters:
-        raise _another_model(f"only the engine's has {sorted(parameters)[0]!r}")
+        raise _another_model(f"only the engine's has {min(parameters)!r}")
 
 
 def _another_model(difference: str) -> BackendError:

@@ -96,9 +96,7 @@ class RankMemory:
     activations: int
     head_chunks: int  # of logits, and gradients of head and embedding
     gathered: int  # weights and gradients that sharded ranks have whole for a moment
-    weight_buffers: (
-        int  # on the way to workers: a block that is sent, and the next one; or a tensor for a copy in the rank
-    )
+    weight_buffers: int  # a block on its way to workers, and the next one; or a tensor for a copy in the rank
     engine_weights: int
     keys_and_values: int
     engine_rest: int  # graphs, activations and CUDA's context of the engine
