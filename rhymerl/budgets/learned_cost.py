@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,21 +42,25 @@ _SMOOTH = (
 _REQUESTS_A_PASS = 24
 _LARGEST_SURPRISE = 3.0  # times what was expected
 _DOUBT = 0.9  # what is left of all that is known after a larger one: many in a row are another machine
+_LATELY = 0.01  # of the machine's pace, a pass
 _ONE_BY_ONE = 16  # passes before many are taken at once
 _LEAST_S = 1e-9
 
 
 class LearnedCost(PassCost):
-    """Learned by least squares of relative errors that forgets: seconds = curve(tokens) + a rows + b nodes + c asked + [asked > 0] d + e seen.
+    """Learned by least squares of relative errors that forgets: seconds / pace = curve(tokens) + a rows + b nodes + c asked + [asked > 0] d + e seen.
 
     The curve is of all tokens of the pass, prompts included, straight between powers of two and never falling. `seen` are the
-    keys that rows and nodes attend to, summed. Before the first pass nodes are held to be cheap, so that they are tried. What takes
-    far longer than expected (a compiler ran, or another program) weighs little, as long as that is rare.
+    keys that rows and nodes attend to, summed. The pace is what passes took lately, whichever they were, over what they were expected to
+    take: a machine that slows down does so for passes with drafts and without, also for those that it has not had since. Before the first pass nodes are
+    held to be cheap, so that they are tried. What takes far longer than expected (a compiler ran, or another program) weighs little, as
+    long as that is rare.
     """
 
     def __init__(self) -> None:
         self._weights = _GUESS
         self._values = _values(_GUESS)  # of the curve, at the knots
+        self._pace = 1.0
         self._seen_per_token = 0.0  # lately
         self._first: list[tuple[FloatArray, float]] = []  # features and seconds, until there are enough to solve for
         # One for passes for which the drafter was left alone, and one for the others. Each forgets by its own passes: while one kind
@@ -92,12 +97,15 @@ class LearnedCost(PassCost):
         tokens = logits + prompt_tokens
         sees = self._seen_per_token * logits if seen is None else seen
         return np.asarray(
-            np.interp(tokens, _CURVE, self._values)
-            + weights[_ROWS] * rows
-            + weights[_NODES] * nodes
-            + weights[_ASKED] * asked
-            + weights[_ANY_ASKED] * (np.asarray(asked) > 0)
-            + weights[_SEEN] * sees
+            self._pace
+            * (
+                np.interp(tokens, _CURVE, self._values)
+                + weights[_ROWS] * rows
+                + weights[_NODES] * nodes
+                + weights[_ASKED] * asked
+                + weights[_ANY_ASKED] * (np.asarray(asked) > 0)
+                + weights[_SEEN] * sees
+            )
         )
 
     @property
@@ -141,6 +149,8 @@ class LearnedCost(PassCost):
         if len(features) == 0:
             return
         expected = features @ self._weights
+        *paces, self._pace = accumulate((seconds / expected).tolist(), _next_pace, initial=self._pace)
+        seconds = seconds / paces
         scale = np.where(seconds > _LARGEST_SURPRISE * expected, seconds, expected)
         for kind in (0, 1):
             of_kind = features[:, _ANY_ASKED] == kind
@@ -165,6 +175,8 @@ class LearnedCost(PassCost):
             self._begin(features, seconds)
             return
         expected = float(features @ self._weights)
+        pace, self._pace = self._pace, _next_pace(self._pace, seconds / expected)
+        seconds /= pace
         if seconds > _LARGEST_SURPRISE * expected:
             self._products, self._sums = _DOUBT * self._products, _DOUBT * self._sums
             self._add(features, seconds, seconds)
@@ -214,6 +226,12 @@ class LearnedCost(PassCost):
 
     def _take(self, weights: FloatArray) -> None:
         self._weights, self._values = weights, _values(weights)
+
+
+def _next_pace(pace: float, taken: float) -> float:
+    """Return the pace after a pass that took `taken` times what was expected at a pace of 1."""
+    surprise = taken / pace
+    return pace if surprise > _LARGEST_SURPRISE else float(pace * surprise**_LATELY)
 
 
 @compiled

@@ -177,6 +177,21 @@ def test_another_machine_is_learned_anew():
     check(cost, slower)
 
 
+@pytest.mark.parametrize("factor", [0.6, 1.6])
+@pytest.mark.parametrize("asked_now", [0, 24], ids=["while drafting is paused", "while nearly all passes have drafts"])
+def test_a_machine_that_changes_does_so_for_passes_with_drafts_and_without(factor, asked_now):
+    """What is compared is one with the other: it must not matter which of them have been timed since."""
+    cost, rng, costs = LearnedCost(), np.random.default_rng(0), MACHINES["tokens"]
+    for number in range(900):
+        late = number >= 300
+        asked = 24 * (number % 2) if not late else 24 - asked_now if number % 60 == 0 else asked_now
+        nodes = int(rng.integers(24, 97)) if asked else 0
+        taken = truth(24, nodes, asked, **costs) * (1 + 0.05 * rng.standard_normal()) * (factor if late else 1.0)
+        cost.observe(24, nodes, asked, taken)
+    for nodes, asked in ((0, 0), (60, 24)):
+        assert seconds(cost, 24, nodes, asked) == pytest.approx(factor * truth(24, nodes, asked, **costs), rel=0.16)
+
+
 def test_nothing_is_paid_for():
     """Noise must not make a feature cost less than nothing."""
     rng, cost = np.random.default_rng(0), LearnedCost()
