@@ -1,18 +1,20 @@
-"""An update that computes the prompt of a group once, against one that computes it for every answer (update.share_prefixes).
+"""An update that computes the prompt of a group and what its answers begin with once, against one that computes each answer by itself.
 
-A Llama of SmolLM2-135M's shape with random weights takes optimizer steps (GRPO, AdamW) on random prompts and answers, with and
-without sharing in turn. `time` is shared over separate rows, step by step; `tokens` is the same ratio of the tokens that the layers
-compute, below which the head and AdamW keep the time from falling. `peak_mb` is the most that a step allocates beyond weights and moments.
-Lengths of answers are spread evenly over their range.
+A Llama of SmolLM2-135M's shape with random weights takes optimizer steps (GRPO, AdamW), with and without sharing in turn
+(update.share_prefixes). Prompts and answers are random, so that answers have only their prompt in common, or recorded (benchmarks/traces/): the first and the
+last epoch of a real SmolLM2 that learns to add. `time` is shared over separate rows, step by step; `tokens` is the same ratio of the tokens that the
+layers compute, below which the head and AdamW keep the time from falling. `peak_mb` is the most that a step allocates beyond weights and moments.
+Lengths of random answers are spread evenly over their range.
 
     python benchmarks/shared_prefixes.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import record
@@ -20,14 +22,29 @@ import torch
 from update_memory import MB, peak_bytes
 
 from rhymerl.algos import GRPO
+from rhymerl.history.traces import read_trace
 from rhymerl.models.policy import PolicySource
 from rhymerl.testing import make_prompt
+from rhymerl.training.batches import units
 from rhymerl.training.settings import UpdateSettings
 from rhymerl.training.updater import Updater
-from rhymerl.types import Completion, Output, RolloutRequest, Sample, SamplingParams
+from rhymerl.types import Completion, Output, Prompt, RolloutRequest, Sample, SamplingParams
+
+if TYPE_CHECKING:
+    from rhymerl.types import IntArray
 
 # prompts, answers to each, tokens of a prompt, and of the shortest and the longest answer
-CASES = {"addition": (6, 6, 45, 16, 20), "long prompts": (1, 8, 400, 60, 140), "short prompts": (4, 8, 15, 30, 80)}
+RANDOM = {"addition": (6, 6, 45, 16, 20), "long prompts": (1, 8, 400, 60, 140), "short prompts": (4, 8, 15, 30, 80)}
+
+
+# traces, the number of an epoch, and prompts of it
+RECORDED = {
+    "additions, first epoch": ("smollm2_addition", 0, 6),
+    "additions, last epoch": ("smollm2_addition", -1, 6),
+    "long sums, first epoch": ("smollm2_long_sum", 0, 6),
+    "long sums, last epoch": ("smollm2_long_sum", -1, 6),
+}
+CASES = [*RANDOM, *RECORDED]
 
 
 def make_model(arguments: Any) -> torch.nn.Module:
@@ -47,34 +64,53 @@ def make_model(arguments: Any) -> torch.nn.Module:
 
 def make_samples(case: str, arguments: Any) -> list[Sample]:
     """Random rewards, so that there is something to learn."""
-    prompts, group, width, shortest, longest = CASES[case]
     source = np.random.default_rng(arguments.seed)
-    sampling = SamplingParams(max_tokens=longest)
-    samples = []
+    answers = recorded(*RECORDED[case]) if case in RECORDED else drawn(*RANDOM[case], source, arguments.vocabulary)
+    return [sample_of(*each, reward=float(source.random())) for each in answers]
+
+
+def drawn(
+    prompts: int, group: int, width: int, shortest: int, longest: int, source: np.random.Generator, vocabulary: int
+) -> Iterator[tuple[Prompt, int, IntArray]]:
+    """Yield prompts, and the number and the tokens of each answer."""
     for number in range(prompts):
-        prompt = make_prompt(source.integers(0, arguments.vocabulary, width).tolist(), id=str(number))
+        prompt = make_prompt(source.integers(0, vocabulary, width).tolist(), id=str(number))
         for index, length in enumerate(np.linspace(shortest, longest, group).round().astype(int).tolist()):
-            tokens = source.integers(0, arguments.vocabulary, length).astype(np.int32)
-            request = RolloutRequest(id=f"{number}/{index}", prompt=prompt, sample=index, seed=index, sampling=sampling)
-            output = Output(
-                token_ids=tokens,
-                logprobs=np.full(length, -10.0),
-                policy_versions=np.zeros(length, np.int32),
-                finish_reason="stop",
-            )
-            completion = Completion(request=request, output=output)
-            mask = np.ones(length, np.bool_)
-            samples.append(
-                Sample(completion=completion, text="", reward=float(source.random()), rewards={}, loss_mask=mask)
-            )
-    return samples
+            yield prompt, index, source.integers(0, vocabulary, length).astype(np.int32)
 
 
-def token_share(samples: Sequence[Sample]) -> float:
-    """Tokens that the layers compute when prompts are shared, over those of separate rows."""
-    prompts = {sample.prompt.id: len(sample.prompt.token_ids) for sample in samples}
-    rows = sum(len(sample.prompt.token_ids) + len(sample) for sample in samples)
-    return (sum(prompts.values()) + sum(len(sample) - 1 for sample in samples)) / rows
+def recorded(trace: str, epoch: int, prompts: int) -> Iterator[tuple[Prompt, int, IntArray]]:
+    """Yield the same of the first prompts of an epoch."""
+    answers = list(read_trace(Path(__file__).parent / "traces" / f"{trace}.jsonl.gz"))
+    chosen = sorted({each.epoch for each in answers})[epoch]
+    names = list(dict.fromkeys(each.prompt_id for each in answers))[:prompts]
+    for each in answers:
+        if each.epoch == chosen and each.prompt_id in names:
+            prompt = make_prompt(list(each.prompt_tokens), id=each.prompt_id)
+            yield prompt, each.sample, np.array(each.response_tokens, np.int32)
+
+
+def sample_of(prompt: Prompt, index: int, tokens: IntArray, *, reward: float) -> Sample:
+    sampling = SamplingParams(max_tokens=len(tokens))
+    request = RolloutRequest(id=f"{prompt.id}/{index}", prompt=prompt, sample=index, seed=index, sampling=sampling)
+    output = Output(
+        token_ids=tokens,
+        logprobs=np.full(len(tokens), -10.0),
+        policy_versions=np.zeros(len(tokens), np.int32),
+        finish_reason="stop",
+    )
+    mask = np.ones(len(tokens), np.bool_)
+    return Sample(
+        completion=Completion(request=request, output=output), text="", reward=reward, rewards={}, loss_mask=mask
+    )
+
+
+def token_share(samples: Sequence[Sample], max_tokens: int) -> float:
+    """Tokens that the layers compute when what is common is shared, over those of separate rows."""
+    shared, rows = (
+        units(samples, range(len(samples)), max_tokens=max_tokens, shares=shares) for shares in (True, False)
+    )
+    return sum(each.tokens for each in shared) / sum(each.tokens for each in rows)
 
 
 def measured(case: str, arguments: Any) -> dict[str, Any]:
@@ -106,7 +142,7 @@ def measured(case: str, arguments: Any) -> dict[str, Any]:
     return {
         "case": case,
         "time": record.spread(ratios),
-        "tokens": round(token_share(samples), 3),
+        "tokens": round(token_share(samples, arguments.micro_batch_tokens), 3),
         "rows_s": record.spread(times["rows"]),
         "shared_s": record.spread(times["shared"]),
         "rows_peak_mb": round(peaks["rows"] / MB),

@@ -39,11 +39,14 @@ class TokenBatch:
     input_ids: Tensor  # [B, S]; [1, L] in a shared layout
     indices: Tensor  # [N] flat index into `input_ids` of the token before each response token
     targets: Tensor  # [N] the response tokens
-    response: Tensor  # [B, T] bool, where the N response tokens stand; [B, T + 1] with positions behind the last ones
-    shared: SharedLayout | None = None  # of samples that share their prompts
+    response: Tensor  # [B, T] bool, where the response tokens stand; [B, T + 1] with positions behind the last ones
+    shared: SharedLayout | None = None  # of samples that share their prompts, and what their answers begin with
+    places: Tensor | None = None  # which of the N each of these tokens is, if some are several samples'
 
     def spread(self, values: Tensor) -> Tensor:
         """Return the value of each response token, [N], at its index in [B, T]; zeros in the padding."""
+        if self.places is not None:
+            values = values[self.places]
         blank = torch.zeros(self.response.shape, dtype=values.dtype, device=values.device)
         return blank.masked_scatter(self.response, values)
 
@@ -51,7 +54,7 @@ class TokenBatch:
 def token_batch(
     samples: Sequence[Sample], device: torch.device | str, *, behind: bool = False, shares: bool = False
 ) -> TokenBatch:
-    """Lay samples out for one forward pass, in which equal prompts are one if it `shares` them.
+    """Lay samples out for one forward pass, in which equal prompts and common beginnings of their answers are one if it `shares` them.
 
     With `behind`, the position of each answer's last token counts too; its target means nothing.
     """
@@ -84,15 +87,17 @@ def _shared_batch(samples: Sequence[Sample], device: torch.device | str, *, behi
     lengths = np.array([len(each) for each in tokens])
     column = np.arange(lengths.max() + behind)
     response = column < lengths[:, None] + behind
-    before = np.where(column == 0, placed.ends[:, None], placed.starts[:, None] + column - 1)
-    targets = np.zeros(response.shape, np.int64)
-    targets[column < lengths[:, None]] = np.concatenate(tokens)
+    before = np.concatenate(placed.paths)
+    after = np.zeros(response.shape, np.int64)
+    after[column < lengths[:, None]] = np.concatenate(tokens)
+    asked, places = np.unique(before << 32 | after[response], return_inverse=True)
     return TokenBatch(
         input_ids=placed.layout.input_ids,
-        indices=torch.from_numpy(before[response]).to(device),
-        targets=torch.from_numpy(targets[response]).to(device),
+        indices=torch.from_numpy(asked >> 32).to(device),
+        targets=torch.from_numpy(asked & 0xFFFFFFFF).to(device),
         response=torch.from_numpy(response).to(device),
         shared=placed.layout,
+        places=torch.from_numpy(places).to(device),
     )
 
 

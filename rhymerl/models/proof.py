@@ -84,19 +84,27 @@ def _shared_otherwise(body: PreTrainedModel, model: PreTrainedModel | None, dtyp
     """Return why states behind a shared prompt are no states of the decoder, computed in at least so many bits."""
     numbers = torch.arange(100).remainder(body.config.get_text_config().vocab_size).numpy()
     prompts = [numbers[start : start + length] for start, length in ((1, 3), (2, 5))]
-    answers = [(0, 4), (1, 1), (0, 2), (1, 3), (0, 0)]  # the number of a prompt, and tokens
-    tokens = [numbers[7 * i : 7 * i + length] for i, (_, length) in enumerate(answers)]
+    answers = [
+        (0, [7, 8, 9, 10]),
+        (1, [14]),
+        (0, [7, 8, 21]),
+        (1, [28, 29, 30]),
+        (0, []),
+        (0, [7, 8, 9]),
+        (1, [28, 29, 31, 32]),
+    ]
+    tokens = [numbers[each] for _, each in answers]
     placed = lay_out([prompts[number] for number, _ in answers], tokens, body.device)
     try:
         with refusing("it cannot be run like that"), evaluating(body), torch.no_grad(), computing_in(dtype, body):
             run = partial(call, model) if model is not None and model is not body else _run
             with sharing([body]):
                 shared = run(lambda: packed_states(body, placed.layout)[0])
-            for (number, length), answer, start in zip(answers, tokens, placed.starts, strict=True):
+            for (number, _), answer, path in zip(answers, tokens, placed.paths, strict=True):
                 ids = torch.from_numpy(np.append(prompts[number], answer))[None].to(body.device)
                 states = run(partial(body, input_ids=ids, use_cache=False)).last_hidden_state
                 alone = states[0, len(prompts[number]) :]
-                if length and _differ(shared[start : start + length], alone):
+                if len(answer) and _differ(shared[torch.from_numpy(path[1:]).to(body.device)], alone):
                     return "its states behind a shared prompt are others"
     except ConfigError as error:
         return str(error)

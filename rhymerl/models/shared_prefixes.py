@@ -1,17 +1,21 @@
-"""The prompt of several answers, computed once: where everything is in one packed pass, and the attention that reads it.
+"""What several answers have in common, computed once: where everything is in one packed pass, and the attention that reads it.
 
-The pass is a sequence [1, L]. It begins with G prompts, each padded on the right to P tokens, and goes on with buckets of answers of
-like length. An answer's tokens attend to its prompt and to those of its own before them.
+The pass is a sequence [1, L]. It begins with G prompts, each padded on the right to P tokens, and goes on with buckets of runs of like
+length. A run is an answer, or what is left of one that begins as another does: it reads its prompt, the tokens of others with which its
+answer begins, and its own.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,17 +28,17 @@ if TYPE_CHECKING:
 
 NAME = "rhymerl_shared"
 _BUCKET_TOKENS = 64  # what another bucket costs, in padded tokens
+_LEAST_SHARE = 8  # of an answer's tokens one in so many has to be another's too, else it is a run of its own
 # Devices on which torch has no kernel for a mask and groups of heads, and writes all scores out.
 _WITHOUT_GROUPS = ("cuda",)
 
 
 @dataclass(slots=True, kw_only=True)
-class AnswerBucket:
-    """B answers, padded on the right to T tokens."""
+class RunBucket:
+    """B runs of tokens, padded on the right to T; each reads up to C others that stand before it, and its own."""
 
-    prompts: Tensor  # [B] which prompt each of them follows
-    num_tokens: int  # T
-    visible: Tensor  # [B or 1, 1, T, P + T] bool: the real tokens of the prompt, and the answer's up to each one
+    read: Tensor  # [B, C + T] flat indices: of the tokens before it, its prompt's first, padded on the right to C; and of its own
+    visible: Tensor  # [B or 1, 1, T, C + T] bool: the real ones before it, and its own up to each one
     _mask: Tensor | None = field(default=None)
 
     def mask(self, like: Tensor) -> Tensor:
@@ -52,25 +56,29 @@ class SharedLayout:
     input_ids: Tensor  # [1, L]
     position_ids: Tensor  # [1, L]
     num_prompts: int
-    buckets: Sequence[AnswerBucket]
+    buckets: Sequence[RunBucket]
     sizes: Sequence[int]  # tokens of all prompts and of each bucket
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Return what each token reads: query [1, heads, L, dim], key and value [1, kv_heads, L, dim] -> [1, L, heads, dim]."""
-        parts = [each[0].transpose(0, 1).split(self.sizes) for each in (query, key, value)]
-        prompts, *answers = zip(*parts, strict=True)
-        q, of_keys, of_values = (_in_rows(each, self.num_prompts) for each in prompts)
-        found = [_attend(q, of_keys, of_values, scale, mask=None)]
-        for bucket, part in zip(self.buckets, answers, strict=True):
-            q, k, v = (_in_rows(each, len(bucket.prompts)) for each in part)
-            k, v = (torch.cat([of[bucket.prompts], own], 2) for of, own in ((of_keys, k), (of_values, v)))
-            found.append(_attend(q, k, v, scale, mask=bucket.mask(q)))
+        queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))
+        of_prompts, *of_runs = queries.split(self.sizes)
+        q, k, v = (_in_rows(each[: self.sizes[0]], self.num_prompts) for each in (of_prompts, keys, values))
+        found = [_attend(q, k, v, scale, mask=None)]
+        for bucket, part in zip(self.buckets, of_runs, strict=True):
+            q = _in_rows(part, len(bucket.read))
+            found.append(_attend(q, _at(keys, bucket.read), _at(values, bucket.read), scale, mask=bucket.mask(q)))
         return torch.cat(found)[None]
 
 
 def _in_rows(tokens: Tensor, count: int) -> Tensor:
     """[rows * T, heads, dim] -> [rows, heads, T, dim]."""
-    return tokens.view(count, -1, *tokens.shape[1:]).transpose(1, 2)
+    return tokens.reshape(count, -1, *tokens.shape[1:]).transpose(1, 2)
+
+
+def _at(tokens: Tensor, read: Tensor) -> Tensor:
+    """[L, heads, dim] at [rows, S] -> [rows, heads, S, dim]; the gradient of an embedding is added up in one order on every device."""
+    return F.embedding(read, tokens.flatten(1)).view(*read.shape, *tokens.shape[1:]).transpose(1, 2)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, *, mask: Tensor | None) -> Tensor:
@@ -85,67 +93,128 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, *, mask: Te
     return out.transpose(1, 2).flatten(0, 1)
 
 
+def side_by_side(answers: Sequence[IntArray]) -> list[tuple[int, int]]:
+    """Return the answers to a prompt in an order in which like ones are neighbours: the index of each, and how many tokens it begins with as the one before it does.
+
+    Of sorted sequences none of those before begins more alike than the neighbour. Few tokens in common count as none.
+    """
+    order = sorted(range(len(answers)), key=lambda i: answers[i].astype(">u4").tobytes())
+    found = [(order[0], 0)] if order else []
+    for last, number in pairwise(order):
+        same = _common(answers[last], answers[number])
+        found.append((number, same if same * _LEAST_SHARE >= len(answers[number]) else 0))
+    return found
+
+
+def _common(one: IntArray, other: IntArray) -> int:
+    """Return how many tokens both begin with."""
+    length = min(len(one), len(other))
+    differs = one[:length] != other[:length]
+    first = int(differs.argmax()) if length else 0
+    return first if length and differs[first] else length
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
     """A layout, and where each sample's tokens are in it."""
 
     layout: SharedLayout
-    ends: IndexArray  # [B] the flat index of the last token of each sample's prompt
-    starts: IndexArray  # [B] that of its answer's first token
+    paths: Sequence[IndexArray]  # B times [1 + T] the flat indices of its prompt's last token and of its answer's
 
 
 def lay_out(prompts: Sequence[IntArray], answers: Sequence[IntArray], device: torch.device | str) -> Placed:
     """Lay out samples whose prompts may be equal; an answer may be empty, as one is whose last token is not to be read."""
-    numbers: dict[bytes, int] = {}
-    of = np.array([numbers.setdefault(np.ascontiguousarray(each).tobytes(), len(numbers)) for each in prompts])
-    distinct = [prompts[int(np.argmax(of == number))] for number in range(len(numbers))]
-    lengths = np.array([len(each) for each in distinct])
-    widest = int(lengths.max())
+    distinct, runs = _runs(prompts, answers)
+    widest = max(map(len, distinct))
+    before = np.array([len(distinct[run.prompt]) + run.begun for run in runs])
     ids, positions = [_padded(distinct, widest)], [np.tile(np.arange(widest), len(distinct))]
-    sizes, buckets = [len(distinct) * widest], []
-    starts = np.zeros(len(answers), np.int64)
-    for rows in _bucketed([len(answer) for answer in answers]):
-        width = max(len(answers[row]) for row in rows)
-        starts[rows] = sum(sizes) + width * np.arange(len(rows))
-        ids.append(_padded([answers[row] for row in rows], width))
-        positions.append((_first_position(lengths[of[rows]])[:, None] + np.arange(width)).ravel())
-        sizes.append(len(rows) * width)
-        buckets.append(_bucket(of[rows], lengths, width, device))
+    sizes, starts, together = [len(distinct) * widest], np.zeros(len(runs), np.int64), _bucketed(runs)
+    for chosen in together:
+        width = len(runs[chosen[0]].tokens)
+        starts[chosen] = sum(sizes) + width * np.arange(len(chosen))
+        ids.append(_padded([runs[i].tokens for i in chosen], width))
+        positions.append((_first_position(before[chosen])[:, None] + np.arange(width)).ravel())
+        sizes.append(len(chosen) * width)
+    lines = _lines(runs, starts, lengths=[len(each) for each in distinct], widest=widest)
     flat_ids, flat_positions = (torch.from_numpy(np.concatenate(each))[None].to(device) for each in (ids, positions))
     layout = SharedLayout(
-        input_ids=flat_ids, position_ids=flat_positions, num_prompts=len(distinct), buckets=buckets, sizes=sizes
+        input_ids=flat_ids,
+        position_ids=flat_positions,
+        num_prompts=len(distinct),
+        buckets=[
+            _bucket([lines[i][: before[i]] for i in each], starts[each], len(runs[each[0]].tokens), device)
+            for each in together
+        ],
+        sizes=sizes,
     )
-    return Placed(layout=layout, ends=of * widest + lengths[of] - 1, starts=starts)
+    paths = {run.row: line[len(distinct[run.prompt]) - 1 :] for run, line in zip(runs, lines, strict=True)}
+    return Placed(layout=layout, paths=[paths[row] for row in range(len(answers))])
 
 
-def _first_position(prompt_lengths: IndexArray) -> IndexArray:
-    """Return the position of an answer's first token."""
-    return prompt_lengths
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What is left of a sample's answer, which begins as the one of the run before does."""
+
+    row: int  # of the sample
+    prompt: int  # its number
+    begun: int  # tokens that are another's
+    tokens: IntArray
 
 
-def _bucketed(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the indices of answers of like length together; empty ones are in none."""
+def _runs(prompts: Sequence[IntArray], answers: Sequence[IntArray]) -> tuple[list[IntArray], list[_Run]]:
+    """Return the distinct prompts, and a run of each sample, those with a prompt in one piece."""
+    groups = defaultdict[bytes, list[int]](list)
+    for row, prompt in enumerate(prompts):
+        groups[np.ascontiguousarray(prompt).tobytes()].append(row)
+    runs = [
+        _Run(rows[index], number, same, answers[rows[index]][same:])
+        for number, rows in enumerate(groups.values())
+        for index, same in side_by_side([answers[row] for row in rows])
+    ]
+    return [prompts[rows[0]] for rows in groups.values()], runs
+
+
+def _lines(runs: Sequence[_Run], starts: IndexArray, *, lengths: Sequence[int], widest: int) -> list[IndexArray]:
+    """Return the flat indices of the tokens of each run's sample: its prompt's, those that its answer begins with, and its own."""
+    lines: list[IndexArray] = []
+    for run, start in zip(runs, starts, strict=True):
+        own = start + np.arange(len(run.tokens))
+        last = lines[-1] if run.begun else widest * run.prompt + np.arange(lengths[run.prompt])
+        lines.append(np.concatenate((last[: lengths[run.prompt] + run.begun], own)))
+    return lines
+
+
+def _first_position(num_before: IndexArray) -> IndexArray:
+    """Return the position of a run's first token, before which so many of its prompt and its answer are."""
+    return num_before
+
+
+def _bucketed(runs: Sequence[_Run]) -> list[list[int]]:
+    """Return the indices of runs of like length together, the longest first; empty ones are in none."""
+    lengths = [len(run.tokens) for run in runs]
     longest_first = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: (-lengths[i], i))
     widths = [lengths[i] for i in longest_first]
-    for start, end in best_starts(widths, [0] * len(widths), max_tokens=None, overhead=_BUCKET_TOKENS):
-        yield longest_first[start:end]
+    parts = best_starts(widths, [0] * len(widths), max_tokens=None, overhead=_BUCKET_TOKENS)
+    return [longest_first[start:end] for start, end in parts]
 
 
-def _padded(rows: Sequence[IntArray], width: int) -> IndexArray:
+def _padded(rows: Sequence[npt.NDArray[np.signedinteger[Any]]], width: int) -> IndexArray:
     ids = np.zeros((len(rows), width), np.int64)
     for line, row in zip(ids, rows, strict=True):
         line[: len(row)] = row
     return ids.ravel()
 
 
-def _bucket(prompts: IndexArray, lengths: IndexArray, width: int, device: torch.device | str) -> AnswerBucket:
-    widest = int(lengths.max())
-    mine = lengths[prompts]
-    seen = torch.from_numpy(mine[:1] if (mine == mine[0]).all() else mine)
-    of_prompt = torch.arange(widest) < seen[:, None, None, None]
+def _bucket(before: Sequence[IndexArray], starts: IndexArray, width: int, device: torch.device | str) -> RunBucket:
+    """Return a bucket of runs with the flat indices of the tokens `before` each, and that of its first own."""
+    lengths = [len(each) for each in before]
+    widest = max(lengths)
+    read = np.concatenate([_padded(before, widest).reshape(-1, widest), starts[:, None] + np.arange(width)], 1)
+    seen = torch.tensor(lengths[:1] if min(lengths) == widest else lengths)
+    of_others = torch.arange(widest) < seen[:, None, None, None]
     own = torch.ones(width, width, dtype=torch.bool).tril()
-    visible = torch.cat([of_prompt.expand(-1, 1, width, -1), own.expand(len(seen), 1, -1, -1)], 3)
-    return AnswerBucket(prompts=torch.from_numpy(prompts).to(device), num_tokens=width, visible=visible.to(device))
+    visible = torch.cat([of_others.expand(-1, 1, width, -1), own.expand(len(seen), 1, -1, -1)], 3)
+    return RunBucket(read=torch.from_numpy(read).to(device), visible=visible.to(device))
 
 
 def shared_attention(

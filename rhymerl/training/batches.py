@@ -10,6 +10,7 @@ import torch
 
 from rhymerl.algos.base import Batch
 from rhymerl.models.padding import best_starts
+from rhymerl.models.shared_prefixes import side_by_side
 from rhymerl.types import Sample
 
 _OVERHEAD_TOKENS = 512  # what an empty micro-batch costs on a CPU: its many small operations
@@ -55,7 +56,10 @@ class Unit:
 
 
 def units(samples: Sequence[Sample], chosen: Sequence[int], *, max_tokens: int | None, shares: bool) -> list[Unit]:
-    """Return the samples at `chosen` one by one; those of a prompt together if they share it, as far as `max_tokens` allow (None: any)."""
+    """Return the samples at `chosen` one by one; those of a prompt together if they share it, as far as `max_tokens` allow (None: any).
+
+    What such samples begin with counts once.
+    """
     if not shares:
         return [Unit(samples=[i], width=total_tokens(samples[i]), extra=0) for i in chosen]
     by_prompt: dict[bytes, list[int]] = {}
@@ -65,11 +69,12 @@ def units(samples: Sequence[Sample], chosen: Sequence[int], *, max_tokens: int |
     for group in by_prompt.values():
         width = len(samples[group[0]].prompt.token_ids)
         part, extra = list[int](), 0
-        for i in sorted(group, key=lambda i: (-len(samples[i]), i)):
-            if part and max_tokens is not None and width + extra + len(samples[i]) > max_tokens:
+        for index, same in side_by_side([samples[i].completion.token_ids for i in group]):
+            whole = len(samples[group[index]])
+            if part and max_tokens is not None and width + extra + whole - same > max_tokens:
                 found.append(Unit(samples=part, width=width, extra=extra))
-                part, extra = [], 0
-            part, extra = [*part, i], extra + len(samples[i])
+                part, extra, same = [], 0, 0
+            part, extra = [*part, group[index]], extra + whole - same
         found.append(Unit(samples=part, width=width, extra=extra))
     return found
 

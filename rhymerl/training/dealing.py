@@ -24,8 +24,10 @@ def deal(num_tokens: Sequence[int], num_ranks: int) -> list[list[int]]:
 
 def deal_samples(samples: Sequence[Sample], chosen: Sequence[int], num_ranks: int, *, shares: bool) -> list[list[int]]:
     """Deal the samples at `chosen`; those that share a prompt go to one rank, unless others would then have to wait for it."""
+    if num_ranks == 1:
+        return [list(chosen)]
     whole = _dealt(units(samples, chosen, max_tokens=None, shares=shares), num_ranks)
-    if not shares or num_ranks == 1:
+    if not shares:
         return whole
     single = _dealt(units(samples, chosen, max_tokens=None, shares=False), num_ranks)
     return min(whole, single, key=lambda dealt: max(_tokens(samples, mine) for mine in dealt))

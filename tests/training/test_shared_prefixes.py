@@ -6,6 +6,7 @@ import copy
 import functools
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
@@ -17,13 +18,14 @@ from rhymerl.models.logprobs import token_batch
 from rhymerl.models.lora import LoRA
 from rhymerl.models.policy import Policy
 from rhymerl.models.proof import prove_sharing
-from rhymerl.models.shared_prefixes import AnswerBucket, SharedLayout, sharing
+from rhymerl.models.shared_prefixes import RunBucket, SharedLayout, lay_out, sharing, side_by_side
 from rhymerl.testing import tiny_policy
 from rhymerl.training.batches import micro_batches
 from rhymerl.training.dealing import deal_samples
 from rhymerl.training.settings import UpdateSettings
 from rhymerl.training.updater import Updater
 from tests.distributed.threads import run_ranks
+from tests.models.test_logprobs import answered
 from tests.training.updates import ActorCritic, forgiving_grpo, scored
 
 
@@ -96,21 +98,22 @@ ALGORITHMS = {
 }
 
 
+@pytest.mark.parametrize("alike", [False, True])
 @pytest.mark.parametrize("micro_batch_tokens", [1, 50, 10**6])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_gradients_are_those_of_separate_rows(name, micro_batch_tokens):
+def test_the_gradients_are_those_of_separate_rows(name, micro_batch_tokens, alike):
     algorithm, critic = ALGORITHMS[name]
-    settings = {"algorithm": algorithm, "critic": critic, "mini_batches": 2}
-    expected = gradients(scored(16), shares=False, **settings)
-    assert_equal(gradients(scored(16), shares=True, micro_batch_tokens=micro_batch_tokens, **settings), expected)
+    samples, settings = scored(16, alike=alike), {"algorithm": algorithm, "critic": critic, "mini_batches": 2}
+    expected = gradients(samples, shares=False, **settings)
+    assert_equal(gradients(samples, shares=True, micro_batch_tokens=micro_batch_tokens, **settings), expected)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt_neox"])
 def test_other_families(model_type, monkeypatch):
     for name in ("llama.modeling_llama.LlamaRMSNorm", "qwen3.modeling_qwen3.Qwen3RMSNorm"):
         monkeypatch.setattr(f"transformers.models.{name}.forward", Qwen2RMSNorm.forward)
-    settings = {"algorithm": forgiving_grpo, "policy": policy_of(model_type)}
-    assert_equal(gradients(scored(8), shares=True, **settings), gradients(scored(8), shares=False, **settings))
+    samples, settings = scored(8, alike=True), {"algorithm": forgiving_grpo, "policy": policy_of(model_type)}
+    assert_equal(gradients(samples, shares=True, **settings), gradients(samples, shares=False, **settings))
 
 
 def test_a_device_without_a_kernel_for_groups_gets_a_key_for_each_head(monkeypatch):
@@ -135,15 +138,17 @@ def test_adapters_and_activations_that_are_computed_again():
     LoRA(4).put_on(policy.model, seed=0)
     for settings in ({"policy": policy}, {"activation_checkpointing": True}):
         settings |= {"algorithm": forgiving_grpo}
-        assert_equal(gradients(scored(8), shares=True, **settings), gradients(scored(8), shares=False, **settings))
+        samples = scored(8, alike=True)
+        assert_equal(gradients(samples, shares=True, **settings), gradients(samples, shares=False, **settings))
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_any_number_of_ranks(size):
     settings = {"algorithm": functools.partial(GRPO, kl_coef=0.3), "mini_batches": 2}
-    expected = gradients(scored(16), shares=False, **settings)
+    samples = scored(16, alike=True)
+    expected = gradients(samples, shares=False, **settings)
     threads = torch.get_num_threads()
-    found = run_ranks(size, lambda ranks: gradients(scored(16), shares=True, ranks=ranks, **settings))
+    found = run_ranks(size, lambda ranks: gradients(samples, shares=True, ranks=ranks, **settings))
     torch.set_num_threads(threads)
     for each in found:
         assert_equal(each, expected)
@@ -162,10 +167,41 @@ def test_a_prompt_is_there_once_and_an_answers_last_token_not_at_all():
     assert layout.sizes[0] == 2 * max(len(one.prompt.token_ids), len(two.prompt.token_ids))
     assert sum(layout.sizes) == layout.input_ids.numel() == layout.position_ids.numel()
     rows = token_batch(samples, "cpu")
-    assert torch.equal(batch.targets, rows.targets)
+    assert batch.places is not None
+    assert torch.equal(batch.targets[batch.places], rows.targets)
     assert torch.equal(batch.response, rows.response)
-    assert torch.equal(layout.input_ids[0, batch.indices], rows.input_ids.flatten()[rows.indices])
+    assert torch.equal(layout.input_ids[0, batch.indices[batch.places]], rows.input_ids.flatten()[rows.indices])
     assert sum(layout.sizes[1:]) <= sum(len(sample) for sample in samples) + 8 * 8
+
+
+def test_what_answers_begin_with_is_there_once():
+    prompt = scored(1)[0].completion.request
+    words = [[5, 6, 7, 8, 9], [5, 6, 7, 3], [5, 6, 7, 8, 9], [5, 6], [2, 6, 7], [5, 6, 7, 8, 9, 4]]
+    batch = token_batch([answered(prompt, np.array(each, np.int32)) for each in words], "cpu", shares=True)
+    layout = batch.shared
+    assert layout is not None
+    # 5 6 7 8 9, of which the last token is read for that which goes on with 4, and 2 6; nothing is read behind 3 and 7.
+    read = [
+        token
+        for each in layout.buckets
+        for token in layout.input_ids[0, each.read[:, -each.visible.shape[2] :]].flatten().tolist()
+    ]
+    assert sorted(token for token in read if token) == [2, 5, 6, 6, 7, 8, 9]
+    # After the prompt 5 or 2, after 5 only 6 and so on, after 5 6 7 either 8 or 3: as many as there are different beginnings.
+    assert len(batch.targets) == len({tuple(each[:end]) for each in words for end in range(1, len(each) + 1)})
+    assert batch.spread(batch.targets).tolist() == [[*each, *[0] * (6 - len(each))] for each in words]
+
+
+def test_a_few_tokens_in_common_are_not_worth_a_run():
+    """What each row reads has to be told of each, then."""
+    one = np.arange(100)
+    other, near = one.copy(), one.copy()
+    other[3:] += 1
+    near[90:] += 1
+    assert dict(side_by_side([one, other])) == {0: 0, 1: 0}
+    assert dict(side_by_side([near, one, other])) == {1: 0, 0: 90, 2: 0}
+    alone = lay_out([one] * 2, [one, other], "cpu").layout.buckets
+    assert [len(each.visible) for each in alone] == [1]
 
 
 @pytest.mark.parametrize("max_tokens", [1, 30, 100, 10**6])
@@ -202,7 +238,7 @@ def part_of(index: int, dealt: list[list[int]]) -> int:
 def test_a_wrong_mask_or_position_is_found_out(dtype, monkeypatch):
     body = tiny_policy(dtype=dtype).model.get_decoder()
     assert prove_sharing(body, 64) is None
-    right = AnswerBucket.mask
+    right = RunBucket.mask
 
     def opened(self, like):
         mask = right(self, like).clone()
@@ -215,10 +251,10 @@ def test_a_wrong_mask_or_position_is_found_out(dtype, monkeypatch):
         return mask
 
     for wrong in (opened, closed):
-        monkeypatch.setattr(AnswerBucket, "mask", wrong)
+        monkeypatch.setattr(RunBucket, "mask", wrong)
         assert prove_sharing(body, 64) == "its states behind a shared prompt are others"
-    monkeypatch.setattr(AnswerBucket, "mask", right)
-    monkeypatch.setattr("rhymerl.models.shared_prefixes._first_position", lambda lengths: lengths + 1)
+    monkeypatch.setattr(RunBucket, "mask", right)
+    monkeypatch.setattr("rhymerl.models.shared_prefixes._first_position", lambda before: before + 1)
     assert prove_sharing(body, 64) == "its states behind a shared prompt are others"
 
 
@@ -227,7 +263,7 @@ def test_rounding_is_told_from_structure(monkeypatch):
     body = tiny_policy(dtype="float32").model.get_decoder()
     monkeypatch.setitem(proof._TOLERANCE, torch.float32, 0.0)
     assert prove_sharing(body, 64) is None
-    monkeypatch.setattr("rhymerl.models.shared_prefixes._first_position", lambda lengths: lengths + 1)
+    monkeypatch.setattr("rhymerl.models.shared_prefixes._first_position", lambda before: before + 1)
     assert prove_sharing(body, 64) == "its states behind a shared prompt are others"
 
 

@@ -23,13 +23,15 @@ from rhymerl.testing import tiny_policy
 from rhymerl.training.settings import UpdateSettings
 from rhymerl.training.updater import Updater
 from rhymerl.types import Completion, Output, RolloutRequest, Sample
-from tests.models.test_logprobs import make_samples
+from tests.models.test_logprobs import answered, make_samples
 
 
-def scored(count: int) -> list[Sample]:
-    """Groups of four samples with random rewards and behaviour log-probs."""
+def scored(count: int, *, alike: bool = False) -> list[Sample]:
+    """Groups of four samples with random rewards and behaviour log-probs, of answers that begin `alike` or not."""
     source = np.random.default_rng(3)
     samples = make_samples(count)
+    if alike:
+        samples = [like(samples[i - i % 4], sample, way=i % 4) for i, sample in enumerate(samples)]
     result = []
     for i, sample in enumerate(samples):
         prompt = samples[i - i % 4].prompt
@@ -45,6 +47,15 @@ def scored(count: int) -> list[Sample]:
         reward = float(source.integers(2))
         result.append(Sample(completion=completion, text="", reward=reward, rewards={}, loss_mask=sample.loss_mask))
     return result
+
+
+def like(first: Sample, sample: Sample, *, way: int) -> Sample:
+    """Return a sample whose answer goes on from half of the first one's, or is the same (2), or begins it (3)."""
+    tokens = first.completion.token_ids
+    half = tokens[: (len(tokens) + 1) // 2]
+    return answered(
+        sample.completion.request, [tokens, np.append(half, sample.completion.token_ids), tokens, half][way]
+    )
 
 
 class ActorCritic(Algorithm):
