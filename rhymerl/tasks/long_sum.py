@@ -12,8 +12,9 @@ class LongSum(RunningSum):
     """A running sum whose answers have a long tail of lengths, most of which comes from the prompt.
 
     The number of additions is log-normal, at most `difficulty` (1 to 40): its median is `typical`, the deviation of its logarithm is
-    `spread`. With probability `doubt` a demonstration goes through the whole sum once more, so that answers to one prompt differ in length
-    too: `37+85=122;?37+85=122;#122`. `error_rate` is as in RunningSum, and 0 in the second round, so that doubt pays.
+    `spread`. With probability `doubt` a demonstration goes through the whole sum once more, and so on until it has gone through it `rounds` times,
+    so that answers to one prompt differ in length too: `37+85=122;?37+85=122;#122`. `error_rate` is as in RunningSum, and 0 after the
+    first round, so that doubt pays.
     """
 
     most_additions = 40
@@ -25,6 +26,7 @@ class LongSum(RunningSum):
         typical: float = 6.0,
         spread: float = 0.7,
         doubt: float = 0.35,
+        rounds: int = 2,
         max_number: int = 20,
         error_rate: float = 0.03,
         prefix: str = "",
@@ -47,9 +49,12 @@ class LongSum(RunningSum):
             raise ValueError(f"spread={spread}: expected at least 0")
         if not 0 <= doubt < 1:
             raise ValueError(f"doubt={doubt}: expected a probability in [0, 1)")
+        if rounds < 1:
+            raise ValueError(f"rounds={rounds}: expected at least 1")
         self.typical = typical
         self.spread = spread
         self.doubt = doubt
+        self.rounds = rounds
 
     def problem(self, random_source: random.Random) -> Row:
         additions = round(self.typical * random_source.lognormvariate(0.0, self.spread))
@@ -58,7 +63,9 @@ class LongSum(RunningSum):
     def demonstration(self, row: Row, random_source: random.Random) -> str:
         numbers = self.numbers_of(row)
         steps, total = self.steps(numbers, self.error_rate, random_source)
-        if random_source.random() < self.doubt:
+        for _ in range(self.rounds - 1):
+            if random_source.random() >= self.doubt:
+                break
             again, total = self.steps(numbers, 0.0, random_source)
             steps = f"{steps};?{again}"
         return f"{steps};#{total}"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from itertools import islice
 from statistics import fmean, median
 
@@ -49,6 +50,12 @@ def test_one_round_only_without_doubt():
     assert not any("?" in text for _, text in demonstrations(LongSum(doubt=0.0), 50))
 
 
+def test_each_further_round_is_as_likely_as_the_one_before():
+    rounds = Counter(text.count("?") for _, text in demonstrations(LongSum(doubt=0.5, rounds=4), 2000))
+    shares = [rounds[number] / 2000 for number in range(5)]
+    assert shares == pytest.approx([0.5, 0.25, 0.125, 0.125, 0.0], abs=0.03)
+
+
 def test_the_number_of_additions_is_bounded_and_typical():
     counts = [row["prompt"].count("+") for row in LongSum(difficulty=9, typical=4, train_size=300).rows("train")]
     assert max(counts) == 9
@@ -64,6 +71,7 @@ def test_the_number_of_additions_is_bounded_and_typical():
         ({"typical": 19}, r"typical=19: expected 1 to difficulty=18 additions"),
         ({"spread": -1}, r"spread=-1: expected at least 0"),
         ({"spread": float("nan")}, r"spread=nan: expected at least 0"),
+        ({"rounds": 0}, r"rounds=0: expected at least 1"),
         ({"doubt": 1.0}, r"doubt=1\.0: expected a probability in \[0, 1\)"),
         ({"error_rate": 1.0}, r"error_rate=1\.0: expected a share in \[0, 1\)"),
     ],
