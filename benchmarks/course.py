@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -18,7 +19,7 @@ from virtual import TICK_S, VirtualWorkers
 from rhymerl.history.sealed import SealedHistory
 from rhymerl.training.module import RhymeModule
 from rhymerl.training.updater import Updater
-from rhymerl.types import RolloutRequest
+from rhymerl.types import FloatArray, RolloutRequest
 from rhymerl.workers.coordinator import Coordinator
 from rhymerl.workers.hosted import HostedWorkers
 
@@ -135,6 +136,22 @@ class Course:
 
     def mean(self, name: str) -> float:
         return statistics.fmean(step[name] for step in self.metrics[1:])
+
+    def rewards(self, window: int) -> FloatArray:
+        """Return the mean reward of each so many steps in a row, [steps - window + 1]."""
+        return np.convolve([step["reward"] for step in self.metrics], np.full(window, 1 / window), "valid")
+
+    @property
+    def length_correlation(self) -> float:
+        """Return the correlation of a prompt's mean length with that in the epoch before."""
+        means = defaultdict[str, list[float]](list)
+        for requests, lengths in zip(self.requests, self.lengths, strict=True):
+            of_prompt = defaultdict[str, list[int]](list)
+            for request, length in zip(requests, lengths, strict=True):
+                of_prompt[request.prompt.id].append(length)
+            for name, found in of_prompt.items():
+                means[name].append(statistics.fmean(found))
+        return float(np.corrcoef([pair for each in means.values() for pair in pairwise(each)], rowvar=False)[0, 1])
 
     @property
     def seconds(self) -> float:

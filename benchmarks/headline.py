@@ -9,8 +9,9 @@ budget, `aimd`, and ours `goodput`.
 A row's seconds are those from the start to the last step on the trainer's clock: rollouts, updates, and the CPU time of whatever the trainer does beside the update between
 rollouts and until the requests of a rollout are out. `over_barrier` compares them with no drafts, FIFO and a barrier, `over_colocated` with the same on colocated devices; `over_one_step_off` with no drafts, FIFO and a rollout that runs
 while the policy of the one before is trained, at whose end all workers wait for the last answer: the pipeline of veRL's one-step-off recipe, which is the
-baseline of the RhymeRL paper. `bound` is what the row would reach without bubbles, rejected nodes and the CPU time beside the passes. `lost` says
-where the workers' time goes, in parts of it: nodes (that drafts add to passes and that are rejected), draft (CPU), beside (the other CPU time), weights;
+baseline of the RhymeRL paper. `to_reward` compares the times at which the reward of an epoch's answers first was what the barrier's row had one epoch before its end.
+`bound` is what the row would reach without bubbles, rejected nodes and the CPU time beside the passes. `length_correlation` is that of a prompt's mean length with the one in the
+epoch before. `lost` says where the workers' time goes, in parts of it: nodes (that drafts add to passes and that are rejected), draft (CPU), beside (the other CPU time), weights;
 and without work: update (while the trainer updates), trainer (while it does whatever else it does between rollouts), bubbles (while other workers decode).
 
     python benchmarks/headline.py [--quick] [--rows NAME ...] [--plot FILE] [key=value ...]
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import record
 import timeline
 from course import Course
@@ -186,6 +188,7 @@ def figures(row: Row, course: Course, found: dict[str, Course], arguments: Any) 
         "over_colocated": round(found[COLOCATED.name].seconds / whole, 3),
         "over_one_step_off": round(found[ONE_STEP_OFF.name].seconds / whole, 3),
         "bound": round(found[BARRIER.name].seconds / least, 3),
+        "to_reward": to_reward(course, found[BARRIER.name], window=arguments.epoch_steps),
         "step_s": record.spread(
             [after - before for before, after in zip([0.0, *course.ends], course.ends, strict=False)]
         ),
@@ -195,9 +198,25 @@ def figures(row: Row, course: Course, found: dict[str, Course], arguments: Any) 
         "trainer_frac": round(sum(course.between) / whole, 4),
         "tokens_a_pass": round(course.mean("rollout/spec_accept_length"), 3),
         "staleness": round(course.mean("off_policy/staleness/mean"), 3),
+        "reward": [round(float(each), 3) for each in course.rewards(arguments.epoch_steps)[[0, -1]]],
         "held_out": [course.result["eval_reward_before"], course.result["eval_reward_after"]],
         "length": round(course.mean("completions/mean_length"), 1),
+        "length_correlation": round(course.length_correlation, 3),
     }
+
+
+def to_reward(course: Course, barrier: Course, *, window: int) -> float | None:
+    """Return how many times as soon as the barrier's row a row has, in `window` steps in a row, the reward that the barrier's had in the epoch before its last.
+
+    None where it never has.
+    """
+    target = barrier.rewards(window)[-1 - window]
+    times = [
+        float(each.ends[int(np.argmax(rewards >= target)) + window - 1])
+        for each in (barrier, course)
+        if ((rewards := each.rewards(window)) >= target).any()
+    ]
+    return round(times[0] / times[1], 3) if len(times) == 2 else None
 
 
 def draw_timeline(found: dict[str, Course], path: Path, *, steps: int = 4) -> None:
@@ -244,7 +263,12 @@ def options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--epoch-steps", type=int, default=4)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--update", type=float, default=0.12)
-    parser.add_argument("--weights", type=float, default=0.6, help="seconds of the device for a load of weights")
+    parser.add_argument(
+        "--weights",
+        type=float,
+        default=0.6,
+        help="seconds of the device for a load of weights: SGLang takes 2.5 for a model of 30B (its pull request 13824)",
+    )
     parser.add_argument("--held-out", type=int, default=128, help="problems of the evaluations at start and end")
     parser.add_argument("settings", nargs="*", metavar="key=value")
     return parser

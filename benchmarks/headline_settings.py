@@ -1,6 +1,7 @@
-"""The main rows of headline.py at other settings: an update of 30 % of the first row's step, a model of 32B on four GPUs, a faster GPU.
+"""The main rows of headline.py at other settings, which have baselines of their own; the columns are those of headline.py.
 
-The columns are those of headline.py; each setting has baselines of its own.
+They are an update of 30 % of the first row's step, a model of 32B on four GPUs, a faster GPU, twice as many requests, and a policy that checks its
+answers once more as often as chance has it, so that a prompt tells little of their lengths (policies/doubtful_sum).
 
     python benchmarks/headline_settings.py [--only NAME ...] [key=value ...]
 """
@@ -16,8 +17,10 @@ import record
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "8B on an H100, update 30 %": {"update": 0.3},
-    "32B on four H100": {"emulate": "h100_32b_tp4"},
+    "32B on four H100": {"emulate": "h100_32b_tp4", "weights": 2.5},
     "8B on an H200": {"emulate": "h200_8b"},
+    "64 slots, 32 prompts a step": {"max_running": 64, "prompts": 32},
+    "lengths by chance": {"policy": "doubtful_sum", "settings": ["task.typical=4", "task.spread=0.4"]},
 }
 
 
@@ -31,6 +34,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     rows = []
     for name in arguments.only:
         changed = argparse.Namespace(**{**vars(arguments), **SETTINGS[name]})
+        changed.settings = [*SETTINGS[name].get("settings", []), *arguments.settings]
         found, _ = headline.measured(headline.QUICK, changed, steps=arguments.steps)
         rows += [{"setting": name, **row} for row in found]
     return record.finish("headline_settings", __doc__, arguments, rows=rows, start=start)
