@@ -136,9 +136,13 @@ class SpeedupMeter:
         was_known = self._is_known
         # An error is that of a forecast, where there could be one.
         forecast = self._seconds(tokens, prompt_tokens, seen)
-        nothing = np.zeros_like(tokens[new])
         self._cost.observe_all(
-            tokens[new], nothing, nothing, seconds[new], prompt_tokens=prompt_tokens[new], seen=seen[new]
+            tokens[new],
+            np.zeros_like(tokens[new]),
+            prompt_tokens[new],
+            seconds[new],
+            prompt_tokens=prompt_tokens[new],
+            seen=seen[new],
         )
         is_plain = asked == 0
         self._num_of_kind += [is_plain[new].sum(), (~is_plain[new]).sum()]
@@ -163,10 +167,12 @@ class SpeedupMeter:
     def _is_known(self) -> bool:
         return bool(self._num_of_kind.min() >= _ENOUGH and self._num_of_kind.sum() >= _LEAST)
 
-    def _seconds(self, tokens: IndexArray, prompt_tokens: IndexArray | FloatArray, seen: IndexArray) -> FloatArray:
-        """Return the time of passes through the model."""
-        nothing = np.zeros_like(tokens)
-        return self._cost.seconds(tokens, nothing, nothing, prompt_tokens=prompt_tokens, seen=seen)
+    def _seconds(self, tokens: IndexArray, prompt_tokens: IndexArray, seen: IndexArray) -> FloatArray:
+        """Return the time of passes through the model.
+
+        One in which prompts are computed does more than its tokens, so these take the place of the requests that a drafter is asked for.
+        """
+        return self._cost.seconds(tokens, np.zeros_like(tokens), prompt_tokens, prompt_tokens=prompt_tokens, seen=seen)
 
     def _plain_seconds(self, answers: Sequence[_Answer], prompt_tokens: float, slots: int) -> float:
         """Return what a rollout's answers would have taken without drafts, on the machine as it usually is, in so many slots.
@@ -175,7 +181,7 @@ class SpeedupMeter:
         """
         tokens, context = np.array([(each.sampled, each.context) for each in answers], np.int64).T
         rows, seen, entered = _passes_of(starts_of(tokens.tolist(), slots), tokens, context)
-        return float(self._seconds(rows, entered.astype(np.float64) * prompt_tokens, seen).sum())
+        return float(self._seconds(rows, np.rint(entered * prompt_tokens).astype(np.int64), seen).sum())
 
 
 def _ratio(taken: FloatArray, expected: FloatArray, chosen: BoolArray) -> Ratio:

@@ -14,6 +14,9 @@ from rhymerl.models.shared_prefixes import side_by_side
 from rhymerl.types import Sample
 
 _OVERHEAD_TOKENS = 512  # what an empty micro-batch costs on a CPU: its many small operations
+_READS_A_TOKEN = (
+    16  # copies of the keys and values of so many tokens take the memory of what a layer keeps of one that it computes
+)
 
 
 def step_batch(samples: Sequence[Sample]) -> Batch:
@@ -58,7 +61,7 @@ class Unit:
 def units(samples: Sequence[Sample], chosen: Sequence[int], *, max_tokens: int | None, shares: bool) -> list[Unit]:
     """Return the samples at `chosen` one by one; those of a prompt together if they share it, as far as `max_tokens` allow (None: any).
 
-    What such samples begin with counts once.
+    What such samples begin with counts once, and little for each of the others, which has copies of its keys and values.
     """
     if not shares:
         return [Unit(samples=[i], width=total_tokens(samples[i]), extra=0) for i in chosen]
@@ -71,10 +74,11 @@ def units(samples: Sequence[Sample], chosen: Sequence[int], *, max_tokens: int |
         part, extra = list[int](), 0
         for index, same in side_by_side([samples[i].completion.token_ids for i in group]):
             whole = len(samples[group[index]])
-            if part and max_tokens is not None and width + extra + whole - same > max_tokens:
+            more = whole - same + same // _READS_A_TOKEN
+            if part and max_tokens is not None and width + extra + more > max_tokens:
                 found.append(Unit(samples=part, width=width, extra=extra))
-                part, extra, same = [], 0, 0
-            part, extra = [*part, group[index]], extra + whole - same
+                part, extra, more = [], 0, whole
+            part, extra = [*part, group[index]], extra + more
         found.append(Unit(samples=part, width=width, extra=extra))
     return found
 

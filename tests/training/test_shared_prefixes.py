@@ -20,7 +20,7 @@ from rhymerl.models.policy import Policy
 from rhymerl.models.proof import prove_sharing
 from rhymerl.models.shared_prefixes import RunBucket, SharedLayout, lay_out, sharing, side_by_side
 from rhymerl.testing import tiny_policy
-from rhymerl.training.batches import micro_batches
+from rhymerl.training.batches import micro_batches, units
 from rhymerl.training.dealing import deal_samples
 from rhymerl.training.settings import UpdateSettings
 from rhymerl.training.updater import Updater
@@ -215,6 +215,15 @@ def test_micro_batches_keep_a_prompts_answers_together_while_they_fit(max_tokens
         assert tokens <= max_tokens or len(part) == 1
     if max_tokens == 10**6:
         assert len(parts) == 1
+
+
+def test_micro_batches_count_what_answers_begin_with_once_but_for_copies_of_its_keys():
+    request = scored(1)[0].completion.request
+    samples = [answered(request, np.append(np.full(160, 5), [i, i]).astype(np.int32)) for i in range(6, 14)]
+    width = len(request.prompt.token_ids)
+    assert [unit.extra for unit in units(samples, range(8), max_tokens=None, shares=True)] == [162 + 7 * (2 + 10)]
+    parts = units(samples, range(8), max_tokens=width + 162 + 3 * 12, shares=True)
+    assert [len(unit.samples) for unit in parts] == [4, 4]
 
 
 def test_groups_are_dealt_whole_unless_a_rank_would_wait():
