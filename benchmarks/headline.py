@@ -285,14 +285,16 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     arguments = parser.parse_args(words)
     record.set_threads(arguments.threads or 1)
     start = record.environment()
-    chosen = QUICK if arguments.quick else ROWS
+    chosen, steps = (QUICK, QUICK_STEPS) if arguments.quick else (ROWS, arguments.steps)
+    if steps < 2 * arguments.epoch_steps:
+        parser.error(f"--steps: {steps} are less than two epochs of {arguments.epoch_steps}")
     if arguments.rows is not None:
         if unknown := set(arguments.rows) - {row.name for row in ROWS}:
             parser.error(
                 f"--rows: no row is called {min(unknown)!r}; expected some of {', '.join(repr(row.name) for row in ROWS)}"
             )
         chosen = [row for row in ROWS if row in BASELINES or row.name in arguments.rows]
-    rows, found = measured(chosen, arguments, steps=QUICK_STEPS if arguments.quick else arguments.steps)
+    rows, found = measured(chosen, arguments, steps=steps)
     if arguments.plot is not None:
         draw(rows, Path(arguments.plot), arguments.emulate)
     if arguments.timeline is not None:

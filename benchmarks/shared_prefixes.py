@@ -23,9 +23,10 @@ from update_memory import MB, peak_bytes
 
 from rhymerl.algos import GRPO
 from rhymerl.history.traces import read_trace
+from rhymerl.models.logprobs import token_batch
 from rhymerl.models.policy import PolicySource
 from rhymerl.testing import make_prompt
-from rhymerl.training.batches import units
+from rhymerl.training.batches import micro_batches
 from rhymerl.training.settings import UpdateSettings
 from rhymerl.training.updater import Updater
 from rhymerl.types import Completion, Output, Prompt, RolloutRequest, Sample, SamplingParams
@@ -106,11 +107,15 @@ def sample_of(prompt: Prompt, index: int, tokens: IntArray, *, reward: float) ->
 
 
 def token_share(samples: Sequence[Sample], max_tokens: int) -> float:
-    """Tokens that the layers compute when what is common is shared, over those of separate rows."""
-    shared, rows = (
-        units(samples, range(len(samples)), max_tokens=max_tokens, shares=shares) for shares in (True, False)
-    )
-    return sum(each.tokens for each in shared) / sum(each.tokens for each in rows)
+    """Tokens that the layers compute when what is common is shared, padding included, over those of separate rows."""
+    tokens = {
+        shares: sum(
+            token_batch([samples[i] for i in part], "cpu", shares=shares).input_ids.numel()
+            for part in micro_batches(samples, range(len(samples)), max_tokens, shares=shares)
+        )
+        for shares in (True, False)
+    }
+    return tokens[True] / tokens[False]
 
 
 def measured(case: str, arguments: Any) -> dict[str, Any]:

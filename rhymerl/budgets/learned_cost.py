@@ -43,6 +43,7 @@ _REQUESTS_A_PASS = 24
 _LARGEST_SURPRISE = 3.0  # times what was expected
 _DOUBT = 0.9  # what is left of all that is known after a larger one: many in a row are another machine
 _LATELY = 0.01  # of the machine's pace, a pass
+_LEAK = 0.9999  # of its logarithm, a pass: what stays goes into the weights
 _ONE_BY_ONE = 16  # passes before many are taken at once
 _LEAST_S = 1e-9
 
@@ -231,7 +232,9 @@ class LearnedCost(PassCost):
 def _next_pace(pace: float, taken: float) -> float:
     """Return the pace after a pass that took `taken` times what was expected at a pace of 1."""
     surprise = taken / pace
-    return pace if surprise > _LARGEST_SURPRISE else float(pace * surprise**_LATELY)
+    if surprise <= _LARGEST_SURPRISE:
+        pace *= 1 + _LATELY * (surprise - 1)
+    return float(pace**_LEAK)
 
 
 @compiled

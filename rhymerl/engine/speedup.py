@@ -150,9 +150,10 @@ class SpeedupMeter:
         if not self._is_known:
             return {}
         expected = self._seconds(tokens, prompt_tokens, seen)
-        prompts = float(prompt_tokens.sum()) / max(sum(map(len, self._rollouts)), 1)
         slots = min(self._max_running, int(rows.max()))  # keys and values of long answers may leave room for fewer
-        plain = sum(self._plain_seconds(each, prompts, slots) for each in self._rollouts if each)
+        plain = sum(self._plain_seconds(each, slots) for each in self._rollouts if each)
+        # Prompts are computed as often without drafts.
+        plain += float((expected - self._seconds(tokens, np.zeros_like(tokens), seen)).sum())
         plain *= float(seconds.sum() / expected.sum())
         if not was_known:
             forecast = expected
@@ -174,31 +175,25 @@ class SpeedupMeter:
         """
         return self._cost.seconds(tokens, np.zeros_like(tokens), prompt_tokens, prompt_tokens=prompt_tokens, seen=seen)
 
-    def _plain_seconds(self, answers: Sequence[_Answer], prompt_tokens: float, slots: int) -> float:
-        """Return what a rollout's answers would have taken without drafts, on the machine as it usually is, in so many slots.
-
-        `prompt_tokens` are those that are computed for each, on average.
-        """
+    def _plain_seconds(self, answers: Sequence[_Answer], slots: int) -> float:
+        """Return what a rollout's answers, but for their prompts, would have taken without drafts, on the machine as it usually is, in so many slots."""
         tokens, context = np.array([(each.sampled, each.context) for each in answers], np.int64).T
-        rows, seen, entered = _passes_of(starts_of(tokens.tolist(), slots), tokens, context)
-        return float(self._seconds(rows, np.rint(entered * prompt_tokens).astype(np.int64), seen).sum())
+        rows, seen = _passes_of(starts_of(tokens.tolist(), slots), tokens, context)
+        return float(self._seconds(rows, np.zeros_like(rows), seen).sum())
 
 
 def _ratio(taken: FloatArray, expected: FloatArray, chosen: BoolArray) -> Ratio:
     return Ratio(float(taken[chosen].sum()), float(expected[chosen].sum()))
 
 
-def _passes_of(
-    starts: IndexArray, tokens: IndexArray, context: IndexArray
-) -> tuple[IndexArray, IndexArray, IndexArray]:
-    """Return by pass, [P], the running rows, the keys that they see, and the requests that enter."""
+def _passes_of(starts: IndexArray, tokens: IndexArray, context: IndexArray) -> tuple[IndexArray, IndexArray]:
+    """Return by pass, [P], the running rows, and the keys that they see."""
     rows = rows_of(starts, tokens)
     size = len(rows) + 1
-    entered: IndexArray = np.bincount(starts, minlength=size).astype(np.int64)
     # A row sees its context and what it has sampled: context - start + pass.
     offset = context - starts
     offsets = np.bincount(starts, weights=offset, minlength=size) - np.bincount(
         starts + tokens, weights=offset, minlength=size
     )
     seen = np.cumsum(offsets)[:-1] + rows * np.arange(len(rows))
-    return rows, seen.astype(np.int64), entered[:-1]
+    return rows, seen.astype(np.int64)

@@ -20,7 +20,7 @@ from rhymerl.algos.base import PolicyOutput
 from rhymerl.models.head import chosen_logprobs, head_logprobs
 from rhymerl.models.logits import transform_of
 from rhymerl.models.sharding import call, forget_passes
-from rhymerl.models.shared_prefixes import SharedLayout, lay_out, packed_states
+from rhymerl.models.shared_prefixes import SharedLayout, at, lay_out, packed_states
 from rhymerl.types import Sample
 
 T = TypeVar("T")
@@ -34,19 +34,22 @@ _LOGIT_SHARE_OF_GPU = 1 / 64  # of its memory, at most
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
-    """Samples side by side, padded on the right. B = samples, S = prompt and response, T = response."""
+    """Samples side by side, padded on the right. B = samples, S = prompt and response, T = response.
+
+    N = response tokens; in a shared layout those that come after different tokens, so that several samples may have one in common.
+    """
 
     input_ids: Tensor  # [B, S]; [1, L] in a shared layout
-    indices: Tensor  # [N] flat index into `input_ids` of the token before each response token
-    targets: Tensor  # [N] the response tokens
+    indices: Tensor  # [N] flat index into `input_ids` of the token before each
+    targets: Tensor  # [N] the tokens
     response: Tensor  # [B, T] bool, where the response tokens stand; [B, T + 1] with positions behind the last ones
     shared: SharedLayout | None = None  # of samples that share their prompts, and what their answers begin with
-    places: Tensor | None = None  # which of the N each of these tokens is, if some are several samples'
+    places: Tensor | None = None  # in a shared layout: which of the N each response token is
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return the value of each response token, [N], at its index in [B, T]; zeros in the padding."""
+        """Return the values, [N], at the index of each response token in [B, T]; zeros in the padding."""
         if self.places is not None:
-            values = values[self.places]
+            values = at(values[:, None], self.places)[:, 0]
         blank = torch.zeros(self.response.shape, dtype=values.dtype, device=values.device)
         return blank.masked_scatter(self.response, values)
 
@@ -87,7 +90,7 @@ def _shared_batch(samples: Sequence[Sample], device: torch.device | str, *, behi
     lengths = np.array([len(each) for each in tokens])
     column = np.arange(lengths.max() + behind)
     response = column < lengths[:, None] + behind
-    before = np.concatenate(placed.paths)
+    before = np.concatenate([path[: len(each) + behind] for path, each in zip(placed.paths, tokens, strict=True)])
     after = np.zeros(response.shape, np.int64)
     after[column < lengths[:, None]] = np.concatenate(tokens)
     asked, places = np.unique(before << 32 | after[response], return_inverse=True)
@@ -107,7 +110,7 @@ def hidden_states(body: PreTrainedModel, batch: TokenBatch) -> Tensor:
     A model that reads a shared layout has to be within `sharing`; the decoder of one that is sharded within a `call` of that.
     """
     if batch.shared is not None:
-        return packed_states(body, batch.shared)[0][batch.indices]
+        return at(packed_states(body, batch.shared)[0], batch.indices)
     hidden: Tensor = body(input_ids=batch.input_ids, use_cache=False).last_hidden_state
     return hidden.flatten(0, 1)[batch.indices]
 

@@ -91,6 +91,7 @@ def _shared_otherwise(body: PreTrainedModel, model: PreTrainedModel | None, dtyp
         (1, [28, 29, 30]),
         (0, []),
         (0, [7, 8, 9]),
+        (0, [7, 8, 21, 22, 23]),
         (1, [28, 29, 31, 32]),
     ]
     tokens = [numbers[each] for _, each in answers]

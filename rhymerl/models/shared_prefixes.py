@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 NAME = "rhymerl_shared"
 _BUCKET_TOKENS = 64  # what another bucket costs, in padded tokens
 _LEAST_SHARE = 8  # of an answer's tokens one in so many has to be another's too, else it is a run of its own
+_ALIGNED = 8  # numbers: of masks whose lines begin elsewhere the kernels of a GPU make copies
 # Devices on which torch has no kernel for a mask and groups of heads, and writes all scores out.
 _WITHOUT_GROUPS = ("cuda",)
 
@@ -37,14 +38,15 @@ _WITHOUT_GROUPS = ("cuda",)
 class RunBucket:
     """B runs of tokens, padded on the right to T; each reads up to C others that stand before it, and its own."""
 
-    read: Tensor  # [B, C + T] flat indices: of the tokens before it, its prompt's first, padded on the right to C; and of its own
+    read: Tensor  # [B, C + T] flat indices: of the tokens before it, those of its prompt first, padded on the right to C; and of its own
     visible: Tensor  # [B or 1, 1, T, C + T] bool: the real ones before it, and its own up to each one
     _mask: Tensor | None = field(default=None)
 
     def mask(self, like: Tensor) -> Tensor:
         """Return 0 where visible and -inf elsewhere; made once a pass, in the dtype that the first layer brings."""
         if self._mask is None:
-            zeros = torch.zeros(self.visible.shape, dtype=like.dtype, device=like.device)
+            *size, width = self.visible.shape
+            zeros = torch.zeros(*size, width + -width % _ALIGNED, dtype=like.dtype, device=like.device)[..., :width]
             self._mask = zeros.masked_fill_(~self.visible, float("-inf"))
         return self._mask
 
@@ -77,8 +79,13 @@ def _in_rows(tokens: Tensor, count: int) -> Tensor:
 
 
 def _at(tokens: Tensor, read: Tensor) -> Tensor:
-    """[L, heads, dim] at [rows, S] -> [rows, heads, S, dim]; the gradient of an embedding is added up in one order on every device."""
-    return F.embedding(read, tokens.flatten(1)).view(*read.shape, *tokens.shape[1:]).transpose(1, 2)
+    """[L, heads, dim] at [rows, S] -> [rows, heads, S, dim]."""
+    return at(tokens.flatten(1), read).view(*read.shape, *tokens.shape[1:]).transpose(1, 2)
+
+
+def at(rows: Tensor, indices: Tensor) -> Tensor:
+    """Return rows, [L, dim], at indices of any shape; where one comes twice its gradient is added up in the same order each time."""
+    return F.embedding(indices, rows)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, *, mask: Tensor | None) -> Tensor:
@@ -96,7 +103,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, *, mask: Te
 def side_by_side(answers: Sequence[IntArray]) -> list[tuple[int, int]]:
     """Return the answers to a prompt in an order in which like ones are neighbours: the index of each, and how many tokens it begins with as the one before it does.
 
-    Of sorted sequences none of those before begins more alike than the neighbour. Few tokens in common count as none.
+    In sorted order no earlier answer shares more with one than its neighbour does. Few tokens in common count as none.
     """
     order = sorted(range(len(answers)), key=lambda i: answers[i].astype(">u4").tobytes())
     found = [(order[0], 0)] if order else []
@@ -126,7 +133,7 @@ def lay_out(prompts: Sequence[IntArray], answers: Sequence[IntArray], device: to
     """Lay out samples whose prompts may be equal; an answer may be empty, as one is whose last token is not to be read."""
     distinct, runs = _runs(prompts, answers)
     widest = max(map(len, distinct))
-    before = np.array([len(distinct[run.prompt]) + run.begun for run in runs])
+    before = np.array([len(distinct[run.prompt]) + run.num_shared for run in runs])
     ids, positions = [_padded(distinct, widest)], [np.tile(np.arange(widest), len(distinct))]
     sizes, starts, together = [len(distinct) * widest], np.zeros(len(runs), np.int64), _bucketed(runs)
     for chosen in together:
@@ -153,11 +160,11 @@ def lay_out(prompts: Sequence[IntArray], answers: Sequence[IntArray], device: to
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What is left of a sample's answer, which begins as the one of the run before does."""
+    """What is left of a sample's answer, which may begin as the one of the run before does."""
 
     row: int  # of the sample
     prompt: int  # its number
-    begun: int  # tokens that are another's
+    num_shared: int  # tokens that it shares with that one
     tokens: IntArray
 
 
@@ -179,8 +186,8 @@ def _lines(runs: Sequence[_Run], starts: IndexArray, *, lengths: Sequence[int], 
     lines: list[IndexArray] = []
     for run, start in zip(runs, starts, strict=True):
         own = start + np.arange(len(run.tokens))
-        last = lines[-1] if run.begun else widest * run.prompt + np.arange(lengths[run.prompt])
-        lines.append(np.concatenate((last[: lengths[run.prompt] + run.begun], own)))
+        last = lines[-1] if run.num_shared else widest * run.prompt + np.arange(lengths[run.prompt])
+        lines.append(np.concatenate((last[: lengths[run.prompt] + run.num_shared], own)))
     return lines
 
 
@@ -210,11 +217,11 @@ def _bucket(before: Sequence[IndexArray], starts: IndexArray, width: int, device
     lengths = [len(each) for each in before]
     widest = max(lengths)
     read = np.concatenate([_padded(before, widest).reshape(-1, widest), starts[:, None] + np.arange(width)], 1)
-    seen = torch.tensor(lengths[:1] if min(lengths) == widest else lengths)
-    of_others = torch.arange(widest) < seen[:, None, None, None]
-    own = torch.ones(width, width, dtype=torch.bool).tril()
+    seen = torch.tensor(lengths[:1] if min(lengths) == widest else lengths, device=device)
+    of_others = torch.arange(widest, device=device) < seen[:, None, None, None]
+    own = torch.ones(width, width, dtype=torch.bool, device=device).tril()
     visible = torch.cat([of_others.expand(-1, 1, width, -1), own.expand(len(seen), 1, -1, -1)], 3)
-    return RunBucket(read=torch.from_numpy(read).to(device), visible=visible.to(device))
+    return RunBucket(read=torch.from_numpy(read).to(device), visible=visible)
 
 
 def shared_attention(

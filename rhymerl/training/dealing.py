@@ -39,5 +39,5 @@ def _dealt(parts: Sequence[Unit], num_ranks: int) -> list[list[int]]:
 
 
 def _tokens(samples: Sequence[Sample], mine: Sequence[int]) -> int:
-    """How many tokens a rank computes, each prompt once."""
+    """How many tokens a rank computes, what is common once."""
     return sum(part.tokens for part in units(samples, mine, max_tokens=None, shares=True))

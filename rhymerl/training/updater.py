@@ -58,7 +58,7 @@ class Updater:
     `backward` and `autocast` are the trainer's own, so that its precision and its strategy hold; a backward adds to this
     rank's gradients only. `draws_exactly` is the backend's. `reference` and `critic` are
     there when the algorithm needs them; the reference may be the model itself if that has adapters. If it `shares_prefixes`, the
-    answers to a prompt are computed behind one copy of it.
+    answers to a prompt are computed behind one copy of it, and what several begin with once.
     """
 
     def __init__(

@@ -108,6 +108,17 @@ def test_the_gradients_are_those_of_separate_rows(name, micro_batch_tokens, alik
     assert_equal(gradients(samples, shares=True, micro_batch_tokens=micro_batch_tokens, **settings), expected)
 
 
+@pytest.mark.parametrize("bucket_tokens", [0, 64])
+def test_runs_read_those_of_other_buckets(bucket_tokens, monkeypatch):
+    """With 0 there is a bucket for each length."""
+    monkeypatch.setattr(shared_prefixes, "_BUCKET_TOKENS", bucket_tokens)
+    layout = token_batch(scored(16, alike=True), "cpu", shares=True).shared
+    assert layout is not None
+    assert (len(layout.buckets) > 2) == (bucket_tokens == 0)
+    expected = gradients(scored(16, alike=True), shares=False, algorithm=forgiving_grpo)
+    assert_equal(gradients(scored(16, alike=True), shares=True, algorithm=forgiving_grpo), expected)
+
+
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt_neox"])
 def test_other_families(model_type, monkeypatch):
     for name in ("llama.modeling_llama.LlamaRMSNorm", "qwen3.modeling_qwen3.Qwen3RMSNorm"):
@@ -190,6 +201,16 @@ def test_what_answers_begin_with_is_there_once():
     # After the prompt 5 or 2, after 5 only 6 and so on, after 5 6 7 either 8 or 3: as many as there are different beginnings.
     assert len(batch.targets) == len({tuple(each[:end]) for each in words for end in range(1, len(each) + 1)})
     assert batch.spread(batch.targets).tolist() == [[*each, *[0] * (6 - len(each))] for each in words]
+
+
+def test_an_empty_answer_has_no_tokens_and_a_value_behind_it():
+    request = scored(1)[0].completion.request
+    samples = [answered(request, np.array(each, np.int32)) for each in ([], [5, 6], [])]
+    for behind, shape in ((False, (3, 2)), (True, (3, 3))):
+        batch = token_batch(samples, "cpu", shares=True, behind=behind)
+        assert batch.response.shape == shape
+        assert batch.response.sum(1).tolist() == [behind, 2 + behind, behind]
+        assert batch.spread(batch.targets)[1].tolist() == [5, 6, *[0] * behind]
 
 
 def test_a_few_tokens_in_common_are_not_worth_a_run():

@@ -31,7 +31,7 @@ def scored(count: int, *, alike: bool = False) -> list[Sample]:
     source = np.random.default_rng(3)
     samples = make_samples(count)
     if alike:
-        samples = [like(samples[i - i % 4], sample, way=i % 4) for i, sample in enumerate(samples)]
+        samples = [like(samples[i - i % 4], sample, way=(i + i // 4) % 5) for i, sample in enumerate(samples)]
     result = []
     for i, sample in enumerate(samples):
         prompt = samples[i - i % 4].prompt
@@ -50,12 +50,11 @@ def scored(count: int, *, alike: bool = False) -> list[Sample]:
 
 
 def like(first: Sample, sample: Sample, *, way: int) -> Sample:
-    """Return a sample whose answer goes on from half of the first one's, or is the same (2), or begins it (3)."""
+    """Return a sample whose answer is the first one's, goes on from half of it, and from there, is the same, or is that half."""
     tokens = first.completion.token_ids
-    half = tokens[: (len(tokens) + 1) // 2]
-    return answered(
-        sample.completion.request, [tokens, np.append(half, sample.completion.token_ids), tokens, half][way]
-    )
+    half, other = tokens[: (len(tokens) + 1) // 2], tokens[::-1]
+    ways = tokens, np.append(half, other), np.concatenate((half, other, tokens)), tokens, half
+    return answered(sample.completion.request, ways[way])
 
 
 class ActorCritic(Algorithm):
