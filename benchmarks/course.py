@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import numpy as np
@@ -19,9 +19,12 @@ from virtual import TICK_S, VirtualWorkers
 from rhymerl.history.sealed import SealedHistory
 from rhymerl.training.module import RhymeModule
 from rhymerl.training.updater import Updater
-from rhymerl.types import FloatArray, RolloutRequest
+from rhymerl.types import RolloutRequest
 from rhymerl.workers.coordinator import Coordinator
 from rhymerl.workers.hosted import HostedWorkers
+
+if TYPE_CHECKING:
+    from rhymerl.types import FloatArray
 
 
 @dataclass(slots=True)
@@ -142,8 +145,8 @@ class Course:
         return np.convolve([step["reward"] for step in self.metrics], np.full(window, 1 / window), "valid")
 
     @property
-    def length_correlation(self) -> float:
-        """Return the correlation of a prompt's mean length with that in the epoch before."""
+    def length_correlation(self) -> float | None:
+        """Return the correlation of a prompt's mean length with that in the epoch before; None where there is none, because all are as long."""
         means = defaultdict[str, list[float]](list)
         for requests, lengths in zip(self.requests, self.lengths, strict=True):
             of_prompt = defaultdict[str, list[int]](list)
@@ -151,7 +154,8 @@ class Course:
                 of_prompt[request.prompt.id].append(length)
             for name, found in of_prompt.items():
                 means[name].append(statistics.fmean(found))
-        return float(np.corrcoef([pair for each in means.values() for pair in pairwise(each)], rowvar=False)[0, 1])
+        before, after = np.array([pair for each in means.values() for pair in pairwise(each)]).T
+        return float(np.corrcoef(before, after)[0, 1]) if before.std() and after.std() else None
 
     @property
     def seconds(self) -> float:

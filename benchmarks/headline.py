@@ -201,7 +201,7 @@ def figures(row: Row, course: Course, found: dict[str, Course], arguments: Any) 
         "reward": [round(float(each), 3) for each in course.rewards(arguments.epoch_steps)[[0, -1]]],
         "held_out": [course.result["eval_reward_before"], course.result["eval_reward_after"]],
         "length": round(course.mean("completions/mean_length"), 1),
-        "length_correlation": round(course.length_correlation, 3),
+        "length_correlation": course.length_correlation and round(course.length_correlation, 3),
     }
 
 

@@ -64,6 +64,9 @@ def prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+CHEAP_DRAFTS = "budget.ask_cost=[0.1, 0.01]"  # so that drafts are made in small batches, too
+
+
 @pytest.fixture
 def settings(model_dir: Path) -> list[str]:
     """`fit` on 10 prompts, 4 a step: three steps a pass, two optimizer steps each, six steps in all."""
@@ -82,6 +85,7 @@ def settings(model_dir: Path) -> list[str]:
         "update.learning_rate=1e-2",
         "rewards={digits: tests.integration.rewards.digits}",
         "backend.max_running=8",
+        CHEAP_DRAFTS,
         "checkpoint.every_n_steps=1",
         "trainer.max_steps=12",
     ]

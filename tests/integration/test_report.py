@@ -13,7 +13,7 @@ from rhymerl.report import read_run
 from rhymerl.report.steps import STEPS, read_steps
 from rhymerl.types import NOT_DRAFTED
 from tests.integration import programs
-from tests.integration.conftest import Run, checkpoint
+from tests.integration.conftest import CHEAP_DRAFTS, Run, checkpoint
 from tests.report.directories import data_of
 
 STEPS_A_PASS, NUM_PROMPTS, GROUP = 3, 10, 4
@@ -35,7 +35,7 @@ def whole_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def words_for(settings: list[str], run_dir: Path, *more: str) -> list[str]:
     """Return the words of a run in float64, with drafts; validation prompts are answered in the middle, too."""
     fixed = ["model.dtype=float64", "budget=fixed", "evaluation.every_n_steps=2", "checkpoint.every_n_steps=2"]
-    return [*settings, *fixed, f"run_dir={run_dir}", *more]
+    return [*(each for each in settings if each != CHEAP_DRAFTS), *fixed, f"run_dir={run_dir}", *more]
 
 
 @pytest.fixture
