@@ -155,7 +155,7 @@ class Course:
             for name, found in of_prompt.items():
                 means[name].append(statistics.fmean(found))
         before, after = np.array([pair for each in means.values() for pair in pairwise(each)]).T
-        return float(np.corrcoef(before, after)[0, 1]) if before.std() and after.std() else None
+        return round(float(np.corrcoef(before, after)[0, 1]), 3) if before.std() and after.std() else None
 
     @property
     def seconds(self) -> float:

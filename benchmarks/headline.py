@@ -201,7 +201,7 @@ def figures(row: Row, course: Course, found: dict[str, Course], arguments: Any) 
         "reward": [round(float(each), 3) for each in course.rewards(arguments.epoch_steps)[[0, -1]]],
         "held_out": [course.result["eval_reward_before"], course.result["eval_reward_after"]],
         "length": round(course.mean("completions/mean_length"), 1),
-        "length_correlation": course.length_correlation and round(course.length_correlation, 3),
+        "length_correlation": course.length_correlation,
     }
 
 
@@ -274,6 +274,12 @@ def options(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def check_steps(parser: argparse.ArgumentParser, arguments: Any, steps: int) -> None:
+    """Refuse fewer steps than the figures of a row need."""
+    if steps < 2 * arguments.epoch_steps:
+        parser.error(f"--steps: {steps} are less than two epochs of {arguments.epoch_steps}")
+
+
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     parser = options(__doc__)
     parser.add_argument("--quick", action="store_true", help=f"the main rows, and {QUICK_STEPS} steps")
@@ -286,8 +292,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     record.set_threads(arguments.threads or 1)
     start = record.environment()
     chosen, steps = (QUICK, QUICK_STEPS) if arguments.quick else (ROWS, arguments.steps)
-    if steps < 2 * arguments.epoch_steps:
-        parser.error(f"--steps: {steps} are less than two epochs of {arguments.epoch_steps}")
+    check_steps(parser, arguments, steps)
     if arguments.rows is not None:
         if unknown := set(arguments.rows) - {row.name for row in ROWS}:
             parser.error(

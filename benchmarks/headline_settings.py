@@ -29,6 +29,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--only", nargs="+", choices=list(SETTINGS), default=list(SETTINGS), metavar="NAME")
     parser.set_defaults(steps=headline.QUICK_STEPS)
     arguments = parser.parse_args(words)
+    headline.check_steps(parser, arguments, arguments.steps)
     record.set_threads(arguments.threads or 1)
     start = record.environment()
     rows = []

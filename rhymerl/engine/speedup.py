@@ -2,7 +2,7 @@
 
 Drafts change no token, so the passes without them are known: requests enter in order while there are slots, and each pass adds a
 token to each. What such a pass takes is learned from the run's own passes, of which some are without drafts (`is_due_plain`). What the drafter
-and the budget take of a pass is measured; the rest follows from the tokens that go through the model, whichever they are. So passes with drafts tell
+and the budget take of a pass is measured, prompts have a term of their own; the rest follows from the tokens that go through the model, whichever they are. So passes with drafts tell
 what those without them take, and a machine that has become slower has become so for both.
 """
 

@@ -100,6 +100,14 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, *, mask: Te
     return out.transpose(1, 2).flatten(0, 1)
 
 
+def of_one_prompt(prompts: Sequence[IntArray]) -> list[list[int]]:
+    """Return the indices of equal prompts together, in the order in which they come first."""
+    groups = defaultdict[bytes, list[int]](list)
+    for index, prompt in enumerate(prompts):
+        groups[prompt.tobytes()].append(index)
+    return list(groups.values())
+
+
 def side_by_side(answers: Sequence[IntArray]) -> list[tuple[int, int]]:
     """Return the answers to a prompt in an order in which like ones are neighbours: the index of each, and how many tokens it begins with as the one before it does.
 
@@ -142,7 +150,7 @@ def lay_out(prompts: Sequence[IntArray], answers: Sequence[IntArray], device: to
         ids.append(_padded([runs[i].tokens for i in chosen], width))
         positions.append((_first_position(before[chosen])[:, None] + np.arange(width)).ravel())
         sizes.append(len(chosen) * width)
-    lines = _lines(runs, starts, lengths=[len(each) for each in distinct], widest=widest)
+    lines = _lines(runs, starts, distinct, widest)
     flat_ids, flat_positions = (torch.from_numpy(np.concatenate(each))[None].to(device) for each in (ids, positions))
     layout = SharedLayout(
         input_ids=flat_ids,
@@ -170,24 +178,22 @@ class _Run:
 
 def _runs(prompts: Sequence[IntArray], answers: Sequence[IntArray]) -> tuple[list[IntArray], list[_Run]]:
     """Return the distinct prompts, and a run of each sample, those with a prompt in one piece."""
-    groups = defaultdict[bytes, list[int]](list)
-    for row, prompt in enumerate(prompts):
-        groups[np.ascontiguousarray(prompt).tobytes()].append(row)
+    groups = of_one_prompt(prompts)
     runs = [
         _Run(rows[index], number, same, answers[rows[index]][same:])
-        for number, rows in enumerate(groups.values())
+        for number, rows in enumerate(groups)
         for index, same in side_by_side([answers[row] for row in rows])
     ]
-    return [prompts[rows[0]] for rows in groups.values()], runs
+    return [prompts[rows[0]] for rows in groups], runs
 
 
-def _lines(runs: Sequence[_Run], starts: IndexArray, *, lengths: Sequence[int], widest: int) -> list[IndexArray]:
+def _lines(runs: Sequence[_Run], starts: IndexArray, distinct: Sequence[IntArray], widest: int) -> list[IndexArray]:
     """Return the flat indices of the tokens of each run's sample: its prompt's, those that its answer begins with, and its own."""
     lines: list[IndexArray] = []
     for run, start in zip(runs, starts, strict=True):
-        own = start + np.arange(len(run.tokens))
-        last = lines[-1] if run.num_shared else widest * run.prompt + np.arange(lengths[run.prompt])
-        lines.append(np.concatenate((last[: lengths[run.prompt] + run.num_shared], own)))
+        own, length = start + np.arange(len(run.tokens)), len(distinct[run.prompt])
+        last = lines[-1] if run.num_shared else widest * run.prompt + np.arange(length)
+        lines.append(np.concatenate((last[: length + run.num_shared], own)))
     return lines
 
 

@@ -10,13 +10,11 @@ import torch
 
 from rhymerl.algos.base import Batch
 from rhymerl.models.padding import best_starts
-from rhymerl.models.shared_prefixes import side_by_side
+from rhymerl.models.shared_prefixes import of_one_prompt, side_by_side
 from rhymerl.types import Sample
 
 _OVERHEAD_TOKENS = 512  # what an empty micro-batch costs on a CPU: its many small operations
-_READS_A_TOKEN = (
-    16  # copies of the keys and values of so many tokens take the memory of what a layer keeps of one that it computes
-)
+_READS_A_TOKEN = 16  # tokens whose keys and values, copied, take the memory of all that is kept of one
 
 
 def step_batch(samples: Sequence[Sample]) -> Batch:
@@ -65,11 +63,9 @@ def units(samples: Sequence[Sample], chosen: Sequence[int], *, max_tokens: int |
     """
     if not shares:
         return [Unit(samples=[i], width=total_tokens(samples[i]), extra=0) for i in chosen]
-    by_prompt: dict[bytes, list[int]] = {}
-    for i in chosen:
-        by_prompt.setdefault(samples[i].prompt.token_ids.tobytes(), []).append(i)
     found: list[Unit] = []
-    for group in by_prompt.values():
+    for indices in of_one_prompt([samples[i].prompt.token_ids for i in chosen]):
+        group = [chosen[index] for index in indices]
         width = len(samples[group[0]].prompt.token_ids)
         part, extra = list[int](), 0
         for index, same in side_by_side([samples[i].completion.token_ids for i in group]):
