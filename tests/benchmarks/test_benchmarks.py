@@ -290,6 +290,35 @@ def test_a_row_that_there_is_not_is_refused(run: Run, capsys: pytest.CaptureFixt
     assert "no row is called 'none, lifo, off'" in capsys.readouterr().err
 
 
+def test_fewer_steps_than_two_epochs_are_refused(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("headline", "headline_settings"):
+        with pytest.raises(SystemExit):
+            run(name, "--steps", "7", "--epoch-steps", "4")
+        assert "--steps: 7 are less than two epochs of 4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([0.1, 0.2, 0.3, 0.4, 0.5], 2.0),  # the same rewards in half the time: 0.25 is reached at 30 and at 15
+        ([0.3, 0.2, 0.1, 0.1, 0.1], 3.0),
+        ([0.2, 0.2, 0.2, 0.2, 0.2], None),  # never
+    ],
+)
+def test_time_to_a_reward_by_hand(
+    monkeypatch: pytest.MonkeyPatch, rewards: list[float], expected: float | None
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    course = importlib.import_module("course")
+    barrier, ours = course.Course(0.0, 0.0), course.Course(0.0, 0.0)
+    barrier.metrics, barrier.ends = (
+        [{"reward": each} for each in (0.1, 0.2, 0.3, 0.4, 0.5)],
+        [10.0, 20.0, 30.0, 40.0, 50.0],
+    )
+    ours.metrics, ours.ends = [{"reward": each} for each in rewards], [5.0, 10.0, 15.0, 20.0, 25.0]
+    assert importlib.import_module("headline").to_reward(ours, barrier, window=2) == expected
+
+
 SMALL_RUN = ["--epoch-steps", "1", "--prompts", "2", "--workers", "2", "--held-out", "2", "--max-running", "4"]
 SMALL_SETTINGS = ["rollout.group_size=2", "rollout.max_tokens=24", "trainer.enable_progress_bar=false"]
 

@@ -26,17 +26,12 @@ from rhymerl.training.settings import UpdateSettings
 from rhymerl.training.updater import Updater
 from tests.distributed.threads import run_ranks
 from tests.models.test_logprobs import answered
-from tests.training.updates import ActorCritic, forgiving_grpo, scored
+from tests.training.updates import ActorCritic, forgiving_grpo, norm_in_double, scored
 
 
 @pytest.fixture(autouse=True)
 def norms_in_double(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep norms in the dtype of their input, where transformers goes down to float32: differences would be of that size."""
-
-    def forward(self: Qwen2RMSNorm, states: torch.Tensor) -> torch.Tensor:
-        return self.weight * states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-
-    monkeypatch.setattr(Qwen2RMSNorm, "forward", forward)
+    monkeypatch.setattr(Qwen2RMSNorm, "forward", norm_in_double)
 
 
 @functools.cache

@@ -33,12 +33,12 @@ def on_threads(num_ranks: int, work: Callable[[Ranks], T]) -> list[T]:
     return run_ranks(num_ranks, work)
 
 
-def ragged(count: int) -> list[Sample]:
+def ragged(count: int, *, alike: bool = False) -> list[Sample]:
     """Return samples of which the first of each group of four is not trained on at all and the others in part."""
     source = np.random.default_rng(5)
     return [
         replace(sample, loss_mask=(source.random(len(sample)) < 0.8) & (i % 4 > 0))
-        for i, sample in enumerate(scored(count))
+        for i, sample in enumerate(scored(count, alike=alike))
     ]
 
 

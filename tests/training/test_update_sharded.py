@@ -7,11 +7,14 @@ import functools
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from rhymerl.algos import GRPO
 from rhymerl.distributed.group import Group
@@ -20,7 +23,7 @@ from rhymerl.models.logprobs import policy_output, token_batch
 from rhymerl.models.sharding import shard, whole
 from tests.integration.ranked import run_ranks
 from tests.training.test_update_ranks import ragged
-from tests.training.updates import ActorCritic, first_policy, forgiving_grpo, run_update
+from tests.training.updates import ActorCritic, first_policy, forgiving_grpo, norm_in_double, run_update
 
 SMALL = {
     "micro_batch_tokens": 60,
@@ -33,6 +36,7 @@ def critic(**settings: Any) -> dict[str, Any]:
     return {**CRITIC, "critic": CriticSettings(head_std=0.3, learning_rate=1e-2, **settings)}
 
 
+SHARED = {"shares_prefixes": True, "mini_batches": 2}  # of one rank that computes each answer by itself
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"steps": 2},
     "kl": {"algorithm": functools.partial(forgiving_grpo, kl_coef=0.3), "steps": 2, "mini_batches": 3},
@@ -44,8 +48,16 @@ CASES: dict[str, dict[str, Any]] = {
     "own_critic_warms_up": critic(warmup_steps=1),
     "shared_critic": critic(shared=True),
     "shared_critic_warms_up": critic(shared=True, warmup_steps=1),
+    "shared_beginnings": {"steps": 2, **SHARED},
+    "shared_beginnings_of_a_critic": {**critic(), **SHARED},
 }
 MESHES = {2: {"fsdp": (2,)}, 4: {"fsdp": (4,), "hsdp": (2, 2)}}
+
+
+def update(case: str, **settings: Any) -> tuple[nn.ModuleDict, dict[str, float]]:
+    samples = ragged(16, alike="shares_prefixes" in CASES[case])
+    with patch.object(Qwen2RMSNorm, "forward", norm_in_double):
+        return run_update(samples, **{**CASES[case], **settings})
 
 
 def update_all(size: int, folder: str) -> None:
@@ -54,9 +66,9 @@ def update_all(size: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     for name, shape in MESHES[size].items():
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-        for case, settings in CASES.items():
+        for case in CASES:
             ranks = Group()
-            trained, metrics = run_update(ragged(16), ranks=ranks, mesh=mesh, **SMALL, **settings)
+            trained, metrics = update(case, ranks=ranks, mesh=mesh, **SMALL)
             weights = {key: whole(weight) for key, weight in trained.state_dict().items()}
             held = sum(each.to_local().numel() for each in trained["model"].parameters())
             torch.save((weights, metrics, held), f"{folder}/{name}.{case}.{rank}")
@@ -84,7 +96,7 @@ def updated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @functools.cache
 def alone(case: str) -> tuple[dict[str, torch.Tensor], dict[str, float], int]:
-    trained, metrics = run_update(ragged(16), **CASES[case])
+    trained, metrics = update(case, shares_prefixes=False)
     held = sum(each.numel() for each in trained["model"].parameters())
     return trained.state_dict(), metrics, held
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from rhymerl.algos import GRPO
 from rhymerl.algos.base import Algorithm, Batch, PolicyOutput, Totals
@@ -55,6 +56,11 @@ def like(first: Sample, sample: Sample, *, way: int) -> Sample:
     half, other = tokens[: (len(tokens) + 1) // 2], tokens[::-1]
     ways = tokens, np.append(half, other), np.concatenate((half, other, tokens)), tokens, half
     return answered(sample.completion.request, ways[way])
+
+
+def norm_in_double(norm: Qwen2RMSNorm, states: Tensor) -> Tensor:
+    """Is a norm's forward in the dtype of its input, where transformers goes down to float32: differences would be of that size."""
+    return norm.weight * states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
 
 
 class ActorCritic(Algorithm):
@@ -115,6 +121,7 @@ def run_update(
     backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
     ranks: Ranks | None = None,
     draws_exactly: bool = False,
+    shares_prefixes: bool = False,
     mesh: DeviceMesh | None = None,
     **settings: float,
 ) -> tuple[nn.ModuleDict, dict[str, float]]:
@@ -147,6 +154,7 @@ def run_update(
         backward=backward,
         autocast=nullcontext,
         draws_exactly=draws_exactly,
+        shares_prefixes=shares_prefixes,
         reference=reference,
         critic=trained["critic"] if critic is not None else None,
         ranks=ranks,
