@@ -2,8 +2,8 @@
 
 6 prompts x 6 answers in float32, one optimizer step a rollout; otherwise as in `trl_echo.py`. With --task addition, the model that
 `make pretrained` fetches learns to add in its chat template, with answers of at most 32 tokens; with --task sums, the model that
-`rhymerl warmstart --config warmstart_smollm2_sums` has made adds some 11 numbers step by step. `ms_per_token` is the step over all
-generated tokens.
+`rhymerl warmstart --config warmstart_smollm2_sums` has made adds some 11 numbers step by step. With --train-size, both have so many prompts,
+and go through them again and again. `ms_per_token` is the step over all generated tokens.
 
     make pretrained  # once: it fetches the model
     python benchmarks/trl_pretrained.py --trl-python PYTHON_WITH_TRL [--steps 20] [--seeds 3]
@@ -32,6 +32,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     parser = against_trl.options(__doc__, steps=20, warm_up=2, **sizes)
     parser.add_argument("--task", choices=list(TASKS), default="addition")
     parser.add_argument("--model", help="GGUF file or directory; the one that `make pretrained` fetches by default")
+    parser.add_argument("--train-size", type=int, help="prompts (default: those of the task's config)")
 
     def save(arguments: Any) -> against_trl.Save:
         model = PolicySource(arguments.model or compose("smollm2").model.path)
@@ -43,7 +44,9 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
         parser,
         words,
         save=save,
-        rows=lambda arguments: list(instantiate(compose(TASKS[arguments.task][0]).task).rows("train")),
+        rows=lambda arguments: list(instantiate(compose(TASKS[arguments.task][0]).task).rows("train"))[
+            : arguments.train_size
+        ],
         reward=lambda arguments: TASKS[arguments.task][1],
     )
 
