@@ -3,7 +3,7 @@
 A Llama of SmolLM2-135M's shape with random weights takes optimizer steps (GRPO, AdamW), with and without sharing in turn
 (update.share_prefixes). Prompts and answers are random, so that answers have only their prompt in common, or recorded (benchmarks/traces/): the first and the
 last epoch of a real SmolLM2 that learns to add. `time` is shared over separate rows, step by step; `tokens` is the same ratio of the tokens that the
-layers compute, below which the head and AdamW keep the time from falling. `peak_mb` is the most that a step allocates beyond weights and moments.
+layers compute, below which the head and AdamW keep the time from falling. `peak_mb` is the most that a step allocates beyond weights and moments, gradients among it.
 Lengths of random answers are spread evenly over their range.
 
     python benchmarks/shared_prefixes.py
@@ -137,6 +137,7 @@ def measured(case: str, arguments: Any) -> dict[str, Any]:
             shares_prefixes=shares,
         )
         updater.run(samples, 0, optimizer=optimizer, schedule=schedule)
+        updater.forget()  # as a run does: no step begins with the gradients of the one before
 
     ways = {"rows": lambda: record.seconds(lambda: step(False)), "shared": lambda: record.seconds(lambda: step(True))}
     times = record.interleaved(ways, repeats=arguments.repeats)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -28,13 +28,25 @@ _LARGE = 1000.0  # logits far beyond the caps that models have, which leave smal
 
 
 def prove_update(model: PreTrainedModel) -> None:
-    """Raise ConfigError when body and output embeddings do not make up the model, or it cannot be run like that at all."""
+    """Raise ConfigError when body and output embeddings do not make up the model, or it cannot be run like that at all.
+
+    What float32 does not tell from rounding is computed again in float64.
+    """
+    try:
+        _prove_update(model, torch.float32)
+    except ConfigError:
+        with suppress(ConfigError):  # not every layer can be computed in float64
+            return _prove_update(model, torch.float64)
+        raise
+
+
+def _prove_update(model: PreTrainedModel, dtype: torch.dtype) -> None:
     config = model.config.get_text_config()
     with (
         refusing(f"{named(model)}: the update cannot run it; {_NEEDED}"),
         evaluating(model),
         torch.no_grad(),
-        computing_in(torch.float32, model),
+        computing_in(dtype, model),
     ):
         ids = torch.arange(4, device=model.device)[None] % config.vocab_size
         states = _states(model, ids)

@@ -31,8 +31,7 @@ def key_figures(runs: Sequence[Run]) -> list[Figure]:
         ("Tokens", "of all answers", _number("num_tokens")),
         ("Rollout speed", "tokens a second", _number("rollout_tokens_per_s")),
         ("Tokens a pass", "1 without drafts", _number("spec_accept_length")),
-        ("Speed-up by drafts", "of rollouts; 1 is as fast as without", _number("rollout_speedup")),
-        ("Its 95 % interval", "", _interval),
+        ("Speed-up by drafts", "of rollouts; 1 is as fast as without", _speedup),
         ("Failed reward calls", "share", _failures),
     ]
     found = [
@@ -77,9 +76,12 @@ def _time(summary: Mapping[str, Any]) -> str | None:
     return about(summary["wall_s"]) if summary.get("wall_s") else None
 
 
-def _interval(summary: Mapping[str, Any]) -> str | None:
+def _speedup(summary: Mapping[str, Any]) -> str | None:
+    if (value := summary.get("rollout_speedup")) is None:
+        return None
     low, high = (summary.get(f"rollout_speedup_{end}") for end in ("low", "high"))
-    return f"{low:.2f} to {high:.2f}" if low is not None and high is not None else None
+    known = f"95 % interval {low:.2f} to {high:.2f}" if low is not None and high is not None else "too short to tell"
+    return f"{value:.2f} ({known})"
 
 
 def _failures(summary: Mapping[str, Any]) -> str | None:

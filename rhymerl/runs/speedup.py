@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from math import exp, log, sqrt
+from math import exp, hypot, log, sqrt
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,10 @@ import numpy as np
 _LEAST = 3  # reports whose error is known, for an interval
 _FEW = 8  # of these, the median deviation is no measure of how far they are apart
 _EFFICIENCY = 0.37
-_TOO_WIDE = 1.2  # its upper end over its lower
+_TOO_WIDE = 1.25  # its upper end over its lower
+_NORMAL = 1.960  # standard deviations to each side have 95 % of a normal distribution
+# Standard deviation of the figure from what pairs of whole runs had, without the noise of these (benchmarks/paired_runs.py).
+_OF_THE_CURVE = 0.035
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +45,7 @@ class SpeedupTotals:
 
     rollout_s: float = 0.0
     plain_s: float = 0.0  # what these rollouts would have taken
+    drafted_s: float = 0.0  # in which there were drafts
     unreported_s: float = 0.0
     errors: list[float] = field(default_factory=list)  # of the figure of each report with drafts; logarithms
     num_plain: int = 0  # reports without drafts, of which it is certain
@@ -53,9 +57,10 @@ class SpeedupTotals:
             return
         self.rollout_s += self.unreported_s
         self.plain_s += self.unreported_s * float(metrics["rollout/speedup"])
+        share = float(metrics["rollout/drafted_pass_frac"])
+        self.drafted_s += share * self.unreported_s
         self.unreported_s = 0.0
         plain, drafted = (float(metrics[f"rollout/{name}_pass_error"]) for name in ("plain", "drafted"))
-        share = float(metrics["rollout/drafted_pass_frac"])
         if plain > 0 and drafted > 0:  # there were passes of both kinds
             self.errors.append(share * log(plain / drafted))
         elif plain > 0:
@@ -66,7 +71,8 @@ class SpeedupTotals:
         """Return what drafts were worth; None where no step said anything.
 
         Passes with drafts are compared with what passes without them would have taken. A machine that is slower for a while is so for both, so the figure is as
-        uncertain as the mean difference of their errors, in so far as there were drafts.
+        uncertain as the mean difference of their errors, in so far as there were drafts. A curve that is wrong in each report alike does not
+        show in that difference, so what it usually comes to is added.
         """
         if not self.rollout_s:
             return None
@@ -74,7 +80,8 @@ class SpeedupTotals:
         known = len(self.errors)
         if known + self.num_plain < _LEAST or 0 < known < _LEAST:
             return Speedup(ratio=ratio)
-        half = _half_interval(self.errors) * known / (known + self.num_plain) if known else 0.0
+        seen = _half_interval(self.errors) * known / (known + self.num_plain) if known else 0.0
+        half = hypot(seen, _NORMAL * _OF_THE_CURVE * self.drafted_s / self.rollout_s)
         return Speedup(ratio=ratio, low=ratio * exp(-half), high=ratio * exp(half))
 
     def state_dict(self) -> dict[str, Any]:
@@ -103,4 +110,4 @@ def _half_interval(values: Sequence[float]) -> float:
 
 def _student_t(degrees: float) -> float:
     """Return the 97.5 % quantile of Student's distribution (Abramowitz and Stegun, 26.7.5), to 3 % for 2 degrees and better for more."""
-    return 1.960 + 2.372 / degrees + 2.823 / degrees**2 + 2.556 / degrees**3
+    return _NORMAL + 2.372 / degrees + 2.823 / degrees**2 + 2.556 / degrees**3

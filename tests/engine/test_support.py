@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
@@ -56,15 +58,17 @@ def test_the_proof_sees_a_model_that_reads_its_neighbours():
         prove(model)
 
 
+@contextmanager
 def in_packed_passes(model, change):
-    """Let `change` edit the arguments of the model's packed passes."""
+    """Let `change` edit the arguments of the model's packed passes, within the context."""
 
     def edited(module, arguments, settings):
         if "rhymerl_plan" in settings:
             change(settings)
         return arguments, settings
 
-    model.register_forward_pre_hook(edited, with_kwargs=True)
+    with model.register_forward_pre_hook(edited, with_kwargs=True):
+        yield
 
 
 def hide_a_token(settings):
@@ -91,8 +95,7 @@ def test_the_proof_sees_one_wrong_mask_entry_or_position(dtype, factor, change):
     with torch.no_grad():
         model.model.norm.weight.mul_(factor)
     prove(model)
-    in_packed_passes(model, change)
-    with pytest.raises(ConfigError, match="differ"):
+    with in_packed_passes(model, change), pytest.raises(ConfigError, match="differ"):
         prove(model)
 
 
@@ -110,8 +113,7 @@ def test_what_float32_does_not_tell_from_rounding_is_computed_in_float64(dtype, 
     monkeypatch.setattr(support, "_difference", strict)
     prove(model)
     assert asked == [torch.float32, torch.float64]
-    in_packed_passes(model, move_a_token)
-    with pytest.raises(ConfigError, match="differ"):
+    with in_packed_passes(model, move_a_token), pytest.raises(ConfigError, match="differ"):
         prove(model)
 
 

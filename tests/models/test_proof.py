@@ -89,6 +89,12 @@ def test_a_slight_scale_shows(dtype):
         prove_update(with_logits(small_model("qwen2", dtype=dtype), lambda logits: logits / 1.0008))
 
 
+def test_rounding_is_told_from_structure():
+    """A sharp and deep model magnifies what float32 rounds off, and float64 does not."""
+    coarse = {torch.float32: 1.002}
+    prove_update(with_logits(small_model("qwen2", dtype=torch.float32), lambda each: each * coarse.get(each.dtype, 1)))
+
+
 TRANSFORMED = [
     ("nanochat", {}),
     ("gemma2", {"query_pre_attn_scalar": 8}),

@@ -11,9 +11,13 @@ import pytest
 import torch
 
 from rhymerl.config import compose
+from rhymerl.engine.support import prove
+from rhymerl.errors import ConfigError
 from rhymerl.models.policy import Policy, PolicySource
+from rhymerl.models.proof import prove_sharing
 from rhymerl.testing import OracleDrafter
 from tests.engine.test_lossless import answers
+from tests.engine.test_support import hide_a_token, in_packed_passes, move_a_token, show_a_token
 from tests.integration import programs
 from tests.integration.conftest import assert_same, checkpoint
 from tests.pretrained.questions import QUESTIONS, requests
@@ -62,6 +66,19 @@ def test_it_trains_is_killed_and_resumes(factor: int, tmp_path: Path) -> None:
     assert_same(*weights)
     name = "model.layers.0.mlp.up_proj.weight"
     assert not torch.equal(weights[0][f"model.{name}"], policy.model.get_parameter(name).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_one_wrong_mask_entry_or_position_is_refused(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the engine's passes and in those of the update."""
+    model = load(dtype).model
+    prove(model)
+    for change in (hide_a_token, show_a_token, move_a_token):
+        with in_packed_passes(model, change), pytest.raises(ConfigError, match="differ"):
+            prove(model)
+    assert prove_sharing(model.get_decoder(), 64) is None
+    monkeypatch.setattr("rhymerl.models.shared_prefixes._first_position", lambda before: before + 1)
+    assert prove_sharing(model.get_decoder(), 64) == "its states behind a shared prompt are others"
 
 
 def test_drafts_keep_the_distribution() -> None:

