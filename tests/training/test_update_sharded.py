@@ -36,7 +36,7 @@ def critic(**settings: Any) -> dict[str, Any]:
     return {**CRITIC, "critic": CriticSettings(head_std=0.3, learning_rate=1e-2, **settings)}
 
 
-SHARED = {"shares_prefixes": True, "mini_batches": 2}  # of one rank that computes each answer by itself
+SHARED = {"shares_prefixes": True, "mini_batches": 2}  # compared with one rank that computes each answer by itself
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"steps": 2},
     "kl": {"algorithm": functools.partial(forgiving_grpo, kl_coef=0.3), "steps": 2, "mini_batches": 3},
