@@ -1,7 +1,7 @@
 """The main rows of headline.py at other settings, which have baselines of their own; the columns are those of headline.py.
 
-They are an update of 30 % of the first row's step, a model of 32B on four GPUs, a faster GPU, twice as many requests, and a policy that checks its
-answers once more as often as chance has it, so that a prompt tells little of their lengths (policies/doubtful_sum).
+They are three seeds, an update of 30 % of the first row's step, a model of 32B on four GPUs, a faster GPU, twice as many requests, and a policy that
+checks its answers once more as often as chance has it, so that a prompt tells little of their lengths (policies/doubtful_sum).
 
     python benchmarks/headline_settings.py [--only NAME ...] [key=value ...]
 """
@@ -16,6 +16,7 @@ import headline
 import record
 
 SETTINGS: dict[str, dict[str, Any]] = {
+    **{f"8B on an H100, seed {seed}": {"seed": seed} for seed in range(3)},
     "8B on an H100, update 30 %": {"update": 0.3},
     "32B on four H100": {"emulate": "h100_32b_tp4", "weights": 2.5},
     "8B on an H200": {"emulate": "h200_8b"},
