@@ -31,6 +31,8 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_END = "tokenizer.ggml.eos_token_id"
+_ENDS_OF_TURNS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")  # which transformers does not read
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
@@ -54,12 +56,17 @@ class GGUFHeader:
             return f"{key}={self.metadata[key]}"
         return next((name for name in _ROPE_TENSORS if name in self.tensors), None)
 
+    @property
+    def ends(self) -> list[int]:
+        """The tokens that end an answer."""
+        return sorted({self.metadata[name] for name in (_END, *_ENDS_OF_TURNS) if name in self.metadata})
+
 
 def read_header(path: Path, where: str) -> GGUFHeader:
     """Read the header, and check that all tensors lie in the file.
 
     Errors begin with `where`. Raises ConfigError for a file that is not there, is broken or has no tokenizer, and without the
-    package that it needs.
+    package that it needs, or where transformers would make up what the file does not say.
     """
     if not path.is_file():
         raise ConfigError(f"{where}: no such file")
@@ -75,6 +82,10 @@ def read_header(path: Path, where: str) -> GGUFHeader:
         raise ConfigError(f"{where}: broken or truncated: {error}") from error
     if not header.metadata.get("tokenizer.ggml.tokens"):
         raise ConfigError(f"{where}: it has no tokenizer (tokenizer.ggml.tokens); it needs that of the model")
+    # What transformers would make up: that the token 2 ends an answer, and a context of 2048 tokens.
+    for name in (_END, f"{header.metadata.get('general.architecture')}.context_length"):
+        if name not in header.metadata:
+            raise ConfigError(f"{where}: it does not say {name}, which the model needs")
     return header
 
 
@@ -104,6 +115,8 @@ def load_model(path: Path, dtype: torch.dtype, *, header: GGUFHeader, where: str
             f"{where}: its rope is scaled ({header.scaled_rope}), which transformers does not read from GGUF; "
             "use the directory that the file was made from"
         )
+    if len(header.ends) > 1:
+        model.generation_config.eos_token_id = header.ends
     model.name_or_path = model.config.name_or_path = str(path)
     assert isinstance(model, PreTrainedModel)
     return model

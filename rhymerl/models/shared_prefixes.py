@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 NAME = "rhymerl_shared"
 _BUCKET_TOKENS = 64  # what another bucket costs, in padded tokens
+_BLOCK = 256  # queries that have a mask together; a longer run has a bucket of its own
 _LEAST_SHARE = 8  # of an answer's tokens one in so many has to be another's too, else it is a run of its own
 _ALIGNED = 8  # numbers: of masks whose lines begin elsewhere the kernels of a GPU make copies
 # Devices on which torch has no kernel for a mask and groups of heads, and writes all scores out.
@@ -36,11 +37,35 @@ _WITHOUT_GROUPS = ("cuda",)
 
 @dataclass(slots=True, kw_only=True)
 class RunBucket:
-    """B runs of tokens, padded on the right to T; each reads up to C others that stand before it, and its own."""
+    """B runs of tokens, padded on the right to T; each reads up to C others that stand before it, and its own.
+
+    Queries attend in blocks of W, each to the keys up to its own end. One mask serves all blocks of a long run, since they differ in nothing but
+    how many keys stand before theirs: a block takes as many of its columns.
+    """
 
     read: Tensor  # [B, C + T] flat indices: of the tokens before it, those of its prompt first, padded on the right to C; and of its own
-    visible: Tensor  # [B or 1, 1, T, C + T] bool: the real ones before it, and its own up to each one
+    visible: Tensor  # [B or 1, 1, W, C + E + W] bool: the real ones before it, E own ones that the last block has before it, and the block's up to each one
+    width: int  # T
     _mask: Tensor | None = field(default=None)
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """Return what B * T queries read, [B * T, heads, dim], of all keys and values, [L, kv_heads, dim]."""
+        q = _in_rows(query, len(self.read))
+        k, v = (_for_heads(_at(each, self.read), q) for each in (keys, values))
+        mask = self.mask(q)
+        block, before = mask.shape[2], k.shape[2] - self.width
+        last = mask.shape[3] - before - block
+        found = [
+            _attend(
+                q[:, :, start : start + block],
+                k[:, :, : before + start + block],
+                v[:, :, : before + start + block],
+                scale,
+                mask=mask[:, :, : self.width - start, last - start : before + last + self.width - start],
+            )
+            for start in range(0, self.width, block)
+        ]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def mask(self, like: Tensor) -> Tensor:
         """Return 0 where visible and -inf elsewhere; made once a pass, in the dtype that the first layer brings."""
@@ -67,9 +92,9 @@ class SharedLayout:
         of_prompts, *of_runs = queries.split(self.sizes)
         q, k, v = (_in_rows(each[: self.sizes[0]], self.num_prompts) for each in (of_prompts, keys, values))
         found = [_attend(q, k, v, scale, mask=None)]
-        for bucket, part in zip(self.buckets, of_runs, strict=True):
-            q = _in_rows(part, len(bucket.read))
-            found.append(_attend(q, _at(keys, bucket.read), _at(values, bucket.read), scale, mask=bucket.mask(q)))
+        found += [
+            bucket.attend(part, keys, values, scale) for bucket, part in zip(self.buckets, of_runs, strict=True)
+        ]
         return torch.cat(found)[None]
 
 
@@ -88,12 +113,16 @@ def at(rows: Tensor, indices: Tensor) -> Tensor:
     return F.embedding(indices, rows)
 
 
+def _for_heads(keys: Tensor, query: Tensor) -> Tensor:
+    """Return keys or values, [rows, kv_heads, S, dim], for a masked attention of these queries."""
+    if query.device.type in _WITHOUT_GROUPS and query.shape[1] != keys.shape[1]:
+        return keys.repeat_interleave(query.shape[1] // keys.shape[1], 1)
+    return keys
+
+
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, *, mask: Tensor | None) -> Tensor:
     """Attend by `mask`, without one causally: [rows, heads, T, dim] -> [rows * T, heads, dim]."""
     is_grouped = query.shape[1] != key.shape[1]
-    if is_grouped and mask is not None and query.device.type in _WITHOUT_GROUPS:
-        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
-        is_grouped = False
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=is_grouped
     )
@@ -203,12 +232,14 @@ def _first_position(num_before: IndexArray) -> IndexArray:
 
 
 def _bucketed(runs: Sequence[_Run]) -> list[list[int]]:
-    """Return the indices of runs of like length together, the longest first; empty ones are in none."""
+    """Return the indices of runs of like length together, the longest first; a long one is alone, empty ones are in none."""
     lengths = [len(run.tokens) for run in runs]
     longest_first = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: (-lengths[i], i))
-    widths = [lengths[i] for i in longest_first]
+    alone = [i for i in longest_first if lengths[i] > _BLOCK]
+    others = longest_first[len(alone) :]
+    widths = [lengths[i] for i in others]
     parts = best_starts(widths, [0] * len(widths), max_tokens=None, overhead=_BUCKET_TOKENS)
-    return [longest_first[start:end] for start, end in parts]
+    return [*([i] for i in alone), *(others[start:end] for start, end in parts)]
 
 
 def _padded(rows: Sequence[npt.NDArray[np.signedinteger[Any]]], width: int) -> IndexArray:
@@ -225,9 +256,11 @@ def _bucket(before: Sequence[IndexArray], starts: IndexArray, width: int, device
     read = np.concatenate([_padded(before, widest).reshape(-1, widest), starts[:, None] + np.arange(width)], 1)
     seen = torch.tensor(lengths[:1] if min(lengths) == widest else lengths, device=device)
     of_others = torch.arange(widest, device=device) < seen[:, None, None, None]
-    own = torch.ones(width, width, dtype=torch.bool, device=device).tril()
-    visible = torch.cat([of_others.expand(-1, 1, width, -1), own.expand(len(seen), 1, -1, -1)], 3)
-    return RunBucket(read=torch.from_numpy(read).to(device), visible=visible)
+    block = min(width, _BLOCK)
+    earlier = (width - 1) // block * block
+    own = torch.ones(block, earlier + block, dtype=torch.bool, device=device).tril(earlier)
+    visible = torch.cat([of_others.expand(-1, 1, block, -1), own.expand(len(seen), 1, -1, -1)], 3)
+    return RunBucket(read=torch.from_numpy(read).to(device), visible=visible, width=width)
 
 
 def shared_attention(

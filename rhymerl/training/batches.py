@@ -59,7 +59,7 @@ class Unit:
 def units(samples: Sequence[Sample], chosen: Sequence[int], *, max_tokens: int | None, shares: bool) -> list[Unit]:
     """Return the samples at `chosen` one by one; those of a prompt together if they share it, as far as `max_tokens` allow (None: any).
 
-    What such samples begin with counts once, and little for each of the others, which has copies of its keys and values.
+    What such samples begin with counts once, and little for each of them, which has copies of its keys and values.
     """
     if not shares:
         return [Unit(samples=[i], width=total_tokens(samples[i]), extra=0) for i in chosen]
@@ -70,10 +70,10 @@ def units(samples: Sequence[Sample], chosen: Sequence[int], *, max_tokens: int |
         part, extra = list[int](), 0
         for index, same in side_by_side([samples[i].completion.token_ids for i in group]):
             whole = len(samples[group[index]])
-            more = whole - same + same // _READS_A_TOKEN
+            more = whole - same + (width + same) // _READS_A_TOKEN
             if part and max_tokens is not None and width + extra + more > max_tokens:
                 found.append(Unit(samples=part, width=width, extra=extra))
-                part, extra, more = [], 0, whole
+                part, extra, more = [], 0, whole + width // _READS_A_TOKEN
             part, extra = [*part, group[index]], extra + more
         found.append(Unit(samples=part, width=width, extra=extra))
     return found

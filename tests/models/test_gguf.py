@@ -75,6 +75,14 @@ def test_tokenizer_and_chat_template_are_the_files(policy: Policy) -> None:
     assert policy.context_tokens == 128
 
 
+def test_the_end_of_a_turn_ends_an_answer_too(tmp_path: Path) -> None:
+    made = write_gguf(tmp_path / "tiny.gguf", tokenizer__ggml__eot_token_id=5)
+    loaded = PolicySource(str(tmp_path / "tiny.gguf")).load()
+    assert loaded.stop_token_ids == tuple(sorted({*made.stop_token_ids, 5}))
+    loaded.save(tmp_path / "saved")
+    assert PolicySource(str(tmp_path / "saved")).load().stop_token_ids == loaded.stop_token_ids
+
+
 def test_what_is_saved_is_a_plain_model(policy: Policy, tmp_path: Path) -> None:
     """In its config nothing is left of the file, which transformers would ask for."""
     policy.save(tmp_path / "saved")
@@ -180,6 +188,17 @@ def test_no_tokenizer(tmp_path: Path) -> None:
     assert refusal(tmp_path / "tiny.gguf") == (
         "it has no tokenizer (tokenizer.ggml.tokens); it needs that of the model"
     )
+
+
+@pytest.mark.parametrize("name", ["tokenizer.ggml.eos_token_id", "llama.context_length"])
+def test_what_transformers_would_make_up(name: str, tmp_path: Path) -> None:
+    """A token that ends answers, or a length of the context."""
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path)
+    content = path.read_bytes()
+    assert name.encode() in content
+    path.write_bytes(content.replace(name.encode(), name[:-1].encode() + b"x"))
+    assert refusal(path) == f"it does not say {name}, which the model needs"
 
 
 def test_weights_that_are_missing(tmp_path: Path) -> None:

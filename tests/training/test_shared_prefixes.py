@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from contextlib import nullcontext
 
@@ -19,7 +20,7 @@ from rhymerl.models.lora import LoRA
 from rhymerl.models.policy import Policy
 from rhymerl.models.proof import prove_sharing
 from rhymerl.models.shared_prefixes import RunBucket, SharedLayout, lay_out, sharing, side_by_side
-from rhymerl.testing import tiny_policy
+from rhymerl.testing import make_prompt, tiny_policy
 from rhymerl.training.batches import micro_batches, units
 from rhymerl.training.dealing import deal_samples
 from rhymerl.training.settings import UpdateSettings
@@ -125,6 +126,27 @@ def test_runs_read_those_of_other_buckets(bucket_tokens, monkeypatch):
     assert_equal(gradients(scored(16, alike=True), shares=True, algorithm=forgiving_grpo), expected)
 
 
+@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize("groups", [("cuda",), ("cpu",)])
+def test_long_runs_attend_in_blocks(groups, alike, monkeypatch):
+    """A block of 3 makes them long; the last one of a run is shorter."""
+    expected = gradients(scored(16, alike=alike), shares=False, algorithm=forgiving_grpo)
+    monkeypatch.setattr(shared_prefixes, "_BLOCK", 3)
+    monkeypatch.setattr(shared_prefixes, "_WITHOUT_GROUPS", groups)
+    layout = token_batch(scored(16, alike=alike), "cpu", shares=True).shared
+    assert layout is not None
+    assert {each.visible.shape[2] for each in layout.buckets if each.width > 3} == {3}
+    assert any(each.width % 3 for each in layout.buckets if each.width > 3)
+    assert_equal(gradients(scored(16, alike=alike), shares=True, algorithm=forgiving_grpo), expected)
+
+
+def test_a_long_answer_does_not_pay_for_a_dense_mask():
+    prompt, answers = np.arange(45), [np.arange(2000) + 1, np.append(np.arange(500) + 1, np.arange(1500) + 3)]
+    layout = lay_out([prompt] * 2, answers, "cpu").layout
+    assert [each.width for each in layout.buckets] == [2000, 1500]
+    assert sum(each.visible.numel() for each in layout.buckets) < 256 * (45 + 500 + 2000 + 1500 + 2 * 256)
+
+
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt_neox"])
 def test_other_families(model_type, monkeypatch):
     for name in ("llama.modeling_llama.LlamaRMSNorm", "qwen3.modeling_qwen3.Qwen3RMSNorm"):
@@ -202,7 +224,7 @@ def test_what_answers_begin_with_is_there_once():
     read = [
         token
         for each in layout.buckets
-        for token in layout.input_ids[0, each.read[:, -each.visible.shape[2] :]].flatten().tolist()
+        for token in layout.input_ids[0, each.read[:, -each.width :]].flatten().tolist()
     ]
     assert sorted(token for token in read if token) == [2, 5, 6, 6, 7, 8, 9]
     # After the prompt 5 or 2, after 5 only 6 and so on, after 5 6 7 either 8 or 3: as many as there are different beginnings.
@@ -246,11 +268,10 @@ def test_micro_batches_keep_a_prompts_answers_together_while_they_fit(max_tokens
 
 
 def test_micro_batches_count_what_answers_begin_with_once_but_for_copies_of_its_keys():
-    request = scored(1)[0].completion.request
+    request = dataclasses.replace(scored(1)[0].completion.request, prompt=make_prompt(np.full(80, 4)))
     samples = [answered(request, np.append(np.full(160, 5), [i, i]).astype(np.int32)) for i in range(6, 14)]
-    width = len(request.prompt.token_ids)
-    assert [unit.extra for unit in units(samples, range(8), max_tokens=None, shares=True)] == [162 + 7 * (2 + 10)]
-    parts = units(samples, range(8), max_tokens=width + 162 + 3 * 12, shares=True)
+    assert [unit.extra for unit in units(samples, range(8), max_tokens=None, shares=True)] == [162 + 5 + 7 * (2 + 15)]
+    parts = units(samples, range(8), max_tokens=80 + 162 + 5 + 3 * (2 + 15), shares=True)
     assert [len(unit.samples) for unit in parts] == [4, 4]
 
 
