@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -42,7 +43,12 @@ class Course:
     updates: list[tuple[float, float]] = field(default_factory=list)
     workers: VirtualWorkers | None = None
     result: Mapping[str, Any] = field(default_factory=dict)
-    spent: Counter[str] = field(default_factory=Counter)  # seconds of all workers, by part
+    spent: Counter[str] = field(default_factory=Counter)  # of all workers, as VirtualWorkers has it
+    policies: Path | None = None  # a folder for the policy after each `epoch_steps`
+    epoch_steps: int = 1
+    held_out: list[float] = field(
+        default_factory=list
+    )  # rewards at the start and after each epoch, of problems that are not trained on
     _before: Counter[str] = field(default_factory=Counter)
     _cpu_s: float = 0.0
     _launched_s: float | None = None  # CPU time at which a rollout began whose requests are not out yet
@@ -103,6 +109,9 @@ class Course:
             self.ends.append(self.workers.clock_s)
             self.spent = self.workers.spent - self._before
             self.metrics.append({name: float(value) for name, value in module.trainer.callback_metrics.items()})
+            if self.policies is not None and len(self.ends) % self.epoch_steps == 0:
+                with self._off_the_clock():
+                    module.policy.save(self.policies / str(len(self.ends)))
             end(module, *rest)
 
         stack.enter_context(patch.object(Updater, "run", run))
@@ -137,8 +146,24 @@ class Course:
         )
         return num_workers * sum(over - begun for begun, over in windows) - float(worked)
 
+    def least_s(self, num_workers: int, max_running: int) -> float:
+        """Return the seconds of all rollouts on full workers whose passes verify no node in vain, at the tokens a pass that the run had."""
+        assert self.workers is not None
+        device, lengths = self.workers.devices[0], np.concatenate(self.lengths).astype(float)
+        prompts = np.array([len(each.prompt.token_ids) for requests in self.requests for each in requests])
+        keys = float((lengths * (prompts + lengths / 2)).sum() / lengths.sum())
+        tokens = self.spent["tokens"] / self.spent["request_passes"]
+        of_tokens = float(device.curve.seconds(0, np.array([max_running * tokens]), 0)[0])
+        a_pass = of_tokens + device.context_s_per_token * max_running * keys
+        return float(lengths.sum() / (max_running * tokens) * a_pass / num_workers)
+
     def mean(self, name: str) -> float:
         return statistics.fmean(step[name] for step in self.metrics[1:])
+
+    @property
+    def answers(self) -> tuple[list[list[int]], list[float]]:
+        """What tells two runs with other answers apart: their lengths, and the reward of each step."""
+        return self.lengths, [step["reward"] for step in self.metrics]
 
     def rewards(self, window: int) -> FloatArray:
         """Return the mean reward of each so many steps in a row, [steps - window + 1]."""

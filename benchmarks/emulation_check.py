@@ -1,8 +1,9 @@
 """Emulation against truth: the same run with passes as they are on this machine, and on the virtual clock with a curve of their costs.
 
 The curve is measured in runs of other seeds, before and after those that are compared: each pass's tokens, keys and seconds, to which a line with corners at powers of two,
-a price of a row's key and one of a token's key are fitted. Each row runs twice at `--seed`, once as it is, its rollouts timed by the wall clock, and once by `headline.py`'s means with that
-curve; the budget of both is told the curve of the runs before. `seconds` are all rollouts but the first, which compiles. A machine on which something else runs is slower than its curve.
+a price of a row's key and one of a token's key are fitted. In each repeat each row runs twice at `--seed`, once as it is, its rollouts timed by the wall clock, and once by `headline.py`'s means with that
+curve; the budget of both is told the curve of the runs before. `seconds` are all rollouts but the first, which compiles. `over_none` is how many times as fast as without drafts they are, and `flattered` how much
+higher that is when it is emulated. A machine on which something else runs is slower than its curve.
 
     python benchmarks/emulation_check.py [key=value ...]
 """
@@ -126,7 +127,7 @@ def write(path: Path, costs: Sequence[Sequence[float]], prices: tuple[float, flo
 
 
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = record.options(__doc__)
+    parser = record.options(__doc__, repeats=3)
     parser.add_argument("--policy", default="long_sum", help="name of a folder in benchmarks/policies/, or a path")
     parser.add_argument("--max-running", type=int, default=32)
     parser.add_argument("--prompts", type=int, default=16, help="a step")
@@ -138,34 +139,42 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     start = record.environment()
     given = {**vars(arguments), "held_out": 8, "workers": 1, "weights": 0.0, "lengths": 1.0, "trainers": 1}
     sys.modules.setdefault("emulation_check", sys.modules[__name__])
-    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         before = measured(given, seed=arguments.seed + 1)
         told, curve = (Path(folder) / f"{name}.json" for name in ("told", "curve"))
         write(told, *fitted(before))
         given["settings"] = [f"budget.costs={told}", *arguments.settings]
-        reals = [run(row, Namespace(**given), seed=arguments.seed, steps=arguments.steps) for row in ROWS]
+        reals = [
+            [run(row, Namespace(**given), seed=arguments.seed, steps=arguments.steps) for row in ROWS]
+            for _ in range(arguments.repeats)
+        ]
         costs, (key_s, pair_s) = fitted([*before, *measured(given, seed=arguments.seed + 2)])
         write(curve, costs, (key_s, pair_s))
         given["emulate"] = str(curve)
-        for row, real in zip(ROWS, reals, strict=True):
-            course = headline.run_row(row, Namespace(**given), update_s=0.0, steps=arguments.steps)
-            seconds, emulated = sum(real.rollouts[1:]), sum(course.rollouts[1:])
-            rows.append(
-                {
-                    "drafter": row.drafter,
-                    "seconds": round(seconds, 2),
-                    "emulated_seconds": round(emulated, 2),
-                    "emulated_over_real": round(emulated / seconds, 3),
-                    "tokens_a_pass": round(float(np.mean(real.tokens_a_pass[1:])), 3),
-                    "emulated_tokens_a_pass": round(course.mean("rollout/spec_accept_length"), 3),
-                    "in_passes": round(sum(each[-1] for each in real.passes) / sum(real.rollouts), 3),
-                    "over_none": round(rows[0]["seconds"] / seconds, 3) if rows else 1.0,
-                    "emulated_over_none": round(rows[0]["emulated_seconds"] / emulated, 3) if rows else 1.0,
-                }
-            )
-            record.note_row(rows[-1])
-            print(record.cell(rows[-1]), file=sys.stderr, flush=True)
+        emulated = [
+            [headline.run_row(row, Namespace(**given), update_s=0.0, steps=arguments.steps) for row in ROWS]
+            for _ in range(arguments.repeats)
+        ]
+    seconds = np.array([[sum(real.rollouts[1:]) for real in repeat] for repeat in reals])
+    virtual = np.array([[sum(course.rollouts[1:]) for course in repeat] for repeat in emulated])
+    over_none, virtual_over_none = (each[:, :1] / each for each in (seconds, virtual))
+    rows = [
+        {
+            "drafter": row.drafter,
+            "seconds": record.spread(seconds[:, at]),
+            "emulated_seconds": record.spread(virtual[:, at]),
+            "emulated_over_real": record.spread((virtual / seconds)[:, at]),
+            "over_none": record.spread(over_none[:, at]),
+            "emulated_over_none": record.spread(virtual_over_none[:, at]),
+            "flattered": record.spread((virtual_over_none / over_none)[:, at]),
+            "tokens_a_pass": round(float(np.mean(reals[0][at].tokens_a_pass[1:])), 3),
+            "emulated_tokens_a_pass": round(emulated[0][at].mean("rollout/spec_accept_length"), 3),
+            "in_passes": record.spread(
+                sum(each[-1] for each in repeat[at].passes) / sum(repeat[at].rollouts) for repeat in reals
+            ),
+        }
+        for at, row in enumerate(ROWS)
+    ]
     return record.finish(
         "emulation_check",
         __doc__,

@@ -9,8 +9,9 @@ budget, `aimd`, and ours `goodput`.
 A row's seconds are those from the start to the last step on the trainer's clock: rollouts, updates, and the CPU time of whatever the trainer does beside the update between
 rollouts and until the requests of a rollout are out. `over_barrier` compares them with no drafts, FIFO and a barrier, `over_colocated` with the same on colocated devices; `over_one_step_off` with no drafts, FIFO and a rollout that runs
 while the policy of the one before is trained, at whose end all workers wait for the last answer: the pipeline of veRL's one-step-off recipe, which is the
-baseline of the RhymeRL paper. `to_reward` compares the times at which the reward of an epoch's answers first was what the barrier's row had one epoch before its end.
-`bound` is what the row would reach without bubbles, rejected nodes and the CPU time beside the passes. `length_correlation` is that of a prompt's mean length with the one in the
+baseline of the RhymeRL paper. `to_held_out` compares the times at which problems that are not trained on were answered as well as the barrier's row answers them one epoch before its end: the policy after each epoch answers `--judged` of them,
+whose rewards by epoch are `held_out`, `held_out_error` being the standard error of one at most. Between epochs they lie on a line, and the lines that never fall are compared. `to_reward` compares the times at which the reward of an epoch's answers first was what the barrier's row had then.
+`bound` is what the row would reach with full workers, whose passes verify no node in vain, and no CPU time beside the passes: the sum of this work, beside the updates or with them. `length_correlation` is that of a prompt's mean length with the one in the
 epoch before. `lost` says where the workers' time goes, in parts of it: nodes (that drafts add to passes and that are rejected), draft (CPU), beside (the other CPU time), weights;
 and without work: update (while the trainer updates), trainer (while it does whatever else it does between rollouts), bubbles (while other workers decode).
 
@@ -23,8 +24,9 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ from course import Course
 from losses import draw
 
 from rhymerl.config import compose
-from rhymerl.runs.fit import fit
+from rhymerl.runs.fit import evaluate, fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,8 @@ class Row:
 
     @property
     def name(self) -> str:
-        return f"{self.drafter}, {self.scheduler}, {self.mode or self.run_ahead}"
+        other = ", goodput" if self.drafter == "paper" and self.budget == "GoodputBudget" else ""
+        return f"{self.drafter}, {self.scheduler}, {self.mode or self.run_ahead}{other}"
 
     @property
     def is_colocated(self) -> bool:
@@ -77,18 +80,15 @@ ONE_STEP_OFF = Row("none", "fifo", "keep", _ONE_STEP_OFF)
 BASELINES = [BARRIER, COLOCATED, ONE_STEP_OFF]
 ROWS = [
     *BASELINES,
-    Row("none", "fifo", "draft"),
     Row("none", "fifo", "keep"),
-    Row("none", "sorted", "keep"),
     Row("paper", "fifo", "off", budget="AIMDBudget"),
     Row("paper", "histopipe", "keep", budget="AIMDBudget"),
-    Row("paper", "sorted", "keep", budget="AIMDBudget"),
+    Row("paper", "histopipe", "keep"),
     Row("history_tree", "fifo", "off"),
+    Row("history_tree", "fifo", "off", _COLOCATED),
     Row("history_tree", "sorted", "off"),
-    Row("history_tree", "fifo", "draft"),
     Row("history_tree", "sorted", "draft"),
     Row("history_tree", "packed", "draft"),
-    Row("history_tree", "sorted", "auto"),
     Row("history_tree", "fifo", "keep"),
     Row("history_tree", "sorted", "keep"),
     Row("history_tree", "histopipe", "keep"),
@@ -105,12 +105,16 @@ QUICK = [
 ]
 
 
-def run_row(row: Row, arguments: Any, *, update_s: float, steps: int, cpu: float = 1.0) -> Course:
-    """Run a row on the virtual clock, where a second of CPU time beside passes and update is `cpu` seconds."""
+def run_row(
+    row: Row, arguments: Any, *, update_s: float, steps: int, cpu: float = 1.0, policies: Path | None = None
+) -> Course:
+    """Run a row on the virtual clock, where a second of CPU time beside passes and update is `cpu` seconds; the policies after each epoch go to a folder."""
     workers = row.num_workers(arguments)
     # Of the time that the trainer's devices alone would take.
     share = arguments.trainers / workers if row.is_colocated else 1.0
-    course = Course(share * update_s, arguments.weights / arguments.lengths)
+    course = Course(
+        share * update_s, arguments.weights / arguments.lengths, policies=policies, epoch_steps=arguments.epoch_steps
+    )
     backend = [
         "backend._target_=virtual.VirtualWorkers",
         f"backend.emulate={device(arguments.emulate)}",
@@ -162,20 +166,19 @@ def settings_of(row: Row, arguments: Any, *, steps: int) -> list[str]:
 def figures(row: Row, course: Course, found: dict[str, Course], arguments: Any) -> dict[str, Any]:
     """Return the figures of a row, beside those that came before it."""
     count, whole, spent = row.num_workers(arguments), course.seconds, course.spent
-    draft_s = course.mean("spec/draft_time_frac") * spent["busy"] if row.drafter != "none" else 0.0
-    beside = spent["busy"] - spent["passes"] - spent["weights"] - draft_s
+    beside = spent["busy"] - spent["passes"] - spent["weights"] - spent["draft"]
     rejected = spent["nodes"] * (1 - course.result["spec_accept_rate"])
     update, trainer = course.idle_s(course.updates, count), count * sum(course.between)
     lost = {
         "nodes": rejected,
-        "draft": draft_s,
+        "draft": spent["draft"],
         "beside": beside,
         "weights": spent["weights"],
         "update": update,
         "trainer": trainer,
-        "bubbles": max(count * whole - spent["busy"] - update - trainer, 0.0),
+        "bubbles": count * whole - spent["busy"] - update - trainer,
     }
-    needed = (spent["passes"] - rejected) / count
+    needed = course.least_s(count, arguments.max_running)
     updates = sum(end - start for start, end in course.updates)
     least = needed + updates if row.run_ahead == "off" else max(needed, updates)
     return {
@@ -188,6 +191,7 @@ def figures(row: Row, course: Course, found: dict[str, Course], arguments: Any) 
         "over_colocated": round(found[COLOCATED.name].seconds / whole, 3),
         "over_one_step_off": round(found[ONE_STEP_OFF.name].seconds / whole, 3),
         "bound": round(found[BARRIER.name].seconds / least, 3),
+        "to_held_out": to_held_out(course, found[BARRIER.name]),
         "to_reward": to_reward(course, found[BARRIER.name], window=arguments.epoch_steps),
         "step_s": record.spread(
             [after - before for before, after in zip([0.0, *course.ends], course.ends, strict=False)]
@@ -199,7 +203,8 @@ def figures(row: Row, course: Course, found: dict[str, Course], arguments: Any) 
         "tokens_a_pass": round(course.mean("rollout/spec_accept_length"), 3),
         "staleness": round(course.mean("off_policy/staleness/mean"), 3),
         "reward": [round(float(each), 3) for each in course.rewards(arguments.epoch_steps)[[0, -1]]],
-        "held_out": [course.result["eval_reward_before"], course.result["eval_reward_after"]],
+        "held_out": [round(each, 4) for each in course.held_out],
+        "held_out_error": round(max((each * (1 - each) / arguments.judged) ** 0.5 for each in course.held_out), 4),
         "length": round(course.mean("completions/mean_length"), 1),
         "length_correlation": course.length_correlation,
     }
@@ -219,6 +224,29 @@ def to_reward(course: Course, barrier: Course, *, window: int) -> float | None:
     return round(times[0] / times[1], 3) if len(times) == 2 else None
 
 
+def to_held_out(course: Course, barrier: Course) -> float | None:
+    """Return how many times as soon as the barrier's row a row answers held-out problems as well as that did an epoch before its end; None where it never does.
+
+    A line that never falls lies midway between the best of the epochs so far and the worst of those to come.
+    """
+    rising = [
+        (np.maximum.accumulate(each.held_out) + np.minimum.accumulate(each.held_out[::-1])[::-1]) / 2
+        for each in (barrier, course)
+    ]
+    target = rising[0][-2]
+    if rising[1][-1] < target:
+        return None
+    times = []
+    for each, rewards in zip((barrier, course), rising, strict=True):
+        ends = [0.0, *each.ends[each.epoch_steps - 1 :: each.epoch_steps]]
+        after = int(np.argmax(rewards >= target))
+        if after == 0:
+            return None
+        share = (target - rewards[after - 1]) / (rewards[after] - rewards[after - 1])
+        times.append(ends[after - 1] + share * (ends[after] - ends[after - 1]))
+    return round(float(times[0] / times[1]), 3)
+
+
 def draw_timeline(found: dict[str, Course], path: Path, *, steps: int = 4) -> None:
     """Draw workers and trainer over the last steps of each row."""
     panels = {}
@@ -227,6 +255,24 @@ def draw_timeline(found: dict[str, Course], path: Path, *, steps: int = 4) -> No
         start = [0.0, *course.ends][-steps - 1 :][0]
         panels[name] = timeline.Panel(course.workers.spans, course.updates, start, course.seconds)
     timeline.draw(panels, path, clock=" of the virtual clock")
+
+
+def held_out(course: Course, arguments: Any) -> list[float]:
+    """Return the rewards of held-out problems before the first step and after each epoch of a run whose policies were kept."""
+    assert course.policies is not None
+    start = Path(__file__).parent / "policies" / arguments.policy
+    kept = sorted(course.policies.iterdir(), key=lambda path: int(path.name))
+    rewards = []
+    for policy in (start, *kept):
+        with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):
+            sizes = [
+                f"model.path={policy}",
+                f"task.validation_size={arguments.judged}",
+                f"run_dir={Path(folder) / 'run'}",
+            ]
+            config = compose(config_in(folder), [*settings_of(BARRIER, arguments, steps=1), *sizes])
+            rewards.append(evaluate(config)["eval/reward"])
+    return rewards
 
 
 def update_seconds(arguments: Any) -> float:
@@ -242,7 +288,11 @@ def measured(chosen: Sequence[Row], arguments: Any, *, steps: int) -> tuple[list
     found: dict[str, Course] = {}
     rows: list[dict[str, Any]] = []
     for row in chosen:
-        found[row.name] = run_row(row, arguments, update_s=update_s, steps=steps)
+        with tempfile.TemporaryDirectory() as folder:
+            course = run_row(row, arguments, update_s=update_s, steps=steps, policies=Path(folder))
+            same = next((each for each in found.values() if each.answers == course.answers), None)
+            course.held_out = same.held_out if same is not None else held_out(course, arguments)
+        found[row.name] = course
         for each in chosen[len(rows) : len(found)] if ONE_STEP_OFF.name in found else []:
             rows.append(figures(each, found[each.name], found, arguments))
             record.note_row(rows[-1])
@@ -270,6 +320,7 @@ def options(description: str | None) -> argparse.ArgumentParser:
         help="seconds of the device for a load of weights: SGLang takes 2.5 for a model of 30B (its pull request 13824)",
     )
     parser.add_argument("--held-out", type=int, default=128, help="problems of the evaluations at start and end")
+    parser.add_argument("--judged", type=int, default=512, help="held-out problems for the policy after each epoch")
     parser.add_argument("settings", nargs="*", metavar="key=value")
     return parser
 

@@ -65,7 +65,12 @@ class Way:
             return part.new_zeros(*part.shape[:dim], count, *part.shape[dim + 1 :])
 
         return torch.cat(
-            (part.narrow(dim, 0, prompt), zeros(gap), part.narrow(dim, prompt, part.shape[dim] - prompt), zeros(padding)),
+            (
+                part.narrow(dim, 0, prompt),
+                zeros(gap),
+                part.narrow(dim, prompt, part.shape[dim] - prompt),
+                zeros(padding),
+            ),
             dim=dim,
         )
 
@@ -108,7 +113,9 @@ def answers(policy: Policy, count: int, tokens: int) -> tuple[Tensor, int]:
     ]
     ids = torch.tensor([prompt["input_ids"] for prompt in prompts])
     length = {"min_new_tokens": tokens, "max_new_tokens": tokens}
-    ids_with_answers = policy.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, **length)
+    ids_with_answers = policy.model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, **length
+    )
     return ids_with_answers, ids.shape[1]
 
 
@@ -195,7 +202,9 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     with measured(model):
         taken = times(model, dtype, arguments.repeats)
         for name, way in WAYS.items():
-            differences = (token_by_token(model, way, *texts) - in_one_pass(model, way, *texts)).abs().flatten().tolist()
+            differences = (
+                (token_by_token(model, way, *texts) - in_one_pass(model, way, *texts)).abs().flatten().tolist()
+            )
             rows.append(
                 {
                     "attention": name,

@@ -72,6 +72,10 @@ class VirtualEngine(EmbeddedBackend):
         super().__init__(**settings)
         self.device = self._emulated = device
 
+    @property
+    def has_started(self) -> bool:
+        return self._engine is not None
+
 
 class VirtualHost(WorkerHost):
     """Goes on until its device's clock has gone on for so many ticks, or it has nothing to do."""
@@ -166,13 +170,15 @@ class VirtualWorkers(ThreadBackend):
         self.max_running = engine.get("max_running")
         self.clock_s = 0.0
         self.devices: list[VirtualDevice] = []  # all that there have been
+        self._engines: list[VirtualEngine] = []  # and theirs
         self.spans: list[WorkerSpan] = []  # on the trainer's clock
 
     def _engine(self, number: int) -> VirtualEngine:
         device = VirtualDevice.read(self.emulate, scale=1.0, lengths=self.lengths)
         device.cpu = self.cpu
         self.devices.append(device)
-        return VirtualEngine(device, **self.engine)
+        self._engines.append(VirtualEngine(device, **self.engine))
+        return self._engines[-1]
 
     def connect(self, number: int, *, lockstep: bool) -> Connection:
         load = self.load(number)
@@ -182,8 +188,13 @@ class VirtualWorkers(ThreadBackend):
 
     @property
     def spent(self) -> Counter[str]:
-        """Return the seconds of all workers by part."""
-        return sum((device.spent for device in self.devices), Counter())
+        """Return the seconds of all workers by part, and the `tokens` that passes emitted with their `request_passes`."""
+        spent = sum((device.spent for device in self.devices), Counter())
+        totals = [engine.engine.totals for engine in self._engines if engine.has_started]
+        spent["draft"] = sum(each.draft_s for each in totals)
+        spent["tokens"] = sum(each.emitted_tokens for each in totals)
+        spent["request_passes"] = sum(each.request_passes for each in totals)
+        return spent
 
     def ticks_of_update(self, num_exchanges: int) -> int:
         return round(self.update_s / TICK_S)

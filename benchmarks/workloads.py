@@ -116,7 +116,9 @@ WORKLOADS = {
     "log-normal, 24 slots": Workload(source=SyntheticLengths, max_running=24, **_MANY),
     "running sums": Workload(source=_trace("running_sum"), num_workers=4, prompts=32, group_size=8, warm_up=2),
     "long sums": Workload(source=_trace("long_sum"), num_workers=4, prompts=16, group_size=8, warm_up=4),
-    "SmolLM2's sums": Workload(source=_trace("smollm2_harder_sums"), num_workers=4, prompts=12, group_size=6, warm_up=2),
+    "SmolLM2's sums": Workload(
+        source=_trace("smollm2_harder_sums"), num_workers=4, prompts=12, group_size=6, warm_up=2
+    ),
     "Azure code": Workload(source=partial(ServiceLengths, AZURE_CODE), **_MANY),
     "Azure conversation": Workload(source=partial(ServiceLengths, AZURE_CONVERSATION), **_MANY),
     "Mooncake conversation": Workload(source=partial(ServiceLengths, MOONCAKE), **_MANY),

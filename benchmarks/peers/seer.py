@@ -20,7 +20,8 @@ class SeerScheduler(Scheduler):
     chunk a request may go on where fewer requests run.
 
     Its workers share a pool of keys and values: the tournament computes nothing again for a request that moves. Left out: speculative
-    decoding within a group. `Progress` does not say how long finished answers were: they count as what was seen of them last.
+    decoding within a group, an order among the first requests by what they have sampled so far, and that a request goes back to the queue
+    at the end of a chunk while others wait. `Progress` does not say how long finished answers were: they count as what was seen of them last.
     """
 
     def __init__(self, *, chunks: int = 8) -> None:

@@ -92,9 +92,7 @@ class SharedLayout:
         of_prompts, *of_runs = queries.split(self.sizes)
         q, k, v = (_in_rows(each[: self.sizes[0]], self.num_prompts) for each in (of_prompts, keys, values))
         found = [_attend(q, k, v, scale, mask=None)]
-        found += [
-            bucket.attend(part, keys, values, scale) for bucket, part in zip(self.buckets, of_runs, strict=True)
-        ]
+        found += [bucket.attend(part, keys, values, scale) for bucket, part in zip(self.buckets, of_runs, strict=True)]
         return torch.cat(found)[None]
 
 

@@ -249,6 +249,8 @@ def test_longer_task_has_rows_for_each_number_of_running_requests(run: Run) -> N
 def test_headline_has_a_row_for_each_way_on_a_clock_of_its_own(run: Run, tmp_path: Path) -> None:
     words = ["--steps", "3", "--epoch-steps", "1", "--prompts", "2", "--workers", "2", "--held-out", "2"]
     words += [
+        "--judged",
+        "3",
         "--rows",
         "history_tree, sorted, draft",
         "--timeline",
@@ -272,6 +274,7 @@ def test_headline_has_a_row_for_each_way_on_a_clock_of_its_own(run: Run, tmp_pat
     assert barrier["over_one_step_off"] == pytest.approx(1 / one_step_off["over_barrier"], rel=1e-2)
     assert [row["staleness"] > 0 for row in rows] == [False, False, True, False]
     assert ours["held_out"] == barrier["held_out"], "drafts and the order of work have changed the tokens"
+    assert [len(row["held_out"]) for row in rows] == [4] * 4, "the start and each epoch"
     assert ours["tokens_a_pass"] > 1
     assert barrier["lost"]["update"] == pytest.approx(barrier["update_frac"], abs=0.05), (
         "nobody decodes during an update, but for the end of a pass"
@@ -319,6 +322,25 @@ def test_time_to_a_reward_by_hand(
     assert importlib.import_module("headline").to_reward(ours, barrier, window=2) == expected
 
 
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([0.0, 0.1, 0.2, 0.3, 0.4], 2.0),  # the same in half the time: 0.3 at 30 and at 15
+        ([0.0, 0.2, 0.4, 0.3, 0.5], 3.6),  # 0.2 at 5, then 0.35 twice: 0.3 at 5 + 5 * 2/3
+        ([0.0, 0.1, 0.2, 0.2, 0.2], None),
+    ],
+)
+def test_time_to_a_held_out_reward_by_hand(
+    monkeypatch: pytest.MonkeyPatch, rewards: list[float], expected: float | None
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    course = importlib.import_module("course")
+    barrier, ours = course.Course(0.0, 0.0), course.Course(0.0, 0.0)
+    barrier.held_out, barrier.ends = [0.0, 0.1, 0.2, 0.3, 0.4], [10.0, 20.0, 30.0, 40.0]
+    ours.held_out, ours.ends = rewards, [5.0, 10.0, 15.0, 20.0]
+    assert importlib.import_module("headline").to_held_out(ours, barrier) == expected
+
+
 SMALL_RUN = ["--epoch-steps", "1", "--prompts", "2", "--workers", "2", "--held-out", "2", "--max-running", "4"]
 SMALL_SETTINGS = ["rollout.group_size=2", "rollout.max_tokens=24", "trainer.enable_progress_bar=false"]
 
@@ -344,7 +366,8 @@ def test_emulation_is_compared_with_the_same_run_on_this_machine(run: Run) -> No
     settings = ["rollout.group_size=2", "rollout.max_tokens=24", "trainer.enable_progress_bar=false"]
     result = run("emulation_check", *words, "--", *settings)
     assert [row["drafter"] for row in result["rows"]] == ["none", "paper", "history_tree"]
-    assert all(0.02 < row["emulated_over_real"] < 50 for row in result["rows"])
+    assert all(0.02 < row["emulated_over_real"]["median"] < 50 for row in result["rows"])
+    assert result["rows"][0]["flattered"] == {"median": 1, "min": 1, "max": 1}
     tokens, seconds = zip(*result["curve"], strict=True)
     assert list(seconds) == sorted(seconds)
     assert tokens[0] >= 1
