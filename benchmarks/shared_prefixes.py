@@ -35,7 +35,12 @@ if TYPE_CHECKING:
     from rhymerl.types import IntArray
 
 # prompts, answers to each, tokens of a prompt, and of the shortest and the longest answer
-RANDOM = {"addition": (6, 6, 45, 16, 20), "long prompts": (1, 8, 400, 60, 140), "short prompts": (4, 8, 15, 30, 80)}
+RANDOM = {
+    "addition": (6, 6, 45, 16, 20),
+    "long prompts": (1, 8, 400, 60, 140),
+    "short prompts": (4, 8, 15, 30, 80),
+    "long answers": (1, 4, 45, 800, 1200),
+}
 
 
 # traces, the number of an epoch, and prompts of it
@@ -58,7 +63,7 @@ def make_model(arguments: Any) -> torch.nn.Module:
         "num_attention_heads": 9,
         "num_key_value_heads": 3,
         "tie_word_embeddings": True,
-        "max_position_embeddings": 1024,
+        "max_position_embeddings": 2048,
     }
     return PolicySource(init=init, seed=arguments.seed).load().model.train()
 
