@@ -161,6 +161,11 @@ class Course:
         return statistics.fmean(step[name] for step in self.metrics[1:])
 
     @property
+    def epochs_s(self) -> list[float]:
+        """Return when each epoch ended."""
+        return self.ends[self.epoch_steps - 1 :: self.epoch_steps]
+
+    @property
     def answers(self) -> tuple[list[list[int]], list[float]]:
         """What tells two runs with other answers apart: their lengths, and the reward of each step."""
         return self.lengths, [step["reward"] for step in self.metrics]

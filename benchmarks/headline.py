@@ -9,8 +9,8 @@ budget, `aimd`, and ours `goodput`.
 A row's seconds are those from the start to the last step on the trainer's clock: rollouts, updates, and the CPU time of whatever the trainer does beside the update between
 rollouts and until the requests of a rollout are out. `over_barrier` compares them with no drafts, FIFO and a barrier, `over_colocated` with the same on colocated devices; `over_one_step_off` with no drafts, FIFO and a rollout that runs
 while the policy of the one before is trained, at whose end all workers wait for the last answer: the pipeline of veRL's one-step-off recipe, which is the
-baseline of the RhymeRL paper. `to_held_out` compares the times at which problems that are not trained on were answered as well as the barrier's row answers them one epoch before its end: the policy after each epoch answers `--judged` of them,
-whose rewards by epoch are `held_out`, `held_out_error` being the standard error of one at most. Between epochs they lie on a line, and the lines that never fall are compared. `to_reward` compares the times at which the reward of an epoch's answers first was what the barrier's row had then.
+baseline of the RhymeRL paper. `to_held_out` compares the times at which problems that are not trained on had nine tenths of what the barrier's row gains on them: the policy after each epoch, at `epochs_s`, answers `--judged` of them,
+whose rewards from the start on are `held_out`, `held_out_error` being the standard error of one at most. Between epochs they lie on a line, and the lines that never fall are compared. `to_reward` compares the times at which the reward of an epoch's answers first was what the barrier's row had then.
 `bound` is what the row would reach with full workers, whose passes verify no node in vain, and no CPU time beside the passes: the sum of this work, beside the updates or with them. `length_correlation` is that of a prompt's mean length with the one in the
 epoch before. `lost` says where the workers' time goes, in parts of it: nodes (that drafts add to passes and that are rejected), draft (CPU), beside (the other CPU time), weights;
 and without work: update (while the trainer updates), trainer (while it does whatever else it does between rollouts), bubbles (while other workers decode).
@@ -72,6 +72,7 @@ class Row:
         return int(arguments.workers + (arguments.trainers if self.is_colocated else 0))
 
 
+_GAIN = 0.9  # of a held-out reward's rise: the last tenth is within its noise
 _COLOCATED = "colocated"
 _ONE_STEP_OFF = "one step off"  # with a barrier between rollouts, but none between a rollout and an update
 BARRIER = Row("none", "fifo", "off")
@@ -203,6 +204,7 @@ def figures(row: Row, course: Course, found: dict[str, Course], arguments: Any) 
         "tokens_a_pass": round(course.mean("rollout/spec_accept_length"), 3),
         "staleness": round(course.mean("off_policy/staleness/mean"), 3),
         "reward": [round(float(each), 3) for each in course.rewards(arguments.epoch_steps)[[0, -1]]],
+        "epochs_s": [round(each, 2) for each in course.epochs_s],
         "held_out": [round(each, 4) for each in course.held_out],
         "held_out_error": round(max((each * (1 - each) / arguments.judged) ** 0.5 for each in course.held_out), 4),
         "length": round(course.mean("completions/mean_length"), 1),
@@ -225,7 +227,7 @@ def to_reward(course: Course, barrier: Course, *, window: int) -> float | None:
 
 
 def to_held_out(course: Course, barrier: Course) -> float | None:
-    """Return how many times as soon as the barrier's row a row answers held-out problems as well as that did an epoch before its end; None where it never does.
+    """Return how many times as soon as the barrier's row a row has nine tenths of what that gains on held-out problems; None where it never has.
 
     A line that never falls lies midway between the best of the epochs so far and the worst of those to come.
     """
@@ -233,15 +235,13 @@ def to_held_out(course: Course, barrier: Course) -> float | None:
         (np.maximum.accumulate(each.held_out) + np.minimum.accumulate(each.held_out[::-1])[::-1]) / 2
         for each in (barrier, course)
     ]
-    target = rising[0][-2]
-    if rising[1][-1] < target:
+    target = rising[0][0] + _GAIN * (rising[0][-1] - rising[0][0])
+    if rising[1][-1] < target or rising[0][0] == target:
         return None
     times = []
     for each, rewards in zip((barrier, course), rising, strict=True):
-        ends = [0.0, *each.ends[each.epoch_steps - 1 :: each.epoch_steps]]
+        ends = [0.0, *each.epochs_s]
         after = int(np.argmax(rewards >= target))
-        if after == 0:
-            return None
         share = (target - rewards[after - 1]) / (rewards[after] - rewards[after - 1])
         times.append(ends[after - 1] + share * (ends[after] - ends[after - 1]))
     return round(float(times[0] / times[1]), 3)

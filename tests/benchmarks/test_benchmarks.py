@@ -325,8 +325,8 @@ def test_time_to_a_reward_by_hand(
 @pytest.mark.parametrize(
     ("rewards", "expected"),
     [
-        ([0.0, 0.1, 0.2, 0.3, 0.4], 2.0),  # the same in half the time: 0.3 at 30 and at 15
-        ([0.0, 0.2, 0.4, 0.3, 0.5], 3.6),  # 0.2 at 5, then 0.35 twice: 0.3 at 5 + 5 * 2/3
+        ([0.0, 0.1, 0.2, 0.3, 0.4], 2.0),  # the same in half the time: 0.36 at 36 and at 18
+        ([0.0, 0.2, 0.5, 0.3, 0.5], 4.0),  # 0.2 at 5, then 0.4 twice: 0.36 at 5 + 5 * 0.8 = 9
         ([0.0, 0.1, 0.2, 0.2, 0.2], None),
     ],
 )
