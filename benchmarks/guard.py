@@ -134,7 +134,9 @@ def trained(words: Mapping[Tree, Sequence[str]]) -> None:
             own = ("fit", *own, f"run_dir={tree.folder / 'run'}", callback)
             runs.append(tree.start(*own, turns=end, is_first=not runs))
     with ThreadPoolExecutor(len(runs)) as threads:  # both are read and waited for, whatever becomes of one
-        list(threads.map(Running.result, runs))
+        results = [threads.submit(run.result) for run in runs]
+    for each in results:
+        each.result()
 
 
 def _times_of(tree: Tree, workload: str) -> Times:
