@@ -12,8 +12,7 @@ at once and each alone; `unequal_products` counts, by the number of rows in a ma
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -91,17 +90,6 @@ def attention(
 
 
 AttentionInterface.register(NAME, attention)
-
-
-@contextmanager
-def measured(model: PreTrainedModel) -> Iterator[None]:
-    before = model.config._attn_implementation
-    model.config._attn_implementation = NAME
-    try:
-        with torch.inference_mode():
-            yield
-    finally:
-        model.config._attn_implementation = before
 
 
 def answers(policy: Policy, count: int, tokens: int) -> tuple[Tensor, int]:
@@ -199,7 +187,8 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     model, dtype = policy.model.eval(), DTYPES[arguments.dtype]
     texts = answers(policy, arguments.answers, arguments.tokens)
     rows = []
-    with measured(model):
+    model.config._attn_implementation = NAME
+    with torch.inference_mode():
         taken = times(model, dtype, arguments.repeats)
         for name, way in WAYS.items():
             differences = (
