@@ -20,7 +20,7 @@ import torch
 
 from rhymerl.engine.kv_store import SlotPool
 from rhymerl.engine.rows import Rows
-from rhymerl.engine.sampler import Sampler
+from rhymerl.engine.sampler import HostSampler
 from rhymerl.testing import make_requests
 
 TARGET_PERCENT = 25
@@ -42,18 +42,18 @@ def measure(count: int, logit_std: float, head: torch.Tensor, arguments: Any) ->
     logits = torch.nn.functional.linear(hidden, head)
     rows = make_rows(count, seed=arguments.seed)
     indices = row = np.arange(count)
-    tokens = Sampler(logits, rows).draw(indices, row, np.zeros(count, np.int64))
+    tokens = HostSampler(logits, rows).draw(indices, row, np.zeros(count, np.int64))
     position = 0
 
     def draw() -> None:
         nonlocal position
         position += 1  # other noise each time
-        Sampler(logits, rows).draw(indices, row, np.full(count, position))
+        HostSampler(logits, rows).draw(indices, row, np.full(count, position))
 
     ways = {
         "matmul": lambda: torch.nn.functional.linear(hidden, head),
         "draw": draw,
-        "logprobs": lambda: Sampler(logits, rows).logprobs(indices, row, tokens),
+        "logprobs": lambda: HostSampler(logits, rows).logprobs(indices, row, tokens),
     }
     measures = {name: partial(record.seconds, work) for name, work in ways.items()}
     with torch.no_grad():

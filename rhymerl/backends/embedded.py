@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
+import torch
+
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
+from rhymerl.drafters.none import NoDrafter
 from rhymerl.engine.emulation import EmulatedDevice
 from rhymerl.engine.engine import Engine
 from rhymerl.engine.support import prove, refuse_impossible, refuse_unsupported
@@ -17,7 +20,8 @@ from rhymerl.engine.totals import EngineTotals
 from rhymerl.errors import BackendError, ConfigError, require_at_least
 from rhymerl.history import NO_VERSION, HistoryStore
 from rhymerl.models.copies import copy_weights, twin_of
-from rhymerl.models.memory import EngineShape, ModelShape
+from rhymerl.models.memory import EngineShape, ModelShape, kv_tokens_beside
+from rhymerl.models.outline import model_shape
 from rhymerl.models.policy import num_embeddings
 from rhymerl.models.sharding import GatheredTensors
 from rhymerl.types import Completion, Ratio, RolloutRequest, Sample
@@ -25,14 +29,17 @@ from rhymerl.types import Completion, Ratio, RolloutRequest, Sample
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rhymerl.models.memory import UpdateShape
     from rhymerl.models.policy import Policy
+
+_KV_TOKENS = 65_536
 
 
 class EmbeddedBackend(RolloutBackend):
     """Continuous batching without a server or a thread: `collect` drives the engine.
 
-    `max_running` requests decode side by side, `kv_tokens` bounds the tokens with keys and values (in all layers),
-    `max_pass_tokens` the tokens of one forward pass. With `check_drafts` a malformed draft is an error, not only counted.
+    `max_running` requests decode side by side, `kv_tokens` bounds the tokens with keys and values (in all layers; null: on a GPU what
+    is left beside the update, as far as running requests need it, and 65 536 on a CPU), `max_pass_tokens` the tokens of one forward pass. With `check_drafts` a malformed draft is an error, not only counted.
     The engine computes with the policy's own weights. Under trainer.strategy=fsdp2, where a rank holds parts of them, it needs a `whole_copy`, which takes the memory of one.
     `emulate` is a file with the costs of another device, times `emulate_scale`: passes wait until they have taken as long as there.
     """
@@ -44,7 +51,7 @@ class EmbeddedBackend(RolloutBackend):
         self,
         *,
         max_running: int = 64,
-        kv_tokens: int = 65_536,
+        kv_tokens: int | None = None,
         max_pass_tokens: int = 8_192,
         check_drafts: bool = False,
         whole_copy: bool = False,
@@ -53,7 +60,7 @@ class EmbeddedBackend(RolloutBackend):
     ) -> None:
         at_least = {
             "max_running": (max_running, 1),
-            "kv_tokens": (kv_tokens, 1),
+            "kv_tokens": (1 if kv_tokens is None else kv_tokens, 1),
             "max_pass_tokens": (max_pass_tokens, 1),
             "emulate_scale": (emulate_scale, 0),
         }
@@ -69,12 +76,13 @@ class EmbeddedBackend(RolloutBackend):
         self.complaints: set[type[Drafter]] = set()  # whose malformed drafts have been told about
         self._copy: Policy | None = None  # where it is asked for
         self._engine: Engine | None = None
+        self._update: UpdateShape | None = None
         self._longest_tokens: int | None = None  # of a prompt and its answer, as `check` was told
         self._reported = EngineTotals()
         self._followed = NO_VERSION  # version of the history that the drafter knows
 
     def check(self, longest_tokens: int) -> None:
-        if longest_tokens > self.kv_tokens:
+        if self.kv_tokens is not None and longest_tokens > self.kv_tokens:
             raise ConfigError(
                 f"backend.kv_tokens={self.kv_tokens}: the longest prompt and its answer need {longest_tokens}; "
                 f"expected at least that"
@@ -88,8 +96,11 @@ class EmbeddedBackend(RolloutBackend):
             weights=model.parameters * model.itemsize if self._owns_model else 0,
             kv_of_token=2 * model.layers * model.kv_heads * model.head_size * model.compute_itemsize,
             dynamic=0,
-            longest_tokens=self.kv_tokens,
+            longest_tokens=self.kv_tokens or max(_KV_TOKENS, model.longest_tokens),
         )
+
+    def share(self, update: UpdateShape | None) -> None:
+        self._update = update
 
     def start(
         self,
@@ -105,12 +116,14 @@ class EmbeddedBackend(RolloutBackend):
             self._refresh(named)
         refuse_unsupported(policy.model, self._longest_tokens or policy.context_tokens)
         prove(policy.model)
+        with autocast():
+            kv_tokens = self.kv_tokens or self._kv_tokens(policy)
         self._engine = Engine(
             policy.model,
             drafter=drafter,
             budget=budget,
             max_running=self.max_running,
-            kv_tokens=self.kv_tokens,
+            kv_tokens=kv_tokens,
             max_pass_tokens=self.max_pass_tokens,
             check_drafts=self.check_drafts,
             complaints=self.complaints,
@@ -120,6 +133,25 @@ class EmbeddedBackend(RolloutBackend):
         )
         self._reported = EngineTotals()
         self._followed = NO_VERSION
+
+    def _kv_tokens(self, policy: Policy) -> int:
+        """Return for how many tokens there are keys and values. Raises ConfigError where a GPU has no room for the longest sequence."""
+        device, longest = policy.device, self._longest_tokens or policy.context_tokens
+        if device.type != "cuda":
+            return max(_KV_TOKENS, longest)
+        is_cast = torch.is_autocast_enabled("cuda")
+        itemsize = torch.get_autocast_dtype("cuda").itemsize if is_cast else policy.model.dtype.itemsize
+        shape = model_shape(policy.model, longest, compute_itemsize=itemsize)
+        engine = self.memory(shape, NoDrafter(), None)
+        free, _ = torch.cuda.mem_get_info(device)
+        room = kv_tokens_beside(self._update, engine, free)
+        if room < longest:
+            raise ConfigError(
+                f"backend=embedded: beside the update the GPU has room for keys and values of {max(room, 0)} tokens, and the longest prompt "
+                f"and its answer need {longest}; expected fewer update.micro_batch_tokens, update.activation_checkpointing=true, "
+                "or backend.kv_tokens, which sets aside this estimate"
+            )
+        return min(room, 2 * self.max_running * longest)
 
     @property
     def _owns_model(self) -> bool:
@@ -133,10 +165,11 @@ class EmbeddedBackend(RolloutBackend):
         return self._engine
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
-        longest, vocabulary = self._longest_tokens or self.kv_tokens, num_embeddings(self.engine.model)
+        engine = self.engine
+        longest, vocabulary = self._longest_tokens or engine.rows.context, num_embeddings(engine.model)
         for request in requests:
             refuse_impossible(request, longest, vocabulary=vocabulary)
-        self.engine.submit(requests)
+        engine.submit(requests)
 
     def collect(self, timeout_s: float | None = None, *, max_passes: int | None = None) -> list[Completion]:
         deadline = None if timeout_s is None else self.engine.now() + timeout_s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,9 +17,6 @@ from rhymerl.bench.policy import PolicyBench
 from rhymerl.config import instantiate, resolved
 from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.progress import SILENT, ProgressBar
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 class MeasureSettings:
@@ -68,8 +65,6 @@ class CostsBench(PolicyBench):
     def _of_sglang(self, backend: SGLangBackend, settings: MeasureSettings) -> Mapping[str, Any]:
         if backend.url is not None:
             raise ConfigError(f"backend.url={backend.url!r}: expected null; engines are started to be measured")
-        model: nn.Module = self.policy.model
-        model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         fewer = [each for each in self.config.concurrency if each < backend.max_running]
         bench = sglang.SGLangCosts(
             lambda nodes: instantiate({**self.config.backend, "nodes": nodes}, key="backend"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from rhymerl.config import instantiate
 from rhymerl.data.base import LocatedRow
 from rhymerl.data.encoding import LengthLimits, PromptEncoder, encode_rows
@@ -16,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class PolicyBench:
-    """The policy of a config, and requests for answers to the prompts of its task."""
+    """The policy of a config, on the GPU where there is one, and requests for answers to the prompts of its task."""
 
     def __init__(self, config: DictConfig) -> None:
         self.config = config
         self.policy: Policy = instantiate(config.model, key="model").load()
-        self.policy.model.eval()
+        self.policy.model.eval().to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         self.rollout: RolloutSettings = instantiate(config.rollout, key="rollout")
         self.prompts = self._prompts()
 

@@ -31,8 +31,9 @@ class Bucket:
 
     kv_slots: Tensor  # [rows * S] slots to read; padding reads slot 0
     mask: Tensor  # [rows, Q, S] True = visible
-    queries: Tensor | None  # [rows, Q] indices into the packed pass; None = rows are the pass, one token each
-    valid: Tensor | None  # [rows, Q] which of them are real; None = all
+    queries: Tensor | None = None  # [rows * Q] indices into the packed pass; None = rows are the pass, one token each
+    real: Tensor | None = None  # [T] which of the queries are no padding; None = all
+    tokens: Tensor | None = None  # [T] their indices into the packed pass
 
     @property
     def shape(self) -> torch.Size:
@@ -61,11 +62,9 @@ class AttentionPlan:
             attend(query.contiguous().numpy(), keys.numpy(), values.numpy(), *arrays, scale, output.numpy())
         for bucket, mask in zip(self.buckets, self._additive_masks(query, groups), strict=True):
             out = self._attend_bucket(bucket, mask, query, keys, values, scale)
-            if bucket.queries is None:
+            if bucket.real is None or bucket.tokens is None:
                 return out
-            assert bucket.valid is not None
-            out = out.view(*bucket.shape[:2], *out.shape[1:])
-            output[bucket.queries[bucket.valid]] = out[bucket.valid].to(output.dtype)
+            output.index_copy_(0, bucket.tokens, out.index_select(0, bucket.real).to(output.dtype))
         return output
 
     @staticmethod
@@ -74,7 +73,7 @@ class AttentionPlan:
     ) -> Tensor:
         """Attend over the rows of a bucket; -> [rows * Q, heads, dim]."""
         (rows, width, seen), kv_heads = bucket.shape, keys.shape[1]
-        chosen = query if bucket.queries is None else query[bucket.queries.flatten()]
+        chosen = query if bucket.queries is None else query.index_select(0, bucket.queries)
         q = chosen.reshape(rows, width, kv_heads, -1, query.shape[2]).permute(0, 2, 3, 1, 4).flatten(2, 3)
         k = keys.index_select(0, bucket.kv_slots).view(rows, seen, kv_heads, -1).transpose(1, 2)
         v = values.index_select(0, bucket.kv_slots).view(rows, seen, kv_heads, -1).transpose(1, 2)

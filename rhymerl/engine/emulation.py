@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from rhymerl.costs import CostCurve
@@ -95,9 +97,14 @@ class EmulatedForward:
         """As `Forward.forget`."""
         self._forward.forget()
 
-    def logits(self, layout: PassLayout) -> Tensor:
+    @property
+    def is_on_host(self) -> bool:
+        """As `Forward.is_on_host`."""
+        return self._forward.is_on_host
+
+    def logits(self, layout: PassLayout, also: Sequence[npt.NDArray[Any]] = ()) -> tuple[Tensor, list[Tensor]]:
         """As `Forward.logits`, in the device's time."""
         started = self._device.now()
-        logits = self._forward.logits(layout)
+        found = self._forward.logits(layout, also)
         self._device.wait(started, layout)
-        return logits
+        return found

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from rhymerl.budgets.base import Budget
@@ -22,7 +21,7 @@ from rhymerl.engine.kv_store import KVStore
 from rhymerl.engine.layout import PassLayout, lay_out
 from rhymerl.engine.protocol import DraftingProtocol
 from rhymerl.engine.rows import Rows
-from rhymerl.engine.sampler import Sampler
+from rhymerl.engine.sampler import DeviceSampler, HostSampler, Sampler, draws_of
 from rhymerl.engine.speedup import SpeedupMeter
 from rhymerl.engine.support import refuse_impossible
 from rhymerl.engine.totals import EngineTotals, PassRecord
@@ -139,7 +138,7 @@ class Engine:
         """One pass over the running batch; call within `forward.ready()`."""
         started = self.now()
         layout = self._schedule()
-        steps = self._commit(layout, self.forward.logits(layout))
+        steps = self._commit(layout, self._sampler(layout))
         self.drafting.tell(layout, steps, seconds=self.now() - started)
         finished = self._finish(layout, steps)
         if self.speedup is not None and finished:
@@ -187,11 +186,16 @@ class Engine:
         drafts = self.drafting.ask(row[emits], spare=spare, num_waiting=self.admission.num_waiting)
         return lay_out(rows, row, chain, emits, drafts, compiled=self.kv.is_readable_in_place)
 
-    def _commit(self, layout: PassLayout, logits: Tensor) -> Walk:
+    def _sampler(self, layout: PassLayout) -> Sampler:
+        """Run the pass; returns what draws from its logits."""
+        draws = [] if self.forward.is_on_host else draws_of(layout, self.rows)
+        logits, there = self.forward.logits(layout, draws)
+        return DeviceSampler(logits, there) if there else HostSampler(logits, self.rows)
+
+    def _commit(self, layout: PassLayout, sampler: Sampler) -> Walk:
         """Draw, write tokens and log-probs, keep the accepted keys and values."""
         rows, row = self.rows, layout.row[layout.emits]
         start = rows.length[row]
-        sampler = Sampler(logits, rows)
         steps = walk(layout, rows, sampler)
         target, index = row[steps.emitter], start[steps.emitter] + steps.level
         rows.tokens[target, index] = steps.token

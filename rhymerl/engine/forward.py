@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import islice
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rhymerl.engine import inputs
 from rhymerl.engine.attention import AttentionPlan, Bucket, packed
 from rhymerl.engine.direct import CompiledForward, DirectForward, can_be_direct
 from rhymerl.engine.kv_store import KVStore
@@ -44,7 +48,7 @@ class Forward:
         self.store = store
         self.autocast = autocast
         self._operations = 2.0 * model.num_parameters(exclude_embeddings=True)  # of one token
-        self._device = model.device
+        self._inputs = inputs.Inputs(model.device)
         self._direct: DirectForward | None = None
         self.kind: type[DirectForward] | None = None  # of passes since the last `ready`; None = by transformers
         self._proved: list[object] = []  # of what the comparison below was made
@@ -61,7 +65,8 @@ class Forward:
             yield
 
     def _prepare(self) -> None:
-        self._device = self.model.device
+        if self.model.device != self._inputs.device:
+            self._inputs = inputs.Inputs(self.model.device)
         with self.autocast():
             self._direct = self._direct_forward()
         self.kind = None if self._direct is None else type(self._direct)
@@ -73,20 +78,32 @@ class Forward:
             self._entered.close()
             self._entered = None
 
-    def logits(self, layout: PassLayout) -> Tensor:
-        """Return the logits [M, vocabulary] at every root and draft node, in float32 or better."""
-        with threads_for(self._operations * layout.num_tokens):
-            logits = self._run(self._direct, self.store, layout)
-        return logits if logits.dtype == torch.float64 else logits.float()
+    @property
+    def is_on_host(self) -> bool:
+        """Return whether logits are where compiled CPU code reads them."""
+        return inputs.on_host(self._inputs.device)
 
-    def _run(self, direct: DirectForward | None, store: KVStore, layout: PassLayout) -> Tensor:
-        device = self._device
-        arrays = (layout.slots, layout.token_ids, layout.positions, layout.logit_indices)
-        store.write_slots, token_ids, positions, indices = (torch.from_numpy(each).to(device) for each in arrays)
-        plan = AttentionPlan([_bucket(each, layout.num_tokens, device) for each in layout.buckets], layout.paged)
+    def logits(self, layout: PassLayout, also: Sequence[npt.NDArray[Any]] = ()) -> tuple[Tensor, list[Tensor]]:
+        """Return the logits [M, vocabulary] at every root and draft node, and the arrays `also` on the model's device.
+
+        These travel with what the pass itself needs. On a CPU logits are float32 or better.
+        """
+        with threads_for(self._operations * layout.num_tokens):
+            logits, there = self._run(self._direct, self.store, layout, also)
+        return logits.float() if self.is_on_host and logits.dtype != torch.float64 else logits, there
+
+    def _run(
+        self, direct: DirectForward | None, store: KVStore, layout: PassLayout, also: Sequence[npt.NDArray[Any]] = ()
+    ) -> tuple[Tensor, list[Tensor]]:
+        buckets = [_arrays(each, layout.num_tokens) for each in layout.buckets]
+        own = (layout.slots, layout.token_ids, layout.positions, layout.logit_indices)
+        there = iter(self._inputs.put([*own, *(each for arrays in buckets for each in arrays.values()), *also]))
+        store.write_slots, token_ids, positions, indices = islice(there, len(own))
+        plan = AttentionPlan([Bucket(**{name: next(there) for name in arrays}) for arrays in buckets], layout.paged)
         with self.autocast():
             if direct is not None:
-                return direct(token_ids, positions, None if len(indices) == len(token_ids) else indices, plan)
+                at = None if len(indices) == len(token_ids) else indices
+                return direct(token_ids, positions, at, plan), [*there]
             logits: Tensor = self.model(
                 input_ids=token_ids[None],
                 position_ids=positions[None],
@@ -95,7 +112,7 @@ class Forward:
                 logits_to_keep=indices,
                 rhymerl_plan=plan,
             ).logits[0]
-            return logits
+        return logits, [*there]
 
     # -- the direct forward ----------------------------------------------------------------------------------------
 
@@ -107,10 +124,8 @@ class Forward:
         modules = list(self.model.modules())
         if not (self.store.is_allocated and can_be_direct(self.model, modules)):
             return None
-        kind = (
-            CompiledForward if self._device.type == "cpu" and self._product_dtype() == torch.float32 else DirectForward
-        )
-        proved = [kind, self._product_dtype(), self._device, *modules]
+        kind = CompiledForward if self.is_on_host and self._product_dtype() == torch.float32 else DirectForward
+        proved = [kind, self._product_dtype(), self._inputs.device, *modules]
         if self._proved != proved:
             self._proved, self._is_same = proved, self._compare(kind)
             self._direct = None
@@ -120,10 +135,10 @@ class Forward:
         return self._direct if is_kept else kind(self.model, self.store)
 
     def _is_cast(self) -> bool:
-        return torch.is_autocast_enabled(self._device.type)
+        return torch.is_autocast_enabled(self._inputs.device.type)
 
     def _product_dtype(self) -> torch.dtype:
-        return torch.get_autocast_dtype(self._device.type) if self._is_cast() else self.model.dtype
+        return torch.get_autocast_dtype(self._inputs.device.type) if self._is_cast() else self.model.dtype
 
     def _compare(self, kind: type[DirectForward]) -> bool:
         """Return whether two prompts with a draft tree each get the same log-probs directly and by transformers; warn if not."""
@@ -156,15 +171,13 @@ class Forward:
             DraftBatch.pack([tree] * len(row)),
             compiled=store.is_readable_in_place,
         )
-        logits = self._run(kind(self.model, store) if kind is not None else None, store, layout)
+        logits, _ = self._run(kind(self.model, store) if kind is not None else None, store, layout)
         return logits.double().log_softmax(-1)
 
 
-def _bucket(layout: BucketLayout, num_tokens: int, device: torch.device) -> Bucket:
-    plain = layout.queries.shape == (num_tokens, 1)
-    return Bucket(
-        kv_slots=torch.from_numpy(layout.kv_slots.reshape(-1)).to(device),
-        mask=torch.from_numpy(layout.mask).to(device),
-        queries=None if plain else torch.from_numpy(layout.queries).to(device),
-        valid=None if plain else torch.from_numpy(layout.valid).to(device),
-    )
+def _arrays(bucket: BucketLayout, num_tokens: int) -> dict[str, npt.NDArray[Any]]:
+    """Return the fields of a `Bucket`."""
+    arrays = {"kv_slots": bucket.kv_slots.ravel(), "mask": bucket.mask}
+    if bucket.mask.shape[:2] == (num_tokens, 1):
+        return arrays
+    return {**arrays, "queries": bucket.queries, "real": bucket.real, "tokens": bucket.tokens}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from rhymerl.engine import inputs
 from rhymerl.engine.ragged import IndexArray
 
 
@@ -64,7 +65,7 @@ class LayerStore(CacheLayerMixin):
         self.values = value_states.new_zeros(slots, value_states.shape[1], value_states.shape[3])
         self.is_initialized = True
         self.is_readable_in_place = all(
-            each.device.type == "cpu" and each.dtype in (torch.float32, torch.float64)
+            inputs.on_host(each.device) and each.dtype in (torch.float32, torch.float64)
             for each in (self.keys, self.values)
         )
 

@@ -27,8 +27,9 @@ class BucketLayout:
 
     kv_slots: IndexArray  # [B, S]
     mask: BoolArray  # [B, Q, S]
-    queries: IndexArray  # [B, Q] indices into the packed pass
-    valid: BoolArray  # [B, Q]
+    queries: IndexArray  # [B * Q] indices into the packed pass
+    real: IndexArray  # [T] which of the queries are no padding
+    tokens: IndexArray  # [T] their indices into the packed pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +197,9 @@ def _buckets(
             *(drafts.parents, drafts.starts),
             *(kv_slots, mask, queries, valid),
         )
-        buckets.append(BucketLayout(kv_slots=kv_slots, mask=mask, queries=queries, valid=valid))
+        real = np.flatnonzero(valid)
+        tokens = queries.ravel()[real]
+        buckets.append(BucketLayout(kv_slots=kv_slots, mask=mask, queries=queries.ravel(), real=real, tokens=tokens))
     return buckets
 
 
@@ -216,7 +219,7 @@ def _fill_bucket(
     queries: IndexArray,
     valid: BoolArray,
 ) -> None:
-    """Write what stands in `BucketLayout` about B rows; `kv_slots` and `mask` come as zeros.
+    """Write what stands in `BucketLayout` about B rows, and which queries are real; `kv_slots` and `mask` come as zeros.
 
     A row feeds `chain` tokens and its draft, if it is an emitting one (`emitter` >= 0), `width` in all.
     """

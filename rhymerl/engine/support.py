@@ -97,8 +97,9 @@ def _tree_logits(model: PreTrainedModel, prompt: np.ndarray, paths: list[np.ndar
     bucket = Bucket(
         kv_slots=slots,
         mask=mask.to(model.device),
-        queries=slots[None],
-        valid=torch.ones_like(slots[None], dtype=torch.bool),
+        queries=slots,
+        real=slots,
+        tokens=slots,
     )
     with packed(model):
         logits: Tensor = model(

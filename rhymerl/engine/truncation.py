@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Truncation:
     """What may be sampled at each draw, all [n]: the rules are off at top-k 0, top-p 1 and min-p 0."""
 

@@ -14,7 +14,7 @@ CONTEXT_BYTES = GIB  # of a process on a GPU, before it has any tensor: CUDA's c
 _RESERVE_BYTES = 2 * GIB  # weights on their way to an engine, workspaces of kernels, batches
 _STEP_TOKENS = 1024  # between numbers of micro_batch_tokens that are tried
 _LORA_RANK = 16  # the default of adapter=lora
-_RESERVE_SHARE = 0.1  # of the activations: fragments of the allocator, and what the estimate misses
+_RESERVE_SHARE = 0.1  # of activations and of keys and values: fragments of the allocator, and what the estimate misses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +195,15 @@ def shared_bytes(update: UpdateMemory, engine: EngineShape, *, in_turn: bool) ->
     if in_turn:
         return always + max(engine.least + update.lasting, update.total)
     return always + engine.least + update.total
+
+
+def kv_tokens_beside(update: UpdateShape | None, engine: EngineShape, free_bytes: int) -> int:
+    """Return for how many tokens there is room for keys and values in what is free, which an engine in the trainer's process shares with an update.
+
+    A part of it is left to the engine's passes and to fragments of the allocator.
+    """
+    beside = update_memory(update).total if update is not None else _RESERVE_BYTES
+    return max(int((1 - _RESERVE_SHARE) * (free_bytes - beside)) // engine.kv_of_token, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

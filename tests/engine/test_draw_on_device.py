@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from rhymerl.engine import device_draw
 from rhymerl.engine.draw import draw_tokens
 from rhymerl.engine.kv_store import SlotPool
+from rhymerl.engine.layout import lay_out
 from rhymerl.engine.noise import keys_at, noise_counters, noise_keys, noise_keys_on_device
 from rhymerl.engine.rows import Rows
-from rhymerl.engine.sampler import Sampler
+from rhymerl.engine.sampler import DeviceSampler, HostSampler, draws_of
 from rhymerl.testing import make_requests
+from rhymerl.types import Draft, DraftBatch
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**62)), min_size=1, max_size=20))
@@ -67,19 +69,30 @@ def test_of_equal_logits_the_greedy_draw_takes_the_first():
     assert tokens.tolist() == [0, 0, 0]
 
 
-def test_the_sampler_draws_the_same_on_a_device():
-    """The way of an accelerator, on the CPU: some lines at a time, with rules in some rows, and log-probs that come with the tokens."""
+RULES = ({}, {"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.8}, {"top_k": 5, "min_p": 0.05})
+
+
+@pytest.mark.parametrize("rules", [RULES, RULES[:2]], ids=["with rules", "without"])
+def test_the_sampler_draws_the_same_on_a_device(rules):
+    """At all roots and nodes of a pass at once, on the CPU: the same tokens and log-probs as the host's."""
     rows = Rows(4, 64, SlotPool(64))
-    rules = ({}, {"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.8}, {"top_k": 5, "min_p": 0.05})
     for i, each in enumerate(rules):
         request = make_requests(1, seed=i, **each)[0]
         rows.enter(dataclasses.replace(request, seed=-i), None)
-    owner = np.tile(rows.is_request.nonzero()[0], 5)
-    logits = torch.randn(len(owner), 200) * 3
-    here, there = Sampler(logits, rows), Sampler(logits, rows)
+    row = rows.is_request.nonzero()[0]
+    rows.cached[row] = rows.length[row] - 1
+    tree = Draft(token_ids=np.array([3, 1, 2]), parents=np.array([-1, 0, 0]))
+    emits = np.arange(len(row))
+    layout = lay_out(rows, row, np.ones(len(row), np.int64), emits, DraftBatch.pack([tree] * len(row)))
+    logits = torch.randn(len(layout.logit_row), 200) * 3
+    here = HostSampler(logits, rows)
+    there = DeviceSampler(logits, [torch.from_numpy(each) for each in draws_of(layout, rows)])
+    assert there.draws_ahead
+    owner = row[layout.logit_row]
+    positions = rows.length[owner] - rows.prompt_length[owner] + layout.logit_level
     for indices in (np.array([3, 7, 1]), np.arange(len(owner))):
-        row, positions = owner[indices], indices * 2
-        tokens = here.draw(indices, row, positions)
-        np.testing.assert_array_equal(there._draw_on_device(indices, row, positions), tokens)
-        expected = here.logprobs(indices, row, tokens)
-        np.testing.assert_allclose(there._sampled_logprobs[indices], expected, atol=1e-5)
+        arguments = indices, owner[indices], positions[indices]
+        tokens = here.draw(*arguments)
+        np.testing.assert_array_equal(there.draw(*arguments), tokens)
+        expected = here.logprobs(indices, owner[indices], tokens)
+        np.testing.assert_allclose(there.logprobs(indices, owner[indices], tokens), expected, atol=1e-5)

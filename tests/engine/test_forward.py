@@ -28,9 +28,10 @@ def passes_of(model, **settings) -> tuple[Engine, list[tuple[torch.Tensor, torch
     engine, twin = (Engine(model, drafter=RandomTreeDrafter(), max_running=6, **settings) for _ in range(2))
     pairs = []
 
-    def both(layout: PassLayout) -> torch.Tensor:
-        pairs.append((engine_logits(layout), twin.forward._run(None, twin.kv, layout)))
-        return pairs[-1][0]
+    def both(layout: PassLayout, also) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        found = engine_logits(layout, also)
+        pairs.append((found[0], twin.forward._run(None, twin.kv, layout)[0]))
+        return found
 
     engine_logits, engine.forward.logits = engine.forward.logits, both
     engine.submit(make_requests(9, max_tokens=30))

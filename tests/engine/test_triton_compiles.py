@@ -33,12 +33,19 @@ _TYPES = {
 }
 
 
-def compiled(kernel: Any, dtype: str, capability: int, *, num_warps: int, **constants: Any) -> dict[str, Any]:
+# What the embedded engine passes; SGLang has the ones above.
+_OF_ENGINE = dict.fromkeys(("inverse_temperatures", "logprob_scales", "temperatures", "top_ps", "min_ps"), "*fp64")
+OWNERS = pytest.mark.parametrize("owner", [{}, _OF_ENGINE], ids=["sglang", "embedded"])
+
+
+def compiled(
+    kernel: Any, dtype: str, capability: int, owner: dict[str, str], *, num_warps: int, **constants: Any
+) -> dict[str, Any]:
     """Return what a kernel becomes for logits of this dtype on a GPU of this capability, by the name of each form."""
     import triton
     from triton.backends.compiler import GPUTarget
 
-    types = {**_TYPES, "logits": f"*{dtype}"}
+    types = {**_TYPES, **owner, "logits": f"*{dtype}"}
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     source = triton.compiler.ASTSource(kernel, signature=signature, constexprs=constants)
     options = {"num_warps": num_warps, "enable_fp_fusion": True}
@@ -61,29 +68,32 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
 
 
+@OWNERS
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("truncates", [False, True], ids=["clean", "truncated"])
-def test_the_race(dtype: str, truncates: bool, tmp_path: Path) -> None:
+def test_the_race(dtype: str, owner: dict[str, str], truncates: bool, tmp_path: Path) -> None:
     from rhymerl.engine import triton_draw
 
     rules = {} if truncates else {"temperatures": None, "cutoffs": None}
     constants = {"truncates": truncates, "fast": True, "block": triton_draw._BLOCK, **rules}
-    found = compiled(triton_draw._race, dtype, _HOPPER, num_warps=4, **constants)
+    found = compiled(triton_draw._race, dtype, _HOPPER, owner, num_warps=4, **constants)
     assert "lg2.approx.f32" in found["ptx"]
     assert stack_bytes(found["cubin"], tmp_path) == 0
 
 
+@OWNERS
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_choice_among_splits(dtype: str, tmp_path: Path) -> None:
+def test_the_choice_among_splits(dtype: str, owner: dict[str, str], tmp_path: Path) -> None:
     from rhymerl.engine import triton_draw
 
-    found = compiled(triton_draw._finish, dtype, _HOPPER, num_warps=1, width=triton_draw._MOST_SPLITS.value)
+    found = compiled(triton_draw._finish, dtype, _HOPPER, owner, num_warps=1, width=triton_draw._MOST_SPLITS.value)
     assert stack_bytes(found["cubin"], tmp_path) == 0
 
 
+@OWNERS
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_cut(dtype: str, tmp_path: Path) -> None:
+def test_the_cut(dtype: str, owner: dict[str, str], tmp_path: Path) -> None:
     from rhymerl.engine import triton_truncation
 
-    found = compiled(triton_truncation._cut, dtype, _HOPPER, num_warps=16, block=triton_truncation._BLOCK)
+    found = compiled(triton_truncation._cut, dtype, _HOPPER, owner, num_warps=16, block=triton_truncation._BLOCK)
     assert stack_bytes(found["cubin"], tmp_path) == 0

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rhymerl.models.lora import LoRA
-from rhymerl.models.memory import GIB, UpdateShape, layer_bytes, update_memory
+from rhymerl.models.memory import GIB, EngineShape, UpdateShape, kv_tokens_beside, layer_bytes, update_memory
 
 HALF_BILLION = UpdateShape(  # Qwen2.5-0.5B in float32
     layers=24,
@@ -159,3 +159,13 @@ def test_layers_keep_what_is_said(case: tuple, adapters: bool) -> None:
     said = LAYERS * TOKENS * layer_bytes(replace(shape_of(model, itemsize), has_adapters=adapters))
     kept = kept_bytes(model, context)
     assert 0.85 * said < kept < 1.1 * said
+
+
+def test_keys_and_values_get_nine_tenths_of_what_is_left_beside_the_update() -> None:
+    engine = EngineShape(
+        weights=0, kv_of_token=12_288, dynamic=0, longest_tokens=1
+    )  # 24 layers, 2 x 2 heads of 64, 2 bytes
+    free = update_memory(MIXED).total + 100 * GIB
+    assert kv_tokens_beside(MIXED, engine, free) == int(0.9 * 100 * GIB) // 12_288
+    assert kv_tokens_beside(None, engine, 3 * GIB) == int(0.9 * GIB) // 12_288  # two are set aside
+    assert kv_tokens_beside(MIXED, engine, GIB) == 0

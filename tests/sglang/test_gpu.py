@@ -18,12 +18,13 @@ from rhymerl.history import HistoryStore
 from rhymerl.testing import make_requests, tiny_policy
 from tests.sglang.engines import answered, embedded, equal, remember, started
 
+ROUNDED = 0.9  # of the answers are equal at least: passes of other shapes round bfloat16 logits otherwise
 pytestmark = [pytest.mark.sglang, pytest.mark.gpu, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
 def policy():
-    policy = tiny_policy(dtype="float32", hidden_size=256, context=512)
+    policy = tiny_policy(dtype="bfloat16", hidden_size=256, context=512)
     policy.model.to("cuda")
     return policy
 
@@ -35,7 +36,6 @@ def engine(**settings):
         **{
             "nodes": 7,
             "max_running": 32,
-            "dtype": "float32",
             "arguments": arguments,
             "environment": of_machine.get("environment", {}),
             **settings,
@@ -54,7 +54,7 @@ def test_tokens_with_and_without_drafts(policy, weights):
             begun = time.perf_counter()
             answers = answered(backend, requests)
             print(type(drafter).__name__, equal(answers, ours), time.perf_counter() - begun, backend.metrics())
-            assert equal(answers, ours) >= 0.97
+            assert equal(answers, ours) >= ROUNDED
 
 
 def test_memory_comes_and_goes(policy):
@@ -67,4 +67,4 @@ def test_memory_comes_and_goes(policy):
         free = torch.cuda.mem_get_info()[0]
         backend.sync_weights(policy.model.named_parameters(), 1)
         assert torch.cuda.mem_get_info()[0] < free
-        assert equal(answered(backend, requests), before) >= 0.97
+        assert equal(answered(backend, requests), before) >= ROUNDED

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from rhymerl.errors import ConfigError
+
 _OURS = {  # set here, by settings of their own
     "model": "model.path",
     "model_path": "model.path",
@@ -76,17 +78,18 @@ def engine_dtype(wanted: str | None, policy: str, *, on_cpu: bool) -> str:
     return "bfloat16" if not on_cpu else "float32" if policy == "float64" else policy
 
 
-def of_device(kind: str, *, dtype: str, saves_memory: bool) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the arguments and the environment that fit an engine to a device of kind "cpu" or "cuda".
+def of_device(kind: str, *, dtype: str, saves_memory: bool) -> dict[str, Any]:
+    """Return the arguments that fit an engine to a device of kind "cpu" or "cuda".
 
-    SGLang's default attention on Hopper (fa3) takes no float32. Triton's does, in products of 10 bits unless it is told otherwise.
+    Raises ConfigError for float32 on a GPU: the RMS norm of SGLang's kernels (sglang-kernel 0.4.5 and 0.4.7) is for 16 bits only.
     """
     if kind == "cpu":
-        return {"device": "cpu"}, {}
-    ours: dict[str, Any] = {"enable_memory_saver": saves_memory}
-    if dtype != "float32":
-        return ours, {}
-    return {**ours, "attention_backend": "triton"}, {"TRITON_F32_DEFAULT": "ieee"}
+        return {"device": "cpu"}
+    if dtype == "float32":
+        raise ConfigError(
+            "backend.dtype=float32: SGLang's kernels for a GPU have no norm in float32; expected bfloat16, or null"
+        )
+    return {"enable_memory_saver": saves_memory}
 
 
 def without_expandable_segments(environment: Mapping[str, str]) -> dict[str, str]:

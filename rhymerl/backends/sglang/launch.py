@@ -43,7 +43,7 @@ def launch_line(config: DictConfig) -> dict[str, Any]:
         )
     on_cpu = backend.arguments.get("device") == "cpu"
     dtype = arguments.engine_dtype(backend.dtype, source.dtype, on_cpu=on_cpu)
-    ours, variables = arguments.of_device("cpu" if on_cpu else "cuda", dtype=dtype, saves_memory=backend.release_memory)
+    ours = arguments.of_device("cpu" if on_cpu else "cuda", dtype=dtype, saves_memory=backend.release_memory)
     budget: Budget = instantiate(config.budget, key="budget")
     folder = open_folder(config.out, setting="out").resolve()
     # A trainer that runs ahead may come: without prefetched tokens it is the drafter alone.
@@ -58,7 +58,7 @@ def launch_line(config: DictConfig) -> dict[str, Any]:
         context_tokens=None,
         more={**_address(url), **ours, **backend.arguments},
     )
-    return {"environment": {VARIABLE: str(settings), **variables, **backend.environment}, "arguments": words}
+    return {"environment": {VARIABLE: str(settings), **backend.environment}, "arguments": words}
 
 
 def _address(url: str | Sequence[str] | None) -> dict[str, Any]:

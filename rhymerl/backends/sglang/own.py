@@ -65,10 +65,10 @@ class OwnEngine:
         shutil.rmtree(self.folder / FEED, ignore_errors=True)
         self.feed = FeedWriter(self.folder / FEED)
         kind = "cpu" if self._on_cpu else "cuda"
-        ours, variables = arguments.of_device(kind, dtype=self.dtype, saves_memory=saves_memory)
+        ours = arguments.of_device(kind, dtype=self.dtype, saves_memory=saves_memory)
         inherited = arguments.without_expandable_segments(os.environ)
         uneven = {_EVEN: "false"} if self.settings.tensor_parallel > 1 else {}
-        environment = {VARIABLE: str(file), **inherited, **variables, **uneven, **self.settings.environment}
+        environment = {VARIABLE: str(file), **inherited, **uneven, **self.settings.environment}
         self.server = start_server(self._words(ours), environment, self.folder / "engine.log")
         try:
             self.server.wait_until_ready(self.settings.start_timeout_s)

@@ -13,6 +13,7 @@ from rhymerl.backends.sglang.arguments import (
     words,
 )
 from rhymerl.backends.sglang.backend import SGLangBackend
+from rhymerl.errors import ConfigError
 
 GIVEN = {
     "model_path": "/m",
@@ -156,13 +157,11 @@ def test_an_engine_computes_in_what_is_asked_else_as_its_device_does_well(wanted
     assert engine_dtype(wanted, policy, on_cpu=on_cpu) == expected
 
 
-def test_float32_on_a_gpu_takes_an_attention_that_has_it():
-    """SGLang's default on Hopper, fa3, is for 16 bits and fewer; Triton's products have TF32's 10 bits unless it is told."""
-    arguments, environment = of_device("cuda", dtype="float32", saves_memory=True)
-    assert arguments == {"enable_memory_saver": True, "attention_backend": "triton"}
-    assert environment == {"TRITON_F32_DEFAULT": "ieee"}
-    assert of_device("cuda", dtype="bfloat16", saves_memory=False) == ({"enable_memory_saver": False}, {})
-    assert of_device("cpu", dtype="float32", saves_memory=False) == ({"device": "cpu"}, {})
+def test_float32_on_a_gpu_is_refused():
+    with pytest.raises(ConfigError, match=r"backend\.dtype=float32: .* expected bfloat16, or null"):
+        of_device("cuda", dtype="float32", saves_memory=True)
+    assert of_device("cuda", dtype="bfloat16", saves_memory=False) == {"enable_memory_saver": False}
+    assert of_device("cpu", dtype="float32", saves_memory=False) == {"device": "cpu"}
 
 
 @pytest.mark.parametrize(

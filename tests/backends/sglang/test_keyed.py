@@ -15,7 +15,7 @@ from rhymerl.backends.sglang.plugin import keyed
 from rhymerl.engine.kv_store import SlotPool
 from rhymerl.engine.noise import noise_keys, noise_keys_on_device
 from rhymerl.engine.rows import Rows
-from rhymerl.engine.sampler import Sampler
+from rhymerl.engine.sampler import HostSampler
 from rhymerl.testing import make_prompt
 from rhymerl.types import RolloutRequest, SamplingParams
 
@@ -67,7 +67,7 @@ def our_draw(logits: torch.Tensor, requests: list[RolloutRequest], positions: np
     """The embedded engine's, at response positions [n]."""
     rows = Rows(len(requests), 64, SlotPool(64))
     owners = np.repeat([rows.enter(request, None) for request in requests], each)
-    return Sampler(logits, rows).draw(np.arange(len(logits)), owners, positions).tolist()
+    return HostSampler(logits, rows).draw(np.arange(len(logits)), owners, positions).tolist()
 
 
 @given(st.lists(st.tuples(seeds, st.integers(0, 2**40)), min_size=1, max_size=5), st.integers(1, 9), st.integers(0, 9))

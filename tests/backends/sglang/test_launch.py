@@ -57,23 +57,16 @@ def flags(launch) -> dict[str, str | bool]:
         (["backend.arguments.device=cpu", "model.dtype=bfloat16"], "bfloat16"),
         (["backend.arguments.device=cpu", "model.dtype=float64"], "float32"),
         (["backend.dtype=bfloat16"], "bfloat16"),
-        (["backend.dtype=float32", "model.dtype=bfloat16"], "float32"),
+        (["backend.arguments.device=cpu", "backend.dtype=float32", "model.dtype=bfloat16"], "float32"),
     ],
 )
 def test_it_computes_in_what_a_trainer_with_these_settings_hands_over(tmp_path, settings, expected):
     assert flags(launched(tmp_path, *settings))["--dtype"] == expected
 
 
-def test_float32_on_a_gpu_takes_an_attention_that_has_it(tmp_path):
-    launch = launched(tmp_path, "backend.dtype=float32")
-    assert flags(launch)["--attention-backend"] == "triton"
-    assert launch["environment"]["TRITON_F32_DEFAULT"] == "ieee"
-    assert (
-        flags(launched(tmp_path, "backend.dtype=float32", "backend.arguments.attention_backend=torch_native"))[
-            "--attention-backend"
-        ]
-        == "torch_native"
-    )
+def test_float32_on_a_gpu_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"backend\.dtype=float32"):
+        launched(tmp_path, "backend.dtype=float32")
 
 
 def test_a_dtype_that_no_trainer_has_is_refused(tmp_path):

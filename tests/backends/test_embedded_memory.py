@@ -1,0 +1,63 @@
+"""For how many tokens the embedded engine keeps keys and values."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rhymerl.backends.embedded import EmbeddedBackend
+from rhymerl.drafters import NoDrafter
+from rhymerl.errors import ConfigError
+from rhymerl.models.memory import GIB
+from rhymerl.testing import make_requests, tiny_policy
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A policy that says to be on a GPU with 3 GiB free, of which two are set aside where nothing is trained."""
+    policy = tiny_policy(dtype="bfloat16")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * GIB, 80 * GIB))
+    return SimpleNamespace(device=torch.device("cuda"), model=policy.model, context_tokens=policy.context_tokens)
+
+
+def kv_bytes(model, itemsize: int) -> int:
+    config = model.config
+    head_size = config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_size * itemsize
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_a_gpu_has_as_many_as_it_has_room_for(gpu, cast, monkeypatch):
+    """Autocast computes in two bytes, whatever weights have."""
+    gpu.model.to(torch.float32 if cast else torch.bfloat16)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: cast)
+    assert EmbeddedBackend(max_running=10**6)._kv_tokens(gpu) == int(0.9 * GIB) // kv_bytes(gpu.model, 2)
+
+
+def test_but_not_more_than_running_requests_can_need(gpu):
+    backend = EmbeddedBackend(max_running=4)
+    backend.check(100)
+    assert backend._kv_tokens(gpu) == 2 * 4 * 100
+
+
+def test_a_gpu_without_room_for_the_longest_answer_is_told_before_a_token(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * GIB + 4096, 80 * GIB))
+    backend = EmbeddedBackend()
+    backend.check(200)
+    with pytest.raises(ConfigError, match=r"room for keys and values of 28 tokens.*need 200; expected fewer"):
+        backend._kv_tokens(gpu)
+
+
+def test_a_cpu_has_the_usual_number_or_what_the_longest_answer_needs():
+    policy = tiny_policy()
+    for backend, expected in ((EmbeddedBackend(), 65_536), (EmbeddedBackend(kv_tokens=123), 123)):
+        with backend:
+            backend.check(100)
+            backend.start(policy, NoDrafter())
+            assert backend.engine.kv.num_slots == min(expected, 2 * 64 * policy.context_tokens)
+            backend.submit(make_requests(2, max_tokens=3))
+    backend = EmbeddedBackend()
+    backend.check(70_000)
+    assert backend._kv_tokens(policy) == 70_000

@@ -1,0 +1,132 @@
+"""Passes as an accelerator runs them, counted by torch's dispatcher. A CPU stands in for the device: its memory is not read by compiled code."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any, Self
+
+import numpy as np
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rhymerl.bench.costs import PathDrafter
+from rhymerl.budgets import FixedBudget
+from rhymerl.engine import inputs
+from rhymerl.engine.direct import DirectForward
+from rhymerl.engine.engine import Engine
+from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
+from tests.engine.test_lossless import answers
+
+# Results of a size that the host has to ask for.
+_OF_ITS_OWN_SIZE = ("nonzero", "masked_select", "unique", "repeat_interleave", "_local_scalar_dense")
+
+
+class Calls(TorchFunctionMode):
+    """Counts calls from Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[getattr(func, "__name__", "")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Seen(TorchDispatchMode):
+    """Counts operations, those for whose results the host waits, and copies between a device and the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
+        self.copies_in = 0
+        self._calls = Calls()
+
+    def __enter__(self) -> Self:
+        self._calls.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._calls.__exit__(*error)
+        self.waits += Counter(tolist=self._calls.counts["tolist"])
+
+    @property
+    def copies_back(self) -> int:
+        return self._calls.counts["cpu"]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.operations[name] += 1
+        indices = args[1] if name in ("index", "index_put_") else ()
+        if name in _OF_ITS_OWN_SIZE or any(each is not None and each.dtype == torch.bool for each in indices):
+            self.waits[name] += 1
+        self.copies_in += name == "copy_" and args[0].dtype == torch.uint8
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "on_host", lambda device: False)
+
+
+def seen_in(engine: Engine) -> Seen:
+    seen = Seen()
+    with engine.forward.ready(), seen:
+        engine.step()
+    return seen
+
+
+@pytest.mark.parametrize("nodes", [0, 16])
+@pytest.mark.parametrize("rules", [{}, {"top_p": 0.9, "top_k": 20}], ids=["plain", "truncated"])
+def test_nothing_waits_inside_a_pass_and_all_arrives_in_one_copy(device, nodes, rules):
+    """24 layers; the first pass computes prompts."""
+    model = tiny_policy(num_layers=24, dtype="bfloat16").model
+    drafter = PathDrafter(nodes, vocabulary=model.config.vocab_size)
+    engine = Engine(model, drafter=drafter, budget=FixedBudget(nodes), max_running=8)
+    engine.submit(make_requests(8, max_tokens=30, stop_token_ids=(), **rules))
+    for number in range(4):
+        seen = seen_in(engine)
+        assert engine.forward.kind is DirectForward
+        assert not seen.waits, f"pass {number}"
+        assert (seen.copies_in, seen.copies_back) == (1, 1), f"pass {number}: {seen.operations}"
+
+
+def test_what_waits_is_counted():
+    values = torch.arange(6.0)
+    with Seen() as seen:
+        values[values > 2]
+        values[torch.tensor([0, 2])]
+        (values > 2).nonzero()
+        assert values[3].item() + bool(values.any()) == 4
+        values.tolist()
+    assert seen.waits == {"index": 1, "nonzero": 1, "_local_scalar_dense": 2, "tolist": 1}
+
+
+def test_the_first_copy_has_left_before_the_next_is_written(device):
+    """Tensors of one pass stay as they are while the staging memory is used for the next."""
+    staging = inputs.Inputs(torch.device("cpu"))
+    arrays = [np.arange(5), np.array([True, False, True]), np.empty(0), np.arange(6.0).reshape(2, 3)]
+    first = staging.put(arrays)
+    staging.put([each + 1 if each.dtype != np.bool_ else ~each for each in arrays])
+    for there, here in zip(first, arrays, strict=True):
+        assert there.numpy().dtype == here.dtype
+        np.testing.assert_array_equal(there.numpy(), here)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama", "gpt2"])
+@pytest.mark.parametrize("drafted", [False, True])
+def test_tokens_are_those_of_the_host(monkeypatch, model_type, drafted):
+    policy = tiny_policy(model_type)
+    others = make_requests(3, seed=1, top_p=0.8, max_tokens=40)
+    requests = [*make_requests(8, group_size=4), *(replace(each, id=f"other {each.id}") for each in others)]
+    here = answers(policy, requests, max_running=6)
+    monkeypatch.setattr(inputs, "on_host", lambda device: False)
+    there = answers(policy, requests, max_running=6, drafter=RandomTreeDrafter() if drafted else None)
+    for name, completion in here.items():
+        assert there[name].token_ids.tolist() == completion.token_ids.tolist()
+        np.testing.assert_allclose(there[name].logprobs, completion.logprobs, atol=1e-9)
