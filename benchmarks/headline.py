@@ -4,7 +4,8 @@ Four workers answer, and a trainer with `--trainers` devices of its own updates 
 differ. In the row "colocated" as many devices in all answer and update in turn. The task is `long_sum`, whose answers of up to 448 tokens have a long tail; each of them stands for `--lengths` of the emulated
 device's tokens, so that keys and values weigh what they weigh there. Passes cost what `--emulate` says, everything that is done beside the model in a worker
 costs the CPU time that it took its thread here (virtual.py), and an update costs so much a token that it is `--update` of a step of the first row. The paper's drafter has the paper's
-budget, `aimd`, and ours `goodput`.
+budget, `aimd`, and ours `goodput`. The rows "one width" have SGLang's rule: all requests of a pass have as many nodes, chosen pass by pass among a few numbers, and drafts that have
+fewer are padded, which costs what nodes cost. The other rows are those of an engine that verifies as many nodes of each request as pay for it, as the embedded one does.
 
 A row's seconds are those from the start to the last step on the trainer's clock: rollouts, updates, and the CPU time of whatever the trainer does beside the update between
 rollouts and until the requests of a rollout are out. `over_barrier` compares them with no drafts, FIFO and a barrier, `over_colocated` with the same on colocated devices; `over_one_step_off` with no drafts, FIFO and a rollout that runs
@@ -12,7 +13,7 @@ while the policy of the one before is trained, at whose end all workers wait for
 baseline of the RhymeRL paper. `to_held_out` compares the times at which problems that are not trained on had nine tenths of what the barrier's row gains on them: the policy after each epoch, at `epochs_s`, answers `--judged` of them,
 whose rewards from the start on are `held_out`, `held_out_error` being the standard error of one at most. Between epochs they lie on a line, and the lines that never fall are compared. `to_reward` compares the times at which the reward of an epoch's answers first was what the barrier's row had then.
 `bound` is what the row would reach with full workers, whose passes verify no node in vain, and no CPU time beside the passes: the sum of this work, beside the updates or with them. `length_correlation` is that of a prompt's mean length with the one in the
-epoch before. `lost` says where the workers' time goes, in parts of it: nodes (that drafts add to passes and that are rejected), draft (CPU), beside (the other CPU time), weights;
+epoch before. `lost` says where the workers' time goes, in parts of it: nodes (that drafts add to passes and that are rejected), padding (nodes that nothing can reach), draft (CPU), beside (the other CPU time), weights;
 and without work: update (while the trainer updates), trainer (while it does whatever else it does between rollouts), bubbles (while other workers decode).
 
     python benchmarks/headline.py [--quick] [--rows NAME ...] [--plot FILE] [key=value ...]
@@ -36,6 +37,7 @@ import timeline
 from course import Course
 from losses import draw
 
+from rhymerl.backends.sglang.nodes import widths_to
 from rhymerl.config import compose
 from rhymerl.runs.fit import evaluate, fit
 
@@ -49,11 +51,13 @@ class Row:
     run_ahead: str
     mode: str = ""  # other than that of run_ahead
     budget: str = "GoodputBudget"
+    widths: tuple[int, ...] = ()  # the numbers of nodes that all requests of a pass may have
 
     @property
     def name(self) -> str:
         other = ", goodput" if self.drafter == "paper" and self.budget == "GoodputBudget" else ""
-        return f"{self.drafter}, {self.scheduler}, {self.mode or self.run_ahead}{other}"
+        width = ", one width" if self.widths else ""
+        return f"{self.drafter}, {self.scheduler}, {self.mode or self.run_ahead}{other}{width}"
 
     @property
     def is_colocated(self) -> bool:
@@ -65,8 +69,13 @@ class Row:
             f"drafter={self.drafter}",
             f"scheduler={self.scheduler}",
             f"run_ahead='{self.run_ahead}'",
-            f"budget={{_target_: rhymerl.budgets.{self.budget}}}",
+            f"budget={{_target_: rhymerl.budgets.{self.budget}{f', widths: {list(self.widths)}' if self.widths else ''}}}",
         ]
+
+    @classmethod
+    def of_one_width(cls, drafter: str, scheduler: str, run_ahead: str) -> Row:
+        """Return a row as in SGLang, with at most 16 nodes."""
+        return cls(drafter, scheduler, run_ahead, budget="UniformGoodputBudget", widths=widths_to(16))
 
     def num_workers(self, arguments: Any) -> int:
         return int(arguments.workers + (arguments.trainers if self.is_colocated else 0))
@@ -82,6 +91,7 @@ BASELINES = [BARRIER, COLOCATED, ONE_STEP_OFF]
 ROWS = [
     *BASELINES,
     Row("none", "fifo", "keep"),
+    Row("none", "histopipe", "keep"),
     Row("paper", "fifo", "off", budget="AIMDBudget"),
     Row("paper", "histopipe", "keep", budget="AIMDBudget"),
     Row("paper", "histopipe", "keep"),
@@ -95,6 +105,9 @@ ROWS = [
     Row("history_tree", "histopipe", "keep"),
     Row("history_tree", "packed", "keep"),
     Row("history_tree", "paced", "keep"),
+    Row.of_one_width("history_tree", "fifo", "off"),
+    Row.of_one_width("history_tree", "packed", "draft"),
+    Row.of_one_width("history_tree", "packed", "keep"),
 ]
 QUICK_STEPS = 12
 QUICK = [
@@ -103,6 +116,7 @@ QUICK = [
     Row("history_tree", "fifo", "off"),
     Row("history_tree", "packed", "draft"),
     Row("history_tree", "packed", "keep"),
+    Row.of_one_width("history_tree", "packed", "keep"),
 ]
 
 
@@ -120,6 +134,7 @@ def run_row(
         "backend._target_=virtual.VirtualWorkers",
         f"backend.emulate={device(arguments.emulate)}",
         f"backend.lengths={arguments.lengths}",
+        f"backend.widths={list(row.widths)}",
         f"backend.max_running={arguments.max_running}",
         f"backend.cpu={cpu}",
         f"workers={workers}",
@@ -172,6 +187,7 @@ def figures(row: Row, course: Course, found: dict[str, Course], arguments: Any) 
     update, trainer = course.idle_s(course.updates, count), count * sum(course.between)
     lost = {
         "nodes": rejected,
+        "padding": spent["padding"],
         "draft": spent["draft"],
         "beside": beside,
         "weights": spent["weights"],
@@ -277,7 +293,8 @@ def held_out(course: Course, arguments: Any) -> list[float]:
 
 def update_seconds(arguments: Any) -> float:
     """Return the seconds that an update takes for each token: so many that it is `update` of a step of the first row."""
-    run_row(QUICK[-1], arguments, update_s=0.0, steps=2)  # what is compiled or cached once is nobody's time
+    for row in QUICK[-2:]:  # what is compiled or cached once is nobody's time
+        run_row(row, arguments, update_s=0.0, steps=2)
     before = run_row(BARRIER, arguments, update_s=0.0, steps=arguments.epoch_steps)
     return float(arguments.update / (1 - arguments.update) * sum(before.rollouts) / sum(map(sum, before.lengths)))
 

@@ -14,6 +14,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path, emulated: str) -> None:
     parts = {
         "passes": "#4477aa",
         "nodes": "#66ccee",
+        "padding": "#ddaa33",
         "draft": "#228833",
         "beside": "#ccbb44",
         "weights": "#aa3377",

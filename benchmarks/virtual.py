@@ -52,9 +52,10 @@ class VirtualDevice(EmulatedDevice):
         self.spent["passes"] += charged
         nodes = len(layout.node_index)
         if nodes:
-            fewer = float(self.curve.seconds(layout.num_tokens - nodes, _NO_NODES, 0)[0])
-            more = float(self.curve.seconds(layout.num_tokens, _NO_NODES, 0)[0])
+            sizes = (layout.num_tokens - nodes, layout.num_tokens, self.num_computed(layout))
+            fewer, more, padded = (float(self.curve.seconds(size, _NO_NODES, 0)[0]) for size in sizes)
             self.spent["nodes"] += self.scale * (more - fewer)
+            self.spent["padding"] += self.scale * (padded - more)
         self.elsewhere_s += self.now() - started
         self.charged_s += charged
 
@@ -142,7 +143,7 @@ class VirtualConnection(ThreadConnection):
 
 
 class VirtualWorkers(ThreadBackend):
-    """Workers whose passes cost what the file `emulate` says; one of our tokens stands for `lengths` of the device's.
+    """Workers whose passes cost what the file `emulate` says; one of our tokens stands for `lengths` of the device's. `widths` are an `EmulatedDevice`'s.
 
     `update_s` is what the trainer's update takes, `weights_s` the load of weights by a worker, `cpu` what a second of CPU time is. Whoever
     runs the trainer moves `clock_s`, the trainer's clock, on.
@@ -155,6 +156,7 @@ class VirtualWorkers(ThreadBackend):
         *,
         emulate: str,
         lengths: float = 1.0,
+        widths: Sequence[int] = (),
         update_s: float = 0.0,
         weights_s: float = 0.0,
         cpu: float = 1.0,
@@ -163,6 +165,7 @@ class VirtualWorkers(ThreadBackend):
         super().__init__(self._engine)
         self.emulate = emulate
         self.lengths = lengths
+        self.widths = widths
         self.update_s = update_s
         self.weights_s = weights_s
         self.cpu = cpu
@@ -175,7 +178,7 @@ class VirtualWorkers(ThreadBackend):
 
     def _engine(self, number: int) -> VirtualEngine:
         device = VirtualDevice.read(self.emulate, scale=1.0, lengths=self.lengths)
-        device.cpu = self.cpu
+        device.cpu, device.widths = self.cpu, self.widths
         self.devices.append(device)
         self._engines.append(VirtualEngine(device, **self.engine))
         return self._engines[-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -25,13 +26,15 @@ _NO_NODES = np.zeros(1)
 class EmulatedDevice:
     """A device whose passes cost what a curve says: seconds by the tokens of a pass, and `context_s_per_token` for each key of each row.
 
-    `context_s_per_pair` is for each key of each token: an accelerator waits for keys that are read, a CPU for products with them.
+    `context_s_per_pair` is for each key of each token: an accelerator waits for keys that are read, a CPU for products with them. With `widths`, which
+    rise, all requests of a pass have as many nodes, as in SGLang: the smallest of them that holds the largest draft.
     """
 
     curve: CostCurve
     context_s_per_token: float = 0.0
     context_s_per_pair: float = 0.0
     scale: float = 1.0
+    widths: Sequence[int] = ()
     charged_s: float = field(default=0.0, init=False)
     overrun_s: float = field(default=0.0, init=False)  # of passes that took longer than they should
 
@@ -54,9 +57,16 @@ class EmulatedDevice:
 
     def seconds(self, layout: PassLayout) -> float:
         """Return what a pass costs. The keys of a row are read once for all of its tokens."""
-        of_tokens = float(self.curve.seconds(layout.num_tokens, _NO_NODES, 0)[0])
+        of_tokens = float(self.curve.seconds(self.num_computed(layout), _NO_NODES, 0)[0])
         of_context = self.context_s_per_token * num_keys(layout) + self.context_s_per_pair * num_pairs(layout)
         return self.scale * (of_tokens + of_context)
+
+    def num_computed(self, layout: PassLayout) -> int:
+        """Return the tokens of a pass, the nodes with which drafts are padded included."""
+        if not self.widths:
+            return layout.num_tokens
+        width = self.widths[bisect_left(self.widths, int(layout.drafts.counts.max(initial=0)))]
+        return layout.num_tokens - len(layout.node_index) + width * len(layout.emits)
 
     def now(self) -> float:
         """Return the seconds of the clock by which passes are timed; called in the engine's thread."""

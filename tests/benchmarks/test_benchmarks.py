@@ -247,12 +247,17 @@ def test_longer_task_has_rows_for_each_number_of_running_requests(run: Run) -> N
 
 
 def test_headline_has_a_row_for_each_way_on_a_clock_of_its_own(run: Run, tmp_path: Path) -> None:
+    costs = tmp_path / "steep.json"  # where each node has its price
+    costs.write_text(json.dumps({"costs": [[1, 0.01], [512, 0.5]], "context_s_per_token": 1e-6}))
     words = ["--steps", "3", "--epoch-steps", "1", "--prompts", "2", "--workers", "2", "--held-out", "2"]
     words += [
+        "--emulate",
+        str(costs),
         "--judged",
         "3",
         "--rows",
         "history_tree, sorted, draft",
+        "history_tree, packed, draft, one width",
         "--timeline",
         str(tmp_path / "t.png"),
         "--plot",
@@ -265,16 +270,20 @@ def test_headline_has_a_row_for_each_way_on_a_clock_of_its_own(run: Run, tmp_pat
         "none, fifo, colocated",
         "none, fifo, one step off",
         "history_tree, sorted, draft",
+        "history_tree, packed, draft, one width",
     ]
-    barrier, colocated, one_step_off, ours = rows
-    assert [row["pipeline"] for row in rows] == ["disaggregated", "colocated", "disaggregated", "disaggregated"]
+    barrier, colocated, one_step_off, ours, uniform = rows
+    assert [row["pipeline"] == "colocated" for row in rows] == [False, True, False, False, False]
     assert colocated["over_colocated"] == 1
     assert colocated["update_s"] == pytest.approx(barrier["update_s"] / 2, abs=1e-3), "four devices instead of two"
     assert barrier["over_barrier"] == one_step_off["over_one_step_off"] == 1
     assert barrier["over_one_step_off"] == pytest.approx(1 / one_step_off["over_barrier"], rel=1e-2)
-    assert [row["staleness"] > 0 for row in rows] == [False, False, True, False]
-    assert ours["held_out"] == barrier["held_out"], "drafts and the order of work have changed the tokens"
-    assert [len(row["held_out"]) for row in rows] == [4] * 4, "the start and each epoch"
+    assert [row["staleness"] > 0 for row in rows] == [False, False, True, False, False]
+    assert uniform["lost"]["padding"] > 0 == ours["lost"]["padding"]
+    assert ours["held_out"] == uniform["held_out"] == barrier["held_out"], (
+        "drafts and the order of work have changed the tokens"
+    )
+    assert [len(row["held_out"]) for row in rows] == [4] * 5, "the start and each epoch"
     assert ours["tokens_a_pass"] > 1
     assert barrier["lost"]["update"] == pytest.approx(barrier["update_frac"], abs=0.05), (
         "nobody decodes during an update, but for the end of a pass"
@@ -350,7 +359,7 @@ def test_headline_settings_has_the_main_rows_of_each_setting(run: Run) -> None:
     rows = run("headline_settings", *words)["rows"]
     assert {row["setting"] for row in rows} == {"32B on four H100"}
     assert rows[0]["over_barrier"] == 1
-    assert len(rows) == 7
+    assert len(rows) == 8
 
 
 def test_the_simulator_stands_beside_the_emulation_and_what_it_leaves_out(run: Run) -> None:

@@ -77,6 +77,9 @@ def test_costs_are_by_tokens_and_by_keys_which_a_draft_reads_once():
     assert device.seconds(layout) == pytest.approx(2 * (1.3 + 1.002))
     device.context_s_per_pair = 0.001
     assert device.seconds(layout) == pytest.approx(2 * (1.3 + 1.002 + 0.401 + 0.402 + 0.403 + 0.601))
+    device.context_s_per_pair, device.widths = 0.0, (0, 4, 8)
+    assert device.num_computed(layout) == 2 * (1 + 4)  # drafts of two and of no nodes
+    assert device.seconds(layout) == pytest.approx(2 * (1.9 + 1.002))
 
 
 @pytest.mark.parametrize(
