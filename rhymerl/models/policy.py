@@ -154,10 +154,16 @@ def frozen(model: PreTrainedModel) -> PreTrainedModel:
     return model if is_itself else copy.deepcopy(model).requires_grad_(False).eval()
 
 
+_OF_OTHER_HEADS = ("summary_first_dropout", "classifier_dropout")  # than that of a language model
+
+
 def is_random(model: PreTrainedModel) -> bool:
     """Return whether its passes in training mode differ from those in evaluation mode: it has a dropout."""
     settings = model.config.get_text_config().to_dict().items()
-    in_config = any("drop" in name and isinstance(value, float) and value > 0 for name, value in settings)
+    in_config = any(
+        "drop" in name and name not in _OF_OTHER_HEADS and isinstance(value, float) and value > 0
+        for name, value in settings
+    )
     return in_config or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
 
 

@@ -175,7 +175,9 @@ def lay_out(prompts: Sequence[IntArray], answers: Sequence[IntArray], device: to
         width = len(runs[chosen[0]].tokens)
         starts[chosen] = sum(sizes) + width * np.arange(len(chosen))
         ids.append(_padded([runs[i].tokens for i in chosen], width))
-        positions.append((_first_position(before[chosen])[:, None] + np.arange(width)).ravel())
+        first, own = _first_position(before[chosen])[:, None], [[len(runs[i].tokens)] for i in chosen]
+        # Padding stays within the context, and within what a rope that changes with the longest position takes for short.
+        positions.append((first + np.minimum(np.arange(width), np.array(own) - 1)).ravel())
         sizes.append(len(chosen) * width)
     lines = _lines(runs, starts, distinct, widest)
     flat_ids, flat_positions = (torch.from_numpy(np.concatenate(each))[None].to(device) for each in (ids, positions))

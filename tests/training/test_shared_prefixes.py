@@ -155,6 +155,39 @@ def test_other_families(model_type, monkeypatch):
     assert_equal(gradients(samples, shares=True, **settings), gradients(samples, shares=False, **settings))
 
 
+FACTORS = {"factor": 8.0, "original_max_position_embeddings": 64}
+ROPES = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},  # changes beyond the context
+    "yarn": FACTORS,
+    "llama3": {**FACTORS, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "longrope": {**FACTORS, "short_factor": [1.0] * 4, "long_factor": [6.0] * 4},  # changes beyond 64 positions
+}
+
+
+@pytest.mark.parametrize("rope", [*ROPES, "learned"])
+def test_answers_end_with_the_context(rope, monkeypatch):
+    """A short run behind a long common beginning is padded to the width of one that ends with the context."""
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaRMSNorm.forward", Qwen2RMSNorm.forward)
+    if rope == "learned":
+        dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        policy = tiny_policy("gpt2", context=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, **dropouts)
+    else:
+        parameters = {"rope_type": rope, "rope_theta": 10_000.0, **ROPES[rope]}
+        policy = tiny_policy("llama", context=64, rope_parameters=parameters)
+    request = dataclasses.replace(scored(1)[0].completion.request, prompt=make_prompt(np.full(8, 4)))
+    source = np.random.default_rng(0)
+    longest = source.integers(2, 15, 56)
+    near = np.append(longest[:45], [16, 3, 4])
+    samples = [answered(request, each.astype(np.int32)) for each in (longest, near)]
+    samples = [dataclasses.replace(each, reward=float(n)) for n, each in enumerate(samples)]
+    layout = token_batch(samples, "cpu", shares=True).shared
+    assert [len(each.read) for each in layout.buckets] == [2]
+    settings = {"algorithm": forgiving_grpo, "policy": policy}
+    assert_equal(gradients(samples, shares=True, **settings), gradients(samples, shares=False, **settings))
+
+
 def test_a_device_without_a_kernel_for_groups_gets_a_key_for_each_head(monkeypatch):
     """The CPU stands for a GPU here."""
     assert policy_of().model.config.num_key_value_heads < policy_of().model.config.num_attention_heads
@@ -340,6 +373,15 @@ def test_a_model_that_cannot_computes_row_by_row_and_says_why(made, settings, re
         assert not UpdateSettings(**settings).shares(model, 64)
     assert (reason is None and not caplog.text) or reason in caplog.text
     assert UpdateSettings().shares(policy_of().model, 64)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox"])
+def test_a_dropout_of_another_head_is_none(model_type):
+    """GPT-2 has one of a summary, GPT-NeoX one of a classifier."""
+    config = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0) if model_type == "gpt2" else {}
+    model = tiny_policy(model_type, **config).model
+    assert any("drop" in name and value for name, value in model.config.to_dict().items())
+    assert UpdateSettings().shares(model, 64)
 
 
 def test_outside_of_the_context_no_model_reads_a_shared_layout():
