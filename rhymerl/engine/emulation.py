@@ -53,7 +53,8 @@ class EmulatedDevice:
         for name, seconds in context.items():
             if seconds < 0:
                 raise ValueError(f"emulate={str(path)!r}: {name}={seconds}: expected at least 0")
-        return cls(curve=curve, **{name: lengths * seconds for name, seconds in context.items()}, scale=scale)
+        scaled = {name: lengths * seconds for name, seconds in context.items()}
+        return cls(curve=curve, scale=scale, **scaled)  # type: ignore[arg-type]
 
     def seconds(self, layout: PassLayout) -> float:
         """Return what a pass costs. The keys of a row are read once for all of its tokens."""

@@ -56,9 +56,10 @@ class TensorFiles(DeferredWeights):
         return tensor.to(like.dtype)
 
     def fit(self, model: PreTrainedModel) -> bool:
-        """Return whether they are all of a model's parameters, as they are."""
+        """Return whether they are all of a model's parameters, as they are, each once."""
         wanted = {name: tuple(each.shape) for name, each in model.named_parameters()}
-        if not wanted.keys() <= self._files.keys():
+        again = {name for name, _ in model.named_parameters(remove_duplicate=False)} - wanted.keys()
+        if not wanted.keys() <= self._files.keys() or again & self._files.keys():
             return False
         return all(shape == self._shape(name) for name, shape in wanted.items())
 
@@ -95,19 +96,24 @@ def files_of(name: str, model: PreTrainedModel, *, is_here: bool) -> TensorFiles
     """Return the files of a directory or a hub's model, of which all is on the disk if it `is_here`; None where they are not the tensors of `model`."""
     if getattr(model.config, "quantization_config", None) or _keeps_some_in_float32(model):
         return None
+    found = TensorFiles(names_in(name, is_here=is_here))
+    return found if found.fit(model) else None
+
+
+def names_in(name: str, *, is_here: bool) -> dict[str, Path]:
+    """Return the files of a directory or a hub's model by the names of their tensors; empty where none are safetensors."""
     where: dict[str, Any] = {"local_files_only": is_here, "_raise_exceptions_for_missing_entries": False}
     if index := cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **where):
         paths, _ = get_checkpoint_shard_files(name, index, local_files_only=is_here)
     elif path := cached_file(name, SAFE_WEIGHTS_NAME, **where):
         paths = [path]
     else:
-        return None
+        paths = []
     files: dict[str, Path] = {}
     for path in paths:
         with safe_open(path, framework="pt") as file:
             files |= dict.fromkeys(file.keys(), Path(path))
-    found = TensorFiles(files)
-    return found if found.fit(model) else None
+    return files
 
 
 def generation_config_of(name: str, *, is_here: bool) -> GenerationConfig | None:

@@ -25,6 +25,7 @@ from transformers import (
 from transformers.utils.import_utils import is_accelerate_available, is_gguf_available
 
 from rhymerl.errors import ConfigError
+from rhymerl.models.loading import read_model
 
 _SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
@@ -102,13 +103,9 @@ def load_model(path: Path, dtype: torch.dtype, *, header: GGUFHeader, where: str
 
     Raises ConfigError where transformers would make up weights that are missing, or leave positions unscaled.
     """
-    loader: Any = AutoModelForCausalLM
     with _alone(path) as place:
-        model, found = loader.from_pretrained(
-            **place, dtype=dtype, quantization_config=GgufConfig(dequantize=True), output_loading_info=True
-        )
-    if found["missing_keys"]:
-        raise ConfigError(f"{where}: it has no weights for {min(found['missing_keys'])}")
+        quantized = GgufConfig(dequantize=True)
+        model = read_model(AutoModelForCausalLM, where, **place, dtype=dtype, quantization_config=quantized)
     rope = getattr(model.config, "rope_parameters", None) or {}
     if header.scaled_rope is not None and rope.get("rope_type", "default") == "default":
         raise ConfigError(
@@ -118,7 +115,6 @@ def load_model(path: Path, dtype: torch.dtype, *, header: GGUFHeader, where: str
     if len(header.ends) > 1:
         model.generation_config.eos_token_id = header.ends
     model.name_or_path = model.config.name_or_path = str(path)
-    assert isinstance(model, PreTrainedModel)
     return model
 
 

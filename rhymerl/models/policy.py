@@ -35,6 +35,7 @@ from rhymerl.models.deferred import (
     without_content,
 )
 from rhymerl.models.hub import look_up
+from rhymerl.models.loading import read_model
 from rhymerl.models.lora import LoRA, is_adapted, is_changed, merged, save_config
 from rhymerl.models.sharding import GatheredTensors, is_sharded
 
@@ -283,7 +284,8 @@ class PolicySource:
             return self._read_gguf(Path(path).expanduser(), where)
         name, is_here = self._place(path, where, setting)
         with _naming(f"{where}: cannot be loaded as a causal language model"):
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[self.dtype], local_files_only=is_here)
+            source = {"pretrained_model_name_or_path": name, "dtype": DTYPES[self.dtype], "local_files_only": is_here}
+            model = read_model(AutoModelForCausalLM, where, **source)
         return Policy(model=model, tokenizer=_load_tokenizer(name, model, where, is_here=is_here))
 
     @staticmethod

@@ -34,8 +34,26 @@ def check_classifier(reward: Reward) -> None:
     for name, value, needed in (("where", reward.where, "engine"), ("batch", reward.batch, True)):
         if value != needed:
             raise ConfigError(f"{setting}.{name}={value!r}: a classifier needs {name}={needed!r}")
+    _check_head(reward)
     check_argument(reward, "max_tokens", _is_limit, "a number of tokens, at least 1")
     _check_label(reward, _labels(config))
+
+
+def _check_head(reward: Reward) -> None:
+    """Raise ConfigError where safetensors files are of a model without its head; whatever else is missing is told when it is loaded."""
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    from rhymerl.models.deferred import names_in
+    from rhymerl.models.loading import refuse_missing
+
+    path = str(reward.arguments["path"])
+    names = names_in(str(_folder(path)), is_here=True)
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(str(_folder(path))))
+    head = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
+    if names:
+        refuse_missing(head - names.keys(), f"rewards.{reward.name}.arguments.path={path!r}")
 
 
 def _folder(path: str | Path) -> Path:
@@ -107,9 +125,13 @@ def classifier_score(
 def _load(path: str, device: str) -> tuple[Any, Any]:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+    from rhymerl.models.loading import read_model
+
     folder = str(_folder(path))
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForSequenceClassification.from_pretrained(folder).to(device).eval()
+    where = f"arguments.path={path!r}"
+    model: Any = read_model(AutoModelForSequenceClassification, where, pretrained_model_name_or_path=folder)
+    model.to(device).eval()
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if model.config.pad_token_id is None:

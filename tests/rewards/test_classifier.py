@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     BloomConfig,
     BloomForSequenceClassification,
@@ -193,3 +194,17 @@ def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     reward = Reward("rhymerl.rewards.classifier_score", where="engine", batch=True, arguments={"path": str(tmp_path)})
     with pytest.raises(ConfigError, match=r"arguments\.path=.*: its config\.json is no JSON object; expected"):
         check_reward(reward, [])
+
+
+def test_a_language_model_under_the_name_of_a_classifier_has_no_head(tmp_path: Path) -> None:
+    """Its head would be another random one in each process."""
+    path = write(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["score.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    reward = Reward(classifier_score, name="judge", where="engine", batch=True, arguments={"path": path})
+    with pytest.raises(ConfigError, match=r"^rewards\.judge\.arguments\.path=.*: it has no weights for score\.weight$"):
+        check_reward(reward, [])
+    with pytest.raises(ConfigError, match=r"it has no weights for score\.weight"):
+        classifier_score(["1"], path=path)

@@ -1,0 +1,43 @@
+"""Models read by transformers, all of whose weights are in their files: transformers makes up what is missing, at random."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from rhymerl.errors import ConfigError
+
+
+def read_model(loader: Any, where: str, **source: Any) -> PreTrainedModel:
+    """Return what `loader.from_pretrained` makes of `source`.
+
+    Raises ConfigError that begins with `where` for weights that are missing, and for a head that the config ties to an embedding of
+    other values: it would be trained by itself, and exported as tied.
+    """
+    model, found = loader.from_pretrained(**source, output_loading_info=True)
+    refuse_missing(found["missing_keys"], where, has=found["unexpected_keys"])
+    if model.config.get_text_config().tie_word_embeddings and not _is_tied(model):
+        raise ConfigError(
+            f"{where}: its config ties head and embedding (tie_word_embeddings), and its files have another matrix for each; "
+            "set it to false in config.json, or remove one of them"
+        )
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def refuse_missing(names: Collection[str], where: str, *, has: Collection[str] = ()) -> None:
+    """Raise ConfigError for the names of missing weights, of which the files may have some with a prefix."""
+    if not names:
+        return
+    first, *others = sorted(names)
+    more = f" and {len(others)} others" if others else ""
+    prefixed = sorted(name for name in has if name.endswith(f".{first}"))
+    hint = f"; there is {prefixed[0]}, so remove the prefix from its names" if prefixed else ""
+    raise ConfigError(f"{where}: it has no weights for {first}{more}{hint}")
+
+
+def _is_tied(model: PreTrainedModel) -> bool:
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    return head is None or head is model.get_input_embeddings().weight

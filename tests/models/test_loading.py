@@ -1,0 +1,77 @@
+"""A model is read whole, or refused by the name of what its files lack: transformers would make that up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rhymerl.errors import ConfigError
+from rhymerl.models.critic import CriticSettings
+from rhymerl.models.deferred import files_of
+from rhymerl.models.policy import PolicySource
+from rhymerl.testing import tiny_policy
+
+WEIGHT = "model.layers.0.self_attn.q_proj.weight"
+Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+def saved(folder: Path, change: Change, **settings) -> str:
+    """Write a tiny policy, its tensors changed."""
+    tiny_policy(**settings).save(folder)
+    file = folder / "model.safetensors"
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+    return str(folder)
+
+
+def without(*names: str) -> Change:
+    return lambda tensors: {name: each for name, each in tensors.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (without(WEIGHT), f"it has no weights for {WEIGHT}$"),
+        (without(WEIGHT, "model.norm.weight"), f"it has no weights for {WEIGHT} and 1 others$"),
+        (
+            lambda tensors: {f"module.{name}": each for name, each in tensors.items()},
+            r"it has no weights for lm_head\.weight and \d+ others; there is module\.lm_head\.weight, so remove the prefix",
+        ),
+    ],
+    ids=["one", "two", "prefixed"],
+)
+def test_weights_that_are_missing_are_named(change, words, tmp_path):
+    path = saved(tmp_path, change)
+    with pytest.raises(ConfigError, match=rf"^model\.path='{path}': {words}"):
+        PolicySource(path).load()
+    with pytest.raises(ConfigError, match=r"^critic\.path"):
+        CriticSettings(path=path).build(tiny_policy(), seed=0)
+
+
+def test_a_head_of_its_own_is_not_tied(tmp_path):
+    """The policy would be trained with two matrices, and exported with one."""
+    path = saved(tmp_path, lambda tensors: tensors)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "tie_word_embeddings": True}))
+    with pytest.raises(
+        ConfigError, match=r"config ties head and embedding .* another matrix for each; set it to false"
+    ):
+        PolicySource(path).load()
+    outline = PolicySource(path).outline()
+    assert files_of(path, outline, is_here=True) is None, "ranks would each read the embedding alone"
+
+
+def test_a_head_that_is_there_twice_is_tied(tmp_path):
+    """Some tools write the embedding under both names."""
+
+    def doubled(tensors):
+        return {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+
+    model = PolicySource(saved(tmp_path, doubled, tied=True)).load().model
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(model.lm_head.weight, tiny_policy(tied=True).model.lm_head.weight.float())
