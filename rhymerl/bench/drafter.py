@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rhymerl.bench.base import environment
-from rhymerl.config import instantiate, resolved
+from rhymerl.config import instantiate, recorded
 from rhymerl.drafters.history_tree import HistoryTreeDrafter
 from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.history import Answer, HistoryStore
@@ -67,7 +67,7 @@ class DrafterBench:
             "bytes_per_token": index.bytes / index.num_tokens,
             **self._propose(prompt, answers, progress),
         }
-        return {"rows": [row], "environment": environment(), "config": resolved(self.config)}
+        return {"rows": [row], "environment": environment(), "config": recorded(self.config)}
 
     @staticmethod
     def _build(prompt: IntArray, answers: Sequence[IntArray], progress: ProgressBar) -> float:

@@ -14,7 +14,7 @@ from rhymerl.backends.sglang.backend import SGLangBackend
 from rhymerl.bench import costs, sglang
 from rhymerl.bench.base import environment
 from rhymerl.bench.policy import PolicyBench
-from rhymerl.config import instantiate, resolved
+from rhymerl.config import instantiate, recorded
 from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.progress import SILENT, ProgressBar
 
@@ -52,7 +52,7 @@ class CostsBench(PolicyBench):
             result = self._of_embedded(settings, progress)
         else:
             raise ConfigError(f"backend={type(backend).__name__}: expected embedded or sglang")
-        return {**result, "environment": environment(), "config": resolved(self.config)}
+        return {**result, "environment": environment(), "config": recorded(self.config)}
 
     def _of_embedded(self, settings: MeasureSettings, progress: ProgressBar) -> Mapping[str, Any]:
         rows = [each for each in costs.ROWS if each <= max(self.config.concurrency)]

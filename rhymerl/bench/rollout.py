@@ -17,7 +17,7 @@ from rhymerl.bench.base import SpeedRatio, environment
 from rhymerl.bench.costs import ROWS, CostTable, measure_costs
 from rhymerl.bench.policy import PolicyBench
 from rhymerl.budgets import Budget, FixedBudget
-from rhymerl.config import instantiate, resolved
+from rhymerl.config import instantiate, recorded
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.ngram import NGramDrafter
 from rhymerl.drafters.none import NoDrafter
@@ -86,7 +86,7 @@ class RolloutBench(PolicyBench):
                 progress.advance()
         costs = self._costs(progress)
         rows = [row for concurrency in self.config.concurrency for row in self._compare(concurrency, costs, progress)]
-        return {"rows": rows, "costs": costs.points(), "environment": environment(), "config": resolved(self.config)}
+        return {"rows": rows, "costs": costs.points(), "environment": environment(), "config": recorded(self.config)}
 
     def _costs(self, progress: ProgressBar) -> CostTable:
         rows = [each for each in ROWS if each <= max(self.config.concurrency)]

@@ -63,7 +63,7 @@ class ConfiguredCommand(Subcommand):
 
     def run(self, arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> Result | None:
         from rhymerl.cli.kinds import check_kind, names_of
-        from rhymerl.config import compose, resolved, to_yaml
+        from rhymerl.config import compose, recorded, to_yaml
 
         if arguments.config is None:
             known = ", ".join(names_of(self.kind(arguments)))
@@ -77,7 +77,7 @@ class ConfiguredCommand(Subcommand):
             config[key] = value
         if arguments.print_config:
             print(to_yaml(config), end="")
-            return resolved(config)
+            return recorded(config)
         return self.run_with(config, arguments, interrupt)
 
     def run_with(self, config: DictConfig, arguments: Namespace, interrupt: Interrupt) -> Result | None:

@@ -10,7 +10,7 @@ argument, and becomes a ConfigError that begins with the setting's path here.
 
 from rhymerl.config.components import construct, describe, instantiate, plain
 from rhymerl.config.compose import compose, packaged_names
-from rhymerl.config.output import keep_former, resolved, save_config, to_yaml
+from rhymerl.config.output import keep_former, recorded, resolved, save_config, to_yaml, with_names
 
 __all__ = [
     "compose",
@@ -20,7 +20,9 @@ __all__ = [
     "keep_former",
     "packaged_names",
     "plain",
+    "recorded",
     "resolved",
     "save_config",
     "to_yaml",
+    "with_names",
 ]

@@ -32,7 +32,9 @@ def _full_key(node: object) -> str:
 
 
 def _build(node: object, key: str) -> Any:
-    if isinstance(node, str | bytes):
+    if isinstance(node, str):
+        return _from_environment(node, key)
+    if isinstance(node, bytes):
         return node
     key = _full_key(node) or key
     if isinstance(node, Mapping):
@@ -43,6 +45,19 @@ def _build(node: object, key: str) -> Any:
         items = [_build(item, _join(key, index)) for index, item in enumerate(node)]
         return tuple(items) if isinstance(node, tuple) else items
     return node
+
+
+def _from_environment(text: str, key: str) -> Any:
+    """Return the text with what an environment variable holds in the place of its name, which is all that a checkpoint has."""
+    if "${oc.env:" not in text:
+        return text
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return OmegaConf.create({"it": text})["it"]
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{key}={text!r}: {str(error).splitlines()[0]}") from error
 
 
 def _child(node: Mapping[Any, Any], name: Any, key: str) -> Any:

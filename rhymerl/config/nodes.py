@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import OmegaConfBaseException
 
 from rhymerl.errors import ConfigError
@@ -88,8 +90,22 @@ def components(config: DictConfig) -> Iterator[tuple[str, DictConfig]]:
             yield key, node
 
 
+@contextmanager
+def environment_named() -> Iterator[None]:
+    """Context in which `${oc.env:NAME}` stands for itself: what an environment variable holds may be a key."""
+    resolvers = dict(BaseContainer._resolvers)
+    OmegaConf.register_new_resolver("oc.env", lambda *words: f"${{oc.env:{','.join(words)}}}", replace=True)
+    try:
+        yield
+    finally:
+        BaseContainer._resolvers = resolvers
+
+
 def settle(config: DictConfig) -> None:
-    """Replace every interpolation but the links by its value, so that nothing depends on the clock any more."""
+    """Replace every interpolation but the links by its value, so that nothing depends on the clock any more.
+
+    Text out of the environment stays named, wherever it comes through; it has to be there all the same.
+    """
     for key, node in containers(config):
         for name in entries(node):
             below = child(node, name)
@@ -97,8 +113,12 @@ def settle(config: DictConfig) -> None:
                 continue
             try:
                 value = node[name]
+                with environment_named():
+                    is_from_environment = isinstance(value, str) and node[name] != value
             except OmegaConfBaseException as error:
                 raise ConfigError(f"{join(key, name)}={below._value()!r}: {_first_line(error)}") from error
+            if is_from_environment:
+                continue
             node[name] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
@@ -107,7 +127,7 @@ def value_at(config: DictConfig, key: str) -> Any:
     node = find(config, key)
     try:
         if not isinstance(node, DictConfig | ListConfig):
-            return None if node is None else node._value()
+            return None if node is None else node._dereference_node()._value()
         return OmegaConf.to_container(node, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{key}: {_first_line(error)}") from error

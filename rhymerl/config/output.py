@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator, Mapping
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,8 +47,40 @@ def keep_former(config: DictConfig, run_dir: str | Path) -> Path | None:
     return former
 
 
+def recorded(config: DictConfig) -> dict[str, Any]:
+    """Return all settings in plain containers without references, to be written down: what comes from the environment is only named."""
+    from rhymerl.config.nodes import environment_named
+
+    with environment_named():
+        return resolved(config)
+
+
+def with_names(values: Any, config: DictConfig) -> Any:
+    """Return plain containers in which text that a config takes from the environment is only named, as `recorded` does."""
+    names = {text: name for text, name in _pairs(resolved(config), recorded(config)) if text != name}
+
+    def named(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: named(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [named(item) for item in value]
+        return names.get(value, value) if isinstance(value, str) else value
+
+    return named(values) if names else values
+
+
+def _pairs(one: Any, other: Any) -> Iterator[tuple[str, str]]:
+    """Yield the texts at the same places of two containers of one shape."""
+    if isinstance(one, str):
+        yield one, other
+    elif isinstance(one, Mapping | list):
+        keys = one if isinstance(one, Mapping) else range(len(one))
+        for key in keys:
+            yield from _pairs(one[key], other[key])
+
+
 def resolved(config: DictConfig) -> dict[str, Any]:
-    """Return all settings in plain containers without references, for a checkpoint or a logger."""
+    """Return all settings in plain containers without references, to build from. They may have keys; `recorded` has none."""
     from omegaconf import OmegaConf
 
     found = OmegaConf.to_container(config, resolve=True)

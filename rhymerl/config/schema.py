@@ -154,9 +154,11 @@ def _nearest(key: str, known: Sequence[str]) -> str | None:
 
 
 def _check_type(config: DictConfig, key: str, annotation: Any) -> None:
-    value = value_at(config, key)
     node = find(config, key)
-    if node is None or value == _MISSING or node._is_interpolation():
+    if node is None or link_of(node) is not None:
+        return
+    value = value_at(config, key)
+    if value == _MISSING:
         return
     try:
         fitted = fit(value, annotation)

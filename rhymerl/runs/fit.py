@@ -23,7 +23,7 @@ from rhymerl.callbacks import (
     RecordSteps,
     WriteAnswers,
 )
-from rhymerl.config import instantiate, resolved
+from rhymerl.config import instantiate, resolved, with_names
 from rhymerl.config.changes import Change
 from rhymerl.data import PromptDataModule
 from rhymerl.distributed.first import is_first_rank
@@ -250,10 +250,11 @@ def _parts(config: DictConfig, trainer: L.Trainer | None = None) -> tuple[Prompt
         raise ConfigError(f"seed={config.seed}: expected 0 to {2**32 - 1}")
     L.seed_everything(config.seed, verbose=False)
     datamodule = instantiate(config.data)
-    if trainer is None or not isinstance(trainer.strategy, FSDP2Strategy):
-        return datamodule, instantiate(config.module)
-    with trainer.init_module(empty_init=True):
-        return datamodule, instantiate(config.module)
+    is_sharded = trainer is not None and isinstance(trainer.strategy, FSDP2Strategy)
+    with trainer.init_module(empty_init=True) if trainer is not None and is_sharded else nullcontext():
+        module = instantiate(config.module)
+    module.save_hyperparameters(with_names(dict(module.hparams), config))
+    return datamodule, module
 
 
 def _take_up_history(

@@ -17,7 +17,12 @@ from rhymerl.version import __version__
 
 _MOST_ROWS = 12
 _CURVES = ("reward", "completions/mean_length", "kl", "entropy")
-_OF_THE_MACHINE = ("run_dir", "ckpt_path", "history_file")
+# What is shown of the settings. Classes of the user's own are named only: their arguments may be addresses or keys.
+_SECTIONS = (
+    *("seed", "deterministic", "algo", "critic", "adapter", "update", "rollout", "evaluation", "task"),
+    *("history", "drafter", "budget", "scheduler", "run_ahead", "max_staleness", "workers"),
+)
+_OWN = "rhymerl."
 _PICTURE = "reward.png"
 
 
@@ -71,11 +76,11 @@ def _data(config: Mapping[str, Any]) -> str:
     data, task = config.get("data") or {}, config.get("task")
     lines = ["## Data", ""]
     if task:
-        words = ", ".join(f"{name}={value}" for name, value in task.items() if name != "_target_")
-        lines.append(f"- task: {_class_of(config, 'task')} ({words})")
+        words = ", ".join(f"{name}={value}" for name, value in _shown(task).items() if name != "_target_")
+        lines.append(f"- task: {_class_of(config, 'task')}{f' ({words})' if words else ''}")
     names = [name for name in ("train", "validation", "system_prompt") if data.get(name) is not None]
     lines += [f"- {name}: {_public(data[name])}" for name in names]
-    lines.append(f"- rewards: {_public(config.get('rewards')) if config.get('rewards') else 'those of the task'}")
+    lines.append(f"- rewards: {_rewards(config.get('rewards'))}")
     return "\n".join(lines)
 
 
@@ -123,13 +128,30 @@ def _draw(run: Run, folder: Path) -> str | None:
 
 
 def _settings(config: Mapping[str, Any]) -> str:
-    """All settings but those that are about the machine; `module` repeats the others."""
-    if not config:
+    """What decides how the policy was trained, in the sections that say so."""
+    shown = {name: _shown(config[name]) for name in _SECTIONS if name in config}
+    if not shown:
         return ""
-    shown = {name: value for name, value in config.items() if name not in (*_OF_THE_MACHINE, "module")}
     text = OmegaConf.to_yaml(OmegaConf.create(_public(shown))).rstrip()
     count = sum(1 for _ in leaves(shown, ""))
     return f"## Settings\n\n<details><summary>{count} settings</summary>\n\n```yaml\n{text}\n```\n\n</details>"
+
+
+def _shown(value: Any) -> Any:
+    """Return a setting without the arguments of classes that are not rhymerl's."""
+    if not isinstance(value, Mapping):
+        return value
+    if not str(value.get("_target_", _OWN)).startswith(_OWN):
+        return {"_target_": value["_target_"]}
+    return {name: _shown(item) for name, item in value.items()}
+
+
+def _rewards(given: Any) -> str:
+    """Return the names of rewards and their functions."""
+    if not isinstance(given, Mapping):
+        return "those of the task"
+    functions = {name: each.get("function") if isinstance(each, Mapping) else each for name, each in given.items()}
+    return ", ".join(f"{name} ({function})" for name, function in functions.items() if function is not None)
 
 
 def _public(value: Any) -> Any:

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from rhymerl.callbacks import AcceptanceHistograms, AtomicCheckpointIO, Checkpoints, SampleTable
-from rhymerl.config import construct, keep_former, resolved, save_config
+from rhymerl.config import construct, keep_former, recorded, resolved, save_config
 from rhymerl.errors import ConfigError
 from rhymerl.runs.loggers import loggers_of
 from rhymerl.runs.resume import ResumePoint
@@ -99,7 +99,7 @@ class RunConfig(L.Callback):
                 note(words)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"config": resolved(self.config)}
+        return {"config": recorded(self.config)}
 
 
 class _LastPoint(L.Callback):

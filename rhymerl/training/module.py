@@ -114,7 +114,7 @@ class RhymeModule(L.LightningModule):
         self.run_ahead: RunAhead = run_ahead
         self.max_staleness = max_staleness
         self.workers = workers
-        self.rewards = rewards
+        self.rewards = instantiate(rewards, key="rewards")
         self.reward_workers = reward_workers
         self.seed = seed
         check_algorithm(self.algo, rollout=self.rollout, update=self.update)

@@ -11,7 +11,7 @@ from hydra.core.singleton import Singleton
 from omegaconf import OmegaConf
 from omegaconf.basecontainer import BaseContainer
 
-from rhymerl.config import compose, instantiate, resolved, save_config, to_yaml
+from rhymerl.config import compose, instantiate, recorded, resolved, save_config, to_yaml
 from rhymerl.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -32,6 +32,32 @@ def test_every_argument_of_every_class_is_filled_in() -> None:
 
 def test_resolvers_give_values() -> None:
     assert main()["run_dir"].startswith("runs/main-20")
+
+
+def test_text_out_of_the_environment_stays_named(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
+    """A number is no key, and settings want it as one."""
+    monkeypatch.setenv("WHERE", "data.jsonl")
+    monkeypatch.setenv("COUNT", "3")
+    (here / "own.yaml").write_text(
+        "defaults: [quickstart, _self_]\n"
+        "seed: ${oc.env:COUNT}\n"
+        "data: {train: '${oc.env:WHERE}', validation: 'more ${data.train}', prompt_column: '${oc.env:NONE,prompt}'}\n"
+    )
+    config = compose("own.yaml")
+    assert (config.data.train, config.data.validation, config.data.prompt_column, config.seed) == (
+        *("data.jsonl", "more data.jsonl", "prompt"),
+        3,
+    )
+    text = to_yaml(config)
+    assert "train: ${oc.env:WHERE}" in text
+    assert "validation: more ${data.train}" in text
+    assert "seed: 3" in text
+    kept = recorded(config)["data"]
+    assert (kept["train"], kept["validation"]) == ("${oc.env:WHERE}", "more ${oc.env:WHERE}")
+    assert resolved(config)["data"]["validation"] == "more data.jsonl"
+    monkeypatch.delenv("WHERE")
+    with pytest.raises(ConfigError, match=r"^data\.train='\$\{oc\.env:WHERE\}': .*WHERE"):
+        compose("own.yaml")
 
 
 def test_asset_is_a_directory_of_the_package(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:

@@ -48,7 +48,7 @@ def test_the_model_card_says_how_the_policy_came_about(trained: Path, tmp_path: 
     assert "after 1 rollout steps of GRPO" in card
     (task,) = re.findall(r"^- task: RunningSum \((.*)\)$", card, re.MULTILINE)
     assert {"difficulty=3", "train_size=10"} <= set(task.split(", "))
-    assert "- rewards: {'digits': 'tests.integration.rewards.digits'}" in card
+    assert "- rewards: digits (tests.integration.rewards.digits)" in card
     assert f"| eval_reward_after | {summary['eval_reward_after']:.4g} |" in card
     assert "| step | reward |" in card
     assert f"| 1 | {summary['reward_first']:.4g} |" in card
