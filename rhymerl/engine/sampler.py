@@ -36,7 +36,7 @@ class Sampler(Protocol):
     def logprobs(self, indices: IndexArray, row: IndexArray, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
         """Return the untruncated log_softmax(logits / T)[token] at each index, [n], in nats; T = 0 uses 1.
 
-        The tokens are those that were drawn there.
+        The tokens are those that were sampled there.
         """
 
 
