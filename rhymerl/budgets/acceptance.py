@@ -82,8 +82,9 @@ class Acceptance:
         """Go on from saved counts; those of an earlier version, with other bins, are left out."""
         if len(state["reached"]) == len(self._expected):
             self._reached, self._accepted = np.array(state["reached"]), np.array(state["accepted"])
-        if "of_source" in state:
-            self._of_source = np.array(state["of_source"])
+        of_source = np.array(state.get("of_source", ()))
+        if of_source.shape == self._of_source.shape:
+            self._of_source = of_source
         self._rate = None
 
 

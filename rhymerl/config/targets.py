@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
 import inspect
 import math
@@ -117,10 +116,6 @@ def _import_module_part(path: str, setting: str) -> tuple[ModuleType, list[str]]
 
 def signature_of(target: Callable[..., Any]) -> Signature:
     """Return the arguments of a class's constructor or of a function."""
-    return _read_once(target) if isinstance(target, type) else _read_signature(target)
-
-
-def _read_signature(target: Callable[..., Any]) -> Signature:
     try:
         found = inspect.signature(target).parameters.values()
     except ValueError:  # some builtins have none
@@ -131,9 +126,6 @@ def _read_signature(target: Callable[..., Any]) -> Signature:
         parameters={p.name: _parameter(target, p, namespace) for p in named},
         is_open=any(p.kind is p.VAR_KEYWORD for p in found),
     )
-
-
-_read_once = functools.lru_cache(maxsize=256)(_read_signature)  # a composition asks many times
 
 
 def _parameter(target: Callable[..., Any], found: inspect.Parameter, namespace: dict[str, Any]) -> Parameter:

@@ -64,6 +64,7 @@ class Engine:
         self.max_running = max_running
         self.max_pass_tokens = max_pass_tokens
         self.policy_version = 0
+        self._most_emitting = 0  # requests in a pass, since there was no work
         self.totals = EngineTotals()
         config = model.config.get_text_config()
         positions = int(getattr(config, "max_position_embeddings", 0) or kv_tokens)
@@ -80,7 +81,7 @@ class Engine:
             complaints=complaints,
         )
         # Without a drafter there is nothing to compare.
-        self.speedup = SpeedupMeter(max_running) if self.protocol.max_nodes else None
+        self.speedup = SpeedupMeter(max_running, now=self.now) if self.protocol.max_nodes else None
         self.drafting = Drafting(self.protocol, self.rows, self.totals, now=self.now)
         self.admission = Admission(self.rows, max_running=max_running, max_pass_tokens=max_pass_tokens)
         self._allocate()
@@ -112,6 +113,7 @@ class Engine:
             refuse_impossible(request, self.rows.context)
         if not self.has_work:
             self.drafting.begin_rollout(self.policy_version)
+            self._most_emitting = 0
         self.admission.submit(requests)
         if self.speedup is not None:
             self.speedup.submit(requests)
@@ -254,7 +256,9 @@ class Engine:
         if self.pass_log is not None:
             counts = {"requests": len(layout.emits), "tokens": layout.num_tokens, "draft_nodes": len(layout.node_index)}
             self.pass_log.append(PassRecord(end_s=time.time(), seconds=seconds, **counts))
-        totals.tail_s += seconds if len(layout.emits) < self.max_running / 4 else 0.0
+        self._most_emitting = max(self._most_emitting, len(layout.emits))
+        is_tail = layout.is_decoding and len(layout.emits) < self._most_emitting / 4
+        totals.tail_s += seconds if is_tail else 0.0
         if self.speedup is not None:
             rows, nodes = len(layout.emits), len(layout.node_index)
             self.speedup.count(

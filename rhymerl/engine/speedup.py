@@ -9,7 +9,7 @@ what those without them take, and a machine that has become slower has become so
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -53,10 +53,11 @@ class _Answer:
 
 
 class SpeedupMeter:
-    """Compares passes with what the same answers would have taken without drafts; those of evaluations are left out."""
+    """Compares passes with what the same answers would have taken without drafts, by the engine's clock `now`; those of evaluations are left out."""
 
-    def __init__(self, max_running: int) -> None:
+    def __init__(self, max_running: int, *, now: Callable[[], float] = time.perf_counter) -> None:
         self._max_running = max_running
+        self._now = now
         self._cost = LearnedCost()  # of a pass but for its drafts
         self._num_of_kind = np.zeros(2, np.int64)  # passes without and with drafts that it was learned from
         self._answers: list[_Answer] = []  # in the order in which they were submitted
@@ -91,7 +92,7 @@ class SpeedupMeter:
         self, *, rows: int, nodes: int, asked: int, prompt_tokens: int, seen: int, draft_s: float, seconds: float
     ) -> None:
         """A pass is over, of whose `seconds` drafts took `draft_s`."""
-        self._ended_at = time.perf_counter()
+        self._ended_at = self._now()
         if len(self._passes) == self._first_pass:
             self._began_at = self._ended_at - seconds
         self._passes.append((rows, nodes, asked, prompt_tokens, seen, draft_s, seconds))

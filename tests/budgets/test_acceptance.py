@@ -124,3 +124,10 @@ def test_nothing_drafted():
     acceptance, drafts = Acceptance(), DraftBatch.pack([chain(0)] * 2)
     acceptance.learn(drafts, np.empty(0, np.bool_), np.empty(0, np.bool_))
     assert acceptance.probabilities(drafts).tolist() == []
+
+
+def test_counts_of_a_version_with_other_sources_are_left_out():
+    acceptance = Acceptance()
+    state = acceptance.state_dict()
+    acceptance.load_state_dict({**state, "of_source": [[9.0], [9.0]]})
+    assert acceptance.state_dict() == state

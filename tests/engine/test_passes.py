@@ -93,3 +93,16 @@ def test_a_scripted_pass_is_a_batch():
     assert backend.progress() == {"6/0": 0}
     assert len(backend.collect(max_passes=2)) == 1
     assert backend.progress() == {}
+
+
+def test_the_tail_is_what_few_of_the_requests_that_ran_take(policy):
+    """Neither the pass that computes prompts, nor a small batch in many slots."""
+    for num_long, has_tail in ((8, False), (1, True)):
+        engine = Engine(policy.model, max_running=64)
+        requests = make_requests(8, max_tokens=12, stop_token_ids=())
+        short = [replace(each, sampling=replace(each.sampling, max_tokens=4)) for each in requests[num_long:]]
+        engine.submit([*requests[:num_long], *short])
+        engine.run(max_passes=99)
+        totals = engine.totals
+        assert (totals.passes, totals.tail_s > 0) == (12, has_tail)
+        assert totals.tail_s < 0.95 * totals.busy_s

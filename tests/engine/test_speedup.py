@@ -240,3 +240,17 @@ def test_an_engine_drafts_in_the_same_passes_again() -> None:
 
 def test_without_a_drafter_nothing_is_measured() -> None:
     assert Engine(tiny_policy().model, drafter=NoDrafter()).speedup is None
+
+
+def test_the_time_between_passes_is_by_the_engines_clock() -> None:
+    """On an emulated device it is not the machine's."""
+    clock = iter([10.0, 12.0])
+    meter = SpeedupMeter(1, now=lambda: next(clock))
+    (request,) = make_requests(1, max_tokens=2)
+    meter.submit([request])
+    for _ in range(2):
+        meter.count(rows=1, nodes=0, asked=0, prompt_tokens=0, seen=9, draft_s=0.0, seconds=0.5)
+    output = Output(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(2), policy_versions=np.zeros(2, np.int32))
+    meter.leave([Completion(request=request, output=replace(output, finish_reason="length"))])
+    meter.report({})
+    assert (meter._taken_s, meter._between_s) == (1.0, 1.5)
