@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rhymerl.algos.base import Batch, Totals
-from rhymerl.algos.functional import divergence
+from rhymerl.algos.functional import divergence, ratio_of
 
 
 @torch.no_grad()
@@ -42,7 +42,7 @@ def sampling(logprobs: Tensor, batch: Batch, totals: Totals) -> dict[str, Tensor
     """
     ours = logprobs if batch.proximal_logprobs is None else batch.proximal_logprobs
     difference = (ours - batch.behaviour_logprobs)[batch.mask]
-    ratio, gap = difference.exp(), difference.abs()
+    ratio, gap = ratio_of(difference), difference.abs()
     found = {
         "sampling/importance_sampling_ratio/mean": ratio.sum() / totals.num_tokens,
         "sampling/sampling_logp_difference/mean": gap.sum() / totals.num_tokens,

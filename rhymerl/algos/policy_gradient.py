@@ -20,6 +20,7 @@ from rhymerl.algos.functional import (
     masked_sum,
     overlong_penalty,
     policy_ratio,
+    ratio_of,
     weighted_divergence,
     whitened,
 )
@@ -184,7 +185,7 @@ class PolicyGradient(Algorithm):
             estimate = self._divergence(output.logprobs, batch)
             found["kl"] = estimate.detach().sum() / totals.num_tokens
             if self.kl_unbiased:
-                estimate = weight * weighted_divergence(estimate, log_ratio.exp(), estimator=self.kl_estimator)
+                estimate = weight * weighted_divergence(estimate, ratio_of(log_ratio), estimator=self.kl_estimator)
             tokens = tokens + self.kl_coef * estimate
         total = masked_sum(tokens * self._shares(batch, totals), batch.mask)
         if self.trains_entropy:

@@ -265,3 +265,29 @@ def test_explained_variance_by_hand():
     mask = torch.tensor([[True, True, True, False]])
     assert explained_variance(rows([0, 1, 4, 9]), rows([0, 2, 4, 0]), mask) == pytest.approx(1 - 1 / 12)
     assert explained_variance(rows([0, 1, 4, 9]), rows([2, 2, 2, 0]), mask) is None
+
+
+# -- probabilities that have come far apart --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("apart", [89.0, 1e4])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_ratios_beyond_a_float_are_finite_and_have_no_gradient(apart, level):
+    """exp(89) is infinite in float32, and infinity times an advantage of 0 is no number."""
+    log_ratio = torch.tensor([[apart, 0.0]], requires_grad=True)
+    ratio = policy_ratio(log_ratio, torch.ones(1, 2, dtype=torch.bool), level=level)
+    for advantage in (0.0, -1.0):
+        loss = clipped_surrogate(ratio, torch.full_like(ratio, advantage), clip_low=0.2, clip_high=0.2).sum()
+        (gradient,) = torch.autograd.grad(loss, log_ratio, retain_graph=True)
+        assert loss.isfinite()
+        assert gradient[0, 0] == 0.0
+    assert importance_weight(log_ratio.detach(), level=level).square().isfinite().all()
+
+
+def test_a_divergence_beyond_a_float_is_finite_and_pulls_nowhere():
+    logprobs = torch.tensor([-1e3, -25.0, -15.0], requires_grad=True)
+    estimate = divergence(logprobs, torch.zeros(3), estimator="k3")
+    (gradient,) = torch.autograd.grad(estimate.sum(), logprobs)
+    assert estimate.square().isfinite().all()
+    assert gradient[:2].tolist() == [0.0, 0.0]
+    close(gradient[2], 1 - torch.tensor(15.0).exp())

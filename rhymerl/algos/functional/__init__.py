@@ -17,6 +17,7 @@ from rhymerl.algos.functional.ratios import (
     clipped_surrogate,
     importance_weight,
     policy_ratio,
+    ratio_of,
 )
 from rhymerl.algos.functional.values import clipped_value_loss, explained_variance
 
@@ -35,6 +36,7 @@ __all__ = [
     "masked_sum",
     "overlong_penalty",
     "policy_ratio",
+    "ratio_of",
     "sums_from_here",
     "weighted_divergence",
     "whitened",

@@ -11,6 +11,14 @@ from torch import Tensor
 Level = Literal["token", "sequence"]
 
 
+MOST = 20.0  # nats: the exponential and its square are finite in float32, and no honest ratio is as large
+
+
+def ratio_of(log_ratio: Tensor) -> Tensor:
+    """Return exp(log_ratio) of the same shape, at most e^20, where it has no gradient any more: infinity times an advantage of 0 is no number."""
+    return log_ratio.clamp(max=MOST).exp()
+
+
 def policy_ratio(log_ratio: Tensor, mask: Tensor, *, level: Level) -> Tensor:
     """Return the probability of each token under the policy over that under an earlier one, [B, T]; `log_ratio` is 0 outside the mask.
 
@@ -18,9 +26,9 @@ def policy_ratio(log_ratio: Tensor, mask: Tensor, *, level: Level) -> Tensor:
     (GSPO-token, arXiv 2507.18071, equations 7 and 14).
     """
     if level == "token":
-        return log_ratio.exp()
+        return ratio_of(log_ratio)
     mean = log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-    return (mean.detach() + log_ratio - log_ratio.detach()).exp()
+    return ratio_of(mean.detach() + log_ratio - log_ratio.detach())
 
 
 def clipped_surrogate(
@@ -52,7 +60,7 @@ def importance_weight(log_weight: Tensor, *, level: Level) -> Tensor:
 
     `log_weight` [B, T] is 0 outside the mask.
     """
-    return (log_weight if level == "token" else log_weight.sum(-1, keepdim=True)).exp()
+    return ratio_of(log_weight if level == "token" else log_weight.sum(-1, keepdim=True))
 
 
 def bounded_weight(
