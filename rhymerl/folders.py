@@ -13,9 +13,10 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
+from gzip import GzipFile
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import IO, Self
 from weakref import WeakSet
 
 from rhymerl.errors import ConfigError, RunError
@@ -36,6 +37,14 @@ _FILES_OF_A_RUN = (
     "checkpoints",
     "tensorboard",
 )
+
+
+def read_lines(file: IO[bytes] | GzipFile, *, most_bytes: int) -> Iterator[bytes]:
+    """Yield the lines of a file that may be anybody's. Raises ValueError at one that is longer than `most_bytes`."""
+    while line := file.readline(most_bytes + 1):
+        if len(line) > most_bytes:
+            raise ValueError(f"longer than {most_bytes / 2**20:.0f} MiB")
+        yield line
 
 
 def check_folder(name: str | Path, *, setting: str = "run_dir") -> None:

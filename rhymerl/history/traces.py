@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 
 from rhymerl.errors import ConfigError, DataError
-from rhymerl.folders import writing
+from rhymerl.folders import read_lines, writing
 from rhymerl.types import Sample
 
 if TYPE_CHECKING:
@@ -112,15 +112,15 @@ def read_trace(path: str | Path) -> Iterator[TraceRecord]:
     number = 0
     try:
         with gzip.open(path) if Path(path).suffix == ".gz" else Path(path).open("rb") as file:
-            while line := file.readline(_LONGEST_LINE_BYTES + 1):
+            for line in read_lines(file, most_bytes=_LONGEST_LINE_BYTES):
                 number += 1
-                if len(line) > _LONGEST_LINE_BYTES:
-                    raise DataError(f"{location}, line {number}: longer than {_LONGEST_LINE_BYTES / 2**20:.0f} MiB")
                 yield _parse(line, f"{location}, line {number}")
     except EOFError as error:
         raise DataError(f"{location}, line {number + 1}: the file is cut off here") from error
     except FileNotFoundError as error:
         raise DataError(f"{location}: no such file") from error
+    except ValueError as error:  # a line that is too long
+        raise DataError(f"{location}, line {number + 1}: {error}") from error
     except (OSError, zlib.error) as error:
         raise DataError(f"{location}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if number == 0:
@@ -159,7 +159,7 @@ def _parse(line: bytes, location: str) -> TraceRecord:
         raise DataError(f"{location}: the line is cut off")
     try:
         row = json.loads(line)
-    except ValueError as error:  # broken JSON and broken UTF-8 alike
+    except (ValueError, RecursionError) as error:  # broken JSON and broken UTF-8 alike
         raise DataError(f"{location}: not valid JSON: {error}") from error
     if not isinstance(row, dict):
         raise DataError(f"{location}: expected a JSON object, got {_shown(row)}")

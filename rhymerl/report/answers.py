@@ -12,6 +12,7 @@ from rhymerl.report.base import Answers, AnswerText
 if TYPE_CHECKING:
     from rhymerl.types import FloatArray, IndexArray
 
+_MOST = 10**7  # steps and epochs: columns are counted by them
 _COUNTS = ("sample", "tokens", "passes", "drafted", "accepted", "is_cut")
 
 
@@ -34,6 +35,8 @@ class AnswerColumns:
             self._parts[name].append(np.array(values, np.int32))
         self._parts["reward"].append(np.array(found["reward"], np.float64))
         for name in ("step", "epoch"):
+            if not 0 <= record[name] < _MOST:
+                raise ValueError(f"{name}={record[name]}: expected at least 0 and below {_MOST}")
             self._parts[name].append(np.full(count, record[name], np.int32))
         self._texts |= {self._count + each["answer"]: _text(each) for each in record["texts"]}
         self._count += count

@@ -56,7 +56,7 @@ def _summary(path: Path) -> Mapping[str, Any]:
         return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise DataError(f"{path}: expected a JSON object")
@@ -87,7 +87,7 @@ def _with_steps(run: Run, folder: Path, progress: ProgressBar) -> Run:
             warnings=warnings,
             answers=answers.whole(),
         )
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise DataError(f"{folder / STEPS}: is not what a run writes there: {error!r}") from error
 
 

@@ -6,21 +6,38 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml  # type: ignore[import-untyped]
+
 from rhymerl.config.changes import leaves
-from rhymerl.config.files import read_chain
+from rhymerl.errors import ConfigError
 
 _NOT_OF_THE_RUN = ("run_dir", "ckpt_path")
+_MOST_BYTES = 2**20
+
+
+class _Plain(yaml.SafeLoader):  # type: ignore[misc]
+    """Reads what a run writes, which has no aliases: a few of them stand for any number of settings."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it has aliases")
+        return super().compose_node(parent, index)
 
 
 def flat_settings(path: Path) -> dict[str, str]:
-    """Return all settings of a `config.yaml` as text by dotted key; what follows another setting says so.
+    """Return all settings of a `config.yaml` as text by dotted key; what follows another setting says so, since nothing is resolved.
 
-    Raises ConfigError naming the file when it cannot be read.
+    Raises ConfigError naming the file when it is not what a run writes there.
     """
-    from omegaconf import OmegaConf
-
-    found: Any = OmegaConf.to_container(read_chain(path)[-1].body)
-    return {key: _shown(value) for key, value in leaves(found, "")}
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise ValueError(f"it is larger than {_MOST_BYTES // 2**20} MiB")
+        found: Any = yaml.load(path.read_text(encoding="utf-8"), _Plain)
+        if not isinstance(found, dict):
+            raise ValueError("expected a mapping of settings")
+        return {key: _shown(value) for key, value in leaves(found, "")}
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
 
 
 def _shown(value: Any) -> str:

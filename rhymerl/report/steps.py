@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rhymerl.errors import DataError
-from rhymerl.folders import writing
+from rhymerl.folders import read_lines, writing
 from rhymerl.types import Sample
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
 STEPS = "steps.jsonl.gz"
+_LONGEST_LINE_BYTES = 64 * 2**20  # of tens of thousands of answers
 _MAGIC = b"\x1f\x8b"
 _LOG = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ def read_steps(path: Path) -> Iterator[dict[str, Any]]:
     number = 0
     try:
         with gzip.open(path) as file:
-            for line in file:
+            for line in read_lines(file, most_bytes=_LONGEST_LINE_BYTES):
                 number += 1
                 record = json.loads(line)
                 if not isinstance(record, dict):
@@ -78,7 +79,7 @@ def read_steps(path: Path) -> Iterator[dict[str, Any]]:
                 yield record
     except EOFError:
         return
-    except (OSError, ValueError, zlib.error) as error:
+    except (OSError, ValueError, RecursionError, zlib.error) as error:
         if isinstance(error, gzip.BadGzipFile) and number and path.read_bytes()[-1:] == _MAGIC[:1]:
             return  # the first byte of a member, which gzip takes for no member at all
         raise DataError(f"{path}: line {number}: cannot be read: {error}") from error
