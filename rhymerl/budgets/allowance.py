@@ -38,7 +38,7 @@ class Allowance:
 
     @property
     def is_spent(self) -> bool:
-        return self.balance < 0
+        return self.balance + self.saved < 0
 
     def earn(self, passes: int) -> None:
         """So many passes begin."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from rhymerl.costs import PassCost
 from rhymerl.types import Ratio, RolloutRequest
 
 if TYPE_CHECKING:
-    from rhymerl.types import IndexArray
+    from rhymerl.types import FloatArray, IndexArray
 
 
 @dataclass(slots=True)
@@ -30,11 +30,15 @@ class PassTotals:
     """The passes since the last metrics."""
 
     num_passes: int = 0
+    begun: int = 0  # of these, those that are not counted by size yet
     # Of these, each that the budget was told of: rows, nodes, requests that were asked, tokens of prompts, keys seen.
     asked: list[tuple[int, int, int, int, int]] = field(default_factory=list)
     # The requests of each pass with drafts, and their accepted nodes [R].
     saved: list[tuple[Sequence[RolloutRequest], IndexArray]] = field(default_factory=list)
     spans: dict[str, _Span] = field(default_factory=dict)  # by request id, as they entered
+    # By the size of the batch: passes, the sum of their rows, and of those that asked how many there were, and as how many without
+    # drafts they took and made.
+    sizes: dict[int, FloatArray] = field(default_factory=dict)
 
     def next(self) -> PassTotals:
         """Return those of the time that begins now: what runs goes on."""
@@ -47,6 +51,37 @@ class PassTotals:
     def leave(self, request: RolloutRequest) -> None:
         if request.id in self.spans:
             self.spans[request.id].end = self.num_passes
+
+    def begin(self, rows_before: int, rows: int) -> None:
+        """A pass over `rows` requests begins, the last of those that have begun; those before were over `rows_before`."""
+        for count, size in ((self.begun - 1, rows_before), (1, rows)):
+            if count > 0:
+                self._size(size)[:2] += count, count * size
+        self.begun = 0
+
+    def count(self, rows: int, *, made: float, taken: float) -> None:
+        """A pass for which requests were asked took as long, and made tokens, as so many without drafts."""
+        self._size(rows)[2:] += 1, taken, made
+
+    def _size(self, rows: int) -> FloatArray:
+        return self.sizes.setdefault(rows.bit_length(), np.zeros(5))
+
+    def regret(self, cost: PassCost, gain: Callable[[int], float]) -> Ratio:
+        """Return the share of the time that the best choice for each size of batch would have spared: drafts in all passes, or in none.
+
+        What drafts bring is what they brought in this time, and where there were none, `gain` of a batch of so many requests.
+        """
+        lost = whole = 0.0
+        for passes, rows, asked, taken, made in self.sizes.values():
+            if not passes:
+                continue
+            mean = max(round(rows / passes), 1)
+            drafts = made / taken if asked else gain(mean)
+            times = passes - asked + taken
+            had = (passes - asked + made) / times
+            seconds = times * float(cost.seconds(mean, np.zeros(1), 0)[0])
+            lost, whole = lost + seconds * max(1 - had / max(drafts, 1.0), 0.0), whole + seconds
+        return Ratio(lost, whole)
 
     @property
     def num_nodes(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,7 +15,7 @@ from rhymerl.budgets.allowance import Allowance
 from rhymerl.budgets.base import Budget, PassOutcome
 from rhymerl.budgets.expectation import PassTotals
 from rhymerl.budgets.learned_cost import LearnedCost
-from rhymerl.budgets.outlook import Outlook
+from rhymerl.budgets.outlook import Choice, Outlook
 from rhymerl.budgets.worth import TokenWorth
 from rhymerl.costs import CostCurve, PassCost, points_of
 from rhymerl.errors import require_at_least
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
 _ASSUMED = ((0, 1.0), (64, 2.0))
 _GAIN = 1.02  # the best of many estimates is too good
 _PATIENCE = 4  # passes in a row without that gain after which drafting stops
-_OTHER_BATCH = 2.0  # a batch that has shrunk or grown by this factor may be one in which other things pay
+_OTHER_BATCH = 2.0  # a batch that has shrunk or grown by this factor is one of another size
 _PROBED = 8  # requests that a probe asks for
 _PROBE_NODES = 4  # of each; also the first reach
 _MORE, _LATELY = 1.5, 0.8
-_OUTLOOK_EVERY = 8  # passes with drafts
+_OUTLOOK_EVERY = 2  # passes with drafts
 _REMEMBER = 0.99  # of what drafts promised and kept, a pass with drafts
 _REMEMBER_PROBE = 0.8  # a probe: what it is for is that things may have changed
 _TRUST = 4  # times as many nodes as have been verified at once may be tried: beyond that nobody knows what a pass costs
@@ -117,8 +118,10 @@ class GoodputBudget(Budget):
         self._allowance.earn(num_passes)
         self._course.passes += num_passes
         self._report.num_passes += num_passes
+        self._report.begun += num_passes
 
     def skips(self, num_requests: int) -> int:
+        self._report.begin(self._rows, num_requests)
         self._rows, self._asked = num_requests, 0
         self._look(num_requests)
         self._is_cold = self._kind == "plain"
@@ -136,29 +139,46 @@ class GoodputBudget(Budget):
     def limits(self, requests: Sequence[RolloutRequest]) -> IntArray:
         limits = np.zeros(len(requests), np.int32)
         if self._kind == "draft":
-            limits[:] = min(round(self._course.reach), self.nodes)
-            if self._weights is not None:
-                limits[self._worthless(np.array([self._weights[request.id] for request in requests]))] = 0
+            limits[self._asked_for(requests)] = min(round(self._course.reach), self.nodes)
         elif self._kind == "probe":
             limits[self._probed(requests)] = min(_PROBE_NODES, self.nodes)
         return limits
 
-    def _worthless(self, weights: FloatArray) -> BoolArray:
-        """Return the requests, [R], of which a token is worth less than a node costs, even if it is accepted."""
-        rows = len(weights)
-        plain, doubled = self._cost.seconds(rows, np.array([0, rows]), 0).tolist()
-        worthless: BoolArray = weights * plain < doubled - plain
-        return worthless if not worthless.all() else np.zeros(rows, np.bool_)
+    def _asked_for(self, requests: Sequence[RolloutRequest]) -> slice | IndexArray:
+        """Return the requests for whose drafts a pass is expected to be faster: those whose tokens are worth most, or none."""
+        course = self._course
+        if not self._outlook.is_known:
+            return slice(None)
+        weights = self._weights_of(requests)
+        choice = self._outlook_for(len(requests), weights)
+        course.misses = 0 if choice.gain > _GAIN else course.misses + 1
+        if course.misses >= _PATIENCE:
+            course.drafts = False
+        if choice.gain <= _GAIN:
+            return slice(0)
+        if weights is None:
+            return slice(None)
+        most_first: IndexArray = np.argsort(-weights, kind="stable")
+        return most_first[: choice.num_asked]
+
+    def _weights_of(self, requests: Sequence[RolloutRequest]) -> FloatArray | None:
+        return None if self._weights is None else np.array([self._weights[request.id] for request in requests])
+
+    def _outlook_for(self, rows: int, weights: FloatArray | None = None) -> Choice:
+        return self._outlook.best(rows, self._cost, weights=weights, computed=partial(self._num_computed, rows))
+
+    def _num_computed(self, rows: int, drafted: FloatArray, nodes: FloatArray) -> FloatArray:
+        """Return how many nodes a pass over `rows` requests computes, of which so many have drafts, with so many nodes each."""
+        return drafted * nodes
 
     def _look(self, rows: int) -> None:
-        """Look anew in a batch of another size: drafts that did not pay in a large one may pay in a small one, and the other way round."""
+        """Go by what was known of batches of this size: what pays in a large one need not pay in a small one, and the other way round."""
         course = self._course
         if course.rows / _OTHER_BATCH < rows < course.rows * _OTHER_BATCH:
             return
-        is_new, course.rows = course.rows == 0, rows
+        is_new, course.rows, course.misses = course.rows == 0, rows, 0
         if not is_new:
-            course.drafts = not self._allowance.is_spent and self._outlook.gain(rows, self._cost, least=_GAIN) > _GAIN
-            course.misses = 0
+            course.drafts = self._outlook.is_known and not self._allowance.is_spent
 
     def _next_kind(self) -> Kind:
         course = self._course
@@ -184,11 +204,12 @@ class GoodputBudget(Budget):
         asked = self._asked = len(requests)
         probability = self._calibration * self._acceptance.probabilities(drafts)
         if self._kind == "probe" or self._course.passes % _OUTLOOK_EVERY == 0:
-            self._outlook.learn(_sums(-np.sort(-probability)), asked)
-        worth = probability
-        if self._weights is not None:
-            weights = np.array([self._weights[request.id] for request in requests])
-            worth = worth * weights[drafts.requests]
+            probed = min(_PROBE_NODES, self.nodes) if self._kind == "probe" else None
+            self._outlook.learn(self._rows, _sums(-np.sort(-probability)), asked, probed=probed)
+        if self._kind == "probe" and self._cost.is_known and not self._allowance.is_spent:
+            self._course.drafts = self._outlook_for(self._rows).gain > _GAIN
+        weights = self._weights_of(requests)
+        worth = probability if weights is None else probability * weights[drafts.requests]
         mask = self._chosen(drafts, worth, asked)
         self._course.trusted = max(self._course.trusted, _TRUST * self._num_verified(drafts, mask))
         self._expected = float(probability[mask].sum()) / self._calibration
@@ -219,20 +240,9 @@ class GoodputBudget(Budget):
         """
         rows = max(self._rows, asked)
         share = asked / rows if self._kind == "probe" else 1.0
-        plain, seconds = self._seconds(rows, sizes / share, rows)
+        _, seconds = self._seconds(rows, sizes / share, rows if self._kind == "probe" else asked)
         goodput = (rows + expected / share) / seconds
-        best = int(goodput.argmax())
-        self._decide(float(goodput[best]) / rows * plain)
-        return best
-
-    def _decide(self, gain: float) -> None:
-        """A pass with drafts is expected to make `gain` times the tokens a second of one without."""
-        course = self._course
-        course.misses = 0 if gain > _GAIN else course.misses + 1
-        if gain > _GAIN and not self._allowance.is_spent and self._cost.is_known:
-            course.drafts = True
-        elif course.misses >= _PATIENCE:
-            course.drafts = False
+        return int(goodput.argmax())
 
     def _learn_reach(self, drafts: DraftBatch, mask: BoolArray) -> None:
         """Ask for a little more than the largest of the drafts that were worth it lately."""
@@ -254,7 +264,12 @@ class GoodputBudget(Budget):
             seconds = self._cost.observe(rows, nodes, self._asked, seconds, is_cold=self._is_cold, **sizes)
         if self._asked:
             comparable = seconds if outcome.is_decoding else None
-            self._settle(rows, nodes, comparable, made=1 + float(outcome.num_accepted.sum()) / rows)
+            weights = self._weights_of(outcome.requests) if self._kind == "draft" else None
+            accepted = outcome.num_accepted if weights is None else weights * outcome.num_accepted
+            made = 1 + float(accepted.sum()) / rows
+            self._settle(rows, nodes, comparable, made=made)
+            plain, known = self._seconds(rows, np.array([nodes]), self._asked)
+            self._report.count(rows, made=made, taken=float(known[0]) / plain)
 
     def _settle(self, rows: int, nodes: int, seconds: float | None, *, made: float) -> None:
         """A pass with drafts `made` so many tokens a request; None seconds cannot be compared, since a prompt was computed in it."""
@@ -317,6 +332,7 @@ class GoodputBudget(Budget):
         return {
             "budget/nodes_per_pass": Ratio(report.num_nodes, report.num_passes),
             "budget/paused_frac": Ratio(report.num_passes - len(report.asked), report.num_passes),
+            "budget/regret": report.regret(self._cost, lambda rows: self._outlook_for(rows).gain),
             "budget/expected_speedup": report.speedup(self._cost) if report.asked else 1.0,
             "budget/node_cost_frac": float((one_more - plain) / plain),
             "budget/ask_cost_frac": float((few - plain) / plain),

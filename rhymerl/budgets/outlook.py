@@ -1,8 +1,9 @@
-"""The outlook for drafts in a batch of another size, from what they were expected to bring in the last ones."""
+"""The outlook for drafts: what they were expected to bring in batches of like size, in this step and in those before."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,35 +12,94 @@ if TYPE_CHECKING:
     from rhymerl.costs import PassCost
     from rhymerl.types import FloatArray
 
-_NODES = np.array([0.0, 0.25, 0.5, 1, 2, 4, 8, 16, 32])  # of a request, on average
-_LATELY = 0.7
+_NODES = np.array([0.25, 0.5, 1, 2, 4, 8, 16, 32])  # of a request, on average
+_WEIGHT, _WEIGHT_OF_PROBE = 0.15, 0.3  # of what a pass says of the next ones
+_MOST_TIMES = 2.0  # as much may a probe say of more nodes than it has
+_LEAST = 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """How many requests to ask for, those first whose tokens are worth most, and the speed-up that is expected over a pass without drafts."""
+
+    gain: float
+    num_asked: int
 
 
 class Outlook:
-    """Tokens that so many nodes a request are expected to add to each, on average over the running requests."""
+    """Tokens that so many nodes are expected to add to a request, on average over those that are asked for, by the size of the batch.
+
+    Sizes are powers of two. One that has not been seen is held to be like the nearest.
+    """
 
     def __init__(self) -> None:
-        self._tokens: FloatArray | None = None  # by _NODES
+        self._tokens: dict[int, FloatArray] = {}  # by size, and by _NODES
 
-    def learn(self, expected: FloatArray, rows: int) -> None:
-        """`expected` [nodes + 1] are the tokens of all `rows` together by how many of the best nodes are verified."""
-        tokens = np.interp(_NODES, np.arange(len(expected)) / rows, expected / rows)
-        self._tokens = tokens if self._tokens is None else _LATELY * self._tokens + (1 - _LATELY) * tokens
+    @property
+    def is_known(self) -> bool:
+        return bool(self._tokens)
 
-    def gain(self, rows: int, cost: PassCost, *, least: float) -> float:
-        """Return the best speed-up over a pass without drafts, in tokens a second, for `rows` requests.
+    def learn(self, rows: int, expected: FloatArray, asked: int, *, probed: int | None = None) -> None:
+        """`expected` [nodes + 1] are the tokens of all `asked` requests together by how many of the best nodes are verified.
 
-        The result is 1 where it is certainly not more than `least`.
+        A probe had `probed` nodes of each; of more it says how much better or worse they are than they were.
         """
-        if self._tokens is None or 1 + self._tokens[-1] <= least:
-            return 1.0
-        plain = float(cost.seconds(rows, np.zeros(1), 0)[0])
-        return float((plain * (1 + self._tokens) / cost.seconds(rows, rows * _NODES, rows)).max())
+        new, before = np.interp(_NODES, np.arange(len(expected)) / asked, expected / asked), self._of(rows)
+        if before is None:
+            before = new
+        elif probed is not None:
+            last = int(np.searchsorted(_NODES, probed))
+            times = min(new[last] / max(before[last], _LEAST), _MOST_TIMES)
+            new[last:] = new[last] + times * (before[last:] - before[last])
+        weight = _WEIGHT if probed is None else _WEIGHT_OF_PROBE
+        self._tokens[_size(rows)] = (1 - weight) * before + weight * new
+
+    def _of(self, rows: int) -> FloatArray | None:
+        size = _size(rows)
+        return self._tokens[min(self._tokens, key=lambda each: (abs(each - size), -each))] if self._tokens else None
+
+    def best(
+        self,
+        rows: int,
+        cost: PassCost,
+        *,
+        weights: FloatArray | None = None,
+        computed: Callable[[FloatArray, FloatArray], FloatArray],
+    ) -> Choice:
+        """Return the best choice for a pass over `rows` requests, of which tokens are worth `weights` [rows] (None: the same).
+
+        `computed` says how many nodes a pass computes, by the requests that have some and the nodes of each. Who is asked for need not have
+        any, so where asking costs nothing all are.
+        """
+        tokens = self._of(rows)
+        if tokens is None:
+            return Choice(gain=1.0, num_asked=rows)
+        worth = np.arange(1.0, rows + 1) if weights is None else np.cumsum(np.sort(weights)[::-1])
+        counts = np.array([rows]) if weights is None else np.unique(np.minimum(2 ** np.arange(_size(rows) + 2), rows))
+        drafted, nodes = np.repeat(counts, len(_NODES)), np.tile(_NODES, len(counts))
+        plain, *asking = cost.seconds(rows, np.zeros(len(counts) + 1), np.array([0, *counts])).tolist()
+        made = 1 + worth[drafted - 1] * np.tile(tokens, len(counts)) / rows
+        seconds = cost.seconds(rows, computed(drafted, nodes), 0)
+        gains = (
+            np.array(
+                [
+                    float((made / (seconds + more - plain))[drafted <= asked].max())
+                    for asked, more in zip(counts.tolist(), asking, strict=True)
+                ]
+            )
+            * plain
+        )
+        best = int(np.flatnonzero(gains == gains.max())[-1])
+        return Choice(gain=float(gains[best]), num_asked=int(counts[best]))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in plain containers."""
-        return {"tokens": None if self._tokens is None else self._tokens.tolist()}
+        return {"sizes": {size: tokens.tolist() for size, tokens in self._tokens.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
-        self._tokens = None if state["tokens"] is None else np.array(state["tokens"])
+        """Go on from a saved state; earlier versions knew of one size only."""
+        self._tokens = {int(size): np.array(tokens) for size, tokens in state.get("sizes", {}).items()}
+
+
+def _size(rows: int) -> int:
+    return rows.bit_length() - 1

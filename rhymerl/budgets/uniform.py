@@ -56,6 +56,10 @@ class UniformGoodputBudget(GoodputBudget):
         chosen: BoolArray = rank < sizes[best]
         return chosen
 
+    def _num_computed(self, rows: int, drafted: FloatArray, nodes: FloatArray) -> FloatArray:
+        widths: FloatArray = self._sizes[np.searchsorted(self._sizes, np.minimum(nodes, self.widths[-1]))].astype(float)
+        return rows * widths
+
     def _num_verified(self, drafts: DraftBatch, mask: BoolArray) -> int:
         return max(self._rows, len(drafts)) * self.width_of(int(largest_part(mask, drafts.starts)))
 

@@ -319,6 +319,7 @@ def test_metrics_are_of_what_has_been_since():
     assert budget.metrics() == {
         "budget/nodes_per_pass": 3.0,
         "budget/paused_frac": 0.0,
+        "budget/regret": 0.0,
         "budget/expected_speedup": pytest.approx(3.0),
         "budget/node_cost_frac": 0.0,
         "budget/ask_cost_frac": 0.0,
