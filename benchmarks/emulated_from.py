@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from gpu_session import Attempt, attempts_in
+from gpu_runner import Attempt, attempts_in
 
 
 def emulated(file: Path, size: str, *, card: str | None = None, overhead_ms: float = 0.0) -> dict[str, Any]:

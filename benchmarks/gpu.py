@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import gpu_parts
 import record
 from gpu_parts import ROOT, Part
-from gpu_session import VERSIONS, Session, say
+from gpu_runner import VERSIONS, Runner, say
 from gpu_site import CPU, card, environment, missing, short, unpack
 
 WARM_UP = ("benchmarks/gpu_warm.py",)
@@ -49,6 +50,7 @@ def plan(
 
 
 def main(words: Sequence[str] | None = None) -> int:
+    began = time.monotonic()
     arguments, known = parse(words)
     site = arguments.work / "site"
     unpack(arguments.wheels, site)
@@ -65,8 +67,8 @@ def main(words: Sequence[str] | None = None) -> int:
         chosen = [gpu_parts.on_cpu(part) for part in chosen]
     lacking = {part.name: missing(part, has_card=name not in (None, CPU)) for part in chosen}
     file = arguments.out / f"gpu_{arguments.hardware or short(name or 'none')}.jsonl"
-    session = Session(file, environment=variables, folder=arguments.work, card=name or "")
-    done = {part.name for part in chosen if part.name not in arguments.again and session.is_done(part)}
+    runner = Runner(file, environment=variables, folder=arguments.work, card=name or "")
+    done = {part.name for part in chosen if part.name not in arguments.again and runner.is_done(part)}
     for line in plan(chosen, lacking, done, minutes=arguments.lease):
         say(line)
     able = [part for part in chosen if not lacking[part.name]]
@@ -75,10 +77,11 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
     if arguments.plan:
         return 0
-    session.write({"part": "machine", "card": name, "versions": record.versions((*VERSIONS, "lightning", "numba"))})
+    runner.write({"part": "machine", "card": name, "versions": record.versions((*VERSIONS, "lightning", "numba"))})
     warm_up = () if arguments.on_cpu else WARM_UP
-    session.run(able, again=arguments.again, minutes=arguments.lease, warm_up=warm_up)
-    return 0 if all(session.is_done(part) for part in chosen) else 1
+    left = arguments.lease - (time.monotonic() - began) / 60
+    runner.run(able, again=arguments.again, minutes=left, warm_up=warm_up)
+    return 0 if all(runner.is_done(part) for part in chosen) else 1
 
 
 def parse(words: Sequence[str] | None) -> tuple[argparse.Namespace, list[Part]]:

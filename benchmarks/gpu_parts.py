@@ -61,7 +61,7 @@ def parts(*, server: Sequence[str] = (), variables: Sequence[str] = ()) -> list[
     """
     return [
         *_of_the_machine(),
-        *_of_the_engine("0.5B", seconds=(45, 35)),
+        *_of_the_engine("0.5B", seconds=(45, 45)),
         *_tables(_asked(server, variables)),
         *_of_the_trainer(),
         _steps(_asked(server, variables)),
@@ -167,14 +167,14 @@ def _of_the_engine(size: str, *, seconds: tuple[float, float]) -> list[Part]:
 
 
 def _tables(asked: Sequence[str]) -> list[Part]:
-    small = ("--size", "0.5B", "--running", "8", "128", "32", "--memory", "0.3", "--minutes", "5")
+    small = ("--size", "0.5B", "--running", "8", "128", "32", "--memory", "0.3", "--minutes", "4.8")
     large = ("--size", "7B", "--running", "8", "128", "--num-prompts", "32", "--memory", "0.4", "--minutes", "3.5")
     return [
         Part(
             name="table-0.5B",
             question="what does history bring inside SGLang at 0.5B?",
             words=(*_table(), *small, "--modes", "none", "history_tree", "stock", *asked),
-            seconds=330,
+            seconds=320,
             needs=TABLE,
             judges=(*_scripts("sglang_throughput", "sglang_servers", "sglang_work", "peaked_policy"), *OF_SGLANG),
         ),

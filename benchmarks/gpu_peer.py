@@ -17,7 +17,7 @@ from device_time import sync
 from gpu_bare import PROMPT_TOKENS, options, policy_of, requests
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-BLOCK_TOKENS = 256
+BLOCK_TOKENS = 256  # of its cache, if nothing is said
 
 
 def measure(arguments: Any, size: str, running: int) -> dict[str, Any]:
@@ -35,7 +35,6 @@ def measure(arguments: Any, size: str, running: int) -> dict[str, Any]:
     )
     blocks = -(-(PROMPT_TOKENS + arguments.tokens) // BLOCK_TOKENS)
     batching = ContinuousBatchingConfig(
-        block_size=BLOCK_TOKENS,
         num_blocks=running * blocks + 8,  # else a share of the memory, which a CPU would fill with zeros
         max_batch_tokens=max(running * PROMPT_TOKENS, 256),
         max_requests_per_batch=running,

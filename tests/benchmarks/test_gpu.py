@@ -42,10 +42,10 @@ sys.exit(int(sys.argv[2]))
 DRIVER = """
 import sys
 from pathlib import Path
-import gpu_parts, gpu_session
+import gpu_parts, gpu_runner
 parts = [gpu_parts.Part(name=n, question="?", words=("-c", {part!r}, n, code, wait), seconds=s, judges=("benchmarks/record.py",))
          for n, code, wait, s in [("one", "0", "0", 60), ("two", "0", "0", 60), ("three", "3", "0", 60), ("four", "0", "9", 1.5)]]
-gpu_session.Session(Path(sys.argv[1]), environment={environment!r}, folder=Path(sys.argv[2]), card="C").run(parts)
+gpu_runner.Runner(Path(sys.argv[1]), environment={environment!r}, folder=Path(sys.argv[2]), card="C").run(parts)
 """
 SMALL = ["machine", "passes", "engine", "drafts", "update", "peer", "fsdp2", "embedded"]
 WITHOUT = """
@@ -64,13 +64,13 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
 
 
 @pytest.fixture
-def session(modules: Callable[[str], Any], tmp_path: Path) -> Callable[..., Any]:
-    def session(card: str = "C", **variables: str) -> Any:
+def runner(modules: Callable[[str], Any], tmp_path: Path) -> Callable[..., Any]:
+    def runner(card: str = "C", **variables: str) -> Any:
         environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS), **variables}
         given = {"environment": environment, "folder": tmp_path / "work", "card": card}
-        return modules("gpu_session").Session(tmp_path / "lines.jsonl", **given)
+        return modules("gpu_runner").Runner(tmp_path / "lines.jsonl", **given)
 
-    return session
+    return runner
 
 
 @pytest.fixture
@@ -138,21 +138,21 @@ def test_it_goes_on_after_a_kill_with_the_rows_that_are_left_and_in_another_chec
 
 
 def test_what_is_done_is_not_done_again_and_what_has_failed_comes_last(
-    session: Callable[..., Any], part: Callable[..., Any], tmp_path: Path
+    runner: Callable[..., Any], part: Callable[..., Any], tmp_path: Path
 ) -> None:
     parts = [part("one", code=3), part("two"), part("three")]
-    session().run(parts[:2])
-    session().run(parts)
+    runner().run(parts[:2])
+    runner().run(parts)
     assert [line["part"] for line in lines(tmp_path) if "began" in line] == ["one", "two", "three", "one"]
     assert rows(tmp_path, "one") == [1, 2], "rows of a part that failed are not taken again"
-    session().run(parts[1:], again=["two"])
+    runner().run(parts[1:], again=["two"])
     assert rows(tmp_path, "two") == [1, 2, 1, 2]
-    assert session().is_done(parts[1])
-    assert not session().is_done(parts[0])
+    assert runner().is_done(parts[1])
+    assert not runner().is_done(parts[0])
 
 
 def test_figures_are_of_a_card_a_command_and_the_code_that_they_judge(
-    session: Callable[..., Any],
+    runner: Callable[..., Any],
     part: Callable[..., Any],
     modules: Callable[[str], Any],
     tmp_path: Path,
@@ -161,54 +161,67 @@ def test_figures_are_of_a_card_a_command_and_the_code_that_they_judge(
     (tmp_path / "judged" / "__pycache__").mkdir(parents=True)
     judged = tmp_path / "judged" / "code.py"
     judged.write_text("1")
-    monkeypatch.setattr(modules("gpu_session"), "ROOT", tmp_path)
+    monkeypatch.setattr(modules("gpu_runner"), "ROOT", tmp_path)
     one = part("one", judges=("judged",))
-    session().run([one])
+    runner().run([one])
     (tmp_path / "judged" / "__pycache__" / "code.pyc").write_text("compiled")
-    assert session().is_done(one)
-    assert not session("another card").is_done(one)
-    assert not session().is_done(part("one", code=1, judges=("judged",)))
+    assert runner().is_done(one)
+    assert not runner("another card").is_done(one)
+    assert not runner().is_done(part("one", code=1, judges=("judged",)))
     judged.write_text("2")
-    assert not session().is_done(one)
+    assert not runner().is_done(one)
     judged.write_text("1")
-    assert session().is_done(one)
+    assert runner().is_done(one)
 
 
 def test_content_is_the_same_with_git_and_without(modules: Callable[[str], Any], tmp_path: Path) -> None:
-    gpu_session, gpu_parts = modules("gpu_session"), modules("gpu_parts")
+    gpu_runner, gpu_parts = modules("gpu_runner"), modules("gpu_parts")
     other = checkout(tmp_path / "other")
-    script = "import gpu_parts, gpu_session, json; print(json.dumps([gpu_session.digest(each) for each in gpu_parts.parts()]))"
+    script = (
+        "import gpu_parts, gpu_runner, json; print(json.dumps([gpu_runner.digest(each) for each in gpu_parts.parts()]))"
+    )
     done = subprocess.run([sys.executable, "-c", script], cwd=other / "benchmarks", capture_output=True, text=True)
-    assert json.loads(done.stdout) == [gpu_session.digest(each) for each in gpu_parts.parts()]
+    assert json.loads(done.stdout) == [gpu_runner.digest(each) for each in gpu_parts.parts()]
 
 
 def test_a_part_in_vain_is_left_until_the_one_before_it_has_rows(
-    session: Callable[..., Any], part: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    runner: Callable[..., Any], part: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = replace(part("first"), words=("-c", "raise SystemExit(2)"))
     chosen = [broken, part("second", only_after="first"), part("third")]
-    session().run(chosen)
+    runner().run(chosen)
     assert "second: left, because first has no rows" in capsys.readouterr().out
-    session().run([part("first"), *chosen[1:]])
-    assert [line["part"] for line in lines(tmp_path) if line.get("ended") == 0] == ["third", "first", "second"]
+    runner().run([*chosen, part("fourth")])
+    assert [line["part"] for line in lines(tmp_path) if "began" in line] == ["first", "third", "fourth", "first"]
+    runner().run([part("first"), *chosen[1:]])
+    assert [line["part"] for line in lines(tmp_path) if line.get("ended") == 0][-2:] == ["first", "second"]
+
+
+def test_what_ran_out_of_time_with_rows_keeps_nobody_waiting(
+    runner: Callable[..., Any], part: Callable[..., Any], tmp_path: Path
+) -> None:
+    chosen = [part("first", seconds=1.5), part("second", only_after="first")]
+    runner(WAIT_first="60").run(chosen[:1])
+    runner().run(chosen)
+    assert [line["part"] for line in lines(tmp_path) if "began" in line] == ["first", "second", "first"]
 
 
 def test_no_part_begins_that_may_not_fit(
-    session: Callable[..., Any], part: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    runner: Callable[..., Any], part: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    session().run([part("long", seconds=90), part("short", seconds=30)], minutes=1)
+    runner().run([part("long", seconds=90), part("short", seconds=30)], minutes=1)
     assert "long: left, because its 90 seconds do not fit any more" in capsys.readouterr().out
     assert [line["part"] for line in lines(tmp_path) if "began" in line] == ["short"]
 
 
 def test_a_compiler_works_beside_parts_that_need_it_and_ends_with_them(
-    session: Callable[..., Any], part: Callable[..., Any], tmp_path: Path
+    runner: Callable[..., Any], part: Callable[..., Any], tmp_path: Path
 ) -> None:
     name = tmp_path / "pid"
     warm_up = ("-c", f"import os, time; open({str(name)!r}, 'w').write(str(os.getpid())); time.sleep(60)")
-    session().run([part("one")], warm_up=warm_up)
+    runner().run([part("one")], warm_up=warm_up)
     assert not name.exists()
-    session(WAIT_two="1").run([part("two", compiles=True)], warm_up=warm_up)
+    runner(WAIT_two="1").run([part("two", compiles=True)], warm_up=warm_up)
     assert not Path(f"/proc/{name.read_text()}").exists()
 
 
@@ -431,6 +444,24 @@ def test_all_parts_without_sglang_run_on_a_cpu(tmp_path: Path) -> None:
     ended = [line for line in lines(tmp_path, "gpu_cpu.jsonl") if "ended" in line]
     assert [(line["part"], line["ended"]) for line in ended] == [(name, 0) for name in SMALL], done.stdout
     assert "table-0.5B" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_nothing_is_left_to_compile_when_a_compiler_has_been_beside(tmp_path: Path) -> None:
+    """In bfloat16, in which passes on a CPU take the way of those on a GPU."""
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+
+    def compiled(name: str, *words: str) -> set[Path]:
+        script = str(BENCHMARKS / f"{name}.py")
+        subprocess.run([sys.executable, script, *words], env=environment, check=True, stdout=subprocess.DEVNULL)
+        return set(tmp_path.rglob("*.nbc"))
+
+    before = compiled("gpu_warm")
+    assert len(before) > 10
+    sizes = ("--size", "tiny", "--dtype", "bfloat16", "--tokens", "40", "--threads", "1")
+    assert compiled("gpu_engine", *sizes, "--running", "1", "5", "--nodes", "0", "3", "16") == before
+    assert compiled("gpu_drafts", *sizes, "--running", "1", "12") == before
 
 
 # -- from rows to an emulated card ---------------------------------------------------------------------------------------

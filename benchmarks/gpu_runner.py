@@ -36,7 +36,7 @@ class Attempt:
         return (self.part, self.card, self.digest) == (part.name, card, digest)
 
 
-class Session:
+class Runner:
     """The parts on one card. A line of the file is a JSON object; the rows of a part stand before its end."""
 
     def __init__(self, file: Path, *, environment: Mapping[str, str], folder: Path, card: str) -> None:
@@ -63,12 +63,11 @@ class Session:
     ) -> None:
         """Run the parts that are left, as long as they fit into so many minutes.
 
-        Those that have failed before come last, and with them those that need their rows. `warm_up` is a command that runs beside the first ones, if anything is to be compiled.
+        Those that have failed before come last, and with them those that are in vain without their rows. `warm_up` is a command that runs beside the first ones, if anything is to be compiled.
         """
         ends = time.monotonic() + 60 * minutes
         left = [part for part in chosen if part.name in again or not self.is_done(part)]
-        failed = {part.name for part in left if any(each.ended is not None for each in self.attempts(part))}
-        left.sort(key=lambda part: bool({part.name, part.only_after} & (failed - set(again))))
+        left.sort(key=lambda part: part.name not in again and self._comes_last(part, chosen))
         with self._beside(warm_up if any(part.compiles for part in left) else ()):
             for part in left:
                 if time.monotonic() + part.seconds > ends:
@@ -78,6 +77,9 @@ class Session:
                 else:
                     say(f"{part.name}: {part.question}")
                     self._run(part, known=[] if part.name in again else self._known_rows(part))
+
+    def _comes_last(self, part: Part, chosen: Sequence[Part]) -> bool:
+        return any(each.ended is not None for each in self.attempts(part)) or self._is_in_vain(part, chosen)
 
     def _is_in_vain(self, part: Part, chosen: Sequence[Part]) -> bool:
         """Return whether the part before it was tried, in this order, and gave nothing."""
