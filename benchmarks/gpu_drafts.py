@@ -56,6 +56,7 @@ class Rollouts:
             "tokens_per_s": round(totals.emitted_tokens / seconds, 1),
             "accept_length": round(totals.emitted_tokens / totals.request_passes, 3),
             "pass_ms": round(1e3 * totals.busy_s / totals.passes, 3),
+            "accepted_from_history": totals.accepted_history,
             "draft_time_frac": round(totals.draft_s / totals.busy_s, 4),
             **equal,
         }

@@ -25,7 +25,6 @@ ENGINE = (*MODEL, "numba", "rich")
 SETTINGS = (*ENGINE, "lightning", "hydra", "omegaconf", "antlr4", "plotly", "tensorboard", "safetensors", "jinja2")
 TESTS = (*ENGINE, "lightning", "pytest", "pytest_timeout", "hypothesis")
 TABLE = (*ENGINE, "lightning", "omegaconf", "sglang")
-PACKAGES = tuple(dict.fromkeys((*SETTINGS, *TESTS, *TABLE, "triton")))
 
 # -- what figures judge ------------------------------------------------------------------------------------------------
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -48,12 +50,21 @@ parts = [gpu_parts.Part(name=n, question="?", words=("-c", {part!r}, n, code, wa
 gpu_runner.Runner(Path(sys.argv[1]), environment={environment!r}, folder=Path(sys.argv[2]), card="C").run(parts)
 """
 SMALL = ["machine", "passes", "engine", "drafts", "update", "peer", "fsdp2", "embedded"]
+# Each group of scripts is imported by a fork, in which the packages that it does not name are gone.
 WITHOUT = """
-import runpy, sys
-for name in {lacking!r}:
-    sys.modules[name] = None
-for script in {scripts!r}:
-    runpy.run_path(script, run_name="imported")
+import json, os, runpy, sys
+import torch, transformers
+for lacking, scripts in json.loads(sys.argv[1]):
+    child = os.fork()
+    if not child:
+        for name in [each for each in sys.modules if each.partition(".")[0] in lacking]:
+            del sys.modules[name]
+        sys.modules.update(dict.fromkeys(lacking))
+        for script in scripts:
+            runpy.run_path(script, run_name="imported")
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(str(scripts))
 """
 
 
@@ -187,14 +198,13 @@ def test_content_is_the_same_with_git_and_without(modules: Callable[[str], Any],
 def test_a_part_in_vain_is_left_until_the_one_before_it_has_rows(
     runner: Callable[..., Any], part: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    broken = replace(part("first"), words=("-c", "raise SystemExit(2)"))
-    chosen = [broken, part("second", only_after="first"), part("third")]
-    runner().run(chosen)
+    words = ("-c", "import os; assert 'BROKEN' not in os.environ\n" + PART, "first", "0", "0")
+    chosen = [replace(part("first"), words=words), part("second", only_after="first"), part("third")]
+    runner(BROKEN="1").run(chosen)
     assert "second: left, because first has no rows" in capsys.readouterr().out
     runner().run([*chosen, part("fourth")])
-    assert [line["part"] for line in lines(tmp_path) if "began" in line] == ["first", "third", "fourth", "first"]
-    runner().run([part("first"), *chosen[1:]])
-    assert [line["part"] for line in lines(tmp_path) if line.get("ended") == 0][-2:] == ["first", "second"]
+    began = [line["part"] for line in lines(tmp_path) if "began" in line]
+    assert began == ["first", "third", "fourth", "first", "second"]
 
 
 def test_what_ran_out_of_time_with_rows_keeps_nobody_waiting(
@@ -360,20 +370,21 @@ def test_tests_are_told_what_the_machine_needs(modules: Callable[[str], Any], tm
 
 
 def test_parts_import_no_package_that_they_do_not_name(modules: Callable[[str], Any]) -> None:
-    """One process for parts of the same needs. `transformers` itself needs or may have safetensors and jinja2."""
-    gpu_parts = modules("gpu_parts")
+    """transformers needs safetensors itself and may have jinja2."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    packages = {re.split("[<>=]", each)[0] for each in project["dependencies"]} - {"numpy", "hydra-core"}
+    packages |= {"hydra", "antlr4", "sglang", "triton"}
     scripts: dict[tuple[str, ...], list[str]] = {}
-    for part in gpu_parts.parts():
-        if part.words[0].endswith(".py") and "sglang" not in part.needs and "hydra" not in part.needs:
+    for part in modules("gpu_parts").parts():
+        if part.words[0].endswith(".py") and not {"sglang", "hydra"} & set(part.needs):
             scripts.setdefault(part.needs, []).append(str(ROOT / part.words[0]))
     assert len(scripts) == 5
+    beside = {needs: {"safetensors", "jinja2"} if "transformers" in needs else set() for needs in scripts}
+    groups = [[sorted(packages - {*needs} - beside[needs]), paths] for needs, paths in scripts.items()]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), str(ROOT)])}
-    for needs, paths in scripts.items():
-        beside = ("safetensors", "jinja2") if "transformers" in needs else ()
-        lacking = [each for each in gpu_parts.PACKAGES if each not in (*needs, *beside)]
-        words = [sys.executable, "-c", WITHOUT.format(lacking=lacking, scripts=paths)]
-        done = subprocess.run(words, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+    words = [sys.executable, "-c", WITHOUT, json.dumps(groups)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 # -- on a CPU ------------------------------------------------------------------------------------------------------------
@@ -413,6 +424,7 @@ def test_drafts_change_no_token_and_make_fewer_passes(modules: Callable[[str], A
     plain, drafted = modules("gpu_drafts").main(words)["rows"]
     assert plain["equal_answers"] == drafted["equal_answers"] == 1
     assert plain["accept_length"] == 1 < drafted["accept_length"]
+    assert plain["accepted_from_history"] == 0 < drafted["accepted_from_history"]
 
 
 def command(root: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
