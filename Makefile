@@ -43,7 +43,7 @@ help:
 	@echo "make docs        build the site of the documentation into build/site, without a network once .venv-docs is there"
 	@echo "make check       formatter, linter, types, layers; make format repairs the first two"
 	@echo "make bench-guard BASE=COMMIT  compare this tree's speed with a commit's, on a quiet machine (some 15 minutes)"
-	@echo "make gpu         take all figures that need a GPU, in parts that go on where they were stopped (docs/gpu.md)"
+	@echo "make gpu         take all figures that need a GPU, in parts that go on where they were stopped; ARGS='--lease 15' for 15 minutes of one (docs/gpu.md)"
 	@echo "make constraints pin the newest versions that pyproject.toml allows, their hashes, and MkDocs; torch and triton move by hand"
 	@echo "make clean       remove caches and build results; .venv and runs/ stay"
 

@@ -21,18 +21,18 @@ from rhymerl.engine import device_draw
 from rhymerl.engine.truncation import Truncation
 
 
-def measure(count: int, vocabulary: int, truncates: bool, arguments: Any) -> dict[str, Any]:
-    """One row of the table."""
+def measure(arguments: Any, rows: int, vocabulary: int, truncation: bool) -> dict[str, Any]:
+    """Measure one row of the table."""
     from rhymerl.engine import triton_draw
 
     generator = torch.Generator("cuda").manual_seed(arguments.seed)
-    logits = torch.randn(count, vocabulary, device="cuda", generator=generator) * 4
-    ones = torch.ones(count, device="cuda")
-    truncation = None
-    if truncates:
-        top_k = torch.full((count,), 50, device="cuda")
-        truncation = Truncation(temperatures=ones, top_k=top_k, top_p=ones * 0.9, min_p=ones * 0.01)
-    draws = (logits, torch.arange(count, device="cuda"), ones, ones, truncation)
+    logits = torch.randn(rows, vocabulary, device="cuda", generator=generator) * 4
+    ones = torch.ones(rows, device="cuda")
+    limits = None
+    if truncation:
+        top_k = torch.full((rows,), 50, device="cuda")
+        limits = Truncation(temperatures=ones, top_k=top_k, top_p=ones * 0.9, min_p=ones * 0.01)
+    draws = (logits, torch.arange(rows, device="cuda"), ones, ones, limits)
     ways = {"kernel": triton_draw.draw_with_logprobs, "torch": device_draw.draw_in_torch}
     tokens = [way(*draws)[0] for way in ways.values()]
     launches: dict[str, list[float]] = {name: [] for name in ways}
@@ -53,9 +53,6 @@ def measure(count: int, vocabulary: int, truncates: bool, arguments: Any) -> dic
     taken = record.interleaved(measures, repeats=arguments.repeats, warm_up=2)
     pairs = zip(taken["torch"], taken["kernel"], strict=True)
     return {
-        "rows": count,
-        "vocabulary": vocabulary,
-        "truncation": truncates,
         **{f"{name}_ms": record.spread(values) for name, values in taken.items()},
         **{f"{name}_launch_ms": record.spread(values[2:]) for name, values in launches.items()},
         "torch / kernel": record.spread(theirs / ours for theirs, ours in pairs),
@@ -73,12 +70,12 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
         raise SystemExit("draw_kernel.py needs a CUDA device and triton: there is no CUDA device here")
     start = record.environment()
     cases = [
-        (n, vocabulary, on) for vocabulary in arguments.vocabularies for n in arguments.rows for on in (False, True)
+        {"rows": n, "vocabulary": vocabulary, "truncation": on}
+        for vocabulary in arguments.vocabularies
+        for n in arguments.rows
+        for on in (False, True)
     ]
-    rows = []
-    for case in cases:
-        rows.append(measure(*case, arguments))
-        record.note_row(rows[-1])
+    rows = record.rows_of(cases, partial(measure, arguments))
     return record.finish("draw_kernel", __doc__, arguments, rows=rows, start=start)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import record
-from sglang_work import SIZES, peaked_policy
+from peaked_policy import SIZES, peaked_policy
 
 EPOCHS, STEPS_AN_EPOCH = 4, 2
 

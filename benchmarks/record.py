@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 ROWS = "RHYMERL_BENCHMARK_ROWS"
+KNOWN = "RHYMERL_BENCHMARK_KNOWN"
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 PACKAGES = ("torch", "transformers", "lightning", "numpy", "numba")
 
@@ -89,9 +90,20 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in PACKAGES},
+        **versions(PACKAGES),
         "commit": commit(),
     }
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the installed versions by name; "-" for a package that is not there."""
+    found = {}
+    for name in packages:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "-"
+    return found
 
 
 def processor() -> str:
@@ -127,6 +139,27 @@ def note_row(row: Row) -> None:
     if name := os.environ.get(ROWS):
         with Path(name).open("a") as file:
             file.write(json.dumps(row) + "\n")
+
+
+def rows_of(cases: Iterable[Row], measure: Callable[..., Row]) -> list[Row]:
+    """Return a row a case, with the case's own values first: `measure(**case)`, or the row that was taken before.
+
+    Each new row is noted. The rows of before are in the file that the variable RHYMERL_BENCHMARK_KNOWN names.
+    """
+    before = known_rows()
+    rows: list[Row] = []
+    for case in cases:
+        row = next((each for each in before if case.items() <= each.items()), None)
+        if row is None:
+            row = {**case, **measure(**case)}
+            note_row(row)
+        rows.append(row)
+    return rows
+
+
+def known_rows() -> list[Row]:
+    name = os.environ.get(KNOWN)
+    return [json.loads(line) for line in Path(name).read_text().splitlines()] if name else []
 
 
 def dying_with(parent: int) -> Callable[[], None]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import OmegaConf
 
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.embedded import EmbeddedBackend
@@ -161,6 +160,8 @@ def start(mode: str, policy: Policy, arguments: Namespace) -> StockServer | Roll
 
 def server_settings(arguments: Namespace) -> dict[str, Any]:
     """Return what all servers have in common, by the names of SGLangBackend's arguments."""
+    from omegaconf import OmegaConf  # which the embedded engine alone does not need
+
     largest = max(arguments.running)
     if torch.cuda.is_available():
         own: dict[str, Any] = {"mem_fraction_static": arguments.memory, "cuda_graph_max_bs_decode": largest}

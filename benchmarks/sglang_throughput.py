@@ -9,7 +9,7 @@ Each mode is a server with the same policy, and answers the same prompts after t
 - embedded, where asked for: the embedded engine without drafts, in this process;
 - stock, where asked for: SGLang's own server without drafts, beside which none shows what our keyed draws cost.
 
-All servers run side by side and take turns, round by round; where memory is short, --in-turns starts one after another. In a round
+Without SGLang, `--baseline embedded --modes embedded` has the embedded engine alone. All servers run side by side and take turns, round by round; where memory is short, --in-turns starts one after another. In a round
 `running` requests are kept with the server until all have been sent. The first round of each size is not counted. A row has the
 mode's tokens a second over those of none in the same round, the tokens that a pass emits (accept length) and the share of verified
 draft tokens that it accepts (accept rate), the share of the time in which our drafter worked, and the share of answers that are
@@ -27,7 +27,6 @@ repeats. On a CPU the server runs on the tests' stand-ins for SGLang's kernels (
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import itertools
 import statistics
 import sys
@@ -40,8 +39,9 @@ from typing import Any
 import numpy as np
 import record
 import torch
+from peaked_policy import SIZES
 from sglang_servers import EMBEDDED, HISTORY, MODES, NONE, STOCK, STOCK_NGRAM, StockServer, start
-from sglang_work import SIZES, Work, make_policy, make_prompts
+from sglang_work import Work, make_policy, make_prompts
 
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.history import HistoryStore
@@ -112,7 +112,7 @@ class Side:
 
 def measure(policy: Policy, work: Work, arguments: argparse.Namespace) -> dict[str, Rounds]:
     """The rounds of every mode, as many as --minutes allow: servers in turn share what is left when one is up."""
-    modes = list(dict.fromkeys([NONE, *arguments.modes]))
+    modes = list(dict.fromkeys([arguments.baseline, *arguments.modes]))
     groups = [[mode] for mode in modes] if arguments.in_turns else [modes]
     history = HistoryStore(window=max(arguments.epochs, 1))
     found: dict[str, Rounds] = {mode: {} for mode in modes}
@@ -143,11 +143,11 @@ def started(modes: Sequence[str], policy: Policy, arguments: argparse.Namespace)
 
 
 def learn(sides: Sequence[Side], work: Work, history: HistoryStore, arguments: argparse.Namespace) -> None:
-    """All answer the epochs, which warms them up too; what none answers is the history that drafters are given."""
+    """All answer the epochs, which warms them up too; what the baseline answers is the history that drafters are given."""
     for side in sides:
         for epoch in range(arguments.epochs):
             answers = side.answer(work.epoch(epoch), running=max(arguments.running))
-            if side.mode == NONE:
+            if side.mode == arguments.baseline:
                 for prompt, group in answers_of([unscored(each) for each in answers], epoch):
                     history.add(prompt, group)
         if side.mode in (STOCK_NGRAM, HISTORY):
@@ -194,14 +194,14 @@ def say(line: str) -> None:
 
 
 def table(found: Mapping[str, Rounds], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of each mode, from the rounds that none has too."""
+    """Rows of each mode, from the rounds that the baseline has too."""
     rows = []
     for running in arguments.running:
         for mode, rounds in found.items():
             keys = [(number, running) for number in range(1, 1 + arguments.repeats)]
-            keys = [key for key in keys if key in rounds and key in found[NONE]]
+            keys = [key for key in keys if key in rounds and key in found[arguments.baseline]]
             if keys:
-                parts = [rounds[key] for key in keys], [found[NONE][key] for key in keys]
+                parts = [rounds[key] for key in keys], [found[arguments.baseline][key] for key in keys]
                 rows.append({"running": running, "mode": mode, **row(*parts, mode)})
     return rows
 
@@ -231,14 +231,14 @@ def equal(one: Round, other: Round) -> float:
     return float(np.mean([np.array_equal(a.token_ids, b.token_ids) for a, b in both]))
 
 
-def check(rows: Sequence[Mapping[str, Any]], dtype: str) -> None:
+def check(rows: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) -> None:
     """Refuse figures of modes that did not do the same work."""
     if not rows:
         raise SystemExit("not one round was over in time: raise --minutes, or lower --repeats or --answers-per-slot")
     others = [each for each in rows if each["equal_answers"] != "" and each["equal_answers"] < EQUAL]
-    if others and dtype == "float32":
+    if others and arguments.dtype == "float32":
         raise SystemExit(
-            f"{record.table(rows)}\nnot the same answers as {NONE}'s, of which {EQUAL:.0%} are expected in float32"
+            f"{record.table(rows)}\nnot the same answers as {arguments.baseline}'s, of which {EQUAL:.0%} are expected in float32"
         )
 
 
@@ -260,14 +260,14 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
         answers_per_slot=arguments.answers_per_slot,
     )
     rows = table(measure(policy, work, arguments), arguments)
-    check(rows, arguments.dtype)
+    check(rows, arguments)
     return record.finish(
         "sglang_throughput",
         __doc__,
         arguments,
         rows=rows,
         start=start,
-        sglang=importlib.metadata.version("sglang"),
+        **record.versions(["sglang"]),
         gpu=torch.cuda.get_device_name() if has_gpu else None,
         note="" if has_gpu else CPU_NOTE,
     )
@@ -284,6 +284,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--modes", nargs="+", choices=modes, default=list(MODES), help=f"(all but {STOCK} and {EMBEDDED})"
     )
+    parser.add_argument("--baseline", choices=modes, default=NONE, help=f"the mode that others are over ({NONE})")
     parser.add_argument("--running", type=int, nargs="+", default=[1, 8, 32], help="requests side by side (1 8 32)")
     parser.add_argument("--nodes", type=int, default=7, help="draft nodes of a request and pass (7)")
     parser.add_argument("--epochs", type=int, default=2, help="of history (2)")

@@ -137,16 +137,16 @@ def test_no_round_begins_when_the_time_is_over(benchmark: Any, capsys: pytest.Ca
     assert found == {"none": {}}
     assert "--minutes are over in round 0 with 2 running" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="raise --minutes"):
-        benchmark.check([], "float32")
+        benchmark.check([], parsed(benchmark))
 
 
 def test_other_answers_are_refused_in_float32_and_told_in_bfloat16(benchmark: Any) -> None:
     found, arguments = rounds_of(benchmark, {"none": [], "history_tree": [7]})
     rows = benchmark.table(found, arguments)
     assert rows[1]["equal_answers"] == 0
-    benchmark.check(rows, "bfloat16")
+    benchmark.check(rows, parsed(benchmark, "--dtype", "bfloat16"))
     with pytest.raises(SystemExit, match=r"history_tree(.|\n)*not the same answers as none's"):
-        benchmark.check(rows, "float32")
+        benchmark.check(rows, arguments)
 
 
 def test_answers_of_the_stock_server_are_counted_as_ours(benchmark: Any) -> None:
