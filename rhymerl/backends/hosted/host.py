@@ -282,7 +282,8 @@ class WorkerHost:
         """Tell how far answers are that go on."""
         self._told_at = time.monotonic()
         outputs = {each.request.id: each.output for each in self._backend.outputs()} if self._backend else {}
-        outputs |= {name: task.output for name, task in self._tasks.items() if task.output is not None}
+        resting = ((name, task.output) for name, task in self._tasks.items() if not task.is_running)
+        outputs |= {name: output for name, output in resting if output is not None}
         tails = []
         for name, output in outputs.items():
             task = self._tasks[name]
