@@ -159,10 +159,10 @@ class Crew:
         self.changed.wait_for(lambda: self._error or for_what(), timeout_s)
         self.check()
 
-    def step(self, ticks: int, *, waits: bool = True) -> None:
+    def step(self, ticks: int, *, waits: bool = True, only_evaluates: bool = False) -> None:
         """Let all workers in lockstep go on for so many ticks."""
         for member in self.members:
-            member.asked = member.connection.step(ticks)
+            member.asked = member.connection.step(ticks, only_evaluates=only_evaluates)
         if waits:
             self.settle()
 

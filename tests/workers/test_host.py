@@ -6,6 +6,7 @@ import numpy as np
 
 from rhymerl.backends.hosted.host import WorkerHost
 from rhymerl.backends.hosted.messages import Remember, Submit, Weights, WeightSource
+from rhymerl.backends.spans import EVALUATION
 from rhymerl.history import Answer, HistoryStore
 from rhymerl.history.packing import PackedPrompt
 from rhymerl.types import Prompt, RolloutRequest, SamplingParams
@@ -84,6 +85,19 @@ def test_requests_that_had_to_wait_for_others_are_told_of_again_once_they_run():
     host.post(submit(0, 1))
     told = [(tail.id, tail.start, len(tail.output)) for _ in range(3) for tail in host.step(max_passes=4).tails]
     assert told == [("1/0", 3, 4), ("1/0", 7, 4), ("1/0", 11, 4)]
+
+
+def test_requests_of_steps_stay_where_they_are_while_only_evaluations_are_answered():
+    host, engine = hosted(lambda request: 5 if request.step == EVALUATION else 50)
+    host.post(submit(1, 2))
+    host.step(max_passes=3)
+    host.post(submit(EVALUATION, 1))
+    assert host.step(max_passes=3, only_evaluates=True).finished == []
+    assert list(engine.answers) == [f"{EVALUATION}/0"]
+    assert [name for name, _ in host.step(max_passes=3, only_evaluates=True).finished] == [f"{EVALUATION}/0"]
+    assert list(engine.answers) == []
+    host.step(max_passes=3)
+    assert {name: len(tokens) for name, (_, tokens, _) in engine.answers.items()} == {"1/0": 6, "1/1": 6}
 
 
 def test_requests_that_run_are_left_alone_when_others_of_later_steps_wait():

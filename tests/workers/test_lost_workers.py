@@ -104,9 +104,9 @@ def test_a_worker_in_lockstep_that_hangs_ends_the_run_and_one_that_is_slow_does_
         run_step(loop, 0)
         connection = backend.connections[1]
         host_step = connection._host.step
-        connection._host.step = lambda ticks: over.wait(0.3) or host_step(ticks)
+        connection._host.step = lambda ticks, **how: over.wait(0.3) or host_step(ticks, **how)
         assert answers(run_step(loop, 1)) == answers(alone(2)[1])
-        connection._host.step = lambda ticks: over.wait(30)
+        connection._host.step = lambda ticks, **how: over.wait(30)
         connection.is_alive = lambda wait_s: False
         try:
             with pytest.raises(BackendError, match=r"^worker 1 is lost \(no answer for .* in lockstep$"):
@@ -119,7 +119,7 @@ def test_a_worker_in_lockstep_that_does_not_come_up_ends_the_run():
     over = threading.Event()
     with fleet(make=lambda number: TokenBackend(length), lockstep=True) as (loop, backend):
         backend.start_timeout_s = 0.1
-        backend.connections[2]._host.step = lambda ticks: over.wait(30)
+        backend.connections[2]._host.step = lambda ticks, **how: over.wait(30)
         backend.connections[2].is_alive = lambda wait_s: False
         try:
             with pytest.raises(BackendError, match=r"^worker 2 has not come up within backend\.start_timeout_s=0\.1"):
