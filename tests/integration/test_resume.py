@@ -96,8 +96,7 @@ def test_killed_in_the_middle_of_a_step(killer, settings, whole, tmp_path, rhyme
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_at_any_instant(seed, settings, whole, tmp_path, rhymerl):
     words = words_for(settings, tmp_path / "run")
-    after_s = random.Random(f"{seed}/{time.time()}").uniform(0, 0.3)
-    print(f"killed after {after_s} s")  # for a failure's report
+    after_s = random.Random(seed).uniform(0, 0.3)
     killed(words, tmp_path, when=tmp_path / "run" / "checkpoints" / "last.ckpt", after_s=after_s)
     assert rhymerl(*words, "ckpt_path=last").code == 0
     assert_same_runs(tmp_path / "run", whole)

@@ -167,7 +167,7 @@ def test_a_chain_of_kills_of_two_ranks_that_keep_what_they_prefetched(settings, 
 def killed_again_and_again(start: Callable[[], list[Any]], run_dir: Path, num_kills: int, spread_s: float) -> None:
     """One of the processes each time, at any instant after the first step that it has saved."""
     reached = [0]
-    source = random.Random(str(time.time()))
+    source = random.Random(f"{num_kills}/{spread_s}")
     for _ in range(num_kills):
         processes = start()
         while all(process.is_alive() for process in processes) and last_step(run_dir) == reached[-1]:
