@@ -327,12 +327,6 @@ def test_the_program_from_outside() -> None:
     assert version.stdout.startswith("rhymerl 0.")
 
 
-def test_help_is_fast() -> None:
-    """The best of three: the machine may be busy."""
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        shown = subprocess.run([sys.executable, "-m", "rhymerl", "--help"], capture_output=True, text=True, check=True)
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.5
+def test_help_names_all_commands() -> None:
+    shown = subprocess.run([sys.executable, "-m", "rhymerl", "--help"], capture_output=True, text=True, check=True)
     assert all(command.name in shown.stdout and command.help for command in COMMANDS)
