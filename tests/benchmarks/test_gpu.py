@@ -61,7 +61,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 def test_it_goes_on_after_a_kill_and_keeps_what_was_found(tmp_path: Path) -> None:
     killed = driver(tmp_path, "60")
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while {"part": "two", "row": {"number": "two"}} not in lines(tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -73,7 +73,7 @@ def test_it_goes_on_after_a_kill_and_keeps_what_was_found(tmp_path: Path) -> Non
         time.sleep(0.05)
     with (tmp_path / "lines.jsonl").open("a") as file:
         file.write('{"part": "two", "en')  # a line that a kill breaks off
-    assert driver(tmp_path, "0").wait(60) == 0
+    assert driver(tmp_path, "0").wait(600) == 0
     whole = [line for line in (tmp_path / "lines.jsonl").read_text().splitlines() if line != '{"part": "two", "en']
     found = [json.loads(line) for line in whole]
     began = [line["part"] for line in found if "began" in line]
@@ -84,7 +84,7 @@ def test_it_goes_on_after_a_kill_and_keeps_what_was_found(tmp_path: Path) -> Non
     assert ended["four"]["ended"] == "out of time"
     assert ended["four"]["output"] == ["some words"]
     assert {"part": "four", "row": {"number": "four"}} in found
-    assert driver(tmp_path, "60").wait(60) == 0  # nothing is left
+    assert driver(tmp_path, "60").wait(600) == 0  # nothing is left
 
 
 def test_a_machine_without_a_gpu_says_what_would_run_and_what_is_missing(

@@ -313,7 +313,7 @@ def test_a_forked_child_is_ended_as_usual(sent: signal.Signals, code: int) -> No
         child.start()
         time.sleep(0.2)
         os.kill(child.pid or 0, sent)
-        child.join(10)
+        child.join(100)
         assert child.exitcode == code
         assert not interrupt.requested
 

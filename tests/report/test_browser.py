@@ -13,7 +13,7 @@ from rhymerl.report import read_run, write_report
 from rhymerl.report.steps import STEPS, StepFile
 from tests.report.directories import make_run, step_record
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.browser
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 EVIL = "<img src=x onerror=\"document.title='owned'\">"
 MANY = 200_000

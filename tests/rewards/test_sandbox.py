@@ -233,7 +233,7 @@ def attacked(kind: str, folder: Path) -> Attacked:
             start_new_session=True,
             env={**os.environ, "TOKEN": SECRET},
         ) as process:
-            out, err = process.communicate(timeout=100)
+            out, err = process.communicate(timeout=600)
         assert process.returncode == 0, err
         server.setblocking(False)
         with pytest.raises(BlockingIOError):

@@ -18,7 +18,7 @@ from rhymerl.history import HistoryStore
 from rhymerl.testing import make_requests, tiny_policy
 from tests.sglang.engines import answered, embedded, equal, remember, started
 
-pytestmark = [pytest.mark.sglang, pytest.mark.gpu, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.sglang, pytest.mark.gpu]
 
 
 @pytest.fixture(scope="module")

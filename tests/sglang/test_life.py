@@ -18,7 +18,7 @@ from rhymerl.history import HistoryStore
 from rhymerl.testing import make_requests, tiny_policy
 from tests.sglang.engines import answered, embedded, equal, remember, sglang, started
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600), pytest.mark.usefixtures("cpu_engine")]
+pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("cpu_engine")]
 
 
 @pytest.fixture
