@@ -193,6 +193,15 @@ def test_sharing_has_a_row_a_length(run: Run) -> None:
     assert 16 < rows[1]["bytes"] < 32
 
 
+def test_short_waits_has_a_row_for_each(run: Run) -> None:
+    names = ["import", "plan", "decision", "checkpoint", "trace", "similarity", "samples"]
+    rows = run("short_waits", "--only", *names, "--scale", "0.005", "--repeats", "1")["rows"]
+    assert [row["what"] for row in rows] == names
+    assert all(row["seconds"]["median"] > 0 for row in rows)
+    with pytest.raises(SystemExit):
+        run("short_waits", "--only", "nothing", "--scale", "0.005")
+
+
 @pytest.mark.skipif(sys.platform != "linux" or bool(missing_walls()), reason="this machine offers no sandbox")
 def test_code_rewards_has_a_row_for_each_way(run: Run) -> None:
     rows = run("code_rewards", "--answers", "4", "--processes", "1", "--repeats", "1")["rows"]
