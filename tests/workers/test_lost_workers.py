@@ -72,7 +72,7 @@ def test_a_worker_that_hangs_is_replaced():
         return backend
 
     with fleet(make=make) as (loop, backend):
-        backend.hang_timeout_s = 0.5
+        backend.hang_timeout_s = 2.0
         run_step(loop, 0)
         hangs.set()
         backend.connections[1]._host.poll = lambda wait_s: over.wait(30)  # its process is stopped: it answers nobody
@@ -85,7 +85,7 @@ def test_a_worker_that_hangs_is_replaced():
 def test_a_worker_that_hangs_before_it_has_weights_is_replaced():
     over = threading.Event()
     with fleet(make=lambda number: TokenBackend(length, pass_s=0.001)) as (loop, backend):
-        backend.hang_timeout_s = 0.5
+        backend.hang_timeout_s = 2.0
         while not all(member.is_here for member in loop.workers._crew.members):
             time.sleep(0.01)
         for connection in backend.connections:
@@ -180,9 +180,9 @@ class Late(ThreadBackend):
 
 def test_workers_come_in_the_middle_of_a_step_and_are_taken_away():
     backend = Late(lambda number: TokenBackend(length, pass_s=0.004))
-    backend.start_timeout_s = 0.3
     with fleet(backend=backend, workers=4) as (loop, _):
         found = [run_step(loop, 0)]
+        backend.start_timeout_s = 0.3
         assert found[0].metrics["workers/up"] == 1
         time.sleep(0.5)  # longer than one may take that somebody waits for
         threading.Timer(0.1, backend.room.set).start()
