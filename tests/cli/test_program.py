@@ -309,9 +309,11 @@ def test_a_forked_child_is_ended_as_usual(sent: signal.Signals, code: int) -> No
     """The child may belong to a user's pool, say, that is shut down in the middle of a run."""
     with Interrupt() as interrupt:
         interrupt.hold()
-        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        context = multiprocessing.get_context("fork")
+        begun = context.Event()
+        child = context.Process(target=lambda: (begun.set(), time.sleep(1000)))
         child.start()
-        time.sleep(0.2)
+        assert begun.wait(100)
         os.kill(child.pid or 0, sent)
         child.join(100)
         assert child.exitcode == code
