@@ -89,7 +89,9 @@ class VirtualHost(WorkerHost):
         self._left_s = 0.0  # below 0: it is ahead of the trainer's clock
         self._told_s = 0.0
 
-    def go_on(self, messages: Sequence[bytes | Weights], ticks: int, at_s: float) -> Events:
+    def go_on(
+        self, messages: Sequence[bytes | Weights], ticks: int, at_s: float, *, only_evaluates: bool = False
+    ) -> Events:
         """Take messages, and work from `at_s` of the trainer's clock on."""
         device = self.device
         began = device.now()
@@ -98,6 +100,7 @@ class VirtualHost(WorkerHost):
         try:
             for message in messages:
                 self.post(pickle.loads(message) if isinstance(message, bytes) else message)
+            self._rest(only_evaluates)
             self._take_messages()
             while self._is_busy and (left := self._left_s - (device.now() - began)) > 0:
                 started, rank = device.now(), min(task.rank for task in self._tasks.values() if task.is_running)
@@ -137,9 +140,9 @@ class VirtualConnection(ThreadConnection):
     def post(self, message: Message) -> None:
         self._inbox.append(message if isinstance(message, Weights) else pickle.dumps(message))
 
-    def step(self, ticks: int) -> Future[Events]:
+    def step(self, ticks: int, *, only_evaluates: bool = False) -> Future[Events]:
         (inbox, self._inbox), at_s = (self._inbox, []), self._trainer.clock_s
-        return self._asked(lambda: self._virtual.go_on(inbox, ticks, at_s))
+        return self._asked(lambda: self._virtual.go_on(inbox, ticks, at_s, only_evaluates=only_evaluates))
 
 
 class VirtualWorkers(ThreadBackend):

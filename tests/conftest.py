@@ -26,6 +26,11 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["RHYMERL_SECRET"] = "known to the ranks of all tests"  # else a file in the user's home
 os.environ["OMP_WAIT_POLICY"] = "passive"  # as the command line sets it
+if os.environ.get("ATEN_CPU_CAPABILITY") in (
+    "default",
+    "avx2",
+):  # as on a CPU without AVX-512: torch asks oneDNN what it has, too
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; torch and numba read this when they are imported
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["NUMBA_NUM_THREADS"] = "1"

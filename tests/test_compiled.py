@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
-import logging, time
+import logging
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 from user_code import total
 import numpy as np
-begin = time.perf_counter()
-print(total(np.arange(5.0)), time.perf_counter() - begin)
+print(total(np.arange(5.0)))
 """
 CODE = """
 from rhymerl.compiled import compiled
@@ -61,22 +60,21 @@ def test_without_a_writable_folder_it_still_runs(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_engines_functions_compile_cold_within_ten_seconds(tmp_path):
+def test_ten_functions_are_compiled_before_the_first_answer(tmp_path):
+    """Each takes about half a second."""
     program = """
-import time
+import logging
+logging.basicConfig(level=logging.INFO, format="%(message)s")
 from rhymerl.engine.engine import Engine
 from rhymerl.testing import make_requests, tiny_policy
-policy = tiny_policy(dtype="float32")
-begin = time.perf_counter()
-engine = Engine(policy.model)
+engine = Engine(tiny_policy(dtype="float32").model)
 engine.submit(make_requests(1, max_tokens=2))
 while engine.has_work:
     engine.run()
-print(time.perf_counter() - begin)
 """
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert float(done.stdout.split()[-1]) < 10
+    assert 1 < done.stderr.count("compiling ") <= 10, done.stderr
 
 
 def test_the_process_that_compiles_gets_the_very_bits_of_those_that_load(tmp_path):

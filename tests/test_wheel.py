@@ -18,7 +18,7 @@ import pytest
 
 from tests.documents import ROOT, blocks, write_files
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.slow
 LENT = ("torch", "functorch", "nvidia", "triton", "cuda")
 PAGES = [
     ROOT / "docs" / "tutorial.md",

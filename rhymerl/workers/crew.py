@@ -159,19 +159,23 @@ class Crew:
         self.changed.wait_for(lambda: self._error or for_what(), timeout_s)
         self.check()
 
-    def step(self, ticks: int, *, waits: bool = True) -> None:
+    def step(self, ticks: int, *, waits: bool = True, only_evaluates: bool = False) -> None:
         """Let all workers in lockstep go on for so many ticks."""
         for member in self.members:
-            member.asked = member.connection.step(ticks)
+            member.asked = member.connection.step(ticks, only_evaluates=only_evaluates)
         if waits:
             self.settle()
 
     def settle(self) -> None:
-        """Take what workers in lockstep have to tell, in the order of their numbers."""
-        for member in self.members if self._lockstep else ():
-            if member.asked is not None:
-                self._wait_for(member, member.asked)
-                self._take(member)
+        """Take what workers in lockstep have to tell, in the order of their numbers.
+
+        First all of them have stopped: what one tells may move requests of another, which is not to hear of it before its next exchange.
+        """
+        asked = [(member, member.asked) for member in self.members if self._lockstep and member.asked is not None]
+        for member, told in asked:
+            self._wait_for(member, told)
+        for member, _ in asked:
+            self._take(member)
 
     def _wait_for(self, member: Member, asked: Future[Events]) -> None:
         """Wait for a worker in lockstep, however long its passes take. Raises BackendError where it does not answer at all."""

@@ -99,7 +99,8 @@ class HostedWorkers(Workers):
             is_done = command.is_done
         with self._crew.changed:
             self._crew.pending.remove(pending)
-            self._go_on_ahead()
+            if not pending.is_evaluation:
+                self._go_on_ahead()
         self.num_moves = coordinator.num_moves
         self._account(started)
 
@@ -170,7 +171,8 @@ class HostedWorkers(Workers):
         """Wait until something is new in a step, but not for long."""
         if self._lockstep:
             self._num_exchanges += 1
-            self._crew.step(self._backend.ticks_per_exchange)
+            # An evaluation leaves no trace in training: not in its passes either.
+            self._crew.step(self._backend.ticks_per_exchange, only_evaluates=pending.is_evaluation)
         else:
             self._crew.wait(_SLICE_S, lambda: pending.finished or pending.moved)
 

@@ -52,6 +52,10 @@ class InFlight:
         self.index = {request.id: number for number, request in enumerate(self.work.requests)}
 
     @property
+    def is_evaluation(self) -> bool:
+        return self.work.number is None
+
+    @property
     def rank(self) -> int:
         return EVALUATION if self.work.number is None else self.work.number  # an evaluation goes before all steps
 

@@ -174,7 +174,6 @@ def test_a_random_policy_is_sure_of_few_tokens(benchmark: Any) -> None:
 
 
 @pytest.mark.sglang
-@pytest.mark.timeout(900)
 def test_every_mode_has_a_row(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--in-turns", "--num-prompts", "4", "--group-size", "2", "--max-tokens", "24", "--running", "2"]
     result = benchmark.main([*words, "--repeats", "1", "--threads", "1"])

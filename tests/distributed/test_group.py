@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -50,7 +49,6 @@ def test_what_they_say_comes_as_it_was(tmp_path):
         assert said == {"tokens": tokens.tolist(), "logprobs": (-tokens / 7).tolist(), "broadcast": 0, "ratio": 1}
 
 
-@pytest.mark.timeout(60)
 def test_ranks_without_a_secret_in_common_say_so_on_each_side(tmp_path):
     for rank, said in enumerate(of_both(tmp_path, ["one secret of two", "another one of two"])):
         assert str(said["error"]).startswith(f"rank {1 - rank} has another secret than rank {rank}: set RHYMERL_SECRET")

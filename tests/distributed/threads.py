@@ -17,7 +17,7 @@ from rhymerl.rollout import RECORDS
 from rhymerl.types import Ratio
 
 T = TypeVar("T")
-_WAIT_S = 60
+_WAIT_S = 600
 WIRE = Wire([Message, Ratio, *RECORDS], key=b"of the tests alone")
 
 

@@ -27,7 +27,7 @@ class Interpreter:
 
     def __exit__(self, *error: object) -> None:
         self._process.stdin.close()
-        self._process.wait(60)
+        self._process.wait(600)
         self._process.stdout.close()
 
     def __call__(self, *args: Any, **options: Any) -> tuple[Any, Any]:

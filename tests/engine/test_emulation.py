@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ import pytest
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.costs import CostCurve
 from rhymerl.drafters import NoDrafter
+from rhymerl.engine import emulation
 from rhymerl.engine.emulation import EmulatedDevice
 from rhymerl.engine.kv_store import KVStore
 from rhymerl.engine.layout import lay_out
@@ -29,35 +30,61 @@ def costs(tmp_path: Path) -> Path:
     return path
 
 
-def answered(backend: EmbeddedBackend) -> tuple[list[list[int]], float, dict[str, float]]:
+class Clock:
+    """Goes on while somebody sleeps, and by `look_s` with each look at it."""
+
+    def __init__(self, look_s: float = 0.0) -> None:
+        self.now_s, self.look_s = 0.0, look_s
+
+    def perf_counter(self) -> float:
+        self.now_s += self.look_s
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def answered(backend: EmbeddedBackend) -> tuple[list[list[int]], dict[str, float]]:
     with backend:
         backend.start(tiny_policy(), NoDrafter())
         requests = make_requests(4, max_tokens=12, stop_token_ids=())
-        started = time.perf_counter()
         backend.submit(requests)
         found = []
         while len(found) < len(requests):
             found += backend.collect()
-        seconds = time.perf_counter() - started
         metrics = dict(backend.metrics())
     tokens = {each.request.id: each.token_ids.tolist() for each in found}
-    return [tokens[request.id] for request in requests], seconds, metrics
+    return [tokens[request.id] for request in requests], metrics
 
 
-def test_tokens_are_the_same_and_passes_take_the_devices_time(costs):
-    plain, _, metrics = answered(EmbeddedBackend())
+def test_tokens_are_the_same_and_passes_take_the_devices_time(costs, monkeypatch):
+    plain, metrics = answered(EmbeddedBackend())
     assert not any(name.startswith("emulated/") for name in metrics)
-    emulated, seconds, metrics = answered(EmbeddedBackend(emulate=str(costs)))
+    clock = Clock()
+    monkeypatch.setattr(emulation, "time", clock)
+    emulated, metrics = answered(EmbeddedBackend(emulate=str(costs)))
     assert emulated == plain
-    passes = metrics["rollout/passes"]
-    assert seconds >= 0.02 * passes
-    assert seconds < 0.03 * passes + 0.5
-    assert metrics["emulated/overrun_frac"] < 0.5
+    num_passes = 1 + metrics["rollout/passes"]  # with the first one, of a token
+    assert 0.02 * num_passes <= clock.now_s <= 0.03 * num_passes
+    assert metrics["emulated/overrun_frac"] == 0
 
 
-def test_a_real_pass_that_is_too_slow_is_told(costs):
-    _, _, metrics = answered(EmbeddedBackend(emulate=str(costs), emulate_scale=1e-6))
-    assert metrics["emulated/overrun_frac"] > 1
+def test_a_real_pass_that_is_too_slow_is_told(costs, monkeypatch):
+    monkeypatch.setattr(emulation, "time", Clock(look_s=1.0))
+    _, metrics = answered(EmbeddedBackend(emulate=str(costs)))
+    assert 0.97 / 0.03 < metrics["emulated/overrun_frac"] < 0.98 / 0.02
+
+
+def test_a_pass_waits_for_what_is_left_of_its_time(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(emulation, "time", clock)
+    device = EmulatedDevice(curve=CostCurve([(1, 2.0), (2, 3.0)]))
+    monkeypatch.setattr(EmulatedDevice, "seconds", lambda device, layout: 2.0)
+    clock.now_s = 1.5  # so much of it has passed
+    device.wait(0.0, SimpleNamespace())
+    assert (clock.now_s, device.overrun_s, device.charged_s) == (2.0, 0.0, 2.0)
+    device.wait(-3.0, SimpleNamespace())
+    assert (clock.now_s, device.overrun_s, device.charged_s) == (2.0, 3.0, 4.0)
 
 
 def test_costs_are_by_tokens_and_by_keys_which_a_draft_reads_once():

@@ -141,7 +141,6 @@ def test_a_slice(number):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("model_type", MODELS)
 def test_the_whole_grid(model_type, sampling):
@@ -149,7 +148,6 @@ def test_the_whole_grid(model_type, sampling):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_in_float32_all_but_one_in_a_thousand_are_the_same(drafter):
     """Only where two candidates are as close as the rounding of another order of additions."""

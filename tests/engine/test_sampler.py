@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 import torch
@@ -140,19 +138,14 @@ def test_logprobs_of_what_is_no_number_are_not_finite(dtype):
     assert np.isfinite(found).tolist() == norms.isfinite().tolist() == [False, False, False, True]
 
 
-def test_numbers_too_small_to_hold_cost_no_time():
-    """They used to take ten times as long; the best of several, since the machine may be busy."""
-    noise = torch.randn(1, 150_000, generator=torch.Generator().manual_seed(1))
-    tokens, found = np.zeros(1, np.int32), np.empty(1)
-
-    def seconds(lines: torch.Tensor) -> float:
-        start = time.perf_counter()
-        chosen_logprobs(lines.numpy(), np.zeros(1, np.int64), np.ones(1), tokens, found)
-        return time.perf_counter() - start
-
-    flat, peaked = noise.clone(), noise.clone()
-    peaked[0, 0] = 95.0
-    assert min(seconds(peaked) for _ in range(30)) < 3 * min(seconds(flat) for _ in range(30))
+def test_no_number_is_too_small_to_hold():
+    """Such numbers used to take ten times as long."""
+    lines = torch.randn(1, 700, generator=torch.Generator().manual_seed(1))
+    lines[0, 0] = 95.0
+    with np.errstate(all="raise"):  # NumPy's numbers tell of those that compiled code only computes slowly
+        chosen_logprobs.__wrapped__(
+            lines.numpy(), np.zeros(1, np.int64), np.ones(1), np.zeros(1, np.int32), np.empty(1)
+        )
 
 
 def test_greedy_takes_the_first_of_equals():

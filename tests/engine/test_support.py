@@ -101,14 +101,14 @@ def test_the_proof_sees_one_wrong_mask_entry_or_position(dtype, factor, change):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_float32_does_not_tell_from_rounding_is_computed_in_float64(dtype, monkeypatch):
-    """Here no rounding at all is granted to float32, and in float64 what would be usual there."""
+    """Here float32 is granted less than no rounding, since on some CPUs there is none, and float64 what would be usual there."""
     model, asked = tiny_policy(dtype=dtype).model, []
     measure = support._difference
 
     def strict(model, dtype):
         asked.append(dtype)
         difference, most = measure(model, dtype)
-        return difference, 0.0 if dtype == torch.float32 else most / 1000
+        return difference, -1.0 if dtype == torch.float32 else most / 1000
 
     monkeypatch.setattr(support, "_difference", strict)
     prove(model)

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import gzip
 import json
-import time
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from rhymerl.history import traces
 from rhymerl.history.traces import TraceRecord, TraceWriter, read_trace, record_of
 from rhymerl.testing import make_requests
 from rhymerl.types import Completion, Output, Sample
+from tests.bytecodes import bytecodes
 
 RUNNING_SUM = Path(__file__).parents[2] / "benchmarks" / "traces" / "running_sum.jsonl.gz"
 ROW = {
@@ -75,15 +76,10 @@ def test_a_line_that_nobody_can_have_written_is_named(tmp_path: Path, monkeypatc
         list(read_trace(path))
 
 
-def test_the_sample_trace_is_read_in_a_moment() -> None:
-    best_s = float("inf")
-    for _ in range(5):  # the best of several: another process may be using the machine
-        started = time.perf_counter()
-        records = list(read_trace(RUNNING_SUM))
-        best_s = min(best_s, time.perf_counter() - started)
-        if best_s < 1.5:
-            break
-    assert best_s < 1.5
+def test_the_sample_trace_is_read_with_little_work() -> None:
+    first = islice(read_trace(RUNNING_SUM), 512)
+    assert bytecodes(lambda: list(first)) < 1500 * 512
+    records = list(read_trace(RUNNING_SUM))
     assert len({(each.epoch, each.prompt_id, each.sample) for each in records}) == len(records) == 16 * 64 * 8
     rewards = [np.mean([each.reward for each in records if each.epoch == epoch]) for epoch in (0, 15)]
     assert [round(float(reward), 2) for reward in rewards] == [0.13, 0.34]

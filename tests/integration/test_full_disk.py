@@ -40,7 +40,7 @@ def test_no_room_for_a_checkpoint_in_the_middle_of_a_run(settings: list[str], tm
     most = (tmp_path / "run" / "checkpoints" / "step=2.ckpt").stat().st_size - 1000
     words = [*words, "update.lr_schedule=constant", "ckpt_path=auto"]
     process = programs.run(run_within, words, most, str(tmp_path / "output"))
-    process.join(60)
+    process.join(600)
     said = (tmp_path / "output").read_text()
     assert process.exitcode == 1, said
     path = tmp_path / "run" / "checkpoints" / "step=3.ckpt"

@@ -81,7 +81,7 @@ def test_export_writes_what_plain_transformers_loads(whole: Path, tmp_path: Path
 def test_reading_the_file_draws_no_bars(words: list[str], tmp_path: Path) -> None:
     """In a process of its own, because tqdm reads what it may do when it is imported."""
     evaluate = [sys.executable, "-m", "rhymerl", "evaluate", *words[1:], f"run_dir={tmp_path / 'run'}"]
-    done = subprocess.run(evaluate, capture_output=True, text=True, check=False, timeout=100)
+    done = subprocess.run(evaluate, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0
     assert "GGUF" not in done.stderr
 

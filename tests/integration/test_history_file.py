@@ -63,7 +63,7 @@ def test_a_finished_run_leaves_its_history(first: Path) -> None:
 def test_a_stopped_run_leaves_its_history_too(words: list[str], tmp_path: Path) -> None:
     stop = f"algo={{_target_: tests.integration.programs.DieInUpdate, call: 3, signal: {int(signal.SIGINT)}}}"
     process = programs.start([*words, f"run_dir={tmp_path / 'run'}", stop], tmp_path / "output")
-    process.join(60)
+    process.join(600)
     assert process.exitcode == 130
     store = store_of(tmp_path / "run" / NAME)
     assert sum(len(change.added) for change in store.snapshot() if change.split == "train") == 2 * 4 * 4

@@ -159,7 +159,7 @@ def test_words_for_people(whole):
 )
 def test_repeats_bit_for_bit_in_another_process(more, equal, settings, whole, tmp_path):
     process = programs.start([*settings, f"run_dir={tmp_path / 'run'}", *more], tmp_path / "output")
-    process.join(60)
+    process.join(600)
     assert process.exitcode == 0, (tmp_path / "output").read_text()
     one, two = checkpoint(whole), checkpoint(tmp_path / "run")
     if equal:

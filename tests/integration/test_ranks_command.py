@@ -47,7 +47,7 @@ def test_the_launcher_starts_the_ranks_and_one_of_them_speaks(settings, tmp_path
         [sys.executable, "-m", "rhymerl", *words, "--json"],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=600,
         cwd=Path(__file__).parents[2],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
@@ -65,7 +65,6 @@ def test_the_launcher_starts_the_ranks_and_one_of_them_speaks(settings, tmp_path
     assert {(row, kind) for row in (0, 1) for kind in ("rollout", "update", "weights")} <= kinds
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "run_ahead", [*(pytest.param(mode, marks=pytest.mark.slow) for mode in ("off", "draft")), "keep"]
 )
@@ -79,7 +78,7 @@ def test_a_killed_run_resumes_to_the_very_same_weights(run_ahead, settings, tmp_
     dies = "algo={_target_: tests.integration.programs.DieInUpdate, call: 9}"
     processes = start_ranks(2, main, [*words, dies], output=tmp_path / "output")
     for process in processes:
-        process.join(60)
+        process.join(600)
         process.kill()
     assert -signal.SIGKILL in [process.exitcode for process in processes], said(tmp_path / "output", 0)
     saved = checkpoint(tmp_path / "run")["rhymerl"]
@@ -96,7 +95,7 @@ def test_ctrl_c_on_one_rank_stops_both_after_the_step(settings, tmp_path):
     words = words_for(settings, tmp_path / "run", stops)
     processes = start_ranks(2, main, words, output=tmp_path / "output")
     for process in processes:
-        process.join(60)
+        process.join(600)
         process.kill()
     assert 130 in [process.exitcode for process in processes], said(tmp_path / "output", 0)
     assert checkpoint(tmp_path / "run")["rhymerl"]["num_rollouts"] < 6
@@ -109,7 +108,7 @@ def test_told_to_end_either_rank_saves_at_the_end_of_the_step(rank, settings, tm
     words = words_for(settings, tmp_path / "run", stops, "checkpoint.every_n_steps=100")
     processes = start_ranks(2, main, words, output=tmp_path / "output")
     for process in processes:
-        process.join(60)
+        process.join(600)
         process.kill()
     codes = [process.exitcode for process in processes]
     # The other ranks' code is no failure, for which a launcher would kill rank 0; and rank 0 knows of no signal to rank 1.

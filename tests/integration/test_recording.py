@@ -51,7 +51,7 @@ def test_killed_and_resumed(whole: Path, settings: list[str], tmp_path: Path, rh
     words = words_for(settings, tmp_path / "run", "checkpoint.every_n_steps=2")
     killer = "algo={_target_: tests.integration.programs.DieInUpdate, call: 7}"
     process = programs.start([*words, killer], tmp_path / "output")
-    process.join(60)
+    process.join(600)
     assert process.exitcode == -signal.SIGKILL, (tmp_path / "output").read_text()
     assert checkpoint(tmp_path / "run")["rhymerl"]["num_rollouts"] == 2
     assert len(list(read_trace(tmp_path / "run" / NAME))) == NUM_PROMPTS * GROUP  # three steps, of which two are saved

@@ -112,7 +112,7 @@ def test_killed_and_resumed(whole: Path, settings: list[str], tmp_path: Path, rh
     process = programs.start(
         [*words, "algo={_target_: tests.integration.programs.DieInUpdate, call: 9}"], tmp_path / "output"
     )
-    process.join(60)
+    process.join(600)
     assert process.exitcode == -signal.SIGKILL, (tmp_path / "output").read_text()
     assert checkpoint(tmp_path / "run")["rhymerl"]["num_rollouts"] in (2, 4)
     assert not (tmp_path / "run" / "report.html").exists()

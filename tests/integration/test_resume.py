@@ -69,7 +69,7 @@ def killed(words: list[str], tmp_path: Path, *, when: Path | None = None, after_
     if when is not None:
         time.sleep(after_s)
         process.kill()
-    process.join(60)
+    process.join(600)
     assert process.exitcode == -signal.SIGKILL, (tmp_path / "output").read_text()
 
 
@@ -96,8 +96,7 @@ def test_killed_in_the_middle_of_a_step(killer, settings, whole, tmp_path, rhyme
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_at_any_instant(seed, settings, whole, tmp_path, rhymerl):
     words = words_for(settings, tmp_path / "run")
-    after_s = random.Random(f"{seed}/{time.time()}").uniform(0, 0.3)
-    print(f"killed after {after_s} s")  # for a failure's report
+    after_s = random.Random(seed).uniform(0, 0.3)
     killed(words, tmp_path, when=tmp_path / "run" / "checkpoints" / "last.ckpt", after_s=after_s)
     assert rhymerl(*words, "ckpt_path=last").code == 0
     assert_same_runs(tmp_path / "run", whole)
@@ -112,7 +111,7 @@ def test_stopped_within_an_epoch_counts_epochs_right(kill, settings, whole, tmp_
     for call in (3, 5):
         more = [f"algo={{_target_: tests.integration.programs.DieInUpdate, call: {call}, signal: {int(kill)}}}"]
         process = programs.start([*words, *more, *["ckpt_path=last"][: call - 3]], tmp_path / "output")
-        process.join(60)
+        process.join(600)
         assert process.exitcode == (-kill if kill == signal.SIGKILL else 130), (tmp_path / "output").read_text()
     assert checkpoint(tmp_path / "run")["rhymerl"]["num_rollouts"] in (3, 5)
     assert rhymerl(*words, "ckpt_path=last").code == 0
@@ -121,7 +120,7 @@ def test_stopped_within_an_epoch_counts_epochs_right(kill, settings, whole, tmp_
 
 def test_ctrl_c_says_so_and_saves(settings, tmp_path, rhymerl):
     process = programs.start([*words_for(settings, tmp_path / "run"), SIGINT_IN_STEP_2], tmp_path / "output")
-    process.join(60)
+    process.join(600)
     assert process.exitcode == 130
     words = (tmp_path / "output").read_text()
     assert "Stopping after this step" in words
@@ -135,7 +134,7 @@ def test_told_to_end_it_saves_at_the_end_of_the_step(sent, settings, whole, tmp_
     words = [*words_for(settings, tmp_path / "run"), "checkpoint.every_n_steps=100"]
     stops = f"algo={{_target_: tests.integration.programs.DieInUpdate, call: 3, signal: {int(sent)}}}"
     process = programs.start([*words, stops], tmp_path / "output")
-    process.join(60)
+    process.join(600)
     said = (tmp_path / "output").read_text()
     assert process.exitcode == 128 + sent, said
     assert f"Stopping after this step; {sent.name} again stops at once." in said
@@ -155,7 +154,7 @@ def test_a_terminal_that_is_closed_takes_no_step_with_it(settings, tmp_path):
             shown += os.read(master, 65536)
     os.close(slave)
     os.close(master)  # the kernel then sends SIGHUP
-    process.join(60)
+    process.join(600)
     assert process.exitcode == 128 + signal.SIGHUP, shown.decode()
     saved = checkpoint(tmp_path / "run")
     assert saved["callbacks"]["Summary"]["num_steps"] == saved["rhymerl"]["num_rollouts"] > 0
@@ -200,7 +199,7 @@ def test_an_unfinished_checkpoint_leaves_the_one_before(tmp_path):
     path = tmp_path / "last.ckpt"
     AtomicCheckpointIO().save_checkpoint({"weights": 1}, path)
     process = programs.run(programs.save_and_die, str(path))
-    process.join(60)
+    process.join(600)
     assert process.exitcode == -signal.SIGKILL
     assert torch.load(path, weights_only=True) == {"weights": 1}
     with pytest.raises(TypeError):

@@ -109,7 +109,7 @@ def test_auto_starts_where_there_is_nothing_and_goes_on_where_there_is_something
     for call in (1, 5):
         dies = f"algo={{_target_: tests.integration.programs.DieInUpdate, call: {call}}}"
         process = programs.start([*words, dies], tmp_path / "output")
-        process.join(60)
+        process.join(600)
         assert process.exitcode == -signal.SIGKILL, (tmp_path / "output").read_text()
         assert (tmp_path / "run" / "checkpoints").exists() == (call > 1)
     done = rhymerl(*words)
@@ -191,7 +191,7 @@ def test_a_schedule_goes_on_from_its_place_at_the_new_rate(settings: list[str], 
     words = [*settings, f"run_dir={tmp_path / 'run'}"]
     stops = f"algo={{_target_: tests.integration.programs.DieInUpdate, call: 6, signal: {int(signal.SIGINT)}}}"
     process = programs.start([*words, stops], tmp_path / "output")
-    process.join(60)
+    process.join(600)
     assert process.exitcode == 130, (tmp_path / "output").read_text()
     assert rhymerl(*words, "ckpt_path=auto", "update.learning_rate=1e-4").code == 0
     last = checkpoint(tmp_path / "run", "step=5")["lr_schedulers"][0]

@@ -135,7 +135,7 @@ def test_a_killed_run_leaves_whole_lines(rhymerl: Run, tmp_path: Path) -> None:
     plain, _ = recorded(rhymerl, tmp_path / "whole.jsonl", "drafter=none")
     killer = "drafter={_target_: tests.integration.programs.DieInRollout, call: 50}"  # 20 answers a pass
     process = programs.start(words(tmp_path / "a.jsonl", killer), tmp_path / "output")
-    process.join(60)
+    process.join(600)
     assert process.exitcode == -signal.SIGKILL, (tmp_path / "output").read_text()
     assert_same_records(list(read_trace(tmp_path / "a.jsonl")), [each for each in plain if each.epoch < LAST])
 

@@ -38,7 +38,7 @@ def test_many_that_begin_at_once_leave_one_run(settings: list[str], tmp_path: Pa
     words = [*words_for(settings, tmp_path / "run"), "ckpt_path=auto"]
     processes = [programs.start(words, tmp_path / f"output {number}") for number in range(3)]
     for process in processes:
-        process.join(100)
+        process.join(600)
     said = [(tmp_path / f"output {number}").read_text() for number in range(3)]
     for process, words_said in zip(processes, said, strict=True):
         assert process.exitcode == 0 or (process.exitcode == 2 and "in use by" in words_said), words_said

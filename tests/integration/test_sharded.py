@@ -49,7 +49,6 @@ def alone() -> dict[str, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("size", STRATEGIES)
 def test_weights_are_those_of_one_process(size, alone, tmp_path):
     run_ranks(size, train_all, str(tmp_path), size, output=tmp_path / "output", timeout_s=800)
@@ -60,7 +59,6 @@ def test_weights_are_those_of_one_process(size, alone, tmp_path):
             assert all(furthest(each, found[0]) == 0.0 for each in found), (strategy, kind)
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("strategy", "size"), [("fsdp2", 2), pytest.param("hsdp", 4, marks=pytest.mark.slow)], ids=["fsdp2", "hsdp"]
 )
@@ -71,7 +69,6 @@ def test_engines_in_the_ranks_have_whole_copies(kind, strategy, size, alone, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_adapters_stay_in_float32(precision, tmp_path):
     weights = on_ranks(2, tmp_path, "run", "fsdp2", kind="lora", num_steps=2, precision=precision)
@@ -143,7 +140,6 @@ def test_the_loop_and_the_budget_go_on_before_the_first_step(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_goes_on_with_other_ranks_and_under_another_strategy(kind, tmp_path, alone):
     steps = [("hsdp", 4), ("fsdp2", 2), ("ddp", 2), ("fsdp2", 3), ("fsdp2", 1)]
@@ -176,7 +172,6 @@ def train_until_killed(rank: int, step: int, delay_s: float, settings: dict[str,
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_killed_at_any_instant_it_resumes_to_the_last_bit(tmp_path):
     """Without drafts: a worker's budget begins anew, and the last bits of log-probs follow the shapes of passes."""
     settings: dict[str, Any] = {"deterministic": True, "drafts": False}
@@ -186,7 +181,7 @@ def test_killed_at_any_instant_it_resumes_to_the_last_bit(tmp_path):
     for number, (rank, step, delay_s) in enumerate(kills):
         processes = start_ranks(2, train_until_killed, rank, step, delay_s, settings, output=tmp_path / "output")
         for process in processes:
-            process.join(120)
+            process.join(600)
         assert processes[rank].exitcode == -signal.SIGKILL, said(tmp_path / "output", rank)
         assert processes[1 - rank].exitcode == 1, said(tmp_path / "output", 1 - rank)
         newest = newest_whole(tmp_path / "saves")
@@ -242,14 +237,13 @@ PLACES = [
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("rank", "place"), PLACES)
 def test_killed_while_a_checkpoint_is_written_it_goes_on_with_other_ranks(rank, place, tmp_path, alone):
     saves = tmp_path / "saves"
     output = tmp_path / "output"
     processes = start_ranks(2, train_until_dying, rank, place, {"saves": saves}, output=output)
     for process in processes:
-        process.join(200)
+        process.join(600)
     assert processes[rank].exitcode == -signal.SIGKILL, said(output, rank)
     before = sorted(path.name for path in saves.iterdir())
     newest = newest_whole(saves)

@@ -97,7 +97,6 @@ def train_all(folder: str, size: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_weights_that_come_late_train_as_those_of_one_process(is_tied, tmp_path):
     torch.set_num_threads(1)
@@ -119,7 +118,6 @@ def train_in_half(folder: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_under_bf16_true_they_are_cast_as_they_come(is_tied, tmp_path):
     save(tiny_policy("starcoder2", use_bias=False, context=64, peaked=2.0, tied=is_tied), tmp_path / "model")
@@ -158,7 +156,6 @@ def measure(folder: str, comes_late: bool) -> None:
     Path(folder, f"{comes_late}.{os.environ['LOCAL_RANK']}").write_text(str(max(held) - before))
 
 
-@pytest.mark.timeout(300)
 def test_no_rank_holds_the_whole_model(tmp_path):
     """The policy and its reference: two models of which each of two ranks has half."""
     policy = tiny_policy("starcoder2", use_bias=False, hidden_size=64, num_layers=8, context=64)

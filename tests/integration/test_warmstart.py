@@ -114,7 +114,7 @@ def test_interrupted_and_resumed(number, code, whole, tmp_path, rhymerl):
     out = tmp_path / "policy"
     sender = f"{{_target_: tests.integration.test_warmstart.SignalAt, step: 5, number: {int(number)}}}"
     process = programs.start([*WORDS, f"out={out}", f"warmstart.callbacks=[{sender}]"], tmp_path / "output")
-    process.join(60)
+    process.join(600)
     assert process.exitcode == code, (tmp_path / "output").read_text()
     assert [each.name for each in out.iterdir()] == ["warmstart.ckpt"]
     other = rhymerl(*WORDS, f"out={out}", "warmstart.batch_size=9")

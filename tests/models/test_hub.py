@@ -62,7 +62,7 @@ def ask(address: str, home: Path, code: str) -> subprocess.CompletedProcess[str]
     }
     command = [sys.executable, "-c", code]
     return subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=120, env={**os.environ, **online}
+        command, capture_output=True, text=True, check=False, timeout=600, env={**os.environ, **online}
     )
 
 

@@ -60,7 +60,6 @@ def gather(folder: str, kind: str, shape: tuple[int, ...], block_bytes: int) -> 
     dist.destroy_process_group()
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("kind", "shape", "block_bytes"),
     [

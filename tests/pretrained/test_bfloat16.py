@@ -22,7 +22,7 @@ from tests.integration import programs
 from tests.integration.conftest import assert_same, checkpoint
 from tests.pretrained.questions import QUESTIONS, requests
 
-pytestmark = [pytest.mark.pretrained, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.pretrained
 
 FIT = (
     "fit",

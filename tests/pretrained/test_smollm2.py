@@ -15,7 +15,7 @@ from rhymerl.testing import OracleDrafter, RandomTreeDrafter
 from tests.engine.test_lossless import answers, assert_same
 from tests.pretrained.questions import QUESTIONS, asked, requests
 
-pytestmark = [pytest.mark.pretrained, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.pretrained
 
 
 @pytest.fixture(scope="module")

@@ -72,7 +72,7 @@ def temporary(tmp_path: Path) -> Path:
     return folder
 
 
-def finish(process: subprocess.Popen[str], *, timeout_s: float = 150) -> dict[str, Any]:
+def finish(process: subprocess.Popen[str], *, timeout_s: float = 900) -> dict[str, Any]:
     """Its result. Raises AssertionError, with its words, where it failed."""
     out, err = process.communicate(timeout=timeout_s)
     assert process.returncode == 0, err
@@ -129,7 +129,7 @@ def actors(run_dir: Path) -> list[int]:
     return sorted(made)
 
 
-def wait_until_gone(run_dir: Path, within_s: float = 20) -> None:
+def wait_until_gone(run_dir: Path, within_s: float = 200) -> None:
     """Raise AssertionError where processes or files of its cluster stay."""
     until = time.monotonic() + within_s
     while (left := processes(run_dir)) and time.monotonic() < until:

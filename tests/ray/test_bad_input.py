@@ -6,8 +6,6 @@ import pytest
 
 from tests.ray.commands import SETTINGS, start
 
-pytestmark = pytest.mark.timeout(150)
-
 
 @pytest.mark.parametrize(
     ("settings", "words"),
@@ -33,7 +31,7 @@ pytestmark = pytest.mark.timeout(150)
 def test_it_is_refused_in_one_line(settings, words, tmp_path, capfd, request):
     if request.node.get_closest_marker("ray") or any("address" in each for each in settings):
         process = start(tmp_path / "run", *settings)
-        _, said = process.communicate(timeout=100)
+        _, said = process.communicate(timeout=600)
         code = process.returncode
     else:
         from rhymerl.cli import main

@@ -16,7 +16,7 @@ import pytest
 from rhymerl.report.steps import STEPS, read_steps
 from tests.ray.commands import actors, answers, end, finish, furthest, one_process, processes, start, temporary, weights
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.ray
 SLOW = ["trainer.max_steps=10", "rollout.max_tokens=96", "backend.hang_timeout_s=3", "backend.start_timeout_s=120"]
 LASTING = ["backend.engine.emulate=benchmarks/emulated/h100_8b.json", "backend.engine.emulate_scale=20"]
 
@@ -69,7 +69,7 @@ def test_an_actor_in_lockstep_that_is_stopped_ends_the_run_and_slow_ones_do_not(
         time.sleep(0.05)
     assert process.poll() is None, process.communicate()[1]
     end(actors(tmp_path / "run")[:1], signal.SIGSTOP)
-    _, words = process.communicate(timeout=60)
+    _, words = process.communicate(timeout=600)
     assert process.returncode != 0
     assert "is lost (no answer for 1 s), and others cannot go on for it in lockstep" in words
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.ray.commands import actors, answers, finish, furthest, one_process, start, weights
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.ray
 SETTINGS = ["trainer.max_steps=10", "rollout.max_tokens=96"]
 
 

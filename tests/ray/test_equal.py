@@ -10,7 +10,7 @@ import pytest
 
 from tests.ray.commands import answers, fit, furthest, one_process, temporary, weights
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from rhymerl.runs.export import export
 from rhymerl.testing import tiny_policy
 from tests.ray.commands import answers, fit, furthest, one_process, weights
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.ray
 SHARDED = ["trainer.strategy=fsdp2", "trainer.accelerator=cpu", "trainer.devices=2"]
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.ray.commands import answers, fit, wait_until_gone
 
 
-@pytest.mark.timeout(200)
 def test_workers_in_ray_actors_train_a_policy_and_leave_nothing_behind(tmp_path, temporary_folder):
     result = fit(tmp_path / "run", "trainer.max_steps=3")
     assert result["steps"] == 3

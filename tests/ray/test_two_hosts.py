@@ -13,7 +13,7 @@ import pytest
 
 from tests.ray.commands import actors, answers, end, finish, furthest, one_process, processes, start, weights
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.ray
 HOSTS = {"rrl-one": "10.77.0.1", "rrl-two": "10.77.0.2"}
 SETTINGS = ["trainer.max_steps=3", "rollout.max_tokens=96"]
 CUT_S = 20.0
@@ -46,7 +46,7 @@ def hosts() -> Iterator[None]:
 
 def ray(host: str, *words: str) -> None:
     command = [str(Path(sys.executable).parent / "ray"), "start", f"--node-ip-address={HOSTS[host]}", *words]
-    subprocess.run(["ip", "netns", "exec", host, *command], check=True, capture_output=True, timeout=120)
+    subprocess.run(["ip", "netns", "exec", host, *command], check=True, capture_output=True, timeout=600)
 
 
 def test_a_link_that_is_cut_costs_time_alone(hosts, tmp_path, temporary_folder, monkeypatch):

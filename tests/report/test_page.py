@@ -18,6 +18,7 @@ from rhymerl.report.charts.history import history_charts
 from rhymerl.report.figures import key_figures
 from rhymerl.report.page import finite, packed
 from rhymerl.report.steps import STEPS, StepFile
+from tests.bytecodes import bytecodes
 from tests.report.directories import data_of, make_run, metrics, step_record
 
 EVIL = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"
@@ -333,3 +334,20 @@ def test_warnings_are_on_the_page_and_those_of_an_earlier_version_were_not_kept(
 def test_what_drafts_were_worth_comes_with_how_sure_it_is(summary, expected):
     run = Run(path=Path("a"), name="a", settings={}, summary=summary, curves={}, evaluations={})
     assert [value for figure in key_figures([run]) for value in figure.values] == expected
+
+
+def test_an_answer_takes_little_work_and_few_bytes(tmp_path: Path) -> None:
+    """A page has up to 200 000."""
+
+    def page(num_steps: int) -> tuple[int, int]:
+        run, out = make_run(tmp_path / str(num_steps), num_steps=0), tmp_path / f"{num_steps}.html"
+        file = StepFile(run / STEPS)
+        for step in range(1, num_steps + 1):
+            file.append(step_record(step, prompts=125, group=4, words="What is 4 + 4? " * 20, num_texts=5))
+        work = bytecodes(lambda: write_report([run], out))
+        return work, out.stat().st_size
+
+    (less_work, smaller), (more_work, larger) = page(2), page(8)
+    num_more = 6 * 125 * 4
+    assert more_work - less_work < 300 * num_more
+    assert larger - smaller < 20 * num_more

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -97,5 +96,4 @@ SCENES = {
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
-    started = time.monotonic()
-    print(json.dumps({**SCENES[sys.argv[1]](), "seconds": time.monotonic() - started}))
+    print(json.dumps(SCENES[sys.argv[1]]()))

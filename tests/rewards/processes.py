@@ -28,7 +28,7 @@ def is_alive(pid: int) -> bool:
 
 def wait_until(holds: Callable[[], bool]) -> bool:
     """Return whether it holds after some seconds at most."""
-    give_up = time.monotonic() + 10.0
+    give_up = time.monotonic() + 60.0
     while not (held := holds()) and time.monotonic() < give_up:
         time.sleep(0.01)
     return held

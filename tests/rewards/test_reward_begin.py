@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import closing
 
 from rhymerl.rewards import Reward, RewardScorer
@@ -33,14 +32,12 @@ def test_a_sample_that_was_begun_is_counted_when_it_is_submitted():
 
 
 def test_what_is_forgotten_is_neither_waited_for_nor_counted():
-    reward = Reward("user_rewards.act", name="r", timeout_s=60)
+    reward = Reward("user_rewards.act", name="r", timeout_s=10_000)
     with closing(RewardScorer([reward], num_processes=2, chunk_size=1)) as scorer:
         for number in range(8):
-            scorer.begin(f"a{number}", "sleep" if not number else "raise", {})
+            scorer.begin(f"a{number}", "regex" if not number else "raise", {})  # that one takes years
         scorer.poll()
         scorer.forget()
         scorer.submit("a1", "abc", {})
-        started = time.perf_counter()
         assert scorer.collect() == {"a1": {"r": 3.0}}
-        assert time.perf_counter() - started < 30
         assert not any(scorer.metrics().values())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -143,11 +142,9 @@ def test_tag_match_is_what_a_regular_expression_says(
 
 
 def test_tag_match_reads_a_text_once() -> None:
-    """A regular expression would take days for this one."""
+    """A regular expression would take days for this one, and this test with it."""
     text = "<a>" + "</a> <b></b> <c>" * 20_000
-    started = time.process_time()
     assert tag_match(text, tags=["a", "b", "c"]) == 0.0
-    assert time.process_time() - started < 10
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -130,10 +129,8 @@ def test_a_dying_process_neither_loses_nor_doubles_other_samples(tmp_path: Path)
 
 
 def test_async_rewards_of_a_chunk_run_at_the_same_time() -> None:
-    started = time.monotonic()
-    rewards, _ = score(["0.4"] * 16, "nap", num_processes=1)
+    rewards, _ = score(["16"] * 16, "meet", num_processes=1, timeout_s=100)
     assert rewards == [1.0] * 16
-    assert time.monotonic() - started < 3.0  # one after the other: 6.4 s
 
 
 def test_async_limit_is_per_sample_and_own_timeouts_are_errors() -> None:
@@ -233,10 +230,8 @@ def test_nothing_is_left_after_close() -> None:
     scorer.collect()
     scorer.submit("hangs while it is closed", "sleep", {})
     assert len(set(children()) - others) == 2
-    started = time.monotonic()
     scorer.close()
     scorer.close()
-    assert time.monotonic() - started < 1.0
     assert set(children()) <= others
     assert threading.active_count() == num_threads
     assert len(os.listdir("/proc/self/fd")) == num_fds
@@ -265,10 +260,7 @@ time.sleep(60)
         pid = int(parent.stdout.readline())
         assert is_alive(pid)
         parent.send_signal(signal.SIGKILL)
-    give_up = time.monotonic() + 3.0
-    while is_alive(pid) and time.monotonic() < give_up:
-        time.sleep(0.01)
-    assert not is_alive(pid)
+    assert wait_until(lambda: not is_alive(pid))
 
 
 def test_ctrl_c_does_not_reach_the_reward_processes() -> None:

@@ -6,13 +6,13 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rhymerl.rewards import Reward, RewardScorer
+from tests.bytecodes import bytecodes
 
 
 def test_scores_by_key_and_name_in_order_of_submission() -> None:
@@ -144,14 +144,12 @@ def test_sync_local_reward_has_no_time_limit_and_async_has() -> None:
 
 def test_local_async_works_inside_a_running_loop_and_concurrently() -> None:
     async def in_notebook() -> dict[str, dict[str, float]]:
-        with RewardScorer([Reward("user_rewards.nap", where="main")]) as scorer:
+        with RewardScorer([Reward("user_rewards.meet", where="main", timeout_s=100)]) as scorer:
             for number in range(16):
-                scorer.submit(str(number), "0.2", {})
+                scorer.submit(str(number), "16", {})
             return scorer.collect()
 
-    started = time.monotonic()
-    assert asyncio.run(in_notebook()) == {str(number): {"nap": 1.0} for number in range(16)}
-    assert time.monotonic() - started < 1.6  # one after the other: 3.2 s
+    assert asyncio.run(in_notebook()) == {str(number): {"meet": 1.0} for number in range(16)}
 
 
 def test_engine_rewards_run_at_the_end_in_the_given_order_with_the_device() -> None:
@@ -197,12 +195,12 @@ print(*(name for name in ("torch", "transformers", "lightning", "numpy", "asynci
     assert shown.split() == (["asyncio"] if module.endswith("scorer") else [])
 
 
-def test_a_long_stream_is_cheap() -> None:
-    with RewardScorer([Reward("user_rewards.length")]) as scorer:
-        started = time.perf_counter()
-        for number in range(5_000):
+def test_little_is_done_for_each_sample_of_a_long_stream() -> None:
+    def stream(scorer: RewardScorer, first: int, count: int) -> dict[str, dict[str, float]]:
+        for number in range(first, first + count):
             scorer.submit(str(number), "x" * 100, {"answer": "x"})
-        scores = scorer.collect()
-        elapsed_s = time.perf_counter() - started
-    assert scores == {str(number): {"length": 100.0} for number in range(5_000)}
-    assert elapsed_s / 5_000 < 0.5e-3  # the target is 0.2 ms; the rest is for a busy machine
+        return scorer.collect()
+
+    with RewardScorer([Reward("user_rewards.length")]) as scorer:
+        assert stream(scorer, 0, 4_000) == {str(number): {"length": 100.0} for number in range(4_000)}
+        assert bytecodes(lambda: stream(scorer, 4_000, 1_000)) < 2_000 * 1_000

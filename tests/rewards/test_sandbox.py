@@ -233,7 +233,7 @@ def attacked(kind: str, folder: Path) -> Attacked:
             start_new_session=True,
             env={**os.environ, "TOKEN": SECRET},
         ) as process:
-            out, err = process.communicate(timeout=100)
+            out, err = process.communicate(timeout=600)
         assert process.returncode == 0, err
         server.setblocking(False)
         with pytest.raises(BlockingIOError):
@@ -278,7 +278,7 @@ def sessions() -> list[int]:
 
 def settled(count: Callable[[], int]) -> int:
     """Return what is left of it after a moment."""
-    give_up = time.monotonic() + 3.0
+    give_up = time.monotonic() + 30.0
     while (left := count()) and time.monotonic() < give_up:
         time.sleep(0.02)
     return left
@@ -290,16 +290,16 @@ def test_what_is_expected_is_nowhere_in_the_memory_of_the_answer() -> None:
 import ctypes
 def search():
     found, start = [], id(search) & ~0xFFF
-    pipe = __import__("os").pipe()
+    pipe, write = __import__("os").pipe(), ctypes.CDLL(None).write
     for page in range(start - 2**24, start + 2**24, 4096):
         try:
-            written = ctypes.CDLL(None).write(pipe[1], ctypes.c_void_p(page), 4096)
+            written = write(pipe[1], ctypes.c_void_p(page), 4096)
         except OSError:
             continue
         if written > 0:
             data = __import__("os").read(pipe[0], 4096)
-            found += [data[at:at + 11] for at in range(len(data)) if data[at:at + 7] == b"needle-"]
-    return [each for each in found if each[7:].isdigit()]
+            found += [part[:4] for part in data.split(b"needle-")[1:]]
+    return [each for each in found if each.isdigit()]
 """
     assert passed(code, "assert search() == [], 'needle-7351'", time_limit_s=20) == 1
 
@@ -307,11 +307,11 @@ def search():
 @pytest.mark.parametrize("hangs", ["f(1)", "while True: f(1)"])
 def test_closing_the_scorer_ends_what_runs(hangs: str) -> None:
     code = "def f(x):\n while True: pass" if hangs == "f(1)" else "def f(x): return x"
-    reward = Reward("rhymerl.rewards.code", timeout_s=60, arguments={"time_limit_s": 50})
+    reward = Reward("rhymerl.rewards.code", timeout_s=600, arguments={"time_limit_s": 500})
     before = descendants()
     scorer = RewardScorer([reward], num_processes=1)
     scorer.submit("a", code, {"tests": hangs})
-    give_up = time.monotonic() + 20
+    give_up = time.monotonic() + 100
     while len(running := own_descendants(before)) < 5 and time.monotonic() < give_up:
         scorer.submit(str(time.monotonic()), code, {"tests": hangs})
         time.sleep(0.05)

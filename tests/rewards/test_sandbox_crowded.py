@@ -31,7 +31,7 @@ def crowded() -> Iterator[Callable[[str, int], dict[str, Any]]]:
         (group / "pids.max").write_text(str(num_processes))
         enter = ["sh", "-c", 'echo $$ > "$0"/cgroup.procs && exec "$@"', str(group)]
         done = subprocess.run(
-            [*enter, sys.executable, str(SCENES), scene], capture_output=True, text=True, timeout=100, check=False
+            [*enter, sys.executable, str(SCENES), scene], capture_output=True, text=True, timeout=600, check=False
         )
         assert done.returncode == 0, done.stderr
         return dict(json.loads(done.stdout))

@@ -93,8 +93,8 @@ def f():
     for page in range(start - 2**24, start + 2**24, 4096):
         if write(pipe[1], __import__("ctypes").c_void_p(page), 4096) > 0:
             data = os.read(pipe[0], 4096)
-            found += [data[at:at + 11] for at in range(len(data)) if data[at:at + 7] == b"needle-"]
-    return sorted({each.decode() for each in found if each[7:].isdigit()})
+            found += [part[:4] for part in data.split(b"needle-")[1:]]
+    return sorted({"needle-" + each.decode() for each in found if each.isdigit()})
 """
     job = Job(code=code, tests=[{"input": []}], entry_point="f", time_limit_s=20)
     assert list(sandbox.run(job).values) == [[]]

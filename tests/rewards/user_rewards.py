@@ -108,8 +108,12 @@ async def act_async(completion: str) -> Any:
     return act(completion)
 
 
-async def nap(completion: str) -> float:
-    await asyncio.sleep(float(completion))
+MEETINGS: dict[asyncio.AbstractEventLoop, asyncio.Barrier] = {}
+
+
+async def meet(completion: str) -> float:
+    """Return 1 once as many calls as the completion says run at the same time."""
+    await MEETINGS.setdefault(asyncio.get_running_loop(), asyncio.Barrier(int(completion))).wait()
     return 1.0
 
 

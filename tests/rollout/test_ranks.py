@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
 
 from rhymerl.distributed import Alone
+from rhymerl.distributed.store_channel import StoreChannel
 from rhymerl.rewards import Reward, RewardScorer
 from rhymerl.rollout import Rollout, RolloutSettings
 from rhymerl.testing import make_prompt
@@ -124,15 +127,30 @@ def test_more_ranks_than_samples():
         assert [sample.completion.request.id for sample in rollout.samples] == ["0/0/0", "0/0/1"]
 
 
-def test_ranks_that_wait_do_not_spin():
-    def work(ranks: Threads) -> float:
-        loop = Ranked(pass_s=0.02 * (ranks.rank == 0)).loop(ranks)
-        started = time.thread_time()
-        loop.run(PROMPTS, 0, SETTINGS)
-        return time.thread_time() - started
+def test_ranks_that_wait_do_not_spin(monkeypatch):
+    """A rank with nothing to do sleeps before it looks for messages again."""
+    looks, naps, thread = Counter[tuple[int, bool]](), Counter[int](), dict[int, int]()
+    exchange, sleep = StoreChannel.exchange, time.sleep
 
-    _, waiting = run_ranks(2, work)
-    assert waiting < 0.25, "seconds of CPU time while the other rank worked for about a second"
+    def noted_exchange(channel, *given, waits):
+        looks[channel._rank, waits] += 1
+        return exchange(channel, *given, waits=waits)
+
+    def noted_sleep(seconds):
+        naps[threading.get_ident()] += seconds > 0
+        sleep(seconds)
+
+    monkeypatch.setattr(StoreChannel, "exchange", noted_exchange)
+    monkeypatch.setattr(time, "sleep", noted_sleep)
+
+    def work(ranks: Threads) -> None:
+        thread[ranks.rank] = threading.get_ident()
+        Ranked(pass_s=0.02 * (ranks.rank == 0)).loop(ranks).run(PROMPTS, 0, SETTINGS)
+
+    run_ranks(2, work)
+    assert looks[1, True] > 5, "it waits while the other one works"
+    assert naps[thread[1]] >= looks[1, True] - 2  # but for the last command, say
+    assert looks[1, False] <= 3 * len(PROMPTS), "one after each answer at most"
 
 
 def test_groups_that_teach_nothing_are_replaced_and_ranks_agree():

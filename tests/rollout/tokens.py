@@ -62,7 +62,12 @@ class TokenBackend(RolloutBackend):
         return ended
 
     def _leave(self, name: str, reason: Any) -> Completion:
-        request, tokens, versions = self.answers.pop(name)
+        completion = self._completion(name, reason)
+        del self.answers[name]
+        return completion
+
+    def _completion(self, name: str, reason: Any) -> Completion:
+        request, tokens, versions = self.answers[name]
         output = Output(
             token_ids=np.array(tokens, np.int32),
             logprobs=-np.array(tokens, np.float64),

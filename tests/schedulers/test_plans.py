@@ -1,9 +1,9 @@
-"""The promises of every scheduler: a plan is a partition, the same one for the same knowledge, and soon there."""
+"""The promises of every scheduler: a plan is a partition, the same one for the same knowledge, and takes little work."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -22,6 +22,7 @@ from rhymerl.schedulers import (
 )
 from rhymerl.schedulers.base import check_moves, check_plan, plan_hash
 from rhymerl.types import RolloutRequest
+from tests.bytecodes import bytecodes
 from tests.schedulers.answers import progress_of, requests_for, samples_for
 
 MAKERS = {
@@ -85,29 +86,25 @@ def test_a_resumed_scheduler_plans_the_same(make):
 
 
 @each_scheduler
-def test_groups_stay_together_where_there_are_enough(make):
-    scheduler, requests = make(), requests_for(8, 3)
-    if not getattr(scheduler, "keep_groups", True):
-        return
-    scheduler.learn(samples_for([[i, i, i] for i in range(1, 9)]))
-    for queue in scheduler.plan(requests, 4, 1):
-        assert len({request.prompt.id for request in queue}) * 3 == len(queue)
+def test_groups_stay_together_where_that_is_asked_for(make):
+    """Four workers could have equal parts of five groups only if these were split."""
+    scheduler, requests = make(), requests_for(5, 3)
+    scheduler.learn(samples_for([[length] * 3 for length in range(1, 6)]))
+    plan = scheduler.plan(requests, 4, 1)
+    are_whole = all(len({request.prompt.id for request in queue}) * 3 == len(queue) for queue in plan)
+    assert are_whole == getattr(scheduler, "keep_groups", True)
 
 
 @each_scheduler
-def test_a_large_plan_takes_less_than_300_ms(make):
-    scheduler, requests = make(), requests_for(6250, 16)
-    if not getattr(scheduler, "keep_groups", True):
-        return
-    scheduler.learn(samples_for([[(37 * i) % 997 + 1] for i in range(6250)]))
-    best_s = float("inf")
-    for _ in range(8):  # the best of several: another process may be using the machine
-        started = time.process_time()
-        scheduler.plan(requests, 1024, 1)
-        best_s = min(best_s, time.process_time() - started)
-        if best_s < 0.3:
-            break
-    assert best_s < 0.3
+def test_the_work_of_a_plan_grows_with_the_requests_and_not_faster(make):
+    def of_request(factor: int) -> float:
+        scheduler, requests = make(), requests_for(25 * factor, 16)
+        scheduler.learn(samples_for([[(37 * number) % 997 + 1] for number in range(25 * factor)]))
+        return bytecodes(lambda: scheduler.plan(requests, 8 * factor, 1)) / len(requests)
+
+    small, large = of_request(1), of_request(4)
+    assert large < 1.1 * small
+    assert large < 400
 
 
 # -- checks ----------------------------------------------------------------------------------------------------------
@@ -142,11 +139,21 @@ def test_what_is_no_partition_is_refused_by_name(plan, message):
 
 
 def test_a_plan_that_doubles_everything_is_refused_at_once():
-    requests = requests_for(20_000)
-    started = time.process_time()
-    with pytest.raises(ValueError, match="20000 such"):
-        check_plan([[*requests, *requests]], requests, num_workers=1, scheduler="it")
-    assert time.process_time() - started < 2  # in quadratic time it would be minutes
+    comparisons = 0
+
+    class Name(str):
+        __slots__ = ()
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal comparisons
+            comparisons += 1
+            return str.__eq__(self, other)
+
+    requests, again = ([replace(each, id=Name(each.id)) for each in requests_for(1000)] for _ in range(2))
+    with pytest.raises(ValueError, match="1000 such"):
+        check_plan([[*requests, *again]], requests, num_workers=1, scheduler="it")
+    assert comparisons < 10 * 1000, "each request is compared with all others"
 
 
 def test_a_scheduler_of_ones_own_needs_a_plan_and_nothing_else():

@@ -82,7 +82,7 @@ class StockServer:
         """Its JSON answer."""
         data = json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=600) as answer:
             return json.load(answer)
 
     def wait(self, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -15,7 +15,7 @@ from rhymerl.drafters import HistoryTreeDrafter, NoDrafter
 from rhymerl.testing import make_requests, tiny_policy
 from tests.sglang.engines import sglang
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600), pytest.mark.usefixtures("cpu_engine")]
+pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("cpu_engine")]
 
 
 class WatchedCosts(SGLangCosts):

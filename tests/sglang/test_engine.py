@@ -14,7 +14,6 @@ from tests.sglang.conftest import CpuEngine
 pytestmark = pytest.mark.sglang
 
 
-@pytest.mark.timeout(400)
 def test_its_greedy_tokens_and_log_probs_are_those_of_transformers(cpu_engine: CpuEngine, tmp_path: Path) -> None:
     policy = tiny_policy(dtype="float32", hidden_size=64, context=512, peaked=12.0)
     policy.model.save_pretrained(tmp_path / "model")

@@ -15,7 +15,7 @@ from rhymerl.history.traces import read_trace
 from rhymerl.testing import tiny_policy
 from tests.sglang.conftest import CpuEngine
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900), pytest.mark.usefixtures("cpu_engine")]
+pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("cpu_engine")]
 
 STEPS = 3
 DRAFTER = '''

@@ -19,7 +19,7 @@ from rhymerl.testing import make_requests, tiny_policy
 from tests.sglang.engines import answered, embedded, equal, remember, started
 
 ROUNDED = 0.9  # of the answers are equal at least: passes of other shapes round bfloat16 logits otherwise
-pytestmark = [pytest.mark.sglang, pytest.mark.gpu, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.sglang, pytest.mark.gpu]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from rhymerl.history import HistoryStore
 from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
 from tests.sglang.engines import answered, embedded, equal, largest_difference, remember, sglang, started
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900), pytest.mark.usefixtures("cpu_engine")]
+pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("cpu_engine")]
 
 SAMPLINGS = [
     {"temperature": 0.0},

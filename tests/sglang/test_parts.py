@@ -17,7 +17,6 @@ from tests.backends.sglang.test_keyed import rollout_request, sampling_info
 
 pytestmark = [
     pytest.mark.sglang,
-    pytest.mark.timeout(120),
     pytest.mark.usefixtures("cpu_engine"),
     pytest.mark.filterwarnings("ignore"),  # as SGLang is imported
 ]

@@ -15,7 +15,7 @@ from rhymerl.testing import make_requests, tiny_policy
 from tests.sglang.engines import answered, embedded, equal, sglang, started
 from tests.sglang.test_life import moved
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900), pytest.mark.usefixtures("cpu_engine")]
+pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("cpu_engine")]
 
 SIZE = 2
 

@@ -11,7 +11,7 @@ from rhymerl.drafters import NoDrafter, RunAheadDrafter
 from rhymerl.testing import make_requests, tiny_policy
 from tests.sglang.engines import answered, embedded, equal, sglang, started
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600), pytest.mark.usefixtures("cpu_engine")]
+pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("cpu_engine")]
 
 
 def test_they_save_passes_and_change_no_answer():

@@ -21,7 +21,7 @@ from tests.sglang.engines import Answers, answered, embedded, equal, started
 from tests.sglang.test_fit import on_sglang
 from tests.sglang.test_life import moved
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900), pytest.mark.usefixtures("cpu_engine")]
+pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("cpu_engine")]
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from tests.sglang.engines import Answers, embedded, equal, largest_difference
 from tests.sglang.test_fit import on_sglang
 from tests.sglang.test_servers import served
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900), pytest.mark.usefixtures("cpu_engine")]
+pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("cpu_engine")]
 
 STEPS, ANSWERS = 3, 32
 BUCKET_BYTES = 2**14  # of weights that are some 70 KB

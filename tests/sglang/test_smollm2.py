@@ -18,7 +18,7 @@ from rhymerl.types import Completion
 from tests.pretrained.questions import requests
 from tests.sglang.engines import answered, embedded, largest_difference, remember, sglang, started
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900), pytest.mark.usefixtures("cpu_engine")]
+pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("cpu_engine")]
 
 QUESTIONS = (
     "What is the capital of France?",

@@ -11,7 +11,7 @@ from tests.sglang.conftest import CpuEngine
 from tests.sglang.engines import answered, embedded, equal, largest_difference, remember, sglang, started
 from tests.sglang.test_life import moved
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900), pytest.mark.usefixtures("cpu_engine")]
+pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("cpu_engine")]
 
 
 @pytest.mark.parametrize("weights", ["disk", "tensor", "distributed"])

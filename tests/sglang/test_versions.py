@@ -14,7 +14,7 @@ from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
 from tests.sglang.conftest import CpuEngine
 from tests.sglang.engines import answered, embedded, equal, sglang, started
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600), pytest.mark.usefixtures("cpu_engine")]
+pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("cpu_engine")]
 
 LACKS = {"RHYMERL_TEST_LACKS": "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.sampling_seed"}
 

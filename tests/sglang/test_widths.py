@@ -14,7 +14,7 @@ from rhymerl.testing import make_requests, tiny_policy
 from tests.sglang.conftest import CpuEngine
 from tests.sglang.engines import answered, embedded, equal, largest_difference, remember, sglang, started
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900), pytest.mark.usefixtures("cpu_engine")]
+pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("cpu_engine")]
 
 SCHEDULE = [0, 8, 2, 16, 4]
 

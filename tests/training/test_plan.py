@@ -71,7 +71,6 @@ def weigh_all(folder: str, size: int) -> None:
             path.write_text(json.dumps([weigh.said, weigh.found]))
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_rank_holds_what_is_said(size, tmp_path):
     """32 rows among 3 ranks are 11, 11 and 10: not a third."""
@@ -149,7 +148,6 @@ def count_all(folder: str, size: int) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 def test_a_rank_sends_what_is_said(size, tmp_path):
     run_ranks(size, count_all, str(tmp_path), size, output=tmp_path / "output")

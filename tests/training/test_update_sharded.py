@@ -106,7 +106,6 @@ def cases(size: int) -> list[Any]:
     return [pytest.param(size, mesh, case, marks=marks) for mesh in MESHES[size] for case in CASES]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("updated", "mesh", "case"), cases(2) + cases(4), indirect=["updated"], scope="module")
 def test_sharded_ranks_take_the_steps_of_one(updated, mesh, case):
     weights, metrics, held = alone(case)

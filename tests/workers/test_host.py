@@ -6,10 +6,12 @@ import numpy as np
 
 from rhymerl.backends.hosted.host import WorkerHost
 from rhymerl.backends.hosted.messages import Remember, Submit, Weights, WeightSource
+from rhymerl.backends.spans import EVALUATION
 from rhymerl.history import Answer, HistoryStore
 from rhymerl.history.packing import PackedPrompt
 from rhymerl.types import Prompt, RolloutRequest, SamplingParams
 from tests.rollout.tokens import TokenBackend
+from tests.workers.late import NotingBackend
 
 AHEAD = 4  # so many of later steps run beside an earlier one
 
@@ -38,8 +40,8 @@ def submit(step: int, count: int) -> Submit:
     return Submit(requests=requests(step, count), rank=step, oldest=0, final=0)
 
 
-def hosted(length) -> tuple[WorkerHost, TokenBackend]:
-    engine = TokenBackend(length, max_running=16)
+def hosted(length, engine_of=TokenBackend) -> tuple[WorkerHost, TokenBackend]:
+    engine = engine_of(length, max_running=16)
     host = WorkerHost(lambda source, version: engine, history=HistoryStore())
     host.post(Weights(version=0, source=NoWeights()))
     return host, engine
@@ -74,6 +76,28 @@ def test_an_earlier_request_that_comes_late_goes_before_later_steps_which_keep_w
     assert [len(engine.answers[f"1/{number}"][1]) for number in range(AHEAD)] == [4] * AHEAD
     finished = [name for _ in range(12) for name, _ in host.step(max_passes=10).finished]
     assert sorted(finished) == sorted([*(f"1/{number}" for number in range(8)), "0/0", "0/1"])
+
+
+def test_requests_that_had_to_wait_for_others_are_told_of_again_once_they_run():
+    host, _ = hosted(lambda request: 2 if request.step == 0 else 50, NotingBackend)
+    host.post(submit(1, 1))
+    host.step(max_passes=3)
+    host.post(submit(0, 1))
+    told = [(tail.id, tail.start, len(tail.output)) for _ in range(3) for tail in host.step(max_passes=4).tails]
+    assert told == [("1/0", 3, 4), ("1/0", 7, 4), ("1/0", 11, 4)]
+
+
+def test_requests_of_steps_stay_where_they_are_while_only_evaluations_are_answered():
+    host, engine = hosted(lambda request: 5 if request.step == EVALUATION else 50)
+    host.post(submit(1, 2))
+    host.step(max_passes=3)
+    host.post(submit(EVALUATION, 1))
+    assert host.step(max_passes=3, only_evaluates=True).finished == []
+    assert list(engine.answers) == [f"{EVALUATION}/0"]
+    assert [name for name, _ in host.step(max_passes=3, only_evaluates=True).finished] == [f"{EVALUATION}/0"]
+    assert list(engine.answers) == []
+    host.step(max_passes=3)
+    assert {name: len(tokens) for name, (_, tokens, _) in engine.answers.items()} == {"1/0": 6, "1/1": 6}
 
 
 def test_requests_that_run_are_left_alone_when_others_of_later_steps_wait():

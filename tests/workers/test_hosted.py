@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-import time
+from collections.abc import Callable
 
 import pytest
 
 from rhymerl.rewards import RewardScorer
 from rhymerl.rollout import Rollout, RolloutLoop
 from rhymerl.schedulers import FIFOScheduler
+from rhymerl.workers.in_flight import InFlight
 from tests.distributed.threads import run_ranks
 from tests.rollout.ranked import REWARD, SCHEDULERS, SETTINGS, answers, check_kept, length, prompts, run_step
 from tests.rollout.tokens import TokenBackend
@@ -36,14 +37,24 @@ def test_kept_tokens_are_at_most_one_policy_old(scheduler, lockstep):
     assert stale > 0, "nobody went on during the update"
 
 
+def update_until(loop: RolloutLoop, holds: Callable[[InFlight], bool]) -> None:
+    """Be an update that lasts until that holds for the next step."""
+    crew, ahead = loop.workers._crew, loop.workers._ahead
+    with crew.changed:
+        crew.wait(60, lambda: holds(ahead))
+        assert holds(ahead)
+
+
+def is_answered(ahead: InFlight) -> bool:
+    return not ahead.worker
+
+
 def test_a_step_is_sampled_while_the_one_before_is_trained():
     with fleet(pass_s=0.001, run_ahead="keep", workers=2) as (loop, _):
         run_step(loop, 0)
-        time.sleep(0.6)  # of an update
-        started = time.perf_counter()
+        update_until(loop, is_answered)
         rollout = run_step(loop, 1)
-        assert time.perf_counter() - started < 0.2
-        assert rollout.metrics["off_policy/staleness/mean"] > 0.9
+        assert rollout.metrics["off_policy/staleness/mean"] == 1
         assert rollout.metrics["workers/idle_frac"] < 1
 
 
@@ -52,18 +63,16 @@ def test_workers_go_on_during_every_update():
     with fleet(pass_s=0.001, run_ahead="keep", workers=2) as (loop, _):
         run_step(loop, 0)
         for step in range(1, 4):
-            time.sleep(0.6)  # of an update
-            started = time.perf_counter()
+            update_until(loop, is_answered)
             rollout = run_step(loop, step)
-            assert time.perf_counter() - started < 0.2
-            assert rollout.metrics["off_policy/staleness/mean"] > 0.9
+            assert rollout.metrics["off_policy/staleness/mean"] == 1
 
 
 @pytest.mark.parametrize("run_ahead", ["draft", "keep"])
 def test_a_resumed_run_goes_on_from_what_workers_had_told(run_ahead):
     with fleet(pass_s=0.002, run_ahead=run_ahead) as (loop, _):
         first = run(loop, range(2))
-        time.sleep(0.8)  # they tell of their answers
+        update_until(loop, lambda ahead: sum(map(len, ahead.outputs.values())) > 20)
         state = loop.state_dict()
     assert state["ahead"]["step"] == 2
     assert sum(len(each["token_ids"]) for each in state["ahead"]["outputs"].values()) > 20

@@ -72,7 +72,7 @@ def test_a_worker_that_hangs_is_replaced():
         return backend
 
     with fleet(make=make) as (loop, backend):
-        backend.hang_timeout_s = 0.5
+        backend.hang_timeout_s = 2.0
         run_step(loop, 0)
         hangs.set()
         backend.connections[1]._host.poll = lambda wait_s: over.wait(30)  # its process is stopped: it answers nobody
@@ -85,7 +85,7 @@ def test_a_worker_that_hangs_is_replaced():
 def test_a_worker_that_hangs_before_it_has_weights_is_replaced():
     over = threading.Event()
     with fleet(make=lambda number: TokenBackend(length, pass_s=0.001)) as (loop, backend):
-        backend.hang_timeout_s = 0.5
+        backend.hang_timeout_s = 2.0
         while not all(member.is_here for member in loop.workers._crew.members):
             time.sleep(0.01)
         for connection in backend.connections:
@@ -104,9 +104,9 @@ def test_a_worker_in_lockstep_that_hangs_ends_the_run_and_one_that_is_slow_does_
         run_step(loop, 0)
         connection = backend.connections[1]
         host_step = connection._host.step
-        connection._host.step = lambda ticks: over.wait(0.3) or host_step(ticks)
+        connection._host.step = lambda ticks, **how: over.wait(0.3) or host_step(ticks, **how)
         assert answers(run_step(loop, 1)) == answers(alone(2)[1])
-        connection._host.step = lambda ticks: over.wait(30)
+        connection._host.step = lambda ticks, **how: over.wait(30)
         connection.is_alive = lambda wait_s: False
         try:
             with pytest.raises(BackendError, match=r"^worker 1 is lost \(no answer for .* in lockstep$"):
@@ -119,7 +119,7 @@ def test_a_worker_in_lockstep_that_does_not_come_up_ends_the_run():
     over = threading.Event()
     with fleet(make=lambda number: TokenBackend(length), lockstep=True) as (loop, backend):
         backend.start_timeout_s = 0.1
-        backend.connections[2]._host.step = lambda ticks: over.wait(30)
+        backend.connections[2]._host.step = lambda ticks, **how: over.wait(30)
         backend.connections[2].is_alive = lambda wait_s: False
         try:
             with pytest.raises(BackendError, match=r"^worker 2 has not come up within backend\.start_timeout_s=0\.1"):
@@ -180,9 +180,9 @@ class Late(ThreadBackend):
 
 def test_workers_come_in_the_middle_of_a_step_and_are_taken_away():
     backend = Late(lambda number: TokenBackend(length, pass_s=0.004))
-    backend.start_timeout_s = 0.3
     with fleet(backend=backend, workers=4) as (loop, _):
         found = [run_step(loop, 0)]
+        backend.start_timeout_s = 0.3
         assert found[0].metrics["workers/up"] == 1
         time.sleep(0.5)  # longer than one may take that somebody waits for
         threading.Timer(0.1, backend.room.set).start()

@@ -36,7 +36,7 @@ def is_scoring() -> bool:
     return any(thread.name == "scoring-ahead" for thread in threading.enumerate())
 
 
-def wait_until(holds, within_s: float = 10.0) -> None:
+def wait_until(holds, within_s: float = 100.0) -> None:
     until = time.monotonic() + within_s
     while not holds() and time.monotonic() < until:
         time.sleep(0.01)
@@ -47,10 +47,11 @@ def test_rewards_of_the_next_step_are_there_when_the_update_ends(scorer, scored)
     with fleet(pass_s=0.001, run_ahead="keep", workers=2, scorer=scorer) as (loop, _):
         steps = run(loop, [0])
         wait_until(lambda: len(scored()) == 24)  # during the update
-        started = time.perf_counter()
+        of_next = scored()[12:]
         steps += run(loop, [1])
-        assert time.perf_counter() - started < 12 * SLOW_S / scorer._pool.num_processes
-        assert scored().count(steps[1].samples[0].text) == 1
+        texts = [sample.text for sample in steps[1].samples]
+        assert sorted(of_next) == sorted(texts)
+        assert all(scored().count(text) == texts.count(text) for text in texts), "none is scored again"
     assert not is_scoring()
     check_kept(steps)
     for step in steps:

@@ -79,5 +79,5 @@ class RayWorker:
     def poll(self, wait_s: float) -> Events:
         return self.host.poll(wait_s)
 
-    def step(self, ticks: int) -> Events:
-        return self.host.step(ticks)
+    def step(self, ticks: int, only_evaluates: bool) -> Events:
+        return self.host.step(ticks, only_evaluates=only_evaluates)

@@ -26,8 +26,11 @@ class Connection(ABC):
         """Ask what is new, of a host that works by itself; it waits so long for something. One at a time."""
 
     @abstractmethod
-    def step(self, ticks: int) -> Future[Events]:
-        """Let a host in lockstep take its messages and go on for so many ticks; returns what is new. A tick is a pass."""
+    def step(self, ticks: int, *, only_evaluates: bool = False) -> Future[Events]:
+        """Let a host in lockstep take its messages and go on for so many ticks; returns what is new. A tick is a pass.
+
+        A host that `only_evaluates` leaves the requests of training steps where they are.
+        """
 
     def is_alive(self, wait_s: float) -> bool:
         """Return whether the worker answers within so long while it does something else; True where nobody can ask."""

@@ -22,7 +22,7 @@ from rhymerl.backends.hosted.messages import (
     nothing,
     tail_of,
 )
-from rhymerl.backends.spans import SpanLog
+from rhymerl.backends.spans import EVALUATION, SpanLog
 from rhymerl.errors import BackendError
 from rhymerl.history import HistoryStore
 from rhymerl.types import Completion, Output, Prompt, RolloutRequest
@@ -71,6 +71,7 @@ class WorkerHost:
         self._changed = threading.Condition()
         self._told_at = 0.0
         self._is_settled = True  # the engine has what is to be sampled now
+        self._only_evaluates = False
         self._is_closed = False
 
     # -- for others --------------------------------------------------------------------------------------------------
@@ -122,15 +123,22 @@ class WorkerHost:
         if self._backend is not None:
             self._backend.close()
 
-    def step(self, max_passes: int) -> Events:
-        """Take all messages, do at most so many passes, and return what is new."""
+    def step(self, max_passes: int, *, only_evaluates: bool = False) -> Events:
+        """Take all messages, do at most so many passes, and return what is new; perhaps without requests of training steps."""
         try:
+            self._rest(only_evaluates)
             self._take_messages()
             self._decode(max_passes=max_passes)
             self._tell()
         except Exception as error:  # noqa: BLE001 - the trainer raises it
             self._events.error = error
         return self._taken()
+
+    def _rest(self, only_evaluates: bool) -> None:
+        """Let requests of training steps leave the engine, or come back."""
+        if only_evaluates != self._only_evaluates:
+            self._only_evaluates, self._is_settled = only_evaluates, False
+            self._take_out([task for task in self._tasks.values() if task.is_running and not self._may_run(task)])
 
     @property
     def _is_busy(self) -> bool:
@@ -239,7 +247,8 @@ class WorkerHost:
 
     def _may_run(self, task: _Task) -> bool:
         is_over = task.output is not None and task.output.is_finished  # a whole draft waits for its policy
-        return self.version is not None and task.oldest <= self.version and not is_over
+        rests = self._only_evaluates and task.rank != EVALUATION
+        return self.version is not None and task.oldest <= self.version and not is_over and not rests
 
     def _give_back(self, tasks: Sequence[_Task]) -> None:
         self._take_out([task for task in tasks if task.is_running])
@@ -282,7 +291,8 @@ class WorkerHost:
         """Tell how far answers are that go on."""
         self._told_at = time.monotonic()
         outputs = {each.request.id: each.output for each in self._backend.outputs()} if self._backend else {}
-        outputs |= {name: task.output for name, task in self._tasks.items() if task.output is not None}
+        resting = ((name, task.output) for name, task in self._tasks.items() if not task.is_running)
+        outputs |= {name: output for name, output in resting if output is not None}
         tails = []
         for name, output in outputs.items():
             task = self._tasks[name]

@@ -120,9 +120,9 @@ class RayConnection(Connection):
     def poll(self, wait_s: float) -> Future[Events]:
         return self._told(self._actor.poll.options(concurrency_group="questions").remote(wait_s))
 
-    def step(self, ticks: int) -> Future[Events]:
+    def step(self, ticks: int, *, only_evaluates: bool = False) -> Future[Events]:
         # In one thread with the messages, which have to be there before it.
-        return self._told(self._actor.step.options(concurrency_group="messages").remote(ticks))
+        return self._told(self._actor.step.options(concurrency_group="messages").remote(ticks, only_evaluates))
 
     def is_alive(self, wait_s: float) -> bool:
         """One that is gone counts as alive: what was asked of it tells."""

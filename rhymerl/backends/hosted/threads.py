@@ -67,8 +67,8 @@ class ThreadConnection(Connection):
     def poll(self, wait_s: float) -> Future[Events]:
         return self._asked(lambda: self._host.poll(wait_s))
 
-    def step(self, ticks: int) -> Future[Events]:
-        return self._asked(lambda: self._host.step(ticks))
+    def step(self, ticks: int, *, only_evaluates: bool = False) -> Future[Events]:
+        return self._asked(lambda: self._host.step(ticks, only_evaluates=only_evaluates))
 
     def _asked(self, ask: Callable[[], Events]) -> Future[Events]:
         try:

@@ -1,4 +1,4 @@
-"""A group for weights whose other side refuses, dies or hangs: the engine's words, soon, and nothing is left."""
+"""A group for weights whose other side refuses, dies or hangs: the engine's words, at once, and nothing is left."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rhymerl.errors import BackendError
 from tests.backends.sglang.weights_engine import weights_engine
 
 NAMED = [("a", torch.ones(300, 1000)), ("b", torch.arange(5.0))]  # more than a connection buffers
-SOON_S = 6.0  # of which all have one to explain themselves, on a busy machine
+NEVER_S = 1e5  # what is not told at once would be told only then
 INIT, UPDATE = "/init_weights_update_group", "/update_weights_from_distributed"
 
 
@@ -42,21 +42,19 @@ def refused(engine, path):
         engine.post("/refuse", {"path": None})
 
 
-@contextlib.contextmanager
-def soon():
-    start = time.monotonic()
-    yield
-    assert time.monotonic() - start < SOON_S
+@pytest.fixture(autouse=True)
+def nobody_gives_up_early(monkeypatch):
+    monkeypatch.setattr(group, "_JOIN_S", NEVER_S)
 
 
 def joined(*engines):
-    return WeightGroup(Fleet(engines), ranks=1, device=torch.device("cpu"))
+    return WeightGroup(Fleet(engines, timeout_s=NEVER_S), ranks=1, device=torch.device("cpu"))
 
 
 def assert_nothing_is_left():
     assert not _world.pg_map
     assert not _world.pg_names
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + 60
     while left := [each.name for each in threading.enumerate() if each.name.startswith("rhymerl")]:
         assert time.monotonic() < deadline, left
         time.sleep(0.01)
@@ -105,7 +103,6 @@ def test_one_that_does_not_join_is_told_at_once(two_engines, others):
     engines = [two_engines[0], *two_engines[1 : 1 + others]]
     with (
         refused(engines[0], INIT),
-        soon(),
         pytest.raises(BackendError, match=rf"refused {INIT} .*not with me"),
     ):
         joined(*engines)
@@ -119,7 +116,6 @@ def test_one_that_takes_no_weights_is_told_at_once(two_engines, others):
     weights = joined(*engines)
     with (
         refused(engines[0], UPDATE),
-        soon(),
         pytest.raises(BackendError, match=rf"refused {UPDATE} .*not with me"),
     ):
         weights.send(NAMED, torch.float32, version=1)
@@ -133,7 +129,7 @@ def test_one_that_dies_is_told_at_once(path):
     with weights_engine() as engine:
         weights = joined(engine) if path == UPDATE else None
         engine.post("/strike", {"path": path, "signal": "SIGKILL"})
-        with soon(), pytest.raises(NoAnswerError, match=f"did not answer {path}"):
+        with pytest.raises(NoAnswerError, match=f"did not answer {path}"):
             (weights or joined(engine)).send(NAMED, torch.float32, version=1)
     assert_nothing_is_left()
 
@@ -155,7 +151,7 @@ def test_one_that_hangs_is_told_in_our_words(monkeypatch):
     monkeypatch.setattr(group, "_PARTING_S", 0.5)
     with hanging_engine() as engine:
         weights = joined(engine)
-        with soon(), pytest.raises(NoAnswerError, match=r"^backend\.weights='distributed': .*[Tt]ime(d |)out"):
+        with pytest.raises(NoAnswerError, match=r"^backend\.weights='distributed': .*[Tt]ime(d |)out"):
             weights.send(NAMED, torch.float32, version=1)
     assert_nothing_is_left()
 
@@ -181,7 +177,7 @@ except KeyboardInterrupt:
 def test_an_interrupted_trainer_does_not_wait_for_one_that_hangs():
     with hanging_engine() as engine:
         command = [sys.executable, "-c", INTERRUPTED, engine.url]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     assert ended.stdout == "interrupted\n"
 
 
@@ -197,7 +193,7 @@ os._exit(0)
 
 
 def test_the_group_of_a_trainer_that_was_killed_is_not_in_the_way_of_the_next(two_engines):
-    subprocess.run([sys.executable, "-c", KILLED, two_engines[0].url], timeout=30, check=True)
+    subprocess.run([sys.executable, "-c", KILLED, two_engines[0].url], timeout=300, check=True)
     assert_works(two_engines[0])
 
 

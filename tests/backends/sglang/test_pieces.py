@@ -81,7 +81,7 @@ def test_a_server_that_is_lost_costs_the_last_pieces_alone(flat_policy):
     with FakeEngine() as first, FakeEngine() as second:
         for engine in (first, second):
             engine.token_s, engine.holds_at = 0.002, 9
-        with loop_over([first, second], flat_policy, start_timeout_s=0.5, piece_s=0.01) as loop:
+        with loop_over([first, second], flat_policy, piece_s=0.01) as loop:
             crew = loop.workers._crew
 
             def lose_one() -> None:

@@ -43,10 +43,9 @@ def engines():
 
 
 @contextmanager
-def loop_over(engines, policy, *, scheduler=FIFOScheduler, start_timeout_s: float = 30.0, piece_s=None, **settings):
+def loop_over(engines, policy, *, scheduler=FIFOScheduler, piece_s=None, **settings):
     backend = SGLangBackend(url=[engine.url for engine in engines], max_running=4, piece_s=piece_s).apart()
     assert isinstance(backend, ServersBackend)
-    backend.start_timeout_s = start_timeout_s
     with backend:
         backend.start(policy, NoDrafter())
         loop = RolloutLoop(
@@ -146,9 +145,10 @@ def test_a_server_that_goes_is_missed_by_nobody_and_comes_back(engines, flat_pol
     for engine in engines:
         engine.token_s = 0.002
     gone = engines[1]
-    with loop_over(engines, flat_policy, start_timeout_s=0.5) as loop, ExitStack() as stack:
+    with loop_over(engines, flat_policy) as loop, ExitStack() as stack:
         steps = run(loop, flat_policy, range(20))
         next(steps)
+        loop.workers._backend.start_timeout_s = 0.5
         gone.holds_at = 2  # so that it has requests when it goes
         crew = loop.workers._crew
         held = iter(steps)
@@ -165,9 +165,10 @@ def test_a_server_that_goes_is_missed_by_nobody_and_comes_back(engines, flat_pol
 
 
 def test_a_run_without_any_server_ends(engines, flat_policy):
-    with loop_over(engines, flat_policy, start_timeout_s=0.5) as loop:
+    with loop_over(engines, flat_policy) as loop:
         steps = run(loop, flat_policy, range(3))
         next(steps)
+        loop.workers._backend.start_timeout_s = 0.5
         for engine in engines:
             engine.vanish()
         with pytest.raises(BackendError, match=r"has not come up within backend.start_timeout_s=0.5"):

@@ -126,7 +126,7 @@ def test_news_are_written_for_drafters_that_want_them(installed, flat_policy):
 
 @pytest.mark.parametrize("what", ["collect", "withdraw", "sync"])
 def test_a_killed_engine_is_one_clear_error(installed, flat_policy, what):
-    with started(flat_policy, environment={"FAKE_TOKEN_S": "0.1"}) as backend:
+    with started(flat_policy, environment={"FAKE_TOKEN_S": "0.1"}, silence_timeout_s=1e5) as backend:
         backend.submit(make_requests(10))
         act = {
             "collect": backend.collect,
@@ -137,12 +137,10 @@ def test_a_killed_engine_is_one_clear_error(installed, flat_policy, what):
             threading.Timer(0.3, os.kill, (process_of(backend), signal.SIGKILL)).start()
         else:
             os.kill(process_of(backend), signal.SIGKILL)
-        started_s = time.monotonic()
         with pytest.raises(
             BackendError, match=r"(?s)has died \(killed by SIGKILL\); the end of its log.*plugins loaded"
         ):
             act[what]()
-        assert time.monotonic() - started_s < 10
 
 
 def test_a_killed_engine_is_started_again_when_that_is_asked_for(installed, flat_policy):

@@ -19,7 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 from rhymerl.backends.remote.client import Client
 from tests.backends.sglang.fake_engine import FakeEngine
 
-_TIMEOUT = timedelta(seconds=20)
+_TIMEOUT = timedelta(hours=10)
 
 
 class WeightsEngine(FakeEngine):
