@@ -6,6 +6,7 @@ header: JSON {"tokenizer": …, "sections": [[name, bytes, CRC-32], …]} | the 
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import struct
@@ -48,6 +49,17 @@ def read_sections(path: str | Path, *, tokenizer: str | None) -> dict[str, bytes
             return _read(file, location, tokenizer)
     except OSError as error:
         raise DataError(f"{location}: cannot be read: {error.strerror}") from error
+
+
+def to_bytes(sections: Mapping[str, bytearray]) -> bytes:
+    """Return a file of these sections, as a message."""
+    _write(file := io.BytesIO(), sections, tokenizer="")
+    return file.getvalue()
+
+
+def from_bytes(content: bytes) -> dict[str, bytes]:
+    """The inverse of `to_bytes`, checked as a file is. Raises DataError."""
+    return _read(io.BytesIO(content), "history message", None)
 
 
 def _write(file: BinaryIO, sections: Mapping[str, bytearray], tokenizer: str) -> None:

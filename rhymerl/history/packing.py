@@ -1,4 +1,4 @@
-"""Prompts and their answers as a few flat columns of bytes, for checkpoints and files."""
+"""Prompts and their answers, or the changes of a history, as a few flat columns of bytes: for checkpoints, files and messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from rhymerl.history.records import ANSWER_ENDS, SPLITS, Answer
+from rhymerl.history.records import ANSWER_ENDS, SPLITS, Answer, HistoryDelta, PromptChange
 from rhymerl.types import Split
 
 if TYPE_CHECKING:
@@ -30,7 +30,9 @@ _OF_ANSWERS = {  # one number an answer
     "samples": "<i8",
 }
 _OF_TOKENS = {"prompt_tokens": "<i4", "tokens": "<i4"}
+_CHANGES = "changes"  # [1 + prompts, 2] version and is_snapshot of a delta, then first_epoch and is_forgotten of each
 _COLUMNS = {**_OF_PROMPTS, **_OF_ANSWERS, **_OF_TOKENS}
+_TYPES = {**_COLUMNS, _CHANGES: "<i8"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +82,36 @@ def unpack(sections: Mapping[str, Any]) -> list[PackedPrompt]:
     ]
 
 
+def pack_delta(delta: HistoryDelta) -> Sections:
+    """Columns as of `pack`, and one more."""
+    prompts = [
+        PackedPrompt(split=each.split, key=each.key, token_ids=each.prompt_token_ids, answers=each.added)
+        for each in delta
+    ]
+    lines = [(delta.version, delta.is_snapshot), *((each.first_epoch, each.is_forgotten) for each in delta)]
+    return {**pack(prompts), _CHANGES: bytearray(np.array(lines, _TYPES[_CHANGES]).tobytes())}
+
+
+def unpack_delta(sections: Mapping[str, Any]) -> HistoryDelta:
+    """The inverse of `pack_delta`. Raises ValueError as `unpack` does."""
+    prompts, numbers = unpack(sections), _column(sections, _CHANGES)
+    if len(numbers) != 2 * (1 + len(prompts)) or (numbers < 0).any() or (numbers[1::2] > 1).any():
+        raise ValueError(f"its column {_CHANGES!r} does not fit its prompts, or has a number that is none of a change")
+    (version, is_snapshot), *lines = numbers.reshape(-1, 2).tolist()
+    changes = (
+        PromptChange(
+            split=prompt.split,
+            key=prompt.key,
+            is_forgotten=bool(is_forgotten),
+            first_epoch=first_epoch,
+            prompt_token_ids=prompt.token_ids,
+            added=prompt.answers,
+        )
+        for prompt, (first_epoch, is_forgotten) in zip(prompts, lines, strict=True)
+    )
+    return HistoryDelta(version=version, is_snapshot=bool(is_snapshot), changes=tuple(changes))
+
+
 def _joined(arrays: list[IntArray]) -> IntArray:
     return np.concatenate(arrays) if arrays else np.zeros(0, np.int32)
 
@@ -97,7 +129,7 @@ def _names(sections: Mapping[str, Any]) -> list[tuple[Split, str]]:
 
 def _column(sections: Mapping[str, Any], name: str) -> npt.NDArray[Any]:
     try:
-        return np.frombuffer(sections[name], _COLUMNS[name])
+        return np.frombuffer(sections[name], _TYPES[name])
     except (KeyError, ValueError, TypeError) as error:
         raise ValueError(f"its column {name!r} is missing or broken") from error
 
@@ -106,7 +138,7 @@ def _check_lengths(columns: Mapping[str, npt.NDArray[Any]], num_prompts: int) ->
     for name in ("prompt_lengths", "num_answers", "lengths", "prompt_tokens", "tokens", "epochs", "samples"):
         if (columns[name] < 0).any():
             raise ValueError(f"its column {name!r} has a negative number")
-    for name in ("epochs", "samples", "policy_versions"):
+    for name in ("epochs", "samples", "policy_versions", "prompt_lengths", "num_answers", "lengths"):
         if (columns[name] >= 2**31).any():
             raise ValueError(f"its column {name!r} has a number that no run gets to")
     expected = {

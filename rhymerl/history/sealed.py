@@ -92,18 +92,19 @@ class SealedHistory:
                 self._build(name)
 
     def _apply(self, change: PromptChange, name: Name) -> None:
-        if change.is_forgotten:
-            for table in (self._answers, self._sealed, self._building):
-                table.pop(name, None)
-            self._stale.discard(name)
-        if not change.added and name not in self._answers:
-            return
         prompt, known = self._answers.pop(name, (change.prompt_token_ids, ()))
+        if change.is_forgotten:
+            prompt, known = change.prompt_token_ids, ()
         answers = [answer for answer in (*known, *change.added) if answer.epoch >= change.first_epoch]
         newest = max((answer.epoch for answer in answers), default=0)
         answers = [answer for answer in answers if answer.epoch > newest - self.window]
-        self._answers[name] = prompt, tuple(answers)
-        self._stale.add(name)
+        if change.is_forgotten or not answers:
+            self._sealed.pop(name, None)
+            self._building.pop(name, None)
+            self._stale.discard(name)
+        if answers:
+            self._answers[name] = prompt, tuple(answers)
+            self._stale.add(name)
 
     def _build(self, name: Name) -> None:
         """Build an index in the background; an older one that is being built is not waited for."""

@@ -29,8 +29,10 @@ class TokenMemory:
         self.num_live = 0
 
     def put(self, token_ids: IntArray) -> IntArray:
-        """Return a read-only copy, int32."""
+        """Return a read-only copy, int32; an array of another store's is shared."""
         self.num_live += len(token_ids)
+        if token_ids.base is None and not token_ids.flags.writeable and token_ids.dtype == np.int32:
+            return token_ids
         copy = np.array(token_ids, np.int32)
         copy.flags.writeable = False
         return copy

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -292,3 +293,22 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(RunError, match=rf"^history\.spill='{tmp_path}': No space left on device$"):
         store.add(A, [answer()])
+
+
+def test_stores_of_one_process_share_their_tokens() -> None:
+    """A trainer has a store for each server that it speaks with."""
+    one, two = HistoryStore(), HistoryStore()
+    one.add(prompt("a"), [answer()])
+    (known,) = one.answers(prompt("a"))
+    two.add(prompt("a"), [known])
+    (again,) = two.answers(prompt("a"))
+    assert again.token_ids is known.token_ids
+    assert two.bytes == one.bytes
+    given = answer()
+    one.add(prompt("b"), [given])
+    given.token_ids[0] = 9
+    assert one.answers(prompt("b"))[0].token_ids.tolist() == [1, 2, 3]
+    view = np.arange(4, dtype=np.int32)[1:]
+    view.flags.writeable = False
+    one.add(prompt("c"), [replace(given, token_ids=view)])
+    assert not np.shares_memory(one.answers(prompt("c"))[0].token_ids, view), "it would keep a larger array"

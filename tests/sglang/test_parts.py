@@ -12,6 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rhymerl.backends.remote.counters import Counters
+from rhymerl.backends.remote.drafter_feed import ROUTE
+from rhymerl.backends.sglang.plugin.route import FeedRoute
 from rhymerl.errors import BackendError
 from tests.backends.sglang.test_keyed import rollout_request, sampling_info
 
@@ -283,3 +286,21 @@ def sampler_and_batch():
     logits = torch.randn(3, info.vocab_size)
     logits[:, 20] = 30.0
     return sampler, info, logits
+
+
+@pytest.mark.parametrize(("key", "status"), [(None, 400), ("secret", 401)])
+def test_a_server_with_a_key_asks_for_it_at_our_route_too(tmp_path, key, status):
+    from fastapi import FastAPI
+    from sglang.srt.utils.auth import add_api_key_middleware
+    from starlette.testclient import TestClient
+
+    Counters(tmp_path / "counters", new=True)
+    app = FastAPI()
+    app.add_route(ROUTE, FeedRoute(tmp_path))
+    if key is not None:
+        add_api_key_middleware(app, api_key=key, admin_api_key=None)
+    client = TestClient(app)
+    assert client.post(ROUTE, content=b"no message").status_code == status
+    known = client.post(ROUTE, content=b"no message", headers={"Authorization": f"Bearer {key}"})
+    assert (known.status_code, known.json()) == (400, {"error": "history message: not a history file"})
+    assert client.put(ROUTE).status_code in (401, 405)

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+HISTORY_TOKENS = 50_000_000  # of past answers that a worker remembers at most, unless it is told otherwise
+
+
 class Connection(ABC):
     """The way to one worker's host. A worker that is gone makes the futures raise OSError or a subclass of it."""
 

@@ -20,7 +20,7 @@ import torch
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.backends.hosted.actor import HostRecipe, RayWorker
-from rhymerl.backends.hosted.base import Connection, HostedBackend
+from rhymerl.backends.hosted.base import HISTORY_TOKENS, Connection, HostedBackend
 from rhymerl.backends.hosted.cluster import answers, places, started_here, words_of
 from rhymerl.backends.hosted.messages import Events, Message, WeightSource
 from rhymerl.backends.hosted.publishing import Publisher
@@ -191,7 +191,7 @@ class RayBackend(HostedBackend):
         cpus_per_worker: int = 1,
         gpus_per_worker: int = 0,
         min_workers: int | None = None,
-        history_tokens: int | None = 50_000_000,
+        history_tokens: int | None = HISTORY_TOKENS,
         start_timeout_s: float = 180.0,
         hang_timeout_s: float = 60.0,
     ) -> None:

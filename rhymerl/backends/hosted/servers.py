@@ -11,13 +11,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rhymerl.backends.base import RolloutBackend
-from rhymerl.backends.hosted.base import HostedBackend
+from rhymerl.backends.hosted.base import HISTORY_TOKENS, HostedBackend
 from rhymerl.backends.hosted.host import WorkerHost
 from rhymerl.backends.hosted.messages import WeightSource
 from rhymerl.backends.hosted.threads import ThreadConnection, copied
 from rhymerl.backends.remote.client import NoAnswerError
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
+from rhymerl.drafters.none import NoDrafter
+from rhymerl.drafters.run_ahead import innermost
 from rhymerl.errors import BackendError, ConfigError
 from rhymerl.history import HistoryStore
 from rhymerl.models.copies import copy_weights, policy_of
@@ -35,6 +37,8 @@ _AGAIN_S = 2.0  # between two looks for a server that was lost
 
 class ServedBackend(RolloutBackend):
     """A backend whose engines may be servers that run already."""
+
+    history_tokens: int | None = HISTORY_TOKENS  # that each of them remembers at most
 
     @abstractmethod
     def servers(self) -> Sequence[ServedBackend]:
@@ -112,7 +116,8 @@ class ServerConnection(ThreadConnection):
     lost = (NoAnswerError,)
 
     def __init__(self, load: ServerLoader, *, lockstep: bool) -> None:
-        super().__init__(WorkerHost(load, history=HistoryStore()), lockstep=lockstep)
+        history = HistoryStore(max_tokens=load.engine.history_tokens)
+        super().__init__(WorkerHost(load, history=history), lockstep=lockstep)
         self._load = load
 
     def kill(self) -> None:
@@ -123,7 +128,6 @@ class ServerConnection(ThreadConnection):
 class ServersBackend(HostedBackend):
     """Every server of `backend` is a worker. A server that does not answer any more is looked for until it is back, while others go on."""
 
-    remembers = False  # they have drafters of their own
     starts_together = True
     goes_on_short = True
 
@@ -153,6 +157,7 @@ class ServersBackend(HostedBackend):
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._parts = PolicyCopies(policy), drafter, budget
+        self.remembers = not isinstance(innermost(drafter), NoDrafter)
 
     def num_workers(self, num_ranks: int) -> int:
         """Return how many servers there are."""

@@ -1,4 +1,4 @@
-"""An engine or a router over HTTP: JSON there and back."""
+"""An engine or a router over HTTP: JSON there and back, or bytes there."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Client:
         self._check(path, status, answer)
         return answer
 
-    def post(self, path: str, content: Mapping[str, Any], *, timeout_s: float | None = _LONGEST_S) -> Any:
+    def post(self, path: str, content: Mapping[str, Any] | bytes, *, timeout_s: float | None = _LONGEST_S) -> Any:
         """Return the server's answer. Raises NoAnswerError when it cannot be reached, RefusedError when it refuses or reports failure."""
         status, answer = self._call("POST", path, content, timeout_s=timeout_s)
         self._check(path, status, answer)
@@ -110,17 +110,18 @@ class Client:
                     connection.sock.shutdown(socket.SHUT_RDWR)
 
     def _call(
-        self, method: str, path: str, content: Mapping[str, Any] | None, *, timeout_s: float | None
+        self, method: str, path: str, content: Mapping[str, Any] | bytes | None, *, timeout_s: float | None
     ) -> tuple[int, Any]:
         connection = _KINDS[self.scheme](self.host, self.port, timeout=min(timeout_s or _CONNECT_S, _CONNECT_S))
-        body = None if content is None else json.dumps(content)
+        body = content if content is None or isinstance(content, bytes) else json.dumps(content)
+        kind = "application/octet-stream" if isinstance(content, bytes) else "application/json"
         self._open.add(connection)
         try:
             connection.connect()
             connection.sock.settimeout(timeout_s)
             if self._is_over:
                 raise ConnectionAbortedError("nobody waits for it any more")
-            connection.request(method, self.path + path, body, {"Content-Type": "application/json"})
+            connection.request(method, self.path + path, body, {"Content-Type": kind})
             response = connection.getresponse()
             text = response.read()
         except (OSError, http.client.HTTPException) as error:

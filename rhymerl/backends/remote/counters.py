@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 NAMES = ("asks", "hits", "drafted_nodes", "bad_drafts", "draft_s", "passes", "row_passes", "nodes")
 
@@ -16,13 +17,17 @@ class Counters:
     def __init__(self, path: Path, *, new: bool = False) -> None:
         if new:
             np.zeros(len(NAMES)).tofile(path)
-        self._values = np.memmap(path, np.float64, "r+", shape=(len(NAMES),))
+        self._values: npt.NDArray[np.float64] = np.memmap(path, np.float64, "r+", shape=(len(NAMES),))
         self._reported = np.array(self._values)
 
     def add(self, **amounts: float) -> None:
         """Add amounts to the counts."""
         for name, amount in amounts.items():
             self._values[NAMES.index(name)] += amount
+
+    def totals(self) -> Mapping[str, float]:
+        """Return the counts."""
+        return dict(zip(NAMES, self._values.tolist(), strict=True))
 
     @property
     def nodes_a_pass(self) -> float | None:

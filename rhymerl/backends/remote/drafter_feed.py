@@ -2,7 +2,8 @@
 
 A request names the version of the feed that it needs, so nothing is sent on the engine's own wires. A drafter has read
 what the step before has brought when the first request of the next one arrives. Each file is written whole, read once
-and then removed by the reader.
+and then removed by the reader. For an engine that it has started the trainer writes them; to a server that runs already it sends
+the history over HTTP, as plain data, and the plugin's route there writes them.
 """
 
 from __future__ import annotations
@@ -14,9 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rhymerl.drafters.base import Drafter
-from rhymerl.errors import BackendError
+from rhymerl.errors import BackendError, DataError
+from rhymerl.history.files import from_bytes
+from rhymerl.history.packing import unpack_delta
 from rhymerl.history.records import HistoryDelta
 from rhymerl.types import Sample
+
+ROUTE = "/rhymerl/feed"
+LARGEST_BYTES = 2**29  # of a message over HTTP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +33,16 @@ class FeedMessage:
     samples: Sequence[Sample] = ()
 
 
+def message_of(content: bytes) -> FeedMessage:
+    """Return a change of the history that came over HTTP. Raises DataError for anything that `pack_delta` has not made; nothing in it is executed."""
+    try:
+        return FeedMessage(delta=unpack_delta(from_bytes(content)))
+    except ValueError as error:
+        raise DataError(f"history message: {error}") from error
+
+
 class FeedWriter:
-    """The trainer's side; `folder` belongs to one engine and to nobody else, because its files are unpickled."""
+    """Writes the files; `folder` belongs to one engine and to nobody else, because they are unpickled."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -9,6 +9,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Any, Literal
 
 from rhymerl.backends.base import Backend
+from rhymerl.backends.hosted.base import HISTORY_TOKENS
 from rhymerl.backends.hosted.servers import ServedBackend, ServersBackend
 from rhymerl.backends.remote.client import Client
 from rhymerl.backends.remote.fleet import Fleet
@@ -50,7 +51,8 @@ class SGLangBackend(ServedBackend):
     same device), `disk` (a file in `folder`, by default in shared memory where there is room), `distributed` (a process group with
     the engine's ranks), `auto`. An engine that dies is an error, unless it may be started again `restarts` times, and so is one
     that has been silent for `silence_timeout_s` and fails a health check. `release_memory` frees its memory while training. `url`
-    is one or several, of servers or of routers, whose servers are then asked themselves; each is a worker. With `piece_s` answers are
+    is one or several, of servers or of routers, whose servers are then asked themselves; each is a worker, which remembers at most
+    `history_tokens` of past answers (null: no limit). With `piece_s` answers are
     asked for in pieces that take about so long, so that an engine which is lost costs no more.
     """
 
@@ -69,6 +71,7 @@ class SGLangBackend(ServedBackend):
         environment: Mapping[str, str] | None = None,
         weights: Literal["auto", "tensor", "disk", "distributed"] = "auto",
         url: str | Sequence[str] | None = None,
+        history_tokens: int | None = HISTORY_TOKENS,
         restarts: int = 0,
         release_memory: bool = False,
         folder: str | None = None,
@@ -81,6 +84,7 @@ class SGLangBackend(ServedBackend):
             "max_running": (max_running, 1),
             "tensor_parallel": (tensor_parallel, 1),
             "restarts": (restarts, 0),
+            "history_tokens": (1 if history_tokens is None else history_tokens, 1),
             "start_timeout_s": (start_timeout_s, 1),
             "silence_timeout_s": (silence_timeout_s, 1),
         }
@@ -99,6 +103,7 @@ class SGLangBackend(ServedBackend):
         self.environment = dict(environment or {})
         self.weights = weights
         self.url = url
+        self.history_tokens = history_tokens
         self.restarts = restarts
         self.release_memory = release_memory
         self.folder = folder
@@ -108,6 +113,10 @@ class SGLangBackend(ServedBackend):
         check(self.arguments)
         if url is not None:
             self._refuse_what_starts_a_server()
+        elif history_tokens != HISTORY_TOKENS:
+            raise ValueError(
+                f"history_tokens={history_tokens}: is for servers that run already, at `url`; history.max_tokens is for all others"
+            )
         self._addresses = _addresses(url)
         self._cost = CostCurve.read(costs) if costs is not None else None
         self._node: NodePosition | None = None  # of a worker apart from ranks

@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 
 def launch_line(config: DictConfig) -> dict[str, Any]:
-    """Write what the server's processes read into `out`; returns its environment and its command line.
-
-    The history that such a server drafts from is that of the answers it gives itself: running siblings, and the request's own text.
-    """
+    """Write what the server's processes read into `out`; returns its environment and its command line."""
     section = resolved(config)["backend"]
     url = section.pop("url", None)  # a trainer's: there the server runs already, and no argument is left to choose
     backend = instantiate(section, key="backend")
@@ -47,7 +44,7 @@ def launch_line(config: DictConfig) -> dict[str, Any]:
     budget: Budget = instantiate(config.budget, key="budget")
     folder = open_folder(config.out, setting="out").resolve()
     # A trainer that runs ahead may come: without prefetched tokens it is the drafter alone.
-    settings = EngineSettings.of(RunAheadDrafter(drafter), budget, folder).open()
+    settings = EngineSettings.of(RunAheadDrafter(drafter), budget, folder, has_route=True).open()
     words = arguments.words(
         model_path=source.path,
         dtype=dtype,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,7 +61,6 @@ class OwnEngine:
         require_sglang(memory_saver=saves_memory)
         file = EngineSettings.of(self.drafter, self.settings.budget, self.folder).open()
         self.counters = Counters(self.folder / COUNTERS)
-        shutil.rmtree(self.folder / FEED, ignore_errors=True)
         self.feed = FeedWriter(self.folder / FEED)
         kind = "cpu" if self._on_cpu else "cuda"
         ours = arguments.of_device(kind, dtype=self.dtype, saves_memory=saves_memory)

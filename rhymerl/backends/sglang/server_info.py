@@ -15,14 +15,17 @@ from rhymerl.drafters.run_ahead import innermost
 from rhymerl.errors import ConfigError
 
 _log = logging.getLogger(__name__)
+_WITHOUT_HISTORY = (
+    ", and not from this run's history, which it does not take (start it as this version's `rhymerl sglang-args` says)"
+)
 _LOSSY = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
 
 
-def tokens_a_pass(engine: Client, settings: SessionSettings, drafter: Drafter) -> int:
+def tokens_a_pass(engine: Client, settings: SessionSettings, drafter: Drafter, *, takes_history: bool = True) -> int:
     """Return how many tokens each request has in a pass, its last one included: 1 without drafts.
 
     Raises ConfigError for a server whose drafts change what is sampled, or that is not what the settings say. Which drafter it has
-    the server does not tell: a warning says that it has to be the run's.
+    the server does not tell: a warning says that it has to be the run's, and whether history does not get there.
     """
     info = engine.get_if_known("/server_info")
     found = settings.n
@@ -33,8 +36,9 @@ def tokens_a_pass(engine: Client, settings: SessionSettings, drafter: Drafter) -
         _check_drafts(engine, found - 1, settings, drafter)
     if found > 1:
         _log.warning(
-            "the SGLang server at %s drafts with the drafter that it was started with; drafter=%s of this run has to be the same",
+            "the SGLang server at %s drafts with the drafter that it was started with%s; drafter=%s of this run has to be the same",
             engine.url,
+            "" if takes_history else _WITHOUT_HISTORY,
             type(innermost(drafter)).__name__,
         )
     return found

@@ -19,6 +19,7 @@ from rhymerl.backends.remote.in_flight import InFlightRequest, InFlightRequests
 from rhymerl.backends.sglang.arguments import engine_dtype
 from rhymerl.backends.sglang.own import OwnEngine
 from rhymerl.backends.sglang.plugin.names import FOLDERS
+from rhymerl.backends.sglang.served import ServedDrafter
 from rhymerl.backends.sglang.server_info import tokens_a_pass
 from rhymerl.backends.sglang.session_settings import SessionSettings
 from rhymerl.drafters.base import Drafter
@@ -54,6 +55,7 @@ class Session:
         copies, in_memory = settings.node.num_here, settings.folder is None
         self.weights_folder = weights.make_folder(self.folder, policy.model, copies=copies, in_memory=in_memory)
         self._own: OwnEngine | None = None
+        self._served: ServedDrafter | None = None  # where a server runs already and has our route
         self._history: HistoryStore | None = None
         self._followed = NO_VERSION
         self._completed: list[Completion] = []  # ended, and not collected yet
@@ -75,7 +77,8 @@ class Session:
             raise ConfigError(
                 f"backend.url={urls}: several servers are workers, each with a backend of its own: see `apart`"
             )
-        return tokens_a_pass(engine, self.settings, self.drafter)
+        self._served = ServedDrafter.at(engine, timeout_s=self.settings.silence_timeout_s)
+        return tokens_a_pass(engine, self.settings, self.drafter, takes_history=self._served is not None)
 
     def _started(self) -> int:
         """Start an engine of our own; return how many tokens a request and pass it has."""
@@ -114,8 +117,8 @@ class Session:
         )
 
     def _nodes_a_pass(self) -> float:
-        """Return how many draft nodes a request has in a pass. A server that runs already does not tell: as if it were the most in all passes."""
-        counted = None if self._own is None else self._own.counters.nodes_a_pass
+        """Return how many draft nodes a request has in a pass; as if it were the most in all passes where the engine has not told."""
+        counted = self._remote_drafter.counters.nodes_a_pass if self._remote_drafter is not None else None
         return self._tokens_a_pass - 1 if counted is None else counted
 
     @property
@@ -345,23 +348,32 @@ class Session:
 
     # -- history -------------------------------------------------------------------------------------------------------
 
+    @property
+    def _remote_drafter(self) -> OwnEngine | ServedDrafter | None:
+        """The feed and the counters of the drafter; None without drafts, and at a server without our route."""
+        return (self._own or self._served) if self._tokens_a_pass > 1 else None
+
     def follow(self, history: HistoryStore) -> None:
-        """Tell the drafter, by the requests that come next. A server that was running before has a drafter of its own."""
+        """Tell the drafter, by the requests that come next."""
         self._history = history
-        if self._own is None or self.settings.n == 1:
+        if (drafter := self._remote_drafter) is None:
             return
-        delta = history.deltas(self._followed)
+        delta, expected = history.deltas(self._followed), drafter.feed.version + 1
+        self._tell(drafter, FeedMessage(delta=delta))
+        if drafter.feed.version != expected and not delta.is_snapshot:
+            # Its server was started anew, or another trainer has told it something.
+            delta = history.snapshot()
+            self._tell(drafter, FeedMessage(delta=delta))
         self._followed = delta.version
-        self._tell(self._own, FeedMessage(delta=delta))
 
     def learn(self, samples: Sequence[Sample]) -> None:
-        """Tell the drafter, if it wants to know."""
+        """Tell the drafter of our own engine, if it wants to know."""
         if self._own is not None and self.settings.n > 1 and listens(self.drafter, "learn"):
             self._tell(self._own, FeedMessage(samples=samples))
 
-    def _tell(self, engine: OwnEngine, feed: FeedMessage) -> None:
-        engine.feed.write(feed)
-        self._in_flight.feed = engine.feed.version
+    def _tell(self, drafter: OwnEngine | ServedDrafter, message: FeedMessage) -> None:
+        drafter.feed.write(message)
+        self._in_flight.feed = drafter.feed.version
 
     # -- metrics -------------------------------------------------------------------------------------------------------
 
@@ -372,9 +384,9 @@ class Session:
             "rollout/spec_accept_length": Ratio(totals["emitted"], totals["passes"]),
             "rollout/spec_accept_rate": Ratio(totals["accepted"], totals["drafted"]),
         }
-        if self._own is None or self.settings.n == 1:
+        if self._remote_drafter is None:
             return result
-        new, now = self._own.counters.since(), time.monotonic()
+        new, now = self._remote_drafter.counters.since(), time.monotonic()
         seconds, self._reported_s = now - self._reported_s, now
         return {
             **result,

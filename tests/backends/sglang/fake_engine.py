@@ -101,12 +101,12 @@ class FakeEngine:
 
     # -- what it is asked ------------------------------------------------------------------------------------------
 
-    def answer(self, path: str, content: dict[str, Any]) -> tuple[int, Any] | None:
+    def answer(self, path: str, content: Any) -> tuple[int, Any] | None:
         """Status and content; None when it vanishes meanwhile."""
         self.calls.append(path)
         if path in self.answers:
             return self.answers[path]
-        name = path.strip("/")
+        name = path.strip("/").replace("/", "_")
         return getattr(self, f"on_{name}")(content) if hasattr(self, f"on_{name}") else (404, "Not Found")
 
     def on_health(self, content: dict[str, Any]) -> tuple[int, Any]:
@@ -213,8 +213,9 @@ def _handler(engine: FakeEngine) -> type[BaseHTTPRequestHandler]:
             self._say(engine.answer(self.path, {}))
 
         def do_POST(self) -> None:
-            content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            self._say(engine.answer(self.path, content))
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            is_json = self.headers["Content-Type"] == "application/json"
+            self._say(engine.answer(self.path, json.loads(body) if is_json else body))
 
         def _say(self, answer: tuple[int, Any] | None) -> None:
             if answer is None:

@@ -24,7 +24,9 @@ def test_it_drafts_as_asked_and_what_a_trainer_has_prefetched(tmp_path, drafter,
     words = launch["arguments"]
     flag = "--speculative-num-draft-tokens"
     assert (words[words.index(flag) + 1] if flag in words else None) == tokens
-    described = json.loads((tmp_path / "served" / "engine.json").read_text())["drafter"]
+    content = json.loads((tmp_path / "served" / "engine.json").read_text())
+    assert content["has_route"], "history comes over HTTP"
+    described = content["drafter"]
     assert described["_target_"].endswith("RunAheadDrafter")
     assert drafter.replace("_", "") in described["inner"]["_target_"].lower()
 

@@ -43,11 +43,22 @@ def engines():
 
 
 @contextmanager
-def loop_over(engines, policy, *, scheduler=FIFOScheduler, piece_s=None, **settings):
-    backend = SGLangBackend(url=[engine.url for engine in engines], max_running=4, piece_s=piece_s).apart()
+def loop_over(
+    engines,
+    policy,
+    *,
+    scheduler=FIFOScheduler,
+    piece_s=None,
+    drafter=None,
+    history_tokens: int | None = None,
+    **settings,
+):
+    backend = SGLangBackend(
+        url=[engine.url for engine in engines], max_running=4, piece_s=piece_s, history_tokens=history_tokens
+    ).apart()
     assert isinstance(backend, ServersBackend)
     with backend:
-        backend.start(policy, NoDrafter())
+        backend.start(policy, drafter or NoDrafter())
         loop = RolloutLoop(
             backend,
             scheduler(),
@@ -66,7 +77,7 @@ def run(loop, policy, steps, *, update_s: float = 0.0):
     """Steps of training; every answer of every step is whole, and is there once."""
     for step in steps:
         loop.sync_weights(policy.named_weights(), step)
-        samples = loop.run(PROMPTS, step, SETTINGS, following=PROMPTS).samples
+        samples = loop.run(PROMPTS, step, SETTINGS, following=PROMPTS, epoch=step).samples
         assert len(samples) == 24
         for sample in samples:
             assert sample.completion.token_ids.tolist() == answer_of(sample.completion.request)

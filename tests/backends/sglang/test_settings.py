@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from rhymerl.backends.remote.counters import Counters
+from rhymerl.backends.remote.drafter_feed import FeedMessage, FeedWriter
 from rhymerl.backends.sglang.nodes import widths_to
 from rhymerl.backends.sglang.plugin.names import VARIABLE
 from rhymerl.backends.sglang.plugin.settings import EngineSettings
@@ -34,6 +35,29 @@ def test_the_drafter_is_built_again_as_it_was(wraps, tmp_path):
     assert describe(drafting.protocol.drafter) == describe(drafter)
     assert drafting.n == 4
     drafting.protocol.drafter.close()
+
+
+def test_messages_that_an_earlier_engine_has_not_read_are_removed(tmp_path):
+    """Numbers begin anew with each engine."""
+    settings = EngineSettings.of(HistoryTreeDrafter(), None, tmp_path)
+    settings.open()
+    writer = FeedWriter(tmp_path / "feed")
+    for _ in range(3):
+        writer.write(FeedMessage())
+    settings.drafting(FixedBudget(3), 19).protocol.drafter.close()
+    assert list((tmp_path / "feed").iterdir()) == []
+    writer.write(FeedMessage())
+    assert len(list((tmp_path / "feed").iterdir())) == 1
+
+
+def test_an_engine_of_older_settings_has_no_route(tmp_path, monkeypatch):
+    file = EngineSettings.of(HistoryTreeDrafter(), None, tmp_path, has_route=True).open()
+    monkeypatch.setenv(VARIABLE, str(file))
+    assert EngineSettings.of_this_process().has_route
+    content = json.loads(file.read_text())
+    del content["has_route"]
+    file.write_text(json.dumps(content))
+    assert not EngineSettings.of_this_process().has_route
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+from pathlib import Path
 
 from rhymerl.backends.sglang.plugin.names import VARIABLE
 
 
 def register() -> None:
-    """Bring in the drafting worker and the keyed draw, where an engine was started for rhymerl; otherwise do nothing.
+    """Bring in the drafting worker, the keyed draw and the route for history, where an engine was started for rhymerl; otherwise do nothing.
 
     A version that cannot have our draw keeps its own. What was found is written for the trainer: SGLang itself only logs that a
     plugin failed.
@@ -30,3 +32,7 @@ def register() -> None:
 
         worker.install()
     settings.report(found)
+    if settings.has_route and multiprocessing.parent_process() is None:  # here HTTP is served
+        from rhymerl.backends.sglang.plugin import route
+
+        route.install(Path(settings.folder))

@@ -33,9 +33,10 @@ class EngineSettings:
     budget: Mapping[str, Any]
     folder: str
     paths: tuple[str, ...]
+    has_route: bool = False  # the trainer does not write to the folder: it sends the history over HTTP
 
     @classmethod
-    def of(cls, drafter: Drafter, budget: Budget | None, folder: Path) -> EngineSettings:
+    def of(cls, drafter: Drafter, budget: Budget | None, folder: Path, *, has_route: bool = False) -> EngineSettings:
         """Describe a drafter and a budget, by default goodput's, with this process's import path, so that a class of the user's own is found there too.
 
         Raises ConfigError for one that cannot be built again in the engine's process.
@@ -45,6 +46,7 @@ class EngineSettings:
             budget=_described("budget", GoodputBudget() if budget is None else budget),
             folder=str(folder),
             paths=tuple(path or os.getcwd() for path in sys.path),
+            has_route=has_route,
         )
 
     def open(self) -> Path:
@@ -63,7 +65,8 @@ class EngineSettings:
         try:
             content = json.loads(Path(path).read_text())
             names = ("drafter", "budget", "folder")
-            return cls(**{name: content[name] for name in names}, paths=tuple(content["paths"]))
+            known = {name: content[name] for name in names}
+            return cls(**known, paths=tuple(content["paths"]), has_route=content.get("has_route", False))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise BackendError(
                 f"{VARIABLE}={path!r}: expected the file that `rhymerl sglang-args` writes ({error!r})"
@@ -97,10 +100,12 @@ class EngineSettings:
         )
 
     def drafting(self, budget: Budget, vocabulary: int) -> EngineDrafting:
-        """The drafter, and what stands between it and the engine."""
+        """The drafter, and what stands between it and the engine. Messages that an earlier engine has not read are removed."""
         sys.path.extend(path for path in self.paths if path not in sys.path)
         drafter: Drafter = instantiate(self.drafter, key="drafter")
         folder = Path(self.folder)
+        for left in (folder / FEED).glob("*"):
+            left.unlink()
         feed, counters = FeedReader(folder / FEED, drafter), Counters(folder / COUNTERS)
         return EngineDrafting(drafter, budget, vocabulary=vocabulary, feed=feed, counters=counters)
 
