@@ -18,32 +18,39 @@ if TYPE_CHECKING:
 class AIMDBudget(Budget):
     """A request starts with `start` nodes, gains `increase` when all of a draft is accepted, and falls back after any rejection.
 
-    It never has more than `nodes`.
+    It never has more than `nodes`. Passes over more than `max_batch_size` running requests have no drafts: where that pays depends on model and device,
+    and the paper profiles it. None sets no such gate.
     """
 
-    def __init__(self, nodes: int = 32, *, start: int = 2, increase: int = 2) -> None:
+    def __init__(
+        self, nodes: int = 32, *, start: int = 2, increase: int = 2, max_batch_size: int | None = None
+    ) -> None:
         require_at_least({"nodes": (nodes, 1), "start": (start, 1), "increase": (increase, 0)})
+        if max_batch_size is not None and max_batch_size < 1:
+            raise ValueError(f"max_batch_size={max_batch_size}: expected at least 1, or null")
         self.nodes = nodes
         self.start = start
         self.increase = increase
+        self.max_batch_size = max_batch_size
         self._window: dict[str, int] = {}  # by id of a running request
 
     @property
     def max_nodes(self) -> int:
         return self.nodes
 
-    def limits(self, requests: Sequence[RolloutRequest]) -> IntArray:
-        return np.array([self._of(request) for request in requests], np.int32)
+    def skips(self, num_requests: int) -> int:
+        return int(self.max_batch_size is not None and num_requests > self.max_batch_size)
 
-    def _of(self, request: RolloutRequest) -> int:
-        return min(self._window.get(request.id, self.start), self.nodes)
+    def limits(self, requests: Sequence[RolloutRequest]) -> IntArray:
+        windows = [self._window.setdefault(request.id, self.start) for request in requests]
+        return np.minimum(windows, self.nodes).astype(np.int32)
 
     def learn(self, outcome: PassOutcome) -> None:
         counts = outcome.drafts.counts
         for r in np.flatnonzero(counts).tolist():
-            request = outcome.requests[r]
-            whole = outcome.num_accepted[r] == counts[r]
-            self._window[request.id] = self._of(request) + self.increase if whole else self.start
+            name, whole = outcome.requests[r].id, outcome.num_accepted[r] == counts[r]
+            if name in self._window:  # else it has left by now
+                self._window[name] = self._window[name] + self.increase if whole else self.start
 
     def finish(self, request: RolloutRequest) -> None:
         self._window.pop(request.id, None)

@@ -202,7 +202,8 @@ def open_children(
             if follows[m] == token:
                 member[k], member[j] = member[j], m
                 votes_here += weight[m]
-                favours_here += favour[m]
+                if weight[m] > 0.0:  # else it is no longest match, and those alone count
+                    favours_here += favour[m]
                 j += 1
         if token >= 0 and votes_here > 0.0:
             first[num_open], last[num_open] = i, j

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -13,23 +13,29 @@ from rhymerl.costs import Points
 from rhymerl.schedulers.base import Move, Progress
 from rhymerl.schedulers.migration import outliers_to_running
 from rhymerl.schedulers.predicting import Piece, PredictingScheduler, queue_of
-from rhymerl.schedulers.queue_cost import QueueCost
+from rhymerl.schedulers.queue_cost import QueueLoad
 from rhymerl.types import RolloutRequest
+
+if TYPE_CHECKING:
+    from rhymerl.types import FloatArray
 
 _PLANS = 3  # two steps may be under way, and an evaluation
 _GROWTH = 0.75  # the quantile of growth that beta is
+
+Group = tuple[Sequence[Piece], int]  # neighbours, and how many workers they have
 
 
 class HistoPipeScheduler(PredictingScheduler):
     """Prompts sorted by predicted length and cut into groups; odd steps deal them in ascending order, even ones in descending.
 
-    Tier 1: a group a worker. Tier 2: `groups_per_worker` times as many groups as workers; a long group gets up to
-    `max_workers` workers, so that the times of groups rise linearly with the smallest slope that the workers allow. It falls
-    back to tier 1 when there are more groups than workers. In the first epoch nothing is known, and prompts go round robin.
+    Tier 1: a group a worker. Tier 2: `groups_per_worker` times as many groups as workers; a group gets up to
+    `max_workers` workers, so that the times of groups rise linearly with the smallest slope that the workers allow. The shortest group may take
+    as long as an update, `train_time`, which is in the unit of `costs`. Tier 2 falls back to tier 1 where no slope is
+    enough, and where it is predicted to be slower. In the first epoch nothing is known, and prompts go round robin.
 
     With `migrate`, requests among the last `alpha` of a worker's that have outgrown their group go to a longer group that is still
     running. A request has outgrown its group when it is longer than `beta` times the longest answer predicted there, or than the
-    third quartile of growth if that is more.
+    third quartile of growth if that is more. The paper moves requests of long groups to the next step, and fills up the update from a replay buffer; that is missing here.
     """
 
     def __init__(
@@ -41,6 +47,7 @@ class HistoPipeScheduler(PredictingScheduler):
         migrate: bool = True,
         alpha: float = 0.1,
         beta: float = 1.1,
+        train_time: float = 0.0,
         keep_groups: bool = True,
         costs: str | Points | None = None,
         momentum: float = 0.5,
@@ -57,12 +64,15 @@ class HistoPipeScheduler(PredictingScheduler):
             raise ValueError(f"alpha={alpha}: expected 0 to 1")
         if not 1 <= beta < math.inf:
             raise ValueError(f"beta={beta}: expected at least 1, and finite")
+        if not 0 <= train_time < math.inf:
+            raise ValueError(f"train_time={train_time}: expected at least 0, and finite")
         self.tier = tier
         self.groups_per_worker = groups_per_worker
         self.max_workers = max_workers
         self.migrate = migrate
         self.alpha = alpha
         self.beta = beta
+        self.train_time = train_time
         self._beta = beta
         self._longest: dict[int, list[float]] = {}  # by step: the longest answer predicted for each worker's group
 
@@ -72,9 +82,8 @@ class HistoPipeScheduler(PredictingScheduler):
             return [queue_of(pieces[worker::num_workers]) for worker in range(num_workers)]
         pieces.sort(key=lambda piece: (piece.median, piece.tail))
         groups = self._groups(pieces, num_workers)
-        counts = self._workers(groups, num_workers)
-        shares = [share for group, count in zip(groups, counts, strict=True) for share in cut(group, count)]
-        longest = [_longest(group) for group, count in zip(groups, counts, strict=True) for _ in range(count)]
+        shares = [share for group, count in groups for share in cut(group, count)]
+        longest = [_longest(group) for group, count in groups for _ in range(count)]
         if step % 2 == 0:
             shares.reverse()
             longest.reverse()
@@ -106,14 +115,31 @@ class HistoPipeScheduler(PredictingScheduler):
     def migrates(self) -> bool:
         return self.migrate
 
-    def _groups(self, pieces: Sequence[Piece], num_workers: int) -> list[Sequence[Piece]]:
-        count = num_workers if self.tier == 1 else max(round(self.groups_per_worker * num_workers), 1)
-        return cut(pieces, min(count, num_workers))
+    def _groups(self, pieces: Sequence[Piece], num_workers: int) -> list[Group]:
+        """Return the groups in ascending order of length."""
+        single = [(group, 1) for group in cut(pieces, num_workers)]
+        number = max(round(self.groups_per_worker * num_workers), 1)
+        if self.tier == 1 or number >= num_workers:
+            return single
+        groups = cut(pieces, number)
+        tau = np.array([[max(map(self._time, cut(group, k + 1))) for k in range(self.max_workers)] for group in groups])
+        counts = linear_workers(tau, num_workers, train_time=self.train_time)
+        if counts is None:
+            return single
+        totals = [sum(piece.total for piece in group) for group in groups]
+        several = list(zip(groups, share_out(counts, totals, num_workers), strict=True))
+        return single if self._two_steps(single) < self._two_steps(several) else several
 
-    def _workers(self, groups: Sequence[Sequence[Piece]], num_workers: int) -> list[int]:
-        if self.tier == 1 or len(groups) == num_workers:
-            return [1] * len(groups)
-        return linear_workers(groups, num_workers, self.max_workers, self.cost)
+    def _two_steps(self, groups: Sequence[Group]) -> float:
+        """Return the predicted time of two steps in a row, of which the second deals the groups in the opposite order."""
+        times = np.array([self._time(share) for group, count in groups for share in cut(group, count)])
+        return float((times + times[::-1]).max())
+
+    def _time(self, share: Sequence[Piece]) -> float:
+        load = QueueLoad(self.max_running)
+        for piece in share:
+            load.add(len(piece.requests), piece.median, piece.tail)
+        return self.cost.time(load.passes, load.total)
 
 
 def cut(pieces: Sequence[Piece], count: int) -> list[Sequence[Piece]]:
@@ -123,32 +149,33 @@ def cut(pieces: Sequence[Piece], count: int) -> list[Sequence[Piece]]:
     return [pieces[start:end] for start, end in pairwise(bounds)]
 
 
-def linear_workers(groups: Sequence[Sequence[Piece]], num_workers: int, max_workers: int, cost: QueueCost) -> list[int]:
-    """Return how many workers each group gets, in ascending order of length; they sum to `num_workers`, which is at least the groups.
+def linear_workers(tau: FloatArray, num_workers: int, *, train_time: float = 0.0) -> list[int] | None:
+    """Return how many workers each group gets, in ascending order of length; None where every slope asks for more than there are.
 
-    k_n is the smallest k up to `max_workers` for which tau(n, k) <= t0 + n d, with tau the time of group n on k workers
-    and t0 = tau(0, max_workers). d is the smallest slope, found by bisection, for which the k_n sum to at most the workers there are.
-    Workers left over go, one at a time, to the group whose time falls most.
+    Column k - 1 of `tau` [groups, k_max] has the times of the groups on k workers. k_n is the smallest k for which tau(n, k) <= t0 + n d,
+    where t0 is tau(0, k_max), or `train_time` if that is more. d is the smallest slope, found by bisection, for which the k_n sum to at most `num_workers`.
     """
-    longest = np.array([_longest(group) for group in groups])
-    total = np.array([sum(piece.total for piece in group) for group in groups])
-    k = np.arange(1, max_workers + 1)
-    tau = cost.times(longest[:, None], total[:, None] / k)  # [groups, k]
-    line = np.arange(len(groups))
-    low, high = 0.0, float(tau.max())
+    line, start = np.arange(len(tau))[:, None], max(float(tau[0, -1]), train_time)
+    low, high = 0.0, 2.0 * float(tau.max())  # the first slope that is tried is enough if any is
+    found: list[int] | None = None
     for _ in range(60):
         slope = (low + high) / 2
-        within = tau <= tau[0, -1] + slope * line[:, None]
-        feasible = within.any(1).all() and within.argmax(1).sum() + len(groups) <= num_workers
-        low, high = (low, slope) if feasible else (slope, high)
-    within = tau <= tau[0, -1] + high * line[:, None]
-    counts = np.where(within.any(1), within.argmax(1), 0) + 1
-    if counts.sum() > num_workers:  # group 0 alone may ask for too many
-        counts[:] = 1
-    while counts.sum() < num_workers:
-        saved = total / counts - total / (counts + 1)
-        counts[int(saved.argmax())] += 1
-    return [int(count) for count in counts]
+        within = tau <= start + slope * line
+        counts = within.argmax(1) + 1
+        if within.any(1).all() and counts.sum() <= num_workers:
+            high, found = slope, counts.tolist()
+        else:
+            low = slope
+    return found
+
+
+def share_out(counts: Sequence[int], totals: Sequence[float], num_workers: int) -> list[int]:
+    """Return `counts` with the workers that are left over: each goes to the group whose tokens of a worker fall most."""
+    found = list(counts)
+    while sum(found) < num_workers:
+        saved = [total / count - total / (count + 1) for total, count in zip(totals, found, strict=True)]
+        found[saved.index(max(saved))] += 1
+    return found
 
 
 def _longest(group: Sequence[Piece]) -> float:

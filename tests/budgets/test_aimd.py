@@ -46,16 +46,27 @@ def test_window(settings, passes, windows):
 
 def test_each_request_has_its_own_window_until_it_leaves():
     budget, requests = AIMDBudget(), make_requests(3)
+    assert budget.limits(requests).tolist() == [2, 2, 2]
     learn(budget, requests, [(2, 2), (2, 1), (2, 2)])
     learn(budget, requests, [(4, 4), (2, 2), (0, 0)])
     assert budget.limits(requests).tolist() == [6, 4, 4]
     budget.finish(requests[0])
     budget.finish(requests[0])  # again: nothing is known of it
+    # SGLang's passes are told of when the next one is prepared: by then it has left, and says nothing of one with its name.
+    learn(budget, requests[:1], [(6, 6)])
     assert budget.limits(requests).tolist() == [2, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("most", "running", "skips"), [(None, 10_000, 0), (8, 7, 0), (8, 8, 0), (8, 9, 1), (1, 1, 0), (1, 2, 1)]
+)
+def test_drafts_are_off_above_the_batch_size(most, running, skips):
+    assert AIMDBudget(max_batch_size=most).skips(running) == skips
 
 
 def test_a_tree_is_hardly_ever_accepted_whole():
     budget, requests = AIMDBudget(start=3), make_requests(1)
+    budget.limits(requests)
     drafts = DraftBatch.pack([chain(3)])
     tree = replace(drafts, parents=np.array([-1, 0, 0]))
     budget.learn(outcome_of(tree, np.array([True, True, False]), requests=requests))
@@ -68,6 +79,7 @@ def test_a_tree_is_hardly_ever_accepted_whole():
         ({"nodes": 0}, "^nodes=0: expected at least 1"),
         ({"start": 0}, "^start=0: expected at least 1"),
         ({"increase": -1}, "^increase=-1: expected at least 0"),
+        ({"max_batch_size": 0}, "^max_batch_size=0: expected at least 1, or null"),
     ],
 )
 def test_settings_out_of_range_are_named(settings, message):

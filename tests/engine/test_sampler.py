@@ -65,6 +65,23 @@ def test_two_draws_are_independent(what):
     assert p_value(reused, expected) < 1e-9, "this test could not tell a reused seed"
 
 
+@pytest.mark.parametrize("position", [*range(16), 127, 128, 255, 256, 32767, 65535])
+def test_neighbouring_positions_are_independent(position):
+    """Whichever they are: a bit of the position that is lost would be shared by two of them."""
+    count = 50_000
+    probabilities = np.array([0.4, 0.3, 0.2, 0.1])
+    first, second = (
+        draws(np.log(probabilities), np.arange(count), np.full(count, at)) for at in (position, position + 1)
+    )
+    observed = np.bincount(first * 4 + second, minlength=16)
+    assert p_value(observed, np.outer(probabilities, probabilities).reshape(-1) * count) > 1e-4
+
+
+def test_no_two_positions_share_their_keys():
+    keys = noise_keys(np.repeat(np.arange(16), 4096).astype(np.uint64), np.tile(np.arange(4096), 16))
+    assert len(np.unique(keys, axis=0)) == 16 * 4096
+
+
 @pytest.mark.parametrize(
     ("vocabulary", "dtype"), [(2, np.float64), (19, np.float32), (513, np.float32), (5000, np.float64)]
 )

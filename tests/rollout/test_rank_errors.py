@@ -10,7 +10,7 @@ from rhymerl.errors import BackendError, ConfigError, RunError
 from rhymerl.schedulers import FIFOScheduler, Move, Progress
 from rhymerl.training.checks import check_workers
 from tests.distributed.threads import Threads, run_ranks
-from tests.rollout.ranked import PROMPTS, SETTINGS, Ranked, Restless, length
+from tests.rollout.ranked import PROMPTS, SETTINGS, Ranked, Restless, length, run_step
 from tests.rollout.tokens import TokenBackend
 
 
@@ -70,6 +70,26 @@ def test_tokens_of_a_policy_that_is_too_old_end_the_run():
         sampled["policy_versions"] -= 1
     with pytest.raises(RunError, match="step 3: a token was sampled 2 updates ago"):
         Ranked(run_ahead="keep").run(1, states=[state], first=3)
+
+
+class Late(TokenBackend):
+    """Samples with the first policy for ever."""
+
+    def sync_weights(self, named_tensors, policy_version):
+        """It never gets there."""
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("run_ahead", "most"), [("off", 0), ("draft", 0), ("auto", 0), ("keep", 1)])
+def test_no_step_is_trained_on_tokens_that_are_older_than_its_mode_allows(run_ahead, most, size):
+    def work(ranks: Threads) -> None:
+        loop = Ranked(run_ahead=run_ahead).loop(ranks, Late(length))
+        for step in range(most + 1):
+            run_step(loop, step)
+        with pytest.raises(RunError, match=rf"step {most + 1}: a token was sampled {most + 1} updates ago"):
+            run_step(loop, most + 1)
+
+    run_ranks(size, work)
 
 
 class Losing(TokenBackend):

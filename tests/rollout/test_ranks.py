@@ -16,8 +16,19 @@ from rhymerl.rollout import Rollout, RolloutSettings
 from rhymerl.testing import make_prompt
 from rhymerl.workers.run_ahead import RunAheadState
 from tests.distributed.threads import Threads, run_ranks
-from tests.rollout.ranked import PROMPTS, SCHEDULERS, SETTINGS, Ranked, Restless, answers, check_kept, prompts, run_step
-from tests.rollout.tokens import expected
+from tests.rollout.ranked import (
+    PROMPTS,
+    SCHEDULERS,
+    SETTINGS,
+    Ranked,
+    Restless,
+    answers,
+    check_kept,
+    length,
+    prompts,
+    run_step,
+)
+from tests.rollout.tokens import TokenBackend, expected
 
 
 @pytest.mark.parametrize("lockstep", [False, True], ids=["free", "lockstep"])
@@ -61,6 +72,27 @@ def test_moved_requests_go_on_where_they_were_and_are_counted():
         for sample in rollout.samples:
             assert sample.completion.num_passes == len(sample)
             assert sample.completion.token_ids.tolist() == expected(sample.completion)
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_a_moved_request_takes_its_tokens_along(lockstep):
+    """One that began again on its new worker would have the same answer, of more passes in all."""
+    backends = [TokenBackend(lambda request: 5 * length(request), pass_s=0.007) for _ in range(3)]
+    ranked = Ranked(Restless, lockstep=lockstep)
+    (rollout, *_) = run_ranks(3, lambda ranks: run_step(ranked.loop(ranks, backends[ranks.rank]), 0))
+    assert rollout.metrics["sched/migration_rate"] > 0
+    assert sum(backend.num_sampled for backend in backends) == sum(len(sample) for sample in rollout.samples)
+
+
+@pytest.mark.parametrize("run_ahead", ["off", "draft", "auto"])
+def test_what_a_run_had_kept_is_sampled_anew_by_one_that_keeps_nothing(run_ahead):
+    before = Ranked(pass_s=0.0004, run_ahead="keep")
+    before.run(3)
+    assert before.states[0]["ahead"]["outputs"], "nobody ran ahead"
+    (rollout,) = Ranked(run_ahead=run_ahead).run(1, states=[before.states[0]], first=3)[0]
+    for sample in rollout.samples:
+        assert set(sample.completion.output.policy_versions.tolist()) == {3}
+        assert sample.completion.token_ids.tolist() == expected(sample.completion)
 
 
 def test_in_lockstep_nothing_follows_the_clock():

@@ -26,6 +26,7 @@ class TokenBackend(RolloutBackend):
         self.length, self.max_running, self.pass_s = length, max_running, pass_s
         self.version = 0
         self.num_passes = 0
+        self.num_sampled = 0  # tokens
         self.answers: dict[str, tuple[RolloutRequest, list[int], list[int]]] = {}  # request, tokens and versions
 
     def start(self, policy: Any, drafter: Any, **settings: Any) -> None:
@@ -55,6 +56,7 @@ class TokenBackend(RolloutBackend):
         self.num_passes += 1
         ended = []
         for request, tokens, versions in list(self.answers.values())[: self.max_running]:
+            self.num_sampled += 1
             tokens.append(token(request.seed, len(tokens), self.version))
             versions.append(self.version)
             if len(tokens) >= self.length(request):

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import numpy as np
-import pytest
 
-from rhymerl.schedulers import HistoPipeScheduler, PacedScheduler, PackedScheduler, SortedScheduler
-from rhymerl.schedulers.histopipe import cut, linear_workers
+from rhymerl.schedulers import PacedScheduler, PackedScheduler, SortedScheduler
 from rhymerl.schedulers.migration import outliers_to_running
-from rhymerl.schedulers.predicting import Piece
-from rhymerl.schedulers.queue_cost import QueueCost, QueueLoad
+from rhymerl.schedulers.queue_cost import QueueLoad
 from tests.schedulers.answers import progress_of, requests_for, samples_for
 
 
@@ -49,57 +44,6 @@ def test_packed_knows_who_is_free_first():
     assert prompts(scheduler.plan(requests, 2, 7)) == prompts(plan)  # that was another step's progress
 
 
-def test_tier_1_turns_round_from_step_to_step():
-    scheduler = HistoPipeScheduler(tier=1)
-    requests = requests_for(6, 2)
-    assert prompts(scheduler.plan(requests, 3, 1)) == [["0", "3"], ["1", "4"], ["2", "5"]]  # nothing is known
-    scheduler.learn(samples_for([[60] * 2, [10] * 2, [50] * 2, [20] * 2, [40] * 2, [30] * 2]))
-    assert prompts(scheduler.plan(requests, 3, 1)) == [["1", "3"], ["5", "4"], ["2", "0"]]
-    assert prompts(scheduler.plan(requests, 3, 2)) == [["2", "0"], ["5", "4"], ["1", "3"]]
-
-
-def test_tier_1_with_fewer_prompts_than_workers_splits_groups():
-    scheduler = HistoPipeScheduler(tier=1)
-    scheduler.learn(samples_for([[60] * 4, [10] * 4]))
-    sizes = [len(queue) for queue in scheduler.plan(requests_for(2, 4), 3, 1)]
-    assert sizes == [3, 3, 2]
-
-
-def pieces(*medians: float) -> list[Piece]:
-    requests = requests_for(1, 4)
-    return [Piece(requests=requests, median=median, tail=2 * median, is_known=True) for median in medians]
-
-
-def slope_of(counts, tau) -> float:
-    """The smallest slope for which group n is done at tau(0, k_max) + n d."""
-    line = tau[0, -1]
-    if tau[0, counts[0] - 1] > line:
-        return float("inf")
-    return max((tau[n, k - 1] - line) / n for n, k in enumerate(counts) if n)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_tier_2_finds_the_smallest_slope(seed):
-    """The slope is compared with every way to give each of three groups one to four of the workers."""
-    source = np.random.default_rng(seed)
-    groups = cut(pieces(*sorted(source.uniform(10, 400, 9))), 3)
-    cost = QueueCost([[0, 1.0], [4, 2.0]])
-    longest = np.array([max(piece.tail for piece in group) for group in groups])
-    total = np.array([sum(piece.total for piece in group) for group in groups])
-    tau = cost.times(longest[:, None], total[:, None] / np.arange(1, 5))
-    found = linear_workers(groups, 10, 4, cost)
-    assert sum(found) == 10
-    best = min(slope_of(counts, tau) for counts in product(range(1, 5), repeat=3) if sum(counts) <= 10)
-    clipped = [min(count, 4) for count in found]  # workers left over may go beyond
-    assert slope_of(clipped, tau) == pytest.approx(best, rel=1e-6)
-
-
-def test_tier_2_falls_back_where_the_first_group_asks_for_too_many():
-    groups = cut(pieces(10, 20, 30, 40), 4)
-    assert sorted(linear_workers(groups, 5, 8, QueueCost())) == [1, 1, 1, 2]
-    assert linear_workers(groups, 4, 8, QueueCost()) == [1, 1, 1, 1]
-
-
 def test_outliers_move_to_the_longest_group_that_is_still_running():
     requests = requests_for(40)
     plan = [requests[:10], requests[10:20], requests[20:30], requests[30:]]
@@ -122,23 +66,6 @@ def test_migration_needs_a_longer_group_that_runs():
     assert outliers_to_running(progress, np.array([100.0, 300.0]), alpha=0.1, beta=1.1) == []
     progress = progress_of([requests[:1], requests[1:]], [[500], [500]])
     assert outliers_to_running(progress, np.array([300.0, 100.0]), alpha=0.1, beta=1.1) == []
-
-
-def test_histopipe_migrates_by_what_it_planned():
-    scheduler = HistoPipeScheduler(tier=1)
-    scheduler.learn(samples_for([[100] * 10, [300] * 10]))
-    requests = requests_for(2, 10)
-    plan = scheduler.plan(requests, 2, 1)
-    progress = progress_of(plan, [[None] * 9 + [111], [5] * 10])
-    scheduler.plan(requests, 2, 0)  # an evaluation in between
-    (move,) = scheduler.rebalance(progress)
-    assert (move.request_id, move.worker) == ("0/9", 1)
-    assert HistoPipeScheduler(tier=1).rebalance(progress) == []  # it has planned nothing
-    resumed = HistoPipeScheduler(tier=1)
-    resumed.load_state_dict(scheduler.state_dict())  # where run-ahead had the step planned before the checkpoint
-    assert resumed.rebalance(progress) == [move]
-    scheduler.migrate = False
-    assert scheduler.rebalance(progress) == []
 
 
 def test_paced_fills_workers_by_time():

@@ -218,6 +218,7 @@ def test_a_scheduler_that_observes_in_rebalance_as_it_once_did_is_still_shown_wh
         ("HistoPipeScheduler", {"max_workers": 0}, "scheduler.max_workers=0: expected at least 1"),
         ("HistoPipeScheduler", {"alpha": 1.5}, "scheduler.alpha=1.5: expected 0 to 1"),
         ("HistoPipeScheduler", {"beta": 0.9}, "scheduler.beta=0.9: expected at least 1"),
+        ("HistoPipeScheduler", {"train_time": -1.0}, "scheduler.train_time=-1.0: expected at least 0, and finite"),
         ("PacedScheduler", {"workers": 0.0}, "scheduler.workers=0.0: expected above 0 and at most 1"),
         ("PacedScheduler", {"max_running": 0}, "scheduler.max_running=0: expected at least 1, or null"),
         ("LengthPredictor", {"max_prompts": 0}, "scheduler.max_prompts=0: expected at least 1"),

@@ -181,6 +181,51 @@ def test_gradient_norm_is_clipped_and_reported():
     assert left == pytest.approx(1e-3 * float(right), rel=1e-3)
 
 
+class Reinforce(Algorithm):
+    """The mean over tokens of a reward times a log-prob; knows which samples each mini-batch has, by their rewards."""
+
+    def __init__(self) -> None:
+        self.parts: list[list[int]] = []
+
+    def advantages(self, batch: Batch) -> Tensor:
+        return batch.rewards[:, None].expand_as(batch.mask)
+
+    def loss(self, batch, output, totals):
+        self.parts.append([int(reward) for reward in batch.rewards])
+        return -(output.logprobs * batch.advantages * batch.mask).sum() / totals.num_tokens, {}
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
+def test_each_mini_batch_is_a_step_by_the_mean_over_its_own_tokens(max_grad_norm):
+    """Plain gradient descent beside one by hand: each weight is less 0.1 times the gradient, which is scaled down to the norm.
+
+    The mini-batches differ in tokens, so a denominator of the whole step would be seen; AdamW would hide it.
+    """
+    samples = [replace(sample, reward=float(i)) for i, sample in enumerate(scored(9))]
+    model, algorithm = copy.deepcopy(first_policy().model), Reinforce()
+    update = UpdateSettings(mini_batches=3, max_grad_norm=max_grad_norm, lr_schedule="constant", warmup_steps=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    updater = Updater(model, algorithm, update, temperature=0.9, seed=1, backward=Tensor.backward, autocast=nullcontext)
+    updater.run(samples, 0, optimizer=optimizer, schedule=update.schedule(optimizer, 1))
+    assert sorted(sum(algorithm.parts, [])) == list(range(9))
+    assert len({sum(int(samples[i].loss_mask.sum()) for i in part) for part in algorithm.parts}) > 1
+
+    twin = copy.deepcopy(first_policy().model)
+    for part in algorithm.parts:
+        mask = step_batch([samples[i] for i in part]).mask
+        logprobs = policy_output(twin, token_batch([samples[i] for i in part], "cpu"), temperature=0.9).logprobs
+        mean = (logprobs * mask * torch.tensor(part)[:, None]).sum() / mask.sum()
+        gradients = torch.autograd.grad(mean, list(twin.parameters()))
+        norm = float(sum(gradient.pow(2).sum() for gradient in gradients)) ** 0.5
+        scale = min(1.0, max_grad_norm / norm) if max_grad_norm else 1.0
+        assert (scale < 1) == bool(max_grad_norm)
+        with torch.no_grad():
+            for weight, gradient in zip(twin.parameters(), gradients, strict=True):
+                weight += 0.1 * scale * gradient
+    for left, right in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(left, right, atol=1e-7, rtol=1e-5)
+
+
 def test_values_behind_the_last_tokens_are_there_where_they_are_asked_for():
     class Bootstrapping(ActorCritic):
         needs = ActorCritic.needs | {"final_values"}

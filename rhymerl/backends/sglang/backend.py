@@ -22,6 +22,7 @@ from rhymerl.backends.sglang.server import require_sglang
 from rhymerl.backends.sglang.session import Session
 from rhymerl.backends.sglang.session_settings import SessionSettings
 from rhymerl.budgets.base import Budget
+from rhymerl.budgets.goodput import GoodputBudget
 from rhymerl.config import construct
 from rhymerl.costs import CostCurve
 from rhymerl.drafters.base import Drafter
@@ -242,6 +243,8 @@ class SGLangBackend(ServedBackend):
         if self.nodes is not None:
             return 1 + self.nodes
         most = LARGEST - 1 if allowed.most is None else allowed.most
+        if budget is not None and not isinstance(budget, GoodputBudget):
+            return 1 + most  # its own rule says how many are used
         if self._cost is not None:
             return best_n(self._cost, 1, self.expected_accept_rate, largest=min(LARGEST, 1 + most))
         return 1 + min(_USUAL_NODES, most)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from rhymerl.budgets.aimd import AIMDBudget
 from rhymerl.budgets.base import Budget
 from rhymerl.budgets.fixed import FixedBudget
 from rhymerl.budgets.goodput import GoodputBudget
+from rhymerl.budgets.uniform import UniformGoodputBudget
 from rhymerl.costs import PassCost
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
@@ -26,10 +29,6 @@ class AllowedNodes:
     least: int = 0
     most: int | None = None
     setting: str = ""
-
-    @classmethod
-    def exactly(cls, nodes: int, setting: str) -> AllowedNodes:
-        return cls(least=nodes, most=nodes, setting=setting)
 
     @property
     def exact(self) -> int | None:
@@ -62,15 +61,15 @@ def allowed_nodes(drafter: Drafter, budget: Budget | None, *, nodes: int | None)
 
 
 def _allowed_by(budget: Budget) -> AllowedNodes:
-    if type(budget) is FixedBudget:
-        if budget.min_probability:
-            raise ConfigError(f"budget.min_probability={budget.min_probability}: expected 0; {_ONE_NUMBER}")
-        return AllowedNodes.exactly(budget.nodes, "budget.nodes")
-    if type(budget) is GoodputBudget:
-        return AllowedNodes(most=budget.nodes, setting="budget.nodes")
-    raise ConfigError(
-        f"budget={type(budget).__name__}: expected budget=fixed with budget.nodes, or budget=goodput; {_ONE_NUMBER}"
-    )
+    if type(budget) not in (AIMDBudget, FixedBudget, GoodputBudget):
+        raise ConfigError(f"budget={type(budget).__name__}: expected budget=goodput, aimd or fixed; {_ONE_NUMBER}")
+    least = budget.max_nodes if _is_even(budget) else 0
+    return AllowedNodes(least=least, most=budget.max_nodes, setting="budget.nodes")
+
+
+def _is_even(budget: Budget | None) -> bool:
+    """Return whether every pass has the same number of nodes."""
+    return isinstance(budget, FixedBudget) and not budget.min_probability
 
 
 def widths_to(most: int) -> tuple[int, ...]:
@@ -80,7 +79,14 @@ def widths_to(most: int) -> tuple[int, ...]:
 
 def num_sizes(n: int, budget: Budget | None) -> int:
     """Return how many sizes the passes of an engine with `n` tokens of a request at most have."""
-    return 1 if n == 1 or isinstance(budget, FixedBudget) else len(widths_to(n - 1))
+    return 1 if n == 1 or _is_even(budget) else len(widths_to(n - 1))
+
+
+def widths_of(budget: Budget) -> Sequence[int]:
+    """Return the numbers of nodes that passes with an engine's `budget` may have, in rising order."""
+    if isinstance(budget, UniformGoodputBudget):
+        return budget.widths
+    return (budget.max_nodes,) if _is_even(budget) else widths_to(budget.max_nodes)
 
 
 def best_n(cost: PassCost, rows: int, accept_rate: float, *, largest: int = LARGEST) -> int:

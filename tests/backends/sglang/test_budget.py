@@ -40,6 +40,11 @@ class OwnGoodput(GoodputBudget):
         (FixedBudget(16), None, 17),
         (FixedBudget(3), 3, 4),
         (FixedBudget(0), None, 1),
+        (FixedBudget(16, min_probability=0.1), None, 17),
+        (FixedBudget(16, min_probability=0.1), 5, 6),
+        (AIMDBudget(), None, 33),
+        (AIMDBudget(), 16, 17),
+        (AIMDBudget(4), None, 5),
         (FixedBudget(0), 0, 1),
         (GoodputBudget(0), None, 1),
     ],
@@ -58,10 +63,10 @@ def test_the_engine_verifies_what_the_budget_says(budget, nodes, num_tokens):
         (FixedBudget(0), 7, r"backend\.nodes=7: expected 0, as budget\.nodes says, or null"),
         (GoodputBudget(0), 7, r"backend\.nodes=7: expected 0, as budget\.nodes says, or null"),
         (GoodputBudget(3), 7, r"backend\.nodes=7: expected at most 3, as budget\.nodes says"),
-        (OwnGoodput(), None, r"budget=OwnGoodput: expected budget=fixed with budget\.nodes, or budget=goodput"),
-        (FixedBudget(3, min_probability=0.1), None, r"budget\.min_probability=0\.1: expected 0"),
-        (AIMDBudget(), None, r"budget=AIMDBudget: expected budget=fixed with budget\.nodes, or budget=goodput"),
-        (Own(), None, r"budget=Own: expected budget=fixed with budget\.nodes, or budget=goodput"),
+        (AIMDBudget(8), 9, r"backend\.nodes=9: expected at most 8, as budget\.nodes says"),
+        (FixedBudget(3, min_probability=0.1), 7, r"backend\.nodes=7: expected at most 3, as budget\.nodes says"),
+        (OwnGoodput(), None, r"budget=OwnGoodput: expected budget=goodput, aimd or fixed; SGLang verifies"),
+        (Own(), None, r"budget=Own: expected budget=goodput, aimd or fixed; SGLang verifies"),
     ],
 )
 def test_a_budget_that_it_cannot_keep_to_is_refused(budget, nodes, message, flat_policy):
@@ -83,6 +88,7 @@ def test_a_cost_curve_chooses_within_the_budget(tmp_path):
     assert backend.num_tokens(HistoryTreeDrafter(), GoodputBudget()) == 32
     assert backend.num_tokens(HistoryTreeDrafter(), GoodputBudget(5)) == 6
     assert backend.num_tokens(HistoryTreeDrafter(), FixedBudget(5)) == 6
+    assert backend.num_tokens(HistoryTreeDrafter(), AIMDBudget(5)) == 6
 
 
 def run_at(engine, policy, drafter, budget=None, **settings):

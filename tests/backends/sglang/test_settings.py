@@ -11,7 +11,7 @@ import pytest
 
 from rhymerl.backends.remote.counters import Counters
 from rhymerl.backends.remote.drafter_feed import FeedMessage, FeedWriter
-from rhymerl.backends.sglang.nodes import widths_to
+from rhymerl.backends.sglang.nodes import num_sizes, widths_of, widths_to
 from rhymerl.backends.sglang.plugin.names import VARIABLE
 from rhymerl.backends.sglang.plugin.settings import EngineSettings
 from rhymerl.budgets import AIMDBudget, FixedBudget, GoodputBudget
@@ -65,16 +65,22 @@ def test_an_engine_of_older_settings_has_no_route(tmp_path, monkeypatch):
     [
         (None, (0, 2, 4, 8, 12)),
         (GoodputBudget(32, costs=[[0, 1.0], [64, 2.0]]), (0, 2, 4, 8, 12)),
-        (FixedBudget(12), None),
+        (FixedBudget(12), (12,)),
+        (FixedBudget(16, min_probability=0.1), (0, 2, 4, 8, 12)),
+        (AIMDBudget(32, start=3, increase=1, max_batch_size=7), (0, 2, 4, 8, 12)),
     ],
-    ids=["by default", "goodput", "fixed"],
+    ids=["by default", "goodput", "fixed", "fixed with a minimum", "aimd"],
 )
 def test_the_budget_of_the_engine_is_the_runs(given, widths, tmp_path):
-    """Of goodput its costs, and as many nodes as the engine has."""
-    budget = EngineSettings.of(HistoryTreeDrafter(), given, tmp_path).budget_of(13)
+    """It has the run's settings, and as many nodes as the engine."""
+    settings = EngineSettings.of(HistoryTreeDrafter(), given, tmp_path)
+    budget = settings.budget_of(13)
     assert budget.max_nodes == 12
-    assert getattr(budget, "widths", None) == widths
-    assert getattr(budget, "costs", None) == getattr(given, "costs", None)
+    assert widths_of(budget) == widths
+    assert num_sizes(13, given) == len(widths)
+    for name in ("costs", "min_probability", "start", "increase", "max_batch_size"):
+        assert getattr(budget, name, None) == getattr(given, name, None)
+    assert widths_of(settings.budget_of(1)) == (0,)
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 16, 31])

@@ -8,7 +8,7 @@ import pytest
 from rhymerl.backends.sglang.plugin.drafting import EngineDrafting
 from rhymerl.backends.sglang.plugin.outcomes import VerifiedPass
 from rhymerl.backends.sglang.plugin.rows import EngineRow
-from rhymerl.budgets import UniformGoodputBudget
+from rhymerl.budgets import AIMDBudget, FixedBudget, UniformGoodputBudget
 from rhymerl.testing import make_requests
 from rhymerl.types import Draft, DraftBatch
 from tests.backends.sglang.batches import Recorder, commit, fake, propose, run, step
@@ -162,16 +162,17 @@ def test_what_was_reached_and_accepted(sampled, accepted, reached):
     assert (outcome.num_accepted.tolist(), outcome.num_padding, outcome.seconds) == ([len(accepted)], 3, 2.5)
 
 
-class Widths(UniformGoodputBudget):
-    """The real choice, which writes down what it came to."""
+class Widths(EngineDrafting):
+    """Writes down how many nodes each pass has."""
 
-    def __init__(self, widths, **costs) -> None:
-        super().__init__(widths, **costs)
+    def __init__(self, drafter, budget, **settings) -> None:
+        super().__init__(drafter, budget, **settings)
         self.chosen = []
 
-    def width_of(self, largest):
-        self.chosen.append(super().width_of(largest))
-        return self.chosen[-1]
+    def propose(self, requests, ahead):
+        trees = super().propose(requests, ahead)
+        self.chosen.append(0 if trees is None else trees.n - 1)
+        return trees
 
 
 @pytest.mark.parametrize("is_right", [True, False])
@@ -179,12 +180,42 @@ def test_drafts_that_hold_are_verified_and_others_given_up(problem, is_right):
     """A drafter that is always wrong costs a small share of the passes."""
     requests, answers = problem
     known = answers if is_right else {name: [(token + 5) % 19 for token in each] for name, each in answers.items()}
-    drafting = EngineDrafting(Chains(known), Widths(WIDTHS, costs=[[0, 1.0], [64, 2.0]]), vocabulary=19)
+    drafting = Widths(Chains(known), UniformGoodputBudget(WIDTHS, costs=[[0, 1.0], [64, 2.0]]), vocabulary=19)
     for _ in range(8):
         run(drafting, [fake(request, answers[request.id]) for request in requests])
         drafting.flush()
-    late = drafting.budget.chosen[len(drafting.budget.chosen) // 2 :]
+    late = drafting.chosen[len(drafting.chosen) // 2 :]
     if is_right:
         assert np.median(late) == 8
     else:
         assert np.mean(np.array(late) > 0) < 0.1
+
+
+def test_a_pass_has_the_smallest_width_that_holds_every_window(problem):
+    """Three requests have right drafts and wider ones each time; those of the fourth are wrong."""
+    requests, answers = problem
+    known = {**answers, requests[0].id: [(token + 5) % 19 for token in answers[requests[0].id]]}
+    drafting = Widths(Chains(known), AIMDBudget(8), vocabulary=19)
+    run(drafting, [fake(request, answers[request.id]) for request in requests[:4]])
+    # Windows of 2, 4, 6 and 8: after passes of 3, 5, 7, 9 and 9 tokens a sixth ends the answers. The wrong one goes on with its 2 nodes.
+    assert drafting.chosen[:6] == [2, 4, 8, 8, 8, 8]
+    assert set(drafting.chosen[6:30]) == {2}
+
+
+def test_above_the_batch_size_of_aimd_no_pass_has_drafts(problem):
+    requests, answers = problem
+    drafting = Widths(Chains(answers), AIMDBudget(8, max_batch_size=3), vocabulary=19)
+    run(drafting, [fake(request, answers[request.id]) for request in requests[:4]])
+    assert set(drafting.chosen) == {0}
+    drafting = Widths(Chains(answers), AIMDBudget(8, max_batch_size=4), vocabulary=19)
+    run(drafting, [fake(request, answers[request.id]) for request in requests[:4]])
+    assert max(drafting.chosen) == 8
+
+
+def test_improbable_nodes_make_no_pass_wider(problem):
+    """Scores are powers of 0.95: five nodes are above 0.75, two above 0.9, none above 0.96."""
+    requests, answers = problem
+    for least, width in ((0.0, 8), (0.75, 8), (0.9, 2), (0.96, 0)):
+        drafting = Widths(Chains(answers), FixedBudget(8, min_probability=least), vocabulary=19)
+        run(drafting, [fake(request, answers[request.id]) for request in requests])
+        assert set(drafting.chosen[:4]) == {width}

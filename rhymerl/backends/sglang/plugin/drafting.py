@@ -15,11 +15,11 @@ import numpy as np
 from rhymerl.backends.remote.counters import Counters
 from rhymerl.backends.remote.drafter_feed import FeedReader
 from rhymerl.backends.remote.wire import feed_of
+from rhymerl.backends.sglang.nodes import widths_of
 from rhymerl.backends.sglang.plugin.arrays import TreeArrays, lay_out
 from rhymerl.backends.sglang.plugin.outcomes import VerifiedPass
 from rhymerl.backends.sglang.plugin.rows import EngineRequest, EngineRow
 from rhymerl.budgets.base import Budget
-from rhymerl.budgets.uniform import UniformGoodputBudget
 from rhymerl.drafters.base import Drafter
 from rhymerl.engine.protocol import DraftingProtocol
 from rhymerl.engine.tree import no_drafts
@@ -36,7 +36,7 @@ _REPORT_EVERY = 1024  # passes that a budget is told of: it keeps them until it 
 class EngineDrafting:
     """Drafts by the protocol for SGLang's running batch: trees of one size in each pass, of which a request's last token is the first node.
 
-    A budget with widths chooses the size pass by pass, at most `budget.max_nodes` nodes a request; any other has its most in every pass.
+    `widths_of` the budget are the numbers of nodes of a request. A pass has the smallest that holds its largest draft.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class EngineDrafting:
     ) -> None:
         self.protocol = DraftingProtocol(drafter, budget, vocabulary=vocabulary)
         self.budget = budget
+        self._widths = widths_of(budget) if self.protocol.max_nodes else (0,)
         self._feed = feed
         self._counters = counters
         self._clock = clock
@@ -123,9 +124,8 @@ class EngineDrafting:
 
     def _width(self, drafts: DraftBatch) -> int:
         """Return how many nodes of each request the pass computes."""
-        if isinstance(self.budget, UniformGoodputBudget):
-            return self.budget.width_of(int(drafts.counts.max(initial=0)))
-        return self.protocol.max_nodes
+        largest = int(drafts.counts.max(initial=0))
+        return next(width for width in self._widths if width >= largest)
 
     def note_other_pass(self) -> None:
         """The engine reads prompts: how long the pass before took will not be known."""

@@ -16,7 +16,7 @@ from rhymerl.backends.sglang.nodes import widths_to
 from rhymerl.backends.sglang.plugin.drafting import EngineDrafting
 from rhymerl.backends.sglang.plugin.names import VARIABLE
 from rhymerl.backends.sglang.plugin.probe import Findings
-from rhymerl.budgets import Budget, FixedBudget, GoodputBudget, UniformGoodputBudget
+from rhymerl.budgets import AIMDBudget, Budget, FixedBudget, GoodputBudget, UniformGoodputBudget
 from rhymerl.config import describe, instantiate
 from rhymerl.drafters.base import Drafter
 from rhymerl.errors import BackendError, ConfigError
@@ -91,13 +91,16 @@ class EngineSettings:
             ) from error
 
     def budget_of(self, n: int) -> Budget:
-        """The budget of an engine whose passes have at most `n` tokens of a request: as many in all passes, or goodput's choice."""
+        """The budget of an engine whose passes have at most `n` tokens of a request: the given one, with at most as many nodes."""
         given: Budget = instantiate(self.budget, key="budget")
-        if not isinstance(given, GoodputBudget):
-            return FixedBudget(n - 1)
-        return UniformGoodputBudget(
-            widths_to(n - 1), costs=given.costs, ask_cost=given.ask_cost, deterministic=given.deterministic
-        )
+        if isinstance(given, GoodputBudget):
+            return UniformGoodputBudget(
+                widths_to(n - 1), costs=given.costs, ask_cost=given.ask_cost, deterministic=given.deterministic
+            )
+        if isinstance(given, AIMDBudget | FixedBudget) and n > 1:
+            given.nodes = n - 1
+            return given
+        return FixedBudget(n - 1)
 
     def drafting(self, budget: Budget, vocabulary: int) -> EngineDrafting:
         """The drafter, and what stands between it and the engine. Messages that an earlier engine has not read are removed."""

@@ -14,13 +14,13 @@ from sglang.srt.speculative import ngram_worker
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
+from rhymerl.backends.sglang.nodes import widths_of
 from rhymerl.backends.sglang.plugin.arrays import TreeArrays
 from rhymerl.backends.sglang.plugin.drafting import EngineDrafting, not_yet_known
 from rhymerl.backends.sglang.plugin.masks import full_mask
 from rhymerl.backends.sglang.plugin.names import ALGORITHM, WIDEST
 from rhymerl.backends.sglang.plugin.pass_sizes import PassSizes
 from rhymerl.backends.sglang.plugin.settings import EngineSettings
-from rhymerl.budgets import UniformGoodputBudget
 
 _MAKES_MASKS = getattr(ngram_worker, "USE_FULL_MASK", False) and hasattr(ngram_worker, "_is_cpu")
 
@@ -64,8 +64,7 @@ class HistoryWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
             ngram_worker.NgramCorpus = corpus
         settings, self._most = EngineSettings.of_this_process(), int(self.draft_token_num)
         budget = settings.budget_of(self._most)
-        widths = budget.widths if isinstance(budget, UniformGoodputBudget) else (budget.max_nodes,)
-        self._sizes = PassSizes(self, [1 + width for width in widths])
+        self._sizes = PassSizes(self, [1 + width for width in widths_of(budget)])
         if get_tp_group().rank_in_group == 0:
             self._drafting = settings.drafting(budget, int(self.model_runner.model_config.vocab_size))
 
