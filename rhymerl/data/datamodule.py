@@ -234,15 +234,16 @@ class PromptDataModule(L.LightningDataModule):
     @property
     def columns(self) -> list[str]:
         """The columns that every prompt brings along for the reward, sorted; known after `setup`."""
-        return columns_of(self._prompts)[0]
+        return columns_of(self.prompts)[0]
 
     @property
     def gaps(self) -> dict[str, str]:
         """The columns that only some prompts bring along, each with the place of the first row that does not."""
-        return columns_of(self._prompts)[1]
+        return columns_of(self.prompts)[1]
 
     @property
-    def _prompts(self) -> list[Prompt]:
+    def prompts(self) -> list[Prompt]:
+        """All prompts, of training and of validation; known after `setup`."""
         loaders = (self.train_loader, *self.validation_loaders.values())
         return [prompt for loader in loaders if loader for prompt in loader.prompts]
 

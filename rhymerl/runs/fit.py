@@ -113,6 +113,7 @@ def _fit(
         _say_where(point, changed)
     _take_up_history(config, module, datamodule, is_resumed=point is not None)
     if is_dry:
+        module.warn(datamodule)
         return describe_dry_run(setup, device_bytes)
     if folder is not None:
         folder.open(starts_over=point is None and config.ckpt_path == "auto")

@@ -27,6 +27,9 @@ def index(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> P
     (tmp_path / "broken.jsonl").write_text(json.dumps(GOOD) + '\n{"prompt": "1\n')
     (tmp_path / "no_prompt.jsonl").write_text('{"question": "1+1=?"}\n')
     (tmp_path / "no_answer.jsonl").write_text('{"prompt": "1+1=?"}\n')
+    (tmp_path / "odd_answers.jsonl").write_text(
+        "\n".join(json.dumps({**GOOD, "answer": answer}) for answer in ("1", None, ["1"]))
+    )
     (tmp_path / "gap.jsonl").write_text("\n".join(map(json.dumps, [GOOD, GOOD, {"prompt": "1+1=?"}, GOOD])))
     (tmp_path / "long.jsonl").write_text(json.dumps({**GOOD, "prompt": "1+" * 100}) + "\n")
     (tmp_path / "longish.jsonl").write_text(json.dumps({**GOOD, "prompt": "1+" * 60}) + "\n")
@@ -76,6 +79,10 @@ def index(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> P
         ("data.train=no_prompt.jsonl", "data.train='no_prompt.jsonl', line 1: data.prompt_column='prompt'"),
         ("data.train=no_answer.jsonl", "answer"),
         ("data.train=gap.jsonl", "data.train='gap.jsonl', line 3: no column 'answer', as other rows have it; rewards."),
+        (
+            "data.train=odd_answers.jsonl",
+            "data.train='odd_answers.jsonl', line 2: answer=None: expected a text or a number; 2 of the",
+        ),
         ("data.validation=gap.jsonl", "data.validation='gap.jsonl', line 3: no column 'answer'"),
         ("data.train=long.jsonl", "the prompt has 200 tokens: no room for an answer in the model's context of 128"),
         ("data.train=longish.jsonl", "set rollout.max_tokens to at most 8"),
