@@ -72,9 +72,26 @@ class Policy:
             found.update(source if isinstance(source, list | tuple) else [source] if source is not None else [])
         return tuple(sorted(found))
 
-    def decode(self, token_ids: Any) -> str:
-        """Return the text of tokens, without special ones."""
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+    @property
+    def special_tokens(self) -> dict[int, str]:
+        """The tokenizer's special tokens by id, which texts are usually shown without."""
+        named = zip(self.tokenizer.all_special_ids, self.tokenizer.all_special_tokens, strict=True)
+        added = self.tokenizer.added_tokens_decoder.items()
+        return {**dict(named), **{number: token.content for number, token in added if token.special}}
+
+    @property
+    def has_stop(self) -> bool:
+        """Return whether a stop token is known; some classes of configs have one by default, which may be any token of the model."""
+        by_default = {self.model.config.eos_token_id} if isinstance(self.model.config.eos_token_id, int) else set[int]()
+        generation: GenerationConfig | None = self.model.generation_config
+        is_named = self.tokenizer.eos_token_id is not None or (generation is not None and generation.eos_token_id)
+        return bool(is_named or {*self.stop_token_ids} - by_default or by_default & self.special_tokens.keys())
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str:
+        """Return the text of an answer, without special tokens or with those before the one that ends it."""
+        if not skip_special_tokens and len(token_ids) and int(token_ids[-1]) in self.stop_token_ids:
+            token_ids = token_ids[:-1]
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         """Return the parameters of a plain model that computes the same: those of adapters are added into what they adapt.

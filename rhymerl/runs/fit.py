@@ -46,7 +46,7 @@ from rhymerl.training.fsdp2 import FSDP2Strategy
 from rhymerl.training.module import RhymeModule
 from rhymerl.training.trainer import check_backend, check_trainer, make_trainer, with_environment
 
-Result = dict[str, float | int | None]
+Result = dict[str, Any]
 _LEFT = (
     "report.html",
     TRACE,
@@ -141,10 +141,12 @@ def _fit(
     if (speedup := summary.speedup.speedup) is not None:
         note(str(speedup))
     _say(result, run_dir)
-    if summary.num_steps and summary.num_idle_steps == summary.num_steps:
-        note("Nothing was learned: the rewards did not tell the answers to a prompt apart in any step")
     if trainer.should_stop and (words := how_to_go_on(run_dir)):
         note(words)
+    if (words := summary.nothing_learned) is not None:
+        note(f"Nothing was learned: {words}", is_bad=True)
+    for words in summary.failures.sentences():
+        note(words, is_bad=True)
     return result
 
 

@@ -47,6 +47,7 @@ from rhymerl.training.checkpoint import state_in
 from rhymerl.training.checks import (
     check_algorithm,
     check_answers_fit,
+    check_tags,
     check_workers,
     checked_rewards,
     longest_tokens,
@@ -189,6 +190,8 @@ class RhymeModule(L.LightningModule):
         if self.critic is not None:
             self.critic.check(longest)
         self._rewards = checked_rewards(self.rewards, datamodule, evaluation=self.evaluation)
+        if self.rollout.skip_special_tokens:
+            check_tags(self._rewards, self.policy)
         if (loaders := [datamodule.train_loader, *datamodule.validation_loaders.values()]) != self._tried_on:
             self._remarks = [words for reward in self._rewards for words in check_answers(reward, datamodule.prompts)]
             self._tried_on = loaders
@@ -201,7 +204,11 @@ class RhymeModule(L.LightningModule):
         """Say, on rank 0, what may surprise people in a training on this data, after `check`."""
         self.update.warn(self.model)
         datamodule.warn()
-        for words in self._remarks if is_first_rank() else ():
+        no_stop = (
+            "rollout.stop_token_ids=[]: no stop token is known, since neither the model's config nor its tokenizer names one, so each "
+            "answer goes on to rollout.max_tokens; name the tokens that end an answer"
+        )
+        for words in [*self._remarks, *([] if self.has_stop else [no_stop])] if is_first_rank() else ():
             _LOG.warning("%s", words)
 
     def on_fit_start(self) -> None:
@@ -232,7 +239,7 @@ class RhymeModule(L.LightningModule):
             self.backend,
             self.scheduler,
             scorer=self._scorer,
-            decode=self.policy.decode,
+            decode=self.decode,
             history=self.history,
             stop_token_ids=self.policy.stop_token_ids,
             seed=self.seed,
@@ -355,6 +362,15 @@ class RhymeModule(L.LightningModule):
     def _rollout_drafter(self) -> Drafter:
         """One object for the life of the module, by which an engine knows whether it is its own."""
         return RunAheadDrafter(self.drafter) if self.run_ahead in ("draft", "auto") else self.drafter
+
+    def decode(self, token_ids: Any) -> str:
+        """Return the text of an answer, as rewards get it."""
+        return self.policy.decode(token_ids, skip_special_tokens=self.rollout.skip_special_tokens)
+
+    @property
+    def has_stop(self) -> bool:
+        """Return whether any token ends an answer."""
+        return self.policy.has_stop or bool(self.rollout.stop_token_ids)
 
     @property
     def _is_last_step(self) -> bool:
