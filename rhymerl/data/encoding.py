@@ -19,7 +19,6 @@ from transformers import PreTrainedTokenizerBase
 from rhymerl.data.base import LocatedRow
 from rhymerl.distributed.first import is_first_rank
 from rhymerl.errors import ConfigError, DataError
-from rhymerl.tasks.base import Row
 from rhymerl.types import Prompt
 
 if TYPE_CHECKING:
@@ -145,7 +144,9 @@ class PromptEncoder:
             text.encode()
         except UnicodeEncodeError as error:
             half = ascii(text[error.start])
-            raise DataError(f"{location}: the prompt has {half}, half of a character, which no tokenizer can read") from error
+            raise DataError(
+                f"{location}: the prompt has {half}, half of a character, which no tokenizer can read"
+            ) from error
         encoded = self.tokenizer(
             text,
             add_special_tokens=add_special_tokens,
@@ -340,7 +341,7 @@ def _row_digest(located: LocatedRow) -> bytes:
     return hashlib.blake2b(canonical_json(located.row, located.location).encode(), digest_size=8).digest()
 
 
-def canonical_json(row: Row, location: str) -> str:
+def canonical_json(row: Mapping[str, Any], location: str) -> str:
     """Return a text that is the same for equal rows in every process. Raises DataError naming a column for which there is none."""
     try:
         return _dumped(row)

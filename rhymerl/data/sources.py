@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from rhymerl.data.base import LocatedRow
 from rhymerl.errors import ConfigError, DataError
@@ -49,16 +49,12 @@ def read_rows(source: DataSource, setting: Setting, *, only_first: int | None = 
     return rows
 
 
-def _located(source: DataSource, setting: Setting) -> Iterator[LocatedRow]:
+def _located(source: Any, setting: Setting) -> Iterator[LocatedRow]:
     if isinstance(source, str | Path):
         return _from_path(source, setting)
     if isinstance(source, Sequence) and source and all(isinstance(each, str | Path) for each in source):
-        return chain.from_iterable(
-            _from_path(cast(str | Path, each), f"{setting}[{number}]") for number, each in enumerate(source)
-        )
-    if callable(to_dict := getattr(source, "to_dict", None)) and hasattr(source, "iterrows"):  # a pandas.DataFrame
-        return _from_objects(to_dict("records"), setting)
-    return _from_objects(cast(Sequence[Row], source), setting)
+        return chain.from_iterable(_from_path(each, f"{setting}[{number}]") for number, each in enumerate(source))
+    return _from_objects(source.to_dict("records") if hasattr(source, "iterrows") else source, setting)
 
 
 def _name(setting: str, source: DataSource) -> str:
@@ -173,9 +169,10 @@ def _load_data_set(source: str, setting: Setting) -> Iterable[Any]:
     load: Callable[[], Any] = (
         (lambda: datasets.load_from_disk(name)) if is_saved else (lambda: datasets.load_dataset(name, config))
     )
+    datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False  # before version 4 it asks on stdin
     try:
         data_set = load()
-    except (OSError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:  # the second for a data set that is a program
         reason = str(error).strip().splitlines()[0]
         raise DataError(f"{location}: neither a file nor a data set that `datasets` can load: {reason}") from error
     return _split_of(data_set, split, setting, location=location)

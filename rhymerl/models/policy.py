@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import tempfile
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -292,7 +293,9 @@ class PolicySource:
             if self._is_gguf:
                 return gguf.load_config(Path(path).expanduser(), where)
             name, is_here = self._place(path, where, setting)
-            config: PretrainedConfig = AutoConfig.from_pretrained(name, local_files_only=is_here)
+            config: PretrainedConfig = AutoConfig.from_pretrained(
+                name, local_files_only=is_here, trust_remote_code=False
+            )
             return config
 
     def _read(self, path: str, setting: str) -> Policy:
@@ -309,6 +312,8 @@ class PolicySource:
     def _place(path: str, where: str, setting: str) -> tuple[str, bool]:
         """Return what transformers calls the directory or the hub's model, and whether only what is on the disk may be read."""
         folder = Path(path).expanduser()
+        if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+            raise ConfigError(f"{where}: {_adapter_words(folder / 'adapter_config.json')}")
         if folder.exists() and not (folder / "config.json").is_file():
             files = ", ".join(sorted(each.name for each in folder.glob("*") if gguf.is_gguf(each.name)))
             hint = f"; name a file of it: {files}" if files else ""
@@ -355,12 +360,25 @@ def _naming(setting: str) -> Iterator[None]:
         raise
     except Exception as error:  # transformers raises anything there, and tokenizers bare Exceptions
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if "trust_remote_code" in str(error):
+            reason = (
+                "it brings Python code of its own, which is never run; expected a model that transformers has itself"
+            )
         raise ConfigError(f"{setting}: {reason}") from error
+
+
+def _adapter_words(path: Path) -> str:
+    with suppress(OSError, ValueError, AttributeError):
+        base = json.loads(path.read_text()).get("base_model_name_or_path")
+        return f"a LoRA adapter of {base!r}, not a model; merge it into that (merge_and_unload of peft), and name the merged model's directory"
+    return "a LoRA adapter, not a model; merge it into its base first (merge_and_unload of peft)"
 
 
 def _load_tokenizer(name: str, model: PreTrainedModel, where: str, *, is_here: bool) -> PreTrainedTokenizerBase:
     with _naming(f"{where}: cannot be loaded: its tokenizer"):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, local_files_only=is_here)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            name, local_files_only=is_here, trust_remote_code=False
+        )
     _check_tokenizer(tokenizer, model, where)
     return tokenizer
 

@@ -234,6 +234,8 @@ def evaluate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str,
     module.progress = progress
     _validate(trainer, module, datamodule)
     _show(module.evaluation_metrics)
+    if (words := module.evaluation.why_nothing_passes(module.evaluation_metrics)) is not None:
+        note(words)
     note(f"The answers are in {answers.path}")
     return module.evaluation_metrics
 

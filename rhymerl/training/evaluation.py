@@ -87,6 +87,18 @@ class EvaluationSettings:
         means = {name: float(np.mean([each[name] for each in found])) for name in _OVERALL}
         return means | {name: value for each in found for name, value in each.items() if name not in means}
 
+    def why_nothing_passes(self, metrics: Mapping[str, float]) -> str | None:
+        """Return a sentence about data sets whose answers are rewarded, but never as right ones; None where there is none."""
+        passes = {name.split("/")[1]: name for name in metrics if "/pass@" in name}  # that of all answers comes last
+        means = {name.split("/")[1]: metrics[name] for name in metrics if "/mean@" in name}
+        tasks = [task for task, name in passes.items() if metrics[name] == 0 < means[task]]
+        if not tasks or self.right_by is not None:
+            return None
+        return (
+            f"pass@k is 0 for {', '.join(tasks)}, since no answer's reward reaches 1, from which on it counts as right; "
+            "evaluation.right_by can name the reward that says so"
+        )
+
     def _of(self, name: str) -> dict[str, Any]:
         return {key: getattr(self, key) for key in _OF_A_SET} | (self.sets or {}).get(name, {})
 

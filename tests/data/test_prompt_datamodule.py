@@ -223,7 +223,7 @@ def test_long_prompts_may_be_left_out(policy: Policy, caplog: pytest.LogCaptureF
         data(train=rows).prepare_for(module)
 
 
-@pytest.mark.parametrize(("validation", "words"), [(ROWS, "7 of the 7"), (ROWS[:4] + [{"prompt": "9"}], "4 of the 5")])
+@pytest.mark.parametrize(("validation", "words"), [(ROWS, "7 of the 7"), ([*ROWS[:4], {"prompt": "9"}], "4 of the 5")])
 def test_held_out_prompts_that_are_trained_on_are_said(
     validation: Any, words: str, policy: Policy, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import datetime
-from decimal import Decimal
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
-from uuid import UUID
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import pytest

@@ -24,6 +24,7 @@ def index(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> P
     monkeypatch.chdir(tmp_path)
     (tmp_path / "good.jsonl").write_text(json.dumps(GOOD) + "\n")
     (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "null.jsonl").write_text(json.dumps({**GOOD, "prompt": None}) + "\n")
     (tmp_path / "broken.jsonl").write_text(json.dumps(GOOD) + '\n{"prompt": "1\n')
     (tmp_path / "no_prompt.jsonl").write_text('{"question": "1+1=?"}\n')
     (tmp_path / "no_answer.jsonl").write_text('{"prompt": "1+1=?"}\n')
@@ -59,6 +60,10 @@ def index(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> P
         ("rollout.group_sise=2", "unknown setting rollout.group_sise; did you mean rollout.group_size?"),
         ("rolout.group_size=2", "did you mean rollout.group_size?"),
         ("trainer.max_step=2", "did you mean trainer.max_steps?"),
+        (
+            "rollout.stop=[end]",
+            "unknown setting rollout.stop: there are no stop strings; rollout.stop_token_ids ends answers",
+        ),
         ("rollout.group_size=many", "rollout.group_size='many': expected"),
         ("trainer.max_steps=ten", "trainer.max_steps='ten': expected"),
         ("rollout.group_size=1", "rollout.group_size=1"),
@@ -74,6 +79,10 @@ def index(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> P
         ("drafter=crystal_ball", "drafter='crystal_ball': expected one of history_tree, ngram, none, paper"),
         ("scheduler=my_module.Mine", "scheduler='my_module.Mine'"),
         ("data.train=nothing.jsonl", "data.train='nothing.jsonl': no such file"),
+        (
+            "data.train=[good.jsonl,null.jsonl]",
+            "data.train[1]='null.jsonl', line 1: data.prompt_column='prompt': the prompt is null",
+        ),
         ("data.train=empty.jsonl", "data.train='empty.jsonl': the data set is empty"),
         ("data.train=broken.jsonl", "data.train='broken.jsonl', line 2: not valid JSON"),
         ("data.train=no_prompt.jsonl", "data.train='no_prompt.jsonl', line 1: data.prompt_column='prompt'"),

@@ -84,6 +84,30 @@ def test_metrics_by_hand() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("rewards", "right_by", "tasks"),
+    [
+        ({"mine": [0.6, 0.9]}, None, "mine"),
+        ({"mine": [0.6, 0.9], "other": [0.3, 0.0]}, None, "mine, other"),
+        ({"mine": [0.6, 1.0], "other": [0.3, 0.0]}, None, "other"),
+        ({"mine": [0.0, 0.0]}, None, None),
+        ({"mine": [0.6, 0.9]}, "style", None),
+    ],
+)
+def test_why_nothing_passes(rewards: dict[str, list[float]], right_by: str | None, tasks: str | None) -> None:
+    answered = {
+        task: samples({"a": [(reward, "", 2, False) for reward in values]}) for task, values in rewards.items()
+    }
+    settings = EvaluationSettings(samples=2, right_by=right_by)
+    words = settings.why_nothing_passes(settings.metrics(answered, []))
+    assert words == (
+        f"pass@k is 0 for {tasks}, since no answer's reward reaches 1, from which on it counts as right; "
+        "evaluation.right_by can name the reward that says so"
+        if tasks
+        else None
+    )
+
+
 def test_answers_without_a_reward_are_left_out() -> None:
     nan = math.nan
     answers: dict[str, list[Any]] = {
