@@ -65,11 +65,17 @@ class Policy:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """End-of-sequence ids of the generation config, the model config and the tokenizer, sorted."""
+        """End-of-sequence ids of the generation config, the model config and the tokenizer, sorted.
+
+        A config that names none has its class's default, which may be any token of the model: it counts only as a special token.
+        """
         found: set[int] = set()
         generation: GenerationConfig | None = self.model.generation_config
         generated = generation.eos_token_id if generation is not None else None
-        for source in (generated, self.model.config.eos_token_id, self.tokenizer.eos_token_id):
+        config = self.model.config
+        is_made_up = config.eos_token_id == getattr(type(config), "eos_token_id", None)
+        configured = [] if is_made_up and config.eos_token_id not in self.special_tokens else config.eos_token_id
+        for source in (generated, configured, self.tokenizer.eos_token_id):
             found.update(source if isinstance(source, list | tuple) else [source] if source is not None else [])
         return tuple(sorted(found))
 
@@ -79,14 +85,6 @@ class Policy:
         named = zip(self.tokenizer.all_special_ids, self.tokenizer.all_special_tokens, strict=True)
         added = self.tokenizer.added_tokens_decoder.items()
         return {**dict(named), **{number: token.content for number, token in added if token.special}}
-
-    @property
-    def has_stop(self) -> bool:
-        """Return whether a stop token is known; some classes of configs have one by default, which may be any token of the model."""
-        by_default = {self.model.config.eos_token_id} if isinstance(self.model.config.eos_token_id, int) else set[int]()
-        generation: GenerationConfig | None = self.model.generation_config
-        is_named = self.tokenizer.eos_token_id is not None or (generation is not None and generation.eos_token_id)
-        return bool(is_named or {*self.stop_token_ids} - by_default or by_default & self.special_tokens.keys())
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str:
         """Return the text of an answer, without special tokens or with those before the one that ends it."""

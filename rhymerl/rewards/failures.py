@@ -48,8 +48,8 @@ class Failures:
                 for name, count in self.num_absent.items()
             ]
             found.append(
-                f"no reward applied to {self.num_unrewarded / self.num_samples:.0%} of {self.num_samples:,} answers, which were left out "
-                f"of the update: {', '.join(absent)}"
+                f"rewards: none applied to {self.num_unrewarded / self.num_samples:.0%} of {self.num_samples:,} answers, which were left out "
+                f"of the update; {', '.join(absent)}"
             )
         return found
 

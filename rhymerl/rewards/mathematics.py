@@ -86,11 +86,11 @@ def _gold(text: str) -> list[Any]:
 
 
 def _parse(text: str) -> list[Any]:
-    """Return what math-verify reads in `text`, whose last box may have something else than LaTeX in it."""
-    box = boxed_answer(text)
-    if box is not None and box != (plain := _as_latex(box)):
+    r"""Return what math-verify reads in `text`, whose last `\boxed{}` may have something else than LaTeX in it."""
+    written = boxed_answer(text)
+    if written is not None and written != (latex := _as_latex(written)):
         before, opening, behind = text.rpartition(r"\boxed{")
-        text = before + opening + behind.replace(box, plain, 1)
+        text = before + opening + behind.replace(written, latex, 1)
     found = _read(text)
     is_number = found and not _LETTER.search(str(found[0]))
     if is_number and all(isinstance(each, str) for each in found):  # no LaTeX either, such as 28% and 30°

@@ -370,7 +370,7 @@ class RhymeModule(L.LightningModule):
     @property
     def has_stop(self) -> bool:
         """Return whether any token ends an answer."""
-        return self.policy.has_stop or bool(self.rollout.stop_token_ids)
+        return bool(self.policy.stop_token_ids or self.rollout.stop_token_ids)
 
     @property
     def _is_last_step(self) -> bool:

@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rhymerl.errors import RewardError
@@ -16,6 +17,7 @@ from rhymerl.rewards import Reward
 from rhymerl.rewards.failures import Failures
 from rhymerl.testing import tiny_policy
 from tests.integration.conftest import Run, rows
+from tests.report.directories import data_of
 
 BROKEN = "rewards={digits: tests.integration.rewards.digits, bad: tests.integration.rewards.broken}"
 REASON = "the first with ZeroDivisionError: no marks today (rewards.py:"
@@ -78,16 +80,22 @@ def test_a_reward_that_does_not_apply_is_no_failure(
     assert summary["steps"] == 4
     assert summary["reward_failure_rate"] == 0
     (told,) = summary["problems"]
-    assert told.startswith("no reward applied to 50% of 16 answers, which were left out of the update: rewards.even")
+    assert told.startswith(
+        "rewards: none applied to 50% of 16 answers, which were left out of the update; rewards.even"
+    )
     rewards = [(row["reward"], row["rewards"]) for row in rows(Path("run/samples.jsonl"))]
     assert all((reward is None) == (parts == {}) for reward, parts in rewards)
+    answers = read_run("run").answers
+    assert answers is not None
+    assert np.isnan(answers.reward).tolist() == [False] * 4 + [True] * 4 + [False] * 4 + [True] * 4
+    assert data_of(Path("run/report.html").read_text())["samples"][0]["columns"]["reward"][4:8] == [None] * 4
     steps = [each for each in read_steps(Path("run", STEPS)) if "evaluation" not in each]
     assert [("reward" in each["metrics"], "rewards/even/mean" in each["metrics"]) for each in steps] == [
         (True, True),
         (False, False),
     ] * 2
     assert [each["metrics"]["grad_norm"] > 0 for each in steps] == [True, False] * 2
-    assert caplog.text.count(": no reward applied to") == 1
+    assert caplog.text.count(": rewards: none applied to") == 1
 
 
 @pytest.fixture

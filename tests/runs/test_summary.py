@@ -65,7 +65,7 @@ def failures(**changed: Any) -> Failures:
         (
             failures(num_absent={"bad": 94}, num_unrewarded=94),
             [
-                "no reward applied to 94% of 100 answers, which were left out of the update: rewards.bad returned None "
+                "rewards: none applied to 94% of 100 answers, which were left out of the update; rewards.bad returned None "
                 "for 94% of them"
             ],
         ),

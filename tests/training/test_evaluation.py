@@ -95,9 +95,7 @@ def test_metrics_by_hand() -> None:
     ],
 )
 def test_why_nothing_passes(rewards: dict[str, list[float]], right_by: str | None, tasks: str | None) -> None:
-    answered = {
-        task: samples({"a": [(reward, "", 2, False) for reward in values]}) for task, values in rewards.items()
-    }
+    answered = {task: samples({"a": [(reward, "", 2, False) for reward in values]}) for task, values in rewards.items()}
     settings = EvaluationSettings(samples=2, right_by=right_by)
     words = settings.why_nothing_passes(settings.metrics(answered, []))
     assert words == (
