@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from math import isnan
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 if TYPE_CHECKING:
@@ -314,13 +315,18 @@ class Sample:
 
     completion: Completion
     text: str  # decoded response without special tokens
-    reward: float  # weighted sum of `rewards`
-    rewards: Mapping[str, float]  # by reward function
+    reward: float  # weighted sum of `rewards`; NaN where the run has reward functions, and none of them applies
+    rewards: Mapping[str, float]  # by reward function, of those that apply
     loss_mask: BoolArray  # [L] which tokens are trained
 
     @property
     def prompt(self) -> Prompt:
         return self.completion.request.prompt
+
+    @property
+    def has_reward(self) -> bool:
+        """Return whether it counts in its group and in the update."""
+        return not isnan(self.reward)
 
     def __len__(self) -> int:
         return len(self.completion.token_ids)

@@ -12,7 +12,8 @@ import lightning as L
 import numpy as np
 
 from rhymerl.backends.spans import EVALUATION
-from rhymerl.callbacks.equal_rewards import equal_rewards
+from rhymerl.callbacks.equal_rewards import all_left_out, equal_rewards
+from rhymerl.rewards.failures import Failures
 from rhymerl.rollout import Rollout
 
 _LOG = logging.getLogger(__name__)
@@ -44,6 +45,15 @@ class Recent:
     ]  # of the last WINDOW steps: how all answers were rewarded alike, as equal_rewards says it
     idle: dict[int, float]  # by worker: the share of the latest step's rollout in which it decoded nothing
     runs_ahead: bool = False  # whether workers may begin the next step
+    failing: Sequence[str] = ()  # sentences about rewards that failed in the last WINDOW steps
+    left_out: Sequence[bool] = ()  # of these steps: whether all answers were cut off and left out of the loss
+    algo: Any = None
+    has_stop: bool = True  # whether any token ends an answer
+
+    def is_lasting(self, steps: Sequence[object]) -> bool:
+        """Return whether something holds in the first step, or in the last WINDOW ones."""
+        is_first = len(self.metrics["frac_reward_zero_std"]) == 1
+        return bool(steps) and all(steps) and (is_first or len(steps) == WINDOW)
 
     def mean(self, name: str, *, end: int | None = None) -> float | None:
         """Return the mean of the last WINDOW steps, or of those before the index `end`; None where there are fewer."""
@@ -57,8 +67,8 @@ Rule = Callable[[Recent], str | None]
 def all_rewards_alike(recent: Recent) -> str | None:
     """Nothing can be learned, in the first step or in the last WINDOW ones."""
     words = recent.equal_rewards[-1]
-    is_first = len(recent.metrics["frac_reward_zero_std"]) == 1
-    if words is None or not (is_first or (len(recent.equal_rewards) == WINDOW and all(recent.equal_rewards))):
+    is_known = bool(recent.failing) or recent.is_lasting(recent.left_out)  # why they are
+    if words is None or is_known or not recent.is_lasting(recent.equal_rewards):
         return None
     return (
         f"{words}, so nothing is learned from them. samples.jsonl shows some of them. Either the reward misses what they say "
@@ -69,7 +79,7 @@ def all_rewards_alike(recent: Recent) -> str | None:
 def most_rewards_alike(recent: Recent) -> str | None:
     """Few groups are left that teach something."""
     share = recent.mean("frac_reward_zero_std")
-    if share is None or share < MOST_ALIKE or all(recent.equal_rewards):
+    if share is None or share < MOST_ALIKE or recent.failing or all(recent.equal_rewards):
         return None
     return (
         f"all answers have the same reward for {share:.0%} of the prompts, which teach nothing. rollout.dynamic_sampling replaces "
@@ -79,13 +89,25 @@ def most_rewards_alike(recent: Recent) -> str | None:
 
 def truncation(recent: Recent) -> str | None:
     """Many answers are cut off."""
+    if recent.is_lasting(recent.left_out):
+        return "all answers are cut off at rollout.max_tokens and left out of the loss, so nothing is learned: raise it"
     share = recent.mean("completions/clipped_ratio")
     if share is None or share < MOST_CLIPPED:
         return None
-    return (
-        f"{share:.0%} of the answers are cut off at rollout.max_tokens. Raise it; where answers ramble, algo.overlong_fraction=0.2 makes those near "
-        "the limit worth less, and algo.mask_truncated=true leaves those that are cut off out of the loss"
-    )
+    words = f"{share:.0%} of the answers are cut off at rollout.max_tokens. "
+    if not recent.has_stop:
+        return f"{words}No stop token is known: set rollout.stop_token_ids"
+    instead = {
+        "overlong_fraction": "algo.overlong_fraction=0.2 makes those near the limit worth less",
+        "mask_truncated": "algo.mask_truncated=true leaves those that are cut off out of the loss",
+    }
+    advice = [does for name, does in instead.items() if not getattr(recent.algo, name, None)]
+    return f"{words}Raise it{'; where answers ramble, ' if advice else ''}{', and '.join(advice)}"
+
+
+def calls_fail(recent: Recent) -> str | None:
+    """Rewards fail, or do not apply, more often than now and then."""
+    return "; ".join(recent.failing) or None
 
 
 def kl_grows(recent: Recent) -> str | None:
@@ -131,6 +153,7 @@ def workers_idle(recent: Recent) -> str | None:
 
 
 RULES: Sequence[Rule] = (
+    calls_fail,
     all_rewards_alike,
     most_rewards_alike,
     truncation,
@@ -151,6 +174,8 @@ class EarlyWarnings(L.Callback):
         self.latest: list[str] = []
         self._metrics: dict[str, list[float]] = defaultdict(list)
         self._equal: deque[str | None] = deque(maxlen=WINDOW)
+        self._left_out: deque[bool] = deque(maxlen=WINDOW)
+        self._failures: deque[Failures] = deque(maxlen=WINDOW)
         self._warned_at: dict[Rule, int] = {}
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -163,11 +188,17 @@ class EarlyWarnings(L.Callback):
             self._metrics[name].append(value)
         share = metrics["frac_reward_zero_std"]
         self._equal.append(equal_rewards(rollout.samples, frac_zero_std=share, advantages=pl_module.advantages))
+        self._left_out.append(all_left_out(rollout.samples, pl_module.advantages))
+        self._failures.append(rollout.failures)
         recent = Recent(
             metrics=self._metrics,
             equal_rewards=list(self._equal),
             idle=idle_of(rollout),
             runs_ahead=pl_module.run_ahead != "off",
+            failing=sum(self._failures, Failures()).sentences(),
+            left_out=list(self._left_out),
+            algo=pl_module.algo,
+            has_stop=pl_module.has_stop,
         )
         for rule in RULES:
             self._ask(rule, recent, pl_module.num_rollouts)

@@ -9,6 +9,12 @@ from rhymerl.types import Sample
 Advantages = Callable[[Sequence[int]], Sequence[float | None]]
 
 
+def all_left_out(samples: Sequence[Sample], advantages: Advantages) -> bool:
+    """Return whether all answers of a step were cut off at their limit, and are left out of the loss for it."""
+    are_cut = all(sample.completion.finish_reason == "length" for sample in samples)
+    return are_cut and all(each is None for each in advantages(range(len(samples))))
+
+
 def equal_rewards(samples: Sequence[Sample], *, frac_zero_std: float, advantages: Advantages) -> str | None:
     """Return how the answers of a step are rewarded alike, so that nothing can be learned from them; None where something can.
 
@@ -16,9 +22,11 @@ def equal_rewards(samples: Sequence[Sample], *, frac_zero_std: float, advantages
     """
     if frac_zero_std < 1:
         return None
-    rewards = {sample.reward for sample in samples}
+    rewards = {sample.reward for sample in samples if sample.has_reward}
+    if not rewards:
+        return f"no reward applies to any of the {len(samples):,} answers"
     if len(rewards) == 1:
-        return f"all {len(samples):,} answers have the same reward ({rewards.pop():g})"
+        return f"all {sum(sample.has_reward for sample in samples):,} answers have the same reward ({rewards.pop():g})"
     if any(advantages(range(len(samples)))):
         return None  # the baseline is not the group's
     return "all answers to each prompt have the same reward"

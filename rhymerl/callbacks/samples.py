@@ -94,7 +94,7 @@ def sample_row(sample: Sample) -> dict[str, Any]:
     return {
         "prompt": sample.prompt.text,
         "response": sample.text,
-        "reward": round(sample.reward, 4),
+        "reward": round(sample.reward, 4) if sample.has_reward else None,
         "length": len(sample),
         "finish_reason": sample.completion.finish_reason,
         "prompt_id": sample.prompt.id,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 
@@ -16,6 +16,9 @@ from rhymerl.callbacks.early_warnings import EarlyWarnings
 from rhymerl.report.steps import StepFile, answer_columns, source_runs
 from rhymerl.rollout import Rollout
 from rhymerl.types import Sample
+
+if TYPE_CHECKING:
+    from rhymerl.types import IntArray
 
 MAX_TEXTS = 2_000  # of a run, which a page can show
 _CONTEXT = 8  # tokens
@@ -90,14 +93,14 @@ class RecordSteps(L.Callback):
                 "answer": index,
                 "prompt": samples[index].prompt.text,
                 "text": samples[index].text,
-                "runs": self._runs(samples[index], pl_module.policy.tokenizer),
+                "runs": self._runs(samples[index], pl_module.decode),
                 "rewards": dict(samples[index].rewards),
                 "advantage": advantage,
             }
             for index, advantage in zip(chosen, advantages, strict=True)
         ]
 
-    def _runs(self, sample: Sample, tokenizer: Any) -> list[list[int]] | None:
+    def _runs(self, sample: Sample, decode: Callable[[IntArray], str]) -> list[list[int]] | None:
         """Return how many characters of the text follow one another from each source."""
         token_ids, sources = sample.completion.token_ids, sample.completion.output.sources
         if sources is None:
@@ -106,7 +109,7 @@ class RecordSteps(L.Callback):
         for count, source in source_runs(sources):
             # With what stands before: a character may be made of tokens of two runs, and a word begins with a space behind others.
             start, end = max(0, begin - _CONTEXT), begin + count
-            texts = [tokenizer.decode(token_ids[start:to], skip_special_tokens=True) for to in (begin, end)]
+            texts = [decode(token_ids[start:to]) for to in (begin, end)]
             found.append([len(texts[1]) - len(texts[0]), source])
             begin = end
         return found

@@ -9,12 +9,12 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _OUTPUTS = (1, 2)
 
 
 class Interrupt:
-    """A context manager that owns SIGINT, SIGTERM and SIGHUP in the main thread, and gives them back.
+    """A context manager that owns SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 in the main thread, and gives them back.
 
     Unless something `hold`s it, each is a KeyboardInterrupt. What is ignored (as by nohup) stays ignored.
     """

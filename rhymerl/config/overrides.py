@@ -9,6 +9,7 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override as HydraOverride
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
@@ -55,15 +56,15 @@ def _parse(parser: OverridesParser, text: str) -> Override:
 
 
 def _read(parser: OverridesParser, text: str) -> HydraOverride:
-    """Text that Hydra's grammar would want in quotes, such as a checkpoint's `step=10.ckpt`, is taken as it stands."""
+    """Text that Hydra's grammar would want in quotes, such as `step=10.ckpt` or `\\d+`, is taken as it stands."""
+    found = None if "${" in text else _PLAIN.fullmatch(text)
+    quoted = f"{found[1]}={QuotedString(found[2], Quote.single).with_quotes()}" if found is not None else text
+    if "\\" in text:  # which Hydra takes for an escape in some places
+        return parser.parse_override(quoted)
     try:
         return parser.parse_override(text)
     except HydraException:
-        found = _PLAIN.fullmatch(text)
-        if found is None or "${" in text:
-            raise
-        escaped = found[2].replace("\\", "\\\\").replace("'", "\\'")
-        return parser.parse_override(f"{found[1]}='{escaped}'")
+        return parser.parse_override(quoted)
 
 
 def apply(config: DictConfig, override: Override) -> None:

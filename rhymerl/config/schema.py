@@ -26,6 +26,11 @@ from rhymerl.errors import ConfigError
 
 _MISSING = "???"
 _NOTHING: Any = object()
+_STOP = "there are no stop strings; rollout.stop_token_ids ends answers by tokens"
+_ELSEWHERE = {
+    "rollout.stop": _STOP,
+    "rollout.stop_strings": _STOP,
+}  # settings that others have, and what is here instead
 
 
 def signature_at(key: str, node: DictConfig) -> Signature:
@@ -134,6 +139,8 @@ def unknown(config: DictConfig, key: str) -> ConfigError:
         for name in entries(node)
         if name != "_target_" and not f"{join(above, name)}.".startswith(f"{key}.")
     ]
+    if key in _ELSEWHERE:
+        return ConfigError(f"unknown setting {key}: {_ELSEWHERE[key]}")
     node = find(config, key)
     while isinstance(node, DictConfig) and len(entries(node)) == 1:  # an override made the mappings on its way
         key = join(key, entries(node)[0])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from datetime import datetime
+from functools import partial
 from typing import Any, Protocol, cast
 
 import lightning as L
@@ -65,7 +67,8 @@ class PromptDataModule(L.LightningDataModule):
     not given comes from the task. Several validation sets are a mapping by name; None in it is the task's rows. Everything is
     read, encoded and checked in `setup`, before any compute, on every rank alike. Validation uses the first `validation_prompts`
     rows of a set (default: all), in their order. `system_prompt` goes before every prompt, through the tokenizer's chat template, which then takes text as
-    the user's message; a row that begins with a system message of its own keeps that one.
+    the user's message; a row that begins with a system message of its own keeps that one. With `filter_overlong_prompts` prompts that are
+    longer than `max_prompt_tokens`, or leave no room for an answer, are left out.
 
     The place in the training data is part of the checkpoint (see PromptLoader): the module that trains calls
     `trainer.datamodule.train_loader.advance()` at the end of each `training_step`. Every `Trainer.fit` starts
@@ -86,6 +89,7 @@ class PromptDataModule(L.LightningDataModule):
         system_prompt: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         max_prompt_tokens: int | None = None,
+        filter_overlong_prompts: bool = False,
     ) -> None:
         super().__init__()
         self.train = train
@@ -99,12 +103,15 @@ class PromptDataModule(L.LightningDataModule):
         self.system_prompt = system_prompt
         self.chat_template_kwargs = chat_template_kwargs
         self.max_prompt_tokens = max_prompt_tokens
+        self.filter_overlong_prompts = filter_overlong_prompts
+        self.started = datetime.now().replace(microsecond=0)  # of the run, which chat templates take for now
         self.train_loader: PromptLoader | None = None
         self.validation_loaders: dict[
             str, PromptLoader
         ] = {}  # by the name of the set; what Lightning numbers in this order
         self._prepared_for: _Module | None = None
         self._encoder: PromptEncoder | None = None
+        self._prepare_again: Callable[[], None] | None = None
         for name in ("prompts_per_step", "validation_prompts", "max_prompt_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -154,11 +161,13 @@ class PromptDataModule(L.LightningDataModule):
             prompt_column=self.prompt_column,
             system_prompt=self.system_prompt,
             chat_template_kwargs=self.chat_template_kwargs,
+            started=self.started,
         )
         limits = LengthLimits(
             context_tokens=module.policy.context_tokens,
             max_tokens=module.rollout.max_tokens,
             max_prompt_tokens=self.max_prompt_tokens,
+            drops_longer=self.filter_overlong_prompts,
         )
         in_validation = {name: _limits_of(name, limits, module.evaluation) for name in self.validation_names}
         self.prepare(encoder, limits, with_train=with_train, in_validation=in_validation)
@@ -173,6 +182,7 @@ class PromptDataModule(L.LightningDataModule):
     ) -> None:
         """Read, encode and check; `in_validation` are the limits there, by the set's name, when they are others."""
         self._encoder = encoder
+        self._prepare_again = partial(self.prepare, encoder, limits, with_train=with_train, in_validation=in_validation)
         if with_train:
             prompts = encode_rows(self._rows("data.train", self.train), encoder, limits)
             self.train_loader = PromptLoader(
@@ -183,10 +193,17 @@ class PromptDataModule(L.LightningDataModule):
             prompts = encode_rows(self._validation_rows(name), encoder, (in_validation or {}).get(name, limits))
             self.validation_loaders[name] = PromptLoader(prompts, prompts_per_step=_VALIDATION_STEP, shuffle=False)
 
+    def begin_at(self, started: str | None) -> None:
+        """Take the time at which a run was started, in ISO form, from its checkpoint, before the data is prepared."""
+        if started is not None:  # earlier versions kept none
+            self.started = datetime.fromisoformat(started)
+
     def warn(self) -> None:
         """Say, on rank 0, what may surprise people in a training on this data, which has been prepared."""
         if self._encoder is not None:
             self._encoder.warn()
+        for words in self._shared_prompts() if is_first_rank() else ():
+            _LOG.warning("%s", words)
         num_prompts = len(self.train_loader.prompts) if self.train_loader is not None else self.prompts_per_step
         if num_prompts < self.prompts_per_step and is_first_rank():
             _LOG.warning(
@@ -195,6 +212,18 @@ class PromptDataModule(L.LightningDataModule):
                 counted(num_prompts, "prompt"),
                 num_prompts,
             )
+
+    def _shared_prompts(self) -> Iterator[str]:
+        """Yield a sentence for each validation set of which most prompts are trained on."""
+        trained = {prompt.key for prompt in self.train_loader.prompts} if self.train_loader is not None else set[str]()
+        for name, loader in self.validation_loaders.items():
+            shared = sum(prompt.key in trained for prompt in loader.prompts)
+            if 2 * shared > len(loader.prompts):
+                setting = "data.validation" if name == ONLY_SET else f"data.validation.{name}"
+                yield (
+                    f"{setting}: {shared:,} of the {len(loader.prompts):,} prompts are trained on, too, so evaluations do not show what the "
+                    "policy does with others"
+                )
 
     def train_dataloader(self) -> PromptLoader:
         if self.train_loader is None:
@@ -209,10 +238,15 @@ class PromptDataModule(L.LightningDataModule):
         return loaders[0] if len(loaders) == 1 else loaders
 
     def state_dict(self) -> dict[str, Any]:
-        """The training loader's, since Lightning itself restores only a loader that stopped within an epoch."""
-        return self.train_loader.state_dict() if self.train_loader is not None else {}
+        """The training loader's, since Lightning itself restores only a loader that stopped within an epoch; and the run's start."""
+        return {**self.train_loader.state_dict(), "started": self.started.isoformat()} if self.train_loader else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        before = self.started
+        self.begin_at(state_dict.get("started"))
+        if self.started != before and self._encoder is not None and self._encoder.uses_time and self._prepare_again:
+            self._encoder.started = self.started
+            self._prepare_again()
         if self.train_loader is not None:
             self.train_loader.load_state_dict(state_dict)
 
@@ -234,15 +268,16 @@ class PromptDataModule(L.LightningDataModule):
     @property
     def columns(self) -> list[str]:
         """The columns that every prompt brings along for the reward, sorted; known after `setup`."""
-        return columns_of(self._prompts)[0]
+        return columns_of(self.prompts)[0]
 
     @property
     def gaps(self) -> dict[str, str]:
         """The columns that only some prompts bring along, each with the place of the first row that does not."""
-        return columns_of(self._prompts)[1]
+        return columns_of(self.prompts)[1]
 
     @property
-    def _prompts(self) -> list[Prompt]:
+    def prompts(self) -> list[Prompt]:
+        """All prompts, of training and of validation; known after `setup`."""
         loaders = (self.train_loader, *self.validation_loaders.values())
         return [prompt for loader in loaders if loader for prompt in loader.prompts]
 

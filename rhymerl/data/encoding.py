@@ -6,9 +6,12 @@ import datetime
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, cast
+from uuid import UUID
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -16,13 +19,13 @@ from transformers import PreTrainedTokenizerBase
 from rhymerl.data.base import LocatedRow
 from rhymerl.distributed.first import is_first_rank
 from rhymerl.errors import ConfigError, DataError
-from rhymerl.tasks.base import Row
 from rhymerl.types import Prompt
 
 if TYPE_CHECKING:
     from rhymerl.types import IntArray
 
 _LOG = logging.getLogger(__name__)
+_TIME_CALL = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _FIXED_TEMPLATE_ARGUMENTS = ("tokenize", "add_generation_prompt", "return_tensors", "return_dict")
 
 
@@ -34,22 +37,24 @@ class LengthLimits:
     max_tokens: int  # of a response
     max_prompt_tokens: int | None = None
     setting: str = "rollout.max_tokens"
+    drops_longer: bool = False  # prompts that are too long are left out, with a word on how many
 
-    def check(self, num_tokens: int, location: str) -> None:
-        """Raise DataError for a prompt of `num_tokens` that is too long."""
-        found = f"{location}: the prompt has {num_tokens} tokens"
+    def problem(self, num_tokens: int) -> str | None:
+        """Return what is wrong with a prompt of `num_tokens`; None where it fits."""
+        found = f"the prompt has {num_tokens} tokens"
         if self.max_prompt_tokens is not None and num_tokens > self.max_prompt_tokens:
-            raise DataError(f"{found}, more than data.max_prompt_tokens={self.max_prompt_tokens}")
+            return f"{found}, more than data.max_prompt_tokens={self.max_prompt_tokens}"
         if num_tokens >= self.context_tokens:
-            raise DataError(
+            return (
                 f"{found}: no room for an answer in the model's context of {self.context_tokens}; "
                 "shorten the prompt or set model.path to a model with a longer context"
             )
         if num_tokens + self.max_tokens > self.context_tokens:
-            raise DataError(
+            return (
                 f"{found}; with {self.setting}={self.max_tokens} that exceeds the model's context of "
                 f"{self.context_tokens}: set {self.setting} to at most {self.context_tokens - num_tokens}"
             )
+        return None
 
 
 class PromptEncoder:
@@ -58,7 +63,7 @@ class PromptEncoder:
     Chat messages go through the tokenizer's template with its generation prompt; the template writes every
     special token itself. A string gets the special tokens that the tokenizer puts in front (such as BOS,
     unless the string already begins with it) and none behind. With a `system_prompt` a string is the user's message behind it, and messages
-    get it in front unless they begin with one of their own. Raises ValueError, see `check_template_arguments`, and
+    get it in front unless they begin with one of their own. A template's `strftime_now` tells the time of `started`. Raises ValueError, see `check_template_arguments`, and
     ConfigError for a system prompt without a template.
     """
 
@@ -69,8 +74,10 @@ class PromptEncoder:
         prompt_column: str = "prompt",
         system_prompt: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        started: datetime.datetime | None = None,  # now by default
     ) -> None:
         self.tokenizer = tokenizer
+        self.started = started or datetime.datetime.now()
         self.prompt_column = prompt_column
         self.system_prompt = system_prompt
         if system_prompt is not None and not tokenizer.chat_template:
@@ -115,23 +122,31 @@ class PromptEncoder:
             )
 
     def _tokenize(self, located: LocatedRow) -> tuple[str, IntArray]:
-        prompt = located.row.get(self.prompt_column)
-        if prompt is None:
+        where = f"{located.location}: data.prompt_column={self.prompt_column!r}"
+        if self.prompt_column not in located.row:
             columns = ", ".join(map(repr, located.row)) or "none"
-            raise DataError(
-                f"{located.location}: data.prompt_column={self.prompt_column!r}: no such column; it has {columns}"
-            )
+            raise DataError(f"{where}: no such column; it has {columns}")
+        prompt = _without_numpy(located.row[self.prompt_column])
+        if prompt is None or prompt != prompt:  # NaN stands for null in a data frame
+            raise DataError(f"{where}: the prompt is null; expected a string or a list of chat messages")
         if self.system_prompt is not None and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         if not isinstance(prompt, str):
             text = self._render(prompt, located.location)
-            return text, self._token_ids(text, add_special_tokens=False)
+            return text, self._token_ids(text, located.location, add_special_tokens=False)
         if self.tokenizer.chat_template and self.plain_text_at is None:
             self.plain_text_at = located.location
         begins_itself = bool(self.tokenizer.bos_token) and prompt.startswith(str(self.tokenizer.bos_token))
-        return prompt, self._token_ids(prompt, add_special_tokens=not begins_itself)
+        return prompt, self._token_ids(prompt, located.location, add_special_tokens=not begins_itself)
 
-    def _token_ids(self, text: str, *, add_special_tokens: bool) -> IntArray:
+    def _token_ids(self, text: str, location: str, *, add_special_tokens: bool) -> IntArray:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = ascii(text[error.start])
+            raise DataError(
+                f"{location}: the prompt has {half}, half of a character, which no tokenizer can read"
+            ) from error
         encoded = self.tokenizer(
             text,
             add_special_tokens=add_special_tokens,
@@ -159,12 +174,31 @@ class PromptEncoder:
                 "use a string prompt or an instruction-tuned model (model.path)"
             )
         try:
-            rendered = self.tokenizer.apply_chat_template(
-                cast(Any, messages), tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs
+            return str(
+                self.tokenizer.apply_chat_template(
+                    cast(Any, messages), tokenize=False, add_generation_prompt=True, **self._template_arguments
+                )
             )
         except TemplateError as error:
-            raise DataError(f"{location}: the tokenizer's chat template refuses these messages: {error}") from error
-        return str(rendered)
+            reason = f"refuses these messages: {error}"
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            reason = f"fails on these messages: {type(error).__name__}: {error}"
+        raise DataError(f"{location}: the tokenizer's chat template {' '.join(reason.split())}")
+
+    @property
+    def uses_time(self) -> bool:
+        """Return whether prompts depend on when they are encoded."""
+        return "strftime_now" in str(self.tokenizer.chat_template)
+
+    @property
+    def _template_arguments(self) -> dict[str, Any]:
+        """The user's, and a template in which the time stands that the run was started."""
+        given = self.chat_template_kwargs
+        if not self.uses_time:
+            return given
+        template = self.tokenizer.get_chat_template(given.get("chat_template"), given.get("tools"))
+        dated = _TIME_CALL.sub(lambda call: json.dumps(self.started.strftime(call[2])), template)
+        return {**given, "chat_template": dated}
 
     def _unknown_part(self, text: str, token_ids: IntArray) -> str | None:
         """Return the first part of the text that the tokenizer has no token for; None when there is none."""
@@ -185,8 +219,9 @@ def encode_rows(rows: Iterable[LocatedRow], encoder: PromptEncoder, limits: Leng
     """Encode and check every row. A prompt's id is the row's `id`, else a hash of the row.
 
     A row that repeats an earlier one word for word is kept, as `<id>#2`, `<id>#3` and so on: repeating rows
-    is how data sets weigh them. Different rows with one id are a DataError.
+    is how data sets weigh them. Different rows with one id are a DataError; so are prompts that are too long, unless `limits` drop them.
     """
+    long: list[str] = []
     locations: dict[str, str] = {}  # by final id
     copies: dict[tuple[str, bytes], int] = {}
     prompts = []
@@ -201,8 +236,25 @@ def encode_rows(rows: Iterable[LocatedRow], encoder: PromptEncoder, limits: Leng
             )
         locations[prompt_id] = located.location
         prompt = encoder.encode(located, prompt_id=prompt_id)
-        limits.check(len(prompt.token_ids), located.location)
-        prompts.append(prompt)
+        problem = limits.problem(len(prompt.token_ids))
+        if problem is None:
+            prompts.append(prompt)
+        elif not limits.drops_longer:
+            raise DataError(f"{located.location}: {problem}")
+        else:
+            long.append(f"{located.location}: {problem}")
+    if long and not prompts:
+        raise DataError(f"{long[0]}; all {len(long):,} prompts are too long")
+    if long and is_first_rank():
+        are = "prompts is" if len(long) == 1 else "prompts are"
+        first = long[0].rpartition(": the prompt has")[0]
+        _LOG.warning(
+            "data.filter_overlong_prompts=true: %s of the %s %s too long and left out, the first at %s",
+            f"{len(long):,}",
+            f"{len(long) + len(prompts):,}",
+            are,
+            first,
+        )
     return prompts
 
 
@@ -267,12 +319,17 @@ def _check_messages(messages: object, what: str) -> None:
         )
 
 
+def _without_numpy(value: object) -> Any:
+    """Lists and numbers as a data frame has them are plain ones."""
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+
+
 def _describe(value: object) -> str:
-    return "an empty list" if value == [] else f"of type {type(value).__name__}"
+    return "an empty list" if isinstance(value, list) and not value else f"of type {type(value).__name__}"
 
 
 def _row_id(located: LocatedRow, digest: bytes) -> str:
-    given = located.row.get("id")
+    given = _without_numpy(located.row.get("id"))
     if given is None:
         return digest.hex()
     if isinstance(given, bool) or not isinstance(given, str | int):
@@ -281,15 +338,30 @@ def _row_id(located: LocatedRow, digest: bytes) -> str:
 
 
 def _row_digest(located: LocatedRow) -> bytes:
+    return hashlib.blake2b(canonical_json(located.row, located.location).encode(), digest_size=8).digest()
+
+
+def canonical_json(row: Mapping[str, Any], location: str) -> str:
+    """Return a text that is the same for equal rows in every process. Raises DataError naming a column for which there is none."""
     try:
-        text = _canonical_json(located.row)
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{located.location}: a column cannot be written as JSON: {error}") from error
-    return hashlib.blake2b(text.encode(), digest_size=8).digest()
+        return _dumped(row)
+    except (TypeError, ValueError, RecursionError):
+        for name, value in row.items():
+            try:  # keys that JSON does not know, such as a UUID, become text
+                _dumped(_with_text_keys(value))
+            except (TypeError, ValueError, RecursionError) as error:
+                raise DataError(f"{location}: the column {name!r} has {error}, which no hash can be made of") from error
+    return _dumped(_with_text_keys(row))
 
 
-def _canonical_json(row: Row) -> str:
-    return json.dumps(row, sort_keys=True, separators=(",", ":"), default=_plain)
+def _dumped(value: object) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=_plain)
+
+
+def _with_text_keys(value: object) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _with_text_keys(item) for key, item in value.items()}
+    return [_with_text_keys(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _plain(value: object) -> Any:
@@ -300,4 +372,6 @@ def _plain(value: object) -> Any:
         return value.isoformat()
     if isinstance(value, bytes):
         return value.hex()
-    raise TypeError(f"a {type(value).__name__} ({value!r})")
+    if isinstance(value, Decimal | datetime.timedelta | UUID):
+        return str(value)
+    raise TypeError(f"a {type(value).__name__} ({value!r:.80})")

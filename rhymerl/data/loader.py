@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rhymerl.data.base import PromptBatch
+from rhymerl.data.encoding import canonical_json
 from rhymerl.errors import ConfigError, DataError
 from rhymerl.types import Prompt
 
@@ -85,7 +86,7 @@ class PromptLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved cursor. Raises ConfigError when the data or a setting of the order has changed."""
         for name, value in self._identity().items():
-            if state[name] != value:
+            if state.get(name, value) != value:  # earlier versions knew nothing of columns
                 raise ConfigError(_CHANGED[name].format(now=value, saved=state[name]))
         self.cursor = state["cursor"]
 
@@ -106,10 +107,18 @@ class PromptLoader:
             digest.update(f"{prompt.id}\0{prompt.key}\0".encode())
         return digest.hexdigest()
 
+    @cached_property
+    def _columns(self) -> str:
+        digest = hashlib.blake2b(digest_size=16)
+        for prompt in self.prompts:
+            digest.update(f"{canonical_json(prompt.columns, prompt.location)}\0".encode())
+        return digest.hexdigest()
+
     def _identity(self) -> dict[str, Any]:
         return {
             "num_prompts": len(self.prompts),
             "fingerprint": self._fingerprint,
+            "columns": self._columns,
             "prompts_per_step": self.prompts_per_step,
             "shuffle": self.shuffle,
             "seed": self.seed,
@@ -129,5 +138,7 @@ _CHANGED = {
     "resume on the same data set, or start a new run",
     "fingerprint": "data.train: the prompts, their order, the tokenizer or the chat template have changed "
     "since the checkpoint was written; resume on the same data set, or start a new run",
+    "columns": "data.train: columns beside the prompt, such as the answers, have changed since the checkpoint was written; "
+    "resume on the same data set, or start a new run",
     **{name: _SETTING.format(name=name) for name in ("prompts_per_step", "shuffle", "seed")},
 }

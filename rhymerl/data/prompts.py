@@ -16,7 +16,7 @@ from rhymerl.types import Prompt
 class PromptSource:
     """The source of prompts: what `rhymerl.data.read_rows` takes, else the training problems of a task.
 
-    Each is to get `samples` answers. `system_prompt` is as in PromptDataModule.
+    Each is to get `samples` answers. `system_prompt` and `filter_overlong_prompts` are as in PromptDataModule.
     """
 
     def __init__(
@@ -29,6 +29,7 @@ class PromptSource:
         system_prompt: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         max_prompt_tokens: int | None = None,
+        filter_overlong_prompts: bool = False,
     ) -> None:
         longest = 1 if max_prompt_tokens is None else max_prompt_tokens
         require_at_least({"samples": (samples, 1), "max_prompt_tokens": (longest, 1)})
@@ -40,6 +41,7 @@ class PromptSource:
         self.system_prompt = system_prompt
         self.chat_template_kwargs = chat_template_kwargs
         self.max_prompt_tokens = max_prompt_tokens
+        self.filter_overlong_prompts = filter_overlong_prompts
 
     def read(self, policy: Policy, *, max_tokens: int) -> list[Prompt]:
         """Read, encode and check every prompt; `max_tokens` of an answer must fit behind it.
@@ -58,7 +60,10 @@ class PromptSource:
             chat_template_kwargs=self.chat_template_kwargs,
         )
         limits = LengthLimits(
-            context_tokens=policy.context_tokens, max_tokens=max_tokens, max_prompt_tokens=self.max_prompt_tokens
+            context_tokens=policy.context_tokens,
+            max_tokens=max_tokens,
+            max_prompt_tokens=self.max_prompt_tokens,
+            drops_longer=self.filter_overlong_prompts,
         )
         prompts = encode_rows(read_rows(source, "data.prompts"), encoder, limits)
         encoder.warn()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import importlib
@@ -9,7 +10,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from rhymerl.errors import ConfigError, DataError
 from rhymerl.models.hub import look_up
 from rhymerl.tasks.base import Row
 
-DataSource = str | Path | Sequence[Row]
+DataSource = str | Path | Sequence[str | Path] | Sequence[Row]
+_START_BYTES = 4096
 _LONGEST_LINE_BYTES = 64 * 2**20  # far beyond any context; tokenizers take many times as much memory
 
 Setting = str  # data.train, data.validation, data.validation.NAME or data.prompts
@@ -31,21 +33,28 @@ _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 def read_rows(source: DataSource, setting: Setting, *, only_first: int | None = None) -> list[LocatedRow]:
     """Read every row of `source` (or the first `only_first`), each with its place for error messages.
 
-    `source` is a path to a file (`.parquet`; `.csv` or `.tsv`, whose first line names the columns and whose values are text; else JSON lines; all but
-    parquet plain or `.gz`), a directory or hub name that `datasets` reads, or the rows themselves. A directory or hub name may name a config and a split, as in
+    `source` is one of the following, or a list of such files. It is a path to a file (`.parquet`; `.csv` or `.tsv`, whose first line names the columns and whose values are text; else JSON lines; all but
+    parquet plain or `.gz`; a JSON array counts as its items), a directory or hub name that `datasets` reads, or the rows themselves. A directory or hub name may name a config and a split, as in
     `openai/gsm8k:main:test` or `DIR:test`; without one the split is `validation` for `data.validation` and its sets, else `train`.
     Raises DataError for what cannot be read, is empty or is not a table of rows, and ConfigError when it
     needs a package that is not installed.
     """
-    reader = _from_path(source, setting) if isinstance(source, str | Path) else _from_objects(source, setting)
     rows: list[LocatedRow] = []
-    for located in reader:
+    for located in _located(source, setting):
         if len(rows) == only_first:
             break
         rows.append(located)
     if not rows:
         raise DataError(f"{_name(setting, source)}: the data set is empty; expected at least one row")
     return rows
+
+
+def _located(source: Any, setting: Setting) -> Iterator[LocatedRow]:
+    if isinstance(source, str | Path):
+        return _from_path(source, setting)
+    if isinstance(source, Sequence) and source and all(isinstance(each, str | Path) for each in source):
+        return chain.from_iterable(_from_path(each, f"{setting}[{number}]") for number, each in enumerate(source))
+    return _from_objects(source.to_dict("records") if hasattr(source, "iterrows") else source, setting)
 
 
 def _name(setting: str, source: DataSource) -> str:
@@ -82,6 +91,11 @@ def _read_jsonl(path: Path, location: str) -> Iterator[LocatedRow]:
     """Lines are counted from 1; blank ones are passed over, as is a byte order mark."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            if file.read(_START_BYTES).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+                file.seek(0)
+                yield from _from_objects(_parse(file.read(), location), location)
+                return
+            file.seek(0)
             for number in count(1):
                 where = f"{location}, line {number}"
                 line = file.readline(_LONGEST_LINE_BYTES + 1)
@@ -97,11 +111,15 @@ def _read_jsonl(path: Path, location: str) -> Iterator[LocatedRow]:
         raise DataError(f"{location}: cannot be read: {error}") from error
 
 
-def _parse_line(line: bytes, where: str) -> Row:
+def _parse(text: bytes, where: str) -> Any:
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        return json.loads(text.decode("utf-8-sig"))
     except ValueError as error:  # broken JSON and broken UTF-8 alike
         raise DataError(f"{where}: not valid JSON: {error}") from error
+
+
+def _parse_line(line: bytes, where: str) -> Row:
+    row = _parse(line, where)
     if not isinstance(row, dict):
         raise DataError(f'{where}: expected a JSON object such as {{"prompt": ...}}, got a {type(row).__name__}')
     return row
@@ -151,9 +169,10 @@ def _load_data_set(source: str, setting: Setting) -> Iterable[Any]:
     load: Callable[[], Any] = (
         (lambda: datasets.load_from_disk(name)) if is_saved else (lambda: datasets.load_dataset(name, config))
     )
+    datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False  # before version 4 it asks on stdin
     try:
         data_set = load()
-    except (OSError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:  # the second for a data set that is a program
         reason = str(error).strip().splitlines()[0]
         raise DataError(f"{location}: neither a file nor a data set that `datasets` can load: {reason}") from error
     return _split_of(data_set, split, setting, location=location)

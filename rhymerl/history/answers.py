@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import isnan
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,17 +19,19 @@ _ROUNDING = 1e-9  # of a weighted sum of rewards
 
 
 def are_alike(rewards: Sequence[float]) -> bool:
-    """Return whether the answers of a group are equally good, up to rounding."""
-    return max(rewards) - min(rewards) <= _ROUNDING
+    """Return whether the answers of a group are equally good, up to rounding; those without a reward (NaN) do not count."""
+    known = [reward for reward in rewards if not isnan(reward)]
+    return not known or max(known) - min(known) <= _ROUNDING
 
 
 def group_advantages(rewards: Sequence[float]) -> FloatArray:
-    """Return how much better than its group each answer was, [G], in standard deviations; all 0 where all are alike.
+    """Return how much better than its group each answer was, [G], in standard deviations; 0 where all are alike, and without a reward.
 
     This is the history's own measure, whatever the algorithm's is: it only tilts which earlier answer a draft follows.
     """
     values = np.asarray(rewards, np.float64)
-    return np.zeros(len(values)) if are_alike(rewards) else (values - values.mean()) / values.std()
+    known = values[~np.isnan(values)]
+    return np.zeros(len(values)) if are_alike(rewards) else np.nan_to_num((values - known.mean()) / known.std())
 
 
 def answers_of(samples: Sequence[Sample], epoch: int) -> Iterator[tuple[Prompt, list[Answer]]]:
@@ -49,7 +52,7 @@ def _answer(sample: Sample, number: int, advantage: float, epoch: int) -> Answer
     versions = completion.output.policy_versions
     return Answer(
         token_ids=completion.token_ids,
-        reward=sample.reward,
+        reward=sample.reward if sample.has_reward else 0.0,
         advantage=advantage,
         finish_reason="stop" if completion.finish_reason == "stop" else "length",
         policy_version=int(versions[-1]) if len(versions) else 0,

@@ -20,7 +20,7 @@ def policy_of(
     with tempfile.TemporaryDirectory() as folder:
         write_files(files, folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     place = torch.device("cpu" if in_host else device)
     with place:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)

@@ -16,7 +16,7 @@ def read_model(loader: Any, where: str, **source: Any) -> PreTrainedModel:
     Raises ConfigError that begins with `where` for weights that are missing, and for a head that the config ties to an embedding of
     other values: it would be trained by itself, and exported as tied.
     """
-    model, found = loader.from_pretrained(**source, output_loading_info=True)
+    model, found = loader.from_pretrained(**source, trust_remote_code=False, output_loading_info=True)
     refuse_missing(found["missing_keys"], where, has=found["unexpected_keys"])
     if model.config.get_text_config().tie_word_embeddings and not _is_tied(model):
         raise ConfigError(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import tempfile
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -64,17 +65,32 @@ class Policy:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """End-of-sequence ids of the generation config, the model config and the tokenizer, sorted."""
+        """End-of-sequence ids of the generation config, the model config and the tokenizer, sorted.
+
+        A config that names none has its class's default, which may be any token of the model: it counts only as a special token.
+        """
         found: set[int] = set()
         generation: GenerationConfig | None = self.model.generation_config
         generated = generation.eos_token_id if generation is not None else None
-        for source in (generated, self.model.config.eos_token_id, self.tokenizer.eos_token_id):
+        config = self.model.config
+        is_made_up = config.eos_token_id == getattr(type(config), "eos_token_id", None)
+        configured = [] if is_made_up and config.eos_token_id not in self.special_tokens else config.eos_token_id
+        for source in (generated, configured, self.tokenizer.eos_token_id):
             found.update(source if isinstance(source, list | tuple) else [source] if source is not None else [])
         return tuple(sorted(found))
 
-    def decode(self, token_ids: Any) -> str:
-        """Return the text of tokens, without special ones."""
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+    @property
+    def special_tokens(self) -> dict[int, str]:
+        """The tokenizer's special tokens by id, which texts are usually shown without."""
+        named = zip(self.tokenizer.all_special_ids, self.tokenizer.all_special_tokens, strict=True)
+        added = self.tokenizer.added_tokens_decoder.items()
+        return {**dict(named), **{number: token.content for number, token in added if token.special}}
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str:
+        """Return the text of an answer, without special tokens or with those before the one that ends it."""
+        if not skip_special_tokens and len(token_ids) and int(token_ids[-1]) in self.stop_token_ids:
+            token_ids = token_ids[:-1]
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         """Return the parameters of a plain model that computes the same: those of adapters are added into what they adapt.
@@ -275,7 +291,9 @@ class PolicySource:
             if self._is_gguf:
                 return gguf.load_config(Path(path).expanduser(), where)
             name, is_here = self._place(path, where, setting)
-            config: PretrainedConfig = AutoConfig.from_pretrained(name, local_files_only=is_here)
+            config: PretrainedConfig = AutoConfig.from_pretrained(
+                name, local_files_only=is_here, trust_remote_code=False
+            )
             return config
 
     def _read(self, path: str, setting: str) -> Policy:
@@ -292,6 +310,8 @@ class PolicySource:
     def _place(path: str, where: str, setting: str) -> tuple[str, bool]:
         """Return what transformers calls the directory or the hub's model, and whether only what is on the disk may be read."""
         folder = Path(path).expanduser()
+        if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+            raise ConfigError(f"{where}: {_adapter_words(folder / 'adapter_config.json')}")
         if folder.exists() and not (folder / "config.json").is_file():
             files = ", ".join(sorted(each.name for each in folder.glob("*") if gguf.is_gguf(each.name)))
             hint = f"; name a file of it: {files}" if files else ""
@@ -338,12 +358,25 @@ def _naming(setting: str) -> Iterator[None]:
         raise
     except Exception as error:  # transformers raises anything there, and tokenizers bare Exceptions
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if "trust_remote_code" in str(error):
+            reason = (
+                "it brings Python code of its own, which is never run; expected a model that transformers has itself"
+            )
         raise ConfigError(f"{setting}: {reason}") from error
+
+
+def _adapter_words(path: Path) -> str:
+    with suppress(OSError, ValueError, AttributeError):
+        base = json.loads(path.read_text()).get("base_model_name_or_path")
+        return f"a LoRA adapter of {base!r}, not a model; merge it into that (merge_and_unload of peft), and name the merged model's directory"
+    return "a LoRA adapter, not a model; merge it into its base first (merge_and_unload of peft)"
 
 
 def _load_tokenizer(name: str, model: PreTrainedModel, where: str, *, is_here: bool) -> PreTrainedTokenizerBase:
     with _naming(f"{where}: cannot be loaded: its tokenizer"):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, local_files_only=is_here)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            name, local_files_only=is_here, trust_remote_code=False
+        )
     _check_tokenizer(tokenizer, model, where)
     return tokenizer
 

@@ -67,7 +67,9 @@ def _changes(prompt: IndexArray, epoch: IndexArray, reward: FloatArray) -> Float
     """Return for each answer [N] by how much its prompt's mean reward rose since the epoch in which the prompt was before."""
     visit = prompt * (epoch.max() + 1) + epoch  # ascends by prompt, then epoch
     visits, index = np.unique(visit, return_inverse=True)
-    mean = np.bincount(index, reward) / np.bincount(index)
+    known = ~np.isnan(reward)
+    sums, counts = (np.bincount(index[known], weights, len(visits)) for weights in (reward[known], None))
+    mean = np.divide(sums, counts, out=np.full(len(visits), np.nan), where=counts > 0)
     owner = visits // (epoch.max() + 1)
     change = np.full(len(visits), np.nan)
     same = owner[1:] == owner[:-1]

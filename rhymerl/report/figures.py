@@ -9,6 +9,7 @@ from typing import Any
 from rhymerl.progress import about
 from rhymerl.report.base import Curve, Run
 
+_MOST_PROBLEMS, _MOST_CHARACTERS = 20, 1_000
 _PARTS = ("algo", "drafter", "budget", "scheduler", "backend")
 
 
@@ -52,6 +53,12 @@ def parts_of(run: Run) -> list[str]:
     """Return the classes that a run was put together from."""
     targets = (run.settings.get(f"{part}._target_") for part in _PARTS)
     return [target.rpartition(".")[2] for target in targets if target]
+
+
+def problems_of(run: Run) -> list[str]:
+    """Return the sentences of a summary about what went wrong in the run; somebody else's may have anything there."""
+    found = run.summary.get("problems")
+    return [str(each)[:_MOST_CHARACTERS] for each in found[:_MOST_PROBLEMS]] if isinstance(found, list) else []
 
 
 def readable(value: float) -> str:

@@ -22,7 +22,7 @@ from rhymerl.report.base import Run
 from rhymerl.report.charts import sections_of
 from rhymerl.report.charts.base import thinned
 from rhymerl.report.colours import COLOURS
-from rhymerl.report.figures import evaluation_figures, key_figures, parts_of
+from rhymerl.report.figures import evaluation_figures, key_figures, parts_of, problems_of
 from rhymerl.report.reading import read_run
 from rhymerl.report.samples import sample_data
 from rhymerl.report.settings import differences
@@ -82,6 +82,7 @@ def page_of(runs: Sequence[Run]) -> str:
     return template.from_string(_asset("page.html")).render(
         runs=runs,
         parts=[parts_of(run) for run in runs],
+        problems=[problems_of(run) for run in runs],
         sections=sections,
         timelines=[(name, {bar.kind for bar in timeline.bars}) for name, timeline in timelines],
         has_metrics=any(run.curves for run in runs),

@@ -70,7 +70,8 @@ def _by_step(answers: Answers) -> dict[int, dict[str, dict[int, float]]]:
     found: dict[int, dict[str, dict[int, float]]] = {}
     columns = (answers.step.tolist(), answers.prompt.tolist(), answers.sample.tolist(), answers.reward.tolist())
     for step, prompt, sample, reward in zip(*columns, strict=True):
-        found.setdefault(step, {}).setdefault(answers.prompt_ids[prompt], {})[sample] = reward
+        if reward == reward:  # those without one are NaN
+            found.setdefault(step, {}).setdefault(answers.prompt_ids[prompt], {})[sample] = reward
     return found
 
 

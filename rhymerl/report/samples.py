@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rhymerl.report.base import Answers
+
+if TYPE_CHECKING:
+    from rhymerl.types import FloatArray
 
 
 def sample_data(answers: Answers, *, max_answers: int, max_texts: int) -> dict[str, Any]:
@@ -24,14 +27,19 @@ def sample_data(answers: Answers, *, max_answers: int, max_texts: int) -> dict[s
                 for name in ("step", "epoch", "sample", "tokens", "passes")
             },
             "prompt": prompt.tolist(),
-            "reward": answers.reward[chosen].round(4).tolist(),
-            "change": [None if change != change else change for change in answers.change[chosen].round(4).tolist()],
+            "reward": _or_none(answers.reward[chosen]),
+            "change": _or_none(answers.change[chosen]),
             "is_cut": answers.is_cut[chosen].astype(int).tolist(),
         },
         "prompt_ids": [answers.prompt_ids[number] for number in prompts],
         "text_rows": [rows[index] for index in texts],
         "texts": [asdict(answers.texts[index]) for index in texts],
     }
+
+
+def _or_none(values: FloatArray) -> list[float | None]:
+    """NaN is null, where there is no value."""
+    return [None if value != value else value for value in values.round(4).tolist()]
 
 
 def _chosen_rows(answers: Answers, most: int) -> Any:

@@ -91,7 +91,7 @@ def answer_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
     return {
         "prompt_id": [sample.prompt.id for sample in samples],
         "sample": [completion.request.sample for completion in completions],
-        "reward": [round(sample.reward, 6) for sample in samples],
+        "reward": [round(sample.reward, 6) if sample.has_reward else None for sample in samples],
         "tokens": [len(sample) for sample in samples],
         "passes": [completion.num_passes for completion in completions],
         "drafted": [completion.num_drafted for completion in completions],

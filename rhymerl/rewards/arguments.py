@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from math import isfinite
 from numbers import Integral, Real
 from typing import Any, Protocol, TypeGuard
@@ -39,3 +40,10 @@ def is_number(value: object) -> TypeGuard[float]:
 def is_integer(value: object) -> TypeGuard[int]:
     """Return whether it is an integer, and not a truth value."""
     return not isinstance(value, bool) and isinstance(value, Integral)
+
+
+def answer_text(answer: object) -> str:
+    """Return a row's answer as a text. Raises ValueError for null, lists and whatever else no completion can be compared with."""
+    if isinstance(answer, str | Decimal) or is_number(answer):
+        return str(answer)
+    raise ValueError(f"answer={answer!r:.80}: expected a text or a number")

@@ -5,17 +5,24 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from rhymerl.errors import ConfigError, DataError
 from rhymerl.rewards.arguments import is_number
 from rhymerl.rewards.hooks import Extract, opens_of
 from rhymerl.rewards.resolve import Found, find, find_home, nearest
+from rhymerl.types import Completion
 
+Score: TypeAlias = float | Mapping[str, Any] | None  # a mapping has it under `score`; None: the function does not apply
 #: `def reward(completion: str, *, answer: str, **columns) -> float`, sync or async, or in the batch form
 #: `def reward(completions: list[str], *, answer: list[str], **columns) -> list[float]`.
-RewardFn = Callable[..., float | Awaitable[float] | list[float] | Awaitable[list[float]]]
+RewardFn = Callable[..., Score | Awaitable[Score] | list[Score] | Awaitable[list[Score]]]
 Where = Literal["pool", "main", "engine"]
+_OF_COMPLETION: Mapping[str, Callable[[Completion], Any]] = {  # what a function may name, unless a column has the name
+    "prompt": lambda completion: completion.request.prompt.text,
+    "token_ids": lambda completion: completion.token_ids.tolist(),
+    "finish_reason": lambda completion: completion.finish_reason,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +39,8 @@ class Parameters:
 class Reward:
     """One reward function of a run: `Reward("my_module.score", weight=0.5)`.
 
-    The function gets the completion's text and those of the row's columns that its signature accepts.
+    The function gets the completion's text and those of the row's columns that its signature accepts; `prompt` (its text), `token_ids`
+    and `finish_reason`, where it names them and the row has no such column. None says that it does not apply to this sample.
     `where="pool"` runs it in reward processes, with a limit of `timeout_s` a sample; it must be importable
     by name. `"main"` runs it in the trainer's process as soon as a completion finishes, `"engine"` in the
     process that owns the engine after all have finished, with a `device` keyword if the function accepts one;
@@ -110,15 +118,18 @@ class Reward:
 
     @property
     def required_columns(self) -> tuple[str, ...]:
-        return tuple(name for name in self.parameters.required if name not in self._provided)
+        known = {*self._provided, *_OF_COMPLETION}
+        return tuple(name for name in self.parameters.required if name not in known)
 
-    def column_selector(self) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-        """A function from a row's columns to those that a call is given."""
+    def select(self, columns: Mapping[str, Any], completion: Completion | None) -> dict[str, Any]:
+        """Return what a call is given of a row's columns, and of what is known of the completion where the function names it."""
         provided = {self.parameters.completion, *self._provided}
-        names = tuple(name for name in self.parameters.names if name not in provided)
-        if self.parameters.takes_any:
-            return lambda columns: {name: value for name, value in columns.items() if name not in provided}
-        return lambda columns: {name: columns[name] for name in names if name in columns}
+        names = columns if self.parameters.takes_any else self.parameters.names
+        found = {name: columns[name] for name in names if name in columns and name not in provided}
+        if completion is not None:
+            asked = {*self.parameters.names} - found.keys() - provided
+            found |= {name: value(completion) for name, value in _OF_COMPLETION.items() if name in asked}
+        return found
 
     @property
     def _provided(self) -> set[str]:

@@ -10,7 +10,7 @@ from time import monotonic
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
-OutcomeKind = Literal["ok", "error", "timeout", "crash", "again"]
+OutcomeKind = Literal["ok", "absent", "error", "timeout", "crash", "again"]
 
 # A coroutine that is cut off this much after its time was not at fault: another one blocked the event loop.
 _TIMER_SLACK_S = 0.1
@@ -25,7 +25,7 @@ class Call(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The outcome of one call. `again`: it failed together with others, so it must be called alone."""
+    """The outcome of one call. `absent`: the function does not apply; `again`: it failed with others, so it must be called alone."""
 
     position: int  # in the chunk
     kind: OutcomeKind
@@ -42,7 +42,7 @@ class Attempt:
 
     error: BaseException | None = None
     message: str = ""
-    value: float = nan
+    value: float | None = nan
 
     def __enter__(self) -> Self:
         return self
@@ -71,10 +71,14 @@ def _describe(error: BaseException) -> str:
     return f"{line} ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})"
 
 
-def _number(value: object) -> float:
-    """Anything that is a number by itself (NumPy and 0-d tensors too). Raises TypeError or ValueError."""
+def _number(value: object) -> float | None:
+    """Anything that is a number by itself (NumPy and 0-d tensors too), None, or one of them as `score`. Raises TypeError or ValueError."""
+    if isinstance(value, Mapping) and "score" in value:
+        value = value["score"]
+    if value is None:
+        return None
     if not hasattr(type(value), "__float__"):
-        raise TypeError(f"it returned {value!r:.80}, expected a number")
+        raise TypeError(f"it returned {value!r:.80}, expected a number, or None where it does not apply")
     number = float(value)  # type: ignore[arg-type]
     if not isfinite(number):
         raise ValueError(f"it returned {number}, expected a finite number")
@@ -175,4 +179,6 @@ class Caller:
             return Outcome(position, "timeout", message=message, finished_at=now)
         if attempt.error is not None:
             return Outcome(position, "error", message=attempt.message, finished_at=now)
+        if attempt.value is None:
+            return Outcome(position, "absent", finished_at=now)
         return Outcome(position, "ok", value=attempt.value, finished_at=now)

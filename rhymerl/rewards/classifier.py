@@ -49,8 +49,13 @@ def _check_head(reward: Reward) -> None:
 
     path = str(reward.arguments["path"])
     names = names_in(str(_folder(path)), is_here=True)
+    try:
+        config = AutoConfig.from_pretrained(str(_folder(path)), trust_remote_code=False)
+    except ValueError as error:  # of an unknown type, perhaps with code of its own, which is never run
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"rewards.{reward.name}.arguments.path={path!r}: cannot be loaded: {reason}") from error
     with torch.device("meta"):
-        model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(str(_folder(path))))
+        model = AutoModelForSequenceClassification.from_config(config)
     head = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
     if names:
         refuse_missing(head - names.keys(), f"rewards.{reward.name}.arguments.path={path!r}")
@@ -128,7 +133,7 @@ def _load(path: str, device: str) -> tuple[Any, Any]:
     from rhymerl.models.loading import read_model
 
     folder = str(_folder(path))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     where = f"arguments.path={path!r}"
     model: Any = read_model(AutoModelForSequenceClassification, where, pretrained_model_name_or_path=folder)
     model.to(device).eval()

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from rhymerl.errors import RewardError
 from rhymerl.rewards.base import Reward
 
+MANY = 0.05  # of the calls of a reward, or of the answers of a run
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failures:
@@ -15,20 +17,50 @@ class Failures:
 
     num_samples: int = 0
     num_failed: Mapping[str, int] = field(default_factory=dict)  # by the reward's name, where any has
+    num_absent: Mapping[str, int] = field(default_factory=dict)  # calls that did not apply, likewise
+    num_unrewarded: int = 0  # samples to which no reward applies
     first: Mapping[str, str] = field(default_factory=dict)  # what the first of them failed with
 
     def __add__(self, other: Failures) -> Failures:
-        names = {**self.num_failed, **other.num_failed}
         return Failures(
             num_samples=self.num_samples + other.num_samples,
-            num_failed={name: self.num_failed.get(name, 0) + other.num_failed.get(name, 0) for name in names},
+            num_failed=_sums(self.num_failed, other.num_failed),
+            num_absent=_sums(self.num_absent, other.num_absent),
+            num_unrewarded=self.num_unrewarded + other.num_unrewarded,
             first={**other.first, **self.first},
         )
+
+    def num_calls(self, name: str) -> int:
+        """Return the calls of a reward that applied to their samples."""
+        return self.num_samples - self.num_absent.get(name, 0)
+
+    def sentences(self) -> list[str]:
+        """Return what to say of each reward that fails more often than now and then, and where none applies."""
+        found = [
+            f"rewards.{name} failed in {count / self.num_calls(name):.0%} of its {self.num_calls(name):,} calls, which earned its default "
+            f"instead; the first failed with {self.first[name]}"
+            for name, count in self.num_failed.items()
+            if count >= MANY * self.num_calls(name)
+        ]
+        if self.num_unrewarded and self.num_unrewarded >= MANY * self.num_samples:
+            absent = [
+                f"rewards.{name} returned None for {count / self.num_samples:.0%} of them"
+                for name, count in self.num_absent.items()
+            ]
+            found.append(
+                f"rewards: none applied to {self.num_unrewarded / self.num_samples:.0%} of {self.num_samples:,} answers, which were left out "
+                f"of the update; {', '.join(absent)}"
+            )
+        return found
 
     def check(self, rewards: Sequence[Reward], where: str) -> None:
         """Raise RewardError, with what the first one failed with, when every call of a reward has: `where` says of what."""
         for reward in rewards:
-            if self.num_samples and self.num_failed.get(reward.name) == self.num_samples:
+            if (count := self.num_failed.get(reward.name)) and count == self.num_calls(reward.name):
                 raise RewardError(
-                    f"{reward.setting}: all {self.num_samples:,} calls of {where} failed, the first with {self.first[reward.name]}"
+                    f"{reward.setting}: all {count:,} calls of {where} failed, the first with {self.first[reward.name]}"
                 )
+
+
+def _sums(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    return {name: one.get(name, 0) + other.get(name, 0) for name in {**one, **other}}

@@ -6,26 +6,28 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rhymerl.rewards.arguments import argument_error, check_argument, is_number
+from rhymerl.rewards.arguments import answer_text, argument_error, check_argument, is_number
 from rhymerl.rewards.hooks import brings
+from rhymerl.rewards.numbers import are_close, last_number, number_of
 
 if TYPE_CHECKING:
     from rhymerl.rewards.base import Reward
 
-# Thousands are grouped by commas or not at all; a minus directly after a digit, letter or bracket subtracts.
-_NUMBER = re.compile(r"(?<![\w.)\]])[-\u2212]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+
+def try_text(answer: object) -> str:
+    """Raises ValueError for what is neither text nor a number."""
+    answer_text(answer)
+    return ""
 
 
-@brings(extract=str.strip)
+@brings(extract=str.strip, try_answer=try_text)
 def exact_match(completion: str, *, answer: object) -> float:
-    """Return 1.0 when the completion is the answer, white space around both aside; else 0.0."""
-    return float(completion.strip() == str(answer).strip())
+    """Return 1.0 when the completion is the answer, white space around both aside; else 0.0.
 
-
-def last_number(text: str) -> float | None:
-    """Return the last number written in `text`: `-1,234.5`, `3e-2`, `.5` (a fraction is two numbers); else None."""
-    numbers = _NUMBER.findall(text)
-    return _as_number(numbers[-1]) if numbers else None
+    For the answer 72.0 that is a number, `72` counts, too. Raises ValueError when the answer is neither text nor a number.
+    """
+    text = answer_text(answer).strip()
+    return float(completion.strip() in (text, text.removesuffix(".0") if isinstance(answer, float) else text))
 
 
 def boxed_answer(text: str) -> str | None:
@@ -44,14 +46,20 @@ def check_tolerance(reward: Reward) -> None:
     _check_not_negative(reward, "tolerance")
 
 
-@brings(check=check_tolerance, extract=last_number)
+def try_number(answer: object) -> str:
+    """Raises ValueError for what is no number."""
+    number_of(answer)
+    return ""
+
+
+@brings(check=check_tolerance, extract=last_number, try_answer=try_number)
 def numeric_match(completion: str, *, answer: object, tolerance: float = 0.0) -> float:
     """Return 1.0 when the completion's `last_number` is within `tolerance` (absolute) of the answer; else 0.0.
 
-    Raises ValueError when the answer is not a number.
+    Without a tolerance they are compared exactly. Raises ValueError when the answer is not a number.
     """
-    number = last_number(completion)
-    return float(number is not None and abs(number - _as_number(str(answer))) <= tolerance)
+    number, wanted = last_number(completion), number_of(answer)
+    return float(number is not None and are_close(number, wanted, tolerance))
 
 
 def check_pattern(reward: Reward) -> None:
@@ -76,11 +84,14 @@ def check_tags(reward: Reward) -> None:
 
 
 @brings(check=check_tags)
-def tag_match(completion: str, *, tags: Sequence[str]) -> float:
+def tag_match(completion: str, *, tags: Sequence[str], prompt: object = "") -> float:
     """Return 1.0 when the completion is these tags, each once and in this order, with text in each and none outside; else 0.0.
 
-    `tags=["think", "answer"]` wants `<think>…</think> <answer>…</answer>`; white space between them is free.
+    `tags=["think", "answer"]` wants `<think>…</think> <answer>…</answer>`; white space between them is free. A first tag with which
+    the prompt ends, as some chat templates write it, counts as the completion's.
     """
+    if isinstance(prompt, str) and prompt.rstrip().endswith(f"<{tags[0]}>"):
+        completion = f"<{tags[0]}>{completion}"
     marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
     if any(completion.count(mark) != 1 for mark in marks):
         return 0.0
@@ -111,10 +122,6 @@ def length_penalty(completion: str, *, free_characters: int, max_characters: int
         raise ValueError(f"free_characters={free_characters}: expected less than max_characters={max_characters}")
     excess = (len(completion) - free_characters) / (max_characters - free_characters)
     return -min(max(excess, 0.0), 1.0)
-
-
-def _as_number(text: str) -> float:
-    return float(text.replace(",", "").replace("\u2212", "-"))
 
 
 def _check_not_negative(reward: Reward, name: str) -> None:

@@ -10,20 +10,27 @@ Extract = Callable[[str], object]  # from an answer's text to what is compared, 
 Opens = Mapping[
     str, Callable[[Mapping[str, Any]], AbstractContextManager[Any]]
 ]  # by parameter, from a reward's arguments
+# From a row's answer to what is wrong with it, such as "earn nothing themselves"; raises ValueError where no completion can match it.
+TryAnswer = Callable[[object], str]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def brings(
-    *, check: Callable[[Any], None] | None = None, extract: Extract | None = None, opens: Opens | None = None
+    *,
+    check: Callable[[Any], None] | None = None,
+    extract: Extract | None = None,
+    opens: Opens | None = None,
+    try_answer: TryAnswer | None = None,
 ) -> Callable[[Function], Function]:
     """A decorator. `check` gets the Reward and raises ConfigError, before any compute, where the function cannot work; `extract` is for maj@k.
 
     `opens` is for what outlives a call: each process that calls the function makes it once, by parameter from the reward's
-    arguments, and closes it in the end. All become attributes of the function, which other ways of setting them do as well.
+    arguments, and closes it in the end. `try_answer` gets the column `answer` of each row before a run. All become attributes of the
+    function, which other ways of setting them do as well.
     """
 
     def decorate(function: Function) -> Function:
-        function.__dict__.update({"check": check, "extract": extract, "opens": opens})
+        function.__dict__.update({"check": check, "extract": extract, "opens": opens, "try_answer": try_answer})
         return function
 
     return decorate

@@ -46,6 +46,8 @@ def main(connection_fd: int, parent_pipe: int) -> None:
     for fd in (connection_fd, parent_pipe):
         os.set_inheritable(fd, False)
     _die_with_parent(parent_pipe)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # a cluster's scheduler sends them to all processes of a job
+        signal.signal(number, signal.SIG_IGN)
     volunteer()  # a reward that needs too much memory is not to cost the trainer
     os.register_at_fork(after_in_child=partial(os.close, connection_fd))  # nobody else hears the parent or speaks to it
     os.dup2(2, 1)  # what users print must not end up in the parent's output, which may be JSON

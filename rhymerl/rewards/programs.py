@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from textwrap import dedent
 from typing import TYPE_CHECKING, Any
 
 from rhymerl.rewards.arguments import check_argument
@@ -15,8 +17,9 @@ if TYPE_CHECKING:
     from rhymerl.rewards.base import Reward
     from rhymerl.rewards.sandbox.run import Sandbox, Wall
 
-_BLOCK = re.compile(r"^[ \t]*```[ \t]*([^\s`]*)[^\n]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
-_PYTHON = ("", "python", "python3", "py")
+_FENCE = re.compile(r"([^`]*)(`{3,})([^`]*)")
+_PYTHON = ("python", "python3", "py")
+_LIST_MARKS = " \t-*+>0123456789.)"  # before a fence in a list or a quotation
 _MIN_MEMORY_MB = 64  # Python itself starts in 16, and imports most of its library in this
 
 
@@ -90,10 +93,65 @@ def code(
     return report.passed / len(tests) if partial else float(report.passed == len(tests))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fence:
+    """A line that may open or close a block."""
+
+    line: int
+    before: str
+    num_ticks: int
+    language: str
+
+    @property
+    def opens(self) -> bool:
+        return self.language in _PYTHON or not self.before.strip(_LIST_MARKS)
+
+    def closes(self, block: _Fence) -> bool:
+        """Return whether it ends a block; one that is indented further is within it, as in a docstring."""
+        indent = len(block.before) - len(block.before.lstrip())
+        is_bare = not self.before.strip() and not self.language
+        return is_bare and self.num_ticks >= block.num_ticks and len(self.before) < indent + 4
+
+
 def last_code_block(text: str) -> str:
-    """Return the content of the last block fenced by ``` (as python, or as nothing), which may lack its end; else all of the text."""
-    blocks = [block for language, block in _BLOCK.findall(text) if language.lower() in _PYTHON]
-    return blocks[-1] if blocks else text
+    """Return the program in `text`: the last block fenced by ``` as Python, else the last fenced without a language, else all of it.
+
+    The last block may lack its end, and a program that the prompt has opened ends at the first fence. Common indentation goes.
+    """
+    lines = text.replace("\r\n", "\n").split("\n")
+    programs: dict[bool, str] = {}  # the last block by whether it is marked as Python
+
+    def keep(block: _Fence, content: list[str]) -> None:
+        program = dedent("\n".join(content))
+        if program.strip() and block.language in ("", *_PYTHON):
+            programs[bool(block.language)] = program
+
+    block: _Fence | None = None
+    first_bare: int | None = None  # line of the first fence without a language
+    is_opened_before = False
+    for fence in _fences(lines):
+        if block is not None and fence.closes(block):
+            keep(block, [*lines[block.line + 1 : fence.line], ""])
+            block = None
+        elif fence.opens and (block is None or (fence.language and not block.language)):
+            is_opened_before = is_opened_before or block is not None
+            first_bare = fence.line if first_bare is None and not fence.language else first_bare
+            block = fence
+    if block is not None:
+        is_opened_before = is_opened_before or not block.language
+        keep(block, lines[block.line + 1 :])
+    before = "\n".join([*lines[:first_bare], ""])
+    is_announced = before.rstrip().endswith(":")  # by which no program ends
+    if is_opened_before and not programs.get(True) and before.strip() and not is_announced:
+        return dedent(before)
+    return programs.get(True) or programs.get(False) or text
+
+
+def _fences(lines: Sequence[str]) -> Iterator[_Fence]:
+    for number, line in enumerate(lines):
+        if (found := _FENCE.fullmatch(line)) is not None:
+            language = found[3].strip().partition(" ")[0].strip("{}.").lower()
+            yield _Fence(line=number, before=found[1], num_ticks=len(found[2]), language=language)
 
 
 def _check_tests(tests: list[Any], entry_point: str | None) -> None:

@@ -16,6 +16,7 @@ from rhymerl.rewards.calls import Call, Outcome
 from rhymerl.rewards.failures import Failures
 from rhymerl.rewards.local import LocalReward
 from rhymerl.rewards.pool import PendingCall, RewardPool
+from rhymerl.types import Completion
 
 if TYPE_CHECKING:
     import torch
@@ -30,9 +31,15 @@ class _ScoredSample:
 
     text: str
     columns: Mapping[str, Any]
+    completion: Completion | None
     scores: dict[str, float]
     num_expected: int  # outcomes that reward processes have not given yet
     failed: list[tuple[Reward, Outcome]] = field(default_factory=list)
+
+    def is_of(self, text: str, columns: Mapping[str, Any], completion: Completion | None) -> bool:
+        """Return whether it was begun for this very sample."""
+        outputs = [each.output if each is not None else None for each in (self.completion, completion)]
+        return self.text == text and self.columns is columns and outputs[0] is outputs[1]
 
 
 class RewardScorer:
@@ -62,21 +69,20 @@ class RewardScorer:
         )
         pooled = [reward for reward in self.rewards if reward.where == "pool"]
         self._pool = RewardPool(pooled, self._deliver_task, num_processes=num_processes, chunk_size=chunk_size)
-        self._selectors = [reward.column_selector() for reward in pooled]
         local = [reward for reward in self.rewards if reward.where != "pool"]
         self._local = {reward.name: LocalReward(reward, partial(self._deliver_local, reward)) for reward in local}
         self._waiting: dict[str, dict[str, Call]] = {name: {} for name in self._local}  # calls by reward and key
-        self._put = [(self._putter(reward), reward.column_selector()) for reward in local]
+        self._put = [(self._putter(reward), reward.select) for reward in local]
 
     @property
     def begins(self) -> bool:
         """Return whether there is something to `begin` with: rewards of reward processes."""
         return bool(self._pool.rewards)
 
-    def begin(self, key: str, text: str, columns: Mapping[str, Any]) -> None:
+    def begin(self, key: str, text: str, columns: Mapping[str, Any], completion: Completion | None = None) -> None:
         """Let reward processes score a sample that is perhaps submitted later; nothing else of it is done before."""
         self._forget([key])
-        self._begun[key] = self._sent_to_pool(text, columns)
+        self._begun[key] = self._sent_to_pool(text, columns, completion)
 
     def forget(self) -> None:
         """Nothing that was only begun will be submitted."""
@@ -87,39 +93,44 @@ class RewardScorer:
         if gone:
             self._pool.discard(gone)
 
-    def _sent_to_pool(self, text: str, columns: Mapping[str, Any]) -> _ScoredSample:
-        scores, num_pooled = dict(self._defaults), len(self._selectors)
-        sample = _ScoredSample(text=text, columns=columns, scores=scores, num_expected=num_pooled)
-        for index, select in enumerate(self._selectors):
-            self._pool.put(PendingCall(index, sample, Call(text, select(columns))))
+    def _sent_to_pool(self, text: str, columns: Mapping[str, Any], completion: Completion | None) -> _ScoredSample:
+        sample = _ScoredSample(
+            text=text,
+            columns=columns,
+            completion=completion,
+            scores=dict(self._defaults),
+            num_expected=len(self._pool.rewards),
+        )
+        for index, reward in enumerate(self._pool.rewards):
+            self._pool.put(PendingCall(index, sample, Call(text, reward.select(columns, completion))))
         return sample
 
     def poll(self) -> None:
         """Send to reward processes, and take from them, what can be without waiting. Raises as `submit` does."""
         self._pool.flush()
 
-    def submit(self, key: str, text: str, columns: Mapping[str, Any]) -> None:
+    def submit(self, key: str, text: str, columns: Mapping[str, Any], completion: Completion | None = None) -> None:
         """Queue a sample; where='main' runs now (async and batch functions once a chunk of them is full).
 
-        Raises RewardError when a reward process cannot work at all.
+        `completion` is for functions that ask for more of it than its text. Raises RewardError when a reward process cannot work at all.
         """
         if key in self._samples:
             raise ValueError(f"key={key!r}: submitted twice")
         begun = self._begun.get(key)
-        if begun is not None and begun.text == text and begun.columns is columns:
+        if begun is not None and begun.is_of(text, columns, completion):
             self._samples[key] = self._begun.pop(key)
         else:
             self._forget([key])
-            self._samples[key] = self._sent_to_pool(text, columns)
+            self._samples[key] = self._sent_to_pool(text, columns, completion)
         for put, select in self._put:
-            put(key, Call(text, select(columns)))
+            put(key, Call(text, select(columns, completion)))
         if len(self._samples) % self.chunk_size == 0:
             self._pool.poll()
 
     def collect(
         self, device: torch.device | str | None = None, *, order: Sequence[str] | None = None
     ) -> dict[str, dict[str, float]]:
-        """Wait for all samples: rewards by key, then by name, in the order of submission or in `order`.
+        """Wait for all samples: rewards by key, then by name, in the order of submission or in `order`; those that do not apply are not there.
 
         Rewards with where='engine' run here, in that order, so give one that no timing changes. Raises
         RewardError when a reward process cannot work at all.
@@ -135,7 +146,10 @@ class RewardScorer:
                 self._run_waiting(reward, keys, extra={"device": device} if reward.takes_device else {})
         samples, self._samples = {key: self._samples[key] for key in keys}, {}
         self._pool.drain(partial(_drop_scored, list(samples.values())))
-        self._failures += Failures(num_samples=len(samples))
+        absent = Counter(reward.name for sample in samples.values() for reward in self.rewards)
+        absent -= Counter(name for sample in samples.values() for name in sample.scores)
+        unrewarded = sum(not sample.scores for sample in samples.values()) if self.rewards else 0
+        self._failures += Failures(num_samples=len(samples), num_absent=dict(absent), num_unrewarded=unrewarded)
         for key, sample in samples.items():
             self._count_failures(key, sample)
         return {key: sample.scores for key, sample in samples.items()}
@@ -206,9 +220,10 @@ class RewardScorer:
             if metric not in self._logged:
                 self._logged.add(metric)
                 _LOG.warning(
-                    "%s: failed on sample %s, which gets %g: %s (more of this kind are only counted, as %s)",
+                    "%s: failed on sample %s%s, which gets %g: %s (more of this kind are only counted, as %s)",
                     reward.setting,
                     key,
+                    f" ({sample.completion.request.prompt.location})" if sample.completion is not None else "",
                     reward.default,
                     outcome.message,
                     metric,
@@ -225,5 +240,7 @@ def _drop_scored(samples: list[_ScoredSample]) -> bool:
 def _note(sample: _ScoredSample, reward: Reward, outcome: Outcome) -> None:
     if outcome.kind == "ok":
         sample.scores[reward.name] = outcome.value
+    elif outcome.kind == "absent":
+        del sample.scores[reward.name]
     else:
         sample.failed.append((reward, outcome))

@@ -68,7 +68,8 @@ class ScoringAhead:
                 for completion in self._workers.ended_ahead():
                     text = self._decode(completion.token_ids)
                     self._texts[completion.request.id] = completion.output, text
-                    self._scorer.begin(completion.request.id, text, completion.request.prompt.columns)
+                    request = completion.request
+                    self._scorer.begin(request.id, text, request.prompt.columns, completion)
                 self._scorer.poll()
         except Exception as error:  # noqa: BLE001 - `stop` raises it
             self._error = error

@@ -15,7 +15,8 @@ from rhymerl.types import Prompt, RolloutRequest, Sample, SamplingParams, Split
 class RolloutSettings:
     """The settings for sampling answers. Raises ValueError naming the argument that is out of range.
 
-    `dynamic_sampling` is in how many rounds groups whose rewards are all equal, which teach nothing, may be replaced by those of other
+    `skip_special_tokens` leaves the tokenizer's special tokens out of the texts that rewards and files get; otherwise only the model's own
+    end of an answer is left out. `dynamic_sampling` is in how many rounds groups whose rewards are all equal, which teach nothing, may be replaced by those of other
     prompts (DAPO, arXiv 2503.14476, section 3.2); what is left after the last round stays.
     """
 
@@ -29,6 +30,7 @@ class RolloutSettings:
         top_p: float = 1.0,
         min_p: float = 0.0,
         stop_token_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
         dynamic_sampling: int = 0,
     ) -> None:
         require_at_least({"group_size": (group_size, 1), "dynamic_sampling": (dynamic_sampling, 0)})
@@ -44,6 +46,7 @@ class RolloutSettings:
         self.top_p = top_p
         self.min_p = min_p
         self.stop_token_ids = tuple(stop_token_ids)
+        self.skip_special_tokens = skip_special_tokens
         self.dynamic_sampling = dynamic_sampling
         self.sampling(())  # checks the ranges
 

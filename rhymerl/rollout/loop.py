@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -194,7 +195,7 @@ class RolloutLoop:
     def _score(self, completion: Completion) -> str:
         request = completion.request
         text = self._ahead.text(completion)
-        self.scorer.submit(request.id, text, request.prompt.columns)
+        self.scorer.submit(request.id, text, request.prompt.columns, completion)
         self.progress.advance()
         return text
 
@@ -223,11 +224,12 @@ class RolloutLoop:
         return [self._sample(requests[each.index], each) for each in sorted(scored, key=lambda each: each.index)]
 
     def _sample(self, request: RolloutRequest, scored: ScoredOutput) -> Sample:
-        rewards = scored.rewards
+        rewards, functions = scored.rewards, self.scorer.rewards
+        applied = [reward.weight * rewards[reward.name] for reward in functions if reward.name in rewards]
         return Sample(
             completion=Completion(request=request, output=scored.output),
             text=scored.text,
-            reward=sum(reward.weight * rewards[reward.name] for reward in self.scorer.rewards),
+            reward=sum(applied) if applied or not functions else math.nan,
             rewards=rewards,
             loss_mask=np.ones(len(scored.output), np.bool_),
         )

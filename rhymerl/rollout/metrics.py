@@ -14,14 +14,14 @@ from rhymerl.workers.metrics import over_workers
 
 
 def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the rewards and lengths of a step's samples, by their names in docs/metrics.md."""
-    rewards = np.array([sample.reward for sample in samples])
+    """Return the rewards and lengths of a step's samples, by their names in docs/metrics.md; `reward` only where any sample has one."""
+    rewarded = [sample for sample in samples if sample.has_reward]
     lengths = np.array([len(sample) for sample in samples])
     ended = np.array([sample.completion.finish_reason == "stop" for sample in samples])
-    groups = by_prompt(samples).values()
-    spread = np.array([_deviation([sample.reward for sample in group]) for group in groups])
+    groups = by_prompt(rewarded).values()
+    spread = np.array([_deviation([sample.reward for sample in group]) for group in groups] or [0.0])
     metrics = {
-        "reward": rewards.mean(),
+        **({"reward": np.mean([sample.reward for sample in rewarded])} if rewarded else {}),
         "reward_std": spread.mean(),
         "frac_reward_zero_std": (spread == 0).mean(),
         "completions/mean_length": lengths.mean(),
@@ -33,8 +33,8 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         metrics["completions/mean_terminated_length"] = lengths[ended].mean()
         metrics["completions/min_terminated_length"] = lengths[ended].min()
         metrics["completions/max_terminated_length"] = lengths[ended].max()
-    for name in samples[0].rewards:
-        values = np.array([sample.rewards[name] for sample in samples])
+    for name in dict.fromkeys(name for sample in samples for name in sample.rewards):
+        values = np.array([sample.rewards[name] for sample in samples if name in sample.rewards])
         metrics[f"rewards/{name}/mean"] = values.mean()
         metrics[f"rewards/{name}/std"] = values.std()
     return {name: float(value) for name, value in metrics.items()}

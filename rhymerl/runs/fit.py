@@ -38,7 +38,7 @@ from rhymerl.runs.banner import banner, how_to_go_on, noting_how_to_go_on
 from rhymerl.runs.earlier import save_history, start_with
 from rhymerl.runs.forecast import ForecastLine
 from rhymerl.runs.plan import describe_dry_run
-from rhymerl.runs.resume import ResumePoint, SavedPolicy, check_same_run, resume_point
+from rhymerl.runs.resume import ResumePoint, SavedPolicy, begin_with, check_same_run, resume_point
 from rhymerl.runs.summary import Summary, summary_table
 from rhymerl.runs.trainer import RunConfig, build_trainer, note
 from rhymerl.training.fitting import check_memory, too_small
@@ -46,7 +46,7 @@ from rhymerl.training.fsdp2 import FSDP2Strategy
 from rhymerl.training.module import RhymeModule
 from rhymerl.training.trainer import check_backend, check_trainer, make_trainer, with_environment
 
-Result = dict[str, float | int | None]
+Result = dict[str, Any]
 _LEFT = (
     "report.html",
     TRACE,
@@ -97,6 +97,7 @@ def _fit(
     trainer = _trainer_of(config, run_dir, point, [summary, *callbacks])
     datamodule, module = _parts(config, trainer)
     check_backend(trainer, module.backend)
+    begin_with(datamodule, point)
     datamodule.prepare_for(module)
     module.check(datamodule)
     setup, device_bytes = check_memory(module, trainer, datamodule)
@@ -113,6 +114,7 @@ def _fit(
         _say_where(point, changed)
     _take_up_history(config, module, datamodule, is_resumed=point is not None)
     if is_dry:
+        module.warn(datamodule)
         return describe_dry_run(setup, device_bytes)
     if folder is not None:
         folder.open(starts_over=point is None and config.ckpt_path == "auto")
@@ -140,10 +142,12 @@ def _fit(
     if (speedup := summary.speedup.speedup) is not None:
         note(str(speedup))
     _say(result, run_dir)
-    if summary.num_steps and summary.num_idle_steps == summary.num_steps:
-        note("Nothing was learned: the rewards did not tell the answers to a prompt apart in any step")
     if trainer.should_stop and (words := how_to_go_on(run_dir)):
         note(words)
+    if (words := summary.nothing_learned) is not None:
+        note(f"Nothing was learned: {words}", is_bad=True)
+    for words in summary.failures.sentences():
+        note(words, is_bad=True)
     return result
 
 
@@ -221,6 +225,7 @@ def evaluate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str,
         config.data.train = None
     datamodule, module = _parts(config)
     check_backend(trainer, module.backend)
+    begin_with(datamodule, point)
     datamodule.prepare_for(module, with_train=False)
     module.check(datamodule)
     if point is not None and saved is not None:
@@ -229,6 +234,8 @@ def evaluate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str,
     module.progress = progress
     _validate(trainer, module, datamodule)
     _show(module.evaluation_metrics)
+    if (words := module.evaluation.why_nothing_passes(module.evaluation_metrics)) is not None:
+        note(words)
     note(f"The answers are in {answers.path}")
     return module.evaluation_metrics
 

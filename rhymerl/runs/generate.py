@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,7 @@ class AnswerTotals:
     forward_passes: int = 0
     seconds: float = 0.0  # of decoding
     rewards: float = 0.0
+    num_rewarded: int = 0  # answers to which a reward applies
     acceptance: AcceptanceTotals = field(default_factory=AcceptanceTotals)
 
     def count(self, rollout: Rollout) -> None:
@@ -58,7 +60,9 @@ class AnswerTotals:
         self.answers += len(rollout.samples)
         self.forward_passes += int(rollout.metrics.get("rollout/passes", 0))
         self.seconds += rollout.metrics["timing_s/rollout"]
-        self.rewards += sum(sample.reward for sample in rollout.samples)
+        rewards = [sample.reward for sample in rollout.samples if sample.has_reward]
+        self.rewards += sum(rewards)
+        self.num_rewarded += len(rewards)
         self.acceptance.count(sample.completion for sample in rollout.samples)
 
     def result(self, *, with_reward: bool) -> dict[str, float]:
@@ -72,7 +76,7 @@ class AnswerTotals:
             "spec_accept_rate": self.acceptance.accept_rate,
             "spec_accept_length": self.acceptance.accept_length,
         }
-        return {**figures, "reward": self.rewards / max(self.answers, 1)} if with_reward else figures
+        return {**figures, "reward": self.rewards / max(self.num_rewarded, 1)} if with_reward else figures
 
 
 def generate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, Any]:
@@ -171,7 +175,7 @@ def _loop(
             backend,
             scheduler,
             scorer=scorer,
-            decode=lambda token_ids: str(policy.tokenizer.decode(token_ids, skip_special_tokens=True)),
+            decode=partial(policy.decode, skip_special_tokens=settings.skip_special_tokens),
             history=history,
             stop_token_ids=policy.stop_token_ids,
             seed=config.seed,

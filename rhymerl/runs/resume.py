@@ -40,6 +40,12 @@ class ResumePoint:
         return read_checkpoint(self.path, is_whole=True)
 
 
+def begin_with(datamodule: PromptDataModule, point: ResumePoint | None) -> None:
+    """Let chat templates tell the time at which the run was started, before the data is prepared."""
+    if point is not None:
+        datamodule.begin_at(point.read().get(type(datamodule).__qualname__, {}).get("started"))
+
+
 class SavedPolicy:
     """The policy of a checkpoint, which a run that goes on may remove from now on."""
 

@@ -10,7 +10,9 @@ from typing import Any
 import lightning as L
 from rich.table import Table
 
-from rhymerl.callbacks.equal_rewards import equal_rewards
+from rhymerl.callbacks.equal_rewards import all_left_out, equal_rewards
+from rhymerl.rewards.failures import Failures
+from rhymerl.rollout import Rollout
 from rhymerl.rollout.metrics import AcceptanceTotals
 from rhymerl.runs.speedup import SpeedupTotals
 
@@ -26,6 +28,7 @@ _STATE = (
     "num_failed_calls",
     "num_bad_drafts",
     "num_idle_steps",
+    "num_left_out_steps",
 )
 _WINDOW = 5  # steps at most that make `reward_first` and `reward_last`, which share none
 
@@ -44,7 +47,9 @@ class Summary(L.Callback):
         self.num_calls = 0  # of rewards
         self.num_failed_calls = 0
         self.num_bad_drafts = 0
-        self.num_idle_steps = 0  # from whose rewards nothing could be learned
+        self.num_idle_steps = 0  # from which nothing could be learned
+        self.num_left_out_steps = 0  # of these: all answers were cut off and left out of the loss
+        self.failures = Failures()  # of the rewards
         self.acceptance = AcceptanceTotals()
         self.speedup = SpeedupTotals()
         self._since: float | None = None
@@ -56,9 +61,6 @@ class Summary(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         metrics = trainer.callback_metrics
-        reward = float(metrics["reward"])
-        self.first_rewards = [*self.first_rewards, reward][:_WINDOW]
-        self.last_rewards = [*self.last_rewards, reward][-_WINDOW:]
         self.seconds["rollout"] += float(metrics["timing_s/rollout"])
         self.seconds["update"] += float(metrics["timing_s/update"])
         self.num_steps += 1
@@ -68,12 +70,30 @@ class Summary(L.Callback):
         if rollout is not None:
             self.speedup.count(rollout.metrics, rollout_s=float(metrics["timing_s/rollout"]))
             self.acceptance.count(sample.completion for sample in rollout.samples)
-            self.num_calls += rollout.failures.num_samples * len(rollout.samples[0].rewards)
-            self.num_failed_calls += sum(rollout.failures.num_failed.values())
-            share = float(metrics["frac_reward_zero_std"])
-            asked: Any = pl_module.advantages
-            self.num_idle_steps += equal_rewards(rollout.samples, frac_zero_std=share, advantages=asked) is not None
+            self._count_rewards(rollout, pl_module)
         self._lap()
+
+    def _count_rewards(self, rollout: Rollout, pl_module: Any) -> None:
+        if (reward := rollout.metrics.get("reward")) is not None:
+            self.first_rewards = [*self.first_rewards, reward][:_WINDOW]
+            self.last_rewards = [*self.last_rewards, reward][-_WINDOW:]
+        self.num_calls += sum(len(sample.rewards) for sample in rollout.samples)
+        self.num_failed_calls += sum(rollout.failures.num_failed.values())
+        self.failures += rollout.failures
+        share, asked = rollout.metrics["frac_reward_zero_std"], pl_module.advantages
+        is_left_out = all_left_out(rollout.samples, asked)
+        is_equal = equal_rewards(rollout.samples, frac_zero_std=share, advantages=asked) is not None
+        self.num_left_out_steps += is_left_out
+        self.num_idle_steps += is_left_out or is_equal
+
+    @property
+    def nothing_learned(self) -> str | None:
+        """Return why nothing was learned in any step; None where something was."""
+        if not self.num_steps or self.num_idle_steps < self.num_steps:
+            return None
+        if self.num_left_out_steps == self.num_steps:
+            return "all answers were cut off at rollout.max_tokens and left out of the loss"
+        return "the rewards did not tell the answers to a prompt apart in any step"
 
     def _lap(self) -> None:
         now = time.perf_counter()
@@ -85,6 +105,7 @@ class Summary(L.Callback):
             **{name: getattr(self, name) for name in _STATE},
             "speculation": asdict(self.acceptance),
             "speedup": self.speedup.state_dict(),
+            "failures": asdict(self.failures),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -92,8 +113,9 @@ class Summary(L.Callback):
             setattr(self, name, state_dict.get(name, getattr(self, name)))
         self.acceptance = AcceptanceTotals(**state_dict["speculation"])
         self.speedup = SpeedupTotals.of(state_dict.get("speedup", {}))
+        self.failures = Failures(**state_dict.get("failures", {}))  # earlier versions kept none
 
-    def result(self) -> dict[str, float | int | None]:
+    def result(self) -> dict[str, Any]:
         """Return the figures; `wall_s` is training alone (rollouts, updates, what is between), rewards are means of up to 5 steps."""
         rollout_s = self.seconds["rollout"]
         window = max(1, min(_WINDOW, self.num_steps // 2))
@@ -113,6 +135,7 @@ class Summary(L.Callback):
             "spec_accept_rate": round(self.acceptance.accept_rate, 4),
             "spec_accept_length": round(self.acceptance.accept_length, 4),
             **({"spec_bad_drafts": self.num_bad_drafts} if self.num_bad_drafts else {}),
+            **({"problems": problems} if (problems := self.failures.sentences()) else {}),
             "rollout_speedup": _rounded(speedup.ratio) if speedup else None,
             "rollout_speedup_low": _rounded(speedup.low) if speedup else None,
             "rollout_speedup_high": _rounded(speedup.high) if speedup else None,
@@ -127,13 +150,13 @@ def _rounded(value: float | None) -> float | None:
     return round(value, 3) if value is not None else None
 
 
-def summary_table(result: Mapping[str, float | int | None]) -> Table:
-    """Return the closing table."""
+def summary_table(result: Mapping[str, Any]) -> Table:
+    """Return the closing table, of numbers alone."""
     table = Table(title="Summary", title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
     for name, value in result.items():
-        if value is not None:
+        if isinstance(value, int | float):
             is_bad = name in ("reward_failure_rate", "spec_bad_drafts") and value > 0
             table.add_row(name, readable(value), style="bold red" if is_bad else None)
     return table

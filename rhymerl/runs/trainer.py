@@ -114,6 +114,6 @@ class _LastPoint(L.Callback):
 
 
 @rank_zero_only
-def note(words: str) -> None:
-    """Print a line, on rank 0."""
-    Console().print(words, highlight=False, soft_wrap=True, markup=False)
+def note(words: str, *, is_bad: bool = False) -> None:
+    """Print a line, on rank 0; in red where something is wrong."""
+    Console().print(words, highlight=False, soft_wrap=True, markup=False, style="red" if is_bad else None)

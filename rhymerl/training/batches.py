@@ -18,17 +18,17 @@ _READS_A_TOKEN = 16  # tokens whose keys and values, copied, take the memory of 
 
 
 def step_batch(samples: Sequence[Sample]) -> Batch:
-    """Return all samples of a step, in the host's memory."""
+    """Return all samples of a step, in the host's memory; no token is trained of those without a reward."""
     width = max(map(len, samples))
     shape = (len(samples), width)
     mask, logprobs = np.zeros(shape, np.bool_), np.zeros(shape)
     for i, sample in enumerate(samples):
-        mask[i, : len(sample)] = sample.loss_mask
+        mask[i, : len(sample)] = sample.loss_mask & sample.has_reward
         logprobs[i, : len(sample)] = sample.completion.logprobs
     number: dict[str, int] = {}
     completions = [sample.completion for sample in samples]
     return Batch(
-        rewards=torch.tensor([sample.reward for sample in samples], dtype=torch.float64),
+        rewards=torch.tensor([sample.reward for sample in samples], dtype=torch.float64).nan_to_num(),
         groups=torch.tensor([number.setdefault(sample.prompt.id, len(number)) for sample in samples]),
         mask=torch.from_numpy(mask),
         behaviour_logprobs=torch.from_numpy(logprobs),

@@ -12,7 +12,7 @@ from rhymerl.backends.hosted.base import HostedBackend
 from rhymerl.data import PromptDataModule
 from rhymerl.errors import ConfigError
 from rhymerl.models.policy import Policy
-from rhymerl.rewards import Reward, build_rewards, check_reward
+from rhymerl.rewards import Reward, build_rewards, check_reward, tag_match
 from rhymerl.rewards.resolve import nearest
 from rhymerl.rollout import RolloutSettings
 from rhymerl.schedulers.base import Scheduler
@@ -103,6 +103,18 @@ def longest_tokens(datamodule: PromptDataModule, *, rollout: RolloutSettings, ev
         max(len(prompt.token_ids) for prompt in loader.prompts) + settings.max_tokens for loader, settings in parts
     ]
     return max(longest, default=0)
+
+
+def check_tags(rewards: Iterable[Reward], policy: Policy) -> None:
+    """Raise ConfigError for tags that are special tokens, where texts come without these."""
+    special = {*policy.special_tokens.values()}
+    for reward in rewards:
+        tags = reward.arguments.get("tags", ()) if reward.call is tag_match else ()
+        for mark in [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>") if mark in special]:
+            raise ConfigError(
+                f"rewards.{reward.name}.arguments.tags={list(tags)!r}: {mark!r} is a special token, without which rewards get their texts; "
+                "set rollout.skip_special_tokens=false"
+            )
 
 
 def checked_rewards(rewards: Any, datamodule: PromptDataModule, *, evaluation: EvaluationSettings) -> list[Reward]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rhymerl.data.base import ONLY_SET
-from rhymerl.errors import require_at_least
+from rhymerl.errors import RewardError, require_at_least
 from rhymerl.rewards import Reward
 from rhymerl.rewards.calls import Attempt
 from rhymerl.rewards.hooks import Extract
@@ -69,6 +69,7 @@ class EvaluationSettings:
             top_p=training.top_p,
             min_p=training.min_p,
             stop_token_ids=training.stop_token_ids,
+            skip_special_tokens=training.skip_special_tokens,
         )
 
     def max_tokens_of(self, name: str) -> int | None:
@@ -85,6 +86,18 @@ class EvaluationSettings:
         ]
         means = {name: float(np.mean([each[name] for each in found])) for name in _OVERALL}
         return means | {name: value for each in found for name, value in each.items() if name not in means}
+
+    def why_nothing_passes(self, metrics: Mapping[str, float]) -> str | None:
+        """Return a sentence about data sets whose answers are rewarded, but never as right ones; None where there is none."""
+        passes = {name.split("/")[1]: name for name in metrics if "/pass@" in name}  # that of all answers comes last
+        means = {name.split("/")[1]: metrics[name] for name in metrics if "/mean@" in name}
+        tasks = [task for task, name in passes.items() if metrics[name] == 0 < means[task]]
+        if not tasks or self.right_by is not None:
+            return None
+        return (
+            f"pass@k is 0 for {', '.join(tasks)}, since no answer's reward reaches 1, from which on it counts as right; "
+            "evaluation.right_by can name the reward that says so"
+        )
 
     def _of(self, name: str) -> dict[str, Any]:
         return {key: getattr(self, key) for key in _OF_A_SET} | (self.sets or {}).get(name, {})
@@ -123,22 +136,30 @@ _OVERALL = ("eval/reward", "eval/mean_length", "eval/clipped_ratio")
 def evaluation_metrics(
     samples: Sequence[Sample], task: str = ONLY_SET, *, right_by: str | None = None, extract: Extract | None = None
 ) -> dict[str, float]:
-    """Return the metrics of one data set: docs/metrics.md has them all. pass@k is for k = 1, 2, 4 … and all answers of a prompt."""
-    groups = by_prompt(samples)
-    most = min(map(len, groups.values()))
-    right = [[_reward(sample, right_by) >= _RIGHT for sample in group] for group in groups.values()]
-    reward = float(np.mean([sample.reward for sample in samples]))
+    """Return the metrics of one data set: docs/metrics.md has them all. pass@k is for k = 1, 2, 4 … and all answers of a prompt.
+
+    Answers without a reward are left out of its mean, and prompts with such answers out of pass@k and maj@k. Raises RewardError where
+    no answer has one.
+    """
+    rewards = [sample.reward for sample in samples if sample.has_reward]
+    if not rewards:
+        where = f"data.validation{'' if task == ONLY_SET else f'.{task}'}"
+        raise RewardError(f"no reward applies to any of the {len(samples):,} answers to {where}")
+    most = min(map(len, by_prompt(samples).values()))
+    judged = [group for group in by_prompt(samples).values() if all(_is_judged(sample, right_by) for sample in group)]
+    right = [[_reward(sample, right_by) >= _RIGHT for sample in group] for group in judged]
+    reward = float(np.mean(rewards))
     length = float(np.mean([len(sample) for sample in samples]))
     clipped = float(np.mean([sample.completion.finish_reason == "length" for sample in samples]))
     passes = {
         f"eval/{task}/pass@{k}": float(np.mean([pass_at_k(len(group), sum(group), k) for group in right]))
-        for k in _powers_up_to(most)
+        for k in (_powers_up_to(most) if judged else ())
     }
     return {
         "eval/reward": reward,
         f"eval/{task}/mean@{most}": reward,
         **passes,
-        **(_majorities(task, most, list(groups.values()), right, extract) if extract and most > 1 else {}),
+        **(_majorities(task, most, judged, right, extract) if extract and judged and most > 1 else {}),
         f"eval/{task}/mean_length": length,
         f"eval/{task}/clipped_ratio": clipped,
         "eval/mean_length": length,
@@ -169,6 +190,10 @@ def _extracted(extract: Extract, text: str) -> object:
 def _powers_up_to(most: int) -> list[int]:
     """1, 2, 4 … and `most`."""
     return sorted({2**power for power in range(most.bit_length())} | {most})
+
+
+def _is_judged(sample: Sample, name: str | None) -> bool:
+    return sample.has_reward if name is None else name in sample.rewards
 
 
 def _reward(sample: Sample, name: str | None) -> float:

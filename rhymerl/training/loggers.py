@@ -20,7 +20,8 @@ def log_step(trainer: Any, metrics: Mapping[str, float], num_rollouts: int) -> d
     """
     trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
     if trainer.progress_bar_callback is not None:
-        trainer.progress_bar_metrics.update(reward=metrics["reward"], length=metrics["completions/mean_length"])
+        shown = {"reward": "reward", "length": "completions/mean_length"}
+        trainer.progress_bar_metrics.update({name: metrics[key] for name, key in shown.items() if key in metrics})
     every = trainer.log_every_n_steps
     if not every or (num_rollouts % every and not trainer.should_stop):
         return {}

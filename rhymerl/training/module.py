@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,8 +22,9 @@ from rhymerl.backends.base import Backend
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.budgets import Budget, GoodputBudget
 from rhymerl.config import instantiate
-from rhymerl.data import PromptBatch, PromptDataModule
+from rhymerl.data import PromptBatch, PromptDataModule, PromptLoader
 from rhymerl.distributed import Alone, Ranks
+from rhymerl.distributed.first import is_first_rank
 from rhymerl.distributed.group import Group
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.history_tree import HistoryTreeDrafter
@@ -36,12 +38,20 @@ from rhymerl.models.policy import Policy, PolicySource, frozen
 from rhymerl.models.sharding import is_sharded
 from rhymerl.progress import SILENT
 from rhymerl.rewards import Reward, RewardScorer
+from rhymerl.rewards.answers import check_answers
 from rhymerl.rewards.failures import Failures
 from rhymerl.rollout import RECORDS, Rollout, RolloutLoop, RolloutSettings
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.schedulers.fifo import FIFOScheduler
 from rhymerl.training.checkpoint import state_in
-from rhymerl.training.checks import check_algorithm, check_answers_fit, check_workers, checked_rewards, longest_tokens
+from rhymerl.training.checks import (
+    check_algorithm,
+    check_answers_fit,
+    check_tags,
+    check_workers,
+    checked_rewards,
+    longest_tokens,
+)
 from rhymerl.training.evaluation import EvaluationSettings, step_name
 from rhymerl.training.hyperparameters import arguments_of, refuse_lost
 from rhymerl.training.loggers import log_step
@@ -61,6 +71,8 @@ from rhymerl.training.trainer import (
 from rhymerl.training.updater import Updater
 from rhymerl.types import Sample, Split
 from rhymerl.workers import RunAhead, check_run_ahead
+
+_LOG = logging.getLogger(__name__)
 
 Node = Mapping[str, Any]  # a component as plain config, with `_target_`
 
@@ -141,6 +153,8 @@ class RhymeModule(L.LightningModule):
         self._updater: Updater | None = None
         self._scorer: RewardScorer | None = None
         self._rewards: list[Reward] = []
+        self._tried_on: list[PromptLoader | None] = []  # the data whose answers the rewards have tried
+        self._remarks: list[str] = []  # on these
         # Now: later a checkpoint may have been loaded, and the reference is the policy that the module was given.
         object.__setattr__(self, "reference", frozen(self.model) if "reference" in self.algo.needs else None)
         has_values = "values" in self.algo.needs
@@ -176,14 +190,29 @@ class RhymeModule(L.LightningModule):
         if self.critic is not None:
             self.critic.check(longest)
         self._rewards = checked_rewards(self.rewards, datamodule, evaluation=self.evaluation)
+        if self.rollout.skip_special_tokens:
+            check_tags(self._rewards, self.policy)
+        if (loaders := [datamodule.train_loader, *datamodule.validation_loaders.values()]) != self._tried_on:
+            self._remarks = [words for reward in self._rewards for words in check_answers(reward, datamodule.prompts)]
+            self._tried_on = loaders
         self.update.check(self.model, longest)
         self._prove = partial(self.update.prove, self.model, longest, critic=self.critic)
         if self.policy.weights is None and not is_sharded(self.model):  # else it was proven while whole, or will be
             self._shares_prefixes = self._prove()
 
-    def on_fit_start(self) -> None:
+    def warn(self, datamodule: PromptDataModule) -> None:
+        """Say, on rank 0, what may surprise people in a training on this data, after `check`."""
         self.update.warn(self.model)
-        datamodule_of(self.trainer).warn()
+        datamodule.warn()
+        no_stop = (
+            "rollout.stop_token_ids=[]: no stop token is known, since neither the model's config nor its tokenizer names one, so each "
+            "answer goes on to rollout.max_tokens; name the tokens that end an answer"
+        )
+        for words in [*self._remarks, *([] if self.has_stop else [no_stop])] if is_first_rank() else ():
+            _LOG.warning("%s", words)
+
+    def on_fit_start(self) -> None:
+        self.warn(datamodule_of(self.trainer))
         self._bring_up()
 
     def on_validation_start(self) -> None:
@@ -210,7 +239,7 @@ class RhymeModule(L.LightningModule):
             self.backend,
             self.scheduler,
             scorer=self._scorer,
-            decode=self.policy.decode,
+            decode=self.decode,
             history=self.history,
             stop_token_ids=self.policy.stop_token_ids,
             seed=self.seed,
@@ -333,6 +362,15 @@ class RhymeModule(L.LightningModule):
     def _rollout_drafter(self) -> Drafter:
         """One object for the life of the module, by which an engine knows whether it is its own."""
         return RunAheadDrafter(self.drafter) if self.run_ahead in ("draft", "auto") else self.drafter
+
+    def decode(self, token_ids: Any) -> str:
+        """Return the text of an answer, as rewards get it."""
+        return self.policy.decode(token_ids, skip_special_tokens=self.rollout.skip_special_tokens)
+
+    @property
+    def has_stop(self) -> bool:
+        """Return whether any token ends an answer."""
+        return bool(self.policy.stop_token_ids or self.rollout.stop_token_ids)
 
     @property
     def _is_last_step(self) -> bool:

@@ -90,17 +90,20 @@ class Updater:
         self.critic = critic
         self.ranks = ranks if ranks is not None else Alone()
         self._batch: Batch | None = None  # of the latest step, until `forget`
+        self._places: Mapping[int, int] = {}  # of the samples that are in it
         self._is_random = is_random(model)
         self._is_sharded = is_sharded(model)
 
     def run(self, samples: Sequence[Sample], step: int, *, optimizer: Any, schedule: LambdaLR) -> Mapping[str, float]:
         """Run all mini-batches of the step, in an order that follows from (seed, step); returns metrics.
 
-        This is a collective: every rank gives all samples of the step in the same order. All get the same metrics but
+        Samples without a reward are left out; where none has one, nothing is trained. This is a collective: every rank gives all samples of the step in the same order. All get the same metrics but
         for times.
         """
+        counted = [i for i, sample in enumerate(samples) if sample.has_reward] or range(len(samples))
+        self._places = {i: place for place, i in enumerate(counted)}
         with self._attention():
-            return self._run(samples, step, optimizer, schedule)
+            return self._run([samples[i] for i in counted], step, optimizer, schedule)
 
     def _attention(self) -> AbstractContextManager[None]:
         if not self.shares_prefixes:
@@ -136,8 +139,9 @@ class Updater:
         batch = self._batch
         if batch is None or batch.advantages is None:
             return [None] * len(indices)
-        trained = [batch.advantages[index][batch.mask[index]] for index in indices]
-        return [float(each.mean()) if len(each) else None for each in trained]
+        places = [self._places.get(index) for index in indices]
+        trained = [None if i is None else batch.advantages[i][batch.mask[i]] for i in places]
+        return [float(each.mean()) if each is not None and len(each) else None for each in trained]
 
     def forget(self) -> None:
         """Free the step's batch and gradients, once nobody asks about them any more: an engine may need their memory."""

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from rhymerl.algos import GRPO
 from rhymerl.backends.spans import EVALUATION, WorkerSpan
 from rhymerl.callbacks import EarlyWarnings
 from rhymerl.callbacks.early_warnings import (
@@ -20,6 +21,7 @@ from rhymerl.callbacks.early_warnings import (
     Rule,
     acceptance_falls,
     all_rewards_alike,
+    calls_fail,
     idle_of,
     kl_grows,
     most_rewards_alike,
@@ -70,6 +72,33 @@ CASES = [
         {"metrics": {BUBBLES: after(0.1, *[0.4] * 5)}, "idle": {0: 0.0, 1: 0.1}},
         "40% of the time of rollouts. s",
     ),
+    (
+        truncation,
+        {"metrics": {CLIPPED: after(0.1, *[0.5] * 5)}, "algo": GRPO(mask_truncated=True)},
+        "cut off at rollout.max_tokens. Raise it; where answers ramble, algo.overlong_fraction=0.2 makes those near the limit worth less",
+    ),
+    (
+        truncation,
+        {"metrics": {CLIPPED: after(0.1, *[0.5] * 5)}, "algo": GRPO(mask_truncated=True, overlong_fraction=0.1)},
+        "50% of the answers are cut off at rollout.max_tokens. Raise it",
+    ),
+    (
+        truncation,
+        {"metrics": {CLIPPED: after(0.1, *[1.0] * 5)}, "has_stop": False},
+        "No stop token is known: set rollout.stop_token_ids",
+    ),
+    (
+        truncation,
+        {"metrics": {CLIPPED: [1.0], EQUAL: [1.0]}, "left_out": [True], "equal": ["all alike"]},
+        "all answers are cut off at rollout.max_tokens and left out of the loss, so nothing is learned: raise it",
+    ),
+    (calls_fail, {"failing": ["rewards.bad failed"]}, "rewards.bad failed"),
+    (
+        calls_fail,
+        {"failing": ["rewards.bad failed"], "metrics": {EQUAL: [1.0]}, "equal": ["all alike"]},
+        "rewards.bad failed",
+    ),
+    (calls_fail, {"failing": ["rewards.bad failed"], "metrics": {EQUAL: after(0.5, *[0.95] * 5)}}, "rewards.bad"),
     (all_rewards_alike, {"metrics": {EQUAL: [1.0]}, "equal": ["all alike"]}, "all alike, so nothing is learned"),
     (all_rewards_alike, {"metrics": {EQUAL: [1.0] * 9}, "equal": ["all alike"] * WINDOW}, "all alike, so nothing"),
 ]
@@ -117,7 +146,9 @@ def test_a_warning_comes_back_after_so_many_steps_only(caplog: pytest.LogCapture
     for step in range(1, 25):
         metrics = {name: torch.tensor(0.5) for name in (CLIPPED, EQUAL)}
         trainer = SimpleNamespace(is_global_zero=True, callback_metrics=metrics)
-        module = SimpleNamespace(last_rollout=rollout, num_rollouts=step, advantages=None, run_ahead="off")
+        module = SimpleNamespace(
+            last_rollout=rollout, num_rollouts=step, advantages=None, run_ahead="off", algo=GRPO(), has_stop=True
+        )
         callback.on_train_batch_end(trainer, module, None, None, 0)  # type: ignore[arg-type]
         told += [step] if callback.latest else []
     assert told == [5, 13, 21]

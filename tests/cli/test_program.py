@@ -274,7 +274,12 @@ def test_ctrl_c_outside_training_is_as_usual(released: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=lambda each: str(each)
+    ("sent", "code"),
+    [
+        *((signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)),
+        *((signal.SIGUSR1, 138), (signal.SIGUSR2, 140)),
+    ],
+    ids=lambda each: str(each),
 )
 def test_every_signal_that_ends_a_program_has_its_exit_code(
     sent: signal.Signals, code: int, capsys: pytest.CaptureFixture[str]

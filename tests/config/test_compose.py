@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.singleton import Singleton
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from omegaconf.basecontainer import BaseContainer
 
 from rhymerl.config import compose, instantiate, recorded, resolved, save_config, to_yaml
+from rhymerl.config.overrides import parse
 from rhymerl.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -83,6 +86,11 @@ def test_asset_is_a_directory_of_the_package(monkeypatch: pytest.MonkeyPatch, he
         (["ckpt_path=runs/epoch=1-step=10.ckpt"], "ckpt_path", "runs/epoch=1-step=10.ckpt"),
         (["ckpt_path=~/x"], "ckpt_path", "~/x"),
         (["ckpt_path='a,b'"], "ckpt_path", "a,b"),
+        ([r"ckpt_path=Put it in \boxed{}."], "ckpt_path", r"Put it in \boxed{}."),
+        ([r"ckpt_path=<answer>\d{1,3}</answer>"], "ckpt_path", r"<answer>\d{1,3}</answer>"),
+        ([r"ckpt_path=\(\d\)\\"], "ckpt_path", r"\(\d\)\\"),
+        (["ckpt_path=C:\\runs\\"], "ckpt_path", "C:\\runs\\"),
+        ([r"""ckpt_path='\d "x"'"""], "ckpt_path", r'\d "x"'),
         (["ckpt_path=${seed}/x"], "ckpt_path", "0/x"),
         (["settings.any_of=x"], "settings.any_of", "x"),
         (["settings.any_of=null"], "settings.any_of", None),
@@ -105,6 +113,14 @@ def test_overrides(overrides: list[str], key: str, expected: object) -> None:
     found = OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
     assert found == expected
     assert type(found) is type(expected)
+
+
+@given(st.text(st.sampled_from("\\'\"{}[]=,:#~$% \nab1")))
+def test_text_with_a_backslash_arrives_as_it_was_given(text: str) -> None:
+    given_text = f"a{text}\\"
+    assume("${" not in given_text)
+    (override,) = parse([f"ckpt_path={given_text}"])
+    assert override.value == given_text
 
 
 @pytest.mark.parametrize(

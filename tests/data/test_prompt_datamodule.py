@@ -183,6 +183,63 @@ def test_resuming_on_changed_data_is_refused(policy: Policy, tmp_path: Path) -> 
             )
 
 
+DATED = "{{ strftime_now('%d %b %Y') }}: {{ messages[0]['content'] }}"
+
+
+@pytest.mark.parametrize("template", [DATED, DATED.replace("'", '"'), DATED.replace("%d", "%H:%M:%S %d")])
+def test_the_date_of_a_resumed_run_is_that_of_its_start(tmp_path: Path, template: str) -> None:
+    policy = PolicySource(init=TINY, characters="".join(map(chr, range(32, 127)))).load()
+    policy.tokenizer.chat_template = template
+    rows = [{"prompt": [{"role": "user", "content": row["prompt"]}], "id": row["id"]} for row in ROWS]
+    first = data(train=rows, validation=rows)
+    first.begin_at("2020-02-03T23:59:59")
+    trainer = make_trainer(tmp_path, max_epochs=1, callbacks=[Saver(tmp_path)])
+    trainer.fit(Consumer(policy), datamodule=first)
+    texts = [prompt.text for prompt in first.prompts]
+    assert all("03 Feb 2020: " in text for text in texts)
+    resumed = data(train=rows, validation=rows)
+    path = tmp_path / "batch_end_1.ckpt"
+    make_trainer(tmp_path, max_epochs=1).fit(Consumer(policy), datamodule=resumed, ckpt_path=path, weights_only=True)
+    assert [prompt.text for prompt in resumed.prompts] == texts
+    now = data(train=rows, validation=rows)
+    make_trainer(tmp_path, max_epochs=1).fit(Consumer(policy), datamodule=now)
+    assert now.prompts[0].text != texts[0]
+
+
+def test_long_prompts_may_be_left_out(policy: Policy, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [*ROWS, {"prompt": "1" * 40}, {"prompt": "1" * 50}]
+    module = Consumer(policy)
+    kept = data(train=rows, filter_overlong_prompts=True)
+    kept.prepare_for(module)
+    assert len(kept.prompts) == 8 + 4
+    assert caplog.messages == [
+        "data.filter_overlong_prompts=true: 1 of the 9 prompts is too long and left out, the first at data.train, row 9"
+    ]
+    assert data(train=rows[:8], filter_overlong_prompts=True, max_prompt_tokens=5).prepare_for(module) is None
+    assert caplog.messages[1].startswith("data.filter_overlong_prompts=true: 1 of the 8 prompts is too long")
+    with pytest.raises(DataError, match=r"data.train, row 1: .*; all 2 prompts are too long"):
+        data(train=rows[7:], filter_overlong_prompts=True, max_prompt_tokens=5).prepare_for(module)
+    with pytest.raises(DataError, match="data.train, row 9: the prompt has 50 tokens"):
+        data(train=rows).prepare_for(module)
+
+
+@pytest.mark.parametrize(("validation", "words"), [(ROWS, "7 of the 7"), ([*ROWS[:4], {"prompt": "9"}], "4 of the 5")])
+def test_held_out_prompts_that_are_trained_on_are_said(
+    validation: Any, words: str, policy: Policy, caplog: pytest.LogCaptureFixture
+) -> None:
+    same = data(validation=validation)
+    same.prepare_for(Consumer(policy))
+    same.warn()
+    assert caplog.messages == [
+        f"data.validation: {words} prompts are trained on, too, so evaluations do not show what the policy does with others"
+    ]
+    caplog.clear()
+    other = data(validation=[{"prompt": "9"}, *ROWS[:1]])
+    other.prepare_for(Consumer(policy))
+    other.warn()
+    assert caplog.messages == []
+
+
 def test_every_validation_sees_all_its_rows_in_order(policy: Policy, tmp_path: Path) -> None:
     module = Consumer(policy)
     trainer = make_trainer(tmp_path, max_epochs=2, num_sanity_val_steps=1)

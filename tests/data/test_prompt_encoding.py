@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import pytest
@@ -83,7 +85,11 @@ def test_template_arguments_without_an_order_are_refused() -> None:
     ("row", "message"),
     [
         ({"question": "1"}, "row 1: data.prompt_column='prompt': no such column; it has 'question'"),
-        ({"prompt": None}, "no such column"),
+        ({"prompt": None}, "row 1: data.prompt_column='prompt': the prompt is null"),
+        ({"prompt": float("nan")}, "row 1: data.prompt_column='prompt': the prompt is null"),
+        ({"prompt": np.array([])}, "'prompt' is an empty list"),
+        ({"prompt": "a\ud800b"}, "the prompt has '\\\\ud800', half of a character, which no tokenizer can read"),
+        ({"prompt": [{"role": "user", "content": "\udfff"}]}, "the prompt has '\\\\udfff', half of a character"),
         ({}, "it has none"),
         ({"prompt": ""}, "the prompt is empty"),
         ({"prompt": 5}, "'prompt' is of type int; expected a string or a list of chat messages"),
@@ -96,6 +102,7 @@ def test_template_arguments_without_an_order_are_refused() -> None:
             "'prompt' ends with a turn of the assistant, which is the policy's to write; leave it out",
         ),
         ({"prompt": [{"role": "robot", "content": ""}]}, "chat template refuses these messages: no robots"),
+        ({"prompt": np.array([{"role": "robot", "content": ""}])}, "chat template refuses these messages: no robots"),
     ],
 )
 def test_names_what_is_wrong_with_a_prompt(make_bpe: MakeBpe, row: dict[str, Any], message: str) -> None:
@@ -103,6 +110,30 @@ def test_names_what_is_wrong_with_a_prompt(make_bpe: MakeBpe, row: dict[str, Any
         encode(make_bpe(), row)
     assert str(caught.value).startswith("row 1: ")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ messages[0]['content'] + 5 }}", "can only concatenate str"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
+        ("{{ messages[7]['content'] }}", "has no element 7"),
+        ("{{ messages[0].x.y }}", "has no attribute"),
+        ({"tool_use": "a", "other": "b"}, "ValueError: This model has multiple chat templates with no default"),
+        ("{% if %}", "Expected an expression"),
+    ],
+)
+def test_templates_that_fail_are_named(make_bpe: MakeBpe, template: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        encode(make_bpe(template=template), {"prompt": CHAT})
+    assert str(caught.value).startswith("row 1: the tokenizer's chat template ")
+    assert "\n" not in str(caught.value)
+
+
+def test_rows_of_numpy_are_rows(make_bpe: MakeBpe, location: Locate, limits: LengthLimits) -> None:
+    rows = [{"prompt": np.array(CHAT, object), "id": np.int64(7)}, {"prompt": np.str_("hi"), "x": np.array([1, 2])}]
+    one, two = encode_rows(location(rows), PromptEncoder(make_bpe()), limits)
+    assert (one.id, one.text, two.text) == ("7", "<s>[user]hi[assistant]", "hi")
 
 
 def test_plain_text_for_a_chat_model_is_said_once(
@@ -256,10 +287,13 @@ def test_an_id_of_another_type_is_refused(
 def test_columns_beyond_json_have_an_id(
     characters: PreTrainedTokenizerBase, location: Locate, limits: LengthLimits
 ) -> None:
-    rows = [{"prompt": "1", "x": x} for x in (b"a", b"b", np.arange(3), np.float32(1), datetime.date(2026, 1, 2))]
-    assert len(set(ids_of(location(rows), characters, limits))) == 5
-    with pytest.raises(DataError, match=r"row 1: a column cannot be written as JSON: a set"):
-        ids_of(location([{"prompt": "1", "x": {1}}]), characters, limits)
+    plain = b"a", b"b", np.arange(3), np.float32(1), datetime.date(2026, 1, 2)
+    other = Decimal("1.50"), datetime.timedelta(seconds=3), UUID(int=3), {UUID(int=3): 1}, {(1, 2): 3}
+    rows = [{"prompt": "1", "x": x} for x in (*plain, *other)]
+    assert len(set(ids_of(location(rows), characters, limits))) == 10
+    for value in ({1}, object(), {"y": [{1}]}):
+        with pytest.raises(DataError, match=r"row 1: the column 'x' has a (set|object) \(.*\), which no hash can be"):
+            ids_of(location([{"prompt": "1", "y": 3, "x": value}]), characters, limits)
 
 
 def test_a_key_follows_tokens_tokenizer_and_template(make_bpe: MakeBpe) -> None:

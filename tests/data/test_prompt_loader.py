@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -101,6 +103,19 @@ def test_a_step_without_prompts_is_refused(value: int) -> None:
 def test_an_empty_data_set_is_refused() -> None:
     with pytest.raises(DataError, match="empty"):
         PromptLoader([], prompts_per_step=1)
+
+
+def test_going_on_with_other_answers_is_refused() -> None:
+    def loader(**columns: object) -> PromptLoader:
+        return PromptLoader([replace(prompt, columns=columns) for prompt in make_prompts(2)], prompts_per_step=1)
+
+    state = loader(answer="1", level=2).state_dict()
+    loader(level=2, answer="1").load_state_dict(state)
+    for columns in ({"answer": "2", "level": 2}, {"answer": "1"}):
+        with pytest.raises(ConfigError, match=r"data\.train: columns beside the prompt, .* have changed"):
+            loader(**columns).load_state_dict(state)
+    del state["columns"]  # of an earlier version
+    loader(answer="2").load_state_dict(state)
 
 
 @pytest.mark.parametrize(

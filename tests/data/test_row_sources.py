@@ -69,6 +69,41 @@ def test_names_the_broken_line_of_csv(tmp_path: Path, content: str | bytes, mess
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz", "a.jsonl"])
+def test_reads_a_json_array(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    data = f"\n {json.dumps(ROWS, indent=1)}\n".encode()
+    path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    assert rows_of(path) == ROWS
+    assert [located.location for located in read_rows(path, "data.train")] == [
+        f"data.train={str(path)!r}, row {number}" for number in (1, 2)
+    ]
+    path.write_bytes(gzip.compress(data[:-4]) if name.endswith(".gz") else data[:-4])
+    with pytest.raises(DataError, match=r"not valid JSON: Expecting"):
+        rows_of(path)
+
+
+def test_reads_several_files(tmp_path: Path) -> None:
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for path in paths:
+        path.write_text(LINES)
+    assert rows_of([str(path) for path in paths]) == rows_of(paths) == ROWS * 2
+    assert [located.location for located in read_rows(paths, "data.train", only_first=3)] == [
+        f"data.train[0]={str(paths[0])!r}, line 1",
+        f"data.train[0]={str(paths[0])!r}, line 2",
+        f"data.train[1]={str(paths[1])!r}, line 1",
+    ]
+    with pytest.raises(DataError, match=r"^data.train\[1\]='.*none.jsonl': no such file"):
+        rows_of([paths[0], tmp_path / "none.jsonl"])
+    with pytest.raises(DataError, match=r"^data.train: the data set is empty"):
+        read_rows([], "data.train")
+
+
+def test_reads_data_frames() -> None:
+    pandas = pytest.importorskip("pandas")
+    assert rows_of(pandas.DataFrame(ROWS)) == ROWS
+
+
 def test_takes_rows_as_they_are_and_copies_them() -> None:
     source = [dict(row) for row in ROWS]
     read = rows_of(source)

@@ -22,6 +22,15 @@ def broken(completion: str) -> float:
     raise ZeroDivisionError("no marks today")
 
 
+def tags(completion: str) -> float:
+    return float(completion.count("<a>") + completion.count("</a>"))
+
+
+def for_even_sums(completion: str, *, answer: str) -> float | None:
+    """For the problems of one task among two."""
+    return digits(completion) if int(answer) % 4 == 0 else None
+
+
 def broken_for_some(completion: str) -> float:
     """Depends on the answer alone."""
     if len(completion) % 2:

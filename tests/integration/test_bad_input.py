@@ -24,9 +24,13 @@ def index(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> P
     monkeypatch.chdir(tmp_path)
     (tmp_path / "good.jsonl").write_text(json.dumps(GOOD) + "\n")
     (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "null.jsonl").write_text(json.dumps({**GOOD, "prompt": None}) + "\n")
     (tmp_path / "broken.jsonl").write_text(json.dumps(GOOD) + '\n{"prompt": "1\n')
     (tmp_path / "no_prompt.jsonl").write_text('{"question": "1+1=?"}\n')
     (tmp_path / "no_answer.jsonl").write_text('{"prompt": "1+1=?"}\n')
+    (tmp_path / "odd_answers.jsonl").write_text(
+        "\n".join(json.dumps({**GOOD, "answer": answer}) for answer in ("1", None, ["1"]))
+    )
     (tmp_path / "gap.jsonl").write_text("\n".join(map(json.dumps, [GOOD, GOOD, {"prompt": "1+1=?"}, GOOD])))
     (tmp_path / "long.jsonl").write_text(json.dumps({**GOOD, "prompt": "1+" * 100}) + "\n")
     (tmp_path / "longish.jsonl").write_text(json.dumps({**GOOD, "prompt": "1+" * 60}) + "\n")
@@ -56,6 +60,10 @@ def index(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> P
         ("rollout.group_sise=2", "unknown setting rollout.group_sise; did you mean rollout.group_size?"),
         ("rolout.group_size=2", "did you mean rollout.group_size?"),
         ("trainer.max_step=2", "did you mean trainer.max_steps?"),
+        (
+            "rollout.stop=[end]",
+            "unknown setting rollout.stop: there are no stop strings; rollout.stop_token_ids ends answers",
+        ),
         ("rollout.group_size=many", "rollout.group_size='many': expected"),
         ("trainer.max_steps=ten", "trainer.max_steps='ten': expected"),
         ("rollout.group_size=1", "rollout.group_size=1"),
@@ -71,11 +79,19 @@ def index(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> P
         ("drafter=crystal_ball", "drafter='crystal_ball': expected one of history_tree, ngram, none, paper"),
         ("scheduler=my_module.Mine", "scheduler='my_module.Mine'"),
         ("data.train=nothing.jsonl", "data.train='nothing.jsonl': no such file"),
+        (
+            "data.train=[good.jsonl,null.jsonl]",
+            "data.train[1]='null.jsonl', line 1: data.prompt_column='prompt': the prompt is null",
+        ),
         ("data.train=empty.jsonl", "data.train='empty.jsonl': the data set is empty"),
         ("data.train=broken.jsonl", "data.train='broken.jsonl', line 2: not valid JSON"),
         ("data.train=no_prompt.jsonl", "data.train='no_prompt.jsonl', line 1: data.prompt_column='prompt'"),
         ("data.train=no_answer.jsonl", "answer"),
         ("data.train=gap.jsonl", "data.train='gap.jsonl', line 3: no column 'answer', as other rows have it; rewards."),
+        (
+            "data.train=odd_answers.jsonl",
+            "data.train='odd_answers.jsonl', line 2: answer=None: expected a text or a number; 2 of the",
+        ),
         ("data.validation=gap.jsonl", "data.validation='gap.jsonl', line 3: no column 'answer'"),
         ("data.train=long.jsonl", "the prompt has 200 tokens: no room for an answer in the model's context of 128"),
         ("data.train=longish.jsonl", "set rollout.max_tokens to at most 8"),

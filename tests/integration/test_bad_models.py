@@ -44,6 +44,21 @@ def saved(make: Callable[[], Policy]) -> Callable[[Path], None]:
     return lambda folder: make().save(folder)
 
 
+def changed(file: str, **settings: Any) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        tiny_policy(dtype="float32").save(folder)
+        path = folder / file
+        path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+
+    return make
+
+
+def adapter(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "owner/base"}')
+
+
+OWN_CODE = "it brings Python code of its own, which is never run; expected a model that transformers has itself"
 MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
     "longrope": (saved(lambda: tiny_policy("llama", dtype="float32", rope_parameters=LONGROPE)),
                  "its rope is 'longrope', which changes for a whole pass as soon as one sequence is longer than 32 tokens"),
@@ -53,6 +68,9 @@ MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
     "deepseek": (saved(lambda: family("deepseek_v3", **LATENT)), "(DeepseekV3ForCausalLM): the embedded backend cannot run it"),
     "no tokenizer": (without_tokenizer, "it has no tokenizer (tokenizer.json, ...)"),
     "more tokens": (with_more_tokens, "tokens, its embedding 19, none of them for 'a'"),
+    "own code": (changed("config.json", model_type="mine", auto_map={"AutoConfig": "mine.Mine"}), OWN_CODE),
+    "adapter": (adapter, "a LoRA adapter of 'owner/base', not a model; merge it into that "
+                "(merge_and_unload of peft), and name the merged model's directory"),
     "nan": (not_finite, "its hidden states are not finite: model.layers.0.mlp.up_proj.weight holds NaN"),
 }  # fmt: skip
 
@@ -60,6 +78,7 @@ MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_one_line_and_exit_code_2(name: str, tmp_path: Path, rhymerl: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("builtins.input", lambda words: pytest.fail("somebody reads from stdin"))
     save, message = MODELS[name]
     save(tmp_path / "a_model")
     Path("good.jsonl").write_text(json.dumps({"prompt": "1+1=?\n", "answer": "2"}) + "\n")

@@ -128,7 +128,7 @@ def test_ctrl_c_says_so_and_saves(settings, tmp_path, rhymerl):
     assert checkpoint(tmp_path / "run")["rhymerl"]["num_rollouts"] == 2
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_told_to_end_it_saves_at_the_end_of_the_step(sent, settings, whole, tmp_path, rhymerl):
     """The signal comes from a cluster's scheduler, or because its terminal was closed."""
     words = [*words_for(settings, tmp_path / "run"), "checkpoint.every_n_steps=100"]

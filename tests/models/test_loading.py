@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer, models
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rhymerl.errors import ConfigError
 from rhymerl.models.critic import CriticSettings
 from rhymerl.models.deferred import files_of
-from rhymerl.models.policy import PolicySource
+from rhymerl.models.policy import Policy, PolicySource
 from rhymerl.testing import tiny_policy
 
 WEIGHT = "model.layers.0.self_attn.q_proj.weight"
@@ -75,3 +77,19 @@ def test_a_head_that_is_there_twice_is_tied(tmp_path):
     model = PolicySource(saved(tmp_path, doubled, tied=True)).load().model
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert torch.equal(model.lm_head.weight, tiny_policy(tied=True).model.lm_head.weight.float())
+
+
+@pytest.mark.parametrize(("special", "stops"), [([], ()), (["</s>"], (2,))])
+def test_an_end_that_only_a_class_of_configs_has_by_default_counts_as_a_special_token(special, stops):
+    """Llama's is 2, which is any letter of most tokenizers."""
+    backend = Tokenizer(models.WordLevel({"a": 0, "b": 1, "</s>": 2}, unk_token="a"))
+    backend.add_special_tokens([AddedToken(token, special=True) for token in special])
+    config = LlamaConfig(vocab_size=3, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    policy = Policy(model=LlamaForCausalLM(config), tokenizer=PreTrainedTokenizerFast(tokenizer_object=backend))
+    policy.model.generation_config.eos_token_id = None
+    assert config.eos_token_id == 2
+    assert policy.stop_token_ids == stops
+    config.eos_token_id = 1
+    assert policy.stop_token_ids == (1,)
+    policy.model.generation_config.eos_token_id = [0]
+    assert policy.stop_token_ids == (0, 1)

@@ -8,6 +8,7 @@ import pickletools
 import re
 from collections.abc import Callable
 from dataclasses import fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import pytest
 import user_rewards
 
 import rhymerl.rewards
-from rhymerl.errors import ConfigError
+from rhymerl.errors import ConfigError, DataError
 from rhymerl.rewards import Reward, build_rewards, check_columns, exact_match, plain_rewards
+from rhymerl.rewards.answers import check_answers
+from rhymerl.types import Prompt
 
 
 def test_defaults() -> None:
@@ -246,3 +249,55 @@ def test_exports_are_sorted_and_there() -> None:
     assert all(hasattr(rhymerl.rewards, name) for name in rhymerl.rewards.__all__)
     with pytest.raises(AttributeError, match="nothing"):
         rhymerl.rewards.nothing  # noqa: B018
+
+
+def rows(*answers: object) -> list[Prompt]:
+    return [
+        Prompt(
+            id=str(line),
+            key="",
+            token_ids=np.zeros(1, np.int32),
+            text="",
+            columns={"answer": answer},
+            location=f"row {line}",
+        )
+        for line, answer in enumerate(answers, start=1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("function", "answers", "message"),
+    [
+        ("exact_match", ["1", None, ["1", "2"], 3.0], "row 2: answer=None: expected a text or a number; 2 of the 4 rows have"),
+        ("exact_match", ["1", True], "row 2: answer=True: expected a text or a number; 1 of the 2 rows have"),
+        ("exact_match", ["1", 2, 3.0, ""], ""),
+        ("numeric_match", ["1", "two", 3], "row 2: answer='two': expected a number; 1 of the 3 rows have"),
+        ("numeric_match", ["1", "-1,234.5", 3.0], ""),
+    ],
+)  # fmt: skip
+def test_rows_whose_answer_nothing_matches_are_refused(function: str, answers: list[object], message: str) -> None:
+    reward = Reward(f"rhymerl.rewards.{function}", name="right")
+    if not message:
+        assert check_answers(reward, rows(*answers)) == []
+        return
+    with pytest.raises(DataError) as error:
+        check_answers(reward, rows(*answers))
+    whole = f"{message} an answer that rewards.right.function='rhymerl.rewards.{function}' cannot match with anything"
+    assert str(error.value) == whole
+
+
+@pytest.mark.skipif(find_spec("math_verify") is None, reason="needs math-verify: pip install 'rhymerl[math]'")
+def test_rows_whose_answers_are_compared_as_text_are_counted() -> None:
+    reward = Reward("rhymerl.rewards.math_match")
+    assert check_answers(reward, rows("28%", r"\frac{1}{2}", "18 dollars", 7, "x + y")) == []
+    assert check_answers(reward, rows("1", "blue", "July 4", "blue")) == [
+        "rewards.math_match.function='rhymerl.rewards.math_match': the answers of 3 of the 4 rows can be compared as text only, "
+        "the first at row 2: 'blue'"
+    ]
+    with pytest.raises(DataError, match="row 1: answer=None: expected a text or a number; 1 of the 2 rows have"):
+        check_answers(reward, rows(None, "1"))
+
+
+def test_other_rewards_try_no_answer() -> None:
+    assert check_answers(Reward("user_rewards.answered"), rows(None)) == []
+    assert check_answers(Reward("rhymerl.rewards.exact_match", arguments={"answer": "1"}), rows(None)) == []

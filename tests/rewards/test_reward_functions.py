@@ -6,12 +6,14 @@ import json
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from decimal import Decimal
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rhymerl.config import compose, resolved
@@ -41,36 +43,70 @@ needs_sandbox = pytest.mark.skipif(
 
 @pytest.mark.parametrize(
     ("completion", "answer", "reward"),
-    [(" 42\n", "42", 1.0), ("42", 42, 1.0), ("42.", "42", 0.0), ("", "", 1.0)],
+    [
+        (" 42\n", "42", 1.0),
+        ("42", 42, 1.0),
+        ("42.", "42", 0.0),
+        ("", "", 1.0),
+        ("72", 72.0, 1.0),  # as pandas has whole numbers in a column with gaps
+        ("72.0", 72.0, 1.0),
+        ("72", "72.0", 0.0),
+        ("0.5", 0.5, 1.0),
+    ],
 )
 def test_exact_match(completion: str, answer: object, reward: float) -> None:
     assert exact_match(completion, answer=answer) == reward
 
 
+@pytest.mark.parametrize("answer", [None, True, ["72", "72.0"], {"a": 1}, float("nan"), float("inf")])
+@pytest.mark.parametrize("function", [exact_match, numeric_match])
+def test_an_answer_that_is_no_text_and_no_number_is_an_error(function: Any, answer: object) -> None:
+    with pytest.raises(ValueError, match=r"answer=.*: expected a "):
+        function(str(answer), answer=answer)
+
+
 @pytest.mark.parametrize(
     ("text", "number"),
     [
-        ("so 3 + 4 = 7.", 7.0),
-        ("it costs $1,234.50 in all", 1234.5),
-        ("1,2,3", 3.0),
-        ("12,3456", 3456.0),
-        ("1,234,567", 1234567.0),
-        ("x=5-3", 3.0),
-        ("x = -3", -3.0),
-        ("x = \u22123", -3.0),
-        ("(2)-4", 4.0),
-        (".5", 0.5),
-        ("-.5", -0.5),
-        ("about 3e-2", 0.03),
-        ("37+85=122;#122", 122.0),
-        (r"\boxed{-17}", -17.0),
-        ("50% of 8", 8.0),
+        ("so 3 + 4 = 7.", "7"),
+        ("it costs $1,234.50 in all", "1234.5"),
+        ("1,2,3", "3"),
+        ("12,3456", "3456"),
+        ("1,234,567", "1234567"),
+        (r"1{,}234{,}567", "1234567"),
+        (r"1\,234", "1234"),
+        ("1\u202f234\u00a0567,", "1234567"),
+        ("x=5-3", "3"),
+        ("x = -3", "-3"),
+        ("x = \u22123", "-3"),
+        ("x = \u20133", "-3"),
+        ("x = - 3", "-3"),
+        ("x =-3", "-3"),
+        ("10 - 3", "3"),
+        ("10\u20133", "3"),
+        ("- 3 apples", "3"),
+        ("-$3", "-3"),
+        (r"\boxed{-\$1,234}", "-1234"),
+        ("$-3", "-3"),
+        ("-\u20ac3", "-3"),
+        ("(2)-4", "4"),
+        (r"x^{2}-4", "4"),
+        (".5", "0.5"),
+        ("-.5", "-0.5"),
+        ("about 3e-2", "0.03"),
+        ("37+85=122;#122", "122"),
+        (r"\boxed{-17}", "-17"),
+        ("50% of 8", "8"),
+        ("9007199254740993", "9007199254740993"),
+        ("9" * 400, "9" * 400),
+        ("1e999999999", "1e999999999"),
+        ("1e" + "9" * 30, None),
         ("H2O", None),
         ("none", None),
     ],
 )
-def test_last_number(text: str, number: float | None) -> None:
-    assert last_number(text) == number
+def test_last_number(text: str, number: str | None) -> None:
+    assert last_number(text) == (None if number is None else Decimal(number))
 
 
 @pytest.mark.parametrize(
@@ -82,10 +118,41 @@ def test_last_number(text: str, number: float | None) -> None:
         ("0.33", "0.3333", 0.01, 1.0),
         ("0.31", "0.3333", 0.01, 0.0),
         ("no number", "7", 0.0, 0.0),
+        ("9007199254740993", "9007199254740992", 0.0, 0.0),
+        ("9007199254740993", 9007199254740993, 0.0, 1.0),
+        ("9" * 400, "9" * 400, 0.0, 1.0),
+        ("9" * 400, "1" * 400, 0.0, 0.0),
+        ("1" * 400, "1" * 399 + "2", 1.0, 1.0),
+        ("0.1", "0.10", 0.0, 1.0),
+        ("0.1", 0.1, 0.0, 1.0),
+        ("0.31", "0.3", 0.01, 1.0),
+        ("1e999999999", "1", 0.5, 0.0),
+        ("-7", "\u22127", 0.0, 1.0),
+        ("7", "+7", 0.0, 1.0),
+        ("1234", "$1,234", 0.0, 1.0),
+        ("123", "1,2,3", 0.0, ValueError),
+        ("1234", "12,34", 0.0, ValueError),
+        ("7", "7 apples", 0.0, ValueError),
     ],
 )
-def test_numeric_match(completion: str, answer: object, tolerance: float, reward: float) -> None:
-    assert numeric_match(completion, answer=answer, tolerance=tolerance) == reward
+def test_numeric_match(completion: str, answer: object, tolerance: float, reward: Any) -> None:
+    with pytest.raises(ValueError, match="expected a number") if reward is ValueError else nullcontext():
+        assert numeric_match(completion, answer=answer, tolerance=tolerance) == reward
+
+
+@given(
+    answer=st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.decimals(allow_nan=False, allow_infinity=False)
+    | st.text("0123456789.,+-\u2212$ e", max_size=8)
+)
+@pytest.mark.parametrize("function", [exact_match, numeric_match])
+def test_an_answer_that_is_not_refused_earns_what_it_is_worth(function: Any, answer: object) -> None:
+    try:
+        function.try_answer(answer)
+    except ValueError:
+        assume(False)
+    assert function(f" {answer}\n", answer=answer) == 1.0
 
 
 def test_numeric_match_needs_a_number() -> None:
@@ -125,6 +192,21 @@ def test_length_penalty_refuses_an_empty_range() -> None:
 )
 def test_tag_match(completion: str, reward: float) -> None:
     assert tag_match(completion, tags=["think", "answer"]) == reward
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "reward"),
+    [
+        ("<|assistant|>\n<think>\n", "a</think><answer>4</answer>", 1.0),
+        ("<|assistant|><think>", "<think>a</think><answer>4</answer>", 0.0),
+        ("<|assistant|><think>", "</think><answer>4</answer>", 0.0),
+        ("<|assistant|>", "a</think><answer>4</answer>", 0.0),
+        ("<|assistant|><answer>", "a</think><answer>4</answer>", 0.0),
+        (["a column of that name"], "<think>a</think><answer>4</answer>", 1.0),
+    ],
+)
+def test_a_tag_that_the_prompt_has_opened_counts(prompt: Any, completion: str, reward: float) -> None:
+    assert tag_match(completion, tags=["think", "answer"], prompt=prompt) == reward
 
 
 PIECES = st.lists(st.sampled_from(["<a>", "</a>", "<b>", "</b>", "x", " ", "\n", "<"]), max_size=2).map("".join)
@@ -204,7 +286,12 @@ def test_boxed_answer(text: str, answer: str | None) -> None:
 
 @pytest.mark.parametrize(
     ("function", "text", "extracted"),
-    [("exact_match", " 7\n", "7"), ("numeric_match", "it is 7.0", 7.0), ("numeric_match", "none", None)],
+    [
+        ("exact_match", " 7\n", "7"),
+        ("numeric_match", "it is 7.0", Decimal(7)),
+        ("numeric_match", "9007199254740993", Decimal(9007199254740993)),
+        ("numeric_match", "none", None),
+    ],
 )
 def test_what_maj_at_k_counts(function: str, text: str, extracted: object) -> None:
     extract = Reward(f"rhymerl.rewards.{function}").extract
@@ -229,10 +316,33 @@ PROGRAM = "```\nprint(int(input()) + 1)\n```"
         ("```python\na\n```\n```Python3\nb\nc", "b\nc"),
         ("x = 1", "x = 1"),
         ("```json\n1\n```", "```json\n1\n```"),
+        ("Here:\n```\na\nb", "a\nb"),
+        ("a\n```", "a\n"),
+        ("a\n```\nThis is it.", "a\n"),
+        ("a\n```\nOutput:\n```\n1\n```", "a\n"),
+        ("a\n```\nExample:\n```json\n1\n```", "a\n"),
+        ("```python\na\n```\n```\n", "a\n"),
+        ("```python\na\n```\nOutput:\n```\n1\n```", "a\n"),
+        ("1. Code:\n   ```python\n   a\n     b\n   ```\n", "a\n  b\n"),
+        ("- ```\n  a\n  ```\n", "a\n"),
+        ("The program is ```python\na\n```", "a\n"),
+        ("Use ```x``` for it:\n```\na\n```", "a\n"),
+        ("```python\r\na\r\n    b\r\n```\r\n", "a\n    b\n"),
+        ('```python\na\n    """\n    ```\n    f() -> 1\n    ```\n    """\n```', 'a\n    """\n    ```\n    f() -> 1\n    ```\n    """\n'),
+        ("````python\na\n```\nb\n````", "a\n```\nb\n"),
+        ("```python\na\n```\n```python\n```", "a\n"),
+        ("```python title=a.py\na\n```", "a\n"),
     ],
-)
+)  # fmt: skip
 def test_last_code_block(text: str, code: str) -> None:
     assert last_code_block(text) == code
+
+
+@pytest.mark.parametrize("part", ["a", " ", "`", "```\n", "```python\n", "` ", "   \n", "a```python\n", "```a"])
+def test_the_last_code_block_is_found_in_one_reading(part: str) -> None:
+    """A quadratic search takes hours for this one, and the suite's own time limit ends it."""
+    text = f"```{part * (1_000_000 // len(part))}"
+    assert len(last_code_block(text)) <= len(text)
 
 
 @needs_sandbox
@@ -349,6 +459,53 @@ def test_math_match(where: Any) -> None:
             text: reward for text, (_, reward) in cases.items()
         }
         assert not any(scorer.metrics().values())
+
+
+@pytest.mark.skipif(not HAS_MATH, reason="needs math-verify: pip install 'rhymerl[math]'")
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        (r"\boxed{28\%}", "28%", 1),
+        ("It fell by 28%.", "28%", 1),
+        (r"\boxed{28\%}", r"28\%", 1),
+        (r"\boxed{0.28}", "28%", 1),
+        (r"\boxed{29\%}", "28%", 0),
+        (r"\boxed{18}", "18 dollars", 1),
+        (r"\boxed{18 dollars}", "18", 1),
+        (r"\boxed{18 \text{ dollars}}", "18 dollars", 1),
+        (r"\boxed{19}", "18 dollars", 0),
+        (r"\boxed{100000}", "100,000 dollars", 1),
+        (r"\boxed{\$18}", "$18", 1),
+        (r"\boxed{18}", "\u20ac18", 1),
+        (r"\boxed{-5}", "-$5", 1),
+        (r"\boxed{5 \text{ cm}^2}", "5 cm^2", 1),
+        (r"\boxed{5 cm^2}", "5", 1),
+        (r"\boxed{60}", "60 km/h", 1),
+        (r"\boxed{30^\circ}", "30\u00b0", 1),
+        (r"\boxed{1/2}", "1/2 cup", 1),
+        (r"\boxed{1\frac{1}{2}}", "1 1/2", 1),
+        (r"\boxed{1.5}", "1 1/2 inches", 1),
+        (r"\boxed{1234}", "1 234", 1),
+        (r"\boxed{2xy}", "2xy", 1),
+        (r"\boxed{2}", "2xy", 0),
+        (r"\boxed{2}", "2 xy", 0),
+        (r"\boxed{2}", "2 pi", 0),
+        (r"\boxed{18}", "18 million", 0),
+        (r"\boxed{\text{blue}}", "blue", 1),
+        (r"\boxed{blue}", "blue", 1),
+        (r"\boxed{lube}", "blue", 0),
+        (r"\boxed{\text{New York}}", "New York", 1),
+        (r"\boxed{(3, 4)}", "(3, 4)", 1),
+        (r"\boxed{72}", 72.0, 1),
+        (r"\boxed{0.00001}", 1e-5, 1),
+        (r"\boxed{3}", ["3", "4"], ValueError),
+        (r"\boxed{3}", None, ValueError),
+        (r"\boxed{3}", True, ValueError),
+    ],
+)
+def test_answers_that_are_no_latex(completion: str, answer: object, reward: Any) -> None:
+    with pytest.raises(ValueError, match="answer=") if reward is ValueError else nullcontext():
+        assert math_match(completion, answer=answer) == reward
 
 
 @pytest.mark.skipif(not HAS_MATH, reason="needs math-verify: pip install 'rhymerl[math]'")

@@ -6,12 +6,16 @@ import asyncio
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from rhymerl.rewards import Reward, RewardScorer
+from rhymerl.rewards import Reward, RewardScorer, check_columns
+from rhymerl.testing import make_requests
+from rhymerl.types import Completion, Output
 from tests.bytecodes import bytecodes
 
 
@@ -95,6 +99,42 @@ def test_local_failures_cost_one_sample(where: Any, text: str, function: str) ->
             "rewards/r/crashes": 0.0,
         }
         assert scorer.metrics()["rewards/r/errors"] == 0.0
+
+
+@pytest.mark.parametrize("where", ["pool", "main", "engine"])
+@pytest.mark.parametrize("function", ["act", "act_async", "act_in_batch"])
+def test_none_means_that_a_function_does_not_apply(where: Any, function: str) -> None:
+    """That is no failure, and no reward either; verl's dicts have theirs under a name."""
+    settings: Any = {"where": where, "default": -1.0, "batch": function == "act_in_batch"}
+    rewards = [Reward(f"user_rewards.{function}", name="r", **settings), Reward("user_rewards.length")]
+    with RewardScorer(rewards) as scorer:
+        for text in ["none", "score of none", "score", "raise"]:
+            scorer.submit(text, text, {})
+        assert scorer.collect() == {
+            "none": {"length": 4.0},
+            "score of none": {"length": 13.0},
+            "score": {"r": 2.0, "length": 5.0},
+            "raise": {"r": -1.0, "length": 5.0},
+        }
+        failures = scorer.failures()
+    assert (failures.num_samples, failures.num_failed, failures.num_absent) == (4, {"r": 1}, {"r": 2})
+
+
+@pytest.mark.parametrize("where", ["pool", "main", "engine"])
+@pytest.mark.parametrize("function", ["of_answer", "of_answers"])
+def test_functions_get_what_is_known_of_an_answer(where: Any, function: str) -> None:
+    reward = Reward(f"user_rewards.{function}", name="r", where=where, batch=function == "of_answers")
+    request = make_requests(1)[0]
+    request = replace(request, prompt=replace(request.prompt, text="1+1=?"))
+    output = Output(token_ids=np.array([2, 5]), logprobs=np.zeros(2), policy_versions=np.zeros(2, np.int32))
+    check_columns(reward, [])
+    with RewardScorer([reward]) as scorer:
+        for number, reason in enumerate(["stop", "length"]):
+            completion = Completion(request=request, output=replace(output, finish_reason=reason))  # type: ignore[arg-type]
+            scorer.begin(str(number), "x", {}, completion)
+            scorer.submit(str(number), "x", {}, completion)
+        scorer.submit("2", "x", {"prompt": "a column of that name wins"}, completion)
+        assert [each["r"] for each in scorer.collect().values()] == [1075.0, 75.0, 96.0]
 
 
 @pytest.mark.parametrize("where", ["pool", "main", "engine"])

@@ -71,6 +71,12 @@ def act(completion: str) -> Any:
             return None
         case "string":
             return "1.0"
+        case "score":
+            return {"score": 2, "format": "good"}
+        case "score of none":
+            return {"score": None}
+        case "no score":
+            return {"reward": 2}
         case "late":
             time.sleep(0.4)
         case "fork":
@@ -164,6 +170,20 @@ def batch_answered(completions: list[str], *, answer: list[str], scale: float) -
 
 def on_device(completion: str, *, device: str) -> float:
     return float(device == "cuda:1")
+
+
+def of_answer(completion: str, *, prompt: str, token_ids: list[int], finish_reason: str) -> float:
+    """Return what an answer's own values say, as a number."""
+    return len(prompt) + 10 * sum(token_ids) + 1000 * (finish_reason == "stop")
+
+
+def of_answers(
+    completions: list[str], *, prompt: list[str], token_ids: list[list[int]], finish_reason: list[str]
+) -> list[float]:
+    return [
+        of_answer(text, prompt=one, token_ids=ids, finish_reason=reason)
+        for text, one, ids, reason in zip(completions, prompt, token_ids, finish_reason, strict=True)
+    ]
 
 
 def only_keywords(*, completion: str) -> float:

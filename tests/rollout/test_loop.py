@@ -56,6 +56,17 @@ def test_samples_come_in_canonical_order_with_their_rewards():
         assert len(sample.loss_mask) == len(sample)
 
 
+def test_functions_that_do_not_apply_are_left_out_of_the_sum():
+    short = Reward(lambda completion: 5.0 if len(completion.split()) < 2 else None, name="short", where="main")
+    long = Reward(lambda completion: 7.0 if len(completion.split()) > 2 else None, name="long", where="main", weight=10)
+    result = loop(rewards=[short, long]).run(PROMPTS[:1], 0, RolloutSettings(group_size=3))
+    assert [sample.rewards for sample in result.samples] == [{"short": 5.0}, {}, {"long": 7.0}]
+    assert [sample.has_reward for sample in result.samples] == [True, False, True]
+    assert [sample.reward for sample in result.samples if sample.has_reward] == [5.0, 70.0]
+    assert (result.failures.num_failed, result.failures.num_absent) == ({}, {"short": 2, "long": 2})
+    assert loop().run(PROMPTS[:1], 0, RolloutSettings()).samples[0].reward == 0.0, "nobody asks for rewards"
+
+
 def test_all_answers_of_an_epoch_enter_history_also_of_a_prompt_that_was_in_the_place_of_another():
     mine = loop(rewards=[LENGTH])
     settings = RolloutSettings(group_size=2)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from dataclasses import replace
 
-from rhymerl.history.answers import group_advantages
+import numpy as np
+import pytest
+
+from rhymerl.history.answers import answers_of, group_advantages
 from rhymerl.rollout.metrics import rollout_metrics
 from rhymerl.rollout.results import groups_that_teach_nothing
 from rhymerl.types import Ratio
@@ -43,3 +47,27 @@ def test_equal_rewards_have_no_deviation_whatever_rounding_leaves():
     metrics = rollout_metrics(same)
     assert metrics["reward_std"] == 0
     assert metrics["frac_reward_zero_std"] == 1
+
+
+def test_samples_to_which_no_reward_applies_count_nowhere():
+    nan = math.nan
+    rewards = [1.0, nan, 3.0, nan, nan, nan, nan, nan, 2.0, 2.0, 2.0, nan]
+    samples = [replace(sample, reward=reward) for sample, reward in zip(scored(12), rewards, strict=True)]
+    samples = [
+        replace(sample, rewards={"one": sample.reward} if sample.has_reward else {}) if i < 8 else sample
+        for i, sample in enumerate(samples)
+    ]
+    metrics = rollout_metrics(samples)
+    assert metrics["reward"] == pytest.approx(2.0)
+    assert metrics["reward_std"] == pytest.approx(0.5)  # 1 and 0, of two groups
+    assert metrics["frac_reward_zero_std"] == pytest.approx(0.5)
+    assert (metrics["rewards/one/mean"], metrics["rewards/one/std"]) == (2.0, 1.0)
+    assert len(groups_that_teach_nothing(samples)) == 2
+    assert group_advantages(rewards[:4]).tolist() == [-1, 0, 1, 0]
+    assert group_advantages(rewards[4:8]).tolist() == [0, 0, 0, 0]
+    answers = [answer for _, group in answers_of(samples, 0) for answer in group]
+    assert [answer.reward for answer in answers] == [0.0 if math.isnan(reward) else reward for reward in rewards]
+    nothing = rollout_metrics([replace(sample, reward=nan, rewards={}) for sample in samples])
+    assert not any(name.startswith("reward/") or name == "reward" for name in nothing)
+    assert (nothing["reward_std"], nothing["frac_reward_zero_std"]) == (0.0, 1.0)
+    assert np.isfinite(list(nothing.values())).all()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from rhymerl.callbacks.equal_rewards import equal_rewards
+from rhymerl.rewards.failures import Failures
 from rhymerl.runs.summary import Summary
 from rhymerl.testing import make_requests
 from rhymerl.types import Completion, Output, Sample
@@ -34,6 +37,47 @@ def test_malformed_drafts_are_a_figure_where_there_are_any() -> None:
     assert "spec_bad_drafts" not in summary.result()
     summary.num_bad_drafts = 3
     assert summary.result()["spec_bad_drafts"] == 3
+
+
+def failures(**changed: Any) -> Failures:
+    return Failures(**{"num_samples": 100, "num_failed": {}, "first": {"bad": "KeyError: 'a' (mine.py:3)"}, **changed})
+
+
+@pytest.mark.parametrize(
+    ("found", "sentences"),
+    [
+        (failures(), []),
+        (failures(num_failed={"bad": 4}), []),
+        (
+            failures(num_failed={"bad": 96, "good": 1}),
+            [
+                "rewards.bad failed in 96% of its 100 calls, which earned its default instead; the first failed with "
+                "KeyError: 'a' (mine.py:3)"
+            ],
+        ),
+        (
+            failures(num_failed={"bad": 5}, num_absent={"bad": 90}, num_unrewarded=4),
+            [
+                "rewards.bad failed in 50% of its 10 calls, which earned its default instead; the first failed with "
+                "KeyError: 'a' (mine.py:3)"
+            ],
+        ),
+        (
+            failures(num_absent={"bad": 94}, num_unrewarded=94),
+            [
+                "rewards: none applied to 94% of 100 answers, which were left out of the update; rewards.bad returned None "
+                "for 94% of them"
+            ],
+        ),
+    ],
+)
+def test_rewards_that_fail_more_often_than_now_and_then_are_named(found: Failures, sentences: list[str]) -> None:
+    summary = Summary()
+    summary.failures = found
+    assert summary.result().get("problems", []) == sentences
+    again = Summary()
+    again.load_state_dict(summary.state_dict())
+    assert again.failures == found
 
 
 def samples_of(rewards: list[list[float]]) -> list[Sample]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from rhymerl.config import describe, instantiate
-from rhymerl.errors import ConfigError
+from rhymerl.errors import ConfigError, RewardError
 from rhymerl.rewards import Reward
 from rhymerl.rollout import RolloutSettings
 from rhymerl.rollout.base import requests_of
@@ -81,6 +82,47 @@ def test_metrics_by_hand() -> None:
         "eval/mean_length": pytest.approx(44 / 12),
         "eval/clipped_ratio": pytest.approx(2 / 12),
     }
+
+
+@pytest.mark.parametrize(
+    ("rewards", "right_by", "tasks"),
+    [
+        ({"mine": [0.6, 0.9]}, None, "mine"),
+        ({"mine": [0.6, 0.9], "other": [0.3, 0.0]}, None, "mine, other"),
+        ({"mine": [0.6, 1.0], "other": [0.3, 0.0]}, None, "other"),
+        ({"mine": [0.0, 0.0]}, None, None),
+        ({"mine": [0.6, 0.9]}, "style", None),
+    ],
+)
+def test_why_nothing_passes(rewards: dict[str, list[float]], right_by: str | None, tasks: str | None) -> None:
+    answered = {task: samples({"a": [(reward, "", 2, False) for reward in values]}) for task, values in rewards.items()}
+    settings = EvaluationSettings(samples=2, right_by=right_by)
+    words = settings.why_nothing_passes(settings.metrics(answered, []))
+    assert words == (
+        f"pass@k is 0 for {tasks}, since no answer's reward reaches 1, from which on it counts as right; "
+        "evaluation.right_by can name the reward that says so"
+        if tasks
+        else None
+    )
+
+
+def test_answers_without_a_reward_are_left_out() -> None:
+    nan = math.nan
+    answers: dict[str, list[Any]] = {
+        **ANSWERS,
+        "c": [(nan, "", 4, False), *ANSWERS["c"][1:]],
+        "d": [(nan, "#7", 4, False)] * 4,
+    }
+    found = evaluation_metrics(samples(answers), "mine", extract=after_hash)
+    assert found["eval/reward"] == found["eval/mine/mean@4"] == pytest.approx(3.5 / 11)
+    # Only a and b have a reward for each of their answers.
+    assert found["eval/mine/pass@1"] == pytest.approx((2 / 4 + 1 / 4) / 2)
+    assert found["eval/mine/maj@4"] == pytest.approx((1 / 2 + 0) / 2)
+    assert found["eval/mine/mean_length"] == pytest.approx(60 / 16)
+    without = evaluation_metrics([replace(each, rewards={}) for each in samples()], right_by="exact")
+    assert not any("pass@" in name for name in without)
+    with pytest.raises(RewardError, match="no reward applies to any of the 4 answers to data.validation.mine"):
+        evaluation_metrics(samples({"d": answers["d"]}), "mine")
 
 
 def test_names_with_one_answer_a_prompt() -> None:

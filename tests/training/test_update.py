@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -170,6 +171,28 @@ def test_the_update_moves_the_policy_towards_what_was_rewarded():
     with torch.no_grad():
         old, new = (policy_output(m, token_batch(samples, "cpu"), temperature=0.9).logprobs for m in (before, after))
     assert ((new - old) * batch.advantages * batch.mask).sum() > 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"loss_mean": "sequence"}, {"baseline": "leave_one_out", "scale": "batch"}])
+def test_samples_without_a_reward_are_left_out_of_the_update(settings):
+    samples = scored(16)
+    absent = {2, 4, 5, 6, 7, 13, 14}  # of a group some, all, all but two
+    given = [replace(sample, reward=math.nan) if i in absent else sample for i, sample in enumerate(samples)]
+    rest = [sample for i, sample in enumerate(samples) if i not in absent]
+    one, found = run_update(given, algorithm=lambda: GRPO(**settings), mini_batches=2)
+    two, expected = run_update(rest, algorithm=lambda: GRPO(**settings), mini_batches=2)
+    assert found == expected
+    for name, weight in one.state_dict().items():
+        assert torch.equal(weight, two.state_dict()[name]), name
+
+
+def test_a_step_without_any_reward_moves_nothing():
+    samples = [replace(sample, reward=math.nan) for sample in scored(8)]
+    trained, metrics = run_update(samples, mini_batches=2)
+    assert metrics["grad_norm"] == metrics["loss"] == 0
+    before = tiny_policy().model.state_dict()
+    for name, weight in trained["model"].state_dict().items():
+        assert torch.equal(weight, before[name]), name
 
 
 def test_gradient_norm_is_clipped_and_reported():

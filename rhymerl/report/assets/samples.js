@@ -175,7 +175,8 @@
     const epochs = (row) => {
       const made = rhymerl.element("div", "epochs");
       for (const [epoch, rows] of browser.answersOf(browser.columns.prompt[row])) {
-        const mean = rows.reduce((sum, each) => sum + browser.columns.reward[each], 0) / rows.length;
+        const rewards = rows.map((each) => browser.columns.reward[each]).filter((each) => each !== null);
+        const mean = rewards.length ? rewards.reduce((sum, each) => sum + each, 0) / rewards.length : null;
         const button = rhymerl.element("button", "", `${epoch}: ${number(mean, 2)}`);
         const target = rows.find((each) => each !== row && browser.textOf.has(each) && browser.columns.sample[each] === browser.columns.sample[row]) ?? rows.find((each) => browser.textOf.has(each));
         button.disabled = target === undefined;
