@@ -38,7 +38,7 @@ class Course:
     rollouts: list[float] = field(default_factory=list)  # seconds of each
     requests: list[Sequence[RolloutRequest]] = field(default_factory=list)  # of each
     lengths: list[list[int]] = field(default_factory=list)  # and the tokens of their answers
-    between: list[float] = field(default_factory=list)  # CPU seconds of the trainer between rollouts, beside the update
+    between: list[tuple[float, float]] = field(default_factory=list)  # CPU time of the trainer beside the update
     metrics: list[dict[str, float]] = field(default_factory=list)
     updates: list[tuple[float, float]] = field(default_factory=list)
     workers: VirtualWorkers | None = None
@@ -126,8 +126,9 @@ class Course:
     def _wait(self, cpu_s: float) -> None:
         """Let workers wait for so many seconds of the trainer's CPU time."""
         assert self.workers is not None
-        self.between.append(self.workers.cpu * cpu_s)
-        self.workers.clock_s += self.between[-1]
+        begun = self.workers.clock_s
+        self.workers.clock_s += self.workers.cpu * cpu_s
+        self.between.append((begun, self.workers.clock_s))
 
     @contextmanager
     def _off_the_clock(self) -> Iterator[None]:

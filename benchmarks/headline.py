@@ -184,7 +184,7 @@ def figures(row: Row, course: Course, found: dict[str, Course], arguments: Any) 
     count, whole, spent = row.num_workers(arguments), course.seconds, course.spent
     beside = spent["busy"] - spent["passes"] - spent["weights"] - spent["draft"]
     rejected = spent["nodes"] * (1 - course.result["spec_accept_rate"])
-    update, trainer = course.idle_s(course.updates, count), count * sum(course.between)
+    update, trainer = (course.idle_s(windows, count) for windows in (course.updates, course.between))
     lost = {
         "nodes": rejected,
         "padding": spent["padding"],
@@ -216,7 +216,7 @@ def figures(row: Row, course: Course, found: dict[str, Course], arguments: Any) 
         "lost": {part: round(seconds / (count * whole), 3) for part, seconds in lost.items()},
         "update_frac": round(updates / whole, 3),
         "update_s": round(updates / len(course.updates), 3),
-        "trainer_frac": round(sum(course.between) / whole, 4),
+        "trainer_frac": round(sum(end - start for start, end in course.between) / whole, 4),
         "tokens_a_pass": round(course.mean("rollout/spec_accept_length"), 3),
         "staleness": round(course.mean("off_policy/staleness/mean"), 3),
         "reward": [round(float(each), 3) for each in course.rewards(arguments.epoch_steps)[[0, -1]]],

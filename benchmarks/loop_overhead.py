@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import record
 
-from rhymerl.models.policy import character_tokenizer
+from rhymerl.models.tokenizers import character_tokenizer
 from rhymerl.rewards import Reward, RewardScorer
 from rhymerl.rollout import RolloutLoop, RolloutSettings
 from rhymerl.schedulers.fifo import FIFOScheduler

@@ -309,20 +309,20 @@ class Names(Logger):
 
 
 def names_logged_with(algorithm: Algorithm) -> set[str]:
-    """Return the names logged in two steps and an evaluation."""
+    """Return the names logged in two epochs of answers that repeat, so that drafts pay, and evaluations."""
     logger = Names()
     policy: Policy = tiny_policy(dtype="float32")
     module = RhymeModule(
         policy,
         algorithm,
-        rollout=RolloutSettings(group_size=2, max_tokens=8, stop_token_ids=(3, 5, 7, 9, 11, 13)),
+        rollout=RolloutSettings(group_size=2, max_tokens=8, temperature=0.01, stop_token_ids=(3, 5, 7, 9, 11, 13)),
         evaluation=EvaluationSettings(samples=2),
         scheduler=SortedScheduler(),
         rewards=Reward(lambda completion: float(len(completion)), name="length", where="main"),
     )
     data = PromptDataModule(task=RunningSum(difficulty=2, train_size=8, validation_size=4), prompts_per_step=4)
     trainer = Trainer(
-        max_steps=2,
+        max_steps=4,
         val_check_interval=2,
         accelerator="cpu",
         logger=logger,

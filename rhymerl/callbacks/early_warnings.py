@@ -15,6 +15,7 @@ from rhymerl.backends.spans import EVALUATION
 from rhymerl.callbacks.equal_rewards import all_left_out, equal_rewards
 from rhymerl.rewards.failures import Failures
 from rhymerl.rollout import Rollout
+from rhymerl.training.checks import has_stop
 
 _LOG = logging.getLogger(__name__)
 
@@ -198,7 +199,7 @@ class EarlyWarnings(L.Callback):
             failing=sum(self._failures, Failures()).sentences(),
             left_out=list(self._left_out),
             algo=pl_module.algo,
-            has_stop=pl_module.has_stop,
+            has_stop=has_stop(pl_module.policy, pl_module.rollout),
         )
         for rule in RULES:
             self._ask(rule, recent, pl_module.num_rollouts)

@@ -195,7 +195,7 @@ class PromptDataModule(L.LightningDataModule):
 
     def begin_at(self, started: str | None) -> None:
         """Take the time at which a run was started, in ISO form, from its checkpoint, before the data is prepared."""
-        if started is not None:  # earlier versions kept none
+        if started is not None:  # prompts do not tell it, or an earlier version did not keep it
             self.started = datetime.fromisoformat(started)
 
     def warn(self) -> None:
@@ -238,17 +238,22 @@ class PromptDataModule(L.LightningDataModule):
         return loaders[0] if len(loaders) == 1 else loaders
 
     def state_dict(self) -> dict[str, Any]:
-        """The training loader's, since Lightning itself restores only a loader that stopped within an epoch; and the run's start."""
-        return {**self.train_loader.state_dict(), "started": self.started.isoformat()} if self.train_loader else {}
+        """The training loader's, since Lightning itself restores only a loader that stopped within an epoch; and the run's start, if prompts tell it."""
+        started = {"started": self.started.isoformat()} if self._tells_time else {}
+        return {**self.train_loader.state_dict(), **started} if self.train_loader else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         before = self.started
         self.begin_at(state_dict.get("started"))
-        if self.started != before and self._encoder is not None and self._encoder.uses_time and self._prepare_again:
+        if self.started != before and self._tells_time and self._encoder is not None and self._prepare_again:
             self._encoder.started = self.started
             self._prepare_again()
         if self.train_loader is not None:
             self.train_loader.load_state_dict(state_dict)
+
+    @property
+    def _tells_time(self) -> bool:
+        return self._encoder is not None and self._encoder.uses_time
 
     @property
     def has_validation(self) -> bool:

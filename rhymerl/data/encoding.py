@@ -188,7 +188,7 @@ class PromptEncoder:
     @property
     def uses_time(self) -> bool:
         """Return whether prompts depend on when they are encoded."""
-        return "strftime_now" in str(self.tokenizer.chat_template)
+        return "strftime_now" in f"{self.tokenizer.chat_template}{self.chat_template_kwargs.get('chat_template')}"
 
     @property
     def _template_arguments(self) -> dict[str, Any]:

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from rhymerl.errors import ConfigError
+
+
+@contextmanager
+def naming(setting: str) -> Iterator[None]:
+    """Context in which whatever the parsers of model files stumble over is a ConfigError in one line."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:  # transformers raises anything there, and tokenizers bare Exceptions
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if "trust_remote_code" in str(error):
+            reason = (
+                "it brings Python code of its own, which is never run; expected a model that transformers has itself"
+            )
+        raise ConfigError(f"{setting}: {reason}") from error
 
 
 def read_model(loader: Any, where: str, **source: Any) -> PreTrainedModel:

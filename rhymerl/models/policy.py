@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -36,11 +35,11 @@ from rhymerl.models.deferred import (
     without_content,
 )
 from rhymerl.models.hub import look_up
-from rhymerl.models.loading import read_model
+from rhymerl.models.loading import naming, read_model
 from rhymerl.models.lora import LoRA, is_adapted, is_changed, merged, save_config
 from rhymerl.models.sharding import GatheredTensors, is_sharded
+from rhymerl.models.tokenizers import character_tokenizer, check_characters, check_tokenizer, load_tokenizer
 
-PAD, END = "<pad>", "<end>"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -221,7 +220,7 @@ class PolicySource:
             )
         if dtype not in DTYPES:
             raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
-        _check_characters(characters)
+        check_characters(characters)
         self.path = path
         self.init = dict(init) if init is not None else None
         self.characters = characters
@@ -259,12 +258,12 @@ class PolicySource:
             return Policy(model=model, tokenizer=character_tokenizer(self.characters), weights=weights)
         where = f"{setting}.path={self.path!r}"
         name, is_here = self._place(str(self.path), where, setting)
-        with _naming(f"{where}: cannot be loaded as a causal language model"):
+        with naming(f"{where}: cannot be loaded as a causal language model"):
             files = files_of(name, model, is_here=is_here)
             model.name_or_path = name
             if model.can_generate():
                 model.generation_config = generation_config_of(name, is_here=is_here) or model.generation_config
-        tokenizer = _load_tokenizer(name, model, where, is_here=is_here)
+        tokenizer = load_tokenizer(name, model, where, is_here=is_here)
         return Policy(model=model, tokenizer=tokenizer, weights=files or weights)
 
     def outline(self, *, setting: str = "model") -> PreTrainedModel:
@@ -282,12 +281,12 @@ class PolicySource:
                 config = self._built_config(self.init, character_tokenizer(self.characters), setting)
             else:
                 config = self._config(str(self.path), f"{setting}.path={self.path!r}", setting)
-        with _naming(f"{setting}: cannot be made as a causal language model"):
+        with naming(f"{setting}: cannot be made as a causal language model"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=DTYPES[self.dtype])
         return model
 
     def _config(self, path: str, where: str, setting: str) -> PretrainedConfig:
-        with _naming(f"{where}: its config cannot be read"):
+        with naming(f"{where}: its config cannot be read"):
             if self._is_gguf:
                 return gguf.load_config(Path(path).expanduser(), where)
             name, is_here = self._place(path, where, setting)
@@ -301,10 +300,10 @@ class PolicySource:
         if self._is_gguf:
             return self._read_gguf(Path(path).expanduser(), where)
         name, is_here = self._place(path, where, setting)
-        with _naming(f"{where}: cannot be loaded as a causal language model"):
+        with naming(f"{where}: cannot be loaded as a causal language model"):
             source = {"pretrained_model_name_or_path": name, "dtype": DTYPES[self.dtype], "local_files_only": is_here}
             model = read_model(AutoModelForCausalLM, where, **source)
-        return Policy(model=model, tokenizer=_load_tokenizer(name, model, where, is_here=is_here))
+        return Policy(model=model, tokenizer=load_tokenizer(name, model, where, is_here=is_here))
 
     @staticmethod
     def _place(path: str, where: str, setting: str) -> tuple[str, bool]:
@@ -324,11 +323,11 @@ class PolicySource:
 
     def _read_gguf(self, path: Path, where: str) -> Policy:
         header = gguf.read_header(path, where)
-        with _naming(f"{where}: cannot be loaded as a causal language model"):
+        with naming(f"{where}: cannot be loaded as a causal language model"):
             model = gguf.load_model(path, DTYPES[self.dtype], header=header, where=where)
-        with _naming(f"{where}: cannot be loaded: its tokenizer"):
+        with naming(f"{where}: cannot be loaded: its tokenizer"):
             tokenizer = gguf.load_tokenizer(path)
-        _check_tokenizer(tokenizer, model, where)
+        check_tokenizer(tokenizer, model, where)
         return Policy(model=model, tokenizer=tokenizer)
 
     def _build(self, init: Mapping[str, Any], setting: str) -> Policy:
@@ -349,88 +348,8 @@ class PolicySource:
         return config
 
 
-@contextmanager
-def _naming(setting: str) -> Iterator[None]:
-    """Context in which whatever the parsers of model files stumble over is a ConfigError in one line."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:  # transformers raises anything there, and tokenizers bare Exceptions
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        if "trust_remote_code" in str(error):
-            reason = (
-                "it brings Python code of its own, which is never run; expected a model that transformers has itself"
-            )
-        raise ConfigError(f"{setting}: {reason}") from error
-
-
 def _adapter_words(path: Path) -> str:
     with suppress(OSError, ValueError, AttributeError):
         base = json.loads(path.read_text()).get("base_model_name_or_path")
         return f"a LoRA adapter of {base!r}, not a model; merge it into that (merge_and_unload of peft), and name the merged model's directory"
     return "a LoRA adapter, not a model; merge it into its base first (merge_and_unload of peft)"
-
-
-def _load_tokenizer(name: str, model: PreTrainedModel, where: str, *, is_here: bool) -> PreTrainedTokenizerBase:
-    with _naming(f"{where}: cannot be loaded: its tokenizer"):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            name, local_files_only=is_here, trust_remote_code=False
-        )
-    _check_tokenizer(tokenizer, model, where)
-    return tokenizer
-
-
-def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, where: str) -> None:
-    """Raise ConfigError for one that transformers has made up, and for one whose tokens the model does not know.
-
-    Special tokens beyond the embedding are common, for padding say: transformers adds some, and hardly any is ever fed.
-    """
-    vocabulary: Mapping[str, int] = tokenizer.get_vocab()
-    added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
-    special = {*tokenizer.all_special_tokens, *added}
-    if vocabulary.keys() <= special:
-        raise ConfigError(
-            f"{where}: it has no tokenizer (tokenizer.json, ...); save that of the model beside its weights"
-        )
-    rows = num_embeddings(model)
-    unknown = [token for token, number in vocabulary.items() if number >= rows and token not in special]
-    if unknown:
-        raise ConfigError(
-            f"{where}: its tokenizer has {len(vocabulary)} tokens, its embedding {rows}, none of them for "
-            f"{min(unknown)!r}; save the tokenizer that the model was trained with, or resize the embedding"
-        )
-
-
-def num_embeddings(model: PreTrainedModel) -> int:
-    """Return how many tokens may be fed to a model: ids from 0 to below this."""
-    return len(model.get_input_embeddings().get_parameter("weight"))
-
-
-def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
-    """One token a character (ASCII): 0 is padding, 1 ends an answer, then `characters` in order.
-
-    It is a byte-level BPE without merges, because transformers loads the tokenizers of some model types as that, whatever
-    class was saved. Raises ValueError for a character that appears twice or is not ASCII.
-    """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    _check_characters(characters)
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    names = [byte_level.pre_tokenize_str(character)[0][0] for character in characters]
-    vocabulary = {token: index for index, token in enumerate([PAD, END, *names])}
-    backend = Tokenizer(models.BPE(vocabulary, merges=[]))
-    backend.pre_tokenizer = byte_level
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token=PAD,
-        eos_token=END,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def _check_characters(characters: str) -> None:
-    if len(set(characters)) < len(characters) or not characters.isascii():
-        raise ValueError(f"characters={characters!r}: expected ASCII characters, each once")

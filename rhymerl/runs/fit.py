@@ -38,7 +38,7 @@ from rhymerl.runs.banner import banner, how_to_go_on, noting_how_to_go_on
 from rhymerl.runs.earlier import save_history, start_with
 from rhymerl.runs.forecast import ForecastLine
 from rhymerl.runs.plan import describe_dry_run
-from rhymerl.runs.resume import ResumePoint, SavedPolicy, begin_with, check_same_run, resume_point
+from rhymerl.runs.resume import ResumePoint, SavedPolicy, check_same_run, resume_point
 from rhymerl.runs.summary import Summary, summary_table
 from rhymerl.runs.trainer import RunConfig, build_trainer, note
 from rhymerl.training.fitting import check_memory, too_small
@@ -97,7 +97,7 @@ def _fit(
     trainer = _trainer_of(config, run_dir, point, [summary, *callbacks])
     datamodule, module = _parts(config, trainer)
     check_backend(trainer, module.backend)
-    begin_with(datamodule, point)
+    datamodule.begin_at(point.started if point is not None else None)
     datamodule.prepare_for(module)
     module.check(datamodule)
     setup, device_bytes = check_memory(module, trainer, datamodule)
@@ -225,7 +225,7 @@ def evaluate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str,
         config.data.train = None
     datamodule, module = _parts(config)
     check_backend(trainer, module.backend)
-    begin_with(datamodule, point)
+    datamodule.begin_at(point.started if point is not None else None)
     datamodule.prepare_for(module, with_train=False)
     module.check(datamodule)
     if point is not None and saved is not None:

@@ -33,17 +33,12 @@ class ResumePoint:
     num_rollouts: int  # rollout steps that are in its weights
     global_step: int  # optimizer steps
     logged: Mapping[str, float]  # what the curves have of its last step
+    started: str | None  # when its run was, if prompts tell it: the data module's
     notes: tuple[str, ...]  # what to tell about the choice
 
     def read(self) -> dict[str, Any]:
         """Read all of it, with the tensors left on the disk: as long as it is held, a removed file takes room there."""
         return read_checkpoint(self.path, is_whole=True)
-
-
-def begin_with(datamodule: PromptDataModule, point: ResumePoint | None) -> None:
-    """Let chat templates tell the time at which the run was started, before the data is prepared."""
-    if point is not None:
-        datamodule.begin_at(point.read().get(type(datamodule).__qualname__, {}).get("started"))
 
 
 class SavedPolicy:
@@ -80,6 +75,9 @@ def resume_point(config: DictConfig) -> ResumePoint | None:
         num_rollouts=int(checkpoint["rhymerl"]["num_rollouts"]),
         global_step=int(checkpoint["global_step"]),
         logged=checkpoint["rhymerl"]["logged"],
+        started=next(
+            (part["started"] for part in checkpoint.values() if isinstance(part, dict) and "started" in part), None
+        ),
         notes=notes,
     )
 

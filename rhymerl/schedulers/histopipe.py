@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -172,9 +173,16 @@ def linear_workers(tau: FloatArray, num_workers: int, *, train_time: float = 0.0
 def share_out(counts: Sequence[int], totals: Sequence[float], num_workers: int) -> list[int]:
     """Return `counts` with the workers that are left over: each goes to the group whose tokens of a worker fall most."""
     found = list(counts)
-    while sum(found) < num_workers:
-        saved = [total / count - total / (count + 1) for total, count in zip(totals, found, strict=True)]
-        found[saved.index(max(saved))] += 1
+
+    def saving(group: int) -> tuple[float, int]:
+        return -totals[group] / (found[group] * (found[group] + 1)), group
+
+    savings = [saving(group) for group in range(len(found))]
+    heapq.heapify(savings)
+    for _ in range(num_workers - sum(found)):
+        group = savings[0][1]
+        found[group] += 1
+        heapq.heapreplace(savings, saving(group))
     return found
 
 

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+import logging
 
 from rhymerl.algos.base import Algorithm
 from rhymerl.algos.policy_gradient import PolicyGradient
 from rhymerl.backends.base import Backend
 from rhymerl.backends.hosted.base import HostedBackend
 from rhymerl.data import PromptDataModule
+from rhymerl.distributed.first import is_first_rank
 from rhymerl.errors import ConfigError
 from rhymerl.models.policy import Policy
-from rhymerl.rewards import Reward, build_rewards, check_reward, tag_match
-from rhymerl.rewards.resolve import nearest
 from rhymerl.rollout import RolloutSettings
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.training.evaluation import EvaluationSettings
-from rhymerl.training.hyperparameters import refuse_lost
 from rhymerl.training.settings import UpdateSettings
 from rhymerl.workers import RunAhead, follows_clock
+
+_LOG = logging.getLogger(__name__)
 
 
 def check_answers_fit(policy: Policy, *, rollout: RolloutSettings, evaluation: EvaluationSettings) -> None:
@@ -32,6 +31,20 @@ def check_answers_fit(policy: Policy, *, rollout: RolloutSettings, evaluation: E
                 f"{name}.max_tokens={value}: the model's context is {policy.context_tokens} tokens, "
                 "and the prompt needs some of them"
             )
+
+
+def warn_of_endless(policy: Policy, rollout: RolloutSettings) -> None:
+    """Say, on rank 0, that no token ends an answer, where none does."""
+    if not has_stop(policy, rollout) and is_first_rank():
+        _LOG.warning(
+            "rollout.stop_token_ids=[]: no stop token is known, since neither the model's config nor its tokenizer names one, so each "
+            "answer goes on to rollout.max_tokens; name the tokens that end an answer"
+        )
+
+
+def has_stop(policy: Policy, rollout: RolloutSettings) -> bool:
+    """Return whether any token ends an answer."""
+    return bool(policy.stop_token_ids or rollout.stop_token_ids)
 
 
 def check_algorithm(algo: Algorithm, *, rollout: RolloutSettings, update: UpdateSettings) -> None:
@@ -50,21 +63,6 @@ def check_algorithm(algo: Algorithm, *, rollout: RolloutSettings, update: Update
         raise ValueError(
             f"algo.max_kl={algo.max_kl} with update.epochs=1 and update.mini_batches=1: a step has one update, after which there is "
             "nothing to leave out; expected more of either, or algo.max_kl=null"
-        )
-
-
-def check_evaluation(evaluation: EvaluationSettings, names: Iterable[str], rewards: Sequence[Reward]) -> None:
-    """Raise ConfigError for a data set or a reward that there is not; `names` are those of the validation sets."""
-    known, functions = list(names), [reward.name for reward in rewards]
-    for name in evaluation.sets or {}:
-        if name not in known:
-            raise ConfigError(
-                f"evaluation.sets.{name}: no data set of data.validation; there is {', '.join(known)}{nearest(name, known)}"
-            )
-    if evaluation.right_by is not None and evaluation.right_by not in functions:
-        raise ConfigError(
-            f"evaluation.right_by={evaluation.right_by!r}: no reward of the run; "
-            f"expected one of {', '.join(functions)}, or null"
         )
 
 
@@ -103,32 +101,3 @@ def longest_tokens(datamodule: PromptDataModule, *, rollout: RolloutSettings, ev
         max(len(prompt.token_ids) for prompt in loader.prompts) + settings.max_tokens for loader, settings in parts
     ]
     return max(longest, default=0)
-
-
-def check_tags(rewards: Iterable[Reward], policy: Policy) -> None:
-    """Raise ConfigError for tags that are special tokens, where texts come without these."""
-    special = {*policy.special_tokens.values()}
-    for reward in rewards:
-        tags = reward.arguments.get("tags", ()) if reward.call is tag_match else ()
-        for mark in [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>") if mark in special]:
-            raise ConfigError(
-                f"rewards.{reward.name}.arguments.tags={list(tags)!r}: {mark!r} is a special token, without which rewards get their texts; "
-                "set rollout.skip_special_tokens=false"
-            )
-
-
-def checked_rewards(rewards: Any, datamodule: PromptDataModule, *, evaluation: EvaluationSettings) -> list[Reward]:
-    """Return the reward functions, the task's where `rewards` is None.
-
-    Raises ConfigError for none; see `check_reward` and `check_evaluation`.
-    """
-    refuse_lost(rewards=rewards)
-    task_reward = datamodule.task.reward if datamodule.task is not None else None
-    built = build_rewards(rewards if rewards is not None else task_reward)
-    if not built:
-        raise ConfigError("rewards=null: name at least one reward function (or a task, which brings its own)")
-    columns, gaps = datamodule.columns, datamodule.gaps
-    for reward in built:
-        check_reward(reward, columns, gaps=gaps)
-    check_evaluation(evaluation, datamodule.validation_names, built)
-    return built

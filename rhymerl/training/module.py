@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,9 +21,8 @@ from rhymerl.backends.base import Backend
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.budgets import Budget, GoodputBudget
 from rhymerl.config import instantiate
-from rhymerl.data import PromptBatch, PromptDataModule, PromptLoader
+from rhymerl.data import PromptBatch, PromptDataModule
 from rhymerl.distributed import Alone, Ranks
-from rhymerl.distributed.first import is_first_rank
 from rhymerl.distributed.group import Group
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.history_tree import HistoryTreeDrafter
@@ -38,21 +36,14 @@ from rhymerl.models.policy import Policy, PolicySource, frozen
 from rhymerl.models.sharding import is_sharded
 from rhymerl.progress import SILENT
 from rhymerl.rewards import Reward, RewardScorer
-from rhymerl.rewards.answers import check_answers
 from rhymerl.rewards.failures import Failures
 from rhymerl.rollout import RECORDS, Rollout, RolloutLoop, RolloutSettings
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.schedulers.fifo import FIFOScheduler
 from rhymerl.training.checkpoint import state_in
-from rhymerl.training.checks import (
-    check_algorithm,
-    check_answers_fit,
-    check_tags,
-    check_workers,
-    checked_rewards,
-    longest_tokens,
-)
+from rhymerl.training.checks import check_algorithm, check_answers_fit, check_workers, longest_tokens, warn_of_endless
 from rhymerl.training.evaluation import EvaluationSettings, step_name
+from rhymerl.training.given_rewards import RewardTrial, check_tags, checked_rewards
 from rhymerl.training.hyperparameters import arguments_of, refuse_lost
 from rhymerl.training.loggers import log_step
 from rhymerl.training.memory import shape_of
@@ -64,15 +55,13 @@ from rhymerl.training.trainer import (
     datamodule_of,
     end_ranks,
     num_optimizer_steps,
-    peak_memory_gb,
+    performance,
     prepare_trainer,
     validate_within_fit,
 )
 from rhymerl.training.updater import Updater
 from rhymerl.types import Sample, Split
 from rhymerl.workers import RunAhead, check_run_ahead
-
-_LOG = logging.getLogger(__name__)
 
 Node = Mapping[str, Any]  # a component as plain config, with `_target_`
 
@@ -153,8 +142,7 @@ class RhymeModule(L.LightningModule):
         self._updater: Updater | None = None
         self._scorer: RewardScorer | None = None
         self._rewards: list[Reward] = []
-        self._tried_on: list[PromptLoader | None] = []  # the data whose answers the rewards have tried
-        self._remarks: list[str] = []  # on these
+        self._trial = RewardTrial()
         # Now: later a checkpoint may have been loaded, and the reference is the policy that the module was given.
         object.__setattr__(self, "reference", frozen(self.model) if "reference" in self.algo.needs else None)
         has_values = "values" in self.algo.needs
@@ -192,9 +180,7 @@ class RhymeModule(L.LightningModule):
         self._rewards = checked_rewards(self.rewards, datamodule, evaluation=self.evaluation)
         if self.rollout.skip_special_tokens:
             check_tags(self._rewards, self.policy)
-        if (loaders := [datamodule.train_loader, *datamodule.validation_loaders.values()]) != self._tried_on:
-            self._remarks = [words for reward in self._rewards for words in check_answers(reward, datamodule.prompts)]
-            self._tried_on = loaders
+        self._trial.run(self._rewards, datamodule)
         self.update.check(self.model, longest)
         self._prove = partial(self.update.prove, self.model, longest, critic=self.critic)
         if self.policy.weights is None and not is_sharded(self.model):  # else it was proven while whole, or will be
@@ -204,12 +190,8 @@ class RhymeModule(L.LightningModule):
         """Say, on rank 0, what may surprise people in a training on this data, after `check`."""
         self.update.warn(self.model)
         datamodule.warn()
-        no_stop = (
-            "rollout.stop_token_ids=[]: no stop token is known, since neither the model's config nor its tokenizer names one, so each "
-            "answer goes on to rollout.max_tokens; name the tokens that end an answer"
-        )
-        for words in [*self._remarks, *([] if self.has_stop else [no_stop])] if is_first_rank() else ():
-            _LOG.warning("%s", words)
+        self._trial.warn()
+        warn_of_endless(self.policy, self.rollout)
 
     def on_fit_start(self) -> None:
         self.warn(datamodule_of(self.trainer))
@@ -318,31 +300,22 @@ class RhymeModule(L.LightningModule):
     def training_step(self, batch: PromptBatch, batch_idx: int) -> STEP_OUTPUT:
         """Run one rollout step; `batch` is the same list of prompts on every rank."""
         assert self._loop is not None and self._updater is not None
-        started = time.perf_counter()
-        step = self.num_rollouts
+        started, step = time.perf_counter(), self.num_rollouts
         self._loop.sync_weights(self.policy.named_weights(), policy_version=step)
-        loader = datamodule_of(self.trainer).train_loader
-        assert loader is not None
+        loader = datamodule_of(self.trainer).train_dataloader()
         epoch = self.first_epochs["train"] + loader.epoch
         following = None if self._is_last_step else loader.peek().prompts
         result = self._loop.run(
             batch.prompts, step, self.rollout, epoch=epoch, following=following, replacements=loader.replacements()
         )
         result.failures.check(self._rewards, "a step")
-        schedule = cast(LambdaLR, self.lr_schedulers())
-        metrics = self._updater.run(result.samples, step, optimizer=self.optimizers(), schedule=schedule)
-        done = time.perf_counter()
+        optimizer, schedule = self.optimizers(), cast(LambdaLR, self.lr_schedulers())
+        metrics = self._updater.run(result.samples, step, optimizer=optimizer, schedule=schedule)
         num_tokens = sum(map(len, result.samples))
-        self.num_rollouts += 1
+        self.num_rollouts, self.num_tokens = step + 1, self.num_tokens + num_tokens
         loader.advance()
-        self.num_tokens += num_tokens
         self.last_rollout = result
-        timing = {
-            "timing_s/step": done - started,
-            "perf/time_per_step": done - started,
-            "perf/tokens_per_s": num_tokens / (done - started),
-            "perf/peak_memory_gb": peak_memory_gb(self.device),
-        }
+        timing = performance(num_tokens, time.perf_counter() - started, self.device)
         metrics = {**result.metrics, **metrics, **timing, "num_tokens": float(self.num_tokens)}
         self.logged = log_step(self.trainer, metrics, self.num_rollouts)
         return None
@@ -366,11 +339,6 @@ class RhymeModule(L.LightningModule):
     def decode(self, token_ids: Any) -> str:
         """Return the text of an answer, as rewards get it."""
         return self.policy.decode(token_ids, skip_special_tokens=self.rollout.skip_special_tokens)
-
-    @property
-    def has_stop(self) -> bool:
-        """Return whether any token ends an answer."""
-        return bool(self.policy.stop_token_ids or self.rollout.stop_token_ids)
 
     @property
     def _is_last_step(self) -> bool:
@@ -406,8 +374,8 @@ class RhymeModule(L.LightningModule):
         self._failures.check(self._rewards, "an evaluation")
         if self.evaluated:
             metrics = self.evaluation.metrics(self.evaluated, self._rewards)
-            step = float(self.trainer.global_step)  # where Lightning puts them in the curves
-            self.log_dict({**metrics, "step": step}, batch_size=1, sync_dist=True)  # the same on all ranks
+            # The step is where Lightning puts them in the curves; they are the same on all ranks.
+            self.log_dict({**metrics, "step": float(self.trainer.global_step)}, batch_size=1, sync_dist=True)
             self.num_evaluations += 1
             self.evaluated_at, self.evaluation_metrics = self.num_rollouts, metrics
             self.logged = {**self.logged, **metrics}
@@ -420,13 +388,7 @@ class RhymeModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Called on every rank, since each has something that only it knows."""
-        ranks = self._ranks if self._ranks is not None else Alone()
-        checkpoint["rhymerl"] = {
-            **state_of(self),
-            "budgets": ranks.gather(self.budget.state_dict()),
-            "loop": self._loop.state_dict() if self._loop is not None else None,
-            "policy_files": self.policy.files(),
-        }
+        checkpoint["rhymerl"] = state_of(self, self._loop, self._ranks or Alone())
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raises ConfigError for a checkpoint of another version, and where a run would go on from other weights than it began with."""

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from rhymerl.distributed.base import Ranks
 from rhymerl.errors import ConfigError
+from rhymerl.models.policy import Policy
 from rhymerl.training.checkpoint import FORMAT
 
 # How far the run is.
@@ -36,6 +37,7 @@ class Module(Protocol):
     """The parts of a RhymeModule that have a state, beside the names in `_COUNTS`."""
 
     base_fingerprint: str | None  # None of weights that are not there yet
+    policy: Policy
 
     @property
     def algo(self) -> Learner: ...
@@ -47,8 +49,8 @@ class Module(Protocol):
     def budget(self) -> Learner: ...
 
 
-def state_of(module: Module) -> dict[str, Any]:
-    """Return all that is the same on every rank, in plain containers; the budget's own state is not."""
+def state_of(module: Module, loop: Learner | None, ranks: Ranks) -> dict[str, Any]:
+    """Return all of it in plain containers; called on every rank, since each has a budget of its own."""
     return {
         "format": FORMAT,
         **{name: getattr(module, name) for name in _COUNTS},
@@ -57,6 +59,9 @@ def state_of(module: Module) -> dict[str, Any]:
         "scheduler": module.scheduler.state_dict(),
         "classes": {name: _class_of(getattr(module, name)) for name in _PARTS},
         "base_fingerprint": module.base_fingerprint,
+        "budgets": ranks.gather(module.budget.state_dict()),
+        "loop": loop.state_dict() if loop is not None else None,
+        "policy_files": module.policy.files(),
     }
 
 

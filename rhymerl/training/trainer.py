@@ -275,7 +275,17 @@ def check_precision(precision: object) -> None:
         )
 
 
-def peak_memory_gb(device: torch.device) -> float:
+def performance(num_tokens: int, seconds: float, device: torch.device) -> dict[str, float]:
+    """Return the metrics of a step that took so long for so many response tokens."""
+    return {
+        "timing_s/step": seconds,
+        "perf/time_per_step": seconds,
+        "perf/tokens_per_s": num_tokens / seconds,
+        "perf/peak_memory_gb": _peak_memory_gb(device),
+    }
+
+
+def _peak_memory_gb(device: torch.device) -> float:
     """Return the peak of the device's allocator, or of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30

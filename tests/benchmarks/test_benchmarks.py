@@ -298,7 +298,7 @@ def test_headline_has_a_row_for_each_way_on_a_clock_of_its_own(run: Run, tmp_pat
         "nobody decodes during an update, but for the end of a pass"
     )
     for row in rows:
-        assert all(0 <= part < 1 for part in row["lost"].values()), row["lost"]
+        assert all(0 <= part < 1 for part in row["lost"].values()), str(row["lost"])
         assert sum(row["lost"].values()) < 1
         assert row["bound"] >= row["over_barrier"] * 0.99
     assert (tmp_path / "t.png").stat().st_size > 1000

@@ -147,7 +147,13 @@ def test_a_warning_comes_back_after_so_many_steps_only(caplog: pytest.LogCapture
         metrics = {name: torch.tensor(0.5) for name in (CLIPPED, EQUAL)}
         trainer = SimpleNamespace(is_global_zero=True, callback_metrics=metrics)
         module = SimpleNamespace(
-            last_rollout=rollout, num_rollouts=step, advantages=None, run_ahead="off", algo=GRPO(), has_stop=True
+            last_rollout=rollout,
+            num_rollouts=step,
+            advantages=None,
+            run_ahead="off",
+            algo=GRPO(),
+            policy=SimpleNamespace(stop_token_ids=(1,)),
+            rollout=None,
         )
         callback.on_train_batch_end(trainer, module, None, None, 0)  # type: ignore[arg-type]
         told += [step] if callback.latest else []

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rhymerl.data import LengthLimits, LocatedRow
-from rhymerl.models.policy import character_tokenizer
+from rhymerl.models.tokenizers import character_tokenizer
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}"

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rhymerl.data import LengthLimits, LocatedRow, PromptDataModule, PromptEncoder, PromptSource, encode_rows
 from rhymerl.errors import ConfigError, DataError
-from rhymerl.models.policy import character_tokenizer
+from rhymerl.models.tokenizers import character_tokenizer
 from rhymerl.types import Prompt
 
 Locate = Callable[[list[dict[str, Any]]], list[LocatedRow]]

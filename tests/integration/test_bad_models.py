@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from rhymerl.models.policy import Policy, PolicySource, character_tokenizer
+from rhymerl.models.policy import Policy, PolicySource
+from rhymerl.models.tokenizers import character_tokenizer
 from rhymerl.testing import tiny_policy
 from tests.integration.conftest import Run
 from tests.models.small import LATENT, small_model

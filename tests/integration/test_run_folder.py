@@ -24,7 +24,8 @@ def test_two_trainers_do_not_share_a_directory(settings: list[str], tmp_path: Pa
         assert done.code == 2
         assert done.err.startswith(f"error: run_dir='{tmp_path / 'run'}': in use by process {process.pid} on ")
         assert done.err.count("\n") == 1
-    assert rhymerl("evaluate", str(tmp_path / "run")).code == 0, "reading is no use of it"
+    evaluated = rhymerl("evaluate", str(tmp_path / "run"))
+    assert evaluated.code == 0, f"reading is no use of it: {evaluated.err}"
     process.kill()
     process.join()
     assert process.exitcode == -signal.SIGKILL

@@ -10,7 +10,8 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, TokenType
 from gguf.quants import quantize
 
-from rhymerl.models.policy import END, PAD, Policy
+from rhymerl.models.policy import Policy
+from rhymerl.models.tokenizers import END, PAD
 from rhymerl.testing import tiny_policy
 
 TEMPLATE = (

@@ -12,7 +12,8 @@ from torch import nn
 from rhymerl.errors import ConfigError
 from rhymerl.models.critic import Critic, CriticSettings
 from rhymerl.models.logprobs import hidden_states, policy_output, token_batch
-from rhymerl.models.policy import Policy, character_tokenizer
+from rhymerl.models.policy import Policy
+from rhymerl.models.tokenizers import character_tokenizer
 from rhymerl.testing import tiny_policy
 from rhymerl.training.settings import UpdateSettings
 from tests.models.test_logprobs import make_samples

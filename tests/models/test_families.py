@@ -14,8 +14,9 @@ from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.drafters import NoDrafter
 from rhymerl.errors import ConfigError
 from rhymerl.models.logprobs import policy_output, token_batch
-from rhymerl.models.policy import Policy, character_tokenizer
+from rhymerl.models.policy import Policy
 from rhymerl.models.proof import prove_sharing, prove_update
+from rhymerl.models.tokenizers import character_tokenizer
 from rhymerl.rollout import RolloutSettings
 from rhymerl.testing import ScriptedBackend
 from rhymerl.training.settings import UpdateSettings

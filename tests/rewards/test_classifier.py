@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from rhymerl.errors import ConfigError
-from rhymerl.models.policy import character_tokenizer
+from rhymerl.models.tokenizers import character_tokenizer
 from rhymerl.rewards import Reward, RewardScorer, check_reward
 from rhymerl.rewards.classifier import _load, classifier_score
 

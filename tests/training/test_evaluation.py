@@ -16,8 +16,8 @@ from rhymerl.errors import ConfigError, RewardError
 from rhymerl.rewards import Reward
 from rhymerl.rollout import RolloutSettings
 from rhymerl.rollout.base import requests_of
-from rhymerl.training.checks import check_evaluation
 from rhymerl.training.evaluation import EvaluationSettings, evaluation_metrics, majority, pass_at_k, step_name
+from rhymerl.training.given_rewards import check_evaluation
 from rhymerl.types import Completion, Output, Prompt, Sample
 
 # Rewards of each prompt's answers, what they say, how long they are, and whether they were cut off.

@@ -57,7 +57,7 @@ def test_it_keeps_up_with_many_workers(scheduler, is_on_policy):
     small = work_of(scheduler, is_on_policy, num_prompts=32)
     large = work_of(scheduler, is_on_policy, num_prompts=256)
     assert large.plan < 1.1 * small.plan
-    assert large.plan < 400
+    assert large.plan < 600
     assert large.decision < 1.1 * small.decision
     assert large.decision < 80
 

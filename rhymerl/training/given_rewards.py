@@ -1,0 +1,82 @@
+"""The rewards that a module is given: built, checked against its data, and tried on the data's own answers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rhymerl.data import PromptDataModule, PromptLoader
+from rhymerl.distributed.first import is_first_rank
+from rhymerl.errors import ConfigError
+from rhymerl.models.policy import Policy
+from rhymerl.rewards import Reward, build_rewards, check_reward, tag_match
+from rhymerl.rewards.answers import check_answers
+from rhymerl.rewards.resolve import nearest
+from rhymerl.training.evaluation import EvaluationSettings
+from rhymerl.training.hyperparameters import refuse_lost
+
+_LOG = logging.getLogger(__name__)
+
+
+class RewardTrial:
+    """Tries rewards on the answers of the data, once on the same data, and remembers what is to be said about them."""
+
+    def __init__(self) -> None:
+        self._tried_on: list[PromptLoader | None] = []
+        self._remarks: list[str] = []
+
+    def run(self, rewards: Sequence[Reward], datamodule: PromptDataModule) -> None:
+        """Raise ConfigError for rewards that fail on what they should know."""
+        loaders = [datamodule.train_loader, *datamodule.validation_loaders.values()]
+        if loaders != self._tried_on:
+            self._remarks = [words for reward in rewards for words in check_answers(reward, datamodule.prompts)]
+            self._tried_on = loaders
+
+    def warn(self) -> None:
+        for words in self._remarks if is_first_rank() else ():
+            _LOG.warning("%s", words)
+
+
+def checked_rewards(rewards: Any, datamodule: PromptDataModule, *, evaluation: EvaluationSettings) -> list[Reward]:
+    """Return the reward functions, the task's where `rewards` is None.
+
+    Raises ConfigError for none; see `check_reward` and `check_evaluation`.
+    """
+    refuse_lost(rewards=rewards)
+    task_reward = datamodule.task.reward if datamodule.task is not None else None
+    built = build_rewards(rewards if rewards is not None else task_reward)
+    if not built:
+        raise ConfigError("rewards=null: name at least one reward function (or a task, which brings its own)")
+    columns, gaps = datamodule.columns, datamodule.gaps
+    for reward in built:
+        check_reward(reward, columns, gaps=gaps)
+    check_evaluation(evaluation, datamodule.validation_names, built)
+    return built
+
+
+def check_tags(rewards: Iterable[Reward], policy: Policy) -> None:
+    """Raise ConfigError for tags that are special tokens, where texts come without these."""
+    special = {*policy.special_tokens.values()}
+    for reward in rewards:
+        tags = reward.arguments.get("tags", ()) if reward.call is tag_match else ()
+        for mark in [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>") if mark in special]:
+            raise ConfigError(
+                f"rewards.{reward.name}.arguments.tags={list(tags)!r}: {mark!r} is a special token, without which rewards get their texts; "
+                "set rollout.skip_special_tokens=false"
+            )
+
+
+def check_evaluation(evaluation: EvaluationSettings, names: Iterable[str], rewards: Sequence[Reward]) -> None:
+    """Raise ConfigError for a data set or a reward that there is not; `names` are those of the validation sets."""
+    known, functions = list(names), [reward.name for reward in rewards]
+    for name in evaluation.sets or {}:
+        if name not in known:
+            raise ConfigError(
+                f"evaluation.sets.{name}: no data set of data.validation; there is {', '.join(known)}{nearest(name, known)}"
+            )
+    if evaluation.right_by is not None and evaluation.right_by not in functions:
+        raise ConfigError(
+            f"evaluation.right_by={evaluation.right_by!r}: no reward of the run; "
+            f"expected one of {', '.join(functions)}, or null"
+        )
