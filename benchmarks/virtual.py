@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +20,7 @@ import numpy as np
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.backends.hosted.base import Connection
 from rhymerl.backends.hosted.host import WorkerHost
+from rhymerl.backends.hosted.loading import EngineLoader
 from rhymerl.backends.hosted.messages import Events, Message, Weights
 from rhymerl.backends.hosted.threads import ThreadBackend, ThreadConnection
 from rhymerl.backends.spans import WorkerSpan
@@ -81,8 +82,8 @@ class VirtualEngine(EmbeddedBackend):
 class VirtualHost(WorkerHost):
     """Goes on until its device's clock has gone on for so many ticks, or it has nothing to do."""
 
-    def __init__(self, number: int, trainer: VirtualWorkers, load: Callable[..., Any], device: VirtualDevice) -> None:
-        super().__init__(load, history=HistoryStore())
+    def __init__(self, number: int, trainer: VirtualWorkers, load: EngineLoader, device: VirtualDevice) -> None:
+        super().__init__(load, history=HistoryStore(), budget=load.budget)
         self.device = device
         self._number = number
         self._trainer = trainer

@@ -7,6 +7,7 @@ import numpy as np
 from rhymerl.backends.hosted.host import WorkerHost
 from rhymerl.backends.hosted.messages import Remember, Submit, Weights, WeightSource
 from rhymerl.backends.spans import EVALUATION
+from rhymerl.budgets import FixedBudget
 from rhymerl.history import Answer, HistoryStore
 from rhymerl.history.packing import PackedPrompt
 from rhymerl.types import Prompt, RolloutRequest, SamplingParams
@@ -40,9 +41,19 @@ def submit(step: int, count: int) -> Submit:
     return Submit(requests=requests(step, count), rank=step, oldest=0, final=0)
 
 
-def hosted(length, engine_of=TokenBackend) -> tuple[WorkerHost, TokenBackend]:
+class Learning(FixedBudget):
+    learned = 0
+
+    def state_dict(self):
+        return {"learned": self.learned}
+
+    def load_state_dict(self, state):
+        self.learned = state["learned"]
+
+
+def hosted(length, engine_of=TokenBackend, budget=None) -> tuple[WorkerHost, TokenBackend]:
     engine = engine_of(length, max_running=16)
-    host = WorkerHost(lambda source, version: engine, history=HistoryStore())
+    host = WorkerHost(lambda source, version: engine, history=HistoryStore(), budget=budget)
     host.post(Weights(version=0, source=NoWeights()))
     return host, engine
 
@@ -98,6 +109,20 @@ def test_requests_of_steps_stay_where_they_are_while_only_evaluations_are_answer
     assert list(engine.answers) == []
     host.step(max_passes=3)
     assert {name: len(tokens) for name, (_, tokens, _) in engine.answers.items()} == {"1/0": 6, "1/1": 6}
+
+
+def test_in_lockstep_a_budget_learns_nothing_from_evaluations():
+    host, _ = hosted(lambda request: 5 if request.step == EVALUATION else 50, budget=(budget := Learning()))
+    host.post(submit(1, 2))
+    host.step(max_passes=3)
+    budget.learned = 3
+    host.post(submit(EVALUATION, 1))
+    host.step(max_passes=3, only_evaluates=True)
+    budget.learned = 8
+    host.step(max_passes=3, only_evaluates=True)
+    assert budget.learned == 8
+    host.step(max_passes=3)
+    assert budget.learned == 3
 
 
 def test_requests_that_run_are_left_alone_when_others_of_later_steps_wait():

@@ -57,7 +57,7 @@ class HostRecipe:
             budget=self.budget,
             autocast=self.autocast,
         )
-        return WorkerHost(load, history=HistoryStore(**self.history))
+        return WorkerHost(load, history=HistoryStore(**self.history), budget=self.budget)
 
 
 class RayWorker:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.hosted.messages import (
@@ -23,6 +25,7 @@ from rhymerl.backends.hosted.messages import (
     tail_of,
 )
 from rhymerl.backends.spans import EVALUATION, SpanLog
+from rhymerl.budgets.base import Budget
 from rhymerl.errors import BackendError
 from rhymerl.history import HistoryStore
 from rhymerl.types import Completion, Output, Prompt, RolloutRequest
@@ -56,13 +59,16 @@ class _Task:
 class WorkerHost:
     """Answers requests in the order of their ranks. `load` gives the engine, once there are weights.
 
-    `run` is called in a thread of its own, `post` and `poll` from others; or `step` from one alone.
+    `run` is called in a thread of its own, `post` and `poll` from others; or `step` from one alone, in lockstep, where
+    the engine's `budget` learns nothing from evaluations.
     """
 
-    def __init__(self, load: Load, *, history: HistoryStore) -> None:
+    def __init__(self, load: Load, *, history: HistoryStore, budget: Budget | None = None) -> None:
         self.version: int | None = None
         self._load = load
         self._history = history
+        self._budget = budget
+        self._learned: Mapping[str, Any] = {}  # by the budget, put aside during an evaluation
         self._backend: RolloutBackend | None = None
         self._tasks: dict[str, _Task] = {}
         self._inbox: deque[Message] = deque()
@@ -135,10 +141,15 @@ class WorkerHost:
         return self._taken()
 
     def _rest(self, only_evaluates: bool) -> None:
-        """Let requests of training steps leave the engine, or come back."""
-        if only_evaluates != self._only_evaluates:
-            self._only_evaluates, self._is_settled = only_evaluates, False
-            self._take_out([task for task in self._tasks.values() if task.is_running and not self._may_run(task)])
+        """Let requests of training steps leave the engine, or come back, and with them what the budget has learned."""
+        if only_evaluates == self._only_evaluates:
+            return
+        self._only_evaluates, self._is_settled = only_evaluates, False
+        self._take_out([task for task in self._tasks.values() if task.is_running and not self._may_run(task)])
+        if self._budget is not None and only_evaluates:
+            self._learned = deepcopy(self._budget.state_dict())
+        elif self._budget is not None:
+            self._budget.load_state_dict(self._learned)
 
     @property
     def _is_busy(self) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.hosted.base import Connection, HostedBackend
-from rhymerl.backends.hosted.host import Load, WorkerHost
+from rhymerl.backends.hosted.host import WorkerHost
 from rhymerl.backends.hosted.loading import EngineLoader
 from rhymerl.backends.hosted.messages import Events, Message, WeightSource
 from rhymerl.backends.hosted.publishing import Publisher
@@ -123,11 +123,13 @@ class ThreadBackend(HostedBackend):
         self.learns = listens(drafter, "learn")
 
     def connect(self, number: int, *, lockstep: bool) -> Connection:
-        connection = ThreadConnection(WorkerHost(self.load(number), history=HistoryStore()), lockstep=lockstep)
+        load = self.load(number)
+        host = WorkerHost(load, history=HistoryStore(), budget=load.budget)
+        connection = ThreadConnection(host, lockstep=lockstep)
         self.connections.append(connection)
         return connection
 
-    def load(self, number: int) -> Load:
+    def load(self, number: int) -> EngineLoader:
         """Return what gives a worker its engine."""
         policy, drafter, budget, autocast = self._parts
         return EngineLoader(
