@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +68,7 @@ class HistoryStore:
         self._entries: dict[Name, Entry] = {}  # longest unused first, so also in the order of `used_at`
         self._validation: dict[Name, None] = {}  # those of this split, in the same order
         self._log = EvictionLog(log_size)
+        self._lock = threading.Lock()  # workers apart are told of the pool while a step is learned
 
     # -- answers -------------------------------------------------------------------------------------------------
 
@@ -88,9 +90,10 @@ class HistoryStore:
         listed = list(answers)
         for answer in listed:
             check_answer(answer)
-        self.version += 1
-        self._insert((split, prompt.key), prompt.token_ids, listed)
-        self._trim()
+        with self._lock:
+            self.version += 1
+            self._insert((split, prompt.key), prompt.token_ids, listed)
+            self._trim()
 
     def answers(self, prompt: Prompt, split: Split = "train") -> tuple[Answer, ...]:
         """Return what is known of exactly this prompt, oldest epoch first, then by sample."""
@@ -106,8 +109,9 @@ class HistoryStore:
     def newest(self, split: Split = "train") -> list[PackedPrompt]:
         """Return the pool of a split (history/pool.py)."""
         _check_split(split)
-        entries = ((name, entry) for name, entry in reversed(self._entries.items()) if name[0] == split)
-        pool = pooled(((name, entry.token_ids), tuple(entry.answers.values())) for name, entry in entries)
+        with self._lock:
+            entries = ((name, entry) for name, entry in reversed(self._entries.items()) if name[0] == split)
+            pool = pooled(((name, entry.token_ids), tuple(entry.answers.values())) for name, entry in entries)
         return [
             PackedPrompt(split=split, key=key, token_ids=token_ids, answers=tuple(answers))
             for ((_, key), token_ids), answers in pool
@@ -115,10 +119,11 @@ class HistoryStore:
 
     def merge(self, other: HistoryStore) -> None:
         """Add all that another store holds, as one change; its prompts then count as the last used, in its order."""
-        self.version += 1
-        for name, entry in list(other._entries.items()):
-            self._insert(name, entry.token_ids, list(entry.answers.values()))
-        self._trim()
+        with self._lock:
+            self.version += 1
+            for name, entry in list(other._entries.items()):
+                self._insert(name, entry.token_ids, list(entry.answers.values()))
+            self._trim()
 
     def _insert(self, name: Name, token_ids: IntArray, answers: Iterable[Answer]) -> None:
         entry = self._entries.get(name)

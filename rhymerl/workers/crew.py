@@ -89,19 +89,20 @@ class Crew:
                 if output is not None and output.is_finished and pending.is_final(output):
                     pending.finish(name, output)
             left = [name for name in names if name in pending.worker]
-            if member.is_late and not member.is_up:
-                self._deal(pending, left)
-            else:
-                self._submit(member, pending, left)
+            self._hand(member, pending, left)
 
     def move(self, pending: InFlight, moves: Mapping[int, int]) -> None:
-        """Take requests back from their workers; `_take_released` gives them to the others."""
+        """Take requests back from their workers; `_take_released` gives them to the others. Those that are to go to a missing one stay."""
         by_worker: dict[int, list[str]] = {}
         for index, goal in moves.items():
             name = pending.work.requests[index].id
-            if (now := pending.worker.get(name)) is not None and now != goal:
-                by_worker.setdefault(now, []).append(name)
-                pending.goals[name] = goal
+            if (now := pending.worker.get(name)) is None or now == goal:
+                continue
+            if self.members[goal].is_missing:
+                pending.moved[index] = now
+                continue
+            by_worker.setdefault(now, []).append(name)
+            pending.goals[name] = goal
         for worker, names in by_worker.items():
             self.members[worker].connection.post(Withdraw(ids=names))
 
@@ -112,6 +113,13 @@ class Crew:
             names = [name for name, worker in pending.worker.items() if worker == member.number]
             if names:
                 member.connection.post(Withdraw(ids=names))
+
+    def _hand(self, member: Member, pending: InFlight, names: Sequence[str]) -> None:
+        """Give a worker requests, or others where it is missing."""
+        if member.is_missing:
+            self._deal(pending, names)
+        else:
+            self._submit(member, pending, names)
 
     def _submit(self, member: Member, pending: InFlight, names: Sequence[str]) -> None:
         """Give a worker requests, with the past answers to their prompts."""
@@ -230,7 +238,7 @@ class Crew:
                 pending.outputs[name] = output
             by_goal.setdefault((goal, self.pending.index(pending)), []).append(name)
         for (goal, number), names in by_goal.items():
-            self._submit(self.members[goal], self.pending[number], names)
+            self._hand(self.members[goal], self.pending[number], names)
 
     # -- workers that are lost ---------------------------------------------------------------------------------------
 

@@ -107,7 +107,8 @@ class HostedWorkers(Workers):
     def _begin(self, work: StepRequests) -> InFlight:
         """Return the step, which may have begun already: while the one before was trained, or before the run was resumed."""
         ahead = self._ahead
-        if work.number is None or ahead is None:
+        # Further rounds of a step go before the one to come.
+        if work.number is None or ahead is None or ahead.rank > work.number:
             state = self._resumed if self._resumed is not None and self._resumed.step == work.number else None
             self._resumed = None if state is not None else self._resumed
             return self._launch(work, *self._of_state(state, work))
@@ -242,9 +243,10 @@ class HostedWorkers(Workers):
             return {
                 **over_workers(found, [1.0] * len(found)),
                 "workers/idle_frac": 1 - self._busy_frac,
-                "workers/up": sum(member.is_up for member in self._crew.members),
-                "workers/lost": self._crew.num_lost,
-                "workers/history_bytes": max((member.history_bytes for member in self._crew.members), default=0),
+                # As floats, which are no counts to be added up over the rounds of a step.
+                "workers/up": float(sum(member.is_up for member in self._crew.members)),
+                "workers/lost": float(self._crew.num_lost),
+                "workers/history_bytes": float(max((member.history_bytes for member in self._crew.members), default=0)),
             }
 
     def state(self) -> RunAheadState | None:

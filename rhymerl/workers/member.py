@@ -43,6 +43,11 @@ class Member:
     def is_up(self) -> bool:
         return self.version is not None
 
+    @property
+    def is_missing(self) -> bool:
+        """Return whether its place is empty: one that was lost, whose successor may come late or never."""
+        return self.is_late and not self.is_up
+
     def ask(self, wait_s: float) -> Future[Events]:
         """Return what it will tell."""
         if self.asked is None:

@@ -20,5 +20,7 @@ def _united(name: str, each: Sequence[Mapping[str, float]], weights: Sequence[fl
         return float(Ratio(sum(ratio.part for ratio in ratios), sum(ratio.whole for ratio in ratios)))
     if all(isinstance(value, int) for value, _ in found):
         return float(sum(value for value, _ in found))
+    if len({value for value, _ in found}) == 1:
+        return float(found[0][0])  # as it is, without the mean's rounding
     total = sum(weight for _, weight in found)
     return sum(value * weight for value, weight in found) / total if total else float(found[0][0])

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -312,3 +314,31 @@ def test_stores_of_one_process_share_their_tokens() -> None:
     view.flags.writeable = False
     one.add(prompt("c"), [replace(given, token_ids=view)])
     assert not np.shares_memory(one.answers(prompt("c"))[0].token_ids, view), "it would keep a larger array"
+
+
+def test_the_pool_may_be_looked_at_while_another_thread_adds_to_it():
+    """As the thread that listens to workers does; an iteration over what changes is an error."""
+    store, over, found = HistoryStore(window=2, max_prompts=300), threading.Event(), []
+
+    def look() -> None:
+        while not over.is_set():
+            try:
+                store.newest()
+            except RuntimeError as error:
+                found.append(error)
+                return
+
+    readers = [threading.Thread(target=look) for _ in range(2)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for reader in readers:
+            reader.start()
+        for number in range(2000):
+            store.add(prompt(str(number)), [answer(token_ids=[number, 1, 2])])
+    finally:
+        sys.setswitchinterval(before)
+        over.set()
+        for reader in readers:
+            reader.join()
+    assert found == []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import numpy as np
 
 from rhymerl.backends.hosted.host import WorkerHost
@@ -74,6 +77,25 @@ def test_few_requests_of_later_steps_run_beside_an_earlier_one_and_all_of_them_b
     host.step(max_passes=1)
     assert running(engine, 1) == [f"1/{number}" for number in range(AHEAD, 8)]
     assert running(engine, 0) == []
+
+
+def test_it_goes_on_with_what_waits_when_all_that_ran_have_ended_at_once():
+    """Nobody needs to tell it."""
+    host, _ = hosted(lambda request: 3)
+    thread = threading.Thread(target=host.run)
+    thread.start()
+    try:
+        for message in (submit(0, 3), submit(1, 8)):
+            host.post(message)
+        ended, until = [], time.monotonic() + 30
+        while len(ended) < 11 and time.monotonic() < until:
+            ended += host.poll(0.05).finished
+    finally:
+        host.close()
+        thread.join()
+    assert sorted(name for name, _ in ended) == sorted(
+        f"{step}/{n}" for step, count in ((0, 3), (1, 8)) for n in range(count)
+    )
 
 
 def test_an_earlier_request_that_comes_late_goes_before_later_steps_which_keep_what_they_have():

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from rhymerl.rewards import RewardScorer
-from rhymerl.rollout import Rollout, RolloutLoop
+from rhymerl.rewards import Reward, RewardScorer
+from rhymerl.rollout import Rollout, RolloutLoop, RolloutSettings
 from rhymerl.schedulers import FIFOScheduler
 from rhymerl.workers.in_flight import InFlight
 from tests.distributed.threads import run_ranks
@@ -141,3 +141,29 @@ def test_spans_tell_what_workers_did_also_during_the_update():
     ahead = [span for step, each in enumerate(steps[:-1]) for span in each.spans if span.number == step + 1]
     assert ahead, "nobody went on during the update"
     assert len({(span.worker, span.start_s) for span in decoding}) == len(decoding), "none is told twice"
+
+
+@pytest.mark.parametrize("run_ahead", ["draft", "keep"])
+def test_further_rounds_of_a_step_leave_the_next_one_as_far_as_it_is(run_ahead):
+    """Half of the groups teach nothing and are replaced, in two rounds; no step is planned twice."""
+    equal = Reward(lambda completion: 1.0, name="equal", where="main")
+    settings = RolloutSettings(group_size=3, max_tokens=200, dynamic_sampling=2)
+    planned: list[int | str] = []
+
+    class Noting(FIFOScheduler):
+        def plan(self, requests, num_workers, step):
+            planned.append(step)
+            return super().plan(requests, num_workers, step)
+
+    with fleet(Noting, pass_s=0.0005, run_ahead=run_ahead, scorer=RewardScorer([equal])) as (loop, _):
+        for step in range(3):
+            loop.sync_weights([], step)
+            others = iter(prompts(step + 1)[:4])
+            found = loop.run(
+                prompts(step), step, settings, epoch=step, following=prompts(step + 1), replacements=others
+            )
+            assert found.metrics["workers/up"] == 3, "a gauge, which is not added up over rounds"
+            assert found.metrics["rollout/replaced_groups"] == 1
+            assert loop.workers.state().step == step + 1
+            assert next(others, None) is None
+    assert sorted(planned) == [0, 0, 1, 1, 2, 2, 3]

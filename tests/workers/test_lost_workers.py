@@ -7,13 +7,15 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
 from rhymerl.backends.hosted.threads import ThreadBackend
 from rhymerl.errors import BackendError
 from rhymerl.rollout import Rollout
-from tests.rollout.ranked import answers, check_kept, length, run_step
+from rhymerl.workers import hosted
+from tests.rollout.ranked import Restless, answers, check_kept, length, run_step
 from tests.rollout.tokens import TokenBackend
 from tests.workers.fleet import alone, fleet, run
 
@@ -169,13 +171,16 @@ class Late(ThreadBackend):
 
     def connect(self, number: int, *, lockstep: bool):
         connection = super().connect(number, lockstep=lockstep)
+        connection.is_there = not number
         if number:
-            connection.poll = lambda wait_s: connection._pool.submit(self._when_there, connection, wait_s)
+            connection.poll = lambda wait_s: connection._asked(lambda: self._when_there(connection, wait_s))
         return connection
 
     def _when_there(self, connection, wait_s: float):
-        self.room.wait(30)
-        return connection._told(lambda: connection._host.poll(wait_s))
+        while not (connection.is_there or connection._is_killed or self.room.wait(0.02)):
+            pass
+        connection.is_there = True
+        return connection._host.poll(wait_s)
 
 
 def test_workers_come_in_the_middle_of_a_step_and_are_taken_away():
@@ -196,6 +201,56 @@ def test_workers_come_in_the_middle_of_a_step_and_are_taken_away():
         assert found[-1].metrics["workers/lost"] == 3
         backend.room.set()
     assert [answers(one) for one in alone(6)] == [answers(step) for step in found]
+
+
+@pytest.mark.parametrize("run_ahead", ["off", "draft", "keep"])
+def test_moves_to_workers_that_are_lost_or_late_keep_nobody_waiting(run_ahead, monkeypatch):
+    """Requests move anywhere all the time; workers are killed at random, and of those in their place some come late and some never."""
+    monkeypatch.setattr(hosted, "_REBALANCE_S", 0.005)
+    steps = restless_steps(12, run_ahead)
+    assert steps[-1].metrics["workers/lost"] > 0
+    if run_ahead == "keep":
+        check_kept(steps)
+    else:
+        assert [answers(one) for one in alone(len(steps))] == [answers(step) for step in steps]
+
+
+def restless_steps(count: int, run_ahead: str) -> list[Rollout]:
+    """Every other time there is no room for a worker for a whole step."""
+    draw, backend = random.Random(run_ahead), Late(lambda number: TokenBackend(length, pass_s=0.001))
+    steps: list[Rollout] = []
+    with fleet(Restless, backend=backend, workers=4, run_ahead=run_ahead) as (loop, _):
+        crew, over = loop.workers._crew, threading.Event()
+
+        def kill() -> None:
+            while not over.wait(draw.uniform(0.0, 0.1)):
+                member = draw.choice(crew.members[1:])
+                if (
+                    member.is_up and crew._losses[member.number] < 3
+                ):  # one that is lost again and again would end the run
+                    member.connection.kill()
+
+        thread = threading.Thread(target=kill)
+        thread.start()
+        try:
+            while len(steps) < count:
+                (backend.room.set if len(steps) % 2 else backend.room.clear)()
+                steps += soon(partial(run_step, loop, len(steps)))
+        finally:
+            over.set()
+            thread.join()
+            backend.room.set()
+    return steps
+
+
+def soon(call) -> list[Rollout]:
+    """What it returns within the time after which a worker counts as lost, or nothing."""
+    found: list[Rollout] = []
+    thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert found, "it hangs"
+    return found
 
 
 def test_an_error_in_an_engine_ends_the_run_with_its_words():

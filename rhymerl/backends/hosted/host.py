@@ -112,7 +112,9 @@ class WorkerHost:
         try:
             while not self._is_closed:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._inbox or self._is_closed or self._is_busy)
+                    self._changed.wait_for(
+                        lambda: self._inbox or self._is_closed or self._is_busy or not self._is_settled
+                    )
                 self._take_messages()
                 self._decode(timeout_s=_SLICE_S)
                 if time.monotonic() - self._told_at >= _TELL_S:
