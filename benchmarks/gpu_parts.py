@@ -66,7 +66,7 @@ def parts(*, server: Sequence[str] = (), variables: Sequence[str] = ()) -> list[
         _steps(_asked(server, variables)),
         *_of_the_engine("1.5B", seconds=(60, 60)),
         _embedded(),
-        _costs(server, variables),
+        _costs([*graphs(server), *server], variables),
         *_rest(_asked(server, variables)),
     ]
 
@@ -126,7 +126,7 @@ def _of_the_machine() -> list[Part]:
             words=(*_pytest(), *tests),
             seconds=55,
             needs=TESTS,
-            judges=(*OF_ENGINE, "rhymerl/training/offload.py", *tests),
+            judges=(*OF_ENGINE, "rhymerl/training/offload.py", "rhymerl/testing.py", *tests),
             compiles=True,
         ),
     ]
@@ -253,7 +253,10 @@ def _embedded() -> Part:
         words=("benchmarks/sglang_throughput.py", *size, *modes),
         seconds=90,
         needs=tuple(each for each in TABLE if each not in ("sglang", "omegaconf")),
-        judges=(*_scripts("sglang_throughput", "sglang_work", "peaked_policy"), *OF_ENGINE),
+        judges=(
+            *_scripts("sglang_throughput", "sglang_servers", "sglang_work", "peaked_policy"),
+            *(*OF_ENGINE, "rhymerl/backends/embedded.py"),
+        ),
         small=("benchmarks/sglang_throughput.py", *tiny, "--threads", "1", *modes),
         compiles=True,
     )
@@ -309,6 +312,9 @@ def _scripts(*names: str) -> tuple[str, ...]:
 
 def _asked(server: Sequence[str], variables: Sequence[str]) -> list[str]:
     """Return what benchmarks with servers are told: fewer graphs, unless somebody has chosen, and what was given."""
+    return ["--server", *graphs(server), *server, *(["--environment", *variables] if variables else [])]
+
+
+def graphs(server: Sequence[str]) -> list[str]:
     given = {word.partition("=")[0] for word in server}
-    graphs = [f"{name}={value}" for name, value in GRAPHS.items() if name not in given]
-    return ["--server", *graphs, *server, *(["--environment", *variables] if variables else [])]
+    return [f"{name}={value}" for name, value in GRAPHS.items() if name not in given]

@@ -120,7 +120,7 @@ class Runner:
         rows, output, before = (self.folder / f"{part.name}.{ending}" for ending in ("rows", "out", "known"))
         rows.unlink(missing_ok=True)
         before.write_text("".join(json.dumps(row) + "\n" for row in known))
-        judged = {"card": self.card, "digest": digest(part)}
+        judged = {"card": self.card, "digest": digest(part), "commit": record.commit()}
         self.write({"part": part.name, "began": time.strftime("%Y-%m-%dT%H:%M:%S"), **judged})
         begun, told = time.monotonic(), 0
         with output.open("w") as file:

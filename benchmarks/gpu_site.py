@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from gpu_parts import ROOT, Part
+from gpu_parts import ROOT, Part, graphs
 
 PLUGIN = "[sglang.srt.plugins]\nrhymerl = rhymerl.backends.sglang.plugin:register\n"
 OF_TESTS = "RHYMERL_SGLANG_GPU"  # tests/sglang/test_gpu.py
@@ -27,10 +27,15 @@ ASK = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_availab
 def unpack(wheels: Path, site: Path) -> None:
     """Install the wheels into `site`, and tell SGLang of the plugin of this tree, which need not be installed."""
     files = sorted(map(str, wheels.glob("*.whl"))) if wheels.is_dir() else []
-    if files and not (site / ".done").exists():
+    done = site / ".done"
+    if files and (not done.exists() or done.read_text().split() != files):
         pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(site))
-        subprocess.run([*pip, *files], check=True)
-        (site / ".done").touch()
+        if subprocess.run([*pip, *files], check=False).returncode:  # one is broken: the others bring rows all the same
+            for file in files:
+                if subprocess.run([*pip, "--upgrade", file], check=False).returncode:
+                    print(f"{file}: cannot be installed; parts that need it are left out", flush=True)
+        done.parent.mkdir(parents=True, exist_ok=True)
+        done.write_text("\n".join(files))
     if str(site) not in sys.path:
         sys.path.insert(0, str(site))
     try:
@@ -73,7 +78,10 @@ def environment(
     Tests are told of SGLang's further arguments and variables by it. What numba compiles stays in `folder`, next to a card.
     """
     path = os.pathsep.join([str(site), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    of_machine = {"arguments": _values(server), "environment": dict(each.split("=", 1) for each in variables)}
+    of_machine = {
+        "arguments": _values([*graphs(server), *server]),
+        "environment": dict(each.split("=", 1) for each in variables),
+    }
     own = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", OF_TESTS: json.dumps(of_machine)}
     if on_cpu:
         return {**os.environ, **own, "CUDA_VISIBLE_DEVICES": ""}

@@ -9,6 +9,7 @@ steps, of which the first is not counted.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache, partial
@@ -52,6 +53,7 @@ def measure(arguments: Any, samples: Sequence[Sample], shares_prefixes: bool) ->
     )
     step = partial(updater.run, samples, 0, optimizer=optimizer, schedule=settings.schedule(optimizer, float("inf")))
     if on_gpu:
+        gc.collect()  # the engine that made the samples
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     taken = milliseconds(step, repeats=arguments.repeats, warm_up=1)

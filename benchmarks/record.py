@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 ROWS = "RHYMERL_BENCHMARK_ROWS"
 KNOWN = "RHYMERL_BENCHMARK_KNOWN"
+COMMIT = "RHYMERL_COMMIT"
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 PACKAGES = ("torch", "transformers", "lightning", "numpy", "numba")
 
@@ -115,7 +116,7 @@ def processor() -> str:
 
 
 def commit() -> str:
-    """The commit, with "-dirty" when tracked files of the package or the benchmarks differ from it."""
+    """The commit, with "-dirty" when tracked files of the package or the benchmarks differ from it; of a tree without git what the variable says."""
     here = Path(__file__).parent
 
     def git(*words: str) -> str:
@@ -125,7 +126,7 @@ def commit() -> str:
         changed = git("status", "--porcelain", "--untracked-files=no", "--", "../rhymerl", ".")
         return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get(COMMIT, "unknown")
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -96,7 +96,7 @@ class EmbeddedBackend(RolloutBackend):
             weights=model.parameters * model.itemsize if self._owns_model else 0,
             kv_of_token=2 * model.layers * model.kv_heads * model.head_size * model.compute_itemsize,
             dynamic=0,
-            longest_tokens=self.kv_tokens or max(_KV_TOKENS, model.longest_tokens),
+            longest_tokens=self.kv_tokens or model.longest_tokens,  # and what is left
         )
 
     def share(self, update: UpdateShape | None) -> None:
@@ -143,6 +143,7 @@ class EmbeddedBackend(RolloutBackend):
         itemsize = torch.get_autocast_dtype("cuda").itemsize if is_cast else policy.model.dtype.itemsize
         shape = model_shape(policy.model, longest, compute_itemsize=itemsize)
         engine = self.memory(shape, NoDrafter(), None)
+        torch.cuda.empty_cache()  # what an engine before has left
         free, _ = torch.cuda.mem_get_info(device)
         room = kv_tokens_beside(self._update, engine, free)
         if room < longest:
@@ -237,5 +238,5 @@ class EmbeddedBackend(RolloutBackend):
 
     def close(self) -> None:
         if self._engine is not None:
-            self._engine.protocol.close()
+            self._engine.close()
         self._engine = self._copy = None

@@ -86,6 +86,11 @@ class Engine:
         self.admission = Admission(self.rows, max_running=max_running, max_pass_tokens=max_pass_tokens)
         self._allocate()
 
+    def close(self) -> None:
+        """Close the drafter, and free keys and values."""
+        self.protocol.close()
+        self.kv.free()
+
     def _allocate(self) -> None:
         """Feed one token to the model, which knows the store's shapes.
 

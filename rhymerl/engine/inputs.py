@@ -36,9 +36,9 @@ class Inputs:
         for each, begin in zip(arrays, begins, strict=False):
             host[begin : begin + each.nbytes].view(each.dtype).reshape(each.shape)[...] = each
         there = torch.empty(begins[-1], dtype=torch.uint8, device=self.device)
-        there.copy_(self._staging[: begins[-1]], non_blocking=True)
+        there.copy_(self._staging[: begins[-1]], non_blocking=self._copied is not None)
         if self._copied is not None:
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(self.device))
         return [
             there[begin : begin + each.nbytes].view(torch.from_numpy(each[:0]).dtype).view(each.shape)
             for each, begin in zip(arrays, begins, strict=False)
@@ -46,7 +46,7 @@ class Inputs:
 
     def _reserve(self, size: int) -> None:
         """Make room for so many bytes; the copy before has read its own by then."""
-        if self._copied is not None:
+        if self._copied is not None and not self._copied.query():
             self._copied.synchronize()
         if size > len(self._staging):
             self._staging = torch.empty(2 * size, dtype=torch.uint8, pin_memory=self._copied is not None)

@@ -106,6 +106,12 @@ class KVStore(Cache):
         self.stores = [LayerStore(self) for _ in range(num_layers)]
         super().__init__(layers=list(self.stores))
 
+    def free(self) -> None:
+        """Let go of keys and values at once: stores and layers hold one another, until Python looks for such circles."""
+        for store in self.stores:
+            store.keys = store.values = torch.empty(0)
+            store.is_initialized = False
+
     def smaller(self, num_slots: int) -> KVStore:
         """Return an empty store for the same layers, allocated if this one is."""
         store = KVStore(len(self.stores), num_slots)

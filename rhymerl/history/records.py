@@ -70,3 +70,15 @@ class HistoryDelta:
 
     def __iter__(self) -> Iterator[PromptChange]:
         return iter(self.changes)
+
+    def parts(self, most_tokens: int) -> Iterator[HistoryDelta]:
+        """Yield it in parts that are applied one after the other, each of at most so many tokens, or of one prompt."""
+        is_snapshot, changes, size = self.is_snapshot, list[PromptChange](), 0
+        for change in self.changes:
+            tokens = len(change.prompt_token_ids) + sum(map(len, change.added))
+            if changes and size + tokens > most_tokens:
+                yield HistoryDelta(version=self.version, is_snapshot=is_snapshot, changes=tuple(changes))
+                is_snapshot, changes, size = False, [], 0
+            changes.append(change)
+            size += tokens
+        yield HistoryDelta(version=self.version, is_snapshot=is_snapshot, changes=tuple(changes))

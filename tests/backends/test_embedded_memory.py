@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,7 @@ from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.drafters import NoDrafter
 from rhymerl.errors import ConfigError
 from rhymerl.models.memory import GIB
+from rhymerl.models.outline import model_shape
 from rhymerl.testing import make_requests, tiny_policy
 
 
@@ -48,6 +51,27 @@ def test_a_gpu_without_room_for_the_longest_answer_is_told_before_a_token(gpu, m
     backend.check(200)
     with pytest.raises(ConfigError, match=r"room for keys and values of 28 tokens.*need 200; expected fewer"):
         backend._kv_tokens(gpu)
+
+
+def test_keys_and_values_are_gone_when_the_engine_is_closed():
+    """Even before Python looks for circles: the next engine is sized by what is free."""
+    backend = EmbeddedBackend()
+    backend.start(tiny_policy(), NoDrafter())
+    kept = [weakref.ref(tensor) for store in backend.engine.kv.stores for tensor in (store.keys, store.values)]
+    gc.collect()
+    gc.disable()
+    try:
+        backend.close()
+        assert [each() for each in kept] == [None] * len(kept)
+    finally:
+        gc.enable()
+
+
+def test_a_plan_counts_what_there_has_to_be(gpu):
+    """The engine takes what is left beside that."""
+    shape = model_shape(gpu.model, 100, compute_itemsize=2)
+    assert EmbeddedBackend().memory(shape, NoDrafter(), None).longest_tokens == 100
+    assert EmbeddedBackend(kv_tokens=900).memory(shape, NoDrafter(), None).longest_tokens == 900
 
 
 def test_a_cpu_has_the_usual_number_or_what_the_longest_answer_needs():

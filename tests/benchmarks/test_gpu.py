@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -270,6 +271,39 @@ def test_an_unknown_part_is_refused(modules: Callable[[str], Any], capsys: pytes
 )
 def test_a_file_is_named_by_the_card(modules: Callable[[str], Any], name: str, expected: str) -> None:
     assert modules("gpu_site").short(name) == expected
+
+
+def test_a_broken_wheel_costs_nothing_but_itself(
+    modules: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    wheels, site = tmp_path / "wheels", tmp_path / "site"
+    wheels.mkdir()
+    (wheels / "broken-1-py3-none-any.whl").write_bytes(b"half of it")
+    for name in ("whole_a", "whole_b"):
+        with zipfile.ZipFile(wheels / f"{name}-1-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{name}.py", "")
+            about = f"{name}-1.dist-info"
+            wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+            wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{about}/RECORD", "")
+    unpack = modules("gpu_site").unpack
+    unpack(wheels, site)
+    assert {each.name for each in site.glob("*.py")} == {"whole_a.py", "whole_b.py"}
+    said = capfd.readouterr().out
+    assert "broken-1-py3-none-any.whl: cannot be installed; parts that need it are left out" in said
+    unpack(wheels, site)
+    assert "cannot be installed" not in capfd.readouterr().out, "it has been tried"
+
+
+def test_a_tree_without_git_has_the_commit_that_it_is_told(
+    modules: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = modules("record")
+    monkeypatch.setenv("PATH", "")
+    assert record.commit() == "unknown"
+    monkeypatch.setenv(record.COMMIT, "abc")
+    assert record.commit() == "abc"
 
 
 # -- the command itself, on a CPU ---------------------------------------------------------------------------------------

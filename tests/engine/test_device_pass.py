@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -22,6 +23,7 @@ from tests.engine.test_lossless import answers
 
 # Results of a size that the host has to ask for.
 _OF_ITS_OWN_SIZE = ("nonzero", "masked_select", "unique", "repeat_interleave", "_local_scalar_dense")
+_ALLOCATE = ("empty", "empty_like", "new_empty")
 
 
 class Calls(TorchFunctionMode):
@@ -43,6 +45,7 @@ class Seen(TorchDispatchMode):
         super().__init__()
         self.operations: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
+        self.launches = 0  # at least one each
         self.copies_in = 0
         self._calls = Calls()
 
@@ -66,7 +69,15 @@ class Seen(TorchDispatchMode):
         if name in _OF_ITS_OWN_SIZE or any(each is not None and each.dtype == torch.bool for each in indices):
             self.waits[name] += 1
         self.copies_in += name == "copy_" and args[0].dtype == torch.uint8
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self.launches += name not in _ALLOCATE and (name.endswith("_") or not _is_view(result, args))
+        return result
+
+
+def _is_view(result: Any, args: Any) -> bool:
+    """Return whether it only looks at memory in another way."""
+    places = {each.untyped_storage().data_ptr() for each in args if isinstance(each, torch.Tensor)}
+    return isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() in places
 
 
 @pytest.fixture
@@ -74,26 +85,36 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "on_host", lambda device: False)
 
 
-def seen_in(engine: Engine) -> Seen:
+def seen_in(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """Arrays become tensors in the one copy alone: any other way would be a copy of its own, and on a device wait."""
     seen = Seen()
-    with engine.forward.ready(), seen:
+    with engine.forward.ready(), monkeypatch.context() as patch, seen:
+        for name in ("from_numpy", "tensor", "as_tensor"):
+            patch.setattr(torch, name, partial(_of_nothing, getattr(torch, name)))
         engine.step()
     return seen
 
 
+def _of_nothing(make: Any, values: Any, *rest: Any, **how: Any) -> Any:
+    """Inputs asks which dtype an array of this kind has."""
+    assert not np.size(values), f"{values} become a tensor beside the one copy"
+    return make(values, *rest, **how)
+
+
 @pytest.mark.parametrize("nodes", [0, 16])
 @pytest.mark.parametrize("rules", [{}, {"top_p": 0.9, "top_k": 20}], ids=["plain", "truncated"])
-def test_nothing_waits_inside_a_pass_and_all_arrives_in_one_copy(device, nodes, rules):
+def test_nothing_waits_inside_a_pass_and_all_arrives_in_one_copy(device, nodes, rules, monkeypatch):
     """24 layers; the first pass computes prompts."""
     model = tiny_policy(num_layers=24, dtype="bfloat16").model
     drafter = PathDrafter(nodes, vocabulary=model.config.vocab_size)
     engine = Engine(model, drafter=drafter, budget=FixedBudget(nodes), max_running=8)
     engine.submit(make_requests(8, max_tokens=30, stop_token_ids=(), **rules))
     for number in range(4):
-        seen = seen_in(engine)
+        seen = seen_in(engine, monkeypatch)
         assert engine.forward.kind is DirectForward
         assert not seen.waits, f"pass {number}"
         assert (seen.copies_in, seen.copies_back) == (1, 1), f"pass {number}: {seen.operations}"
+        assert seen.launches <= 24 * (54 if number else 80) + 90, f"pass {number}: {seen.launches}, {seen.operations}"
 
 
 def test_what_waits_is_counted():

@@ -73,9 +73,9 @@ class Client:
         self._check(path, status, answer)
         return answer
 
-    def get_if_known(self, path: str) -> Any:
+    def get_if_known(self, path: str, *, timeout_s: float = _LONGEST_S) -> Any:
         """Return the server's answer, or None where it does not know that path. Raises as `get` does."""
-        status, answer = self._call("GET", path, None, timeout_s=_LONGEST_S)
+        status, answer = self._call("GET", path, None, timeout_s=timeout_s)
         if status == 404:
             return None
         self._check(path, status, answer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,14 +33,15 @@ class FeedSender:
             raise BackendError(
                 f"{len(content)} bytes of history for {self.engine.url}: at most {LARGEST_BYTES} can be sent at once"
             )
-        self.version = int(self.engine.post(ROUTE, content, timeout_s=self.timeout_s)["version"])
+        self.version = _number(self.engine.post(ROUTE, content, timeout_s=self.timeout_s), "version", self.engine)
 
 
 class ServedCounters(Counters):
     """The counts from when this is made, as they were when `since` was last called."""
 
-    def __init__(self, engine: Client) -> None:
+    def __init__(self, engine: Client, *, timeout_s: float) -> None:
         self._engine = engine
+        self._timeout_s = timeout_s
         self._before = self._asked()
         self._values, self._reported = np.zeros((2, len(NAMES)))
 
@@ -49,8 +51,11 @@ class ServedCounters(Counters):
         return super().since()
 
     def _asked(self) -> npt.NDArray[np.float64]:
-        counts = self._engine.get(ROUTE)["counters"]
-        return np.array([counts.get(name, 0.0) for name in NAMES])
+        answer = self._engine.get(ROUTE, timeout_s=self._timeout_s)
+        if not _is_ours(answer):
+            raise _unknown(answer, self._engine)
+        counts = answer["counters"]
+        return np.array([counts.get(name, 0.0) for name in NAMES], np.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +68,26 @@ class ServedDrafter:
     @classmethod
     def at(cls, engine: Client, *, timeout_s: float) -> ServedDrafter | None:
         """Return that of a server, None where it has no route of ours. Raises BackendError as `Client.get` does."""
-        if engine.get_if_known(ROUTE) is None:
+        if not _is_ours(engine.get_if_known(ROUTE, timeout_s=timeout_s)):
             return None
-        return cls(feed=FeedSender(engine, timeout_s=timeout_s), counters=ServedCounters(engine))
+        counters = ServedCounters(engine, timeout_s=timeout_s)
+        return cls(feed=FeedSender(engine, timeout_s=timeout_s), counters=counters)
+
+
+def _is_ours(answer: Any) -> bool:
+    """Return whether the route has answered, and not some page that stands where it would be."""
+    counts = answer.get("counters") if isinstance(answer, dict) else None
+    return isinstance(counts, dict) and all(isinstance(value, int | float) for value in counts.values())
+
+
+def _number(answer: Any, name: str, engine: Client) -> int:
+    value = answer.get(name) if isinstance(answer, dict) else None
+    if not isinstance(value, int):
+        raise _unknown(answer, engine)
+    return value
+
+
+def _unknown(answer: Any, engine: Client) -> BackendError:
+    return BackendError(
+        f"the SGLang engine at {engine.url} answered {ROUTE} with what is not rhymerl's: {str(answer)[:200]}"
+    )

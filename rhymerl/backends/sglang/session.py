@@ -26,7 +26,7 @@ from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.run_ahead import listens
 from rhymerl.engine.support import refuse_impossible
 from rhymerl.errors import BackendError, ConfigError
-from rhymerl.history import NO_VERSION, HistoryStore
+from rhymerl.history import NO_VERSION, HistoryDelta, HistoryStore
 from rhymerl.models.policy import DTYPES
 from rhymerl.types import Completion, Ratio, RolloutRequest, Sample
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _LOOK_S = 0.2  # how often to see whether the engine is alive while nothing comes back
 _HEALTH_S = 60.0  # for a health check, which is a token; SGLang itself gives up after 20
 _ABORT_S = 5.0
+_MESSAGE_TOKENS = 2**24  # of history in a message; servers take some eight times as many
 _PARTING_S = 10.0  # for requests that nobody will collect
 _SENT = 4  # times max_running requests are with an engine, so that its own queue never runs dry
 
@@ -358,13 +359,20 @@ class Session:
         self._history = history
         if (drafter := self._remote_drafter) is None:
             return
-        delta, expected = history.deltas(self._followed), drafter.feed.version + 1
-        self._tell(drafter, FeedMessage(delta=delta))
-        if drafter.feed.version != expected and not delta.is_snapshot:
-            # Its server was started anew, or another trainer has told it something.
+        delta = history.deltas(self._followed)
+        if not self._tell_history(drafter, delta):
             delta = history.snapshot()
-            self._tell(drafter, FeedMessage(delta=delta))
+            self._tell_history(drafter, delta)
         self._followed = delta.version
+
+    def _tell_history(self, drafter: OwnEngine | ServedDrafter, delta: HistoryDelta) -> bool:
+        """Return False as soon as the server turns out to have been started anew, or told something by another trainer."""
+        for part in delta.parts(_MESSAGE_TOKENS):
+            expected = drafter.feed.version + 1
+            self._tell(drafter, FeedMessage(delta=part))
+            if drafter.feed.version != expected and not part.is_snapshot:
+                return False
+        return True
 
     def learn(self, samples: Sequence[Sample]) -> None:
         """Tell the drafter of our own engine, if it wants to know."""

@@ -176,6 +176,36 @@ def test_a_refusal_ends_the_run_with_its_words(engine, flat_policy, status, word
             backend.follow(store)
 
 
+def test_a_long_history_is_sent_in_several_messages(engine, flat_policy, monkeypatch):
+    monkeypatch.setattr("rhymerl.backends.sglang.session._MESSAGE_TOKENS", 5)
+    store = HistoryStore()
+    for number in range(4):
+        store.add(make_prompt([number]), [answer([number, 7])])
+    with connected(engine, flat_policy, HistoryTreeDrafter()) as backend:
+        backend.follow(store)
+        assert engine.route._writer.version == 4, "three tokens each"
+        backend.submit(make_requests(1))
+        all_of(backend, 1)
+        assert list(engine.drafter.known.values()) == [[[number, 7]] for number in range(4)]
+        backend.follow(store)
+        assert engine.route._writer.version == 5
+
+
+@pytest.mark.parametrize("page", ["<html>gone</html>", ["version"], {"version": "1"}, {"counters": 3}])
+def test_a_page_in_the_place_of_the_route_is_none_of_it(engine, flat_policy, page):
+    engine.answers["/rhymerl/feed"] = 200, page
+    with connected(engine, flat_policy, HistoryTreeDrafter()) as backend:
+        backend.follow(HistoryStore())
+        assert engine.calls.count("/rhymerl/feed") == 1
+
+
+def test_a_route_that_answers_something_else_later_is_an_error(engine, flat_policy):
+    with connected(engine, flat_policy, HistoryTreeDrafter()) as backend:
+        engine.answers["/rhymerl/feed"] = 200, {"version": None}
+        with pytest.raises(BackendError, match=r"at http://.* answered /rhymerl/feed with what is not rhymerl's: "):
+            backend.follow(HistoryStore())
+
+
 def test_more_than_can_be_sent_at_once_is_told(engine, flat_policy, monkeypatch):
     monkeypatch.setattr("rhymerl.backends.sglang.served.LARGEST_BYTES", 100)
     with (
