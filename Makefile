@@ -1,6 +1,6 @@
 # Everything goes through .venv, which is made when it is missing and brought up to date when pyproject.toml, constraints.txt or
 # hashes.txt have changed. Nothing but Python 3.11 or later is needed. Another interpreter: make install PYTHON=python3.12
-.PHONY: help install quickstart pretrained test test-pretrained test-sglang test-ray test-browser docs check format bench-guard gpu constraints clean
+.PHONY: help install quickstart pretrained test test-all test-slow test-pretrained test-sglang test-ray test-browser docs check format bench-guard gpu constraints clean
 .DELETE_ON_ERROR:
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -40,6 +40,8 @@ help:
 	@echo "make test-sglang run those of the SGLang backend with its engine on the CPU, in .venv-sglang (some minutes the first time)"
 	@echo "make test-ray    run those that start Ray clusters on this machine (some 15 minutes)"
 	@echo "make test-browser  run those that open reports in the Chromium of this machine"
+	@echo "make test-slow   run those that take long, or are further cases of others"
+	@echo "make test-all    run all of these tests, one kind after the other (hours)"
 	@echo "make docs        build the site of the documentation into build/site, without a network once .venv-docs is there"
 	@echo "make check       formatter, linter, types, layers; make format repairs the first two"
 	@echo "make bench-guard BASE=COMMIT  compare this tree's speed with a commit's, on a quiet machine (some 15 minutes)"
@@ -66,6 +68,11 @@ test-sglang: $(sglang_stamp) $(pretrained)
 
 test-ray: $(stamp)
 	$(python) -m pytest -m ray $(if $(filter file,$(origin PYTEST_ARGS)),,$(PYTEST_ARGS))
+
+test-slow: $(stamp)
+	$(python) -m pytest -m slow $(if $(filter file,$(origin PYTEST_ARGS)),,$(PYTEST_ARGS))
+
+test-all: test test-slow test-browser test-ray test-pretrained test-sglang
 
 test-browser: $(stamp)
 	$(python) -m pytest -m browser $(if $(filter file,$(origin PYTEST_ARGS)),,$(PYTEST_ARGS))

@@ -11,7 +11,10 @@ from typing import TextIO
 
 _REDRAW_S = 0.2
 _LINE_S = 30.0
-_KNOWN_AFTER_S = 2.0  # before that a guess at the time left is worth nothing
+# Before so much is done a guess at the time left is worth nothing: the first answers are the shortest, and engines start slowly.
+_KNOWN_AFTER_S = 2.0
+_KNOWN_AFTER_PARTS = 8
+_KNOWN_AFTER_SHARE = 0.05
 
 
 class ProgressBar:
@@ -48,19 +51,23 @@ class ShownProgressBar(ProgressBar):
         self._clock = clock
         self._words = ""
         self._total = self._done = 0
-        self._started = self._next = 0.0
+        self._first = (0, 0.0)  # parts and time, when the first ones were done
+        self._next = 0.0
 
     def begin(self, words: str, total: int = 0) -> None:
         self._words, self._total, self._done = words, total, 0
-        self._started = self._next = self._clock()
+        self._next = now = self._clock()
         if self.is_terminal:
-            self._show(self._started)
+            self._show(now)
         else:
             self._next += _LINE_S
 
     def advance(self, number: int = 1) -> None:
+        now = self._clock()
+        if not self._done:
+            self._first = (number, now)
         self._done += number
-        if self._words and (now := self._clock()) >= self._next:
+        if self._words and now >= self._next:
             self._show(now)
 
     def end(self) -> None:
@@ -69,20 +76,22 @@ class ShownProgressBar(ProgressBar):
         self._words = ""
 
     def _show(self, now: float) -> None:
-        text = self._text(now - self._started)
+        text = self._text(now)
         if self.is_terminal:
             self._write(f"\r{text[: _columns(self.stream) - 1]}\x1b[K")
         else:
             self._write(f"{text}\n")
         self._next = now + (_REDRAW_S if self.is_terminal else _LINE_S)
 
-    def _text(self, seconds: float) -> str:
+    def _text(self, now: float) -> str:
         if not self._total:
             return f"{self._words}: {self._done:,}" if self._done else f"{self._words} ..."
         text = f"{self._words}: {self._done:,} of {self._total:,}"
-        if not 0 < self._done < self._total or seconds < _KNOWN_AFTER_S:
+        done, seconds = self._done - self._first[0], now - self._first[1]
+        known_after = max(min(_KNOWN_AFTER_PARTS, self._total // 2), _KNOWN_AFTER_SHARE * self._total)
+        if not done or self._done < known_after or self._done >= self._total or seconds < _KNOWN_AFTER_S:
             return text
-        return f"{text}, {rate(self._done / seconds)}, {about(seconds * (self._total - self._done) / self._done)} left"
+        return f"{text}, {rate(done / seconds)}, {about(seconds * (self._total - self._done) / done)} left"
 
     def _write(self, text: str) -> None:
         self.stream.write(text)

@@ -265,7 +265,8 @@ REPLAYED = [  # a row of the table, and the replays that it is from
         "| `history_tree`, `drafter.window=3` | 8 / 16 / 32 | {} | {} |",
         [["drafter.window=3", f"budget.nodes={nodes}"] for nodes in (8, 16, 32)],
     ),
-    ("| `history_tree`, no node below 0.7 | up to 32 | {} | {} |", [["budget.nodes=32", "budget.min_probability=0.7"]]),
+    ("| `history_tree`, no node below 0.5 | up to 32 | {} | {} |", [["budget.nodes=32", "budget.min_probability=0.5"]]),
+    ("| `history_tree`, `drafter.others=0` | 16 | {} | {} |", [["drafter.others=0", "budget.nodes=16"]]),
     ("| `ngram` | 8 | {} | {} |", [["drafter=ngram", "budget.nodes=8"]]),
 ]
 

@@ -41,7 +41,7 @@ def test_a_line_on_a_terminal_that_goes_away(monkeypatch: pytest.MonkeyPatch) ->
         assert "400" not in stream.getvalue(), "it was drawn just now"
         clock.now = 10.0
         progress.advance(600)
-        assert stream.getvalue().endswith("\ranswers: 1,000 of 2,000, 100 a second, about 10 s left\x1b[K")
+        assert stream.getvalue().endswith("\ranswers: 1,000 of 2,000, 60 a second, about 17 s left\x1b[K")
     assert stream.getvalue().endswith("\r\x1b[K")
     assert "\n" not in stream.getvalue()
 
@@ -51,7 +51,21 @@ def test_plain_lines_elsewhere_and_none_for_what_is_quick(monkeypatch: pytest.Mo
     with progress.during("answers", 4):
         for clock.now in (10.0, 31.0, 40.0):
             progress.advance()
-    assert stream.getvalue() == "answers: 2 of 4, 3.9 a minute, about 31 s left\n"
+    assert stream.getvalue() == "answers: 2 of 4, 2.9 a minute, about 42 s left\n"
+
+
+def test_the_time_left_is_told_when_enough_is_done_and_counts_from_the_first_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first of many answers comes after an engine has started, and says nothing about the others."""
+    progress, stream, clock = shown(is_terminal=True, monkeypatch=monkeypatch)
+    with progress.during("answers", 512):
+        for clock.now in range(31, 56):
+            progress.advance()
+            assert "left" not in stream.getvalue()
+        clock.now += 1
+        progress.advance()
+        assert stream.getvalue().endswith("\ranswers: 26 of 512, 1.0 a second, about 8 min left\x1b[K")
 
 
 def test_an_error_leaves_no_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,14 +16,21 @@ from rhymerl.errors import ConfigError
 T = TypeVar("T")
 
 
-def instantiate(node: object, *, key: str = "", default: Callable[[], Any] | None = None) -> Any:
+def instantiate(
+    node: object, *, key: str = "", default: Callable[[], Any] | None = None, kind: type | None = None
+) -> Any:
     """Build what `node` describes: every mapping with a `_target_`, inner ones first, in lists and mappings too; None is a `default`.
 
     Anything else, such as an object already built, is returned as it is. Raises ConfigError naming the setting
     whose value is wrong, also for a ValueError or TypeError of the constructor. `key` is where the node stands, for
-    these errors; a node of a composed config knows it.
+    these errors; a node of a composed config knows it. Also raises it for what is no `kind`.
     """
-    return default() if node is None and default is not None else _build(node, key)
+    found = default() if node is None and default is not None else _build(node, key)
+    if kind is not None and not isinstance(found, kind):
+        raise ConfigError(
+            f"{key}: expected a subclass of rhymerl.{kind.__name__}, and {type(found).__qualname__} is none"
+        )
+    return found
 
 
 def _full_key(node: object) -> str:

@@ -112,15 +112,20 @@ def _tree_logits(model: PreTrainedModel, prompt: np.ndarray, paths: list[np.ndar
     return logits
 
 
+def _extremes(request: RolloutRequest) -> tuple[int, int]:
+    return int(request.prompt.token_ids.max()), int(request.prompt.token_ids.min())
+
+
 def refuse_impossible(request: RolloutRequest, context: int, *, vocabulary: int | None = None) -> None:
     """Raise ConfigError for a request that could never be answered within `context` tokens, of which there are `vocabulary`."""
     sampling, generated = request.sampling, request.output
     num_prompt = len(request.prompt.token_ids)
     if num_prompt == 0:
         raise ConfigError(f"request {request.id}: the prompt has no tokens")
-    if vocabulary is not None and (largest := int(request.prompt.token_ids.max())) >= vocabulary:
+    beyond = [] if vocabulary is None else [each for each in _extremes(request) if not 0 <= each < vocabulary]
+    if beyond:
         raise ConfigError(
-            f"request {request.id}: the prompt holds token {largest}, the model's embedding has {vocabulary} rows; "
+            f"request {request.id}: the prompt holds token {beyond[0]}, the model's embedding has {vocabulary} rows; "
             "model.path needs the tokenizer that the model was trained with"
         )
     if num_prompt + sampling.max_tokens > context:

@@ -66,7 +66,7 @@ class RolloutLoop:
     ) -> None:
         check_run_ahead(run_ahead, max_staleness)
         self.scheduler = scheduler
-        scheduler.max_running = scheduler.max_running or backend.max_running
+        scheduler.work_for(backend.max_running)
         self.scorer = scorer
         self.decode = decode
         self.stop_token_ids = tuple(stop_token_ids)

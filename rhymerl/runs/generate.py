@@ -28,6 +28,7 @@ from rhymerl.progress import SILENT, ProgressBar
 from rhymerl.rewards import RewardScorer, build_rewards, check_columns
 from rhymerl.rollout import Rollout, RolloutLoop, RolloutSettings
 from rhymerl.rollout.metrics import AcceptanceTotals
+from rhymerl.schedulers.base import Scheduler
 from rhymerl.types import Prompt
 
 if TYPE_CHECKING:
@@ -163,10 +164,10 @@ def _loop(
     for reward in rewards:
         check_columns(reward, columns, gaps=gaps)
     history: HistoryStore = instantiate(config.history, key="history")
-    drafter: Drafter = instantiate(config.drafter, key="drafter")
-    budget: Budget = instantiate(config.budget, key="budget")
-    scheduler = instantiate(config.scheduler, key="scheduler")
-    backend: Backend = instantiate(config.backend, key="backend").apart()
+    drafter: Drafter = instantiate(config.drafter, key="drafter", kind=Drafter)
+    budget: Budget = instantiate(config.budget, key="budget", kind=Budget)
+    scheduler = instantiate(config.scheduler, key="scheduler", kind=Scheduler)
+    backend: Backend = instantiate(config.backend, key="backend", kind=Backend).apart()
     backend.check(max(len(prompt.token_ids) for prompt in prompts) + settings.max_tokens)
     backend.check_drafting(drafter, budget)
     with backend, RewardScorer(rewards, num_processes=1) as scorer:

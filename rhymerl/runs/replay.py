@@ -195,9 +195,12 @@ def judge(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, An
     settings = {"costs": costs, "progress": progress, **sizes}
     num_answers = sum(record.epoch >= config.from_epoch for record in records)
     _warm_up(config, records)
-    drafter = instantiate(config.drafter, key="drafter")
+    drafter = instantiate(config.drafter, key="drafter", kind=Drafter)
     try:
-        budget, history = instantiate(config.budget, key="budget"), instantiate(config.history, key="history")
+        budget, history = (
+            instantiate(config.budget, key="budget", kind=Budget),
+            instantiate(config.history, key="history"),
+        )
         progress.begin("answers replayed", 2 * num_answers)  # with drafts and without
         parts = {"drafter": drafter, "budget": budget, "history": history}
         by_epoch = construct(Replay, {**parts, **settings}, key="").run(records)
@@ -222,9 +225,9 @@ def judge(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, An
 def _warm_up(config: DictConfig, records: Sequence[TraceRecord]) -> None:
     """Replay a few answers twice with parts of the same settings: compiled functions take long the first time."""
     few = [replace(record, epoch=epoch) for epoch in (0, 1) for record in records[:_WARM_UP]]
-    drafter = instantiate(config.drafter, key="drafter")
+    drafter = instantiate(config.drafter, key="drafter", kind=Drafter)
     try:
-        Replay(drafter, instantiate(config.budget, key="budget")).run(few)
+        Replay(drafter, instantiate(config.budget, key="budget", kind=Budget)).run(few)
     finally:
         drafter.close()
 

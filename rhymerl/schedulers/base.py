@@ -40,8 +40,9 @@ class Move:
 class Scheduler(ABC):
     """Subclass this and write `plan`; every other hook is an optional no-op. All of them run on rank 0."""
 
-    # Requests that a worker decodes side by side; a run sets it where its backend says so.
+    # Requests that a worker decodes side by side: the scheduler's own setting, or else what the run's backend says.
     max_running: int | None = None
+    _was_told = False  # what stands there is a backend's
 
     @abstractmethod
     def plan(self, requests: Sequence[RolloutRequest], num_workers: int, step: int) -> list[list[RolloutRequest]]:
@@ -50,6 +51,11 @@ class Scheduler(ABC):
         The plan follows from the arguments and from what the other hooks were told, and from nothing else. Called once a step; for
         an evaluation too, with step 0.
         """
+
+    def work_for(self, max_running: int | None) -> None:
+        """Plan from now on for workers that decode so many requests side by side. A run, or a simulation, calls this before it asks for plans."""
+        if self._was_told or self.max_running is None:
+            self.max_running, self._was_told = max_running, True
 
     def rebalance(self, progress: Progress) -> list[Move]:
         """Return the requests to move now, within their step. Called from time to time while a step is under way."""

@@ -16,6 +16,7 @@ from rhymerl.config import construct, instantiate
 from rhymerl.costs import CostCurve
 from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.progress import SILENT, ProgressBar, counted
+from rhymerl.schedulers.base import Scheduler
 from rhymerl.schedulers.fifo import FIFOScheduler
 from rhymerl.simulation.base import REFERENCE_COSTS, Decoding, LengthSource, StepWork, Timeline
 from rhymerl.simulation.pipeline import Simulation, check_modes
@@ -83,7 +84,7 @@ def compared(
     config: DictConfig, works: Sequence[StepWork], window: Window, *, progress: ProgressBar = SILENT
 ) -> tuple[Timeline, dict[str, Any]]:
     """Return the timeline of the configured scheduler, and its figures beside the baseline's on the same work."""
-    scheduler = instantiate(config.scheduler, key="scheduler")
+    scheduler = instantiate(config.scheduler, key="scheduler", kind=Scheduler)
     simulated = simulation(config, scheduler)
     timeline, pause = simulated.run(works, progress=progress), simulated.pause
     barrier = simulation(config, FIFOScheduler(), run_ahead="off").run(works, progress=progress)

@@ -52,7 +52,7 @@ class Simulation:
         check_modes(run_ahead, max_staleness, pipeline)
         self.decoding = decoding if decoding is not None else Decoding()
         self.scheduler = scheduler
-        scheduler.max_running = scheduler.max_running or self.decoding.max_running
+        scheduler.work_for(self.decoding.max_running)
         self._planner = rule_of(run_ahead).planner(scheduler)
         self.num_workers = num_workers
         self.run_ahead = run_ahead

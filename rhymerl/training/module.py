@@ -102,16 +102,16 @@ class RhymeModule(L.LightningModule):
         self.automatic_optimization = False
         refuse_lost(model=model, algo=algo, critic=critic, rollout=rollout, update=update, evaluation=evaluation)
         refuse_lost(drafter=drafter, budget=budget, history=history, scheduler=scheduler, backend=backend)
-        self.algo: Algorithm = instantiate(algo, key="algo", default=GRPO)
+        self.algo: Algorithm = instantiate(algo, key="algo", default=GRPO, kind=Algorithm)
         self.critic_settings: CriticSettings = instantiate(critic, key="critic", default=CriticSettings)
         self.rollout: RolloutSettings = instantiate(rollout, key="rollout", default=RolloutSettings)
         self.update: UpdateSettings = instantiate(update, key="update", default=UpdateSettings)
         self.evaluation: EvaluationSettings = instantiate(evaluation, key="evaluation", default=EvaluationSettings)
-        self.drafter: Drafter = instantiate(drafter, key="drafter", default=HistoryTreeDrafter)
-        self.budget: Budget = instantiate(budget, key="budget", default=GoodputBudget)
+        self.drafter: Drafter = instantiate(drafter, key="drafter", default=HistoryTreeDrafter, kind=Drafter)
+        self.budget: Budget = instantiate(budget, key="budget", default=GoodputBudget, kind=Budget)
         self.history: HistoryStore = instantiate(history, key="history", default=HistoryStore)
-        self.scheduler: Scheduler = instantiate(scheduler, key="scheduler", default=FIFOScheduler)
-        self.backend: Backend = instantiate(backend, key="backend", default=EmbeddedBackend).apart()
+        self.scheduler: Scheduler = instantiate(scheduler, key="scheduler", default=FIFOScheduler, kind=Scheduler)
+        self.backend: Backend = instantiate(backend, key="backend", default=EmbeddedBackend, kind=Backend).apart()
         self.run_ahead: RunAhead = run_ahead
         self.max_staleness = max_staleness
         self.workers = workers

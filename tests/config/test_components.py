@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from rhymerl.config import compose, construct, describe, instantiate, to_yaml
 from rhymerl.config.targets import import_target
-from rhymerl.drafters import NoDrafter
+from rhymerl.drafters import Drafter, NoDrafter
 from rhymerl.errors import ConfigError
 from rhymerl.schedulers import FIFOScheduler, Scheduler
 from rhymerl.tasks import RunningSum
@@ -210,3 +210,12 @@ def test_a_class_without_a_required_method_is_named_with_it() -> None:
 def test_a_module_that_is_not_there_is_told_with_the_nearest_one(here: Path) -> None:
     with pytest.raises(ConfigError, match=r"no module named 'my_modul', neither .*; did you mean my_module\?"):
         instantiate({"_target_": "my_modul.MyDrafter"}, key="drafter")
+
+
+def test_an_object_of_another_kind_is_refused_by_the_setting() -> None:
+    words = r"^drafter: expected a subclass of rhymerl\.Drafter, and RunningSum is none$"
+    with pytest.raises(ConfigError, match=words):
+        instantiate({"_target_": "rhymerl.tasks.RunningSum"}, key="drafter", kind=Drafter)
+    with pytest.raises(ConfigError, match="^drafter: expected a subclass of .* and NoneType is none$"):
+        instantiate(None, key="drafter", kind=Drafter)
+    assert isinstance(instantiate(NoDrafter(), key="drafter", kind=Drafter), NoDrafter)

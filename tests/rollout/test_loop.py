@@ -36,6 +36,11 @@ def test_a_scheduler_is_told_how_many_requests_run_side_by_side():
     assert loop(backend=backend, scheduler=PackedScheduler()).scheduler.max_running == 5
     assert loop(backend=backend, scheduler=PacedScheduler(max_running=3)).scheduler.max_running == 3, "it has its own"
     assert loop(scheduler=PackedScheduler()).scheduler.max_running is None, "nobody knows"
+    scheduler = loop(backend=backend, scheduler=PackedScheduler()).scheduler
+    backend.max_running = 7
+    assert loop(backend=backend, scheduler=scheduler).scheduler.max_running == 7, (
+        "what another run's backend said is over"
+    )
 
 
 PROMPTS = [make_prompt([3, number], id=str(number), answer=str(number)) for number in range(6)]

@@ -183,7 +183,7 @@ def test_what_cannot_be_answered_is_refused_here(policy):
         )  # the trainer alone writes its feed
         for request, message in (
             (make_requests(1, max_tokens=600)[0], "tokens; at most 512 fit"),
-            (make_requests(1, vocabulary=30, seed=2, prompt_tokens=(20, 24))[0], "beyond the vocabulary"),
+            (make_requests(1, vocabulary=30, seed=2, prompt_tokens=(20, 24))[0], "the prompt holds token"),
         ):
             with pytest.raises(ConfigError, match=message):
                 backend.submit([request])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import http.client
 import json
 import socket
-from collections.abc import Mapping
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,6 +19,8 @@ _KINDS: Mapping[str, type[http.client.HTTPConnection]] = {
 }
 _CONNECT_S = 30.0
 _LONGEST_S = 600.0  # of what is not an answer to a prompt: to load weights may take minutes
+_LARGEST = 2**28  # bytes of an answer
+_PIECE = 2**20
 
 
 class NoAnswerError(BackendError):
@@ -31,17 +34,20 @@ class RefusedError(BackendError):
 class Client:
     """One server or router. Each call has a connection of its own, so calls may come from many threads."""
 
-    def __init__(self, host: str, port: int, *, path: str = "", scheme: str = "http") -> None:
+    def __init__(
+        self, host: str, port: int, *, path: str = "", scheme: str = "http", api_key: str | None = None
+    ) -> None:
         self.host = host
         self.port = port
         self.path = path.rstrip("/")
         self.scheme = scheme
-        self._open: set[http.client.HTTPConnection] = set()
+        self.api_key = api_key
+        self._open: set[socket.socket] = set()
         self._is_over = False
 
     @classmethod
-    def at(cls, url: str) -> Client:
-        """Raises ValueError for what is no http URL."""
+    def at(cls, url: str, *, api_key: str | None = None) -> Client:
+        """Raises ValueError for what is no http URL, and for one with a user or a password, which is not repeated."""
         try:
             parts = urlsplit(url)
             kind, port = _KINDS.get(parts.scheme), parts.port
@@ -49,11 +55,16 @@ class Client:
             kind, port = None, None
         if kind is None or not parts.hostname:
             raise ValueError(f"url={url!r}: expected http://HOST:PORT of a running SGLang server or router")
-        return cls(parts.hostname, port or kind.default_port, path=parts.path, scheme=parts.scheme)
+        if parts.username is not None or parts.password is not None:
+            raise ValueError(
+                f"url={parts.scheme}://...@{parts.hostname}: a user and a password are not sent; expected none, and "
+                "backend.api_key for a server with an --api-key"
+            )
+        return cls(parts.hostname, port or kind.default_port, path=parts.path, scheme=parts.scheme, api_key=api_key)
 
     def another(self) -> Client:
         """Return another client of the same server; it may `hang_up` by itself."""
-        return Client(self.host, self.port, path=self.path, scheme=self.scheme)
+        return Client(self.host, self.port, path=self.path, scheme=self.scheme, api_key=self.api_key)
 
     @property
     def url(self) -> str:
@@ -104,36 +115,69 @@ class Client:
         Later calls raise it too.
         """
         self._is_over = True
-        for connection in [*self._open]:
-            if connection.sock is not None:
-                with suppress(OSError):  # it is closed already
-                    connection.sock.shutdown(socket.SHUT_RDWR)
+        for each in [*self._open]:
+            _shut(each)
 
     def _call(
         self, method: str, path: str, content: Mapping[str, Any] | bytes | None, *, timeout_s: float | None
     ) -> tuple[int, Any]:
-        connection = _KINDS[self.scheme](self.host, self.port, timeout=min(timeout_s or _CONNECT_S, _CONNECT_S))
         body = content if content is None or isinstance(content, bytes) else json.dumps(content)
-        kind = "application/octet-stream" if isinstance(content, bytes) else "application/json"
-        self._open.add(connection)
+        headers = {"Content-Type": "application/octet-stream" if isinstance(content, bytes) else "application/json"}
+        if self.api_key is not None:
+            headers["Authorization"] = f"Bearer {self.api_key}"
         try:
-            connection.connect()
-            connection.sock.settimeout(timeout_s)
-            if self._is_over:
-                raise ConnectionAbortedError("nobody waits for it any more")
-            connection.request(method, self.path + path, body, {"Content-Type": kind})
-            response = connection.getresponse()
-            text = response.read()
+            with self._connected(timeout_s) as connection:
+                connection.request(method, self.path + path, body, headers)
+                response = connection.getresponse()
+                text = _read(response)
         except (OSError, http.client.HTTPException) as error:
             raise NoAnswerError(f"the SGLang engine at {self.url} did not answer {path} ({error!r})") from error
-        finally:
-            self._open.discard(connection)
-            connection.close()
         return response.status, _parsed(text)
+
+    @contextmanager
+    def _connected(self, timeout_s: float | None) -> Iterator[http.client.HTTPConnection]:
+        """Context with a connection that `hang_up` closes, and the end of the time: a byte now and then never runs into the socket's own limit."""
+        connection = _KINDS[self.scheme](self.host, self.port, timeout=min(timeout_s or _CONNECT_S, _CONNECT_S))
+        connection.connect()
+        there = connection.sock  # which the connection lets go of where an answer has no length
+        there.settimeout(timeout_s)
+        late = threading.Timer(timeout_s or 0.0, _shut, [there])
+        self._open.add(there)
+        try:
+            if self._is_over:
+                raise ConnectionAbortedError("nobody waits for it any more")
+            if timeout_s is not None:
+                late.start()
+            yield connection
+            if late.finished.is_set():
+                raise TimeoutError(f"it has not ended after {timeout_s:g} s")
+        finally:
+            late.cancel()
+            self._open.discard(there)
+            connection.close()
+
+
+def _read(response: http.client.HTTPResponse) -> bytes:
+    """Return the body. Raises OSError for one that is too large, or ends before it should."""
+    pieces, size = list[bytes](), 0
+    while piece := response.read(_PIECE):
+        pieces.append(piece)
+        size += len(piece)
+        if size > _LARGEST:
+            raise OSError(f"it has more than {_LARGEST} bytes")
+    if response.length:
+        raise OSError(f"{response.length} bytes are missing")
+    return b"".join(pieces)
+
+
+def _shut(connected: socket.socket) -> None:
+    """Let whoever reads from it find it closed."""
+    with suppress(OSError):  # it is closed already
+        connected.shutdown(socket.SHUT_RDWR)
 
 
 def _parsed(text: bytes) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text.decode(errors="replace").strip()

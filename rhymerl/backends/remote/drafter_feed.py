@@ -8,6 +8,7 @@ the history over HTTP, as plain data, and the plugin's route there writes them.
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from rhymerl.history.packing import unpack_delta
 from rhymerl.history.records import HistoryDelta
 from rhymerl.types import Sample
 
+_log = logging.getLogger(__name__)
 ROUTE = "/rhymerl/feed"
 LARGEST_BYTES = 2**29  # of a message over HTTP
 
@@ -77,12 +79,18 @@ class FeedReader:
                 raise BackendError(
                     f"{path}: what the drafter is to read next is missing; was the folder cleaned?"
                 ) from error
+            try:
+                if feed.samples:
+                    self.drafter.learn(feed.samples)
+                if feed.delta is not None:
+                    self.drafter.follow(feed.delta)
+            except Exception:
+                _log.exception(
+                    "rhymerl: %s failed on what the trainer tells it (%s)", type(self.drafter).__name__, path.name
+                )
+                raise
             self.version += 1
             path.unlink()
-            if feed.samples:
-                self.drafter.learn(feed.samples)
-            if feed.delta is not None:
-                self.drafter.follow(feed.delta)
 
 
 def _path(folder: Path, version: int) -> Path:

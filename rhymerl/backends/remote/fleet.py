@@ -72,7 +72,7 @@ def _behind(address: Client) -> list[Client]:
     if not listed:
         raise BackendError(f"backend.url={address.url!r}: the router there has no SGLang servers yet")
     return [
-        construct(Client.at, {"url": url}, key="backend")
+        construct(Client.at, {"url": url, "api_key": address.api_key}, key="backend")
         for url in sorted({_RANK.sub("", engine["url"]).rstrip("/") for engine in listed})
     ]
 

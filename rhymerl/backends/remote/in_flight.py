@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from rhymerl.backends.remote.answers import EngineAnswer
 from rhymerl.backends.remote.client import Client
 from rhymerl.backends.remote.wire import to_custom_params
 from rhymerl.errors import BackendError, ConfigError
@@ -30,8 +31,8 @@ class InFlightRequest:
 
     request: RolloutRequest
     rid: str  # the engine's name for it: of one length, because an engine aborts whatever begins with a name
-    answer: Future[Sequence[Mapping[str, Any]]] = field(default_factory=Future)  # in one piece or several
-    pieces: list[Mapping[str, Any]] = field(default_factory=list)  # there are, while more are to come
+    answer: Future[Sequence[EngineAnswer]] = field(default_factory=Future)  # in one piece or several
+    pieces: list[EngineAnswer] = field(default_factory=list)  # there are, while more are to come
     is_given_up: bool = False  # no more are
 
     @property
@@ -48,11 +49,18 @@ class InFlightRequests:
     """
 
     def __init__(
-        self, engine: Client, *, nodes: Callable[[], float] | None, max_sent: int, piece_s: float | None = None
+        self,
+        engine: Client,
+        *,
+        vocabulary: int,
+        nodes: Callable[[], float] | None,
+        max_sent: int,
+        piece_s: float | None = None,
     ) -> None:
         _make_room_for(max_sent)
         self.engine = engine.another()  # which is hung up at the end
         self.threads = ThreadPoolExecutor(max_sent, thread_name_prefix="rhymerl-engine")
+        self._vocabulary = vocabulary
         self._nodes = nodes
         self._piece_s = piece_s
         self._piece_tokens = _FIRST_PIECE
@@ -72,13 +80,15 @@ class InFlightRequests:
         sent.answer = self.threads.submit(self._ask, sent)
         sent.answer.add_done_callback(lambda _: self._back.put(sent))
 
-    def _ask(self, sent: InFlightRequest) -> Sequence[Mapping[str, Any]]:
+    def _ask(self, sent: InFlightRequest) -> Sequence[EngineAnswer]:
         """Return the engine's answer; in one of the threads."""
         while True:
             started, request = time.monotonic(), self._so_far(sent).resume() if sent.pieces else sent.request
             left = request.sampling.max_tokens - (len(request.output) if request.output is not None else 0)
             asked = left if self._piece_s is None else min(left, self._piece_tokens)
-            answer = self.engine.post("/generate", self._content(sent.rid, request, asked), timeout_s=None)
+            said = self.engine.post("/generate", self._content(sent.rid, request, asked), timeout_s=None)
+            of_whom = f"the SGLang engine at {self.engine.url}, request {request.id}"
+            answer = EngineAnswer.of(said, of_whom=of_whom, most=asked, vocabulary=self._vocabulary)
             if asked == left or sent.is_given_up or not _goes_on(answer, request):
                 return [*sent.pieces, answer]
             sent.pieces.append(answer)
@@ -99,19 +109,18 @@ class InFlightRequests:
         if sent.answer.cancelled():
             return _completion(sent, _NOTHING)
         answers = sent.answer.result()
-        meta = answers[-1]["meta_info"]
-        kind = meta["finish_reason"]["type"]
-        if kind == "abort" and not is_withdrawn:
-            raise BackendError(f"the SGLang engine gave up request {sent.request.id}: {meta['finish_reason']}")
-        new = self._output(sent, answers, "withdrawn" if sent.is_given_up else _REASONS.get(kind, "withdrawn"))
-        self._check_version(sent, meta, len(new))
+        last = answers[-1]
+        if last.reason == "abort" and not is_withdrawn:
+            raise BackendError(f"the SGLang engine gave up request {sent.request.id}: {last.told}")
+        reason = "withdrawn" if sent.is_given_up else _REASONS.get(last.reason, "withdrawn")
+        new = self._output(sent, answers, reason)
+        self._check_version(sent, last.version, len(new))
         self._totals.update(emitted=len(new), passes=new.num_passes, drafted=new.num_drafted, accepted=new.num_accepted)
-        return _ended(_completion(sent, new), meta)
+        return _ended(_completion(sent, new), last.told)
 
-    def _check_version(self, sent: InFlightRequest, meta: Mapping[str, Any], num_tokens: int) -> None:
+    def _check_version(self, sent: InFlightRequest, version: str | None, num_tokens: int) -> None:
         """An engine may have been started anew behind an address, or be given weights by somebody else."""
-        version = meta.get("weight_version")
-        if num_tokens and version not in (None, str(self.policy_version)):
+        if num_tokens and version != str(self.policy_version):
             raise BackendError(
                 f"the SGLang engine at {self.engine.url} answered request {sent.request.id} with weights of version {version}, "
                 f"expected {self.policy_version}: it was started anew, or somebody else gives it weights"
@@ -189,38 +198,34 @@ class InFlightRequests:
             },
         }
 
-    def _output(self, sent: InFlightRequest, answers: Sequence[Mapping[str, Any]], reason: FinishReason) -> Output:
+    def _output(self, sent: InFlightRequest, answers: Sequence[EngineAnswer], reason: FinishReason) -> Output:
         """Return what the engine has sampled since the request was sent."""
-        metas = [answer["meta_info"] for answer in answers]
-        pairs = [pair for meta in metas for pair in meta.get("output_token_logprobs") or []]
-        logprobs = np.array([pair[0] for pair in pairs], np.float64)  # JSON has no NaN: there it is null
+        token_ids = np.concatenate([answer.token_ids for answer in answers])
+        logprobs = np.concatenate([answer.logprobs for answer in answers])
         if not np.isfinite(logprobs).all():
             raise BackendError(
                 f"the SGLang engine's log-probs of request {sent.request.id} are not finite (policy version "
                 f"{self.policy_version}): the policy's weights have probably diverged"
             )
-        verified = sum(
-            int(meta.get("spec_verify_ct") or 0) for meta in metas
-        )  # passes after those that read the prompt
-        passes = len(pairs) if self._nodes is None else len(metas) + verified
-        accepted = max(len(pairs) - passes, 0)
+        verified = sum(answer.num_verified for answer in answers)
+        passes = len(token_ids) if self._nodes is None else len(answers) + verified
+        accepted = max(len(token_ids) - passes, 0)
         drafted = 0.0 if self._nodes is None else verified * self._nodes()
         return Output(
-            token_ids=np.array([pair[1] for pair in pairs], np.int32),
+            token_ids=token_ids,
             logprobs=logprobs,
-            policy_versions=np.full(len(pairs), self.policy_version, np.int32),
+            policy_versions=np.full(len(token_ids), self.policy_version, np.int32),
             finish_reason=reason,
-            num_passes=min(passes, len(pairs)),
+            num_passes=min(passes, len(token_ids)),
             num_drafted=max(round(drafted), accepted),  # by the mean of all requests
             num_accepted=accepted,
         )
 
 
-def _goes_on(answer: Mapping[str, Any], request: RolloutRequest) -> bool:
+def _goes_on(answer: EngineAnswer, request: RolloutRequest) -> bool:
     """Return whether a piece of an answer has ended at its length alone."""
-    meta = answer["meta_info"]
-    tokens = [pair[1] for pair in meta.get("output_token_logprobs") or []]
-    return meta["finish_reason"]["type"] == "length" and not set(tokens).intersection(request.sampling.stop_token_ids)
+    stops = set(answer.token_ids.tolist()).intersection(request.sampling.stop_token_ids)
+    return answer.reason == "length" and not stops
 
 
 _REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
@@ -253,7 +258,7 @@ def _completion(sent: InFlightRequest, new: Output) -> Completion:
     return Completion(request=sent.request, output=whole)
 
 
-def _ended(completion: Completion, meta: Mapping[str, Any]) -> Completion:
+def _ended(completion: Completion, told: Mapping[str, Any]) -> Completion:
     """Cut the answer where it ends: of what one pass samples, engines look at the limit before a stop token.
 
     A request that was told to give up may have come to neither. Raises BackendError for one that was cut short of both.
@@ -264,7 +269,7 @@ def _ended(completion: Completion, meta: Mapping[str, Any]) -> Completion:
     if len(output) < end and output.is_finished:
         raise BackendError(
             f"the SGLang engine ended request {completion.request.id} after {len(output)} of {sampling.max_tokens} tokens "
-            f"({meta['finish_reason']}): it has stop tokens of its own, or its context or its memory for keys and values is too small "
+            f"({told}): it has stop tokens of its own, or its context or its memory for keys and values is too small "
             "(backend.arguments.max_total_tokens, mem_fraction_static)"
         )
     if len(output) < end:

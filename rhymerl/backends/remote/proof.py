@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import uuid
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from rhymerl.backends.remote.answers import EngineAnswer
 from rhymerl.backends.remote.client import Client
 from rhymerl.backends.remote.wire import to_custom_params
 from rhymerl.errors import BackendError
 from rhymerl.models.policy import evaluating
+from rhymerl.models.tokenizers import num_embeddings
 from rhymerl.types import Prompt, RolloutRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -32,10 +36,12 @@ def prove(client: Client, policy: Policy, dtype: str) -> None:
     prompt = [(7 * i) % vocabulary for i in range(1, _PROMPT + 1)]
     params = {"temperature": 0.0, "max_new_tokens": _ANSWER, "ignore_eos": True}
     content = {"input_ids": prompt, "sampling_params": params, "return_logprob": True, "logprob_start_len": -1}
-    pairs = client.post("/generate", content)["meta_info"]["output_token_logprobs"]
-    theirs = np.array([pair[0] for pair in pairs], np.float64)  # null is NaN
-    ours, largest = _logprobs(policy, prompt, [pair[1] for pair in pairs])
-    worst, most = float(np.abs(theirs - ours).max()), _SHARE[dtype] * max(largest, _LEAST_LOGIT)
+    of_whom = f"the SGLang engine at {client.url}, a proof"
+    said = client.post("/generate", content)
+    answer = EngineAnswer.of(said, of_whom=of_whom, most=_ANSWER, vocabulary=num_embeddings(policy.model))
+    ours, largest = _logprobs(policy, prompt, answer.token_ids.tolist())
+    worst = float(np.abs(answer.logprobs - ours).max(initial=0.0))
+    worst, most = worst if len(ours) else math.inf, _SHARE[dtype] * max(largest, _LEAST_LOGIT)
     if not worst <= most:
         raise BackendError(
             f"the SGLang engine does not compute the policy: log-probs of a short answer differ by {worst:.3g} nats right after "
@@ -62,7 +68,12 @@ def _sampled(client: Client, seed: int) -> list[int]:
         "custom_params": to_custom_params(request, feed=0),
     }
     answer = client.post("/generate", {"rid": name, "input_ids": [1], "sampling_params": params})
-    return [int(token) for token in answer["output_ids"]]
+    tokens = answer.get("output_ids") if isinstance(answer, Mapping) else None
+    if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
+        raise BackendError(
+            f"the SGLang engine at {client.url}, a proof: expected output_ids, got {str(answer)[:100]!r}"
+        )
+    return tokens
 
 
 def _logprobs(policy: Policy, prompt: list[int], answer: list[int]) -> tuple[FloatArray, float]:

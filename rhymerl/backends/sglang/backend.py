@@ -52,7 +52,7 @@ class SGLangBackend(ServedBackend):
     same device), `disk` (a file in `folder`, by default in shared memory where there is room), `distributed` (a process group with
     the engine's ranks), `auto`. An engine that dies is an error, unless it may be started again `restarts` times, and so is one
     that has been silent for `silence_timeout_s` and fails a health check. `release_memory` frees its memory while training. `url`
-    is one or several, of servers or of routers, whose servers are then asked themselves; each is a worker, which remembers at most
+    is one or several, of servers or of routers, whose servers are then asked themselves, with `api_key` where they have one; each is a worker, which remembers at most
     `history_tokens` of past answers (null: no limit). With `piece_s` answers are
     asked for in pieces that take about so long, so that an engine which is lost costs no more.
     """
@@ -72,6 +72,7 @@ class SGLangBackend(ServedBackend):
         environment: Mapping[str, str] | None = None,
         weights: Literal["auto", "tensor", "disk", "distributed"] = "auto",
         url: str | Sequence[str] | None = None,
+        api_key: str | None = None,
         history_tokens: int | None = HISTORY_TOKENS,
         restarts: int = 0,
         release_memory: bool = False,
@@ -104,6 +105,7 @@ class SGLangBackend(ServedBackend):
         self.environment = dict(environment or {})
         self.weights = weights
         self.url = url
+        self.api_key = api_key
         self.history_tokens = history_tokens
         self.restarts = restarts
         self.release_memory = release_memory
@@ -114,11 +116,13 @@ class SGLangBackend(ServedBackend):
         check(self.arguments)
         if url is not None:
             self._refuse_what_starts_a_server()
+        elif api_key is not None:
+            raise ValueError("api_key: is for servers that run already, at `url`; one that the run starts needs none")
         elif history_tokens != HISTORY_TOKENS:
             raise ValueError(
                 f"history_tokens={history_tokens}: is for servers that run already, at `url`; history.max_tokens is for all others"
             )
-        self._addresses = _addresses(url)
+        self._addresses = _addresses(url, api_key)
         self._cost = CostCurve.read(costs) if costs is not None else None
         self._node: NodePosition | None = None  # of a worker apart from ranks
         self._weight_file: SharedWeightFile | None = None  # with other servers
@@ -306,9 +310,9 @@ class SGLangBackend(ServedBackend):
         self._session = None
 
 
-def _addresses(url: str | Sequence[str] | None) -> list[Client]:
+def _addresses(url: str | Sequence[str] | None, api_key: str | None) -> list[Client]:
     if url is None:
         return []
     if not url:
         raise ValueError(f"url={url!r}: expected an address, several, or null for a server that the run starts")
-    return [Client.at(each) for each in ([url] if isinstance(url, str) else url)]
+    return [Client.at(each, api_key=api_key) for each in ([url] if isinstance(url, str) else url)]

@@ -28,6 +28,7 @@ from rhymerl.engine.support import refuse_impossible
 from rhymerl.errors import BackendError, ConfigError
 from rhymerl.history import NO_VERSION, HistoryDelta, HistoryStore
 from rhymerl.models.policy import DTYPES
+from rhymerl.models.tokenizers import num_embeddings
 from rhymerl.types import Completion, Ratio, RolloutRequest, Sample
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class Session:
         if others:
             urls = [each.url for each in self.fleet.engines]
             raise ConfigError(
-                f"backend.url={urls}: several servers are workers, each with a backend of its own: see `apart`"
+                f"backend.url={urls}: several servers are workers, each with its own backend: see `apart`"
             )
         self._served = ServedDrafter.at(engine, timeout_s=self.settings.silence_timeout_s)
         return tokens_a_pass(engine, self.settings, self.drafter, takes_history=self._served is not None)
@@ -112,6 +113,7 @@ class Session:
         max_sent = (_SENT if piece_s is None else 1) * self.settings.max_running
         self._in_flight = InFlightRequests(
             self.fleet.engines[0],
+            vocabulary=num_embeddings(self.policy.model),
             nodes=self._nodes_a_pass if self._tokens_a_pass > 1 else None,
             max_sent=max_sent,
             piece_s=piece_s,
@@ -200,14 +202,10 @@ class Session:
         """Let them go. Raises ConfigError, sending none, when one could never be answered: it might end the engine."""
         if self.version == NO_WEIGHTS or self._delivery.is_asleep:
             raise BackendError("the SGLang engine has no weights yet: sync_weights comes before submit")
-        vocabulary = self.policy.model.config.get_text_config().vocab_size
+        vocabulary = num_embeddings(self.policy.model)
         verifies_by_its_own_rule = self._tokens_a_pass > 1 and not self._delivery.draws_by_seed
         for request in requests:
-            refuse_impossible(request, self.policy.context_tokens)
-            if int(request.prompt.token_ids.max()) >= vocabulary or int(request.prompt.token_ids.min()) < 0:
-                raise ConfigError(
-                    f"request {request.id}: the prompt has token ids beyond the vocabulary (0 to {vocabulary - 1})"
-                )
+            refuse_impossible(request, self.policy.context_tokens, vocabulary=vocabulary)
             if request.sampling.min_p and verifies_by_its_own_rule:
                 raise ConfigError(
                     f"rollout.min_p={request.sampling.min_p}: expected 0; this SGLang verifies drafts without it"
@@ -360,28 +358,23 @@ class Session:
         if (drafter := self._remote_drafter) is None:
             return
         delta = history.deltas(self._followed)
-        if not self._tell_history(drafter, delta):
+        if not all(self._is_told(drafter, part) for part in delta.parts(_MESSAGE_TOKENS)):
             delta = history.snapshot()
-            self._tell_history(drafter, delta)
+            all(self._is_told(drafter, part) for part in delta.parts(_MESSAGE_TOKENS))
         self._followed = delta.version
 
-    def _tell_history(self, drafter: OwnEngine | ServedDrafter, delta: HistoryDelta) -> bool:
-        """Return False as soon as the server turns out to have been started anew, or told something by another trainer."""
-        for part in delta.parts(_MESSAGE_TOKENS):
-            expected = drafter.feed.version + 1
-            self._tell(drafter, FeedMessage(delta=part))
-            if drafter.feed.version != expected and not part.is_snapshot:
-                return False
-        return True
+    def _is_told(self, drafter: OwnEngine | ServedDrafter, part: HistoryDelta) -> bool:
+        """Return False where the server turns out to have been started anew, or told something by another trainer."""
+        expected = drafter.feed.version + 1
+        drafter.feed.write(FeedMessage(delta=part))
+        self._in_flight.feed = drafter.feed.version
+        return part.is_snapshot or drafter.feed.version == expected
 
     def learn(self, samples: Sequence[Sample]) -> None:
         """Tell the drafter of our own engine, if it wants to know."""
         if self._own is not None and self.settings.n > 1 and listens(self.drafter, "learn"):
-            self._tell(self._own, FeedMessage(samples=samples))
-
-    def _tell(self, drafter: OwnEngine | ServedDrafter, message: FeedMessage) -> None:
-        drafter.feed.write(message)
-        self._in_flight.feed = drafter.feed.version
+            self._own.feed.write(FeedMessage(samples=samples))
+            self._in_flight.feed = self._own.feed.version
 
     # -- metrics -------------------------------------------------------------------------------------------------------
 

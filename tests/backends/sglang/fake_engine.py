@@ -65,6 +65,7 @@ class FakeEngine:
         self.sampled: list[tuple[int, int, str]] = []  # seed, position, version
         self.inputs: dict[str, list[int]] = {}  # of rollouts, by rid
         self.calls: list[str] = []
+        self.keys: set[str | None] = set()  # that calls came with
         self.files: list[tuple[str, int, int]] = []  # of weights: version, inode, time of the last change
         self.folders: set[Path] = set()  # they were in
         self.running: set[str] = set()
@@ -216,6 +217,11 @@ def _handler(engine: FakeEngine) -> type[BaseHTTPRequestHandler]:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             is_json = self.headers["Content-Type"] == "application/json"
             self._say(engine.answer(self.path, json.loads(body) if is_json else body))
+
+        def parse_request(self) -> bool:
+            is_sound = super().parse_request()
+            engine.keys.add(self.headers["Authorization"] if is_sound else None)
+            return is_sound
 
         def _say(self, answer: tuple[int, Any] | None) -> None:
             if answer is None:

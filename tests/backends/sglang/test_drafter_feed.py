@@ -124,3 +124,23 @@ def test_another_process_reads_them(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "0"
+
+
+def test_a_message_on_which_a_drafter_fails_is_named_and_not_lost(tmp_path, caplog):
+    class Failing(Listener):
+        fails = True
+
+        def follow(self, delta):
+            if self.fails:
+                raise ZeroDivisionError("in somebody's drafter")
+            super().follow(delta)
+
+    writer, reader = FeedWriter(tmp_path), FeedReader(tmp_path, drafter := Failing())
+    writer.write(FeedMessage(delta=history().snapshot()))
+    with pytest.raises(ZeroDivisionError):
+        reader.catch_up(1)
+    assert "rhymerl: Failing failed on what the trainer tells it (000000001.feed)" in caplog.text
+    drafter.fails = False
+    reader.catch_up(1)
+    assert [each[0] for each in drafter.heard] == ["follow"]
+    assert list(tmp_path.iterdir()) == []
