@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+import torch
+
 from rhymerl.algos.base import Algorithm
 from rhymerl.algos.policy_gradient import PolicyGradient
 from rhymerl.backends.base import Backend
@@ -33,13 +35,23 @@ def check_answers_fit(policy: Policy, *, rollout: RolloutSettings, evaluation: E
             )
 
 
-def warn_of_endless(policy: Policy, rollout: RolloutSettings) -> None:
-    """Say, on rank 0, that no token ends an answer, where none does."""
-    if not has_stop(policy, rollout) and is_first_rank():
+def warn_of_parts(policy: Policy, rollout: RolloutSettings, **parts: object) -> None:
+    """Say, on rank 0, that no token ends an answer, where none does, and which parts keep a run from repeating bit for bit that should."""
+    if not is_first_rank():
+        return
+    if not has_stop(policy, rollout):
         _LOG.warning(
             "rollout.stop_token_ids=[]: no stop token is known, since neither the model's config nor its tokenizer names one, so each "
             "answer goes on to rollout.max_tokens; name the tokens that end an answer"
         )
+    for name, part in parts.items() if torch.are_deterministic_algorithms_enabled() else ():
+        if getattr(part, "deterministic", None) is False:
+            _LOG.warning(
+                "Trainer(deterministic=True), and %s=%s(deterministic=False) goes by the clock, so a run repeats up to rounding only; give it "
+                "deterministic=True",
+                name,
+                type(part).__name__,
+            )
 
 
 def has_stop(policy: Policy, rollout: RolloutSettings) -> bool:

@@ -41,7 +41,7 @@ from rhymerl.rollout import RECORDS, Rollout, RolloutLoop, RolloutSettings
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.schedulers.fifo import FIFOScheduler
 from rhymerl.training.checkpoint import state_in
-from rhymerl.training.checks import check_algorithm, check_answers_fit, check_workers, longest_tokens, warn_of_endless
+from rhymerl.training.checks import check_algorithm, check_answers_fit, check_workers, longest_tokens, warn_of_parts
 from rhymerl.training.evaluation import EvaluationSettings, step_name
 from rhymerl.training.given_rewards import RewardTrial, check_tags, checked_rewards
 from rhymerl.training.hyperparameters import arguments_of, refuse_lost
@@ -191,7 +191,7 @@ class RhymeModule(L.LightningModule):
         self.update.warn(self.model)
         datamodule.warn()
         self._trial.warn()
-        warn_of_endless(self.policy, self.rollout)
+        warn_of_parts(self.policy, self.rollout, drafter=self.drafter, budget=self.budget)
 
     def on_fit_start(self) -> None:
         self.warn(datamodule_of(self.trainer))

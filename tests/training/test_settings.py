@@ -9,11 +9,13 @@ import torch
 from torch import nn
 
 from rhymerl.algos import GRPO
+from rhymerl.budgets import GoodputBudget
+from rhymerl.drafters import HistoryTreeDrafter
 from rhymerl.errors import ConfigError
 from rhymerl.models.critic import CriticSettings
 from rhymerl.rollout import RolloutSettings
 from rhymerl.testing import tiny_policy
-from rhymerl.training.checks import check_algorithm
+from rhymerl.training.checks import check_algorithm, warn_of_parts
 from rhymerl.training.settings import UpdateSettings
 from tests.training.updates import first_policy
 
@@ -116,3 +118,18 @@ def test_biases_and_norms_do_not_decay():
 def test_bad_settings_are_named(settings, message):
     with pytest.raises(ValueError, match=message):
         UpdateSettings(**settings)
+
+
+def test_parts_that_go_by_the_clock_are_told_under_a_deterministic_trainer(caplog: pytest.LogCaptureFixture) -> None:
+    policy, parts = tiny_policy(), {"drafter": HistoryTreeDrafter(), "budget": GoodputBudget(deterministic=True)}
+    warn_of_parts(policy, RolloutSettings(), **parts)
+    assert caplog.messages == []
+    torch.use_deterministic_algorithms(True)
+    try:
+        warn_of_parts(policy, RolloutSettings(), **parts)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    (words,) = caplog.messages
+    assert words.startswith(
+        "Trainer(deterministic=True), and drafter=HistoryTreeDrafter(deterministic=False) goes by the clock"
+    )
