@@ -40,6 +40,7 @@ from rhymerl.models.lora import LoRA, is_adapted, is_changed, merged, save_confi
 from rhymerl.models.sharding import GatheredTensors, is_sharded
 from rhymerl.models.tokenizers import character_tokenizer, check_characters, check_tokenizer, load_tokenizer
 
+_SUFFIXES = (".json", ".txt", ".jinja", ".model", ".tiktoken", ".bpe", ".vocab", ".jsonl", ".md")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -143,7 +144,7 @@ def context_tokens(config: PretrainedConfig) -> int:
 
 
 def write_files(files: Mapping[str, str], directory: str | Path) -> None:
-    """Write `Policy.files`. Raises ConfigError, before anything is written, for a file that would lie outside the directory."""
+    """Write `Policy.files`. Raises ConfigError, before anything is written, for a file that would lie outside the directory, or is none of a model's."""
     paths = {name: _inside(Path(directory), name) for name in files}
     for name, path in paths.items():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,6 +158,8 @@ def _inside(directory: Path, name: str) -> Path:
     )
     if not is_plain or not (directory / name).resolve().is_relative_to(directory.resolve()):
         raise ConfigError(f"policy file {name!r}: leads out of the directory that it belongs to")
+    if Path(name).suffix not in _SUFFIXES:
+        raise ConfigError(f"policy file {name!r}: no file of a config or a tokenizer ({', '.join(_SUFFIXES)})")
     return directory / name
 
 

@@ -41,7 +41,8 @@ def write_report(paths: Sequence[str | Path], out: str | Path, *, progress: Prog
     Raises what `read_run` raises before anything is written, and RunError where the page cannot be.
     """
     with progress.during("steps read"):
-        runs = with_distinct_names([read_run(path, progress=progress) for path in paths])
+        different = {Path(path).resolve(): path for path in paths}  # one that is named twice is one run
+        runs = with_distinct_names([read_run(path, progress=progress) for path in different.values()])
     target = Path(out)
     part = target.with_name(f".{target.name}.part")
     with progress.during("drawing the page"):

@@ -27,12 +27,15 @@ def check_matplotlib() -> None:
 def draw_pictures(runs: Sequence[Run], folder: Path) -> list[Path]:
     """Write a picture of each chart and timeline of the report on these runs; returns the files."""
     check_matplotlib()
+    import matplotlib
+
     charts = [chart for section in sections_of(runs) for chart in section.charts]
-    pictures = [_save(_chart(chart), folder / f"{chart.id}.png") for chart in charts]
-    for number, run in enumerate(runs):
-        timeline = timeline_of(run)
-        if timeline is not None:
-            pictures.append(_save(_timeline(timeline, run.name), folder / f"timeline-{number}.png"))
+    with matplotlib.rc_context({"text.parse_math": False}):  # a dollar in a name is a dollar
+        pictures = [_save(_chart(chart), folder / f"{chart.id}.png") for chart in charts]
+        for number, run in enumerate(runs):
+            timeline = timeline_of(run)
+            if timeline is not None:
+                pictures.append(_save(_timeline(timeline, run.name), folder / f"timeline-{number}.png"))
     return pictures
 
 

@@ -79,6 +79,7 @@ def test_the_page_is_well_formed_and_loads_nothing(run: Path, tmp_path: Path):
     outside = page.replace(packed_parts(page), "")
     assert re.findall(r"https?://|@import|url\(", outside) == []
     assert len(page) < 3_000_000
+    assert "default-src 'none'" in page, "and could not, whatever got into it"
 
 
 def packed_parts(page: str) -> str:
@@ -181,6 +182,12 @@ def test_two_runs_are_compared(tmp_path: Path):
 def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path: Path):
     runs = write_report([make_run(tmp_path / a / "run") for a in "ab"], tmp_path / "a.html")
     assert [run.name for run in runs] == [str(tmp_path / a / "run") for a in "ab"]
+
+
+def test_a_run_that_is_named_twice_is_one(run: Path, tmp_path: Path):
+    other = make_run(tmp_path / "other")
+    found = write_report([run, other, run.parent / "other" / ".." / run.name], tmp_path / "a.html")
+    assert [each.name for each in found] == ["mine", "other"]
 
 
 # -- what is missing -------------------------------------------------------------------------------------------------
@@ -287,6 +294,12 @@ def test_the_command_takes_several_runs_and_another_place(tmp_path: Path, monkey
     assert main(["report", runs[0], "out=there/one.html", runs[1]]) == 0
     assert (tmp_path / "report.html").read_text() == (tmp_path / "there" / "one.html").read_text()
     assert not (tmp_path / "a" / "report.html").exists()
+
+
+def test_a_dollar_in_a_name_is_a_dollar(tmp_path: Path):
+    run = make_run(tmp_path / "$\\frac{$")
+    assert main(["report", str(run), f"pictures={tmp_path / 'png'}", f"out={tmp_path / 'a.html'}"]) == 0
+    assert len(list((tmp_path / "png").iterdir())) > 3
 
 
 def test_pictures_of_all_charts(run: Path, tmp_path: Path):
