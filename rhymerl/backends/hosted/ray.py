@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,6 +23,7 @@ from rhymerl.backends.hosted.base import HISTORY_TOKENS, Connection, HostedBacke
 from rhymerl.backends.hosted.cluster import answers, places, started_here, words_of
 from rhymerl.backends.hosted.messages import Events, Message, WeightSource
 from rhymerl.backends.hosted.publishing import Publisher
+from rhymerl.backends.hosted.ray_watcher import Watcher
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
@@ -212,7 +212,7 @@ class RayBackend(HostedBackend):
         self._recipe: HostRecipe | None = None
         self._connections: list[RayConnection] = []
         self._joined_ray = False
-        self._folder: str | None = None  # of a cluster that was started here
+        self._watcher: Watcher | None = None  # of a cluster that was started here
         self._publisher: Publisher | None = None
         self._published: WeightSource | None = None  # held until there are newer ones, so that late workers find it
 
@@ -328,8 +328,9 @@ class RayBackend(HostedBackend):
                 raise _no_cluster(address) from error
         else:
             cpus = max(os.cpu_count() or 1, num_workers * self.cpus_per_worker)
-            self._folder = tempfile.mkdtemp(prefix="ray-")
-            ray.init(address="local", num_cpus=cpus, include_dashboard=False, _temp_dir=self._folder, **settings)
+            folder = tempfile.mkdtemp(prefix="ray-")
+            self._watcher = Watcher(folder)
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False, _temp_dir=folder, **settings)
         self._joined_ray = True
 
     def publish(self, named_tensors: Iterable[tuple[str, Tensor]]) -> WeightSource:
@@ -353,9 +354,9 @@ class RayBackend(HostedBackend):
             import ray
 
             ray.shutdown()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-        self._joined_ray, self._folder = False, None
+        if self._watcher is not None:
+            self._watcher.close()
+        self._joined_ray, self._watcher = False, None
 
 
 def _no_cluster(address: str) -> ConfigError:

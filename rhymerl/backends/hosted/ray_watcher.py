@@ -1,0 +1,64 @@
+"""Ends what Ray leaves behind where a trainer is killed: its agents, with the run's environment in them, and its folder.
+
+    python ray_watcher.py FOLDER
+
+A program of its own, which outlives the trainer. The trainer holds the other end of its input, and nothing is ever written there: its end is the
+trainer's. It imports nothing of rhymerl, so that it costs a trainer next to nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+_PATIENCE_S = 30.0
+
+
+class Watcher:
+    """The trainer's side: a watcher of a cluster in `folder`, from now on. It has nothing of the run's environment itself."""
+
+    def __init__(self, folder: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", __file__, folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            env={},
+        )
+
+    def close(self) -> None:
+        """End what is left of the cluster, and wait until that is done."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def _end(folder: str) -> None:
+    until = time.monotonic() + _PATIENCE_S
+    while (left := list(_processes_of(folder))) and time.monotonic() < until:
+        for number in left:
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+        time.sleep(0.05)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _processes_of(folder: str) -> Iterator[int]:
+    """Yield the processes whose command line names the folder: all that Ray starts, but for actors, which end with these."""
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if int(path.name) != os.getpid() and folder.encode() in (path / "cmdline").read_bytes():
+                yield int(path.name)
+
+
+if __name__ == "__main__":
+    sys.stdin.buffer.read()
+    _end(sys.argv[1])
