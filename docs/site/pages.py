@@ -77,7 +77,7 @@ def relinked(page: Path) -> str:
         target = Path(posixpath.normpath(page.parent / found[1]))
         if "://" in found[1] or not target.exists():
             return found[1]
-        return posixpath.relpath(place_of(target), here or ".")
+        return posixpath.relpath(place_of(target), here or ".") + "/" * found[1].endswith("/")
 
     text = page.read_text()
     edges = [0, *(edge for block in _FENCE.finditer(text) for edge in block.span()), len(text)]

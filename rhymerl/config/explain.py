@@ -199,7 +199,8 @@ def _about(key: str, chain: Sequence[ConfigFile], argument: _Argument | None, ma
     comments = [words for file in chain for words in [comments_of(file.path).get(key)] if words]
     described = _docstring(import_target(made, setting=key)) if made else ""
     if not described and argument is not None:
-        described = _entry(argument.target, argument.name) or _docstring(argument.target)
+        target, name = argument.target, argument.name
+        described = _entry(target, name) or _beside(target, name) or _docstring(target)
     return "\n\n".join([*comments[-1:], *([described] if described else [])])
 
 
@@ -220,6 +221,15 @@ def comments_of(path: Path) -> dict[str, str]:
 
 def _docstring(target: Callable[..., Any]) -> str:
     return inspect.getdoc(target) or ""
+
+
+def _beside(target: Callable[..., Any], name: str) -> str:
+    """Return the comment beside a field of this name, of the class or of one that it extends."""
+    for each in inspect.getmro(target) if isinstance(target, type) else ():
+        if name in vars(each).get("__annotations__", {}):
+            found = re.search(rf"^    {name}: .*?  # (.+)$", inspect.getsource(each), re.MULTILINE)
+            return found[1] if found else ""
+    return ""
 
 
 def _entry(target: Callable[..., Any], name: str) -> str:

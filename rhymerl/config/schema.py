@@ -150,12 +150,12 @@ def unknown(config: DictConfig, key: str) -> ConfigError:
 
 
 def _nearest(key: str, known: Sequence[str]) -> str | None:
-    """A sibling first, then a key with the same last name, then any."""
+    """A key with the same last name first, then a sibling, then any."""
     parent, _, name = key.rpartition(".")
     siblings = {each.rpartition(".")[2]: each for each in known if each.rpartition(".")[0] == parent}
     same_name = [each for each in known if each.rpartition(".")[2] == name]
-    close = [siblings[each] for each in get_close_matches(name, siblings, n=1)]
-    close += get_close_matches(key, same_name, n=1, cutoff=0)
+    close = get_close_matches(key, same_name, n=1, cutoff=0)
+    close += [siblings[each] for each in get_close_matches(name, siblings, n=1)]
     close += get_close_matches(key, known, n=1)
     return close[0] if close else None
 

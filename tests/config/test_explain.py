@@ -29,6 +29,10 @@ def test_an_argument_has_its_constructors_type_default_and_docstring() -> None:
     assert found.about == inspect.getdoc(HistoryTreeDrafter)
 
 
+def test_a_field_has_the_comment_beside_it_also_that_of_a_class_it_comes_from() -> None:
+    assert explained("algo.kl_coef").about == "of the divergence from the policy that the run started from"
+
+
 @pytest.mark.parametrize(
     ("key", "config", "overrides", "value", "set_in"),
     [
