@@ -34,6 +34,7 @@ _PROBED = 8  # requests that a probe asks for
 _PROBE_NODES = 4  # of each; also the first reach
 _MORE, _LATELY = 1.5, 0.8
 _OUTLOOK_EVERY = 2  # passes with drafts
+_CHOICE_EVERY = 4  # passes, or when a request has left or entered
 _REMEMBER = 0.99  # of what drafts promised and kept, a pass with drafts
 _REMEMBER_PROBE = 0.8  # a probe: what it is for is that things may have changed
 _TRUST = 4  # times as many nodes as have been verified at once may be tried: beyond that nobody knows what a pass costs
@@ -149,17 +150,19 @@ class GoodputBudget(Budget):
         course = self._course
         if not self._outlook.is_known:
             return slice(None)
-        weights = self._weights_of(requests)
-        choice = self._outlook_for(len(requests), weights)
-        course.misses = 0 if choice.gain > _GAIN else course.misses + 1
+        weights, batch = self._weights_of(requests), (len(requests), self._weights is None)
+        if course.batch != batch or course.passes % _CHOICE_EVERY == 0:
+            choice = self._outlook_for(len(requests), weights)
+            course.batch, course.gain, course.num_asked = batch, choice.gain, choice.num_asked
+        course.misses = 0 if course.gain > _GAIN else course.misses + 1
         if course.misses >= _PATIENCE:
             course.drafts = False
-        if choice.gain <= _GAIN:
+        if course.gain <= _GAIN:
             return slice(0)
         if weights is None:
             return slice(None)
         most_first: IndexArray = np.argsort(-weights, kind="stable")
-        return most_first[: choice.num_asked]
+        return most_first[: course.num_asked]
 
     def _weights_of(self, requests: Sequence[RolloutRequest]) -> FloatArray | None:
         return None if self._weights is None else np.array([self._weights[request.id] for request in requests])
@@ -351,6 +354,12 @@ class _Course:
     passes: int = 0
     probes: int = 0
     trusted: int = _TRUST * _PROBED * _PROBE_NODES  # nodes that may be verified at once
+    batch: tuple[int, bool] = (
+        0,
+        False,
+    )  # requests, and whether their tokens are worth the same, for which these two were chosen:
+    gain: float = 1.0
+    num_asked: int = 0
     attempt: list[Kind] = field(default_factory=list)  # kinds of the passes that come next, of a probe under way
 
 
