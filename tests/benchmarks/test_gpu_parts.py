@@ -96,8 +96,9 @@ def test_tests_are_told_what_the_machine_needs(modules: Callable[[str], Any], tm
     site = modules("gpu_site")
     given = {"server": ["attention_backend=triton", "x=true", "y=0.5"], "variables": ["A=b=1"]}
     found = site.environment(tmp_path, folder=tmp_path / "work", **given)
+    sizes = [1, 2, 4, 8, 16, 32, 64, 128]  # as all servers here
     assert json.loads(found["RHYMERL_SGLANG_GPU"]) == {
-        "arguments": {"attention_backend": "triton", "x": True, "y": 0.5},
+        "arguments": {"cuda_graph_bs_decode": sizes, "attention_backend": "triton", "x": True, "y": 0.5},
         "environment": {"A": "b=1"},
     }
     assert (found["PYTHONUNBUFFERED"], found["HF_HUB_OFFLINE"]) == ("1", "1")

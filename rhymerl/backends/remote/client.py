@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -142,6 +144,7 @@ class Client:
         there = connection.sock  # which the connection lets go of where an answer has no length
         there.settimeout(timeout_s)
         late = threading.Timer(timeout_s or 0.0, _shut, [there])
+        ends = math.inf if timeout_s is None else time.monotonic() + timeout_s
         self._open.add(there)
         try:
             if self._is_over:
@@ -149,7 +152,7 @@ class Client:
             if timeout_s is not None:
                 late.start()
             yield connection
-            if late.finished.is_set():
+            if time.monotonic() >= ends:
                 raise TimeoutError(f"it has not ended after {timeout_s:g} s")
         finally:
             late.cancel()

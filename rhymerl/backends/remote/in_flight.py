@@ -200,8 +200,8 @@ class InFlightRequests:
 
     def _output(self, sent: InFlightRequest, answers: Sequence[EngineAnswer], reason: FinishReason) -> Output:
         """Return what the engine has sampled since the request was sent."""
-        token_ids = np.concatenate([answer.token_ids for answer in answers])
-        logprobs = np.concatenate([answer.logprobs for answer in answers])
+        token_ids = np.concatenate([_NOTHING.token_ids, *(answer.token_ids for answer in answers)])
+        logprobs = np.concatenate([_NOTHING.logprobs, *(answer.logprobs for answer in answers)])
         if not np.isfinite(logprobs).all():
             raise BackendError(
                 f"the SGLang engine's log-probs of request {sent.request.id} are not finite (policy version "
