@@ -51,7 +51,12 @@ def measure(arguments: Any, samples: Sequence[Sample], shares_prefixes: bool) ->
         autocast=partial(torch.autocast, "cuda", torch.bfloat16) if on_gpu else nullcontext,
         shares_prefixes=shares_prefixes,
     )
-    step = partial(updater.run, samples, 0, optimizer=optimizer, schedule=settings.schedule(optimizer, float("inf")))
+    schedule = settings.schedule(optimizer, float("inf"))
+
+    def step() -> None:
+        updater.run(samples, 0, optimizer=optimizer, schedule=schedule)
+        updater.forget()  # as a run does: no step begins with the gradients of the one before
+
     if on_gpu:
         gc.collect()  # the engine that made the samples
         torch.cuda.empty_cache()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -102,17 +102,11 @@ class PromptLoader:
 
     @cached_property
     def _fingerprint(self) -> str:
-        digest = hashlib.blake2b(digest_size=16)
-        for prompt in self.prompts:
-            digest.update(f"{prompt.id}\0{prompt.key}\0".encode())
-        return digest.hexdigest()
+        return _digest(f"{prompt.id}\0{prompt.key}" for prompt in self.prompts)
 
     @cached_property
     def _columns(self) -> str:
-        digest = hashlib.blake2b(digest_size=16)
-        for prompt in self.prompts:
-            digest.update(f"{canonical_json(prompt.columns, prompt.location)}\0".encode())
-        return digest.hexdigest()
+        return _digest(canonical_json(prompt.columns, prompt.location) for prompt in self.prompts)
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -123,6 +117,13 @@ class PromptLoader:
             "shuffle": self.shuffle,
             "seed": self.seed,
         }
+
+
+def _digest(texts: Iterable[str]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for text in texts:
+        digest.update(f"{text}\0".encode())
+    return digest.hexdigest()
 
 
 def _permutation(name: str, count: int) -> npt.NDArray[np.intp]:

@@ -51,7 +51,7 @@ class EngineAnswer:
         told = _kind_of(meta.get("finish_reason"), Mapping, "meta_info.finish_reason")
         reason = _kind_of(told.get("type"), str, "meta_info.finish_reason.type")
         name = "meta_info.output_token_logprobs"
-        pairs = _kind_of(meta.get(name.partition(".")[2]) or [], list, name)
+        pairs = _kind_of(meta.get("output_token_logprobs") or [], list, name)
         if len(pairs) > most + _BEYOND:
             raise _FaultError(f"{name} has {len(pairs)} tokens, {most} were asked for")
         token_ids, logprobs = (list(each) for each in zip(*map(_pair, pairs), strict=True)) if pairs else ([], [])
