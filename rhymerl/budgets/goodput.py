@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 # Without measuring: a pass costs 1 + tokens / 64.
 _ASSUMED = ((0, 1.0), (64, 2.0))
 _GAIN = 1.02  # the best of many estimates is too good
+_NEAR = 0.8  # with less than that for all requests, those whose tokens are worth most do not reach it either
 _PATIENCE = 4  # passes in a row without that gain after which drafting stops
 _OTHER_BATCH = 2.0  # a batch that has shrunk or grown by this factor is one of another size
 _PROBED = 8  # requests that a probe asks for
@@ -181,7 +182,8 @@ class GoodputBudget(Budget):
             return
         is_new, course.rows, course.misses = course.rows == 0, rows, 0
         if not is_new:
-            course.drafts = self._outlook.is_known and not self._allowance.is_spent
+            affords = self._outlook.is_known and not self._allowance.is_spent
+            course.drafts = affords and self._outlook_for(rows).gain > _NEAR
 
     def _next_kind(self) -> Kind:
         course = self._course

@@ -79,7 +79,17 @@ def test_a_step_begins_with_what_the_one_before_has_taught():
         asked.append([[count for count, _ in part] for part in found])
     good, tails = [each[1] for each in asked[3:]], [each[2] for each in asked[3:]]
     assert min(np.mean(np.array(part) == 64) for part in good) > 0.8
-    assert max(np.mean(np.array(part) > 0) for part in tails) < 0.4
+    assert max(np.mean(np.array(part) > 0) for part in tails) < 0.5
+
+
+def test_a_smaller_batch_is_no_reason_to_look_where_nothing_was_ever_accepted():
+    budget, looked = GoodputBudget(costs=STRAIGHT, ask_cost=(0.5, 0.05)), []
+    for _ in range(12):
+        for rows in (64, 31, 15):
+            passes(budget, 40, rows=rows, propose=guesses(4, 0.1), is_right=lambda nodes: nodes < 0)
+        report = budget.metrics()["budget/paused_frac"]
+        looked.append(report.whole - report.part)
+    assert sum(looked[4:]) <= 8 * 2, "an affordable probe, but no four passes for each size"
 
 
 def test_a_small_debt_of_probes_spends_nothing_while_there_are_savings():
