@@ -1,6 +1,6 @@
 # Everything goes through .venv, which is made when it is missing and brought up to date when pyproject.toml, constraints.txt or
 # hashes.txt have changed. Nothing but Python 3.11 or later is needed. Another interpreter: make install PYTHON=python3.12
-.PHONY: help install quickstart pretrained test test-all test-slow test-pretrained test-sglang test-ray test-browser docs check format bench-guard gpu constraints clean
+.PHONY: help install quickstart pretrained test test-all test-slow test-pretrained test-sglang test-ray test-browser test-extras docs check format bench-guard gpu constraints clean
 .DELETE_ON_ERROR:
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -26,6 +26,12 @@ sglang_python := .venv-sglang/bin/python
 sglang_key := $(shell cat pyproject.toml constraints.txt tests/sglang/requirements.txt | cksum | cut -d ' ' -f 1)
 sglang_stamp := .venv-sglang/installed-$(sglang_version)-$(sglang_key)
 
+# So have those that compare with TRL, or use packages that few runs need.
+extras := .[dev,data,math,reasoning,wandb]
+extras_python := .venv-extras/bin/python
+extras_stamp := .venv-extras/installed-$(key)
+extras_tests := tests/algos/test_against_trl.py tests/config/test_shipped.py tests/data tests/integration/test_loggers.py tests/rewards tests/tasks
+
 # MkDocs has an environment of its own too. What needs the package itself runs in .venv before it. ruff formats signatures.
 docs_packages := latex2mathml mkdocs mkdocs-material mkdocstrings-python ruff
 docs_python := .venv-docs/bin/python
@@ -40,6 +46,7 @@ help:
 	@echo "make test-sglang run those of the SGLang backend with its engine on the CPU, in .venv-sglang (some minutes the first time)"
 	@echo "make test-ray    run those that start Ray clusters on this machine (some 15 minutes)"
 	@echo "make test-browser  run those that open reports in the Chromium of this machine"
+	@echo "make test-extras run those of optional packages (TRL, math-verify, reasoning-gym, datasets, wandb), in .venv-extras"
 	@echo "make test-slow   run those that take long, or are further cases of others"
 	@echo "make test-all    run all of these tests, one kind after the other (hours)"
 	@echo "make docs        build the site of the documentation into build/site, without a network once .venv-docs is there"
@@ -72,7 +79,10 @@ test-ray: $(stamp)
 test-slow: $(stamp)
 	$(python) -m pytest -m slow $(if $(filter file,$(origin PYTEST_ARGS)),,$(PYTEST_ARGS))
 
-test-all: test test-slow test-browser test-ray test-pretrained test-sglang
+test-all: test test-slow test-extras test-browser test-ray test-pretrained test-sglang
+
+test-extras: $(extras_stamp)
+	$(extras_python) -m pytest $(PYTEST_ARGS) $(extras_tests)
 
 test-browser: $(stamp)
 	$(python) -m pytest -m browser $(if $(filter file,$(origin PYTEST_ARGS)),,$(PYTEST_ARGS))
@@ -110,6 +120,15 @@ $(stamp): | $(python)
 
 $(python):
 	$(call make_environment,.venv)
+
+$(extras_stamp): | $(extras_python)
+	@rm -f .venv-extras/installed-*
+	@grep -Ev "^(fsspec|huggingface.hub)=" constraints.txt > .venv-extras/constraints.txt # of which data sets want older ones
+	$(extras_python) -m pip install --disable-pip-version-check --constraint .venv-extras/constraints.txt --editable '$(extras)' pandas 'trl>=1.16'
+	@touch $@
+
+$(extras_python):
+	$(call make_environment,.venv-extras)
 
 # Into a folder beside its place first: what is broken off leaves no half of it.
 $(pretrained): | $(python)

@@ -20,10 +20,10 @@ from rhymerl.engine.totals import EngineTotals
 from rhymerl.errors import BackendError, ConfigError, require_at_least
 from rhymerl.history import NO_VERSION, HistoryStore
 from rhymerl.models.copies import copy_weights, twin_of
+from rhymerl.models.logits import num_embeddings
 from rhymerl.models.memory import EngineShape, ModelShape, kv_tokens_beside
 from rhymerl.models.outline import model_shape
 from rhymerl.models.sharding import GatheredTensors
-from rhymerl.models.tokenizers import num_embeddings
 from rhymerl.types import Completion, Ratio, RolloutRequest, Sample
 
 if TYPE_CHECKING:

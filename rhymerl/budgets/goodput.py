@@ -147,11 +147,15 @@ class GoodputBudget(Budget):
         return limits
 
     def _asked_for(self, requests: Sequence[RolloutRequest]) -> slice | IndexArray:
-        """Return the requests for whose drafts a pass is expected to be faster: those whose tokens are worth most, or none."""
+        """Return the requests for whose drafts a pass is expected to be faster: those whose tokens are worth most, or none.
+
+        Where later steps run ahead there is work for all slots, whoever ends: then all are asked for, or none.
+        """
         course = self._course
         if not self._outlook.is_known:
             return slice(None)
-        weights, batch = self._weights_of(requests), (len(requests), self._weights is None)
+        weights = None if self._worth.runs_ahead else self._weights_of(requests)
+        batch = (len(requests), weights is None)
         if course.batch != batch or course.passes % _CHOICE_EVERY == 0:
             choice = self._outlook_for(len(requests), weights)
             course.batch, course.gain, course.num_asked = batch, choice.gain, choice.num_asked

@@ -33,6 +33,7 @@ class TokenWorth:
     def __init__(self) -> None:
         self._lengths = LengthTable()
         self._expected: dict[str, float] = {}  # tokens of the whole answer, NaN = unknown, by id of a running request
+        self.runs_ahead = False  # requests of a later step have been seen beside those of an earlier one
         self._own = 1.0  # the part of a pass over `_rows` requests that goes by its requests
         self._rows = self._num_asked = 0
 
@@ -55,6 +56,7 @@ class TokenWorth:
         if len(requests) == 1:
             return None
         ahead = _ahead(requests)
+        self.runs_ahead = self.runs_ahead or bool(ahead.any())
         expected = np.array([self._expected[request.id] for request in requests])
         unknown = np.isnan(expected)
         if unknown.any():
@@ -80,11 +82,12 @@ class TokenWorth:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the history does not tell again."""
-        return {"length_error": self._lengths.error}
+        return {"length_error": self._lengths.error, "runs_ahead": self.runs_ahead}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state."""
         self._lengths.error = state["length_error"]
+        self.runs_ahead = state.get("runs_ahead", False)  # earlier versions kept none
 
 
 def _ahead(requests: Sequence[RolloutRequest]) -> BoolArray:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from rhymerl.engine.attention import AttentionPlan
 from rhymerl.engine.fused import add_rms_norm, rms_norm, rotate_and_store
 from rhymerl.engine.kv_store import KVStore, LayerStore
+from rhymerl.models.logits import num_tokens
 
 # Their layers are: normalise, attend with rotary embedding, add; normalise, gated MLP, add.
 _FAMILIES = {f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mistral", "qwen2", "qwen3")}
@@ -57,8 +58,8 @@ class _Projection:
     bias: Tensor | None
 
     @classmethod
-    def of(cls, linear: Any) -> _Projection:
-        return cls(_autocast(linear.weight), None if linear.bias is None else _autocast(linear.bias))
+    def of(cls, linear: Any, rows: int | None = None) -> _Projection:
+        return cls(_autocast(linear.weight[:rows]), None if linear.bias is None else _autocast(linear.bias[:rows]))
 
     def __call__(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.weight, self.bias)
@@ -118,12 +119,12 @@ class DirectForward:
         self._store = store
         self._embed, self._rotary, self._norm = body.embed_tokens.forward, body.rotary_emb.forward, _Norm.of(body.norm)
         self._layers = [_Layer(*each) for each in zip(body.layers, store.stores, strict=True)]
-        self._head = _Projection.of(model.lm_head)
+        self._head = _Projection.of(model.lm_head, num_tokens(model))
 
     def __call__(
         self, token_ids: Tensor, positions: Tensor, logit_indices: Tensor | None, plan: AttentionPlan
     ) -> Tensor:
-        """Return logits [M, vocabulary] at `logit_indices` [M] (None = at all) of the packed tokens [N]."""
+        """Return logits [M, V] of the tokens that count at `logit_indices` [M] (None = at all) of the packed tokens [N]."""
         hidden = self._embed(token_ids)
         cos, sin = self._rotary(hidden, positions[None])
         change = torch.zeros_like(hidden)

@@ -21,6 +21,7 @@ from rhymerl.engine.kv_store import KVStore
 from rhymerl.engine.layout import BucketLayout, PassLayout, lay_out
 from rhymerl.engine.rows import Rows
 from rhymerl.engine.threads import threads_for
+from rhymerl.models.logits import num_tokens
 from rhymerl.types import Draft, DraftBatch
 
 # Largest difference of log-probs between the direct forward and transformers' own, as a share of the largest one.
@@ -84,13 +85,15 @@ class Forward:
         return inputs.on_host(self._inputs.device)
 
     def logits(self, layout: PassLayout, also: Sequence[npt.NDArray[Any]] = ()) -> tuple[Tensor, list[Tensor]]:
-        """Return the logits [M, vocabulary] at every root and draft node, and the arrays `also` on the model's device.
+        """Return the logits [M, V] of the tokens that may be sampled at every root and draft node, and the arrays `also` on the model's device.
 
         These travel with what the pass itself needs. On a CPU logits are float32 or better.
         """
         with threads_for(self._operations * layout.num_tokens):
             logits, there = self._run(self._direct, self.store, layout, also)
-        return logits.float() if self.is_on_host and logits.dtype != torch.float64 else logits, there
+        if not self.is_on_host:
+            return logits, there
+        return (logits if logits.dtype == torch.float64 else logits.float()).contiguous(), there
 
     def _run(
         self, direct: DirectForward | None, store: KVStore, layout: PassLayout, also: Sequence[npt.NDArray[Any]] = ()
@@ -111,7 +114,7 @@ class Forward:
                 use_cache=True,
                 logits_to_keep=indices,
                 rhymerl_plan=plan,
-            ).logits[0]
+            ).logits[0, :, : num_tokens(self.model)]
         return logits, [*there]
 
     # -- the direct forward ----------------------------------------------------------------------------------------

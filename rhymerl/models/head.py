@@ -88,7 +88,7 @@ class _Linear(torch.autograd.Function):
         ctx.temperature, ctx.dtype, ctx.transform = temperature, dtype, transform
         ctx.slices = list(_slices(len(hidden), chunk_tokens))
         ctx.set_materialize_grads(False)
-        cast = _Cast(weight, bias, dtype)
+        cast = _Cast(weight, bias, dtype, transform.num_tokens)
         logprobs, entropy, kept = [], [], []
         keeps = len(ctx.slices) == 1 or len(hidden) * len(weight) * max(4, hidden.dtype.itemsize) <= kept_bytes
         for part in ctx.slices:
@@ -109,7 +109,8 @@ class _Linear(torch.autograd.Function):
             return (None,) * 9
         hidden, weight, bias, targets, entropy, *kept = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        cast = _Cast(weight, bias, ctx.dtype)
+        num_tokens = ctx.transform.num_tokens
+        cast = _Cast(weight, bias, ctx.dtype, num_tokens)
         to_hidden = torch.empty_like(hidden) if needs_hidden else None
         # What a half-precision sum of many chunks would lose is small, but the same in each step.
         to_weight = torch.zeros_like(weight, dtype=_summed(weight)) if needs_weight else None
@@ -137,9 +138,9 @@ class _Linear(torch.autograd.Function):
             if to_hidden is not None:
                 to_hidden[part] = gradient @ cast.weight
             if to_weight is not None:
-                _add_product(to_weight, gradient.T, hidden[part].to(ctx.dtype))
+                _add_product(to_weight[:num_tokens], gradient.T, hidden[part].to(ctx.dtype))
             if to_bias is not None:
-                to_bias += gradient.sum(0)
+                to_bias[:num_tokens] += gradient.sum(0)
             del gradient, slope  # before the next ones are made
         to_weight = None if to_weight is None else to_weight.to(weight.dtype)
         to_bias = None if to_bias is None else to_bias.to(bias.dtype)
@@ -147,11 +148,11 @@ class _Linear(torch.autograd.Function):
 
 
 class _Cast:
-    """A linear head in the dtype of its product."""
+    """A linear head in the dtype of its product, for the first `num_tokens` (None: all)."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
-        self.weight = weight.to(dtype)
-        self.bias = None if bias is None else bias.to(dtype)
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, num_tokens: int | None) -> None:
+        self.weight = weight[:num_tokens].to(dtype)
+        self.bias = None if bias is None else bias[:num_tokens].to(dtype)
 
     def products(self, hidden: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):

@@ -1,11 +1,11 @@
-"""What a model makes of the products of its head before they are its logits: it scales them, caps them softly, or both."""
+"""What a model makes of the products of its head before they are its logits (it scales them, caps them softly, or both), and which count."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 _DIVISORS = ("logits_scaling",)
@@ -15,18 +15,20 @@ _MULTIPLIES = ("hyperclovax",)  # families with a divisor's name for a factor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitTransform:
-    """y = c tanh(s z / c) of each product z, with a scale s and a cap c; without a cap y = s z."""
+    """y = c tanh(s z / c) of each product z, with a scale s and a cap c; without a cap y = s z. Those of the first `num_tokens` count."""
 
     scale: float = 1.0
     cap: float | None = None
+    num_tokens: int | None = None  # None: all
 
     @property
     def is_plain(self) -> bool:
-        """Whether it changes nothing."""
+        """Whether logits are the products."""
         return self.scale == 1 and self.cap is None
 
     def __call__(self, products: Tensor) -> Tensor:
-        """Return the logits."""
+        """Return the logits that count, [..., tokens] of [..., V]."""
+        products = products[..., : self.num_tokens]
         scaled = products * self.scale if self.scale != 1 else products
         return scaled if self.cap is None else (scaled / self.cap).tanh() * self.cap
 
@@ -40,9 +42,9 @@ class LogitTransform:
 PLAIN = LogitTransform()
 
 
-def transform_of(config: PretrainedConfig) -> LogitTransform:
+def transform_of(model: PreTrainedModel) -> LogitTransform:
     """Return the transform that a model's config names; `prove_update` finds out whether the model does that, and nothing else."""
-    text = config.get_text_config()
+    text = model.config.get_text_config()
     scale = 1.0
     for name in (*_FACTORS, *_DIVISORS):
         value = getattr(text, name, None)
@@ -50,4 +52,20 @@ def transform_of(config: PretrainedConfig) -> LogitTransform:
             divides = name in _DIVISORS and not text.model_type.startswith(_MULTIPLIES)
             scale = scale / value if divides else scale * value
     caps = [value for name in _CAPS if (value := getattr(text, name, None))]
-    return LogitTransform(scale=scale, cap=caps[0] if caps else None)
+    return LogitTransform(scale=scale, cap=caps[0] if caps else None, num_tokens=num_tokens(model))
+
+
+def limit_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let the model sample the tokenizer's tokens alone: matrices are often padded to a round number of rows."""
+    vars(model)["num_tokens"] = 1 + max(tokenizer.get_vocab().values())
+
+
+def num_tokens(model: PreTrainedModel) -> int:
+    """Return how many tokens are sampled from: ids from 0 to below this."""
+    rows = num_embeddings(model)
+    return min(getattr(model, "num_tokens", rows), rows)
+
+
+def num_embeddings(model: PreTrainedModel) -> int:
+    """Return how many tokens may be fed to a model: ids from 0 to below this."""
+    return len(model.get_input_embeddings().get_parameter("weight"))

@@ -164,7 +164,7 @@ def _states_and(
         targets=batch.targets,
         temperature=temperature or 1.0,
         chunk_tokens=size,
-        transform=transform_of(model.config),
+        transform=transform_of(model),
     )
 
     def run() -> tuple[Tensor, T]:

@@ -36,6 +36,7 @@ from rhymerl.models.deferred import (
 )
 from rhymerl.models.hub import look_up
 from rhymerl.models.loading import naming, read_model
+from rhymerl.models.logits import limit_tokens
 from rhymerl.models.lora import LoRA, is_adapted, is_changed, merged, save_config
 from rhymerl.models.sharding import GatheredTensors, is_sharded
 from rhymerl.models.tokenizers import character_tokenizer, check_characters, check_tokenizer, load_tokenizer
@@ -52,6 +53,9 @@ class Policy:
     tokenizer: PreTrainedTokenizerBase
     weights: DeferredWeights | None = None  # of a model that has only shapes, until it is sharded
     trained_on: torch.device | None = None  # of a copy that is elsewhere than the policy which is trained
+
+    def __post_init__(self) -> None:
+        limit_tokens(self.model, self.tokenizer)
 
     @property
     def device(self) -> torch.device:

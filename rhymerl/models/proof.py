@@ -158,14 +158,14 @@ def _check_head(model: PreTrainedModel, ids: Tensor, states: Tensor) -> None:
         raise ConfigError(
             f"{named(model)}: it has no output embeddings, without which the update cannot run; {_NEEDED}"
         )
-    transform = transform_of(model.config)
+    transform = transform_of(model)
     largest = max(float(call(model, head, states).abs().max()), 1e-6)
     at_cap = [transform.cap / largest] if transform.cap is not None else []
     for factor in (1.0, *at_cap, max(1.0, _LARGE / largest)):
         with _scaled_input(head, factor):
             logits = model(input_ids=ids, use_cache=False).logits
         expected = transform(call(model, head, factor * states))
-        if _differ(logits, expected):
+        if _differ(logits[..., : transform.num_tokens], expected):
             raise ConfigError(
                 f"{named(model)}: its logits are more than its output embeddings times its hidden states, which the update does not "
                 "support (scaled or soft-capped by no setting that is known?)"

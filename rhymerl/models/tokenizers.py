@@ -8,6 +8,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from rhymerl.errors import ConfigError
 from rhymerl.models.loading import naming
+from rhymerl.models.logits import num_embeddings
 
 PAD, END = "<pad>", "<end>"
 
@@ -41,11 +42,6 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, 
             f"{where}: its tokenizer has {len(vocabulary)} tokens, its embedding {rows}, none of them for "
             f"{min(unknown)!r}; save the tokenizer that the model was trained with, or resize the embedding"
         )
-
-
-def num_embeddings(model: PreTrainedModel) -> int:
-    """Return how many tokens may be fed to a model: ids from 0 to below this."""
-    return len(model.get_input_embeddings().get_parameter("weight"))
 
 
 def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:

@@ -84,11 +84,10 @@ def _time(summary: Mapping[str, Any]) -> str | None:
 
 
 def _speedup(summary: Mapping[str, Any]) -> str | None:
-    if (value := summary.get("rollout_speedup")) is None:
+    value, low, high = (summary.get(f"rollout_speedup{end}") for end in ("", "_low", "_high"))
+    if low is None or high is None:
         return None
-    low, high = (summary.get(f"rollout_speedup_{end}") for end in ("low", "high"))
-    known = f"95 % interval {low:.2f} to {high:.2f}" if low is not None and high is not None else "too short to tell"
-    return f"{value:.2f} ({known})"
+    return f"{'too short to tell' if value is None else f'{value:.2f}'} (95 % interval {low:.2f} to {high:.2f})"
 
 
 def _failures(summary: Mapping[str, Any]) -> str | None:

@@ -22,10 +22,10 @@ from rhymerl.distributed.first import is_first_rank
 from rhymerl.drafters import HistoryTreeDrafter
 from rhymerl.errors import ConfigError
 from rhymerl.models.critic import CriticSettings
+from rhymerl.models.logits import num_embeddings
 from rhymerl.models.logprobs import usual_chunk_tokens
 from rhymerl.models.memory import GIB
 from rhymerl.models.policy import PolicySource, context_tokens, frozen
-from rhymerl.models.tokenizers import num_embeddings
 from rhymerl.rollout import RolloutSettings
 from rhymerl.training.checks import check_algorithm
 from rhymerl.training.evaluation import EvaluationSettings

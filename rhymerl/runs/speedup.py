@@ -26,13 +26,18 @@ class Speedup:
     low: float | None = None
     high: float | None = None
 
+    @property
+    def is_known(self) -> bool:
+        """Return whether the run was long enough to tell."""
+        if self.low is None or self.high is None:
+            return False
+        return not self.low <= 1 <= self.high or self.high <= _TOO_WIDE * self.low
+
     def __str__(self) -> str:
         """Return a line that claims nothing that the run does not show."""
-        if self.low is None or self.high is None:
-            return "Too short a run to tell what drafts were worth"
-        interval = f"95 % interval {self.low:.2f} to {self.high:.2f}"
-        if self.low <= 1 <= self.high and self.high > _TOO_WIDE * self.low:
-            return f"Too short a run to tell what drafts were worth: {interval}"
+        interval = f"95 % interval {self.low:.2f} to {self.high:.2f}" if self.low is not None else ""
+        if not self.is_known:
+            return ": ".join(filter(None, ["Too short a run to tell what drafts were worth", interval]))
         return f"Drafts made rollouts {self.ratio:.2f} times as fast ({interval})"
 
 

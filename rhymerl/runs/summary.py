@@ -136,7 +136,7 @@ class Summary(L.Callback):
             "spec_accept_length": round(self.acceptance.accept_length, 4),
             **({"spec_bad_drafts": self.num_bad_drafts} if self.num_bad_drafts else {}),
             **({"problems": problems} if (problems := self.failures.sentences()) else {}),
-            "rollout_speedup": _rounded(speedup.ratio) if speedup else None,
+            "rollout_speedup": _rounded(speedup.ratio) if speedup and speedup.is_known else None,
             "rollout_speedup_low": _rounded(speedup.low) if speedup else None,
             "rollout_speedup_high": _rounded(speedup.high) if speedup else None,
         }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ from rhymerl.budgets.allowance import Allowance
 from rhymerl.budgets.expectation import PassTotals
 from rhymerl.budgets.outlook import Outlook
 from rhymerl.costs import CostCurve
+from rhymerl.testing import make_requests
 from tests.budgets.test_goodput import guesses, passes
 
 STRAIGHT = [(0, 1.0), (1000, 11.0)]  # a token costs a hundredth of a pass
@@ -50,6 +53,23 @@ def test_who_is_asked_for_follows_from_what_asking_costs():
     assert best(outlook, 16, ask_cost=(0.0, 0.05), weights=weights).num_asked == 1
     assert best(outlook, 16, ask_cost=(0.0, 0.05), weights=weights).gain > 1.02
     assert best(outlook, 16, ask_cost=(2.0, 0.0), weights=weights).gain < 1
+
+
+def test_where_later_steps_run_ahead_all_are_asked_for():
+    """One request of 16 is worth half of all tokens, and asking costs much: but its slot is not the last one to be at work."""
+    requests = [replace(request, step=1) for request in make_requests(16)]
+    budget = GoodputBudget(costs=STRAIGHT, ask_cost=(0.0, 0.05))
+    budget._outlook, budget._kind, budget._rows = learned(of_16=0.8), "draft", 16
+    for request in requests:
+        budget.admit(request)
+    worth = dict(zip([request.id for request in requests], [8.0, *[8 / 15] * 15], strict=True))
+    generated, asked = np.ones(16, np.int64), []
+    for running in (requests, [*requests[1:], replace(requests[0], step=2)], requests):
+        budget.note_running(running, generated, num_waiting=0)
+        budget._weights = worth
+        asked.append(int(np.count_nonzero(budget.limits(running))))
+        budget._course.batch = (0, False)
+    assert asked == [1, 16, 16]
 
 
 def test_a_probe_tells_how_much_better_drafts_have_become_beyond_its_own_nodes():

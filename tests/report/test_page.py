@@ -340,7 +340,7 @@ def test_warnings_are_on_the_page_and_those_of_an_earlier_version_were_not_kept(
     ("summary", "expected"),
     [
         ({"rollout_speedup": 1.234, "rollout_speedup_low": 1.1, "rollout_speedup_high": 1.38}, ["1.23 (95 % interval 1.10 to 1.38)"]),
-        ({"rollout_speedup": 1.234, "rollout_speedup_low": None}, ["1.23 (too short to tell)"]),
+        ({"rollout_speedup": None, "rollout_speedup_low": 0.9, "rollout_speedup_high": 1.4}, ["too short to tell (95 % interval 0.90 to 1.40)"]),
         ({"rollout_speedup": None}, []),
     ],
 )  # fmt: skip

@@ -44,7 +44,7 @@ class InFlightRequest:
 class InFlightRequests:
     """The requests in flight through an engine, at most `max_sent` with it at a time; the others wait here.
 
-    `nodes` says how many draft nodes a request has in a pass of it, on average, None that it has none. With `piece_s` an answer is asked for in pieces that take about so long; a request that waits here does not get between them.
+    `nodes` says how many draft nodes a request has in a pass of it, on average, None that it has none; tokens below `num_tokens` are sampled. With `piece_s` an answer is asked for in pieces that take about so long; a request that waits here does not get between them.
     Raises ConfigError when so many connections cannot be open.
     """
 
@@ -52,7 +52,7 @@ class InFlightRequests:
         self,
         engine: Client,
         *,
-        vocabulary: int,
+        num_tokens: int,
         nodes: Callable[[], float] | None,
         max_sent: int,
         piece_s: float | None = None,
@@ -60,7 +60,7 @@ class InFlightRequests:
         _make_room_for(max_sent)
         self.engine = engine.another()  # which is hung up at the end
         self.threads = ThreadPoolExecutor(max_sent, thread_name_prefix="rhymerl-engine")
-        self._vocabulary = vocabulary
+        self._num_tokens = num_tokens
         self._nodes = nodes
         self._piece_s = piece_s
         self._piece_tokens = _FIRST_PIECE
@@ -88,7 +88,7 @@ class InFlightRequests:
             asked = left if self._piece_s is None else min(left, self._piece_tokens)
             said = self.engine.post("/generate", self._content(sent.rid, request, asked), timeout_s=None)
             of_whom = f"the SGLang engine at {self.engine.url}, request {request.id}"
-            answer = EngineAnswer.of(said, of_whom=of_whom, most=asked, vocabulary=self._vocabulary)
+            answer = EngineAnswer.of(said, of_whom=of_whom, most=asked, vocabulary=self._num_tokens)
             if asked == left or sent.is_given_up or not _goes_on(answer, request):
                 return [*sent.pieces, answer]
             sent.pieces.append(answer)
@@ -194,7 +194,7 @@ class InFlightRequests:
                 "top_p": sampling.top_p,
                 "min_p": sampling.min_p,
                 "stop_token_ids": list(sampling.stop_token_ids),
-                "custom_params": to_custom_params(request, feed=self.feed),
+                "custom_params": to_custom_params(request, feed=self.feed, num_tokens=self._num_tokens),
             },
         }
 

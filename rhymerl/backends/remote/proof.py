@@ -6,7 +6,7 @@ import math
 import threading
 import uuid
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,13 +15,13 @@ from rhymerl.backends.remote.answers import EngineAnswer
 from rhymerl.backends.remote.client import Client
 from rhymerl.backends.remote.wire import to_custom_params
 from rhymerl.errors import BackendError
+from rhymerl.models.logits import num_tokens
 from rhymerl.models.policy import evaluating
-from rhymerl.models.tokenizers import num_embeddings
 from rhymerl.types import Prompt, RolloutRequest, SamplingParams
 
 if TYPE_CHECKING:
     from rhymerl.models.policy import Policy
-    from rhymerl.types import FloatArray
+    from rhymerl.types import FloatArray, IntArray
 
 _PROMPT, _ANSWER = 8, 8  # tokens
 # Nats of difference for each of the largest logit, by which rounding grows; another model is several nats off.
@@ -34,11 +34,12 @@ def prove(client: Client, policy: Policy, dtype: str) -> None:
     """Raise BackendError unless the log-probs of a short greedy answer are those of the policy."""
     vocabulary = policy.model.config.get_text_config().vocab_size
     prompt = [(7 * i) % vocabulary for i in range(1, _PROMPT + 1)]
-    params = {"temperature": 0.0, "max_new_tokens": _ANSWER, "ignore_eos": True}
+    request = _request(np.array(prompt, np.int32), seed=0, sampling=SamplingParams(max_tokens=_ANSWER, temperature=0.0))
+    params = _params(request, num_tokens=num_tokens(policy.model))
     content = {"input_ids": prompt, "sampling_params": params, "return_logprob": True, "logprob_start_len": -1}
     of_whom = f"the SGLang engine at {client.url}, a proof"
     said = client.post("/generate", content)
-    answer = EngineAnswer.of(said, of_whom=of_whom, most=_ANSWER, vocabulary=num_embeddings(policy.model))
+    answer = EngineAnswer.of(said, of_whom=of_whom, most=_ANSWER, vocabulary=num_tokens(policy.model))
     ours, largest = _logprobs(policy, prompt, answer.token_ids.tolist())
     worst = float(np.abs(answer.logprobs - ours).max(initial=0.0))
     worst, most = worst if len(ours) else math.inf, _SHARE[dtype] * max(largest, _LEAST_LOGIT)
@@ -57,17 +58,9 @@ def draws_by_seed(client: Client) -> bool:
 
 
 def _sampled(client: Client, seed: int) -> list[int]:
-    name = f"proof-{uuid.uuid4().hex}"
     sampling = SamplingParams(max_tokens=4 * _ANSWER, temperature=2.0)
-    prompt = Prompt(id=name, key="proof", token_ids=np.array([1], np.int32), text="")
-    request = RolloutRequest(id=name, prompt=prompt, sample=0, seed=seed, sampling=sampling, split="train")
-    params = {
-        "temperature": sampling.temperature,
-        "max_new_tokens": sampling.max_tokens,
-        "ignore_eos": True,
-        "custom_params": to_custom_params(request, feed=0),
-    }
-    answer = client.post("/generate", {"rid": name, "input_ids": [1], "sampling_params": params})
+    request = _request(np.array([1], np.int32), seed=seed, sampling=sampling)
+    answer = client.post("/generate", {"rid": request.id, "input_ids": [1], "sampling_params": _params(request)})
     tokens = answer.get("output_ids") if isinstance(answer, Mapping) else None
     if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
         raise BackendError(
@@ -76,10 +69,27 @@ def _sampled(client: Client, seed: int) -> list[int]:
     return tokens
 
 
+def _request(token_ids: IntArray, *, seed: int, sampling: SamplingParams) -> RolloutRequest:
+    name = f"proof-{uuid.uuid4().hex}"
+    prompt = Prompt(id=name, key="proof", token_ids=token_ids, text="")
+    return RolloutRequest(id=name, prompt=prompt, sample=0, seed=seed, sampling=sampling, split="train")
+
+
+def _params(request: RolloutRequest, *, num_tokens: int = 0) -> dict[str, Any]:
+    return {
+        "temperature": request.sampling.temperature,
+        "max_new_tokens": request.sampling.max_tokens,
+        "ignore_eos": True,
+        "custom_params": to_custom_params(request, feed=0, num_tokens=num_tokens),
+    }
+
+
 def _logprobs(policy: Policy, prompt: list[int], answer: list[int]) -> tuple[FloatArray, float]:
     """Return the log-prob of each token of the answer, [tokens], at temperature 1; and the largest logit."""
     tokens = torch.tensor([[*prompt, *answer]], device=policy.model.device)
     with _policy_free, evaluating(policy.model), torch.no_grad():
         logits = policy.model(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1]
-    chosen = torch.log_softmax(logits.double(), -1).gather(-1, tokens[0, len(prompt) :, None])
+    chosen = torch.log_softmax(logits[:, : num_tokens(policy.model)].double(), -1).gather(
+        -1, tokens[0, len(prompt) :, None]
+    )
     return chosen[:, 0].cpu().numpy(), float(logits.abs().max())

@@ -22,8 +22,11 @@ _PACKED = re.compile(r"[A-Za-z0-9+/]*={0,2}")
 _log = logging.getLogger(__name__)
 
 
-def to_custom_params(request: RolloutRequest, *, feed: int) -> dict[str, Any]:
-    """The request but for its tokens and sampling parameters; `feed` is what the drafter has to have read before."""
+def to_custom_params(request: RolloutRequest, *, feed: int, num_tokens: int = 0) -> dict[str, Any]:
+    """The request but for its tokens and sampling parameters; `feed` is what the drafter has to have read before.
+
+    Tokens below `num_tokens` are sampled; 0: all that the model has.
+    """
     prefetched = {} if request.prefetched is None else {"prefetched": _packed(request.prefetched)}
     return {
         KEY: {
@@ -35,6 +38,7 @@ def to_custom_params(request: RolloutRequest, *, feed: int) -> dict[str, Any]:
             "prompt_key": request.prompt.key,
             "offset": len(request.output) if request.output is not None else 0,
             "feed": feed,
+            "num_tokens": num_tokens,
             **prefetched,
         }
     }
@@ -84,6 +88,7 @@ def _of_others(rid: str, tokens: IntArray) -> dict[str, Any]:
         "prompt_key": key,
         "offset": 0,
         "feed": 0,
+        "num_tokens": 0,
     }
 
 
@@ -101,6 +106,12 @@ def feed_of(params: Mapping[str, Any] | None) -> int:
     return own["feed"] if own else 0
 
 
+def num_tokens_of(params: Mapping[str, Any] | None) -> int:
+    """Return how many tokens may be sampled; 0: no word of that."""
+    own = _own(params)
+    return own["num_tokens"] if own else 0
+
+
 def _own(params: Any) -> dict[str, Any] | None:
     """Return what `to_custom_params` has written, or None for anything else: clients of a server may send what they like.
 
@@ -112,9 +123,10 @@ def _own(params: Any) -> dict[str, Any] | None:
     held = {
         name: own.get(name) for name in ("id", "prompt_id", "prompt_key", "sample", "seed", "split", "offset", "feed")
     }
+    held["num_tokens"] = own.get("num_tokens", 0)  # earlier versions do not send it
     is_sound = (
         all(isinstance(held[name], str) for name in ("id", "prompt_id", "prompt_key"))
-        and all(_is_count(held[name]) for name in ("sample", "offset", "feed"))
+        and all(_is_count(held[name]) for name in ("sample", "offset", "feed", "num_tokens"))
         and _SEED.fullmatch(str(held["seed"])) is not None
         and held["split"] in get_args(Split)
     )

@@ -27,8 +27,8 @@ from rhymerl.drafters.run_ahead import listens
 from rhymerl.engine.support import refuse_impossible
 from rhymerl.errors import BackendError, ConfigError
 from rhymerl.history import NO_VERSION, HistoryDelta, HistoryStore
+from rhymerl.models.logits import num_embeddings, num_tokens
 from rhymerl.models.policy import DTYPES
-from rhymerl.models.tokenizers import num_embeddings
 from rhymerl.types import Completion, Ratio, RolloutRequest, Sample
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class Session:
         max_sent = (_SENT if piece_s is None else 1) * self.settings.max_running
         self._in_flight = InFlightRequests(
             self.fleet.engines[0],
-            vocabulary=num_embeddings(self.policy.model),
+            num_tokens=num_tokens(self.policy.model),
             nodes=self._nodes_a_pass if self._tokens_a_pass > 1 else None,
             max_sent=max_sent,
             piece_s=piece_s,

@@ -36,10 +36,10 @@ def rollout_request(seed: int, *, prompt: int = 5, generated: int = 0, **samplin
     )
 
 
-def engine_request(request: RolloutRequest) -> SimpleNamespace:
+def engine_request(request: RolloutRequest, *, num_tokens: int = 0) -> SimpleNamespace:
     """Return what SGLang has of the request."""
     count = len(request.prompt.token_ids) + (len(request.output) if request.output else 0)
-    params = SimpleNamespace(custom_params=to_custom_params(request, feed=0))
+    params = SimpleNamespace(custom_params=to_custom_params(request, feed=0, num_tokens=num_tokens))
     return SimpleNamespace(rid="x", origin_input_ids=[0] * count, sampling_params=params)
 
 
@@ -130,6 +130,21 @@ def test_the_tokens_are_those_of_the_embedded_engine(batch, each):
         expected = (logits.double() / temperatures).log_softmax(-1).gather(-1, sampled[:, None])[:, 0]
         torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=0)
         assert torch.equal(logits, clean), "noise or truncation touched the clean logits"
+
+
+@pytest.mark.parametrize("rules", [{}, {"top_k": V - 1}, {"top_p": 0.9}, {"temperature": 0.0}], ids=str)
+def test_tokens_that_the_trainers_tokenizer_lacks_are_never_drawn(rules, monkeypatch):
+    monkeypatch.setattr(keyed, "VOCABULARY", keyed.Vocabulary())
+    requests = [rollout_request(seed, **rules) for seed in range(50)]
+    info, at = sampling_info(requests), torch.full((50,), 4)
+    logits = torch.randn(50, V)
+    keyed.VOCABULARY.follow([engine_request(requests[0])])
+    assert int(keyed.draw(logits, info, at, each=1)[0].max()) >= 9, "all, as long as no request says anything else"
+    keyed.VOCABULARY.follow([engine_request(requests[0], num_tokens=9), engine_request(requests[0])])
+    sampled, logprobs = keyed.draw(logits, info, at, each=1)
+    assert sampled.tolist() == our_draw(logits[:, :9].contiguous(), requests, np.zeros(50, np.int64), 1)
+    expected = (logits[:, :9].double() / info.temperatures).log_softmax(-1).gather(-1, sampled[:, None])[:, 0]
+    torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=0)
 
 
 def test_logits_of_half_precision_are_sampled_from_as_they_are():

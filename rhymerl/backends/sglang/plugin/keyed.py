@@ -8,21 +8,38 @@ the token is sampled by the ordinary sampler or at a node of a tree. n = draws, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rhymerl.backends.remote.wire import noise_of
+from rhymerl.backends.remote.wire import noise_of, num_tokens_of
 from rhymerl.engine.device_draw import draw_with_logprobs
 from rhymerl.engine.draw import chosen_logprobs, draw_tokens
 from rhymerl.engine.noise import noise_counters, noise_keys_on_device
 from rhymerl.engine.truncation import Truncation
 
 _AT_ONCE = 2**24  # logits, on a CPU; to truncate each of them takes some 40 bytes
+
+
+@dataclass(slots=True)
+class Vocabulary:
+    """How many tokens are sampled from in this process: SGLang serves one policy in it, and not all of its batches keep their requests."""
+
+    num_tokens: int | None = None  # None: all, as long as nobody has said anything else
+
+    def follow(self, engine_requests: Iterable[Any]) -> None:
+        """Go by what the requests of a batch say."""
+        said = max((num_tokens_of(each.sampling_params.custom_params) for each in engine_requests), default=0)
+        if said > (self.num_tokens or 0):
+            self.num_tokens = said
+
+
+VOCABULARY = Vocabulary()
 
 
 def first_counter(engine_request: Any) -> int:
@@ -41,7 +58,9 @@ def draw(logits: Tensor, sampling_info: Any, positions: Tensor, *, each: int) ->
 
     Noise and truncation only touch copies, of some lines at a time.
     """
-    temperature, top_k, top_p, min_p = (_spread(values, each) for values in _settings(sampling_info))
+    logits = logits[:, : VOCABULARY.num_tokens]
+    settings = _settings(sampling_info, logits.shape[1])
+    temperature, top_k, top_p, min_p = (_spread(values, each) for values in settings)
     scales = 1.0 / temperature
     inverse = torch.where(top_k == 1, 0.0, scales)
     counters = _spread(sampling_info.sampling_seed, each) + positions.to(torch.int64)
@@ -60,7 +79,7 @@ def draw(logits: Tensor, sampling_info: Any, positions: Tensor, *, each: int) ->
 def _draw_on_cpu(
     rules: Truncation | None, logits: Tensor, counters: Tensor, inverse: Tensor, scales: Tensor
 ) -> tuple[Tensor, Tensor]:
-    clean = logits.float()
+    clean = logits.float().contiguous()
     left = clean if rules is None else rules.apply(clean)
     keys = noise_keys_on_device(counters).numpy().astype(np.uint32)
     lines, tokens, logprobs = np.arange(len(clean)), np.empty(len(clean), np.int32), np.empty(len(clean))
@@ -88,10 +107,10 @@ def without_seeds(batch: Any) -> Iterator[None]:
         batch.sampling_info = info
 
 
-def _settings(sampling_info: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _settings(sampling_info: Any, num_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Temperature, top-k (0 = off; SGLang writes a huge number), top-p and min-p of each request."""
     top_ks = sampling_info.top_ks
-    off = top_ks >= sampling_info.vocab_size
+    off = top_ks >= num_tokens
     return (
         sampling_info.temperatures.view(-1),
         torch.where(off, 0, top_ks),

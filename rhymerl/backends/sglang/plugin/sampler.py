@@ -71,6 +71,7 @@ def install() -> None:
     @functools.wraps(original)
     def from_schedule_batch(cls: Any, batch: Any, vocab_size: int) -> Any:
         info = original(cls, batch, vocab_size)
+        keyed.VOCABULARY.follow(batch.reqs)
         counters = [keyed.first_counter(request) for request in batch.reqs]
         info.sampling_seed = torch.tensor(counters, dtype=torch.int64).to(info.device, non_blocking=True)
         return info
