@@ -262,7 +262,7 @@ class PolicySource:
             model = self._empty(setting)
         weights = FirstRankWeights(lambda: self._whole(setting).model)
         if self.init is not None:
-            return Policy(model=model, tokenizer=character_tokenizer(self.characters), weights=weights)
+            return Policy(model=model, tokenizer=self._made_tokenizer(), weights=weights)
         where = f"{setting}.path={self.path!r}"
         name, is_here = self._place(str(self.path), where, setting)
         with naming(f"{where}: cannot be loaded as a causal language model"):
@@ -285,7 +285,7 @@ class PolicySource:
         """Return the model of the config, made in a context in which there is no content."""
         with torch.device("cpu"):
             if self.init is not None:
-                config = self._built_config(self.init, character_tokenizer(self.characters), setting)
+                config = self._built_config(self.init, self._made_tokenizer(), setting)
             else:
                 config = self._config(str(self.path), f"{setting}.path={self.path!r}", setting)
         with naming(f"{setting}: cannot be made as a causal language model"):
@@ -338,12 +338,17 @@ class PolicySource:
         return Policy(model=model, tokenizer=tokenizer)
 
     def _build(self, init: Mapping[str, Any], setting: str) -> Policy:
-        tokenizer = character_tokenizer(self.characters)
+        tokenizer = self._made_tokenizer()
         config = self._built_config(init, tokenizer, setting)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[self.dtype])
         return Policy(model=model, tokenizer=tokenizer)
+
+    def _made_tokenizer(self) -> PreTrainedTokenizerFast:
+        """Return one that has a token for each row of the model."""
+        size = (self.init or {}).get("vocab_size")
+        return character_tokenizer(self.characters, size=size if isinstance(size, int) else 0)
 
     @staticmethod
     def _built_config(init: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast, setting: str) -> PretrainedConfig:

@@ -44,8 +44,8 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, 
         )
 
 
-def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
-    """One token a character (ASCII): 0 is padding, 1 ends an answer, then `characters` in order.
+def character_tokenizer(characters: str, *, size: int = 0) -> PreTrainedTokenizerFast:
+    """One token a character (ASCII): 0 is padding, 1 ends an answer, then `characters` in order, then `<19>` and so on up to `size`.
 
     It is a byte-level BPE without merges, because transformers loads the tokenizers of some model types as that, whatever
     class was saved. Raises ValueError for a character that appears twice or is not ASCII.
@@ -55,7 +55,8 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
     check_characters(characters)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     names = [byte_level.pre_tokenize_str(character)[0][0] for character in characters]
-    vocabulary = {token: index for index, token in enumerate([PAD, END, *names])}
+    known = [PAD, END, *names]
+    vocabulary = {token: index for index, token in enumerate([*known, *(f"<{i}>" for i in range(len(known), size))])}
     backend = Tokenizer(models.BPE(vocabulary, merges=[]))
     backend.pre_tokenizer = byte_level
     backend.decoder = decoders.ByteLevel()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -32,7 +34,10 @@ SAMPLING = {
 
 
 def padded(**settings: object) -> Policy:
-    return tiny_policy(**{"vocab_size": ROWS, "peaked": 2.0, **settings})
+    """Return a policy whose tokenizer has fewer tokens than its model, as it is read from many a hub's directory."""
+    policy = tiny_policy(**{"vocab_size": ROWS, "peaked": 2.0, **settings})
+    assert num_tokens(policy.model) == ROWS, "one that is made has a token for each row"
+    return replace(policy, tokenizer=tiny_policy().tokenizer)
 
 
 def answers(policy: Policy, **sampling: object) -> list[Completion]:

@@ -111,7 +111,7 @@ TRANSFORMED = [
 @pytest.mark.parametrize(("model_type", "settings"), TRANSFORMED)
 def test_logits_that_are_scaled_or_capped_as_the_config_says_pass(model_type, settings, dtype):
     model = small_model(model_type, dtype=dtype, **settings)
-    assert not transform_of(model.config).is_plain
+    assert not transform_of(model).is_plain
     prove_update(model)
 
 
@@ -119,7 +119,7 @@ def test_logits_that_are_scaled_or_capped_as_the_config_says_pass(model_type, se
 @pytest.mark.parametrize(("model_type", "settings"), TRANSFORMED)
 def test_a_config_that_says_something_else_does_not(model_type, settings, dtype):
     model = small_model(model_type, dtype=dtype, **settings)
-    transform = transform_of(model.config)
+    transform = transform_of(model)
     cap = transform.cap if transform.cap is not None else 30.0
     for change in (lambda logits: 1.001 * logits, lambda logits: cap * torch.tanh(logits / cap)):
         with pytest.raises(ConfigError, match="scaled or soft-capped by no setting"):

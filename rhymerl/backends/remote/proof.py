@@ -36,9 +36,9 @@ def prove(client: Client, policy: Policy, dtype: str) -> None:
     prompt = [(7 * i) % vocabulary for i in range(1, _PROMPT + 1)]
     request = _request(np.array(prompt, np.int32), seed=0, sampling=SamplingParams(max_tokens=_ANSWER, temperature=0.0))
     params = _params(request, num_tokens=num_tokens(policy.model))
-    content = {"input_ids": prompt, "sampling_params": params, "return_logprob": True, "logprob_start_len": -1}
+    wanted = {"sampling_params": params, "return_logprob": True, "logprob_start_len": -1}
     of_whom = f"the SGLang engine at {client.url}, a proof"
-    said = client.post("/generate", content)
+    said = client.post("/generate", {"rid": request.id, "input_ids": prompt, **wanted})
     answer = EngineAnswer.of(said, of_whom=of_whom, most=_ANSWER, vocabulary=num_tokens(policy.model))
     ours, largest = _logprobs(policy, prompt, answer.token_ids.tolist())
     worst = float(np.abs(answer.logprobs - ours).max(initial=0.0))
