@@ -132,3 +132,16 @@ def test_bfloat16_is_reported():
     share = equal(answers["none"], answers["history"])
     print(f"bfloat16: {share:.1%} of the answers are the same with and without drafts")
     assert share > 0.5
+
+
+def test_tokens_that_the_tokenizer_lacks_are_never_sampled():
+    """The model has 64 rows and its tokenizer 19 tokens, as with matrices that were padded."""
+    made = tiny_policy(dtype="float32", hidden_size=64, context=512, vocab_size=64)
+    policy = dataclasses.replace(made, tokenizer=tiny_policy().tokenizer)
+    requests = make_requests(6, group_size=2, max_tokens=24)
+    expected = embedded(policy, requests)
+    with started(sglang(), policy, RandomTreeDrafter(vocabulary=64)) as backend:
+        answers = answered(backend, requests)
+    assert max(int(each.token_ids.max()) for each in answers.values()) < 19
+    assert equal(answers, expected) == 1
+    assert largest_difference(answers, expected) < 1e-3

@@ -15,16 +15,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _PATIENCE_S = 30.0
+_MARK = "RHYMERL_CLUSTER"  # in the environment of all that Ray starts: its agents give themselves other command lines
 
 
 class Watcher:
     """The trainer's side: a watcher of a cluster in `folder`, from now on. It has nothing of the run's environment itself."""
 
     def __init__(self, folder: str) -> None:
+        self._folder = folder
         self._process = subprocess.Popen(
             [sys.executable, "-I", __file__, folder],
             stdin=subprocess.PIPE,
@@ -33,6 +35,15 @@ class Watcher:
             start_new_session=True,
             env={},
         )
+
+    @contextmanager
+    def marking(self) -> Iterator[None]:
+        """Context in which the cluster is started, so that its processes are known by their environment."""
+        os.environ[_MARK] = self._folder
+        try:
+            yield
+        finally:
+            del os.environ[_MARK]
 
     def close(self) -> None:
         """End what is left of the cluster, and wait until that is done."""
@@ -52,10 +63,11 @@ def _end(folder: str) -> None:
 
 
 def _processes_of(folder: str) -> Iterator[int]:
-    """Yield the processes whose command line names the folder: all that Ray starts, but for actors, which end with these."""
+    """Yield the processes of the cluster in the folder."""
+    mark = f"{_MARK}={folder}".encode()
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if int(path.name) != os.getpid() and folder.encode() in (path / "cmdline").read_bytes():
+            if mark in (path / "environ").read_bytes().split(b"\0"):
                 yield int(path.name)
 
 

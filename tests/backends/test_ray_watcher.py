@@ -1,0 +1,66 @@
+"""What a cluster leaves behind where its trainer is killed, without Ray: processes that have its environment, and its folder."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rhymerl.backends.hosted.ray_watcher import Watcher
+
+# As Ray's agents: of the cluster by their environment alone, since they have given themselves another command line.
+TRAINER = """
+import subprocess, sys
+from rhymerl.backends.hosted.ray_watcher import Watcher
+watcher = Watcher(sys.argv[1])
+with watcher.marking():
+    agent = subprocess.Popen(["sleep", "600"], start_new_session=True)
+other = subprocess.Popen(["sleep", "600"], start_new_session=True)
+print(agent.pid, other.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def lives(number: int) -> bool:
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_a_trainer_that_is_killed_leaves_no_process_of_the_cluster_and_no_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "ray-cluster"
+    folder.mkdir()
+    started = [sys.executable, "-c", TRAINER, str(folder)]
+    with subprocess.Popen(started, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        agent, other = map(int, trainer.stdout.readline().split())
+        assert lives(agent)
+        trainer.kill()
+    try:
+        wait_until(lambda: not lives(agent) and not folder.exists())
+        assert lives(other), "it is none of the cluster's"
+    finally:
+        os.kill(other, signal.SIGKILL)
+
+
+def test_one_that_ends_by_itself_waits_for_it(tmp_path: Path) -> None:
+    folder = tmp_path / "ray-cluster"
+    folder.mkdir()
+    watcher = Watcher(str(folder))
+    with watcher.marking():
+        agent = subprocess.Popen(["sleep", "600"])
+    watcher.close()
+    assert agent.wait(timeout=60) == -signal.SIGKILL
+    assert not folder.exists()
