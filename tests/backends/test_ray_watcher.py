@@ -1,4 +1,4 @@
-"""What a cluster leaves behind where its trainer is killed, without Ray: processes that have its environment, and its folder."""
+"""What a cluster leaves behind where its trainer is killed, without Ray: processes that write into its folder, and the folder."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 
 from rhymerl.backends.hosted.ray_watcher import Watcher
 
-# As Ray's agents: of the cluster by their environment alone, since they have given themselves another command line.
+# As Ray's agents: of the cluster by their files alone, since they have given themselves another command line.
 TRAINER = """
 import subprocess, sys
 from rhymerl.backends.hosted.ray_watcher import Watcher
 watcher = Watcher(sys.argv[1])
-with watcher.marking():
-    agent = subprocess.Popen(["sleep", "600"], start_new_session=True)
+with open(sys.argv[1] + "/agent.log", "w") as log:
+    agent = subprocess.Popen(["sleep", "600"], start_new_session=True, stdout=log)
 other = subprocess.Popen(["sleep", "600"], start_new_session=True)
 print(agent.pid, other.pid, flush=True)
 sys.stdin.read()
@@ -59,8 +59,8 @@ def test_one_that_ends_by_itself_waits_for_it(tmp_path: Path) -> None:
     folder = tmp_path / "ray-cluster"
     folder.mkdir()
     watcher = Watcher(str(folder))
-    with watcher.marking():
-        agent = subprocess.Popen(["sleep", "600"])
+    with (folder / "agent.log").open("w") as log:
+        agent = subprocess.Popen(["sleep", "600"], stdout=log)
     watcher.close()
     assert agent.wait(timeout=60) == -signal.SIGKILL
     assert not folder.exists()

@@ -330,8 +330,7 @@ class RayBackend(HostedBackend):
             cpus = max(os.cpu_count() or 1, num_workers * self.cpus_per_worker)
             folder = tempfile.mkdtemp(prefix="ray-")
             self._watcher = Watcher(folder)
-            with self._watcher.marking():
-                ray.init(address="local", num_cpus=cpus, include_dashboard=False, _temp_dir=folder, **settings)
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False, _temp_dir=folder, **settings)
         self._joined_ray = True
 
     def publish(self, named_tensors: Iterable[tuple[str, Tensor]]) -> WeightSource:

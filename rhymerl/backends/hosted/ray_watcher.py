@@ -15,18 +15,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 _PATIENCE_S = 30.0
-_MARK = "RHYMERL_CLUSTER"  # in the environment of all that Ray starts: its agents give themselves other command lines
 
 
 class Watcher:
     """The trainer's side: a watcher of a cluster in `folder`, from now on. It has nothing of the run's environment itself."""
 
     def __init__(self, folder: str) -> None:
-        self._folder = folder
         self._process = subprocess.Popen(
             [sys.executable, "-I", __file__, folder],
             stdin=subprocess.PIPE,
@@ -35,15 +33,6 @@ class Watcher:
             start_new_session=True,
             env={},
         )
-
-    @contextmanager
-    def marking(self) -> Iterator[None]:
-        """Context in which the cluster is started, so that its processes are known by their environment."""
-        os.environ[_MARK] = self._folder
-        try:
-            yield
-        finally:
-            del os.environ[_MARK]
 
     def close(self) -> None:
         """End what is left of the cluster, and wait until that is done."""
@@ -63,11 +52,21 @@ def _end(folder: str) -> None:
 
 
 def _processes_of(folder: str) -> Iterator[int]:
-    """Yield the processes of the cluster in the folder."""
-    mark = f"{_MARK}={folder}".encode()
+    """Yield the processes of the cluster: their command line names the folder, or they write into it.
+
+    Ray's agents give themselves another command line, which also covers a part of their environment.
+    """
+
+    def is_inside(link: Path) -> bool:
+        try:
+            return os.readlink(link).startswith(folder)
+        except OSError:
+            return False
+
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if mark in (path / "environ").read_bytes().split(b"\0"):
+            names = folder.encode() in (path / "cmdline").read_bytes()
+            if int(path.name) != os.getpid() and (names or any(map(is_inside, (path / "fd").iterdir()))):
                 yield int(path.name)
 
 
