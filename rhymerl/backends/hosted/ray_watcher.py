@@ -57,9 +57,11 @@ def _processes_of(folder: str) -> Iterator[int]:
     Ray's agents give themselves another command line, which also covers a part of their environment.
     """
 
+    inside = os.path.join(os.path.realpath(folder), "")
+
     def is_inside(link: Path) -> bool:
         try:
-            return os.readlink(link).startswith(folder)
+            return os.readlink(link).startswith(inside)
         except OSError:
             return False
 
