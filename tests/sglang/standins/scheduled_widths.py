@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from rhymerl.backends.sglang.plugin.drafting import EngineDrafting
 from rhymerl.backends.sglang.plugin.settings import EngineSettings
 from rhymerl.budgets import UniformGoodputBudget
+from rhymerl.types import DraftBatch
 
 VARIABLE, SEEN = "RHYMERL_TEST_WIDTHS", "RHYMERL_TEST_WIDTHS_SEEN"
 
@@ -34,14 +36,19 @@ class ScheduledBudget(UniformGoodputBudget):
     def trim(self, requests: Any, drafts: Any) -> Any:
         return np.ones(len(drafts.token_ids), np.bool_)
 
-    def width_of(self, largest: int) -> int:
-        assert largest <= self.now
-        with open(os.environ[SEEN], "a") as seen:
-            print(self.now, file=seen)
-        return self.now
+
+def _width(drafting: EngineDrafting, drafts: DraftBatch) -> int:
+    """The scheduled size in the place of the smallest that holds the largest draft."""
+    assert isinstance(drafting.budget, ScheduledBudget)
+    now = drafting.budget.now
+    assert int(drafts.counts.max(initial=0)) <= now
+    with open(os.environ[SEEN], "a") as seen:
+        print(now, file=seen)
+    return now
 
 
 def install() -> None:
     """Give this process's engine such a budget, where a test asks for it."""
     if schedule := [int(width) for width in os.environ.get(VARIABLE, "").split(",") if width]:
         EngineSettings.budget_of = lambda self, n: ScheduledBudget(schedule)
+        EngineDrafting._width = _width
