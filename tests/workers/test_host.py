@@ -98,6 +98,23 @@ def test_it_goes_on_with_what_waits_when_all_that_ran_have_ended_at_once():
     )
 
 
+def test_what_has_ended_ahead_is_told_of_before_it_waits_for_the_next_message():
+    """A checkpoint, or whoever follows a lost worker, goes by what was told."""
+    host, _ = hosted(lambda request: 3)
+    thread = threading.Thread(target=host.run)
+    thread.start()
+    try:
+        host._told_at = time.monotonic() + 60
+        host.post(Submit(requests=requests(1, 4), rank=1, oldest=0, final=1))  # which the next policy samples again
+        told, until = 0, time.monotonic() + 30
+        while told < 12 and time.monotonic() < until:
+            told += sum(len(each.output) for each in host.poll(0.05).tails)
+    finally:
+        host.close()
+        thread.join()
+    assert told == 12
+
+
 def test_an_earlier_request_that_comes_late_goes_before_later_steps_which_keep_what_they_have():
     host, engine = hosted(lambda request: 20)
     host.post(submit(1, 8))

@@ -117,7 +117,8 @@ class WorkerHost:
                     )
                 self._take_messages()
                 self._decode(timeout_s=_SLICE_S)
-                if time.monotonic() - self._told_at >= _TELL_S:
+                is_idle = not self._is_busy and self._is_settled  # until the next message, which may be long in coming
+                if is_idle or time.monotonic() - self._told_at >= _TELL_S:
                     self._tell()
         except Exception as error:  # noqa: BLE001 - the trainer raises it
             with self._changed:
