@@ -119,5 +119,8 @@ def test_acceptance_makes_passes_fewer_and_tokens_dearer():
     cost.learn([answered(FIRST, 30, passes=10, drafted=40)])  # 3 tokens and 5 verified a pass; half counts
     assert (cost.tokens_per_pass, cost.verified) == (2.0, 3.0)
     assert cost.time(100, 640) == pytest.approx((100 + 3 * 640 / 128) / 2)
+    again = QueueCost()
+    again.load_state_dict(cost.state_dict())
+    assert (again.tokens_per_pass, again.verified) == (2.0, 3.0)
     cost.learn([answered(FIRST, 30)])  # from a backend that does not count passes
     assert cost.tokens_per_pass == 2.0

@@ -21,6 +21,7 @@ from rhymerl.testing import tiny_policy
 from rhymerl.training.batches import step_batch
 from rhymerl.training.settings import UpdateSettings
 from rhymerl.training.updater import Updater
+from rhymerl.types import Sample
 from tests.training.updates import ActorCritic, first_policy, forgiving_grpo, run_update, scored
 
 
@@ -54,6 +55,58 @@ def test_epochs_are_other_mini_batches_of_the_same_samples():
     epochs = [seen[start : start + 16] for start in range(0, len(seen), 16)]
     assert [sorted(epoch) for epoch in epochs] == [[sample.reward for sample in samples]] * 3
     assert len({frozenset(epoch[:8]) for epoch in epochs}) == 3
+
+
+def test_steps_have_other_mini_batches_which_follow_from_the_step():
+    samples = [replace(sample, reward=float(i)) for i, sample in enumerate(scored(16))]
+
+    def seen(steps: int) -> list[frozenset[float]]:
+        found: list[frozenset[float]] = []
+
+        class Recording(GRPO):
+            def loss(self, batch, output, totals):
+                found.append(frozenset(batch.rewards.tolist()))
+                return super().loss(batch, output, totals)
+
+        run_update(samples, algorithm=Recording, mini_batches=2, micro_batch_tokens=10**6, steps=steps)
+        return found[-2:]
+
+    assert seen(1) == seen(1)
+    assert set(seen(1)) != set(seen(2))
+
+
+def test_what_the_mask_leaves_out_is_not_trained():
+    samples = scored(8)
+    holes = [replace(each, loss_mask=each.loss_mask & (np.arange(len(each)) % 2 == 0)) for each in samples]
+    for line, sample in zip(step_batch(holes).mask, holes, strict=True):
+        assert line[: len(sample)].tolist() == sample.loss_mask.tolist()
+        assert not line[len(sample) :].any()
+
+    def other(sample: Sample) -> Sample:
+        output = sample.completion.output
+        logprobs = np.where(sample.loss_mask, output.logprobs, output.logprobs - 1.0)
+        return replace(sample, completion=replace(sample.completion, output=replace(output, logprobs=logprobs)))
+
+    trained, _ = run_update(holes)
+    same, _ = run_update([other(sample) for sample in holes])
+    for left, right in zip(trained.parameters(), same.parameters(), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_advantages_are_told_of_the_samples_that_were_trained():
+    """Those without a reward are in no batch, so that places in it are not theirs."""
+    samples = [replace(each, reward=float("nan")) if i in (0, 5) else each for i, each in enumerate(scored(16))]
+    model, update = copy.deepcopy(first_policy().model), UpdateSettings(learning_rate=1e-3)
+    made = {"temperature": 1.0, "seed": 1, "backward": torch.Tensor.backward, "autocast": nullcontext}
+    updater, optimizer = Updater(model, GRPO(), update, **made), update.optimizer(list(model.parameters()))
+    updater.run(samples, 0, optimizer=optimizer, schedule=update.schedule(optimizer, 1))
+    found = updater.advantages(range(16))
+    assert [i for i, each in enumerate(found) if each is None] == [0, 5]
+    for start in range(0, 16, 4):
+        group = [i for i in range(start, start + 4) if i not in (0, 5)]
+        rewards = np.array([samples[i].reward for i in group])
+        expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
+        assert [found[i] for i in group] == pytest.approx(expected.tolist())
 
 
 @pytest.mark.parametrize(("after", "taken"), [(1, 1), (3, 3), (9, 6)])

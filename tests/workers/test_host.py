@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 
 from rhymerl.backends.hosted.host import WorkerHost
-from rhymerl.backends.hosted.messages import Remember, Submit, Weights, WeightSource
+from rhymerl.backends.hosted.messages import Remember, Submit, Weights, WeightSource, Withdraw
 from rhymerl.backends.spans import EVALUATION
 from rhymerl.budgets import FixedBudget
 from rhymerl.history import Answer, HistoryStore
@@ -162,6 +163,20 @@ def test_in_lockstep_a_budget_learns_nothing_from_evaluations():
     assert budget.learned == 8
     host.step(max_passes=3)
     assert budget.learned == 3
+
+
+def test_what_is_withdrawn_comes_back_with_its_tokens_also_with_those_that_it_brought():
+    host, _ = hosted(lambda request: 50)
+    host.post(submit(0, 2))
+    host.step(max_passes=3)
+    host.post(Withdraw(ids=["0/0"]))
+    ((name, output),) = host.step(max_passes=1).released
+    assert (name, len(output)) == ("0/0", 3)
+    (request,) = requests(0, 1)
+    host.post(Submit(requests=[replace(request, id="0/9", output=output)], rank=0, oldest=0, final=0))
+    host.post(Withdraw(ids=["0/9"]))
+    ((name, again),) = host.step(max_passes=1).released
+    assert (name, again.token_ids.tolist()) == ("0/9", output.token_ids.tolist())
 
 
 def test_requests_that_run_are_left_alone_when_others_of_later_steps_wait():
