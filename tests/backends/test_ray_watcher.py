@@ -55,12 +55,18 @@ def test_a_trainer_that_is_killed_leaves_no_process_of_the_cluster_and_no_folder
         os.kill(other, signal.SIGKILL)
 
 
-def test_one_that_ends_by_itself_waits_for_it(tmp_path: Path) -> None:
+def test_one_that_ends_by_itself_waits_for_it_and_is_left_alone(tmp_path: Path) -> None:
+    """Ray's driver, which is the trainer, writes into the folder, too."""
     folder = tmp_path / "ray-cluster"
     folder.mkdir()
     watcher = Watcher(str(folder))
-    with (folder / "agent.log").open("w") as log:
-        agent = subprocess.Popen(["sleep", "600"], stdout=log)
-    watcher.close()
-    assert agent.wait(timeout=60) == -signal.SIGKILL
+    with (folder / "driver.log").open("w"), (folder / "agent.log").open("w") as log:
+        words = ["sh", "-c", "sleep 600 2> /dev/null & echo $! >&2"]  # whose parent ends
+        agent = int(subprocess.run(words, stdout=log, stderr=subprocess.PIPE, text=True, check=True).stderr)
+        own = subprocess.Popen(["sleep", "600"], stdout=log)
+        watcher.close()
+        assert not lives(agent)
+        assert own.poll() is None
+        own.kill()
+        own.wait()
     assert not folder.exists()

@@ -80,7 +80,7 @@ def test_replay(trace: Path) -> None:
 def test_simulate() -> None:
     progress = Counting()
     simulate(compose("simulate", ["workers=2", "steps=8", "warm_up=1", "seeds=2"]), progress=progress)
-    progress.check(("steps with seed 0, 1 of 2 seeds", 20), ("steps with seed 1, 2 of 2 seeds", 20))
+    progress.check(("steps with seed 0, 1 of 2 seeds", 30), ("steps with seed 1, 2 of 2 seeds", 30))
 
 
 def test_bench() -> None:

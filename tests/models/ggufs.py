@@ -102,7 +102,10 @@ def write_gguf(
 
 def _add_tokenizer(writer: GGUFWriter, policy: Policy) -> None:
     vocabulary: dict[str, int] = policy.tokenizer.get_vocab()
-    tokens = [*sorted(vocabulary, key=vocabulary.__getitem__), MERGED]
+    tokens = [
+        *sorted(vocabulary, key=vocabulary.__getitem__)[:-1],
+        MERGED,
+    ]  # in the place of the last row's made-up token
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)

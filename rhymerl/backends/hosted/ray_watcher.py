@@ -1,6 +1,6 @@
 """Ends what Ray leaves behind where a trainer is killed: its agents, with the run's environment in them, and its folder.
 
-    python ray_watcher.py FOLDER
+    python ray_watcher.py FOLDER TRAINER
 
 A program of its own, which outlives the trainer. The trainer holds the other end of its input, and nothing is ever written there: its end is the
 trainer's. It imports nothing of rhymerl, so that it costs a trainer next to nothing.
@@ -26,7 +26,7 @@ class Watcher:
 
     def __init__(self, folder: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", __file__, folder],
+            [sys.executable, "-I", __file__, folder, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -41,9 +41,9 @@ class Watcher:
         self._process.wait()
 
 
-def _end(folder: str) -> None:
+def _end(folder: str, trainer: int) -> None:
     until = time.monotonic() + _PATIENCE_S
-    while (left := list(_processes_of(folder))) and time.monotonic() < until:
+    while (left := list(_processes_of(folder, trainer))) and time.monotonic() < until:
         for number in left:
             with suppress(ProcessLookupError):
                 os.kill(number, signal.SIGKILL)
@@ -51,10 +51,11 @@ def _end(folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _processes_of(folder: str) -> Iterator[int]:
+def _processes_of(folder: str, trainer: int) -> Iterator[int]:
     """Yield the processes of the cluster: their command line names the folder, or they write into it.
 
-    Ray's agents give themselves another command line, which also covers a part of their environment.
+    Ray's agents give themselves another command line, which also covers a part of their environment. A trainer that still lives writes there, too:
+    it is left alone, with the processes that it has started, which it ends itself.
     """
 
     inside = os.path.join(os.path.realpath(folder), "")
@@ -67,6 +68,9 @@ def _processes_of(folder: str) -> Iterator[int]:
 
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            if trainer in (int(path.name), parent):
+                continue
             names = folder.encode() in (path / "cmdline").read_bytes()
             if int(path.name) != os.getpid() and (names or any(map(is_inside, (path / "fd").iterdir()))):
                 yield int(path.name)
@@ -74,4 +78,4 @@ def _processes_of(folder: str) -> Iterator[int]:
 
 if __name__ == "__main__":
     sys.stdin.buffer.read()
-    _end(sys.argv[1])
+    _end(sys.argv[1], int(sys.argv[2]))
