@@ -122,6 +122,7 @@ $(python):
 	$(call make_environment,.venv)
 
 $(extras_stamp): | $(extras_python)
+	@echo "Installing rhymerl and optional packages into .venv-extras"
 	@rm -f .venv-extras/installed-*
 	@grep -Ev "^(fsspec|huggingface.hub)=" constraints.txt > .venv-extras/constraints.txt # of which data sets want older ones
 	$(extras_python) -m pip install --disable-pip-version-check --constraint .venv-extras/constraints.txt --editable '$(extras)' pandas 'trl>=1.16'

@@ -51,7 +51,8 @@ def judge(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, An
         works = source.steps(config.steps + RUN_OUT, seed)
         window = window_of(config, len(works))
         words = f"steps with seed {seed}, {len(rows) + 1} of {counted(config.seeds, 'seed')}"
-        with _no_collection(), progress.during(words, 3 * len(works)):  # with the scheduler and with both baselines
+        runs = 1 + len(_baseline_modes(config))  # with the scheduler, too
+        with _no_collection(), progress.during(words, runs * len(works)):
             timeline, row = compared(config, works, window, progress=progress)
         rows.append(row)
         if seed == config.seed and config.gantt is not None:
@@ -89,20 +90,27 @@ def compared(
     simulated = simulation(config, scheduler)
     timeline, pause = simulated.run(works, progress=progress), simulated.pause
     figures = summary(timeline, window, train_time=pause)
-    baseline, fifo = (
-        step_time(simulation(config, FIFOScheduler(), run_ahead=mode).run(works, progress=progress), window, pause)
-        for mode in ("off", config.run_ahead)
-    )
+    fifo = {
+        mode: step_time(
+            simulation(config, FIFOScheduler(), run_ahead=mode).run(works, progress=progress), window, pause
+        )
+        for mode in _baseline_modes(config)
+    }
     lengths = np.concatenate([work.lengths for work in works[window.first : window.last]])
     return timeline, {
-        "speedup_over_fifo_barrier": baseline / figures["step_time"],
-        "speedup_over_fifo": fifo / figures["step_time"],
+        "speedup_over_fifo_barrier": fifo["off"] / figures["step_time"],
+        "speedup_over_fifo": fifo[config.run_ahead] / figures["step_time"],
         **figures,
-        "fifo_barrier_step_time": baseline,
+        "fifo_barrier_step_time": fifo["off"],
         "mean_length": float(lengths.mean()),
         "requests": len(lengths),
         **{name.replace("/", "_"): value for name, value in scheduler.metrics().items()},
     }
+
+
+def _baseline_modes(config: DictConfig) -> list[str]:
+    """Return the modes of run_ahead in which FIFO is simulated, each once: a barrier, and the configured one."""
+    return list(dict.fromkeys(("off", config.run_ahead)))
 
 
 def simulation(config: DictConfig, scheduler: Any, **instead: Any) -> Simulation:

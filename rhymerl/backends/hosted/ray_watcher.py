@@ -57,8 +57,7 @@ def _processes_of(folder: str, trainer: int) -> Iterator[int]:
     Ray's agents give themselves another command line, which also covers a part of their environment. A trainer that still lives writes there, too:
     it is left alone, with the processes that it has started, which it ends itself.
     """
-
-    inside = os.path.join(os.path.realpath(folder), "")
+    spared, inside = {trainer, os.getpid()}, os.path.join(os.path.realpath(folder), "")
 
     def is_inside(link: Path) -> bool:
         try:
@@ -69,10 +68,8 @@ def _processes_of(folder: str, trainer: int) -> Iterator[int]:
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            if trainer in (int(path.name), parent):
-                continue
             names = folder.encode() in (path / "cmdline").read_bytes()
-            if int(path.name) != os.getpid() and (names or any(map(is_inside, (path / "fd").iterdir()))):
+            if spared.isdisjoint((int(path.name), parent)) and (names or any(map(is_inside, (path / "fd").iterdir()))):
                 yield int(path.name)
 
 

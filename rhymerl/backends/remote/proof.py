@@ -32,14 +32,15 @@ _policy_free = threading.Lock()  # engines may be proven side by side
 
 def prove(client: Client, policy: Policy, dtype: str) -> None:
     """Raise BackendError unless the log-probs of a short greedy answer are those of the policy."""
-    vocabulary = policy.model.config.get_text_config().vocab_size
-    prompt = [(7 * i) % vocabulary for i in range(1, _PROMPT + 1)]
+    rows = policy.model.config.get_text_config().vocab_size
+    prompt = [(7 * i) % rows for i in range(1, _PROMPT + 1)]
     request = _request(np.array(prompt, np.int32), seed=0, sampling=SamplingParams(max_tokens=_ANSWER, temperature=0.0))
-    params = _params(request, num_tokens=num_tokens(policy.model))
+    vocabulary = num_tokens(policy.model)
+    params = _params(request, num_tokens=vocabulary)
     wanted = {"sampling_params": params, "return_logprob": True, "logprob_start_len": -1}
     of_whom = f"the SGLang engine at {client.url}, a proof"
     said = client.post("/generate", {"rid": request.id, "input_ids": prompt, **wanted})
-    answer = EngineAnswer.of(said, of_whom=of_whom, most=_ANSWER, vocabulary=num_tokens(policy.model))
+    answer = EngineAnswer.of(said, of_whom=of_whom, most=_ANSWER, vocabulary=vocabulary)
     ours, largest = _logprobs(policy, prompt, answer.token_ids.tolist())
     worst = float(np.abs(answer.logprobs - ours).max(initial=0.0))
     worst, most = worst if len(ours) else math.inf, _SHARE[dtype] * max(largest, _LEAST_LOGIT)
