@@ -18,7 +18,12 @@ class Counters:
         if new:
             np.zeros(len(NAMES)).tofile(path)
         self._values: npt.NDArray[np.float64] = np.memmap(path, np.float64, "r+", shape=(len(NAMES),))
-        self._reported = np.array(self._values)
+        self._begun = self._reported = np.array(self._values)
+
+    def begin(self) -> None:
+        """Count from now on, as if nothing had been before."""
+        self.since()
+        self._begun = self._reported
 
     def add(self, **amounts: float) -> None:
         """Add amounts to the counts."""
@@ -32,7 +37,8 @@ class Counters:
     @property
     def nodes_a_pass(self) -> float | None:
         """Draft nodes of a request in a pass, on average; None before the first pass."""
-        row_passes, nodes = (float(self._values[NAMES.index(name)]) for name in ("row_passes", "nodes"))
+        new = self._values - self._begun
+        row_passes, nodes = (float(new[NAMES.index(name)]) for name in ("row_passes", "nodes"))
         return nodes / row_passes if row_passes else None
 
     def since(self) -> Mapping[str, float]:

@@ -43,7 +43,7 @@ class ServedCounters(Counters):
         self._engine = engine
         self._timeout_s = timeout_s
         self._before = self._asked()
-        self._values, self._reported = np.zeros((2, len(NAMES)))
+        self._values, self._reported, self._begun = np.zeros((3, len(NAMES)))
 
     def since(self) -> Mapping[str, float]:
         """Ask for the counts, and return those since the last call. Raises BackendError as `Client.get` does."""

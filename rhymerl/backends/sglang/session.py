@@ -332,8 +332,11 @@ class Session:
             self._completed.append(completion)
 
     def _load(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
+        is_new = self.version == NO_WEIGHTS
         self._delivery.load(named, version)
         self._in_flight.policy_version = version
+        if is_new and self._remote_drafter is not None:
+            self._remote_drafter.counters.begin()  # the answers by which an engine is proven are none of the run's
 
     def sleep(self) -> None:
         """Give the engines' memory to the update, if that is wanted and nothing is in flight."""

@@ -7,6 +7,8 @@ from contextlib import ExitStack
 
 import pytest
 
+from rhymerl.backends.remote import delivery
+from rhymerl.backends.remote.proof import prove
 from rhymerl.backends.sglang.backend import SGLangBackend
 from rhymerl.drafters import HistoryTreeDrafter
 from rhymerl.errors import BackendError
@@ -139,6 +141,20 @@ def test_its_metrics_are_those_of_an_engine_of_our_own(engine, flat_policy):
         backend.submit(make_requests(4, max_tokens=9, stop_token_ids=()))
         assert {each.num_drafted for each in all_of(backend, 4).values()} == {8}, "two in a pass"
         assert backend.metrics()["rollout/passes"] == 0
+
+
+def test_the_answers_of_the_proof_are_not_counted(engine, flat_policy, monkeypatch):
+    def proven(*args):
+        prove(*args)
+        engine.counters.add(passes=20, row_passes=20, nodes=20, asks=20)
+
+    monkeypatch.setattr(delivery, "prove", proven)
+    with connected(engine, flat_policy, nodes=3) as backend:
+        backend.submit(make_requests(4, max_tokens=9, stop_token_ids=()))
+        assert {each.num_drafted for each in all_of(backend, 4).values()} == {12}, "no pass of the run: as if always 3"
+        engine.counters.add(passes=4, row_passes=8, nodes=16, asks=10, hits=6)
+        metrics = backend.metrics()
+        assert (metrics["rollout/passes"], metrics["spec/draft_hit_rate"]) == (4, 0.6)
 
 
 def told(caplog):
