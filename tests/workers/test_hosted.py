@@ -4,17 +4,36 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from rhymerl.rewards import Reward, RewardScorer
 from rhymerl.rollout import Rollout, RolloutLoop, RolloutSettings
 from rhymerl.schedulers import FIFOScheduler
+from rhymerl.workers import hosted
 from rhymerl.workers.in_flight import InFlight
 from tests.distributed.threads import run_ranks
-from tests.rollout.ranked import REWARD, SCHEDULERS, SETTINGS, answers, check_kept, length, prompts, run_step
+from tests.rollout.ranked import (
+    REWARD,
+    SCHEDULERS,
+    SETTINGS,
+    Restless,
+    answers,
+    check_kept,
+    length,
+    prompts,
+    run_step,
+)
 from tests.rollout.tokens import TokenBackend
 from tests.workers.fleet import alone, fleet, run
+
+
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch):
+    """The scheduler is asked for moves within these short steps."""
+    monkeypatch.setattr(hosted, "_REBALANCE_S", 0.005)
+    monkeypatch.setattr(hosted, "_REBALANCE_EXCHANGES", 1)
 
 
 @pytest.mark.parametrize("lockstep", [False, True], ids=["free", "lockstep"])
@@ -83,6 +102,46 @@ def test_a_resumed_run_goes_on_from_what_workers_had_told(run_ahead):
         assert check_kept([*first, *rest]) > 0
     else:
         assert [answers(each) for each in (*first, *rest)] == [answers(each) for each in alone(4)]
+
+
+def kept_for_step_2() -> dict[str, Any]:
+    with fleet(pass_s=0.002, run_ahead="keep") as (loop, _):
+        run(loop, range(2))
+        update_until(loop, lambda ahead: sum(map(len, ahead.outputs.values())) > 20)
+        return loop.state_dict()
+
+
+@pytest.mark.parametrize("run_ahead", ["off", "draft"])
+def test_what_was_kept_trains_nobody_who_keeps_nothing(run_ahead):
+    state = kept_for_step_2()
+    with fleet(pass_s=0.0002, run_ahead=run_ahead) as (loop, _):
+        loop.load_state_dict(state)
+        rollout = run_step(loop, 2)
+    assert {version for each in rollout.samples for version in each.completion.output.policy_versions} == {2}
+    assert answers(rollout) == answers(alone(3)[2])
+
+
+def test_what_was_kept_under_other_settings_is_sampled_anew():
+    state = kept_for_step_2()
+    with fleet(run_ahead="keep") as (loop, _):
+        loop.load_state_dict(state)
+        loop.sync_weights([], 2)
+        rollout = loop.run(prompts(2), 2, RolloutSettings(group_size=3, max_tokens=200, temperature=0.5))
+    assert {version for each in rollout.samples for version in each.completion.output.policy_versions} == {2}
+
+
+@pytest.mark.parametrize("lockstep", [False, True], ids=["free", "lockstep"])
+def test_no_token_is_sampled_twice_however_often_its_request_moves(lockstep):
+    engines: list[TokenBackend] = []
+
+    def engine(number: int) -> TokenBackend:
+        engines.append(TokenBackend(length, pass_s=0.002 * (1 + number)))
+        return engines[-1]
+
+    with fleet(Restless, make=engine, lockstep=lockstep) as (loop, _):
+        rollout = run_step(loop, 0)
+        assert loop.workers.num_moves >= 3
+    assert sum(each.num_sampled for each in engines) == sum(map(len, rollout.samples))
 
 
 def test_an_evaluation_comes_before_the_step_that_has_begun():
