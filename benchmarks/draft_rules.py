@@ -27,11 +27,11 @@ from rhymerl.budgets import PassOutcome
 from rhymerl.budgets.fixed import FixedBudget
 from rhymerl.config import compose, instantiate
 from rhymerl.drafters import Drafter, HistoryTreeDrafter, NGramDrafter
-from rhymerl.engine.tree import depths
+from rhymerl.drafts import Draft, DraftSource, depths
 from rhymerl.history.similarity import length_stability, similarity
 from rhymerl.history.traces import TraceRecord, read_trace
 from rhymerl.runs.replay import Replay
-from rhymerl.types import Completion, Draft, DraftSource, RolloutRequest
+from rhymerl.types import Completion, RolloutRequest
 
 NOTHING = Draft(token_ids=np.empty(0, np.int32), parents=np.empty(0, np.int32))
 DEPTH = 64  # of arctic-inference's trees

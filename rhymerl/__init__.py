@@ -14,7 +14,7 @@ from rhymerl.drafters.base import Drafter
 from rhymerl.errors import BackendError, ConfigError, DataError, RewardError, RhymeError, RunError, UsageError
 from rhymerl.lazy import lazy_names
 from rhymerl.schedulers import FIFOScheduler, Scheduler
-from rhymerl.types import Completion, Draft, Output, Prompt, RolloutRequest, Sample, SamplingParams
+from rhymerl.types import Completion, Output, Prompt, RolloutRequest, Sample, SamplingParams
 
 if TYPE_CHECKING:
     from rhymerl.algos.base import Algorithm
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rhymerl.backends.sglang.backend import SGLangBackend
     from rhymerl.data import PromptDataModule
     from rhymerl.drafters.none import NoDrafter
+    from rhymerl.drafts import Draft
     from rhymerl.models.policy import PolicySource
     from rhymerl.rewards import Reward
     from rhymerl.rollout import RolloutLoop, RolloutSettings
@@ -76,6 +77,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of ours
         __name__,
         {
             "Algorithm": "algos.base",
+            "Draft": "drafts",
             "EmbeddedBackend": "backends.embedded",
             "FSDP2Strategy": "training.fsdp2",
             "GRPO": "algos.grpo",

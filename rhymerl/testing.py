@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -12,7 +13,8 @@ import numpy as np
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
-from rhymerl.types import Completion, Draft, Output, Prompt, RolloutRequest, SamplingParams
+from rhymerl.drafts import Draft
+from rhymerl.types import Completion, Output, Prompt, RolloutRequest, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -182,12 +184,4 @@ class ScriptedBackend(RolloutBackend):
 
     @staticmethod
     def _completion(request: RolloutRequest, tokens: Sequence[int], reason: Any) -> Completion:
-        ids = np.asarray(tokens, np.int32)
-        output = Output(
-            token_ids=ids,
-            logprobs=np.zeros(len(ids)),
-            policy_versions=np.zeros(len(ids), np.int32),
-            finish_reason=reason,
-            num_passes=1,
-        )
-        return Completion(request=request, output=output)
+        return Completion(request=request, output=replace(Output.of(tokens, finish_reason=reason), num_passes=1))

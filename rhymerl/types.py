@@ -1,16 +1,15 @@
 """The records that travel through a rollout, in the order in which they are made.
 
-    Prompt -> RolloutRequest (with SamplingParams) -> Draft (a guess), DraftBatch -> Completion -> Sample
+    Prompt -> RolloutRequest (with SamplingParams) -> Completion (with Output) -> Sample
 
-Records are frozen; arrays inside them are read-only by convention. L = response tokens, P = prompt
-tokens, K = draft nodes, R = requests of a batch, N = draft nodes of a batch. numpy is imported when first used.
+Records are frozen; arrays inside them are read-only by convention. L = response tokens, P = prompt tokens. numpy is
+imported when first used. What guesses the tokens in between is in drafts.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 from math import isnan
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -26,20 +25,6 @@ if TYPE_CHECKING:
 MaybeInfinite = Annotated[float, "may be infinite"]  # of a setting; all others have to be finite
 FinishReason = Literal["stop", "length", "withdrawn"]
 Split = Literal["train", "validation"]  # their histories are kept apart
-
-
-class DraftSource(IntEnum):
-    """The origin of a draft node; HISTORY + a is an answer that is `a` epochs older than the newest."""
-
-    UNKNOWN = -1
-    OWN = 0  # the request's own prompt and tokens
-    SIBLING = 1  # another answer to the same prompt that is being generated now
-    RUN_AHEAD = 2
-    OTHER = 3  # an answer to another prompt
-    HISTORY = 4
-
-
-NOT_DRAFTED = -2  # in the place of a DraftSource: of a token that no draft had
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,11 +91,61 @@ class Output:
     num_drafted: int = 0  # draft nodes verified
     num_accepted: int = 0  # draft nodes that became tokens
     sources: npt.NDArray[np.int8] | None = (
-        None  # [L] DraftSource of accepted tokens, NOT_DRAFTED for others; for reports
+        None  # [L] drafts.DraftSource of accepted tokens, NOT_DRAFTED for others; for reports
     )
+
+    @classmethod
+    def of(
+        cls,
+        token_ids: npt.ArrayLike = (),
+        *,
+        logprob: float = 0.0,
+        policy_version: int = 0,
+        finish_reason: FinishReason = "withdrawn",
+    ) -> Output:
+        """Return tokens that all have one log-prob and version; without arguments, an answer of which there is no token yet."""
+        import numpy as np
+
+        tokens = np.asarray(token_ids, np.int32)
+        return cls(
+            token_ids=tokens,
+            logprobs=np.full(len(tokens), logprob),
+            policy_versions=np.full(len(tokens), policy_version, np.int32),
+            finish_reason=finish_reason,
+        )
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def __getitem__(self, part: slice) -> Output:
+        """Return some of its tokens; the reason and the counts stay those of the whole."""
+        columns: dict[str, Any] = {
+            name: None if column is None else column[part] for name, column in self._columns().items()
+        }
+        return replace(self, **columns)
+
+    def __add__(self, later: Output) -> Output:
+        """Return its tokens and those sampled after them. Counts are summed, the reason is the later one's."""
+        return replace(
+            later.behind(self),
+            num_passes=self.num_passes + later.num_passes,
+            num_drafted=self.num_drafted + later.num_drafted,
+            num_accepted=self.num_accepted + later.num_accepted,
+        )
+
+    def behind(self, earlier: Output) -> Output:
+        """Return earlier tokens and then its own; the reason and the counts are its own, which are of the whole."""
+        import numpy as np
+
+        pairs = {name: (before, getattr(self, name)) for name, before in earlier._columns().items()}
+        joined: dict[str, Any] = {
+            name: None if any(part is None for part in pair) else np.concatenate(pair) for name, pair in pairs.items()
+        }
+        return replace(self, **joined)
+
+    def _columns(self) -> dict[str, Any]:
+        """What there is of each token, by name."""
+        return {name: getattr(self, name) for name in ("token_ids", "logprobs", "policy_versions", "sources")}
 
     @property
     def is_finished(self) -> bool:
@@ -132,144 +167,6 @@ class RolloutRequest:
     output: Output | None = None  # go on from here
     prefetched: IntArray | None = (
         None  # a draft of the whole answer: what the policy before sampled with the same noise
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
-    """A guess of the next tokens as a tree: parents come first, siblings are distinct.
-
-    `Draft(token_ids=[5, 7, 9], parents=[-1, 0, 0])` guesses 5, then 7 or 9.
-    """
-
-    token_ids: IntArray  # [K]
-    parents: IntArray  # [K], -1 <= parents[i] < i; -1 = directly after the context
-    scores: FloatArray | None = None  # [K] path probability, non-increasing along a path
-    match_length: int = 0  # tokens of context that the guess rests on
-    sources: IntArray | None = None  # [K] DraftSource of each node, for metrics
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftBatch:
-    """The drafts of a running batch, packed: request r owns the nodes starts[r]:starts[r + 1].
-
-    Parents count from the request's own first node: `parents=[-1, 0, -1], starts=[0, 2, 3]` is a path of two and a single node.
-    """
-
-    token_ids: IntArray  # [N]
-    parents: IntArray  # [N] -1 = directly after the context
-    starts: IndexArray  # [R + 1]
-    scores: FloatArray  # [N] path probability, NaN where the drafter gave none
-    match_length: IntArray  # [R]
-    sources: npt.NDArray[np.int8]  # [N] DraftSource
-    problems: Mapping[int, str] = field(default_factory=dict)  # by r: why a draft could not be packed; it is empty here
-    _requests: IndexArray | None = field(default=None, init=False, repr=False, compare=False)
-
-    def __len__(self) -> int:
-        return len(self.starts) - 1
-
-    @classmethod
-    def pack(cls, drafts: Sequence[Draft]) -> DraftBatch:
-        """Return one batch of single drafts. Never raises: a draft that is no two lists of integers goes to `problems`."""
-        import numpy as np
-
-        given: Sequence[object] = drafts  # they come from anybody's drafter
-        problems = {r: problem for r, draft in enumerate(given) if (problem := _packing_problem(draft))}
-        usable = [draft for r, draft in enumerate(drafts) if r not in problems]
-        counts = [0 if r in problems else len(draft) for r, draft in enumerate(drafts)]
-        return cls(
-            token_ids=_joined([draft.token_ids for draft in usable]),
-            parents=_joined([draft.parents for draft in usable]),
-            starts=np.cumsum([0, *counts], dtype=np.int64),
-            scores=_joined_or([(draft.scores, len(draft)) for draft in usable], np.nan, np.float64),
-            match_length=np.array([draft.match_length if isinstance(draft, Draft) else 0 for draft in given], np.int32),
-            sources=_joined_or([(draft.sources, len(draft)) for draft in usable], -1, np.int8),
-            problems=problems,
-        )
-
-    @property
-    def counts(self) -> IndexArray:
-        """Nodes of each request, [R]."""
-        return self.starts[1:] - self.starts[:-1]
-
-    @property
-    def requests(self) -> IndexArray:
-        """Return which request each node belongs to, [N]."""
-        import numpy as np
-
-        if self._requests is None:
-            object.__setattr__(self, "_requests", np.repeat(np.arange(len(self)), self.counts))
-        assert self._requests is not None
-        return self._requests
-
-    def draft(self, r: int) -> Draft:
-        """Return the draft of request r; scores and sources are None where the batch has none."""
-        import numpy as np
-
-        nodes = slice(int(self.starts[r]), int(self.starts[r + 1]))
-        scores, sources = self.scores[nodes], self.sources[nodes]
-        return Draft(
-            token_ids=self.token_ids[nodes],
-            parents=self.parents[nodes],
-            scores=None if np.isnan(scores).all() else scores,
-            match_length=int(self.match_length[r]),
-            sources=None if (sources == -1).all() else sources.astype(np.int32),
-        )
-
-    def spread(self, indices: IndexArray, num_requests: int) -> DraftBatch:
-        """Return these drafts at the ascending `indices` [R] among `num_requests` requests, nothing for the others."""
-        import numpy as np
-
-        if len(indices) == num_requests:
-            return self
-        counts, match_length = np.zeros(num_requests, np.int64), np.zeros(num_requests, np.int32)
-        counts[indices], match_length[indices] = self.counts, self.match_length
-        problems = {int(indices[r]): problem for r, problem in self.problems.items()}
-        return replace(
-            self, starts=np.concatenate([[0], np.cumsum(counts)]), match_length=match_length, problems=problems
-        )
-
-
-def _packing_problem(draft: object) -> str | None:
-    """Return why the arrays of a draft cannot stand side by side with others', None when they can."""
-    import numpy as np
-
-    if not isinstance(draft, Draft):
-        return f"a {type(draft).__name__}; expected a rhymerl.Draft"
-    try:
-        tokens, parents = np.asarray(draft.token_ids), np.asarray(draft.parents)
-    except ValueError as error:  # lists of unequal lists
-        return f"token_ids and parents must be two lists of one length ({error})"
-    if tokens.ndim != 1 or tokens.shape != parents.shape:
-        return f"token_ids {tokens.shape} and parents {parents.shape} must be two lists of one length"
-    if len(tokens) and not (tokens.dtype.kind in "iu" and parents.dtype.kind in "iu"):
-        return f"token_ids ({tokens.dtype}) and parents ({parents.dtype}) must be integers"
-    for name, values in (("scores", draft.scores), ("sources", draft.sources)):
-        if values is not None and np.shape(values) != tokens.shape:
-            return f"{name} {np.shape(values)} must be as long as token_ids {tokens.shape}"
-    return None
-
-
-def _joined(parts: Sequence[IntArray]) -> IntArray:
-    """One int32 array; what lies beyond int32 is cut to its ends, so that it stays out of every range."""
-    import numpy as np
-
-    whole = np.concatenate(parts) if parts else np.empty(0, np.int32)
-    limits = np.iinfo(np.int32)
-    return whole if whole.dtype == np.int32 else whole.clip(limits.min, limits.max).astype(np.int32)
-
-
-def _joined_or(parts: Sequence[tuple[npt.NDArray[Any] | None, int]], missing: float, dtype: npt.DTypeLike) -> Any:
-    """One array of what is given; None stands for so many times `missing`."""
-    import numpy as np
-
-    if all(values is None for values, _ in parts):
-        return np.full(sum(count for _, count in parts), missing, dtype)
-    return np.concatenate(
-        [np.full(count, missing, dtype) if values is None else np.asarray(values, dtype) for values, count in parts]
     )
 
 

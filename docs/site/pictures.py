@@ -16,8 +16,8 @@ from rhymerl import Completion, RolloutRequest, SamplingParams
 from rhymerl.budgets import FixedBudget, PassOutcome
 from rhymerl.config import compose
 from rhymerl.drafters import HistoryTreeDrafter
+from rhymerl.drafts import depths
 from rhymerl.engine.engine import Engine
-from rhymerl.engine.tree import depths
 from rhymerl.history import Answer, HistoryStore
 from rhymerl.history.traces import TraceRecord, read_trace
 from rhymerl.models.policy import PolicySource

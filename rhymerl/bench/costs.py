@@ -14,9 +14,10 @@ from rich.table import Table
 from rhymerl.budgets import FixedBudget
 from rhymerl.costs import PassCost
 from rhymerl.drafters.base import Drafter
+from rhymerl.drafts import Draft
 from rhymerl.engine.engine import Engine
 from rhymerl.progress import SILENT, ProgressBar
-from rhymerl.types import Draft, RolloutRequest
+from rhymerl.types import RolloutRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rhymerl.compiled import compiled
-from rhymerl.types import DraftBatch
+from rhymerl.drafts import DraftBatch
 
 if TYPE_CHECKING:
     from rhymerl.types import BoolArray, FloatArray, IndexArray, IntArray

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rhymerl.types import DraftBatch, RolloutRequest
+from rhymerl.drafts import DraftBatch
+from rhymerl.types import RolloutRequest
 
 if TYPE_CHECKING:
     from rhymerl.history.records import HistoryDelta

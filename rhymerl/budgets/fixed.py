@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rhymerl.budgets.base import Budget
+from rhymerl.drafts import DraftBatch
 from rhymerl.errors import require_at_least
-from rhymerl.types import DraftBatch, RolloutRequest
+from rhymerl.types import RolloutRequest
 
 if TYPE_CHECKING:
     from rhymerl.types import BoolArray, IntArray

@@ -18,8 +18,9 @@ from rhymerl.budgets.learned_cost import LearnedCost
 from rhymerl.budgets.outlook import Choice, Outlook
 from rhymerl.budgets.worth import TokenWorth
 from rhymerl.costs import CostCurve, PassCost, points_of
+from rhymerl.drafts import DraftBatch
 from rhymerl.errors import require_at_least
-from rhymerl.types import DraftBatch, Ratio, RolloutRequest
+from rhymerl.types import Ratio, RolloutRequest
 
 if TYPE_CHECKING:
     from rhymerl.history.records import HistoryDelta

@@ -12,7 +12,7 @@ from rhymerl.budgets.acceptance import largest_part
 from rhymerl.budgets.goodput import GoodputBudget
 from rhymerl.compiled import compiled
 from rhymerl.costs import PassCost
-from rhymerl.types import DraftBatch
+from rhymerl.drafts import DraftBatch
 
 if TYPE_CHECKING:
     from rhymerl.types import BoolArray, FloatArray, IndexArray

@@ -9,7 +9,8 @@ import lightning as L
 import numpy as np
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from rhymerl.types import NOT_DRAFTED, Sample
+from rhymerl.drafts import NOT_DRAFTED
+from rhymerl.types import Sample
 
 if TYPE_CHECKING:
     from rhymerl.types import FloatArray, IndexArray

@@ -6,9 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rhymerl.types import Completion, Draft, DraftBatch, RolloutRequest, Sample
+from rhymerl.types import Completion, RolloutRequest, Sample
 
 if TYPE_CHECKING:
+    from rhymerl.drafts import Draft, DraftBatch
     from rhymerl.history.records import HistoryDelta
     from rhymerl.types import IntArray
 
@@ -27,6 +28,8 @@ class Drafter(ABC):
 
         Override it where a batch is cheaper than its parts.
         """
+        from rhymerl.drafts import DraftBatch  # numpy comes with it
+
         return DraftBatch.pack([self.propose(*each) for each in zip(requests, contexts, budgets, strict=True)])
 
     def catch_up(self) -> None:

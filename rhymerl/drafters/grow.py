@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rhymerl.compiled import compiled
-from rhymerl.types import DraftBatch, DraftSource
+from rhymerl.drafts import DraftBatch, DraftSource
 
 if TYPE_CHECKING:
     from rhymerl.types import FloatArray, IndexArray, IntArray

@@ -13,11 +13,12 @@ import numpy as np
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.grow import TreeBuffers, grow_trees
 from rhymerl.drafters.live import LiveGroup
+from rhymerl.drafts import Draft, DraftBatch
 from rhymerl.errors import require_at_least
 from rhymerl.history.entries import Name
 from rhymerl.history.index import REACH, LiveIndex, SuffixIndex
 from rhymerl.history.sealed import SealedAnswers, SealedHistory
-from rhymerl.types import Completion, Draft, DraftBatch, MaybeInfinite, RolloutRequest
+from rhymerl.types import Completion, MaybeInfinite, RolloutRequest
 
 if TYPE_CHECKING:
     from rhymerl.history.records import HistoryDelta

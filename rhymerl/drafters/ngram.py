@@ -8,9 +8,10 @@ import numpy as np
 
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.live import LiveGroup
+from rhymerl.drafts import Draft, DraftSource
 from rhymerl.errors import require_at_least
 from rhymerl.history.index import REACH
-from rhymerl.types import Completion, Draft, DraftSource, RolloutRequest
+from rhymerl.types import Completion, RolloutRequest
 
 if TYPE_CHECKING:
     from rhymerl.types import IntArray

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rhymerl.drafters.base import Drafter
-from rhymerl.types import Draft, RolloutRequest
+from rhymerl.drafts import Draft
+from rhymerl.types import RolloutRequest
 
 if TYPE_CHECKING:
     from rhymerl.types import IntArray

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from rhymerl.drafters.base import Drafter
-from rhymerl.drafters.batches import merged, placed
+from rhymerl.drafts import Draft, DraftBatch, DraftSource, merged, placed
 from rhymerl.history.index import REACH
-from rhymerl.types import Completion, Draft, DraftBatch, DraftSource, RolloutRequest, Sample
+from rhymerl.types import Completion, RolloutRequest, Sample
 
 if TYPE_CHECKING:
     from rhymerl.history.records import HistoryDelta

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rhymerl.engine.prefixes import PrefixTable
-from rhymerl.engine.ragged import IndexArray
 from rhymerl.engine.rows import Rows
 from rhymerl.types import Completion, FinishReason, Output, RolloutRequest
+
+if TYPE_CHECKING:
+    from rhymerl.types import IndexArray
 
 
 class Admission:
@@ -163,5 +166,4 @@ class Admission:
 
 
 def _as_it_came(request: RolloutRequest) -> Completion:
-    nothing = Output(token_ids=np.empty(0, np.int32), logprobs=np.empty(0), policy_versions=np.empty(0, np.int32))
-    return Completion(request=request, output=request.output or nothing)
+    return Completion(request=request, output=request.output or Output.of())

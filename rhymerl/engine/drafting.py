@@ -10,18 +10,17 @@ import numpy.typing as npt
 
 from rhymerl.budgets.base import PassOutcome
 from rhymerl.compiled import compiled
+from rhymerl.drafts import DraftBatch, DraftSource, no_drafts
 from rhymerl.engine.layout import PassLayout
 from rhymerl.engine.protocol import DraftingProtocol
-from rhymerl.engine.ragged import IndexArray
 from rhymerl.engine.rows import Rows
 from rhymerl.engine.speedup import is_due_plain
 from rhymerl.engine.totals import NUM_DEPTHS, EngineTotals
-from rhymerl.engine.tree import no_drafts
 from rhymerl.engine.verify import Walk
-from rhymerl.types import Completion, DraftBatch, DraftSource, RolloutRequest
+from rhymerl.types import Completion, RolloutRequest
 
 if TYPE_CHECKING:
-    from rhymerl.types import BoolArray, IntArray
+    from rhymerl.types import BoolArray, IndexArray, IntArray
 
 _RUN_AHEAD, _HISTORY = int(DraftSource.RUN_AHEAD), int(DraftSource.HISTORY)
 

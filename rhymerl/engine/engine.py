@@ -13,6 +13,7 @@ from rhymerl.budgets.base import Budget
 from rhymerl.budgets.fixed import FixedBudget
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
+from rhymerl.drafts import no_drafts
 from rhymerl.engine.admission import Admission
 from rhymerl.engine.drafting import Drafting
 from rhymerl.engine.emulation import EmulatedDevice, EmulatedForward
@@ -25,7 +26,6 @@ from rhymerl.engine.sampler import DeviceSampler, HostSampler, Sampler, draws_of
 from rhymerl.engine.speedup import SpeedupMeter
 from rhymerl.engine.support import refuse_impossible
 from rhymerl.engine.totals import EngineTotals, PassRecord
-from rhymerl.engine.tree import no_drafts
 from rhymerl.engine.verify import Walk, walk
 from rhymerl.errors import BackendError
 from rhymerl.types import Completion, FinishReason, RolloutRequest

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rhymerl.drafts import Draft, DraftBatch
 from rhymerl.engine import inputs
 from rhymerl.engine.attention import AttentionPlan, Bucket, packed
 from rhymerl.engine.direct import CompiledForward, DirectForward, can_be_direct
@@ -22,7 +23,6 @@ from rhymerl.engine.layout import BucketLayout, PassLayout, lay_out
 from rhymerl.engine.rows import Rows
 from rhymerl.engine.threads import threads_for
 from rhymerl.models.logits import num_tokens
-from rhymerl.types import Draft, DraftBatch
 
 # Largest difference of log-probs between the direct forward and transformers' own, as a share of the largest one.
 _SHARE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2**-8}

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import numpy.typing as npt
 
 from rhymerl.compiled import compiled
-from rhymerl.engine.ragged import IndexArray
+
+if TYPE_CHECKING:
+    from rhymerl.types import IndexArray
 
 SingleArray = npt.NDArray[np.float32]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from rhymerl.engine import inputs
-from rhymerl.engine.ragged import IndexArray
+
+if TYPE_CHECKING:
+    from rhymerl.types import IndexArray
 
 
 class SlotPool:

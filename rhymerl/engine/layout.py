@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rhymerl.compiled import compiled
+from rhymerl.drafts import DraftBatch
 from rhymerl.engine.paged_attention import CHAIN, ROOT, PagedLayout, suits_paging
-from rhymerl.engine.ragged import IndexArray
 from rhymerl.engine.rows import Rows
-from rhymerl.types import DraftBatch
 
 if TYPE_CHECKING:
-    from rhymerl.types import BoolArray, IntArray
+    from rhymerl.types import BoolArray, IndexArray, IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

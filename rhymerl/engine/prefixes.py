@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from rhymerl.engine.ragged import IndexArray
 from rhymerl.engine.rows import Prefix, Rows
 from rhymerl.types import RolloutRequest
+
+if TYPE_CHECKING:
+    from rhymerl.types import IndexArray
 
 
 class PrefixTable:

@@ -10,13 +10,12 @@ import numpy as np
 
 from rhymerl.budgets.base import Budget, PassOutcome, Pauses
 from rhymerl.drafters.base import Drafter
-from rhymerl.drafters.batches import keep_nodes
 from rhymerl.drafters.none import NoDrafter
 from rhymerl.drafters.run_ahead import innermost, listens
-from rhymerl.engine.tree import depths, sound
+from rhymerl.drafts import DraftBatch, depths, keep_nodes, sound
 from rhymerl.errors import HookError
 from rhymerl.hooks import Hooks, line_of
-from rhymerl.types import Completion, DraftBatch, RolloutRequest, Sample
+from rhymerl.types import Completion, RolloutRequest, Sample
 
 if TYPE_CHECKING:
     from rhymerl.history.records import HistoryDelta

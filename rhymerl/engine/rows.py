@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from rhymerl.drafts import NOT_DRAFTED, DraftSource
 from rhymerl.engine.kv_store import SlotPool
 from rhymerl.engine.noise import noise_counters
-from rhymerl.engine.ragged import IndexArray
-from rhymerl.types import NOT_DRAFTED, Completion, DraftSource, FinishReason, Output, RolloutRequest
+from rhymerl.types import Completion, FinishReason, Output, RolloutRequest
 
 if TYPE_CHECKING:
-    from rhymerl.types import BoolArray, IntArray
+    from rhymerl.types import BoolArray, IndexArray, IntArray
 
 NOBODY = -1
 

@@ -13,12 +13,13 @@ from torch import Tensor
 from rhymerl.engine.device_draw import draw_with_logprobs
 from rhymerl.engine.draw import chosen_logprobs, draw_tokens
 from rhymerl.engine.noise import keys_at
-from rhymerl.engine.ragged import IndexArray
 from rhymerl.engine.rows import Rows
 from rhymerl.engine.truncation import Truncation
 
 if TYPE_CHECKING:
     from rhymerl.engine.layout import PassLayout
+    from rhymerl.types import IndexArray
+
 
 _FEW = 2**17  # logits: sampling from them all costs less than going back and forth between sampling and walking
 

@@ -14,12 +14,11 @@ import numpy.typing as npt
 
 from rhymerl.compiled import compiled
 from rhymerl.engine.layout import PassLayout
-from rhymerl.engine.ragged import IndexArray
 from rhymerl.engine.rows import Rows
 from rhymerl.engine.sampler import Sampler
 
 if TYPE_CHECKING:
-    from rhymerl.types import BoolArray, IntArray
+    from rhymerl.types import BoolArray, IndexArray, IntArray
 
 _ROOT, _DONE = -1, -2  # where a row stands, when it is at none of its nodes
 

@@ -23,15 +23,15 @@ from rhymerl.config import construct, instantiate
 from rhymerl.costs import CostCurve, PassCost
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
+from rhymerl.drafts import DraftBatch, no_drafts
 from rhymerl.engine.protocol import DraftingProtocol
-from rhymerl.engine.tree import no_drafts
 from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.history import Answer, HistoryStore
 from rhymerl.history.answers import group_advantages
 from rhymerl.history.similarity import length_stability, similarity
 from rhymerl.history.traces import TraceRecord, read_trace
 from rhymerl.progress import SILENT, ProgressBar
-from rhymerl.types import Completion, DraftBatch, Output, Prompt, RolloutRequest, Sample, SamplingParams
+from rhymerl.types import Completion, Output, Prompt, RolloutRequest, Sample, SamplingParams
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -282,13 +282,7 @@ class _Running:
         )
 
     def completion(self) -> Completion:
-        nothing = np.zeros(len(self.record.response_tokens))
-        output = Output(
-            token_ids=self.record.response_tokens,
-            logprobs=nothing,
-            policy_versions=nothing.astype(np.int32),
-            finish_reason=self.record.finish_reason,
-        )
+        output = Output.of(self.record.response_tokens, finish_reason=self.record.finish_reason)
         return Completion(request=self.request, output=output)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rhymerl.drafts import DraftSource
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.schedulers.on_policy import on_policy
-from rhymerl.types import DraftSource, Sample
+from rhymerl.types import Sample
 from rhymerl.workers.base import RunAhead
 
 _LEAST = 0.02  # of a step's tokens

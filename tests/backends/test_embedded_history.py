@@ -7,10 +7,10 @@ import pytest
 
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.drafters import Drafter
+from rhymerl.drafts import Draft
 from rhymerl.errors import BackendError
 from rhymerl.history import Answer, HistoryStore
 from rhymerl.testing import make_prompt, tiny_policy
-from rhymerl.types import Draft
 
 
 class Listener(Drafter):

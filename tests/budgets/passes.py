@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from rhymerl.budgets import PassOutcome
+from rhymerl.drafts import Draft, DraftBatch
 from rhymerl.testing import make_requests
-from rhymerl.types import Draft, DraftBatch, RolloutRequest
+from rhymerl.types import RolloutRequest
 
 
 def chain(length: int, score: float | None = 0.5) -> Draft:

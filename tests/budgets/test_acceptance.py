@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rhymerl.budgets.acceptance import Acceptance
-from rhymerl.types import Draft, DraftBatch, DraftSource
+from rhymerl.drafts import Draft, DraftBatch, DraftSource
 from tests.budgets.passes import chain, forest, outcome_of, parent_nodes
 
 RATES = {0.1: 0.45, 0.5: 0.1, 0.9: 0.75}  # how often a node of that share is accepted: drafters may be quite wrong

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from rhymerl.budgets import AIMDBudget
+from rhymerl.drafts import DraftBatch
 from rhymerl.testing import make_requests
-from rhymerl.types import DraftBatch
 from tests.budgets.passes import chain, outcome_of
 
 

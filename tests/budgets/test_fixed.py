@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from rhymerl.budgets import Budget, FixedBudget
+from rhymerl.drafts import Draft, DraftBatch
 from rhymerl.testing import make_requests
-from rhymerl.types import Draft, DraftBatch
 
 SCORED = DraftBatch.pack(
     [

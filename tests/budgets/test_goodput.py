@@ -13,9 +13,8 @@ from rhymerl.budgets import GoodputBudget
 from rhymerl.budgets.acceptance import Acceptance
 from rhymerl.budgets.base import Pauses
 from rhymerl.costs import CostCurve
-from rhymerl.drafters.batches import closed, keep_nodes
+from rhymerl.drafts import Draft, DraftBatch, closed, keep_nodes
 from rhymerl.testing import make_requests
-from rhymerl.types import Draft, DraftBatch
 from tests.budgets.passes import chain, forest, outcome_of
 
 CONVEX = {

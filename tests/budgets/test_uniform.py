@@ -7,8 +7,8 @@ import pytest
 
 from rhymerl.budgets import GoodputBudget, UniformGoodputBudget
 from rhymerl.costs import CostCurve
+from rhymerl.drafts import DraftBatch
 from rhymerl.testing import make_requests
-from rhymerl.types import DraftBatch
 from tests.budgets.passes import chain, forest, outcome_of
 
 WIDTHS = (0, 2, 4, 8, 16)

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rhymerl.callbacks.histograms import accept_rates, accepted_in_a_row
+from rhymerl.drafts import NOT_DRAFTED, DraftSource
 from rhymerl.testing import make_requests
-from rhymerl.types import NOT_DRAFTED, Completion, DraftSource, Output, Sample
+from rhymerl.types import Completion, Output, Sample
 
 SOURCES = st.lists(st.sampled_from([NOT_DRAFTED, DraftSource.OWN, DraftSource.HISTORY, DraftSource.HISTORY + 2]))
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from rhymerl.drafters import HistoryTreeDrafter
+from rhymerl.drafts import Draft, DraftBatch, DraftSource
 from rhymerl.history import HistoryStore
 from rhymerl.testing import make_prompt
-from rhymerl.types import Draft, DraftBatch, DraftSource, Prompt
+from rhymerl.types import Prompt
 from tests.drafters.requests import completion, context, request, requests, resumed
 from tests.history.answers import answer
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rhymerl.drafters import HistoryTreeDrafter, history_tree
+from rhymerl.drafts import Draft, DraftSource
 from rhymerl.history import Answer, HistoryStore
-from rhymerl.types import Draft, DraftSource
 from tests.drafters.requests import context, requests
 from tests.history.answers import answer
 

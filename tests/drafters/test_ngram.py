@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rhymerl.drafters import NGramDrafter
+from rhymerl.drafts import DraftSource
 from rhymerl.testing import make_prompt
-from rhymerl.types import DraftSource
 from tests.drafters.requests import completion, context, request, requests
 
 few = st.integers(0, 2)

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from rhymerl.config import describe, instantiate
 from rhymerl.drafters import Drafter, HistoryTreeDrafter, NGramDrafter, NoDrafter, RunAheadDrafter
 from rhymerl.drafters.run_ahead import listens
+from rhymerl.drafts import Draft, DraftBatch, DraftSource
 from rhymerl.history.index import REACH
 from rhymerl.testing import make_prompt
-from rhymerl.types import Draft, DraftBatch, DraftSource, RolloutRequest
+from rhymerl.types import RolloutRequest
 from tests.drafters.requests import completion, context, request, resumed
 
 few = st.integers(0, 1)

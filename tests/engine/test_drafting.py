@@ -12,9 +12,10 @@ import pytest
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.budgets import Budget, FixedBudget, PassOutcome
 from rhymerl.drafters import Drafter
+from rhymerl.drafts import NOT_DRAFTED, Draft, DraftBatch, DraftSource
 from rhymerl.engine.engine import Engine
 from rhymerl.testing import OracleDrafter, RandomTreeDrafter, ScriptedBackend, make_requests, tiny_policy
-from rhymerl.types import NOT_DRAFTED, Completion, Draft, DraftBatch, DraftSource, RolloutRequest
+from rhymerl.types import Completion, RolloutRequest
 from tests.engine.test_drafts import paths
 from tests.engine.test_lossless import answers, assert_same
 

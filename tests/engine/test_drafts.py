@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rhymerl.drafters.batches import closed, keep_nodes
-from rhymerl.types import Draft, DraftBatch
+from rhymerl.drafts import Draft, DraftBatch, closed, keep_nodes
 
 
 @st.composite

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rhymerl.drafts import Draft, DraftBatch
 from rhymerl.engine import device_draw
 from rhymerl.engine.draw import draw_tokens
 from rhymerl.engine.kv_store import SlotPool
@@ -18,7 +19,6 @@ from rhymerl.engine.noise import keys_at, noise_counters, noise_keys, noise_keys
 from rhymerl.engine.rows import Rows
 from rhymerl.engine.sampler import DeviceSampler, HostSampler, draws_of
 from rhymerl.testing import make_requests
-from rhymerl.types import Draft, DraftBatch
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**62)), min_size=1, max_size=20))

@@ -12,13 +12,13 @@ import pytest
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.costs import CostCurve
 from rhymerl.drafters import NoDrafter
+from rhymerl.drafts import Draft, DraftBatch
 from rhymerl.engine import emulation
 from rhymerl.engine.emulation import EmulatedDevice
 from rhymerl.engine.kv_store import KVStore
 from rhymerl.engine.layout import lay_out
 from rhymerl.engine.rows import Rows
 from rhymerl.testing import make_requests, tiny_policy
-from rhymerl.types import Draft, DraftBatch
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,13 +12,14 @@ from rhymerl.budgets import FixedBudget
 from rhymerl.drafters import NoDrafter
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.run_ahead import RunAheadDrafter
+from rhymerl.drafts import Draft, DraftBatch
 from rhymerl.engine.protocol import DraftingProtocol
 from rhymerl.errors import HookError
 from rhymerl.rewards import RewardScorer
 from rhymerl.rollout import RolloutLoop, RolloutSettings
 from rhymerl.schedulers import FIFOScheduler, Scheduler
 from rhymerl.testing import make_prompt, tiny_policy
-from rhymerl.types import Draft, DraftBatch, RolloutRequest
+from rhymerl.types import RolloutRequest
 
 NAME = __name__
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from rhymerl.drafters import Drafter
+from rhymerl.drafts import Draft
 from rhymerl.engine.engine import Engine
 from rhymerl.errors import BackendError, ConfigError
 from rhymerl.testing import OracleDrafter, RandomTreeDrafter, make_prompt, make_requests, tiny_policy
-from rhymerl.types import Completion, Draft, RolloutRequest
+from rhymerl.types import Completion, RolloutRequest
 
 MODELS = ("qwen2", "qwen3", "llama")
 SAMPLING = {

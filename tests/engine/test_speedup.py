@@ -10,10 +10,11 @@ import pytest
 from rhymerl.budgets import FixedBudget
 from rhymerl.budgets.timeline import starts_of
 from rhymerl.drafters import Drafter, NoDrafter
+from rhymerl.drafts import Draft
 from rhymerl.engine.engine import Engine
 from rhymerl.engine.speedup import SpeedupMeter, _passes_of, is_due_plain
 from rhymerl.testing import OracleDrafter, make_requests, tiny_policy
-from rhymerl.types import Completion, Draft, Output
+from rhymerl.types import Completion, Output
 
 
 def sizes(engine: Engine, requests) -> tuple[list[int], list[int], list[Completion]]:

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from rhymerl.cli import main
+from rhymerl.drafts import Draft
 from rhymerl.engine.engine import Engine
 from rhymerl.history import HistoryStore
 from rhymerl.history.answers import answers_of
 from rhymerl.history.records import HistoryDelta
 from rhymerl.schedulers.base import check_plan
 from rhymerl.testing import make_requests, tiny_policy
-from rhymerl.types import Completion, Draft, RolloutRequest, Sample
+from rhymerl.types import Completion, RolloutRequest, Sample
 from tests.documents import reader_in
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

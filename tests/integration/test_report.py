@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from rhymerl.drafts import NOT_DRAFTED
 from rhymerl.report import read_run
 from rhymerl.report.steps import STEPS, read_steps
-from rhymerl.types import NOT_DRAFTED
 from tests.integration import programs
 from tests.integration.conftest import CHEAP_DRAFTS, Run, checkpoint
 from tests.report.directories import data_of

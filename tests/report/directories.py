@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from rhymerl.drafts import NOT_DRAFTED, DraftSource
 from rhymerl.history import HistoryStore
 from rhymerl.history.records import Answer
 from rhymerl.report.steps import STEPS, StepFile
-from rhymerl.types import NOT_DRAFTED, DraftSource, Prompt
+from rhymerl.types import Prompt
 
 CONFIG = """\
 seed: {seed}

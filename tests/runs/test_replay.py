@@ -13,11 +13,12 @@ from rhymerl.budgets import AIMDBudget, Budget, FixedBudget
 from rhymerl.config import compose
 from rhymerl.costs import CostCurve
 from rhymerl.drafters import Drafter, HistoryTreeDrafter, NGramDrafter, NoDrafter
+from rhymerl.drafts import Draft, DraftBatch
 from rhymerl.history import HistoryStore
 from rhymerl.history.traces import TraceRecord, TraceWriter, read_trace
 from rhymerl.runs.replay import Replay, ReplayTotals, follow, judge
 from rhymerl.testing import OracleDrafter, RandomTreeDrafter
-from rhymerl.types import Draft, DraftBatch, RolloutRequest, Sample
+from rhymerl.types import RolloutRequest, Sample
 
 SAMPLE = Path(__file__).parents[2] / "benchmarks" / "traces" / "running_sum.jsonl.gz"
 

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 from rhymerl.drafters import HistoryTreeDrafter
-from rhymerl.types import Draft, DraftSource
+from rhymerl.drafts import Draft, DraftSource
 
 
 class CountingDrafter(HistoryTreeDrafter):

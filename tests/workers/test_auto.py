@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from rhymerl.drafts import NOT_DRAFTED, DraftSource
 from rhymerl.schedulers import FIFOScheduler
 from rhymerl.testing import make_requests
-from rhymerl.types import NOT_DRAFTED, Completion, DraftSource, Output, Sample
+from rhymerl.types import Completion, Output, Sample
 from rhymerl.workers.auto import DraftWherePays, RunAheadRule, rule_of, share_ahead
 
 

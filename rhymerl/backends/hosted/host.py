@@ -18,11 +18,10 @@ from rhymerl.backends.hosted.messages import (
     Message,
     Remember,
     Submit,
+    Tail,
     Weights,
     WeightSource,
     Withdraw,
-    nothing,
-    tail_of,
 )
 from rhymerl.backends.spans import EVALUATION, SpanLog
 from rhymerl.budgets.base import Budget
@@ -267,7 +266,7 @@ class WorkerHost:
     def _give_back(self, tasks: Sequence[_Task]) -> None:
         self._take_out([task for task in tasks if task.is_running])
         left = [task for task in tasks if task.request.id in self._tasks]  # some may have ended meanwhile
-        released = [(task.request.id, task.output or task.request.output or nothing()) for task in left]
+        released = [(task.request.id, task.output or task.request.output or Output.of()) for task in left]
         for name, _ in released:
             del self._tasks[name]
         with self._changed:
@@ -311,7 +310,7 @@ class WorkerHost:
         for name, output in outputs.items():
             task = self._tasks[name]
             if len(output) > task.told:
-                tails.append(tail_of(name, output, task.told))
+                tails.append(Tail(id=name, start=task.told, output=output[task.told :]))
                 task.told = len(output)
         with self._changed:
             self._events.tails += tails

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from rhymerl.backends.spans import WorkerSpan
 from rhymerl.history.packing import PackedPrompt
 from rhymerl.types import Output, RolloutRequest, Sample, Split
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     from torch import Tensor
-
-    Sources = npt.NDArray[np.int8]
 
 
 class WeightSource(ABC):
@@ -85,44 +80,14 @@ class Tail:
 
     id: str
     start: int
-    output: Output  # [L - start]
+    output: Output  # output[start:]
 
     def behind(self, known: Output | None) -> Output:
         """Return the answer so far, of which `known` has been told before."""
         if not self.start:
             return self.output
         assert known is not None
-        return replace(
-            self.output,
-            token_ids=np.concatenate([known.token_ids[: self.start], self.output.token_ids]),
-            logprobs=np.concatenate([known.logprobs[: self.start], self.output.logprobs]),
-            policy_versions=np.concatenate([known.policy_versions[: self.start], self.output.policy_versions]),
-            sources=_joined(known.sources, self.start, self.output.sources),
-        )
-
-
-def nothing() -> Output:
-    """Return an answer of which there is no token yet."""
-    return Output(token_ids=np.empty(0, np.int32), logprobs=np.empty(0), policy_versions=np.empty(0, np.int32))
-
-
-def tail_of(name: str, output: Output, start: int) -> Tail:
-    """Return what of an answer is new since its first `start` tokens were told."""
-    return Tail(
-        id=name,
-        start=start,
-        output=replace(
-            output,
-            token_ids=output.token_ids[start:],
-            logprobs=output.logprobs[start:],
-            policy_versions=output.policy_versions[start:],
-            sources=output.sources[start:] if output.sources is not None else None,
-        ),
-    )
-
-
-def _joined(known: Sources | None, start: int, new: Sources | None) -> Sources | None:
-    return np.concatenate([known[:start], new]) if known is not None and new is not None else None
+        return self.output.behind(known[: self.start])
 
 
 @dataclass(slots=True, kw_only=True)

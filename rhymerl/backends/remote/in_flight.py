@@ -107,7 +107,7 @@ class InFlightRequests:
         """The completion of one that is back. Raises BackendError when the engine failed it or gave it up by itself."""
         self._leave(sent)
         if sent.answer.cancelled():
-            return _completion(sent, _NOTHING)
+            return _completion(sent, Output.of())
         answers = sent.answer.result()
         last = answers[-1]
         if last.reason == "abort" and not is_withdrawn:
@@ -200,8 +200,9 @@ class InFlightRequests:
 
     def _output(self, sent: InFlightRequest, answers: Sequence[EngineAnswer], reason: FinishReason) -> Output:
         """Return what the engine has sampled since the request was sent."""
-        token_ids = np.concatenate([_NOTHING.token_ids, *(answer.token_ids for answer in answers)])
-        logprobs = np.concatenate([_NOTHING.logprobs, *(answer.logprobs for answer in answers)])
+        nothing = Output.of()
+        token_ids = np.concatenate([nothing.token_ids, *(answer.token_ids for answer in answers)])
+        logprobs = np.concatenate([nothing.logprobs, *(answer.logprobs for answer in answers)])
         if not np.isfinite(logprobs).all():
             raise BackendError(
                 f"the SGLang engine's log-probs of request {sent.request.id} are not finite (policy version "
@@ -229,7 +230,6 @@ def _goes_on(answer: EngineAnswer, request: RolloutRequest) -> bool:
 
 
 _REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
-_NOTHING = Output(token_ids=np.empty(0, np.int32), logprobs=np.empty(0), policy_versions=np.empty(0, np.int32))
 
 
 def _make_room_for(num_connections: int) -> None:
@@ -245,17 +245,8 @@ def _make_room_for(num_connections: int) -> None:
 
 def _completion(sent: InFlightRequest, new: Output) -> Completion:
     """All that there is of the request: what it was sent with, and what is `new`."""
-    before = sent.request.output if sent.request.output is not None else _NOTHING
-    whole = Output(
-        token_ids=np.concatenate([before.token_ids, new.token_ids]),
-        logprobs=np.concatenate([before.logprobs, new.logprobs]),
-        policy_versions=np.concatenate([before.policy_versions, new.policy_versions]),
-        finish_reason=new.finish_reason,
-        num_passes=before.num_passes + new.num_passes,
-        num_drafted=before.num_drafted + new.num_drafted,
-        num_accepted=before.num_accepted + new.num_accepted,
-    )
-    return Completion(request=sent.request, output=whole)
+    before = sent.request.output
+    return Completion(request=sent.request, output=new if before is None else before + new)
 
 
 def _ended(completion: Completion, told: Mapping[str, Any]) -> Completion:
@@ -274,11 +265,4 @@ def _ended(completion: Completion, told: Mapping[str, Any]) -> Completion:
         )
     if len(output) < end:
         return completion
-    whole = replace(
-        output,
-        token_ids=output.token_ids[:end],
-        logprobs=output.logprobs[:end],
-        policy_versions=output.policy_versions[:end],
-        finish_reason="stop" if end in stops else "length",
-    )
-    return replace(completion, output=whole)
+    return replace(completion, output=replace(output[:end], finish_reason="stop" if end in stops else "length"))

@@ -152,8 +152,4 @@ def _hash(content: bytes) -> bytes:
 
 def without_logprobs(token_ids: IntArray) -> Output:
     """Tokens of which only the trainer knows log-probs (NaN) and versions (-1)."""
-    return Output(
-        token_ids=token_ids,
-        logprobs=np.full(len(token_ids), np.nan),
-        policy_versions=np.full(len(token_ids), -1, np.int32),
-    )
+    return Output.of(token_ids, logprob=np.nan, policy_version=-1)

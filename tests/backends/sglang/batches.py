@@ -14,7 +14,8 @@ from rhymerl.backends.remote.wire import to_custom_params
 from rhymerl.backends.sglang.plugin.arrays import TreeArrays
 from rhymerl.backends.sglang.plugin.drafting import EngineDrafting
 from rhymerl.drafters import Drafter
-from rhymerl.types import Draft, RolloutRequest
+from rhymerl.drafts import Draft
+from rhymerl.types import RolloutRequest
 from tests.backends.sglang.trees import path_of
 
 BEHIND = 17  # what is sampled behind the end of an answer

@@ -10,10 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rhymerl.backends.sglang.plugin.arrays import TreeArrays, lay_out
-from rhymerl.engine.ragged import ragged
-from rhymerl.engine.tree import depths, no_drafts, problems_of
+from rhymerl.drafts import Draft, DraftBatch, depths, no_drafts, problems_of
 from rhymerl.engine.verify import walk
-from rhymerl.types import Draft, DraftBatch
 from tests.backends.sglang.trees import VOCABULARY, drafts, links_of, path_of
 
 N = 7
@@ -65,7 +63,8 @@ def test_greedy_verification_takes_the_path_that_our_own_takes(batch, data):
 
 def emitted(batch: DraftBatch, predictions: np.ndarray) -> list[np.ndarray]:
     """Return what the embedded engine emits when it draws `predictions` [R, n] at the roots and their nodes."""
-    logits = ragged(1 + batch.counts)
+    counts = 1 + batch.counts  # logits of each request
+    row, start = np.repeat(np.arange(len(batch)), counts), np.cumsum(counts) - counts
     rows = SimpleNamespace(
         length=np.ones(len(batch), np.int64),
         prompt_length=np.ones(len(batch), np.int64),
@@ -76,11 +75,11 @@ def emitted(batch: DraftBatch, predictions: np.ndarray) -> list[np.ndarray]:
         row=np.arange(len(batch)),
         emits=np.arange(len(batch)),
         drafts=batch,
-        logit_row=logits.row,
-        logit_start=logits.start,
-        logit_level=np.zeros(logits.total, np.int64),
+        logit_row=row,
+        logit_start=start,
+        logit_level=np.zeros(len(row), np.int64),
     )
-    sampled = predictions[logits.row, logits.offset]
+    sampled = predictions[row, np.arange(len(row)) - start[row]]
     sampler = SimpleNamespace(draws_ahead=True, draw=lambda indices, row, positions: sampled[indices])
     steps = walk(layout, rows, sampler)
     return np.split(steps.token, np.cumsum(steps.num_emitted)[:-1])

@@ -14,9 +14,9 @@ from rhymerl.backends.remote.wire import without_logprobs
 from rhymerl.backends.sglang.plugin.drafting import EngineDrafting
 from rhymerl.budgets import FixedBudget
 from rhymerl.drafters import Drafter, HistoryTreeDrafter
+from rhymerl.drafts import Draft
 from rhymerl.history import HistoryStore
 from rhymerl.testing import RandomTreeDrafter, make_requests
-from rhymerl.types import Draft
 from tests.backends.sglang.batches import BEHIND, Recorder, commit, fake, propose, run, step
 
 N = 6

@@ -16,10 +16,10 @@ from rhymerl.backends.sglang.backend import SGLangBackend
 from rhymerl.backends.sglang.plugin.names import VARIABLE
 from rhymerl.backends.sglang.server import require_sglang
 from rhymerl.drafters import Drafter, HistoryTreeDrafter, NoDrafter, RunAheadDrafter
+from rhymerl.drafts import Draft
 from rhymerl.errors import BackendError, ConfigError
 from rhymerl.history import HistoryStore
 from rhymerl.testing import make_requests
-from rhymerl.types import Draft
 from tests.backends.sglang.test_server import ENVIRONMENT, PATH, gone
 from tests.backends.sglang.test_session import all_of, assert_whole, synced
 

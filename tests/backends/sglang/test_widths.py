@@ -9,8 +9,8 @@ from rhymerl.backends.sglang.plugin.drafting import EngineDrafting
 from rhymerl.backends.sglang.plugin.outcomes import VerifiedPass
 from rhymerl.backends.sglang.plugin.rows import EngineRow
 from rhymerl.budgets import AIMDBudget, FixedBudget, UniformGoodputBudget
+from rhymerl.drafts import Draft, DraftBatch
 from rhymerl.testing import make_requests
-from rhymerl.types import Draft, DraftBatch
 from tests.backends.sglang.batches import Recorder, commit, fake, propose, run, step
 
 WIDTHS = (0, 2, 4, 8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from rhymerl.types import Draft
+from rhymerl.drafts import Draft
 
 VOCABULARY = 6  # few, so that draws and drafts often agree
 

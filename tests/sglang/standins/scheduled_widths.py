@@ -11,7 +11,7 @@ import numpy as np
 from rhymerl.backends.sglang.plugin.drafting import EngineDrafting
 from rhymerl.backends.sglang.plugin.settings import EngineSettings
 from rhymerl.budgets import UniformGoodputBudget
-from rhymerl.types import DraftBatch
+from rhymerl.drafts import DraftBatch
 
 VARIABLE, SEEN = "RHYMERL_TEST_WIDTHS", "RHYMERL_TEST_WIDTHS_SEEN"
 

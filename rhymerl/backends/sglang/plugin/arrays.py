@@ -9,11 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rhymerl.compiled import compiled
-from rhymerl.engine.ragged import IndexArray
-from rhymerl.types import DraftBatch
+from rhymerl.drafts import DraftBatch
 
 if TYPE_CHECKING:
-    from rhymerl.types import BoolArray
+    from rhymerl.types import BoolArray, IndexArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,11 +21,11 @@ from rhymerl.backends.sglang.plugin.outcomes import VerifiedPass
 from rhymerl.backends.sglang.plugin.rows import EngineRequest, EngineRow
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
+from rhymerl.drafts import DraftBatch, no_drafts
 from rhymerl.engine.protocol import DraftingProtocol
-from rhymerl.engine.tree import no_drafts
 from rhymerl.errors import BackendError
 from rhymerl.history import NO_VERSION, HistoryDelta
-from rhymerl.types import DraftBatch, RolloutRequest
+from rhymerl.types import RolloutRequest
 
 _log = logging.getLogger(__name__)
 _NOTHING_NEW = HistoryDelta(version=NO_VERSION, is_snapshot=False, changes=())

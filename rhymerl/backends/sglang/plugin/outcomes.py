@@ -11,11 +11,10 @@ import numpy as np
 from rhymerl.backends.sglang.plugin.rows import EngineRow
 from rhymerl.budgets.base import PassOutcome
 from rhymerl.compiled import compiled
-from rhymerl.engine.ragged import IndexArray
-from rhymerl.types import DraftBatch
+from rhymerl.drafts import DraftBatch
 
 if TYPE_CHECKING:
-    from rhymerl.types import BoolArray, IntArray
+    from rhymerl.types import BoolArray, IndexArray, IntArray
 
 
 @dataclass(slots=True, kw_only=True)
