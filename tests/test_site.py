@@ -65,6 +65,20 @@ def test_links_in_blocks_of_code_stay(tmp_path: Path, monkeypatch: pytest.Monkey
     )
 
 
+def test_a_link_to_a_folder_keeps_its_slash_where_there_is_no_git(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an archive of the repository. Without the slash MkDocs takes `notebooks` for a page that is not there."""
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    monkeypatch.setattr(pages, "DOCS", tmp_path / "docs")
+    (tmp_path / "docs" / "notebooks").mkdir(parents=True)
+    readme, page = tmp_path / "README.md", tmp_path / "docs" / "page.md"
+    readme.write_text("[notebooks](docs/notebooks/) [page](docs/page.md)\n")
+    page.write_text("[notebooks](notebooks/) [home](../README.md)\n")
+    assert pages.text_of(readme) == "[notebooks](notebooks/) [page](page.md)\n"
+    assert pages.text_of(page) == "[notebooks](notebooks/) [home](index.md)\n"
+
+
 def test_the_reference_has_every_public_name() -> None:
     shown = "".join(pages.reference().values())
     names = [line.rpartition(".")[2] for line in shown.splitlines() if line.startswith(":::")]

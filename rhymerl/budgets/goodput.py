@@ -56,7 +56,7 @@ class GoodputBudget(Budget):
 
     P(v) is calibrated online (budgets/acceptance.py) and falls along a path, so the best set is a prefix of all nodes sorted
     by P. Where no request waits, P(v) is weighed by what a token of its request is worth (budgets/worth.py). The cost is learned from the passes, or given as `costs`: points [tokens, seconds], or a file with them. With
-    `deterministic` it is never measured; without `costs` it is then assumed to be 1 + tokens / 64. Given costs go with an `ask_cost`,
+    `deterministic` it is never measured; without `costs` it is then assumed to be 1 + tokens / 64. None follows the Trainer. Given costs go with an `ask_cost`,
     in their unit: what asking the drafter adds to a pass, and what each request does that it is asked for. Where costs are learned, so is that.
     At most `nodes` a request. While drafts do not pay, a few requests are probed now and then, as often as the allowance
     permits (budgets/allowance.py), so that drafting never costs more than some percent of the time without it.
@@ -68,7 +68,7 @@ class GoodputBudget(Budget):
         *,
         costs: str | Path | Sequence[Sequence[float]] | PassCost | None = None,
         ask_cost: Sequence[float] = (0.0, 0.0),
-        deterministic: bool = False,
+        deterministic: bool | None = None,
     ) -> None:
         require_at_least({"nodes": (nodes, 0)})
         if len(ask_cost) != 2 or min(ask_cost) < 0:
@@ -81,7 +81,6 @@ class GoodputBudget(Budget):
         self.costs = costs
         self.ask_cost = ask_cost
         self.deterministic = deterministic
-        self._cost = _cost(costs, ask_cost, deterministic=deterministic)
         self._acceptance = Acceptance()
         self._allowance = Allowance()
         self._outlook = Outlook()
@@ -97,6 +96,16 @@ class GoodputBudget(Budget):
         self._worth = TokenWorth()
         self._weights: dict[str, float] | None = None  # by id of a running request; None: all tokens are worth the same
         self._report = PassTotals()
+
+    @property
+    def deterministic(self) -> bool | None:
+        """Whether the cost of passes never follows the clock."""
+        return self._deterministic
+
+    @deterministic.setter
+    def deterministic(self, wanted: bool | None) -> None:
+        self._deterministic = wanted
+        self._cost = _cost(self.costs, self.ask_cost, deterministic=bool(wanted))
 
     @property
     def max_nodes(self) -> int:

@@ -31,7 +31,7 @@ class UniformGoodputBudget(GoodputBudget):
         *,
         costs: str | Path | Sequence[Sequence[float]] | PassCost | None = None,
         ask_cost: Sequence[float] = (0.0, 0.0),
-        deterministic: bool = False,
+        deterministic: bool | None = None,
     ) -> None:
         if not widths or widths[0] != 0 or sorted(set(widths)) != list(widths):
             raise ValueError(f"widths={list(widths)}: expected rising numbers of nodes, the first of them 0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ MOST_KL = 0.1  # nats a token, with at least KL_GROWTH times what it was
 KL_GROWTH = 2.0
 LEAST_GAIN_LEFT = 0.5  # of the tokens that drafts added to a pass when they were best
 LEAST_GAIN = 0.2  # tokens a pass; less is not worth a warning
+AS_GOOD = 0.9  # of the share of drafts that was right then: a budget that asks less often leaves it as it is
 MOST_IDLE = 0.3  # share of the workers' time
 _WATCHED = (
     "completions/clipped_ratio",
@@ -33,6 +35,9 @@ _WATCHED = (
     "kl",
     "rollout/bubble_frac",
     "rollout/spec_accept_length",
+    "rollout/spec_accept_rate",
+    "spec/draft_hit_rate",
+    "budget/nodes_per_pass",
 )
 
 
@@ -60,6 +65,13 @@ class Recent:
         """Return the mean of the last WINDOW steps, or of those before the index `end`; None where there are fewer."""
         values = self.metrics.get(name, [])[:end][-WINDOW:]
         return float(np.mean(values)) if len(values) == WINDOW else None
+
+    def share_right(self, *, end: int | None = None) -> float:
+        """Return which share of the drafts asked for in the last WINDOW steps was right, each weighing what it verified; nan where that is nothing."""
+        names = ("rollout/spec_accept_rate", "spec/draft_hit_rate", "budget/nodes_per_pass")
+        found = [(self.metrics.get(name) or [1.0] * WINDOW)[:end][-WINDOW:] for name in names]
+        right: float = sum(rate * hits * nodes for rate, hits, nodes in zip(*found, strict=False))
+        return right / (sum(found[-1]) or math.nan)
 
 
 Rule = Callable[[Recent], str | None]
@@ -123,18 +135,21 @@ def kl_grows(recent: Recent) -> str | None:
 
 
 def acceptance_falls(recent: Recent) -> str | None:
-    """Drafts add less to a pass than they did."""
-    name = "rollout/spec_accept_length"
-    values = recent.metrics.get(name, [])
+    """Drafts add less to a pass than they did, and not only because a budget asks for them less often."""
+    values = recent.metrics.get("rollout/spec_accept_length", [])
     if len(values) < 2 * WINDOW:
         return None
     means = np.convolve(values, np.ones(WINDOW) / WINDOW, mode="valid") - 1
     best, now = float(means.max()), float(means[-1])
     if best < LEAST_GAIN or now > LEAST_GAIN_LEFT * best:
         return None
+    was, right = recent.share_right(end=int(means.argmax()) + WINDOW), recent.share_right()
+    if not right <= AS_GOOD * was:  # or nan: none was asked for
+        return None
     return (
-        f"drafts make {1 + now:.2f} tokens a pass, and made {1 + best:.2f}: answers repeat their history less. Where entropy or kl rise, a lower "
-        "update.learning_rate helps; history.window=1 drops older answers. drafter=none is worth a try once rollout/speedup is below 1"
+        f"acceptance length fell from {1 + best:.2f} to {1 + now:.2f}, and the share of drafts that is right from {was:.0%} to {right:.0%}: "
+        "answers repeat their history less. Where entropy or kl rise, a lower update.learning_rate helps; history.window=1 drops older "
+        "answers. drafter=none is worth a try once rollout/speedup is below 1"
     )
 
 

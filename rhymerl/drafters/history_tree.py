@@ -40,7 +40,7 @@ class HistoryTreeDrafter(Drafter):
     The most probable nodes are taken first, at most `max_branches` below one (1 = a chain), chosen by probability or by the summed
     `reward` of the answers below.
 
-    With `deterministic` a request waits for its prompt's index, which otherwise is used as soon as it is there.
+    With `deterministic` a request waits for its prompt's index, which otherwise is used as soon as it is there. None follows the Trainer.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class HistoryTreeDrafter(Drafter):
         recency: float = 0.8,
         advantage_tilt: float = 0.0,
         escape: float = 0.3,
-        deterministic: bool = False,
+        deterministic: bool | None = None,
     ) -> None:
         at_least = {"window": (window, 0), "min_match": (min_match, 1), "max_matches": (max_matches, 1)}
         require_at_least({**at_least, "max_branches": (1 if max_branches is None else max_branches, 1)})
@@ -175,9 +175,9 @@ class HistoryTreeDrafter(Drafter):
         group, request = self._groups[key], requests[lines[0]]
         rows = group.extend([requests[line].id for line in lines], [contexts[line] for line in lines])
         self._behind.append(group)
-        self._history.settle(_key(request), wait=self.deterministic)
+        self._history.settle(_key(request), wait=bool(self.deterministic))
         sealed = self._history.get(_key(request), request.prompt.token_ids)
-        pool = self._history.pool(request.split, wait=self.deterministic)
+        pool = self._history.pool(request.split, wait=bool(self.deterministic))
         return _Asker(group.index, rows, sealed or _NO_HISTORY, pool or _NO_HISTORY.index, np.array(lines))
 
     def catch_up(self) -> None:

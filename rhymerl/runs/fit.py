@@ -44,7 +44,7 @@ from rhymerl.runs.trainer import RunConfig, build_trainer, note
 from rhymerl.training.fitting import check_memory, too_small
 from rhymerl.training.fsdp2 import FSDP2Strategy
 from rhymerl.training.module import RhymeModule
-from rhymerl.training.trainer import check_backend, check_trainer, make_trainer, with_environment
+from rhymerl.training.trainer import check_backend, check_trainer, make_trainer, warn_of_cores, with_environment
 
 Result = dict[str, Any]
 _LEFT = (
@@ -115,6 +115,7 @@ def _fit(
     _take_up_history(config, module, datamodule, is_resumed=point is not None)
     if is_dry:
         module.warn(datamodule)
+        warn_of_cores(trainer)
         return describe_dry_run(setup, device_bytes)
     if folder is not None:
         folder.open(starts_over=point is None and config.ckpt_path == "auto")

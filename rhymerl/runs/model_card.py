@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
@@ -24,6 +25,7 @@ _SECTIONS = (
 )
 _OWN = "rhymerl."
 _PICTURE = "reward.png"
+_HUB_NAME = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
 
 
 def write_model_card(folder: Path, checkpoint: Mapping[str, Any], run: Path | None) -> None:
@@ -55,10 +57,10 @@ def _read(run: Path | None) -> Run | None:
 
 def _head(config: Mapping[str, Any], step: int) -> str:
     base = (config.get("model") or {}).get("path")
-    name = _public(base) if base else "a model that was built from scratch"
+    name = _code(base) if base else "a model that was built from scratch"
     algorithm = _class_of(config, "algo") or "reinforcement learning"
     lines = ["---", "library_name: transformers", "tags: [rhymerl, reinforcement-learning]"]
-    if isinstance(base, str) and base.count("/") == 1 and not Path(base).exists():
+    if isinstance(base, str) and _HUB_NAME.fullmatch(base) and not Path(base).exists():
         lines.append(f"base_model: {base}")
     return "\n".join(
         [
@@ -76,16 +78,19 @@ def _data(config: Mapping[str, Any]) -> str:
     data, task = config.get("data") or {}, config.get("task")
     lines = ["## Data", ""]
     if task:
-        words = ", ".join(f"{name}={value}" for name, value in _shown(task).items() if name != "_target_")
+        words = ", ".join(
+            _code(f"{name}={_public(value)}") for name, value in _shown(task).items() if name != "_target_"
+        )
         lines.append(f"- task: {_class_of(config, 'task')}{f' ({words})' if words else ''}")
     names = [name for name in ("train", "validation", "system_prompt") if data.get(name) is not None]
-    lines += [f"- {name}: {_public(data[name])}" for name in names]
+    lines += [f"- {name}: {_code(data[name])}" for name in names]
     lines.append(f"- rewards: {_rewards(config.get('rewards'))}")
     return "\n".join(lines)
 
 
 def _results(run: Run, step: int) -> str:
-    rows = [f"| {name} | {readable(value)} |" for name, value in run.summary.items() if isinstance(value, int | float)]
+    figures = {name: value for name, value in run.summary.items() if isinstance(value, int | float)}
+    rows = [f"| {_code(name.replace('|', '¦'))} | {readable(value)} |" for name, value in figures.items()]
     summary = ["## Results", "", "| of the whole run | |", "|---|---|", *rows, ""] if rows else ["## Results", ""]
     curves = {name: run.curves[name] for name in _CURVES if name in run.curves}
     return "\n".join([*summary, *(_table(curves, step) if curves else [])])
@@ -134,7 +139,8 @@ def _settings(config: Mapping[str, Any]) -> str:
         return ""
     text = OmegaConf.to_yaml(OmegaConf.create(_public(shown))).rstrip()
     count = sum(1 for _ in leaves(shown, ""))
-    return f"## Settings\n\n<details><summary>{count} settings</summary>\n\n```yaml\n{text}\n```\n\n</details>"
+    fence = _ticks(text, least=3)
+    return f"## Settings\n\n<details><summary>{count} settings</summary>\n\n{fence}yaml\n{text}\n{fence}\n\n</details>"
 
 
 def _shown(value: Any) -> Any:
@@ -151,7 +157,22 @@ def _rewards(given: Any) -> str:
     if not isinstance(given, Mapping):
         return "those of the task"
     functions = {name: each.get("function") if isinstance(each, Mapping) else each for name, each in given.items()}
-    return ", ".join(f"{name} ({function})" for name, function in functions.items() if function is not None)
+    return ", ".join(
+        f"{_code(name)} ({_code(function)})" for name, function in functions.items() if function is not None
+    )
+
+
+def _code(value: Any) -> str:
+    """Return what is public of a value as code within a line, where nothing is Markdown or HTML; all values outside of the settings come here."""
+    printable = "".join(each if each.isprintable() else " " for each in str(_public(value)))
+    text = " ".join(printable.split()) or " "
+    ticks = _ticks(text, least=1)
+    return f"{ticks} {text} {ticks}" if "`" in text else f"{ticks}{text}{ticks}"
+
+
+def _ticks(text: str, *, least: int) -> str:
+    """Return more backticks than stand side by side in a text."""
+    return "`" * max([least, *(len(run) + 1 for run in re.findall("`+", text))])
 
 
 def _public(value: Any) -> Any:
@@ -166,4 +187,4 @@ def _public(value: Any) -> Any:
 
 def _class_of(config: Mapping[str, Any], section: str) -> str | None:
     node = config.get(section)
-    return str(node["_target_"]).rpartition(".")[2] if isinstance(node, Mapping) and "_target_" in node else None
+    return _code(str(node["_target_"]).rpartition(".")[2]) if isinstance(node, Mapping) and "_target_" in node else None

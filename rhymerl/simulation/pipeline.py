@@ -52,7 +52,6 @@ class Simulation:
         check_modes(run_ahead, max_staleness, pipeline)
         self.decoding = decoding if decoding is not None else Decoding()
         self.scheduler = scheduler
-        scheduler.work_for(self.decoding.max_running)
         self._planner = rule_of(run_ahead).planner(scheduler)
         self.num_workers = num_workers
         self.run_ahead = run_ahead
@@ -69,6 +68,7 @@ class Simulation:
 
     def run(self, works: Sequence[StepWork], *, progress: ProgressBar = SILENT) -> Timeline:
         """Run all steps. Raises ValueError, naming scheduler and request, for a plan that is no partition."""
+        self.scheduler.work_for(self.decoding.max_running)
         log = _Log(self.num_workers)
         apart = self.pipeline == "disaggregated"
         train_time, delay = (self.train_time, self.weight_delay) if apart else (0.0, 0.0)

@@ -9,7 +9,6 @@ from functools import cached_property, partial
 from typing import Any, cast
 
 import lightning as L
-import torch
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -54,6 +53,7 @@ from rhymerl.training.teardown import AFTER_EXCEPTION, TeardownOnException
 from rhymerl.training.trainer import (
     datamodule_of,
     end_ranks,
+    follow_trainer,
     num_optimizer_steps,
     performance,
     prepare_trainer,
@@ -206,7 +206,7 @@ class RhymeModule(L.LightningModule):
             return
         if self.policy.weights is not None:
             self._shares_prefixes = self._prove()
-        modes: Any = {"run_ahead": self.run_ahead, "lockstep": torch.are_deterministic_algorithms_enabled()}
+        modes: Any = {"run_ahead": self.run_ahead, "lockstep": follow_trainer(self.drafter, self.budget)}
         size = self.trainer.world_size
         check_workers(self.backend, self.scheduler, workers=self.workers, num_ranks=size, **modes)
         autocast = self.trainer.precision_plugin.forward_context

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import resource
@@ -22,6 +23,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import MPSAccelerator
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
 
 from rhymerl.backends.base import Backend
 from rhymerl.backends.embedded import EmbeddedBackend
@@ -31,10 +33,13 @@ from rhymerl.config.targets import import_target
 from rhymerl.data import PromptDataModule
 from rhymerl.distributed.equal_weights import equal_weights
 from rhymerl.distributed.failure_detector import is_loopback
+from rhymerl.distributed.first import is_first_rank
 from rhymerl.distributed.parent import end_with_parent
 from rhymerl.errors import ConfigError, RunError
+from rhymerl.progress import counted
 from rhymerl.training.fsdp2 import FSDP2Strategy
 
+_LOG = logging.getLogger(__name__)
 _LIGHTNING_LOGS_EVERY = 50  # steps
 _LOOPBACKS = ("lo", "lo0")  # as Linux and others call it
 
@@ -175,11 +180,13 @@ def prepare_trainer(trainer: L.Trainer, backend: Backend) -> None:
     """Check as `check_trainer` and `check_backend` do, and prepare the ranks before Lightning opens the process group.
 
     The model stays without a wrapper. On one machine its store listens where no other machine can reach it. Raises RunError when its port is taken.
-    Each step is logged, unless the Trainer was told otherwise.
+    Each step is logged, unless the Trainer was told otherwise. A fit begins with `warn_of_cores`.
     """
     try:
         check_trainer(trainer)
         check_backend(trainer, backend)
+        if trainer.state.fn == TrainerFn.FITTING:
+            warn_of_cores(trainer)
         _log_each_step(trainer)
         _wrap_nothing(trainer.strategy)
         _prepare_ranks(trainer)
@@ -250,6 +257,33 @@ def end_ranks(trainer: L.Trainer) -> None:
     launcher = trainer.strategy.launcher
     if isinstance(launcher, _SubprocessScriptLauncher) and not dist.is_initialized():
         launcher.kill(signal.SIGKILL)
+
+
+def warn_of_cores(trainer: Any) -> None:
+    """Say, on rank 0, that ranks on a CPU have to take turns, where they outnumber its cores."""
+    ranks, cores = trainer.num_devices, usable_cores()
+    if trainer.strategy.root_device.type == "cpu" and ranks > cores and is_first_rank():
+        _LOG.warning(
+            "trainer.devices=%d: %s share %s, so they take turns and are slower than %d would be",
+            ranks,
+            counted(ranks, "rank"),
+            counted(cores, "CPU core"),
+            cores,
+        )
+
+
+def usable_cores() -> int:
+    """Return how many CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def follow_trainer(*parts: Any) -> bool:
+    """Return whether the Trainer is deterministic; then parts that were not told (`deterministic=None`) become so for good."""
+    is_wanted = torch.are_deterministic_algorithms_enabled()
+    for part in parts if is_wanted else ():
+        if getattr(part, "deterministic", False) is None:
+            part.deterministic = True
+    return is_wanted
 
 
 def with_environment(plugins: Sequence[Any] | None) -> list[Any]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from rhymerl.backends.hosted import cluster
 from rhymerl.backends.hosted.cluster import answers, places, started_here
-from rhymerl.backends.hosted.ray import RayBackend
+from rhymerl.backends.hosted.ray import _QUIET, RayBackend
 from rhymerl.backends.sglang.backend import SGLangBackend
-from rhymerl.errors import ConfigError
+from rhymerl.errors import BackendError, ConfigError
 
 GREETING = bytes([0, 0, 24, 4, 0, 0, 0, 0, 0])  # the header of a gRPC server's first frame
 
@@ -93,3 +95,69 @@ def test_a_worker_with_fewer_gpus_than_its_engine_takes_is_refused():
         ConfigError, match=r"backend\.gpus_per_worker=1: an engine of .*tensor_parallel=4 .*expected at least 4"
     ):
         backend.check(100)
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A temporary folder of this test's own on a machine that is part of no cluster."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name, value in {**_QUIET, "RAY_CLIENT_MODE": "0", "RAY_AUTH_MODE": "disabled"}.items():  # Ray sets them itself
+        monkeypatch.setenv(name, value)
+    return tmp_path
+
+
+def assert_cannot_start(folder: Path, reason: str) -> None:
+    backend = RayBackend()
+    with pytest.raises(
+        BackendError, match=rf"^backend=ray: Ray cannot start a cluster here \({reason}\); expected "
+    ) as told:
+        backend.reserve(1)
+    assert "\n" not in str(told.value)
+    for remedy in ("TMPDIR", "memory", "backend.address"):
+        assert remedy in str(told.value)
+    assert backend._watcher is None
+    assert not list(folder.glob("ray-*"))
+    backend.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (Exception("The current node timed out\nduring startup.\n"), "The current node timed out during startup."),
+        (ConnectionError("GCS is not there"), "GCS is not there"),
+        (RuntimeError(), "RuntimeError"),
+    ],
+    ids=["Exception", "ConnectionError", "RuntimeError"],
+)
+def test_a_cluster_that_ray_cannot_start_is_one_line_and_leaves_nothing(error, reason, alone, monkeypatch):
+    ray = pytest.importorskip("ray")
+
+    def fails(*, _temp_dir: str, **_: object) -> None:
+        assert Path(_temp_dir).parent == alone
+        raise error
+
+    monkeypatch.setattr(ray, "init", fails)
+    assert_cannot_start(alone, reason)
+
+
+def test_ray_itself_tells_that_a_folder_has_too_long_a_name(alone, monkeypatch):
+    pytest.importorskip("ray")
+    folder = alone / ("x" * 100)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    assert_cannot_start(folder, r".*path length cannot exceed 107 bytes.*")
+
+
+def test_a_cluster_that_cannot_be_joined_is_one_line(alone, monkeypatch):
+    ray = pytest.importorskip("ray")
+
+    def fails(**_: object) -> None:
+        raise RuntimeError("Version mismatch:\n  Ray: 2.9.0")
+
+    monkeypatch.setattr(ray, "init", fails)
+    with pytest.raises(
+        BackendError, match=r"^backend=ray: Ray cannot join the cluster at auto \(Version mismatch: Ray: 2\.9\.0\)$"
+    ):
+        RayBackend(address="auto").reserve(1)

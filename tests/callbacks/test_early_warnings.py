@@ -35,7 +35,10 @@ ACCEPTED, BUBBLES, CLIPPED, EQUAL, KL = (
     *("rollout/spec_accept_length", "rollout/bubble_frac", "completions/clipped_ratio"),
     *("frac_reward_zero_std", "kl"),
 )
+RATE, HITS, NODES = "rollout/spec_accept_rate", "spec/draft_hit_rate", "budget/nodes_per_pass"
 FINE = {ACCEPTED: [1.5] * 30, BUBBLES: [0.1] * 30, CLIPPED: [0.05] * 30, EQUAL: [0.3] * 30, KL: [0.01] * 30}
+FINE |= {RATE: [0.8] * 30, HITS: [1.0] * 30, NODES: [200.0] * 30}
+FALLS = [*[1.2] * 5, *[2.0] * 8, *[1.4] * 5]  # tokens a pass
 
 
 def recent(
@@ -63,8 +66,23 @@ CASES = [
     ),
     (
         acceptance_falls,
-        {"metrics": {ACCEPTED: [*[1.2] * 5, *[2.0] * 8, *[1.4] * 5]}},
-        "make 1.40 tokens a pass, and made 2.00",
+        {"metrics": {ACCEPTED: FALLS, RATE: [*[0.8] * 13, *[0.6] * 5], HITS: [1.0] * 18, NODES: [9.0] * 18}},
+        "acceptance length fell from 2.00 to 1.40, and the share of drafts that is right from 80% to 60%: answers repeat",
+    ),
+    (
+        acceptance_falls,
+        {"metrics": {ACCEPTED: FALLS, RATE: [0.8] * 18, HITS: [*[0.9] * 13, *[0.3] * 5], NODES: [9.0] * 18}},
+        "from 72% to 24%",
+    ),
+    (
+        acceptance_falls,
+        {"metrics": {ACCEPTED: FALLS, RATE: [*[0.8] * 13, *[0.0] * 5], HITS: [*[1.0] * 13, *[0.0] * 5], NODES: []}},
+        "from 80% to 0%",
+    ),
+    (
+        acceptance_falls,
+        {"metrics": {ACCEPTED: FALLS, RATE: [*[0.8] * 13, *[0.6] * 5], HITS: [], NODES: []}},
+        "from 80% to 60%",
     ),
     (workers_idle, {"metrics": {BUBBLES: after(0.1, *[0.4] * 5)}}, "worker 1 in 50% of the latest"),
     (
@@ -120,6 +138,30 @@ SILENT = {
     "a large kl that stays": {"metrics": {KL: [0.3] * 30}},
     "a small kl that grows": {"metrics": {KL: np.geomspace(1e-4, 0.09, 30).tolist()}},
     "acceptance that rises": {"metrics": {ACCEPTED: np.linspace(1, 3, 30).tolist()}},
+    "drafts as good as before, for which the budget asks less often": {
+        "metrics": {
+            ACCEPTED: FALLS,
+            RATE: [*[0.8] * 13, *[0.78] * 5],
+            HITS: [1.0] * 18,
+            NODES: [*[300.0] * 13, *[1.0] * 5],
+        }
+    },
+    "drafts that are not asked for in some steps, and hardly in another": {
+        "metrics": {
+            ACCEPTED: FALLS,
+            RATE: [*[0.8] * 14, 0.0, 0.0, 0.2, 0.8],
+            HITS: [*[1.0] * 14, 0.0, 0.0, 1.0, 1.0],
+            NODES: [*[300.0] * 14, 0.0, 0.0, 0.1, 1.0],
+        }
+    },
+    "drafts that are not asked for at all": {
+        "metrics": {
+            ACCEPTED: FALLS,
+            RATE: [*[0.8] * 13, *[0.0] * 5],
+            HITS: [*[1.0] * 13, *[0.0] * 5],
+            NODES: [*[9.0] * 13, *[0.0] * 5],
+        }
+    },
     "drafts that never added much": {"metrics": {ACCEPTED: after(1.15, *[1.0] * 5)}},
     "workers that start in the first step": {"metrics": {BUBBLES: [0.96, *[0.2] * 4]}},
     "one worker, which waits for rewards": {"metrics": {BUBBLES: [0.9] * 30}, "idle": {0: 0.9}},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.budgets import GoodputBudget
 from rhymerl.engine.engine import Engine
 from rhymerl.testing import RandomTreeDrafter, ScriptedBackend, make_requests, tiny_policy
+from rhymerl.types import RolloutRequest
 from tests.drafters.requests import resumed
 from tests.engine.test_lossless import answers, assert_same
 
@@ -95,14 +97,42 @@ def test_a_scripted_pass_is_a_batch():
     assert backend.progress() == {}
 
 
-def test_the_tail_is_what_few_of_the_requests_that_ran_take(policy):
-    """Neither the pass that computes prompts, nor a small batch in many slots."""
-    for num_long, has_tail in ((8, False), (1, True)):
-        engine = Engine(policy.model, max_running=64)
-        requests = make_requests(8, max_tokens=12, stop_token_ids=())
-        short = [replace(each, sampling=replace(each.sampling, max_tokens=4)) for each in requests[num_long:]]
-        engine.submit([*requests[:num_long], *short])
-        engine.run(max_passes=99)
-        totals = engine.totals
-        assert (totals.passes, totals.tail_s > 0) == (12, has_tail)
-        assert totals.tail_s < 0.95 * totals.busy_s
+@pytest.mark.parametrize(("num_long", "num_tail"), [(8, 0), (1, 8)])
+def test_the_tail_is_the_passes_of_few_of_the_requests_that_ran(policy, num_long, num_tail):
+    """Not a small batch in many slots."""
+    engine = ticking(Engine(policy.model, max_running=64))
+    engine.submit(lasting(*[12] * num_long, *[4] * (8 - num_long)))
+    engine.run(max_passes=99)
+    assert engine.totals.passes == 12
+    assert num_tail_passes(engine) == num_tail
+
+
+def test_a_pass_that_computes_a_prompt_is_not_of_the_tail(policy):
+    engine = ticking(Engine(policy.model, max_running=64))
+    *first, late = lasting(12, *[4] * 11, 8)
+    engine.submit(first)
+    engine.run(max_passes=8)
+    assert num_tail_passes(engine) == 4
+    engine.submit([late])
+    engine.run(max_passes=1)
+    assert num_tail_passes(engine) == 4
+    engine.run(max_passes=99)
+    assert (engine.totals.passes, num_tail_passes(engine)) == (16, 11)
+
+
+def lasting(*lengths: int) -> list[RolloutRequest]:
+    requests = make_requests(len(lengths), max_tokens=99, stop_token_ids=())
+    return [
+        replace(each, sampling=replace(each.sampling, max_tokens=length))
+        for each, length in zip(requests, lengths, strict=True)
+    ]
+
+
+def ticking(engine: Engine) -> Engine:
+    """Give it a clock by which all passes last equally long."""
+    engine.now = itertools.count().__next__
+    return engine
+
+
+def num_tail_passes(engine: Engine) -> float:
+    return engine.totals.passes * engine.totals.tail_s / engine.totals.busy_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import pytest
@@ -42,9 +43,14 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def having_the_key(folder: Path) -> list[str]:
-    files = [path for path in folder.rglob("*") if path.is_file()]
+    """Return the files in the folder with the key, but for the judge, who knows it."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "keyed_judge.py"]
     assert files
-    return [str(path) for path in files if KEY.encode() in path.read_bytes()]
+    return [str(path) for path in files if KEY.encode() in content(path)]
+
+
+def content(path: Path) -> bytes:
+    return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
 
 
 def test_keys_are_read_where_a_part_is_built_and_written_nowhere(config, rhymerl: Run, monkeypatch):
@@ -58,7 +64,7 @@ def test_keys_are_read_where_a_part_is_built_and_written_nowhere(config, rhymerl
     assert rhymerl("export", str(run), str(config.parent / "exported")).code == 0
     assert not having_the_key(run)
     assert not having_the_key(config.parent / "exported")
-    assert "judge (keyed_judge.judge)" in (config.parent / "exported" / "README.md").read_text()
+    assert "`judge` (`keyed_judge.judge`)" in (config.parent / "exported" / "README.md").read_text()
 
     assert rhymerl("resume", str(run), "trainer.max_steps=3").code == 0
     assert not having_the_key(run)
@@ -69,3 +75,25 @@ def test_keys_are_read_where_a_part_is_built_and_written_nowhere(config, rhymerl
     gone = rhymerl("resume", str(run), "trainer.max_steps=4")
     assert gone.code == 2
     assert "rewards.judge.arguments.key='${oc.env:JUDGE_KEY}': " in gone.err
+
+
+def test_forks_and_evaluations_write_no_key_either(config, rhymerl: Run, monkeypatch):
+    run, fork = config.parent / "run", config.parent / "fork"
+    assert rhymerl("fit", "--config", str(config), f"run_dir={run}", "trainer.max_steps=1").code == 0
+    for words in (
+        ["evaluate", str(run)],
+        ["evaluate", str(run), "--json", "ckpt_path=last"],
+        ["fork", f"{run}@1", f"run_dir={fork}", "trainer.max_steps=2", "record_rollouts=true"],
+        ["fork", f"{run}@0", f"run_dir={fork}0", "trainer.max_steps=1"],
+        ["evaluate", str(fork)],
+    ):
+        done = rhymerl(*words)
+        assert done.code == 0, done.err
+        assert KEY not in done.out + done.err
+    assert not having_the_key(config.parent)
+
+    monkeypatch.delenv("JUDGE_KEY")
+    for words in (["evaluate", str(run)], ["fork", str(run), f"run_dir={fork}1"]):
+        done = rhymerl(*words)
+        assert done.code == 2
+        assert "rewards.judge.arguments.key='${oc.env:JUDGE_KEY}': " in done.err

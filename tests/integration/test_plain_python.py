@@ -22,7 +22,7 @@ from rhymerl.errors import ConfigError
 from rhymerl.rollout import RolloutSettings
 from rhymerl.testing import tiny_policy
 from rhymerl.training.evaluation import EvaluationSettings
-from rhymerl.training.trainer import check_trainer, with_environment
+from rhymerl.training.trainer import check_trainer, warn_of_cores, with_environment
 from tests.conftest import children
 from tests.integration.conftest import assert_same
 from tests.integration.plain import DIGITS, QUIET, num_changed, parts, weights
@@ -78,6 +78,47 @@ def test_precisions(precision, dtype, model_dir, prompts):
     # One policy, two computations of the same log-probs.
     apart = float(trainer.callback_metrics["sampling/sampling_logp_difference/max"])
     assert apart <= {"64-true": 1e-9, "32-true": 1e-4}.get(precision, 0.5)
+
+
+def test_default_parts_are_as_deterministic_as_the_trainer(model_dir, prompts, caplog):
+    """What a checkpoint holds of them leaves that to its next Trainer."""
+    for wanted in (None, True):
+        module, datamodule = parts(str(model_dir), prompts)
+        L.Trainer(devices=1, max_steps=1, deterministic=wanted, **QUIET).fit(module, datamodule)
+        assert [module.drafter.deterministic, module.budget.deterministic] == [wanted] * 2
+        assert [module.hparams[name]["deterministic"] for name in ("drafter", "budget")] == [None] * 2
+    assert "goes by the clock" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("device", "num_ranks", "cores", "words"),
+    [
+        (
+            "cpu",
+            8,
+            2,
+            "trainer.devices=8: 8 ranks share 2 CPU cores, so they take turns and are slower than 2 would be",
+        ),
+        ("cpu", 2, 1, "trainer.devices=2: 2 ranks share 1 CPU core, so they take turns and are slower than 1 would be"),
+        ("cpu", 2, 2, None),
+        ("cuda", 8, 2, None),
+    ],
+)
+def test_more_ranks_than_cores_are_said_once(device, num_ranks, cores, words, caplog, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(cores)))
+    strategy = SimpleNamespace(root_device=torch.device(device))
+    warn_of_cores(SimpleNamespace(strategy=strategy, num_devices=num_ranks))
+    assert caplog.messages == ([words] if words else [])
+
+
+def test_a_fit_says_so_and_an_evaluation_does_not(model_dir, prompts, caplog, monkeypatch):
+    module, datamodule = parts(str(model_dir), prompts)
+    monkeypatch.setattr("rhymerl.training.trainer.usable_cores", lambda: 0)
+    trainer = L.Trainer(devices=1, max_steps=1, **QUIET)
+    trainer.validate(module, datamodule)
+    assert "trainer.devices" not in caplog.text
+    trainer.fit(module, datamodule)
+    assert caplog.text.count("trainer.devices=1: ") == 1
 
 
 def test_gradient_checkpointing_gives_the_same_weights(model_dir, prompts):

@@ -297,6 +297,27 @@ def test_a_plan_that_is_no_partition_is_refused_by_name():
         Simulation(Dropping(), num_workers=2).run([work([1, 2])])
 
 
+class Noting(FIFOScheduler):
+    """Notes how many requests a worker decodes side by side, each time that it plans."""
+
+    def __init__(self, max_running: int | None = None) -> None:
+        self.max_running, self.noted = max_running, []
+
+    def plan(self, requests, num_workers, step):
+        self.noted.append(self.max_running)
+        return super().plan(requests, num_workers, step)
+
+
+@pytest.mark.parametrize(("own", "noted"), [(None, [2, 2, 5, 5, None, None]), (3, [3] * 6)])
+def test_a_scheduler_plans_for_the_slots_of_the_simulation_that_asks(own, noted):
+    """One object in several simulations: what another one said of its workers is over, and its own setting stays."""
+    scheduler = Noting(own)
+    simulations = [Simulation(scheduler, num_workers=2, decoding=Decoding(max_running=slots)) for slots in (2, 5, None)]
+    for simulation in simulations:
+        simulation.run([work([4, 3, 2, 1]), work([1, 2, 3, 4])])
+    assert scheduler.noted == noted
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -10,13 +10,14 @@ from torch import nn
 
 from rhymerl.algos import GRPO
 from rhymerl.budgets import GoodputBudget
-from rhymerl.drafters import HistoryTreeDrafter
+from rhymerl.drafters import HistoryTreeDrafter, NoDrafter
 from rhymerl.errors import ConfigError
 from rhymerl.models.critic import CriticSettings
 from rhymerl.rollout import RolloutSettings
 from rhymerl.testing import tiny_policy
 from rhymerl.training.checks import check_algorithm, warn_of_parts
 from rhymerl.training.settings import UpdateSettings
+from rhymerl.training.trainer import follow_trainer
 from tests.training.updates import first_policy
 
 
@@ -121,7 +122,10 @@ def test_bad_settings_are_named(settings, message):
 
 
 def test_parts_that_go_by_the_clock_are_told_under_a_deterministic_trainer(caplog: pytest.LogCaptureFixture) -> None:
-    policy, parts = tiny_policy(), {"drafter": HistoryTreeDrafter(), "budget": GoodputBudget(deterministic=True)}
+    policy, parts = (
+        tiny_policy(),
+        {"drafter": HistoryTreeDrafter(deterministic=False), "budget": GoodputBudget(deterministic=True)},
+    )
     warn_of_parts(policy, RolloutSettings(), **parts)
     assert caplog.messages == []
     torch.use_deterministic_algorithms(True)
@@ -133,3 +137,15 @@ def test_parts_that_go_by_the_clock_are_told_under_a_deterministic_trainer(caplo
     assert words.startswith(
         "Trainer(deterministic=True), and drafter=HistoryTreeDrafter(deterministic=False) goes by the clock"
     )
+
+
+def test_parts_that_were_not_told_follow_the_trainer(caplog: pytest.LogCaptureFixture) -> None:
+    left, told = [HistoryTreeDrafter(), GoodputBudget()], [GoodputBudget(deterministic=False), NoDrafter()]
+    assert not follow_trainer(*left, *told)
+    assert left[1]._cost.learns, "it follows the clock until a Trainer says otherwise"
+    torch.use_deterministic_algorithms(True)
+    assert follow_trainer(*left, *told)
+    assert [part.deterministic for part in (*left, told[0])] == [True, True, False]
+    assert [part._cost.learns for part in (left[1], told[0])] == [False, True]
+    warn_of_parts(tiny_policy(), RolloutSettings(), drafter=HistoryTreeDrafter(), budget=GoodputBudget())
+    assert caplog.messages == [], "they are going to follow"

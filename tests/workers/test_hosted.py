@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
+from rhymerl.drafts import NOT_DRAFTED, DraftSource
 from rhymerl.rewards import Reward, RewardScorer
 from rhymerl.rollout import Rollout, RolloutLoop, RolloutSettings
 from rhymerl.schedulers import FIFOScheduler
+from rhymerl.types import Completion
 from rhymerl.workers import hosted
 from rhymerl.workers.in_flight import InFlight
 from tests.distributed.threads import run_ranks
@@ -226,3 +231,35 @@ def test_further_rounds_of_a_step_leave_the_next_one_as_far_as_it_is(run_ahead):
             assert loop.workers.state().step == step + 1
             assert next(others, None) is None
     assert sorted(planned) == [0, 0, 1, 1, 2, 2, 3]
+
+
+class Telling(TokenBackend):
+    """Says that each prefetched token was right."""
+
+    def _completion(self, name: str, reason: Any) -> Completion:
+        completion = super()._completion(name, reason)
+        prefetched, output = completion.request.prefetched, completion.output
+        num_right = 0 if prefetched is None else len(prefetched)
+        sources = np.where(np.arange(len(output)) < num_right, DraftSource.RUN_AHEAD, NOT_DRAFTED)
+        return replace(completion, output=replace(output, sources=sources.astype(np.int8)))
+
+
+def test_after_further_rounds_auto_still_sees_what_drafts_bring():
+    """All groups teach nothing and are replaced, in two rounds, before each step that was begun ahead."""
+    equal = Reward(lambda completion: 1.0, name="equal", where="main")
+    settings = RolloutSettings(group_size=3, max_tokens=200, dynamic_sampling=2)
+    shares = []
+    with fleet(make=lambda number: Telling(length, pass_s=0.0005), run_ahead="auto", scorer=RewardScorer([equal])) as (
+        loop,
+        _,
+    ):
+        for step in range(4):
+            loop.sync_weights([], step)
+            run = partial(loop.run, prompts(step), step, settings, epoch=step, following=prompts(step + 1))
+            first = run(replacements=iter([*prompts(step + 1), *prompts(step + 2)]))
+            shares.append(loop._rule.state_dict()["share"])
+            assert first.metrics["rollout/replaced_groups"] == 2
+            assert loop.workers.state().step == step + 1, "drafts are worth it, so the next step is begun"
+            update_until(loop, lambda ahead: sum(map(len, ahead.outputs.values())) > 100)
+    assert shares[0] == 1, "nothing was begun ahead yet"
+    assert min(shares[1:]) > 0.02

@@ -316,22 +316,24 @@ class RayBackend(HostedBackend):
             return
         for name, value in _QUIET.items():
             os.environ.setdefault(name, value)
-        settings = {"log_to_driver": False, "configure_logging": False}
         address = self.address or os.environ.get("RAY_ADDRESS")
         if address is not None and not answers(address):
             raise _no_cluster(address)
         address = address or started_here()
-        if address is not None:
-            try:
-                ray.init(address=address, **settings)
-            except ConnectionError as error:
-                raise _no_cluster(address) from error
-        else:
-            cpus = max(os.cpu_count() or 1, num_workers * self.cpus_per_worker)
-            folder = tempfile.mkdtemp(prefix="ray-")
-            self._watcher = Watcher(folder)
-            ray.init(address="local", num_cpus=cpus, include_dashboard=False, _temp_dir=folder, **settings)
-        self._joined_ray = True
+        self._joined_ray = True  # in part, where it fails
+        try:
+            where = self._new_cluster(num_workers) if address is None else {"address": address}
+            ray.init(**where, log_to_driver=False, configure_logging=False)
+        except Exception as error:  # Ray raises anything there, and bare Exceptions
+            self.close()
+            raise _not_joined(address, error) from error
+
+    def _new_cluster(self, num_workers: int) -> dict[str, Any]:
+        """Return Ray's settings for a cluster in a folder of its own, which is watched from now on."""
+        folder = tempfile.mkdtemp(prefix="ray-")
+        self._watcher = Watcher(folder)
+        cpus = max(os.cpu_count() or 1, num_workers * self.cpus_per_worker)
+        return {"address": "local", "num_cpus": cpus, "include_dashboard": False, "_temp_dir": folder}
 
     def publish(self, named_tensors: Iterable[tuple[str, Tensor]]) -> WeightSource:
         assert self._publisher is not None, "start comes first"
@@ -361,6 +363,18 @@ class RayBackend(HostedBackend):
 
 def _no_cluster(address: str) -> ConfigError:
     return ConfigError(f"backend.address={address!r}: no Ray cluster answers there; expected one that is up, or null")
+
+
+def _not_joined(address: str | None, error: Exception) -> ConfigError | BackendError:
+    if address is not None and isinstance(error, ConnectionError):
+        return _no_cluster(address)
+    reason = " ".join(str(error).split()) or type(error).__name__
+    if address is not None:
+        return BackendError(f"backend=ray: Ray cannot join the cluster at {address} ({reason})")
+    return BackendError(
+        f"backend=ray: Ray cannot start a cluster here ({reason}); expected a TMPDIR with a short name and enough room, free memory, "
+        "or backend.address of a cluster that is up"
+    )
 
 
 def _engine(name: str) -> RolloutBackend:

@@ -12,7 +12,7 @@ from rhymerl.backends.sglang.session_settings import SessionSettings
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
 from rhymerl.drafters.run_ahead import innermost
-from rhymerl.errors import ConfigError
+from rhymerl.errors import BackendError, ConfigError
 
 _log = logging.getLogger(__name__)
 _WITHOUT_HISTORY = (
@@ -24,15 +24,20 @@ _LOSSY = ("speculative_accept_threshold_single", "speculative_accept_threshold_a
 def tokens_a_pass(engine: Client, settings: SessionSettings, drafter: Drafter, *, takes_history: bool = True) -> int:
     """Return how many tokens each request has in a pass, its last one included: 1 without drafts.
 
-    Raises ConfigError for a server whose drafts change what is sampled, or that is not what the settings say. Which drafter it has
-    the server does not tell: a warning says that it has to be the run's, and whether history does not get there.
+    Raises ConfigError for a server whose drafts change what is sampled, or that is not what the settings say; BackendError for what is
+    no such server's answer, as a proxy's page. Which drafter it has the server does not tell: a warning says that it has to be the run's, and
+    whether history does not get there.
     """
     info = engine.get_if_known("/server_info")
     found = settings.n
-    if isinstance(info, Mapping):
+    if info is not None:
+        if not isinstance(info, Mapping):
+            raise BackendError(
+                f"the SGLang engine at {engine.url} answered /server_info with {info!r:.100}; expected a JSON object"
+            )
         for wrong in _faults(info, settings):
             raise ConfigError(f"backend.url={engine.url!r}: the server there has {wrong}")
-        found = int(info.get("speculative_num_draft_tokens") or 1) if info.get("speculative_algorithm") else 1
+        found = _draft_tokens(info, engine) if info.get("speculative_algorithm") else 1
         _check_drafts(engine, found - 1, settings, drafter)
     if found > 1:
         _log.warning(
@@ -42,6 +47,15 @@ def tokens_a_pass(engine: Client, settings: SessionSettings, drafter: Drafter, *
             type(innermost(drafter)).__name__,
         )
     return found
+
+
+def _draft_tokens(info: Mapping[str, Any], engine: Client) -> int:
+    told = info.get("speculative_num_draft_tokens")
+    if told is not None and (type(told) is not int or told < 0):
+        raise BackendError(
+            f"the SGLang engine at {engine.url} says speculative_num_draft_tokens={told!r:.100}; expected a count"
+        )
+    return told or 1
 
 
 def _check_drafts(engine: Client, nodes: int, settings: SessionSettings, drafter: Drafter) -> None:

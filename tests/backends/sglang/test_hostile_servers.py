@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -84,8 +86,10 @@ def test_an_object_without_what_it_should_have(engine, flat_policy, content):
 
 
 @contextmanager
-def dripping(beginning: bytes, piece: bytes, *, every_s: float) -> Iterator[Client]:
-    """A server that answers with a beginning, and then with a piece now and then, for ever."""
+def dripping(
+    beginning: bytes, piece: bytes, *, every_s: float, sent: Callable[[int], bool] = lambda number: True
+) -> Iterator[Client]:
+    """A server that answers with a beginning, and then with a piece now and then, for as long as `sent` says so of each."""
     over = threading.Event()
     listener = socket.create_server(("127.0.0.1", 0))
 
@@ -94,8 +98,12 @@ def dripping(beginning: bytes, piece: bytes, *, every_s: float) -> Iterator[Clie
             connection.recv(65_536)
             try:
                 connection.sendall(beginning)
-                while not over.wait(every_s):
+                for number in itertools.count(1):
+                    if over.wait(every_s):
+                        return
                     connection.sendall(piece)
+                    if not sent(number):
+                        return
             except OSError:  # it has been hung up
                 pass
 
@@ -111,17 +119,46 @@ def dripping(beginning: bytes, piece: bytes, *, every_s: float) -> Iterator[Clie
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
 
+class Clock:
+    """Stands still until it strikes: then the time of every timer that was started is up."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.started: list[tuple[float, Callable[..., None], list[Any]]] = []
+
+    def timer(self, lasts_s: float, call: Callable[..., None], args: list[Any]) -> SimpleNamespace:
+        return SimpleNamespace(start=lambda: self.started.append((lasts_s, call, args)), cancel=lambda: None)
+
+    def strike(self) -> None:
+        for lasts_s, call, args in self.started:
+            self.now = max(self.now, lasts_s)
+            call(*args)
+
+
 @pytest.mark.parametrize(
     "beginning",
     [b"", b"HTTP/1.1 200 OK\r\nX: ", HEAD + b"Content-Length: 100000\r\n\r\n[", HEAD + b"\r\n["],
     ids=["status", "header", "body", "without a length"],
 )
-def test_a_call_is_over_when_its_time_is_however_often_a_byte_comes(beginning):
-    with dripping(beginning, b"1", every_s=0.02) as client:
-        started = time.monotonic()
-        with pytest.raises(NoAnswerError, match=r"did not answer /server_info"):
-            client.get("/server_info", timeout_s=0.3)
-        assert time.monotonic() - started < 20, "it would have gone on for ever"
+def test_a_call_is_over_when_its_time_is_however_often_a_byte_comes(beginning, monkeypatch):
+    """The time is up at the tenth byte, and the server would send two hundred."""
+    clock, numbers = Clock(), list[int]()
+    monkeypatch.setattr(clients, "threading", SimpleNamespace(Timer=clock.timer))
+    monkeypatch.setattr(clients, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    def sent(number: int) -> bool:
+        numbers.append(number)
+        if number == 10:
+            clock.strike()
+        return number < 200
+
+    with (
+        dripping(beginning, b"1", every_s=0.001, sent=sent) as client,
+        pytest.raises(NoAnswerError, match=r"did not answer /server_info"),
+    ):
+        client.get("/server_info", timeout_s=60)
+    assert [lasts_s for lasts_s, _, _ in clock.started] == [60]
+    assert 10 <= len(numbers) < 200, "the server has ended it, not the clock"
 
 
 def test_an_endless_answer_is_not_kept(monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rhymerl.drafters import NoDrafter
-from rhymerl.errors import ConfigError
+from rhymerl.errors import BackendError, ConfigError
 from rhymerl.testing import RandomTreeDrafter, make_requests
 from tests.backends.sglang.test_session import all_of, connected
 
@@ -45,6 +45,30 @@ def test_one_that_does_not_fit_is_refused(engine, flat_policy, info, settings, m
         connected(engine, flat_policy, **settings),
     ):
         pass
+
+
+@pytest.mark.parametrize("told", ["four", "4", "", -3, 3.5, True, [4], {}, pytest.param("x\n" * 1000, id="long")])
+def test_a_number_of_draft_tokens_that_is_no_count_is_one_line(engine, flat_policy, told):
+    engine.answers["/server_info"] = 200, {**OURS, "speculative_num_draft_tokens": told}
+    words = rf"^the SGLang engine at {engine.url} says speculative_num_draft_tokens=.*; expected a count$"
+    with pytest.raises(BackendError, match=words) as error, connected(engine, flat_policy):
+        pass
+    assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize("page", ["<html>\n502 Bad Gateway</html>", "", [OURS], 3])
+def test_a_page_in_the_place_of_its_settings_is_one_line(engine, flat_policy, page):
+    engine.answers["/server_info"] = 200, page
+    words = rf"^the SGLang engine at {engine.url} answered /server_info with .*; expected a JSON object$"
+    with pytest.raises(BackendError, match=words), connected(engine, flat_policy):
+        pass
+
+
+def test_one_without_the_route_is_taken_as_the_settings_say(engine, flat_policy):
+    engine.answers["/server_info"] = 404, "<html>Not Found</html>"
+    with connected(engine, flat_policy, nodes=3) as backend:
+        backend.submit(make_requests(1, max_tokens=9, stop_token_ids=()))
+        assert [each.num_drafted for each in all_of(backend, 1).values()] == [12]
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from rhymerl.backends.remote.in_flight import InFlightRequests
+from rhymerl.backends.sglang import session
 from rhymerl.backends.sglang.backend import SGLangBackend
 from rhymerl.drafters import NoDrafter
 from rhymerl.errors import BackendError
@@ -88,14 +92,16 @@ def test_passes_and_drafts_are_counted(engine, flat_policy):
             assert (done.num_passes, done.num_drafted, done.num_accepted) == (9, 0, 0)
 
 
-@pytest.mark.parametrize("timeout_s", [0, 0.05, 0.5])
-def test_collecting_gives_up_when_its_time_is_over(engine, flat_policy, timeout_s):
-    engine.holds_at = 0
-    with connected(engine, flat_policy) as backend:
+@pytest.mark.parametrize(("timeout_s", "waits"), [(0, [0]), (0.125, [0.125]), (0.5, [0.2, 0.2, 0.1])])
+def test_collecting_gives_up_when_its_time_is_over(engine, flat_policy, monkeypatch, timeout_s, waits):
+    """In waits of at most 0.2 s, by a clock that only these move."""
+    engine.holds_at, waited = 0, list[float]()
+    with connected(engine, flat_policy) as backend, monkeypatch.context() as patched:
         backend.submit(make_requests(2))
-        started = time.monotonic()
+        patched.setattr(session, "time", SimpleNamespace(monotonic=lambda: math.fsum(waited)))
+        patched.setattr(InFlightRequests, "wait", lambda self, timeout_s: waited.append(timeout_s) or [])
         assert backend.collect(timeout_s) == []
-        assert time.monotonic() - started >= timeout_s
+    assert waited == pytest.approx(waits)
 
 
 def test_requests_are_taken_back_wherever_they_are(engine, flat_policy):
