@@ -27,6 +27,7 @@ class Backend(ABC):
     The constructor takes settings only; `start` hands over what the run has.
     """
 
+    workers_are_remote = False  # apart from the trainer's ranks
     release_memory = False  # whether its engine gives weights, keys and values back for an update
     draws_exactly = (
         False  # whether its log-probs are the update's own but for rounding: the same weights, the same precision
@@ -66,9 +67,9 @@ class Backend(ABC):
         """Return what a run tells of its engine once it has started, in one line; None: nothing."""
         return None
 
-    def apart(self) -> Backend:
-        """Return what brings up the workers: itself, or, where engines run already and are no rank's, a backend of workers apart from ranks."""
-        return self
+    def least_workers(self, num_workers: int) -> int:
+        """Return with how many of them a run begins; the others are late."""
+        return num_workers
 
     def release(self) -> None:
         """The stage is over; `start` may come again, with the same policy and drafter, or `close`. An engine that is dear to bring up stays."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 _MOVED = {
     "rhymerl.callbacks.teardown": "rhymerl.training.teardown",
+    "rhymerl.backends.hosted": "rhymerl.workers.remote",
     "rhymerl.budgets.costs": "rhymerl.costs",
     "rhymerl.callbacks.summary": "rhymerl.runs.summary",
     "rhymerl.checkpoint": "rhymerl.training.checkpoint",
