@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -133,17 +132,6 @@ class RolloutBackend(Backend):
 
     def sleep(self) -> None:
         """Give memory back, if that is wanted: nothing is in flight and the next `submit` comes after an update."""
-
-    rest = sleep  # the former name
-
-    def __init_subclass__(cls, **settings: object) -> None:
-        """Give `sleep` and `rest` one meaning in every class, whichever of them it overrides."""
-        super().__init_subclass__(**settings)
-        if "rest" in vars(cls) and "sleep" not in vars(cls):
-            warnings.warn(f"{cls.__name__}.rest is called sleep now", DeprecationWarning, stacklevel=2)
-            cls.sleep = cls.rest  # type: ignore[method-assign]
-        elif "sleep" in vars(cls):
-            cls.rest = cls.sleep
 
     def metrics(self) -> Mapping[str, float]:
         """Return the metrics since the last call by name, and reset them.
