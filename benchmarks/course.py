@@ -22,7 +22,7 @@ from rhymerl.training.module import RhymeModule
 from rhymerl.training.updater import Updater
 from rhymerl.types import RolloutRequest
 from rhymerl.workers.coordinator import Coordinator
-from rhymerl.workers.hosted import HostedWorkers
+from rhymerl.workers.remote.hosted import HostedWorkers
 
 if TYPE_CHECKING:
     from rhymerl.types import FloatArray

@@ -23,17 +23,17 @@ import headline
 import record
 from virtual import VirtualEngine
 
-from rhymerl.backends.hosted.base import Connection
-from rhymerl.backends.hosted.host import WorkerHost
-from rhymerl.backends.hosted.messages import Weights
-from rhymerl.backends.hosted.threads import ThreadBackend, ThreadConnection
 from rhymerl.config import compose
 from rhymerl.engine.emulation import EmulatedDevice
 from rhymerl.history import HistoryStore
 from rhymerl.runs.fit import fit
 from rhymerl.training.module import RhymeModule
 from rhymerl.training.updater import Updater
-from rhymerl.workers.hosted import HostedWorkers
+from rhymerl.workers.host import WorkerHost
+from rhymerl.workers.messages import Weights
+from rhymerl.workers.remote.base import Connection
+from rhymerl.workers.remote.hosted import HostedWorkers
+from rhymerl.workers.remote.threads import ThreadBackend, ThreadConnection
 
 ROWS = [
     headline.BARRIER,

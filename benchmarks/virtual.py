@@ -18,15 +18,15 @@ from typing import Any
 import numpy as np
 
 from rhymerl.backends.embedded import EmbeddedBackend
-from rhymerl.backends.hosted.base import Connection
-from rhymerl.backends.hosted.host import WorkerHost
-from rhymerl.backends.hosted.loading import EngineLoader
-from rhymerl.backends.hosted.messages import Events, Message, Weights
-from rhymerl.backends.hosted.threads import ThreadBackend, ThreadConnection
 from rhymerl.backends.spans import WorkerSpan
 from rhymerl.engine.emulation import EmulatedDevice
 from rhymerl.engine.layout import PassLayout
 from rhymerl.history import HistoryStore
+from rhymerl.workers.host import WorkerHost
+from rhymerl.workers.messages import Events, Message, Weights
+from rhymerl.workers.remote.base import Connection
+from rhymerl.workers.remote.loading import EngineLoader
+from rhymerl.workers.remote.threads import ThreadBackend, ThreadConnection
 
 TICK_S = 1e-3
 _TELL_S = 0.5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,6 +26,7 @@ class Backend(ABC):
     The constructor takes settings only; `start` hands over what the run has.
     """
 
+    workers_are_remote = False  # apart from the trainer's ranks
     release_memory = False  # whether its engine gives weights, keys and values back for an update
     draws_exactly = (
         False  # whether its log-probs are the update's own but for rounding: the same weights, the same precision
@@ -66,9 +66,9 @@ class Backend(ABC):
         """Return what a run tells of its engine once it has started, in one line; None: nothing."""
         return None
 
-    def apart(self) -> Backend:
-        """Return what brings up the workers: itself, or, where engines run already and are no rank's, a backend of workers apart from ranks."""
-        return self
+    def least_workers(self, num_workers: int) -> int:
+        """Return with how many of them a run begins; the others are late."""
+        return num_workers
 
     def release(self) -> None:
         """The stage is over; `start` may come again, with the same policy and drafter, or `close`. An engine that is dear to bring up stays."""
@@ -132,17 +132,6 @@ class RolloutBackend(Backend):
 
     def sleep(self) -> None:
         """Give memory back, if that is wanted: nothing is in flight and the next `submit` comes after an update."""
-
-    rest = sleep  # the former name
-
-    def __init_subclass__(cls, **settings: object) -> None:
-        """Give `sleep` and `rest` one meaning in every class, whichever of them it overrides."""
-        super().__init_subclass__(**settings)
-        if "rest" in vars(cls) and "sleep" not in vars(cls):
-            warnings.warn(f"{cls.__name__}.rest is called sleep now", DeprecationWarning, stacklevel=2)
-            cls.sleep = cls.rest  # type: ignore[method-assign]
-        elif "sleep" in vars(cls):
-            cls.rest = cls.sleep
 
     def metrics(self) -> Mapping[str, float]:
         """Return the metrics since the last call by name, and reset them.

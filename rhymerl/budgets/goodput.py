@@ -339,8 +339,7 @@ class GoodputBudget(Budget):
         self._acceptance.load_state_dict(state["acceptance"])
         self._allowance = Allowance(**state["allowance"])
         self._outlook.load_state_dict(state["outlook"])
-        if "worth" in state:  # in checkpoints of earlier versions it is not
-            self._worth.load_state_dict(state["worth"])
+        self._worth.load_state_dict(state["worth"])
         self._course = _Course(**state["course"])
         self._expected_lately, self._accepted_lately = state["expected"], state["accepted"]
 

@@ -97,8 +97,8 @@ class Outlook:
         return {"sizes": {size: tokens.tolist() for size, tokens in self._tokens.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state; earlier versions knew of one size only."""
-        self._tokens = {int(size): np.array(tokens) for size, tokens in state.get("sizes", {}).items()}
+        """Go on from a saved state."""
+        self._tokens = {int(size): np.array(tokens) for size, tokens in state["sizes"].items()}
 
 
 def _size(rows: int) -> int:

@@ -87,7 +87,7 @@ class TokenWorth:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state."""
         self._lengths.error = state["length_error"]
-        self.runs_ahead = state.get("runs_ahead", False)  # earlier versions kept none
+        self.runs_ahead = state["runs_ahead"]
 
 
 def _ahead(requests: Sequence[RolloutRequest]) -> BoolArray:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 
-from rhymerl.backends.hosted.base import HostedBackend
 from rhymerl.callbacks.early_warnings import EarlyWarnings
 from rhymerl.report.steps import StepFile, answer_columns, source_runs
 from rhymerl.rollout import Rollout
@@ -70,7 +69,7 @@ class RecordSteps(L.Callback):
                 "ended_at": time.time(),
                 "metrics": pl_module.logged,
                 "warnings": self.warnings.latest if self.warnings is not None else [],
-                "workers_apart": isinstance(pl_module.backend, HostedBackend),
+                "workers_apart": pl_module.backend.workers_are_remote,
                 "spans": [
                     [each.worker, each.activity, each.number, round(each.start_s, 4), round(each.end_s, 4)]
                     for each in rollout.spans

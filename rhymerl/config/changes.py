@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rhymerl.config.moved import current_path
-
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
@@ -29,7 +27,7 @@ class Change:
 def changes(before: Mapping[str, Any], config: DictConfig) -> list[Change]:
     """Return the settings whose values differ from `before`, a resolved config; one that only one of them has is `nothing` in the other.
 
-    A class is the same under its former path. What follows another setting (`${seed}`) is left out: that one is there itself.
+    What follows another setting (`${seed}`) is left out: that one is there itself.
     """
     from omegaconf import OmegaConf
 
@@ -49,10 +47,10 @@ def changes(before: Mapping[str, Any], config: DictConfig) -> list[Change]:
 
 
 def leaves(node: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a node by dotted key, which begins with `above`; classes by their present paths."""
+    """Yield the settings of a node by dotted key, which begins with `above`."""
     for name, value in node.items():
         key = f"{above}.{name}" if above else str(name)
         if isinstance(value, Mapping) and value:
             yield from leaves(value, key)
         else:
-            yield key, current_path(value) if name == "_target_" and isinstance(value, str) else value
+            yield key, value

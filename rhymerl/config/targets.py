@@ -16,7 +16,6 @@ from difflib import get_close_matches
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from rhymerl.config.moved import current_path
 from rhymerl.errors import ConfigError
 from rhymerl.types import MaybeInfinite
 
@@ -60,10 +59,10 @@ def import_target(path: Any, *, setting: str) -> Callable[..., Any]:
         raise ConfigError(f"{setting}={path!r}: expected a dotted class path such as my_module.MyClass")
     _look_in_current_directory()
     found: Any
-    found, names = _import_module_part(current_path(path), setting)
+    found, names = _import_module_part(path, setting)
     for name in names:
         if not hasattr(found, name):
-            near = did_you_mean(name, dir(found)) or _hidden_here(found)
+            near = did_you_mean(name, dir(found)) or _hidden_here(found) or _of_earlier(found)
             raise ConfigError(f"{setting}={path!r}: {found.__name__} has no {name!r}{near}")
         found = getattr(found, name)
     if not callable(found):
@@ -79,6 +78,12 @@ def _look_in_current_directory() -> None:
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)
+
+
+def _of_earlier(found: Any) -> str:
+    """Return where a name in our package that it does not have may come from."""
+    is_ours = getattr(found, "__name__", "").partition(".")[0] == "rhymerl"
+    return "; a run of a version before 0.2 goes on with that version only" if is_ours else ""
 
 
 def _hidden_here(found: Any) -> str:

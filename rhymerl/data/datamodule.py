@@ -195,7 +195,7 @@ class PromptDataModule(L.LightningDataModule):
 
     def begin_at(self, started: str | None) -> None:
         """Take the time at which a run was started, in ISO form, from its checkpoint, before the data is prepared."""
-        if started is not None:  # prompts do not tell it, or an earlier version did not keep it
+        if started is not None:  # prompts do not tell it
             self.started = datetime.fromisoformat(started)
 
     def warn(self) -> None:

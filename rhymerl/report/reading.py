@@ -75,7 +75,7 @@ def _with_steps(run: Run, folder: Path, progress: ProgressBar) -> Run:
                 evaluations[record["step"]] = record["evaluation"]
                 continue
             steps[record["step"]] = record["metrics"]
-            warnings += [(record["step"], words) for words in record.get("warnings", ())]  # earlier versions kept none
+            warnings += [(record["step"], words) for words in record["warnings"]]
             times.append(_times(record))
             answers.add(record)
             progress.advance()

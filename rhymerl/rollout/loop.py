@@ -272,5 +272,5 @@ class RolloutLoop:
         """Take up what `state_dict` returned, on as many ranks as there were or on others."""
         ahead = state["ahead"]
         self.workers.restore(RunAheadState.of_state(ahead) if ahead is not None else None)
-        if rule := state.get("rule"):  # of another mode, or of an earlier version, there is none
+        if rule := state["rule"]:  # of another mode there is none
             self._rule.load_state_dict(rule)

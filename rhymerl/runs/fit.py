@@ -136,7 +136,7 @@ def _fit(
     result = summary.result()
     _write_summary(result, run_dir)
     save_history(run_dir / "history.rhyme", module, datamodule)
-    if config.get("report", True):  # earlier versions have no such setting
+    if config.report:
         _report(run_dir)
     if _is_profiled(config):
         write_trace(run_dir)
@@ -171,10 +171,9 @@ def _trainer_of(
 
 
 def _is_profiled(config: DictConfig) -> bool:
-    profile = config.get("profile")  # earlier versions have no such setting
-    if profile not in (None, "trace"):
-        raise ConfigError(f"profile={profile!r}: expected trace, or null for none")
-    return profile is not None
+    if config.profile not in (None, "trace"):
+        raise ConfigError(f"profile={config.profile!r}: expected trace, or null for none")
+    return config.profile is not None
 
 
 def _result_of_finished(

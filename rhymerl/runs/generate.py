@@ -30,6 +30,7 @@ from rhymerl.rollout import Rollout, RolloutLoop, RolloutSettings
 from rhymerl.rollout.metrics import AcceptanceTotals
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.types import Prompt
+from rhymerl.workers import backend_of_workers
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -167,7 +168,7 @@ def _loop(
     drafter: Drafter = instantiate(config.drafter, key="drafter", kind=Drafter)
     budget: Budget = instantiate(config.budget, key="budget", kind=Budget)
     scheduler = instantiate(config.scheduler, key="scheduler", kind=Scheduler)
-    backend: Backend = instantiate(config.backend, key="backend", kind=Backend).apart()
+    backend: Backend = backend_of_workers(instantiate(config.backend, key="backend", kind=Backend))
     backend.check(max(len(prompt.token_ids) for prompt in prompts) + settings.max_tokens)
     backend.check_drafting(drafter, budget)
     with backend, RewardScorer(rewards, num_processes=1) as scorer:

@@ -23,7 +23,7 @@ def loggers_of(config: DictConfig, *, first_step: int | None = None) -> Any:
     TensorBoard's curves of a run that goes on are cut off at `first_step`, from which they are written anew. Raises ConfigError.
     """
     settings = resolved(config)
-    asked, flag = settings.get("logger", _DEFAULT), settings["trainer"].get("logger")  # earlier versions have none
+    asked, flag = settings["logger"], settings["trainer"].get("logger")
     if flag is not None and flag is not True:
         is_default = asked == _DEFAULT or (
             isinstance(asked, Mapping) and asked["_target_"] == _node(_DEFAULT, config)["_target_"]

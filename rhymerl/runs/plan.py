@@ -35,6 +35,7 @@ from rhymerl.training.memory import Layout, Setup, make_setup, rank_memory
 from rhymerl.training.settings import UpdateSettings
 from rhymerl.training.traffic import num_backwards, traffic
 from rhymerl.training.trainer import check_precision, refuse_engine_in_rank
+from rhymerl.workers import backend_of_workers
 
 Result = dict[str, Any]
 _PRECISIONS = {"none": "32-true", "32": "32-true", "64": "64-true", "bf16": "bf16-mixed"}  # Lightning's short names
@@ -75,7 +76,7 @@ def setup_from(config: DictConfig, *, device_bytes: int | None) -> Setup:
     rollout = instantiate(parts["rollout"], key="rollout", default=RolloutSettings)
     update = instantiate(parts["update"], key="update", default=UpdateSettings)
     evaluation = instantiate(parts["evaluation"], key="evaluation", default=EvaluationSettings)
-    backend: Backend = instantiate(parts["backend"], key="backend", default=EmbeddedBackend).apart()
+    backend: Backend = backend_of_workers(instantiate(parts["backend"], key="backend", default=EmbeddedBackend))
     critic: CriticSettings = instantiate(parts["critic"], key="critic", default=CriticSettings)
     check_algorithm(algo, rollout=rollout, update=update)
     precision = _precision(trainer.get("precision"))

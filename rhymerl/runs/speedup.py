@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from math import exp, hypot, log, sqrt
 from typing import Any
 
@@ -92,11 +92,6 @@ class SpeedupTotals:
     def state_dict(self) -> dict[str, Any]:
         """Return the sums in plain containers."""
         return asdict(self)
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> SpeedupTotals:
-        """Return the sums of a saved state; what an earlier version saved besides is left out."""
-        return cls(**{each.name: state[each.name] for each in fields(cls) if each.name in state})
 
 
 def _half_interval(values: Sequence[float]) -> float:

@@ -110,10 +110,10 @@ class Summary(L.Callback):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         for name in _STATE:
-            setattr(self, name, state_dict.get(name, getattr(self, name)))
+            setattr(self, name, state_dict[name])
         self.acceptance = AcceptanceTotals(**state_dict["speculation"])
-        self.speedup = SpeedupTotals.of(state_dict.get("speedup", {}))
-        self.failures = Failures(**state_dict.get("failures", {}))  # earlier versions kept none
+        self.speedup = SpeedupTotals(**state_dict["speedup"])
+        self.failures = Failures(**state_dict["failures"])
 
     def result(self) -> dict[str, Any]:
         """Return the figures; `wall_s` is training alone (rollouts, updates, what is between), rewards are means of up to 5 steps."""

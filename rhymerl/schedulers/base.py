@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -66,32 +65,16 @@ class Scheduler(ABC):
 
         This is called just before the next step's `plan` with `run_ahead=keep`; otherwise all workers begin a step together.
         """
-        if self._observes_in_rebalance:
-            warnings.warn(f"{type(self).__name__}: override observe, not rebalance", DeprecationWarning, stacklevel=2)
-            self.rebalance(progress)
 
     @property
     def migrates(self) -> bool:
         """Return whether `rebalance` may move anything; ranks of a run that repeats bit for bit then keep step."""
-        if type(self).moves_requests is not Scheduler.moves_requests:
-            return self.moves_requests
         return type(self).rebalance is not Scheduler.rebalance
 
     @property
     def observes(self) -> bool:
         """Return whether `observe` does anything; rank 0 is then told how far the answers are."""
-        return type(self).observe is not Scheduler.observe or self._observes_in_rebalance
-
-    @property
-    def moves_requests(self) -> bool:
-        """The former name of `migrates`."""
-        return self.migrates
-
-    @property
-    def _observes_in_rebalance(self) -> bool:
-        """Return whether `rebalance` was written when it observed as well, for a scheduler that moves nothing."""
-        has_rebalance = type(self).rebalance is not Scheduler.rebalance
-        return has_rebalance and type(self).moves_requests is not Scheduler.moves_requests and not self.moves_requests
+        return type(self).observe is not Scheduler.observe
 
     def learn(self, samples: Sequence[Sample]) -> None:
         """The finished answers of a training step, of all workers, in canonical (prompt, sample) order."""

@@ -18,29 +18,7 @@ from torch import Tensor
 from rhymerl.errors import ConfigError
 from rhymerl.training import shards
 
-FORMAT = 1  # of what a RhymeModule keeps in a checkpoint
-
-# Before formats had numbers. Which classes and base weights such a run had is not known; its evaluation came after its checkpoint,
-# and its budget's estimates had another form.
-_FORMAT_0 = {
-    "num_rollouts",
-    "num_tokens",
-    "num_evaluations",
-    "first_epochs",
-    "algo",
-    "history",
-    "budgets",
-    "loop",
-    "scheduler",
-}
-_ADDED_BY_1 = {
-    "format": 1,
-    "evaluated_at": None,
-    "evaluation_metrics": {},
-    "logged": {},
-    "classes": {"algo": None, "scheduler": None, "budget": "of format 0"},
-    "base_fingerprint": None,
-}
+FORMAT = 2  # of what a RhymeModule keeps in a checkpoint
 
 _END = struct.Struct("<4s16xH")  # of a zip file: its signature and the length of the comment behind it
 _END_SIGNATURE = b"PK\5\6"
@@ -181,13 +159,11 @@ def state_in(checkpoint: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def of_this_format(state: dict[str, Any], where: str) -> dict[str, Any]:
     """Return the state of a module in the format that this version writes; raises ConfigError for one that it cannot read."""
-    found = state.get("format", 0 if state.keys() >= _FORMAT_0 else "older than 0")
-    if found == 0:
-        return {**state, **_ADDED_BY_1}
+    found = state.get("format", 0)
     if found != FORMAT:
         raise ConfigError(
-            f"{where}: its format is {found}, and this version of rhymerl reads 0 to {FORMAT}; go on with the version that "
-            "wrote it, or start a new run"
+            f"{where}: its format is {found}, and this version of rhymerl reads {FORMAT}; go on with the version that wrote it, or start a "
+            "new run"
         )
     return state
 

@@ -9,7 +9,6 @@ import torch
 from rhymerl.algos.base import Algorithm
 from rhymerl.algos.policy_gradient import PolicyGradient
 from rhymerl.backends.base import Backend
-from rhymerl.backends.hosted.base import HostedBackend
 from rhymerl.data import PromptDataModule
 from rhymerl.distributed.first import is_first_rank
 from rhymerl.errors import ConfigError
@@ -82,17 +81,17 @@ def check_workers(
     backend: Backend, scheduler: Scheduler, *, workers: int | None, num_ranks: int, run_ahead: RunAhead, lockstep: bool
 ) -> None:
     """Raise ConfigError for a number of workers that the backend cannot have, and where they are to keep step and could not."""
-    if workers not in (None, num_ranks) and not isinstance(backend, HostedBackend):
+    if workers not in (None, num_ranks) and not backend.workers_are_remote:
         raise ConfigError(
             f"workers={workers}: with {type(backend).__name__} every rank is a worker; expected null, {num_ranks}, or backend=ray"
         )
-    if lockstep and isinstance(backend, HostedBackend) and not backend.counts_passes:
+    if lockstep and backend.workers_are_remote and not backend.counts_passes:
         raise ConfigError(
             f"deterministic=true: workers of {type(backend).__name__} cannot count passes, by which they would keep step; expected embedded "
             "engines, or deterministic=false"
         )
     number = workers or num_ranks
-    if lockstep and isinstance(backend, HostedBackend) and (least := backend.least_workers(number)) < number:
+    if lockstep and backend.workers_are_remote and (least := backend.least_workers(number)) < number:
         raise ConfigError(
             f"deterministic=true: backend.min_workers={least} of {number} workers lets some come in the middle of a run, and what they "
             "would answer has been answered elsewhere; expected null, or deterministic=false"

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from rhymerl.algos.base import Algorithm, Need
 from rhymerl.backends.base import Backend
-from rhymerl.backends.hosted.base import HostedBackend
 from rhymerl.budgets.base import Budget
 from rhymerl.data import PromptDataModule
 from rhymerl.drafters.base import Drafter
@@ -319,7 +318,7 @@ def make_setup(
         offloads_optimizer=offloads_optimizer,
         finds_proximal=_finds_proximal(algo, update, backend),
         engine=backend.memory(shape, drafter, budget),
-        is_apart=isinstance(backend, HostedBackend),
+        is_apart=backend.workers_are_remote,
         in_turn=backend.release_memory,
     )
 

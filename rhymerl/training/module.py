@@ -61,7 +61,7 @@ from rhymerl.training.trainer import (
 )
 from rhymerl.training.updater import Updater
 from rhymerl.types import Sample, Split
-from rhymerl.workers import RunAhead, check_run_ahead
+from rhymerl.workers import RunAhead, backend_of_workers, check_run_ahead
 
 Node = Mapping[str, Any]  # a component as plain config, with `_target_`
 
@@ -111,7 +111,9 @@ class RhymeModule(L.LightningModule):
         self.budget: Budget = instantiate(budget, key="budget", default=GoodputBudget, kind=Budget)
         self.history: HistoryStore = instantiate(history, key="history", default=HistoryStore)
         self.scheduler: Scheduler = instantiate(scheduler, key="scheduler", default=FIFOScheduler, kind=Scheduler)
-        self.backend: Backend = instantiate(backend, key="backend", default=EmbeddedBackend, kind=Backend).apart()
+        self.backend: Backend = backend_of_workers(
+            instantiate(backend, key="backend", default=EmbeddedBackend, kind=Backend)
+        )
         self.run_ahead: RunAhead = run_ahead
         self.max_staleness = max_staleness
         self.workers = workers

@@ -27,7 +27,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from rhymerl.backends.base import Backend
 from rhymerl.backends.embedded import EmbeddedBackend
-from rhymerl.backends.hosted.base import HostedBackend
 from rhymerl.config.components import instantiate, is_component
 from rhymerl.config.targets import import_target
 from rhymerl.data import PromptDataModule
@@ -130,7 +129,7 @@ def check_backend(trainer: Any, backend: Backend) -> None:
 def refuse_engine_in_rank(backend: Backend) -> None:
     """Raise ConfigError for a backend that needs the whole policy in each rank."""
     has_copy = isinstance(backend, EmbeddedBackend) and backend.whole_copy
-    if not (has_copy or isinstance(backend, HostedBackend)):
+    if not (has_copy or backend.workers_are_remote):
         raise ConfigError(
             f"trainer.strategy=fsdp2 with {type(backend).__name__}: its engine needs the whole policy in each rank, which has a part of it "
             "only; expected workers with weights of their own, backend=ray (with backend.engine=embedded or sglang) or backend=sglang with "

@@ -1,20 +1,27 @@
 """The workers that answer requests: on the trainer's ranks, or apart from them."""
 
 from rhymerl.backends.base import Backend, RolloutBackend
-from rhymerl.backends.hosted.base import HostedBackend
+from rhymerl.backends.served import ServedBackend
 from rhymerl.backends.spans import WorkerSpan
 from rhymerl.distributed import Ranks
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.types import Output
 from rhymerl.workers.base import RunAhead, StepRequests, Workers, check_run_ahead, follows_clock
 from rhymerl.workers.coordinator import Command, ProgressReport, SharedPlan
-from rhymerl.workers.hosted import HostedWorkers
 from rhymerl.workers.ranks import RankWorkers
+from rhymerl.workers.remote.base import HostedBackend
+from rhymerl.workers.remote.hosted import HostedWorkers
+from rhymerl.workers.remote.servers import ServersBackend
 from rhymerl.workers.run_ahead import RunAheadState
 from rhymerl.workers.worker import MovedRequest
 
 # What travels between the workers of ranks, apart from plain data and arrays.
 RECORDS: tuple[type, ...] = (Command, MovedRequest, Output, ProgressReport, RunAheadState, SharedPlan, WorkerSpan)
+
+
+def backend_of_workers(backend: Backend) -> Backend:
+    """Return what brings up a run's workers: itself, or, where its engines are servers that run already, one whose workers these are."""
+    return ServersBackend(backend) if isinstance(backend, ServedBackend) and backend.has_servers else backend
 
 
 def workers_of(
@@ -56,6 +63,7 @@ __all__ = [
     "RunAheadState",
     "StepRequests",
     "Workers",
+    "backend_of_workers",
     "check_run_ahead",
     "follows_clock",
     "workers_of",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from rhymerl.types import Output, RolloutRequest
@@ -38,8 +39,7 @@ class RunAheadState:
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> RunAheadState:
         plan = SharedPlan(queues=state["queues"], digest=state["digest"])
-        packed = state["outputs"] if "outputs" in state else state["drawn"]  # as earlier versions wrote it
-        outputs = {name: _unpacked(each) for name, each in packed.items()}
+        outputs = {name: _unpacked(each) for name, each in state["outputs"].items()}
         return cls(step=state["step"], asked=state["asked"], plan=plan, outputs=outputs)
 
 
@@ -64,26 +64,12 @@ def united(states: Sequence[RunAheadState | None]) -> RunAheadState | None:
 
 
 def _packed(output: Output) -> dict[str, Any]:
-    return {
-        "token_ids": torch.tensor(output.token_ids),
-        "logprobs": torch.tensor(output.logprobs),
-        "policy_versions": torch.tensor(output.policy_versions),
-        "finish_reason": output.finish_reason,
-        "counts": [output.num_passes, output.num_drafted, output.num_accepted],
-        "sources": torch.tensor(output.sources) if output.sources is not None else None,
-    }
+    named = {each.name: getattr(output, each.name) for each in fields(output)}
+    return {name: torch.tensor(value) if isinstance(value, np.ndarray) else value for name, value in named.items()}
 
 
 def _unpacked(state: Mapping[str, Any]) -> Output:
-    num_passes, num_drafted, num_accepted = state["counts"]
-    sources = state.get("sources")  # earlier versions wrote none
-    return Output(
-        token_ids=state["token_ids"].numpy(),
-        logprobs=state["logprobs"].numpy(),
-        policy_versions=state["policy_versions"].numpy(),
-        finish_reason=state["finish_reason"],
-        num_passes=num_passes,
-        num_drafted=num_drafted,
-        num_accepted=num_accepted,
-        sources=sources.numpy() if sources is not None else None,
-    )
+    named: dict[str, Any] = {
+        name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in state.items()
+    }
+    return Output(**named)

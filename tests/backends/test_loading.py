@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from rhymerl.backends.embedded import EmbeddedBackend
-from rhymerl.backends.hosted.actor import HostRecipe
 from rhymerl.backends.sglang.backend import SGLangBackend
 from rhymerl.drafters import NoDrafter
 from rhymerl.testing import tiny_policy
+from rhymerl.workers.remote.actor import HostRecipe
 
 
 @pytest.mark.parametrize(("engine", "where"), [(SGLangBackend(), "cpu"), (EmbeddedBackend(), "meta")])

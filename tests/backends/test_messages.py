@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rhymerl.backends.hosted.messages import Tail
 from rhymerl.types import Output
+from rhymerl.workers.messages import Tail
 
 
 def output(length: int, *, has_sources: bool) -> Output:

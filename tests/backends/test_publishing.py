@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rhymerl.backends.hosted.publishing import Publisher
-from rhymerl.backends.hosted.threads import CopiedWeights
 from rhymerl.testing import tiny_policy
+from rhymerl.workers.remote.publishing import Publisher
+from rhymerl.workers.remote.threads import CopiedWeights
 from tests.models.test_lora import adapted, change
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from rhymerl.backends.hosted import cluster
-from rhymerl.backends.hosted.cluster import answers, places, started_here
-from rhymerl.backends.hosted.ray import _QUIET, RayBackend
 from rhymerl.backends.sglang.backend import SGLangBackend
 from rhymerl.errors import BackendError, ConfigError
+from rhymerl.workers.remote import cluster
+from rhymerl.workers.remote.cluster import answers, places, started_here
+from rhymerl.workers.remote.ray import _QUIET, RayBackend
 
 GREETING = bytes([0, 0, 24, 4, 0, 0, 0, 0, 0])  # the header of a gRPC server's first frame
 

@@ -6,9 +6,9 @@ from concurrent.futures import Future
 
 import pytest
 
-from rhymerl.backends.hosted.messages import Events
-from rhymerl.backends.hosted.ray import RayConnection
 from rhymerl.version import __version__
+from rhymerl.workers.messages import Events
+from rhymerl.workers.remote.ray import RayConnection
 
 exceptions = pytest.importorskip("ray.exceptions")
 

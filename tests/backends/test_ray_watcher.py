@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rhymerl.backends.hosted.ray_watcher import Watcher
+from rhymerl.workers.remote.ray_watcher import Watcher
 
 # As Ray's agents: of the cluster by their files alone, since they have given themselves another command line.
 TRAINER = """
 import subprocess, sys
-from rhymerl.backends.hosted.ray_watcher import Watcher
+from rhymerl.workers.remote.ray_watcher import Watcher
 watcher = Watcher(sys.argv[1])
 with open(sys.argv[1] + "/agent.log", "w") as log:
     agent = subprocess.Popen(["sleep", "600"], start_new_session=True, stdout=log)

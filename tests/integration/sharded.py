@@ -15,7 +15,6 @@ from torch import Tensor
 from rhymerl import PromptDataModule, RhymeModule
 from rhymerl.algos import GRPO, PPO
 from rhymerl.backends.embedded import EmbeddedBackend
-from rhymerl.backends.hosted.threads import ThreadBackend
 from rhymerl.callbacks import AtomicCheckpointIO, Checkpoints
 from rhymerl.drafters import HistoryTreeDrafter, NoDrafter
 from rhymerl.models.critic import CriticSettings
@@ -25,6 +24,7 @@ from rhymerl.rollout import RolloutSettings
 from rhymerl.testing import tiny_policy
 from rhymerl.training.fsdp2 import FSDP2Strategy
 from rhymerl.training.settings import UpdateSettings
+from rhymerl.workers.remote.threads import ThreadBackend
 from tests.integration.training import PROMPTS, REWARD
 
 STEPS = 5

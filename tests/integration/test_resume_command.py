@@ -244,26 +244,13 @@ def test_the_same_weights_in_another_place_are_the_same_model(
 def test_a_checkpoint_of_another_version_is_one_clear_line(half: Path, rhymerl: Run) -> None:
     path = half / "checkpoints" / "step=3.ckpt"
     saved = torch.load(path, weights_only=True)
-    del saved["rhymerl"]["format"], saved["rhymerl"]["num_rollouts"]
+    saved["rhymerl"]["format"] = 1
     torch.save(saved, path)
     for words in (["resume", str(half), "trainer.max_steps=8"], ["evaluate", str(half)], ["export", str(half), "out"]):
         done = rhymerl(*words)
         assert done.code == 2
-        assert "its format is older than 0, and this version of rhymerl reads 0 to 1" in done.err
+        assert "its format is 1, and this version of rhymerl reads 2" in done.err
         assert done.err.count("\n") == 1
-
-
-def test_a_checkpoint_of_the_format_before_goes_on(half: Path, rhymerl: Run) -> None:
-    """One that differs by what has been added since, and by a budget's state of another form."""
-    path = half / "checkpoints" / "step=3.ckpt"
-    saved = torch.load(path, weights_only=True)
-    for name in ("format", "evaluated_at", "evaluation_metrics", "logged", "classes", "base_fingerprint"):
-        del saved["rhymerl"][name]
-    saved["rhymerl"]["budgets"] = [{"reach": 4.0}]
-    torch.save(saved, path)
-    done = rhymerl("resume", str(half), "trainer.max_steps=8")
-    assert done.code == 0, done.err
-    assert (half / "checkpoints" / "step=4.ckpt").exists()
 
 
 # -- evaluating --------------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from torch import nn
 from rhymerl import PromptDataModule, RhymeModule
 from rhymerl.algos import GRPO, PPO
 from rhymerl.backends.embedded import EmbeddedBackend
-from rhymerl.backends.hosted.threads import ThreadBackend
 from rhymerl.models import sharding
 from rhymerl.models.critic import CriticSettings
 from rhymerl.models.fingerprint import fingerprint
@@ -26,6 +25,7 @@ from rhymerl.models.sharding import whole
 from rhymerl.rollout import RolloutSettings
 from rhymerl.testing import tiny_policy
 from rhymerl.training.settings import UpdateSettings
+from rhymerl.workers.remote.threads import ThreadBackend
 from tests.integration.ranked import run_ranks
 from tests.integration.sharded import furthest, keep, kept
 from tests.integration.training import PROMPTS, REWARD

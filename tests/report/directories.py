@@ -79,6 +79,7 @@ def step_record(
         "ended_at": start_s + 9,
         "metrics": metrics(step),
         "workers_apart": False,
+        "warnings": [],
         "spans": spans,
         "answers": {
             "prompt_id": [f"p{number // group}" for number in range(count)],

@@ -326,7 +326,7 @@ def test_wrong_words_cost_one_line(words, message, capsys: pytest.CaptureFixture
     assert message in capsys.readouterr().err
 
 
-def test_warnings_are_on_the_page_and_those_of_an_earlier_version_were_not_kept(run: Path, tmp_path: Path):
+def test_warnings_are_on_the_page(run: Path, tmp_path: Path):
     assert "Warnings" not in page_of(run, out=tmp_path / "a.html")
     record = {**step_record(7, prompts=4, group=2, words="4+4=8"), "warnings": [f"25% of the answers are {EVIL}"]}
     StepFile(run / STEPS, num_bytes=(run / STEPS).stat().st_size).append(record)

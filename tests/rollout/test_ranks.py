@@ -14,7 +14,6 @@ from rhymerl.distributed.store_channel import StoreChannel
 from rhymerl.rewards import Reward, RewardScorer
 from rhymerl.rollout import Rollout, RolloutSettings
 from rhymerl.testing import make_prompt
-from rhymerl.workers.run_ahead import RunAheadState
 from tests.distributed.threads import Threads, run_ranks
 from tests.rollout.ranked import (
     PROMPTS,
@@ -119,18 +118,6 @@ def test_what_was_prefetched_survives_a_checkpoint(size):
             kept = sampled[completion.request.id]["token_ids"].tolist()
             assert completion.token_ids.tolist()[: len(kept)] == kept
             assert completion.output.policy_versions.tolist()[: len(kept)] == [2] * len(kept)
-
-
-def test_what_an_earlier_version_prefetched_is_read():
-    """It wrote `drawn` where there is `outputs` now."""
-    before = Ranked(pass_s=0.0004, run_ahead="keep")
-    before.run(3)
-    state = before.states[0]["ahead"]
-    former = {("drawn" if name == "outputs" else name): value for name, value in state.items()}
-    found, expected_outputs = (RunAheadState.of_state(each).outputs for each in (former, state))
-    assert found.keys() == expected_outputs.keys() != set()
-    for name, output in found.items():
-        assert output.token_ids.tolist() == expected_outputs[name].token_ids.tolist()
 
 
 def test_a_validation_in_between_leaves_what_was_prefetched_alone():

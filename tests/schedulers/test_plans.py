@@ -165,39 +165,11 @@ def test_a_scheduler_of_ones_own_needs_a_plan_and_nothing_else():
     plan = mine.plan(requests, 2, 0)
     check_plan(plan, requests, num_workers=2, scheduler="Mine")
     assert mine.rebalance(progress_of(plan, [[1, 2], [3]])) == []
-    assert (mine.migrates, mine.moves_requests) == (False, False)
+    assert not mine.migrates
     mine.observe(progress_of(plan, [[1, 2], [3]]))
     assert (mine.learn([]), mine.metrics(), mine.state_dict(), mine.load_state_dict({})) == (None, {}, {}, None)
     assert Move(request_id="0/0", worker=1).worker == 1
 
-
-def test_the_former_name_of_the_flag_goes_on_counting():
-    class Moving(FIFOScheduler):
-        def rebalance(self, progress):
-            return []
-
-    class Quiet(Moving):
-        moves_requests = False
-
-    assert (Moving().migrates, Moving().moves_requests) == (True, True)
-    assert not Quiet().migrates
-
-
-def test_a_scheduler_that_observes_in_rebalance_as_it_once_did_is_still_shown_what_is_unfinished():
-    class Watching(FIFOScheduler):
-        moves_requests = False
-
-        def rebalance(self, progress):
-            self.seen = progress
-            return []
-
-    requests = requests_for(3)
-    scheduler = Watching()
-    progress = progress_of(scheduler.plan(requests, 2, 0), [[1, 2], [3]])
-    assert scheduler.observes
-    with pytest.warns(DeprecationWarning, match="Watching: override observe, not rebalance"):
-        scheduler.observe(progress)
-    assert scheduler.seen is progress
     assert not HistoPipeScheduler(migrate=False).observes
 
 

@@ -113,10 +113,10 @@ def test_the_newest_is_what_last_names_and_what_came_before(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({**STATE, "rhymerl": {"num_rollouts": 3}}, "its format is older than 0, and this version"),
+        ({**STATE, "rhymerl": {"num_rollouts": 3}}, "its format is 0, and this version"),
         (
             {**STATE, "rhymerl": {"format": 7}},
-            f"its format is 7, and this version of rhymerl reads 0 to {FORMAT}; go on with",
+            f"its format is 7, and this version of rhymerl reads {FORMAT}; go on with",
         ),
         ({"state_dict": {}}, "not a checkpoint of rhymerl"),
         ([1], "not a checkpoint of rhymerl"),

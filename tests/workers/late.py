@@ -6,9 +6,9 @@ import random
 import threading
 import time
 
-from rhymerl.backends.hosted.host import WorkerHost
-from rhymerl.backends.hosted.threads import ThreadBackend, ThreadConnection
 from rhymerl.history import HistoryStore
+from rhymerl.workers.host import WorkerHost
+from rhymerl.workers.remote.threads import ThreadBackend, ThreadConnection
 from tests.rollout.tokens import TokenBackend
 
 Pass = tuple[int, tuple[tuple[str, int], ...]]  # the policy's version; ids of requests with tokens that they had

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from rhymerl.backends.hosted.host import WorkerHost
-from rhymerl.backends.hosted.messages import Remember, Submit, Weights, WeightSource, Withdraw
 from rhymerl.backends.spans import EVALUATION
 from rhymerl.budgets import FixedBudget
 from rhymerl.history import Answer, HistoryStore
 from rhymerl.history.packing import PackedPrompt
 from rhymerl.types import Prompt, RolloutRequest, SamplingParams
+from rhymerl.workers.host import WorkerHost
+from rhymerl.workers.messages import Remember, Submit, Weights, WeightSource, Withdraw
 from tests.rollout.tokens import TokenBackend
 from tests.workers.late import NotingBackend
 

@@ -16,8 +16,8 @@ from rhymerl.rewards import Reward, RewardScorer
 from rhymerl.rollout import Rollout, RolloutLoop, RolloutSettings
 from rhymerl.schedulers import FIFOScheduler
 from rhymerl.types import Completion
-from rhymerl.workers import hosted
-from rhymerl.workers.in_flight import InFlight
+from rhymerl.workers.remote import hosted
+from rhymerl.workers.remote.in_flight import InFlight
 from tests.distributed.threads import run_ranks
 from tests.rollout.ranked import (
     REWARD,

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from rhymerl.backends.embedded import EmbeddedBackend
-from rhymerl.backends.hosted.threads import ThreadBackend
 from rhymerl.drafters import NoDrafter
 from rhymerl.rewards import RewardScorer
 from rhymerl.rollout import RolloutLoop, RolloutSettings
 from rhymerl.schedulers import FIFOScheduler
 from rhymerl.testing import make_prompt, tiny_policy
+from rhymerl.workers.remote.threads import ThreadBackend
 from tests.rollout.ranked import REWARD, SETTINGS, Restless, length, prompts, run_step
 from tests.workers.fleet import fleet
 from tests.workers.late import LateBackend, NotingBackend, Pass

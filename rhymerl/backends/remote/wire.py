@@ -121,9 +121,9 @@ def _own(params: Any) -> dict[str, Any] | None:
     if not isinstance(own, Mapping):
         return None
     held = {
-        name: own.get(name) for name in ("id", "prompt_id", "prompt_key", "sample", "seed", "split", "offset", "feed")
+        name: own.get(name)
+        for name in ("id", "prompt_id", "prompt_key", "sample", "seed", "split", "offset", "feed", "num_tokens")
     }
-    held["num_tokens"] = own.get("num_tokens", 0)  # earlier versions do not send it
     is_sound = (
         all(isinstance(held[name], str) for name in ("id", "prompt_id", "prompt_key"))
         and all(_is_count(held[name]) for name in ("sample", "offset", "feed", "num_tokens"))

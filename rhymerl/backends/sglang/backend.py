@@ -8,13 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from typing import TYPE_CHECKING, Any, Literal
 
-from rhymerl.backends.base import Backend
-from rhymerl.backends.hosted.base import HISTORY_TOKENS
-from rhymerl.backends.hosted.servers import ServedBackend, ServersBackend
 from rhymerl.backends.remote.client import Client
 from rhymerl.backends.remote.fleet import Fleet
 from rhymerl.backends.remote.node import NodePosition
 from rhymerl.backends.remote.weight_file import SharedWeightFile
+from rhymerl.backends.served import HISTORY_TOKENS, ServedBackend
 from rhymerl.backends.sglang.arguments import check, check_for_ranks, engine_dtype
 from rhymerl.backends.sglang.memory import engine_shape
 from rhymerl.backends.sglang.nodes import LARGEST, AllowedNodes, allowed_nodes, best_n, num_sizes
@@ -168,9 +166,9 @@ class SGLangBackend(ServedBackend):
             sizes=num_sizes(n, budget),
         )
 
-    def apart(self) -> Backend:
-        """Servers that run already are workers, each by itself."""
-        return ServersBackend(self) if self.url is not None else self
+    @property
+    def has_servers(self) -> bool:
+        return self.url is not None
 
     def servers(self) -> Sequence[SGLangBackend]:
         """Return a backend for each of them, whose `start` asks nothing of other ranks."""

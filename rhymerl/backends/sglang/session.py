@@ -75,9 +75,8 @@ class Session:
         self.fleet = Fleet.at(addresses, timeout_s=self.settings.silence_timeout_s)
         engine, *others = self.fleet.engines
         if others:
-            urls = [each.url for each in self.fleet.engines]
             raise ConfigError(
-                f"backend.url={urls}: several servers are workers, each with its own backend: see `apart`"
+                f"backend.url={[each.url for each in addresses]}: several servers are workers, each with its own backend"
             )
         self._served = ServedDrafter.at(engine, timeout_s=self.settings.silence_timeout_s)
         return tokens_a_pass(engine, self.settings, self.drafter, takes_history=self._served is not None)
@@ -188,8 +187,7 @@ class Session:
     @property
     def memory(self) -> str | None:
         """How the engine and the update share the GPU, in one line; None where nothing was divided."""
-        split = self._own.split if self._own is not None else None
-        return str(split) if split is not None else None
+        return str(self._own.split) if self._own is not None and self._own.split is not None else None
 
     @property
     def version(self) -> int:
@@ -260,8 +258,7 @@ class Session:
 
     def progress(self) -> Mapping[str, int]:
         """Tokens that each request in flight was sent with, and those of its pieces."""
-        requests = (sent.request for sent in self._in_flight.requests.values())
-        sent = {request.id: len(request.output) if request.output else 0 for request in requests}
+        sent = {each.request.id: len(each.request.output or ()) for each in self._in_flight.requests.values()}
         return {**sent, **{each.request.id: len(each.output) for each in self.outputs()}}
 
     def outputs(self) -> list[Completion]:

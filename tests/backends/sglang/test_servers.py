@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from rhymerl.backends.hosted.servers import PolicyCopies, ServersBackend
 from rhymerl.backends.sglang.backend import SGLangBackend
 from rhymerl.distributed.group import Group
 from rhymerl.drafters import NoDrafter
@@ -27,6 +26,8 @@ from rhymerl.rollout import RECORDS, RolloutLoop, RolloutSettings
 from rhymerl.schedulers import FIFOScheduler, SortedScheduler
 from rhymerl.testing import make_prompt
 from rhymerl.training.checks import check_workers
+from rhymerl.workers import backend_of_workers
+from rhymerl.workers.remote.servers import PolicyCopies, ServersBackend
 from tests.backends.sglang.conftest import make_flat_policy
 from tests.backends.sglang.fake_engine import FakeEngine, answer_of
 from tests.backends.sglang.test_session import soon
@@ -53,9 +54,8 @@ def loop_over(
     history_tokens: int | None = None,
     **settings,
 ):
-    backend = SGLangBackend(
-        url=[engine.url for engine in engines], max_running=4, piece_s=piece_s, history_tokens=history_tokens
-    ).apart()
+    urls = [engine.url for engine in engines]
+    backend = backend_of_workers(SGLangBackend(url=urls, max_running=4, piece_s=piece_s, history_tokens=history_tokens))
     assert isinstance(backend, ServersBackend)
     with backend:
         backend.start(policy, drafter or NoDrafter())
@@ -112,7 +112,7 @@ def test_all_of_them_read_one_file_of_weights(engines, flat_policy):
 
 def test_a_copy_of_a_sharded_policy_leaves_dtype_and_transport_to_the_policys_device(engines, flat_policy, monkeypatch):
     """On GPUs a server got float32 over gloo, as the copy in the host's memory would have it."""
-    monkeypatch.setattr("rhymerl.backends.hosted.servers.is_sharded", lambda model: True)
+    monkeypatch.setattr("rhymerl.workers.remote.servers.is_sharded", lambda model: True)
     trained = replace(flat_policy, model=copy.deepcopy(flat_policy.model).to("meta"))
     made = PolicyCopies(trained).of(0, dict(flat_policy.named_weights()))
     assert made.model.device.type == "cpu"
@@ -199,7 +199,7 @@ def test_a_server_that_is_not_there_is_told_at_once(engines, flat_policy):
 
 
 def test_servers_cannot_keep_step():
-    backend = SGLangBackend(url="http://127.0.0.1:1").apart()
+    backend = backend_of_workers(SGLangBackend(url="http://127.0.0.1:1"))
     with pytest.raises(ConfigError, match="deterministic=true: workers of ServersBackend cannot count passes"):
         check_workers(backend, FIFOScheduler(), workers=None, num_ranks=1, run_ahead="off", lockstep=True)
 

@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from rhymerl.backends.base import RolloutBackend
-from rhymerl.backends.hosted.messages import WeightSource
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.models.copies import copy_weights
 from rhymerl.models.policy import Policy
+from rhymerl.workers.messages import WeightSource
 
 
 @dataclass(slots=True, kw_only=True)

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from rhymerl.backends.hosted.messages import Submit, Tail
 from rhymerl.backends.spans import EVALUATION
 from rhymerl.types import Completion, Output, RolloutRequest
 from rhymerl.workers.base import RunAhead, StepRequests
 from rhymerl.workers.coordinator import ProgressReport, SharedPlan
+from rhymerl.workers.messages import Submit, Tail
 from rhymerl.workers.run_ahead import RunAheadState, fingerprint
 
 

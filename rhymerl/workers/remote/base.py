@@ -8,13 +8,10 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from rhymerl.backends.base import Backend
-from rhymerl.backends.hosted.messages import Events, Message, WeightSource
+from rhymerl.workers.messages import Events, Message, WeightSource
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-HISTORY_TOKENS = 50_000_000  # of past answers that a worker remembers at most, unless it is told otherwise
 
 
 class Connection(ABC):
@@ -47,6 +44,7 @@ class Connection(ABC):
 class HostedBackend(Backend):
     """Brings up workers by number, each with an engine of its own. `start` only takes down what they are made of."""
 
+    workers_are_remote = True
     start_timeout_s: float = 300.0  # until a worker has to be there
     hang_timeout_s: float = 30.0  # without an answer it counts as lost
     remembers = True  # whether its drafter wants past answers
@@ -58,10 +56,6 @@ class HostedBackend(Backend):
     def num_workers(self, num_ranks: int) -> int:
         """Return how many there are where nothing else is wanted; called on rank 0 only."""
         return num_ranks
-
-    def least_workers(self, num_workers: int) -> int:
-        """Return with how many of them a run begins; the others are late."""
-        return num_workers
 
     def ticks_of_update(self, num_exchanges: int) -> int:
         """Return for how many ticks workers in lockstep go on while the policy is trained, after a step of so many exchanges."""

@@ -11,7 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rhymerl.backends.base import RolloutBackend
-from rhymerl.backends.hosted.messages import (
+from rhymerl.backends.spans import EVALUATION, SpanLog
+from rhymerl.budgets.base import Budget
+from rhymerl.errors import BackendError
+from rhymerl.history import HistoryStore
+from rhymerl.types import Completion, Output, Prompt, RolloutRequest
+from rhymerl.workers.messages import (
     Events,
     Learn,
     Measure,
@@ -23,11 +28,6 @@ from rhymerl.backends.hosted.messages import (
     WeightSource,
     Withdraw,
 )
-from rhymerl.backends.spans import EVALUATION, SpanLog
-from rhymerl.budgets.base import Budget
-from rhymerl.errors import BackendError
-from rhymerl.history import HistoryStore
-from rhymerl.types import Completion, Output, Prompt, RolloutRequest
 
 _SLICE_S = 0.05  # between two looks at the messages
 _GAP_S = 0.005  # between passes that follow one another

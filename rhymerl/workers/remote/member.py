@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
-from rhymerl.backends.hosted.base import Connection
-from rhymerl.backends.hosted.messages import Events, Remember
 from rhymerl.backends.spans import SpanLog
 from rhymerl.history import HistoryStore
 from rhymerl.history.packing import PackedPrompt
 from rhymerl.types import RolloutRequest, Split
+from rhymerl.workers.messages import Events, Remember
+from rhymerl.workers.remote.base import Connection
 
 _LOCATION = tuple[int, int, int]  # of an answer: epoch, sample, policy version
 

@@ -6,8 +6,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rhymerl.backends.hosted.base import HostedBackend
-from rhymerl.backends.hosted.messages import Learn, Measure, Weights
 from rhymerl.backends.spans import WorkerSpan
 from rhymerl.distributed import Ranks
 from rhymerl.history import HistoryStore
@@ -16,9 +14,11 @@ from rhymerl.schedulers.base import Scheduler
 from rhymerl.types import Completion, Output, Sample
 from rhymerl.workers.base import RunAhead, StepRequests, Workers
 from rhymerl.workers.coordinator import Coordinator, SharedPlan, make_plan, wants_progress
-from rhymerl.workers.crew import Crew
-from rhymerl.workers.in_flight import InFlight, Versions
+from rhymerl.workers.messages import Learn, Measure, Weights
 from rhymerl.workers.metrics import over_workers
+from rhymerl.workers.remote.base import HostedBackend
+from rhymerl.workers.remote.crew import Crew
+from rhymerl.workers.remote.in_flight import InFlight, Versions
 from rhymerl.workers.run_ahead import RunAheadState, fingerprint
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rhymerl.backends.hosted.messages import WeightSource
 from rhymerl.models.lora import LowRank, is_adapted, unmerged
 from rhymerl.models.sharding import GatheredTensors
+from rhymerl.workers.messages import WeightSource
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

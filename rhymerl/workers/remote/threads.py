@@ -11,11 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rhymerl.backends.base import RolloutBackend
-from rhymerl.backends.hosted.base import Connection, HostedBackend
-from rhymerl.backends.hosted.host import WorkerHost
-from rhymerl.backends.hosted.loading import EngineLoader
-from rhymerl.backends.hosted.messages import Events, Message, WeightSource
-from rhymerl.backends.hosted.publishing import Publisher
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
@@ -24,6 +19,11 @@ from rhymerl.history import HistoryStore
 from rhymerl.models.copies import twin_of
 from rhymerl.models.lora import is_adapted
 from rhymerl.models.sharding import is_sharded
+from rhymerl.workers.host import WorkerHost
+from rhymerl.workers.messages import Events, Message, WeightSource
+from rhymerl.workers.remote.base import Connection, HostedBackend
+from rhymerl.workers.remote.loading import EngineLoader
+from rhymerl.workers.remote.publishing import Publisher
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
-from rhymerl.backends.hosted.base import HostedBackend
-from rhymerl.backends.hosted.messages import Events, Message, Weights, Withdraw
 from rhymerl.errors import BackendError, RhymeError
 from rhymerl.history import HistoryStore
 from rhymerl.history.packing import PackedPrompt
 from rhymerl.types import Split
-from rhymerl.workers.in_flight import InFlight
-from rhymerl.workers.member import Member
+from rhymerl.workers.messages import Events, Message, Weights, Withdraw
+from rhymerl.workers.remote.base import HostedBackend
+from rhymerl.workers.remote.in_flight import InFlight
+from rhymerl.workers.remote.member import Member
 
 LOG = logging.getLogger(__name__)
 _POLL_S = 0.1  # a worker keeps what is not urgent for so long

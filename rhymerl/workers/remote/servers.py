@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
@@ -11,11 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rhymerl.backends.base import RolloutBackend
-from rhymerl.backends.hosted.base import HISTORY_TOKENS, HostedBackend
-from rhymerl.backends.hosted.host import WorkerHost
-from rhymerl.backends.hosted.messages import WeightSource
-from rhymerl.backends.hosted.threads import ThreadConnection, copied
 from rhymerl.backends.remote.client import NoAnswerError
+from rhymerl.backends.served import ServedBackend
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
@@ -24,6 +20,10 @@ from rhymerl.errors import BackendError, ConfigError
 from rhymerl.history import HistoryStore
 from rhymerl.models.copies import copy_weights, policy_of
 from rhymerl.models.sharding import is_sharded
+from rhymerl.workers.host import WorkerHost
+from rhymerl.workers.messages import WeightSource
+from rhymerl.workers.remote.base import HostedBackend
+from rhymerl.workers.remote.threads import ThreadConnection, copied
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,16 +33,6 @@ if TYPE_CHECKING:
 
 _CLOSE_S = 10.0
 _AGAIN_S = 2.0  # between two looks for a server that was lost
-
-
-class ServedBackend(RolloutBackend):
-    """A backend whose engines may be servers that run already."""
-
-    history_tokens: int | None = HISTORY_TOKENS  # that each of them remembers at most
-
-    @abstractmethod
-    def servers(self) -> Sequence[ServedBackend]:
-        """Return a backend for each server that there is. Raises BackendError for one that does not answer."""
 
 
 class PolicyCopies:

@@ -18,12 +18,7 @@ import torch
 
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.embedded import EmbeddedBackend
-from rhymerl.backends.hosted.actor import HostRecipe, RayWorker
-from rhymerl.backends.hosted.base import HISTORY_TOKENS, Connection, HostedBackend
-from rhymerl.backends.hosted.cluster import answers, places, started_here, words_of
-from rhymerl.backends.hosted.messages import Events, Message, WeightSource
-from rhymerl.backends.hosted.publishing import Publisher
-from rhymerl.backends.hosted.ray_watcher import Watcher
+from rhymerl.backends.served import HISTORY_TOKENS, ServedBackend
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
@@ -31,6 +26,12 @@ from rhymerl.drafters.run_ahead import innermost, listens
 from rhymerl.errors import BackendError, ConfigError, require_at_least
 from rhymerl.progress import counted
 from rhymerl.version import __version__
+from rhymerl.workers.messages import Events, Message, WeightSource
+from rhymerl.workers.remote.actor import HostRecipe, RayWorker
+from rhymerl.workers.remote.base import Connection, HostedBackend
+from rhymerl.workers.remote.cluster import answers, places, started_here, words_of
+from rhymerl.workers.remote.publishing import Publisher
+from rhymerl.workers.remote.ray_watcher import Watcher
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -224,7 +225,7 @@ class RayBackend(HostedBackend):
             )
         if importlib.util.find_spec("ray") is None:
             raise ConfigError("backend=ray: needs Ray: pip install 'rhymerl[ray]'")
-        if self.engine.apart() is not self.engine:
+        if isinstance(self.engine, ServedBackend) and self.engine.has_servers:
             raise ConfigError(
                 "backend.engine.url: servers that run already are workers without Ray; expected backend=sglang with backend.url"
             )

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from rhymerl.backends.base import RolloutBackend
-from rhymerl.backends.hosted.host import WorkerHost
-from rhymerl.backends.hosted.loading import EngineLoader
-from rhymerl.backends.hosted.messages import Events, Message
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.history import HistoryStore
 from rhymerl.models.copies import policy_of
 from rhymerl.version import __version__
+from rhymerl.workers.host import WorkerHost
+from rhymerl.workers.messages import Events, Message
+from rhymerl.workers.remote.loading import EngineLoader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
