@@ -111,9 +111,8 @@ class RhymeModule(L.LightningModule):
         self.budget: Budget = instantiate(budget, key="budget", default=GoodputBudget, kind=Budget)
         self.history: HistoryStore = instantiate(history, key="history", default=HistoryStore)
         self.scheduler: Scheduler = instantiate(scheduler, key="scheduler", default=FIFOScheduler, kind=Scheduler)
-        self.backend: Backend = backend_of_workers(
-            instantiate(backend, key="backend", default=EmbeddedBackend, kind=Backend)
-        )
+        engine = instantiate(backend, key="backend", default=EmbeddedBackend, kind=Backend)
+        self.backend: Backend = backend_of_workers(engine)
         self.run_ahead: RunAhead = run_ahead
         self.max_staleness = max_staleness
         self.workers = workers
@@ -214,8 +213,7 @@ class RhymeModule(L.LightningModule):
         autocast = self.trainer.precision_plugin.forward_context
         if self.reference is not None and self.reference is not self.model:
             nn.Module.to(self.reference, device=self.device, dtype=self.model.dtype)
-        if self._ranks is None:
-            self._ranks = Group(RECORDS) if size > 1 else Alone()
+        self._ranks = self._ranks or (Group(RECORDS) if size > 1 else Alone())
         self.backend.share(shape_of(self, self.trainer) if self._shares_engine or self.trainer.training else None)
         self.backend.start(self.policy, self._rollout_drafter, budget=self.budget, autocast=autocast)
         self._scorer = RewardScorer(self._rewards, num_processes=self.reward_workers)

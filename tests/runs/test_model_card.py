@@ -105,7 +105,7 @@ def test_values_are_readable(tmp_path: Path) -> None:
     config = {
         "model": {"path": "org/model"},
         "algo": {"_target_": "rhymerl.GRPO"},
-        "data": {"train": "/home/me/train.jsonl", "system_prompt": "Think in `code`,\n  then answer."},
+        "data": {"train": "/data/train.jsonl", "system_prompt": "Think in `code`,\n  then answer."},
         "rewards": {"exact": "rhymerl.rewards.exact_match"},
     }
     head, body = head_and_body(card(tmp_path, config))
