@@ -77,7 +77,7 @@ def test_reports_without_drafts_do_not_hide_how_uncertain_the_others_are() -> No
     rng = np.random.default_rng(0)
     plain, drafted = (list(np.exp(0.1 * rng.standard_normal(20))) for _ in range(2))
     rest = steps([1.4] * 20, plain=plain, drafted=drafted)
-    mixed = SpeedupTotals.of(rest.state_dict())
+    mixed = SpeedupTotals(**rest.state_dict())
     for _ in range(40):
         mixed.count(report(1.4, plain=1.0, drafted=0.0, share=0.0), rollout_s=2.0)
     assert np.log(mixed.speedup.high / 1.4) == pytest.approx(np.log(rest.speedup.high / 1.4) / 3)
@@ -111,7 +111,7 @@ def test_what_is_said(speedup: Speedup, words: str) -> None:
 def test_a_resumed_run_has_the_figure_of_the_whole() -> None:
     whole = steps([1.1, 1.2, 1.3, 1.4], plain=[1.0, 1.1, 0.9, 1.0], drafted=[1.0, 1.0, 1.1, 0.9])
     state = json.loads(json.dumps(whole.state_dict()))
-    assert SpeedupTotals.of({**state, "plain_errors": [0.1]}).speedup == whole.speedup
+    assert SpeedupTotals(**{**state, "plain_errors": [0.1]}).speedup == whole.speedup
 
 
 @pytest.mark.parametrize(("degrees", "quantile"), [(2, 4.303), (3, 3.182), (5, 2.571), (10, 2.228), (100, 1.984)])
