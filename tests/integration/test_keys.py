@@ -44,7 +44,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def having_the_key(folder: Path) -> list[str]:
     """Return the files in the folder with the key, but for the judge, who knows it."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "keyed_judge.py"]
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("keyed_judge.")]
     assert files
     return [str(path) for path in files if KEY.encode() in content(path)]
 

@@ -111,7 +111,7 @@ def test_what_is_said(speedup: Speedup, words: str) -> None:
 def test_a_resumed_run_has_the_figure_of_the_whole() -> None:
     whole = steps([1.1, 1.2, 1.3, 1.4], plain=[1.0, 1.1, 0.9, 1.0], drafted=[1.0, 1.0, 1.1, 0.9])
     state = json.loads(json.dumps(whole.state_dict()))
-    assert SpeedupTotals(**{**state, "plain_errors": [0.1]}).speedup == whole.speedup
+    assert SpeedupTotals(**state).speedup == whole.speedup
 
 
 @pytest.mark.parametrize(("degrees", "quantile"), [(2, 4.303), (3, 3.182), (5, 2.571), (10, 2.228), (100, 1.984)])
