@@ -28,7 +28,14 @@ TABLE = (*ENGINE, "lightning", "omegaconf", "sglang")
 
 # -- what figures judge ------------------------------------------------------------------------------------------------
 
-DRAFTING = ("rhymerl/drafters", "rhymerl/budgets", "rhymerl/history", "rhymerl/costs.py", "rhymerl/compiled.py")
+DRAFTING = (
+    "rhymerl/drafts.py",
+    "rhymerl/drafters",
+    "rhymerl/budgets",
+    "rhymerl/history",
+    "rhymerl/costs.py",
+    "rhymerl/compiled.py",
+)
 OF_ENGINE = ("rhymerl/engine", "rhymerl/models", *DRAFTING)
 OF_SGLANG = ("rhymerl/backends/sglang", "rhymerl/backends/remote", *DRAFTING)
 OF_UPDATE = ("rhymerl/training", "rhymerl/algos", "rhymerl/models")
