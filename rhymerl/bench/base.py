@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from rhymerl.distributed.cores import usable_cores
+
 _RESAMPLES = 2000
 
 
@@ -36,7 +38,7 @@ def environment() -> dict[str, Any]:
     packages = ("rhymerl", "torch", "transformers", "numpy", "numba")
     return {
         "cpu": platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": usable_cores(),
         "python": platform.python_version(),
         "versions": {name: version(name) for name in packages},
         "load": [round(each, 2) for each in os.getloadavg()],

@@ -86,7 +86,7 @@ class PromptLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved cursor. Raises ConfigError when the data or a setting of the order has changed."""
         for name, value in self._identity().items():
-            if state.get(name, value) != value:
+            if state.get(name, value) != value:  # earlier versions knew nothing of columns
                 raise ConfigError(_CHANGED[name].format(now=value, saved=state[name]))
         self.cursor = state["cursor"]
 

@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from rhymerl.config.packages import packages_folder
+from rhymerl.distributed.cores import usable_cores
 from rhymerl.version import __version__
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -65,7 +66,7 @@ def examine(run_dir: Path = Path("runs")) -> Machine:
     return Machine(
         versions=_versions(),
         devices=devices,
-        cpu_cores=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
+        cpu_cores=usable_cores(),
         memory_bytes=total,
         free_memory_bytes=free,
         shared_memory_bytes=shared,

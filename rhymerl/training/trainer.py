@@ -30,6 +30,7 @@ from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.config.components import instantiate, is_component
 from rhymerl.config.targets import import_target
 from rhymerl.data import PromptDataModule
+from rhymerl.distributed.cores import usable_cores
 from rhymerl.distributed.equal_weights import equal_weights
 from rhymerl.distributed.failure_detector import is_loopback
 from rhymerl.distributed.first import is_first_rank
@@ -269,11 +270,6 @@ def warn_of_cores(trainer: Any) -> None:
             counted(cores, "CPU core"),
             cores,
         )
-
-
-def usable_cores() -> int:
-    """Return how many CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def follow_trainer(*parts: Any) -> bool:
