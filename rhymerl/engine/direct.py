@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,9 @@ from rhymerl.engine.attention import AttentionPlan
 from rhymerl.engine.fused import add_rms_norm, rms_norm, rotate_and_store
 from rhymerl.engine.kv_store import KVStore, LayerStore
 from rhymerl.models.logits import num_tokens
+
+if TYPE_CHECKING:
+    from rhymerl.engine.graphs import TilePlan
 
 # Their layers are: normalise, attend with rotary embedding, add; normalise, gated MLP, add.
 _FAMILIES = {f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mistral", "qwen2", "qwen3")}
@@ -56,10 +59,18 @@ class _Projection:
 
     weight: Tensor
     bias: Tensor | None
+    linear: Any
 
     @classmethod
     def of(cls, linear: Any, rows: int | None = None) -> _Projection:
-        return cls(_autocast(linear.weight[:rows]), None if linear.bias is None else _autocast(linear.bias[:rows]))
+        bias = None if linear.bias is None else _autocast(linear.bias[:rows])
+        return cls(_autocast(linear.weight[:rows]), bias, linear)
+
+    def refresh(self) -> None:
+        """Cast the weights of the layer anew, in place."""
+        self.weight.copy_(self.linear.weight[: len(self.weight)])
+        if self.bias is not None:
+            self.bias.copy_(self.linear.bias[: len(self.bias)])
 
     def __call__(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.weight, self.bias)
@@ -102,6 +113,7 @@ class _Layer:
         self.gate, self.up, self.down = (
             _Projection.of(getattr(mlp, name)) for name in ("gate_proj", "up_proj", "down_proj")
         )
+        self.projections = (self.query, self.key, self.value, self.output, self.gate, self.up, self.down)
         self.activation = mlp.act_fn.forward
 
     def mlp(self, hidden: Tensor) -> Tensor:
@@ -119,12 +131,18 @@ class DirectForward:
         self._store = store
         self._embed, self._rotary, self._norm = body.embed_tokens.forward, body.rotary_emb.forward, _Norm.of(body.norm)
         self._layers = [_Layer(*each) for each in zip(body.layers, store.stores, strict=True)]
-        self._head = _Projection.of(model.lm_head, num_tokens(model))
+        self.head = _Projection.of(model.lm_head, num_tokens(model))
+        self._projections = [self.head, *(each for layer in self._layers for each in layer.projections)]
 
     def __call__(
         self, token_ids: Tensor, positions: Tensor, logit_indices: Tensor | None, plan: AttentionPlan
     ) -> Tensor:
         """Return logits [M, V] of the tokens that count at `logit_indices` [M] (None = at all) of the packed tokens [N]."""
+        states = self.states(token_ids, positions, plan)
+        return self.head(states if logit_indices is None else states[logit_indices])
+
+    def states(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan | TilePlan) -> Tensor:
+        """Return what the head makes logits of, [N, H]."""
         hidden = self._embed(token_ids)
         cos, sin = self._rotary(hidden, positions[None])
         change = torch.zeros_like(hidden)
@@ -137,8 +155,16 @@ class DirectForward:
             seen = plan.attend(query, layer.store.keys, layer.store.values, layer.scale)
             change = layer.output(seen.flatten(1))
             change = layer.mlp(self._normalised(layer.mlp_norm, hidden, change))
-        normed = self._normalised(self._norm, hidden, change)
-        return self._head(normed if logit_indices is None else normed[logit_indices])
+        return self._normalised(self._norm, hidden, change)
+
+    def casts(self) -> list[Tensor]:
+        """Return the weights that passes multiply by: the model's own, or what autocast has made of them."""
+        return [each.weight for each in self._projections]
+
+    def refresh(self) -> None:
+        """Cast weights anew, in place."""
+        for each in self._projections:
+            each.refresh()
 
     def _normalised(self, norm: _Norm, hidden: Tensor, change: Tensor) -> Tensor:
         """Add the change to `hidden` [N, H] in place; returns the norm of that."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,6 +112,11 @@ class EmulatedForward:
     def is_on_host(self) -> bool:
         """As `Forward.is_on_host`."""
         return self._forward.is_on_host
+
+    @property
+    def tile_tokens(self) -> Callable[[int], int] | None:
+        """As `Forward.tile_tokens`."""
+        return self._forward.tile_tokens
 
     def logits(self, layout: PassLayout, also: Sequence[npt.NDArray[Any]] = ()) -> tuple[Tensor, list[Tensor]]:
         """As `Forward.logits`, in the device's time."""

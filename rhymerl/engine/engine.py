@@ -191,7 +191,8 @@ class Engine:
         emits = np.flatnonzero(rows.is_request[row] & (rows.cached[row] + chain == rows.length[row]))
         spare = min(free.num_free, self.max_pass_tokens) - int(chain.sum())
         drafts = self.drafting.ask(row[emits], spare=spare, num_waiting=self.admission.num_waiting)
-        return lay_out(rows, row, chain, emits, drafts, compiled=self.kv.is_readable_in_place)
+        in_place, tile_tokens = self.kv.is_readable_in_place, self.forward.tile_tokens
+        return lay_out(rows, row, chain, emits, drafts, compiled=in_place, tile_tokens=tile_tokens)
 
     def _sampler(self, layout: PassLayout) -> Sampler:
         """Run the pass; returns what draws from its logits."""

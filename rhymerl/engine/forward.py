@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -18,6 +19,7 @@ from rhymerl.drafts import Draft, DraftBatch
 from rhymerl.engine import inputs
 from rhymerl.engine.attention import AttentionPlan, Bucket, packed
 from rhymerl.engine.direct import CompiledForward, DirectForward, can_be_direct
+from rhymerl.engine.graphs import Graphs
 from rhymerl.engine.kv_store import KVStore
 from rhymerl.engine.layout import BucketLayout, PassLayout, lay_out
 from rhymerl.engine.rows import Rows
@@ -25,7 +27,7 @@ from rhymerl.engine.threads import threads_for
 from rhymerl.models.logits import num_tokens
 
 # Largest difference of log-probs between the direct forward and transformers' own, as a share of the largest one.
-_SHARE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2**-8}
+_SHARE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-8}
 _log = logging.getLogger("rhymerl")
 
 
@@ -51,9 +53,13 @@ class Forward:
         self._operations = 2.0 * model.num_parameters(exclude_embeddings=True)  # of one token
         self._inputs = inputs.Inputs(model.device)
         self._direct: DirectForward | None = None
+        self._is_stale = False  # casts of weights are of others than the model's
+        self._graphs = Graphs(model.device)
+        self._addresses: list[int] = []  # of what graphs read
         self.kind: type[DirectForward] | None = None  # of passes since the last `ready`; None = by transformers
         self._proved: list[object] = []  # of what the comparison below was made
-        self._is_same = False
+        self._is_same = self._proved_tiles = False
+        self._tile_dtype = model.dtype  # of products
 
     @contextmanager
     def ready(self) -> Iterator[None]:
@@ -67,14 +73,30 @@ class Forward:
 
     def _prepare(self) -> None:
         if self.model.device != self._inputs.device:
-            self._inputs = inputs.Inputs(self.model.device)
+            self._inputs, self._graphs = inputs.Inputs(self.model.device), Graphs(self.model.device)
         with self.autocast():
             self._direct = self._direct_forward()
         self.kind = None if self._direct is None else type(self._direct)
+        if self._is_tiled:
+            self._look_where_weights_are()
+
+    def _look_where_weights_are(self) -> None:
+        """Drop the graphs where what they read is elsewhere."""
+        assert self._direct is not None
+        tensors = [*self.model.parameters(), *self.model.buffers(), *self._direct.casts()]
+        addresses = [each.data_ptr() for each in tensors]
+        if addresses != self._addresses:
+            self._graphs.forget()
+            self._addresses = addresses
 
     def forget(self) -> None:
-        """Drop copies of weights that autocast has made; to be called before weights change, and when there is nothing more to do."""
-        self._direct = None
+        """Drop copies of weights that autocast has made; to be called before weights change, and when there is nothing more to do.
+
+        Graphs read these copies, so that where there are graphs they stay, and are made anew in place.
+        """
+        self._is_stale = self._is_tiled
+        if not self._is_tiled:
+            self._direct = None
         if self._entered is not None:
             self._entered.close()
             self._entered = None
@@ -84,26 +106,45 @@ class Forward:
         """Return whether logits are where compiled CPU code reads them."""
         return inputs.on_host(self._inputs.device)
 
+    @property
+    def tile_tokens(self) -> Callable[[int], int] | None:
+        """Return how tokens are to be laid out in tiles (see `lay_out`); None: they are not. To be asked within `ready`."""
+        return self._tile_tokens() if self._is_tiled else None
+
+    @property
+    def _is_tiled(self) -> bool:
+        return self._proved_tiles and self._direct is not None
+
     def logits(self, layout: PassLayout, also: Sequence[npt.NDArray[Any]] = ()) -> tuple[Tensor, list[Tensor]]:
         """Return the logits [M, V] of the tokens that may be sampled at every root and draft node, and the arrays `also` on the model's device.
 
         These travel with what the pass itself needs. On a CPU logits are float32 or better.
         """
         with threads_for(self._operations * layout.num_tokens):
-            logits, there = self._run(self._direct, self.store, layout, also)
+            logits, there = self._run(self._direct, self.store, layout, also, graphs=self._graphs)
         if not self.is_on_host:
             return logits, there
         return (logits if logits.dtype == torch.float64 else logits.float()).contiguous(), there
 
     def _run(
-        self, direct: DirectForward | None, store: KVStore, layout: PassLayout, also: Sequence[npt.NDArray[Any]] = ()
+        self,
+        direct: DirectForward | None,
+        store: KVStore,
+        layout: PassLayout,
+        also: Sequence[npt.NDArray[Any]] = (),
+        *,
+        graphs: Graphs | None = None,  # those of the store
     ) -> tuple[Tensor, list[Tensor]]:
+        if layout.tiles is not None:
+            assert direct is not None and graphs is not None
+            with self.autocast():
+                return graphs.logits(direct, store, layout, also)
         buckets = [_arrays(each, layout.num_tokens) for each in layout.buckets]
         own = (layout.slots, layout.token_ids, layout.positions, layout.logit_indices)
         there = iter(self._inputs.put([*own, *(each for arrays in buckets for each in arrays.values()), *also]))
         store.write_slots, token_ids, positions, indices = islice(there, len(own))
         plan = AttentionPlan([Bucket(**{name: next(there) for name in arrays}) for arrays in buckets], layout.paged)
-        with self.autocast():
+        with self.autocast(), _no_plans_by_shape():
             if direct is not None:
                 at = None if len(indices) == len(token_ids) else indices
                 return direct(token_ids, positions, at, plan), [*there]
@@ -130,12 +171,18 @@ class Forward:
         kind = CompiledForward if self.is_on_host and self._product_dtype() == torch.float32 else DirectForward
         proved = [kind, self._product_dtype(), self._inputs.device, *modules]
         if self._proved != proved:
-            self._proved, self._is_same = proved, self._compare(kind)
-            self._direct = None
+            self._proved, self._direct, self._tile_dtype = proved, None, self._product_dtype()
+            is_for_tiles = takes_tiles(self._inputs.device, self._tile_dtype)
+            self._proved_tiles = is_for_tiles and self._compare(kind, tiled=True)
+            self._is_same = self._proved_tiles or self._compare(kind)
         if not self._is_same:
             return None
-        is_kept = self._direct is not None and self._is_cast()
-        return self._direct if is_kept else kind(self.model, self.store)
+        if self._direct is None or not self._is_cast():
+            return kind(self.model, self.store)
+        if self._is_stale:
+            self._direct.refresh()
+            self._is_stale = False
+        return self._direct
 
     def _is_cast(self) -> bool:
         return torch.is_autocast_enabled(self._inputs.device.type)
@@ -143,21 +190,31 @@ class Forward:
     def _product_dtype(self) -> torch.dtype:
         return torch.get_autocast_dtype(self._inputs.device.type) if self._is_cast() else self.model.dtype
 
-    def _compare(self, kind: type[DirectForward]) -> bool:
+    def _tile_tokens(self) -> Callable[[int], int]:
+        from rhymerl.engine.triton_attention import tokens_of_a_tile
+
+        config = self.model.config
+        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        groups, dtype = config.num_attention_heads // kv_heads, self._tile_dtype
+        return lambda widest: tokens_of_a_tile(groups, dtype, widest=widest)
+
+    def _compare(self, kind: type[DirectForward], *, tiled: bool = False) -> bool:
         """Return whether two prompts with a draft tree each get the same log-probs directly and by transformers; warn if not."""
         vocabulary = self.model.config.vocab_size
-        by_transformers, directly = (self._example(each, vocabulary) for each in (None, kind))
+        by_transformers = self._example(None, vocabulary)
+        directly = self._example(kind, vocabulary, tiled=tiled)
         difference = (by_transformers - directly).abs().max().item()
         most = _SHARE[self._product_dtype()] * by_transformers.abs().max().item()
         if not difference <= most:
-            name = type(self.model).__name__
+            what = "the GPU's kernel for attention" if tiled else "the direct forward"
+            others = "torch's is used" if tiled else "passes go through transformers"
             _log.warning(
-                f"{name}: log-probs of the direct forward differ from transformers' by {difference:.2g} nats (at most {most:.2g}); "
-                "passes go through transformers, which takes longer"
+                f"{type(self.model).__name__}: log-probs of {what} differ from transformers' by {difference:.2g} nats (at most {most:.2g}); "
+                f"{others}, which takes longer"
             )
         return difference <= most
 
-    def _example(self, kind: type[DirectForward] | None, vocabulary: int) -> Tensor:
+    def _example(self, kind: type[DirectForward] | None, vocabulary: int, *, tiled: bool = False) -> Tensor:
         """Return the log-probs [M, vocabulary] of a pass over a store of its own."""
         store = self.store.smaller(64)
         rows, source = Rows(2, 64, store.pool), np.random.default_rng(0)
@@ -173,9 +230,27 @@ class Forward:
             np.arange(len(row)),
             DraftBatch.pack([tree] * len(row)),
             compiled=store.is_readable_in_place,
+            tile_tokens=self._tile_tokens() if tiled else None,
         )
-        logits, _ = self._run(kind(self.model, store) if kind is not None else None, store, layout)
+        direct = kind(self.model, store) if kind is not None else None
+        logits, _ = self._run(direct, store, layout, graphs=Graphs(self._inputs.device))
         return logits.double().log_softmax(-1)
+
+
+def takes_tiles(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether attention by tiles is for this device and type of number."""
+    return device.type == "cuda" and dtype != torch.float64 and importlib.util.find_spec("triton") is not None
+
+
+@contextmanager
+def _no_plans_by_shape() -> Iterator[None]:
+    """Context in which torch's attention is none of cuDNN's, which makes a plan for each shape: some 70 ms in every pass, whose keys are one more."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def _arrays(bucket: BucketLayout, num_tokens: int) -> dict[str, npt.NDArray[Any]]:

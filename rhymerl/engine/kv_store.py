@@ -63,7 +63,7 @@ class LayerStore(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         # Zeros, not empty: a masked slot has weight 0, and 0 times an uninitialised NaN is NaN.
-        slots = self._store.num_slots
+        slots = self._store.num_slots + 1  # in the last one are keys and values that nobody reads
         self.keys = key_states.new_zeros(slots, key_states.shape[1], key_states.shape[3])
         self.values = value_states.new_zeros(slots, value_states.shape[1], value_states.shape[3])
         self.is_initialized = True
@@ -119,7 +119,9 @@ class KVStore(Cache):
         """Return an empty store for the same layers, allocated if this one is."""
         store = KVStore(len(self.stores), num_slots)
         for mine, other in zip(store.stores, self.stores, strict=True):
-            mine.keys, mine.values = (each.new_zeros(num_slots, *each.shape[1:]) for each in (other.keys, other.values))
+            mine.keys, mine.values = (
+                each.new_zeros(num_slots + 1, *each.shape[1:]) for each in (other.keys, other.values)
+            )
             mine.is_initialized, mine.is_readable_in_place = other.is_initialized, other.is_readable_in_place
         return store
 

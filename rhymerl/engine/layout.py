@@ -6,6 +6,7 @@ plain decoding and tree verification are the same thing with other counts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from rhymerl.compiled import compiled
 from rhymerl.drafts import DraftBatch
 from rhymerl.engine.paged_attention import CHAIN, ROOT, PagedLayout, suits_paging
 from rhymerl.engine.rows import Rows
+from rhymerl.engine.tiles import TileLayout, tile
 
 if TYPE_CHECKING:
     from rhymerl.types import BoolArray, IndexArray, IntArray
@@ -51,6 +53,7 @@ class PassLayout:
     num_seen: int  # keys that roots and nodes attend to, summed; of their trees each node counts its root's
     buckets: list[BucketLayout]
     paged: PagedLayout | None  # tokens that the compiled attention takes
+    tiles: TileLayout | None  # all tokens, for the attention of a GPU: there are no buckets then
 
     @property
     def num_tokens(self) -> int:
@@ -63,12 +66,20 @@ class PassLayout:
 
 
 def lay_out(
-    rows: Rows, row: IndexArray, chain: IndexArray, emits: IndexArray, drafts: DraftBatch, *, compiled: bool = False
+    rows: Rows,
+    row: IndexArray,
+    chain: IndexArray,
+    emits: IndexArray,
+    drafts: DraftBatch,
+    *,
+    compiled: bool = False,
+    tile_tokens: Callable[[int], int] | None = None,
 ) -> PassLayout:
     """Take slots for all fed tokens and describe the pass. The caller has checked that there are enough slots.
 
     `drafts` hang below the roots of the rows `emits`. Prefix rows come before the rows that read them. With `compiled`, rows of few
-    queries are laid out for engine/paged_attention.py, and only the others go into buckets.
+    queries are laid out for engine/paged_attention.py, and only the others go into buckets. With `tile_tokens`, which returns the tokens of a
+    tile for the widest row of a pass, all are laid out for engine/triton_attention.py.
     """
     width = chain.copy()
     width[emits] += drafts.counts
@@ -85,6 +96,9 @@ def lay_out(
         *(node_index, node_depth),
         *(logit_indices, logit_row, logit_level),
     )
+    most = 0 if tile_tokens is None else tile_tokens(int(width.max(initial=1)))
+    tiles = tile(rows, row, chain, width, emits, drafts, most=most) if most else None
+    buckets = tiles is None and not paged.all()
     return PassLayout(
         row=row,
         chain=chain,
@@ -100,8 +114,9 @@ def lay_out(
         logit_row=logit_row,
         logit_level=logit_level,
         num_seen=num_seen,
-        buckets=[] if paged.all() else _buckets(rows, row, chain, width, emits, drafts, ~paged),
+        buckets=_buckets(rows, row, chain, width, emits, drafts, ~paged) if buckets else [],
         paged=PagedLayout(table=rows.slots, row=reader, seen=seen, parent=parent, slot=slots) if paged.any() else None,
+        tiles=tiles,
     )
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from rhymerl.engine.engine import Engine
 from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
 from tests.engine.test_lossless import answers
 
@@ -23,6 +24,43 @@ def test_float64_tokens_are_those_of_the_cpu(model_type, drafted):
     for name, completion in here.items():
         assert there[name].token_ids.tolist() == completion.token_ids.tolist()
         np.testing.assert_allclose(there[name].logprobs, completion.logprobs, atol=1e-6)  # RoPE is float32 on both
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("drafted", [False, True])
+def test_float32_goes_by_graphs_with_nearly_all_tokens_of_the_cpu(model_type, drafted):
+    requests = make_requests(24, group_size=4)
+    here = answers(tiny_policy(model_type, dtype="float32"), requests, max_running=16)
+    policy = tiny_policy(model_type, dtype="float32")
+    policy.model.cuda()
+    engine = Engine(policy.model, drafter=RandomTreeDrafter() if drafted else None, max_running=16)
+    engine.submit(requests)
+    there = {}
+    while engine.has_work:
+        there |= {each.request.id: each for each in engine.run()}
+    assert engine.forward.tile_tokens is not None
+    assert len(engine.forward._graphs._graphs) > 1
+    same = [name for name in here if there[name].token_ids.tolist() == here[name].token_ids.tolist()]
+    assert len(same) >= 0.97 * len(here)
+    for name in same:
+        np.testing.assert_allclose(there[name].logprobs, here[name].logprobs, atol=1e-4)
+
+
+def test_graphs_follow_weights_that_change_in_place():
+    policy, requests = tiny_policy(dtype="float32"), make_requests(8, group_size=4)
+    policy.model.cuda()
+    engine = Engine(policy.model)
+    for _ in range(2):
+        engine.submit(requests)
+        done = {}
+        while engine.has_work:
+            done |= {each.request.id: each for each in engine.run()}
+        fresh = answers(policy, requests)
+        assert all(done[name].token_ids.tolist() == fresh[name].token_ids.tolist() for name in fresh)
+        with torch.no_grad():
+            for parameter in policy.model.parameters():
+                parameter.mul_(1.5)
+        engine.new_weights(1)
 
 
 def test_bfloat16_generates():

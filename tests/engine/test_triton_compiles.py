@@ -1,4 +1,4 @@
-"""The kernels of the draw, compiled for GPUs, which needs none: the interpreter takes code that a GPU's compiler refuses."""
+"""The kernels, compiled for GPUs, which needs none: the interpreter takes code that a GPU's compiler refuses."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ _TYPES = {
     "logprobs": "*fp32",
 }
 
+_TYPES |= {"tiles": "*i32", "seen": "*i32", "ancestors": "*i64", "kv_slots": "*i32", "scale": "fp32"}
+_STATES = ("query", "keys", "values")
+
 
 # What the embedded engine passes; SGLang has the ones above.
 _OF_ENGINE = dict.fromkeys(("inverse_temperatures", "logprob_scales", "temperatures", "top_ps", "min_ps"), "*fp64")
@@ -39,16 +42,29 @@ OWNERS = pytest.mark.parametrize("owner", [{}, _OF_ENGINE], ids=["sglang", "embe
 
 
 def compiled(
-    kernel: Any, dtype: str, capability: int, owner: dict[str, str], *, num_warps: int, **constants: Any
+    kernel: Any,
+    dtype: str,
+    capability: int,
+    owner: dict[str, str],
+    *,
+    num_warps: int,
+    num_stages: int = 3,
+    aligned: bool = False,
+    **constants: Any,
 ) -> dict[str, Any]:
-    """Return what a kernel becomes for logits of this dtype on a GPU of this capability, by the name of each form."""
+    """Return what a kernel becomes for logits of this dtype on a GPU of this capability, by the name of each form.
+
+    With `aligned` it knows that what pointers point at begins at multiples of 16 bytes, as it does when tensors are given.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
 
-    types = {**_TYPES, **owner, "logits": f"*{dtype}"}
+    types = {**_TYPES, **owner, "logits": f"*{dtype}", **dict.fromkeys(_STATES, f"*{dtype}")}
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
-    source = triton.compiler.ASTSource(kernel, signature=signature, constexprs=constants)
-    options = {"num_warps": num_warps, "enable_fp_fusion": True}
+    pointers = [n for n, name in enumerate(kernel.arg_names) if signature[name].startswith("*")] if aligned else []
+    attributes = {(n,): [["tt.divisibility", 16]] for n in pointers}
+    source = triton.compiler.ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm
 
 
@@ -96,4 +112,32 @@ def test_the_cut(dtype: str, owner: dict[str, str], tmp_path: Path) -> None:
     from rhymerl.engine import triton_truncation
 
     found = compiled(triton_truncation._cut, dtype, _HOPPER, owner, num_warps=16, block=triton_truncation._BLOCK)
+    assert stack_bytes(found["cubin"], tmp_path) == 0
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("groups", "dim"), [(1, 128), (7, 64), (7, 128)])
+@pytest.mark.parametrize("widest", [1, 17])
+def test_attention(dtype: str, groups: int, dim: int, widest: int, tmp_path: Path) -> None:
+    """Nothing of a tile is kept in memory."""
+    import torch
+
+    from rhymerl.engine import triton_attention
+
+    kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    most = triton_attention.tokens_of_a_tile(groups, kind, widest=widest)
+    sizes = {
+        "groups": groups,
+        "kv_heads": 4,
+        "dim": dim,
+        "padded_dim": dim,
+        "most": most,
+        "block": triton_attention._BLOCK,
+    }
+    padded = 1 << (groups - 1).bit_length()
+    precision = "ieee" if dtype == "fp32" else None
+    how = {"padded_groups": padded, "precision": precision}
+    options = {"num_warps": 4, "num_stages": 2, "aligned": True}
+    found = compiled(triton_attention._attend, dtype, _HOPPER, {"out": f"*{dtype}"}, **options, **sizes, **how)
+    assert ("mma" in found["ptx"]) == (dtype == "bf16")
     assert stack_bytes(found["cubin"], tmp_path) == 0

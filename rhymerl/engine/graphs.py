@@ -1,0 +1,139 @@
+"""Passes on a GPU as CUDA graphs: one launch in the place of some thousand, each of which takes the host longer than the GPU.
+
+A graph is of a number of tokens, to which a pass is padded, and is captured when that number comes first. What a pass needs lies in one
+buffer at the same places every time. Rows, keys and draft trees are read from there, so that they need no graphs of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rhymerl.engine.inputs import Inputs, num_bytes
+from rhymerl.engine.kv_store import KVStore
+from rhymerl.engine.layout import PassLayout
+
+if TYPE_CHECKING:
+    from rhymerl.engine.direct import DirectForward
+
+_MOST_TOKENS = 1024  # of a graph; in larger passes the GPU has so much to do that launches do not count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TilePlan:
+    """The attention of a pass by a `TileLayout` whose arrays are on the device."""
+
+    tiles: Tensor
+    seen: Tensor
+    ancestors: Tensor
+    kv_slots: Tensor
+    most: int
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """As `AttentionPlan.attend`."""
+        from rhymerl.engine.triton_attention import attend
+
+        arrays = (self.tiles, self.seen, self.ancestors, self.kv_slots)
+        return attend(query, keys, values, *arrays, scale, most=self.most)
+
+
+def rounded(num_tokens: int) -> int:
+    """Return the tokens of the graph for so many: a power of 2, or one of three sizes between two of them, so that at most a fifth is padding."""
+    step = max(1 << (num_tokens - 1).bit_length() >> 3, 4) if num_tokens > 8 else 1
+    return -(-num_tokens // step) * step
+
+
+class Graphs:
+    """Runs passes laid out in tiles over one model and one store, until `forget` says that addresses have changed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._inputs = Inputs(device)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+        self._graphs: dict[tuple[int, int], _Graph] = {}  # by tokens, and by tokens of a tile
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+    def forget(self) -> None:
+        """Drop the graphs: something is elsewhere now."""
+        self._graphs.clear()
+
+    def logits(
+        self, direct: DirectForward, store: KVStore, layout: PassLayout, also: Sequence[npt.NDArray[Any]]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the logits [M, V] of the pass, and the arrays `also` on the device."""
+        assert layout.tiles is not None
+        count, tiles, is_small = layout.num_tokens, layout.tiles, layout.num_tokens <= _MOST_TOKENS
+        size = rounded(count) if is_small else count
+        num_tiles = size if is_small else len(tiles.tiles)
+        own = [
+            _padded(layout.token_ids, size),
+            _padded(layout.positions, size),
+            _padded(layout.slots, size, store.num_slots),  # a slot that nobody reads
+            _padded(tiles.tiles, num_tiles),
+            _padded(tiles.seen, size),
+            _padded(tiles.ancestors, size),
+            tiles.kv_slots,
+        ]
+        arrays = [*own, layout.logit_indices, *also]
+        there = self._inputs.put(arrays, into=self._room_for(num_bytes(arrays)))
+        token_ids, positions, store.write_slots, *of_tiles = there[: len(own)]
+        names = ("tiles", "seen", "ancestors", "kv_slots")
+        plan = TilePlan(**dict(zip(names, of_tiles, strict=True)), most=tiles.most)
+
+        def work() -> Tensor:
+            return direct.states(token_ids, positions, plan)
+
+        if is_small:
+            key = (size, tiles.most)
+            if key not in self._graphs:
+                self._graphs[key] = _Graph(work, self._pool)
+            states = self._graphs[key].replay(work)[:count]
+        else:
+            states = work()
+        indices = there[len(own)]
+        return direct.head(states if len(indices) == count else states[indices]), there[len(own) + 1 :]
+
+    def _room_for(self, size: int) -> Tensor:
+        """Return the buffer, which is replaced where it is too small."""
+        if size > len(self._buffer):
+            self.forget()
+            self._buffer = torch.empty(2 * size, dtype=torch.uint8, device=self._buffer.device)
+        return self._buffer
+
+
+class _Graph:
+    """A captured piece of work, and its result; without CUDA the work itself."""
+
+    def __init__(self, work: Callable[[], Tensor], pool: Any) -> None:
+        self._graph = torch.cuda.CUDAGraph() if pool is not None else None
+        if self._graph is None:
+            self._result = work()
+            return
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            work()  # compiles kernels, which a capture cannot
+            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # others may be at work
+            try:
+                self._result = work()
+            finally:
+                self._graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def replay(self, work: Callable[[], Tensor]) -> Tensor:
+        """Return the result, which the next replay overwrites."""
+        if self._graph is None:
+            return self._result.copy_(work())
+        self._graph.replay()
+        return self._result
+
+
+def _padded(array: npt.NDArray[Any], size: int, value: int = 0) -> npt.NDArray[Any]:
+    out = np.full((size, *array.shape[1:]), value, array.dtype)
+    out[: len(array)] = array
+    return out

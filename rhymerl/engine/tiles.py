@@ -1,0 +1,93 @@
+"""What each token of a pass sees, for engine/triton_attention.py: leading slots of its row, and its ancestors in the draft as bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from rhymerl.compiled import compiled
+from rhymerl.drafts import DraftBatch
+from rhymerl.engine.rows import Rows
+
+if TYPE_CHECKING:
+    from rhymerl.types import IndexArray, IntArray
+
+MOST_NODES = 63  # of a row's draft: as many bits as an int64 has beside its sign
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileLayout:
+    """The N tokens of a pass in T tiles of at most `most` tokens of one row each."""
+
+    tiles: npt.NDArray[
+        np.int32
+    ]  # [T, 5] first token, number of tokens, begin in kv_slots, keys up to the root, keys to look at
+    seen: npt.NDArray[np.int32]  # [N] leading keys of its row that a token sees
+    ancestors: npt.NDArray[np.int64]  # [N] bit k: it sees the row's draft node k
+    kv_slots: npt.NDArray[np.int32]  # the slots of all rows, one row after another
+    most: int
+
+
+def tile(
+    rows: Rows,
+    row: IndexArray,
+    chain: IndexArray,
+    width: IndexArray,
+    emits: IndexArray,
+    drafts: DraftBatch,
+    *,
+    most: int,
+) -> TileLayout | None:
+    """Return the tiles of a pass, whose slots the rows know already; None where a draft has more nodes than there are bits."""
+    if len(drafts.counts) and drafts.counts.max() > MOST_NODES:
+        return None
+    start = np.zeros(len(row), np.int64)
+    start[emits] = drafts.starts[:-1]
+    tiles = np.empty((int((-(-width // most)).sum()), 5), np.int32)
+    num_tokens = int(width.sum())
+    seen, ancestors = np.empty(num_tokens, np.int32), np.empty(num_tokens, np.int64)
+    kv_slots = np.empty(int((rows.cached[row] + width).sum()), np.int32)
+    _fill(rows.slots, rows.cached, row, chain, width, start, drafts.parents, most, tiles, seen, ancestors, kv_slots)
+    return TileLayout(tiles=tiles, seen=seen, ancestors=ancestors, kv_slots=kv_slots, most=most)
+
+
+@compiled
+def _fill(
+    row_slots: IndexArray,
+    cached: IndexArray,
+    row: IndexArray,
+    chain: IndexArray,
+    width: IndexArray,
+    start: IndexArray,
+    parents: IntArray,
+    most: int,
+    tiles: npt.NDArray[np.int32],
+    seen: npt.NDArray[np.int32],
+    ancestors: npt.NDArray[np.int64],
+    kv_slots: npt.NDArray[np.int32],
+) -> None:
+    """Write what stands in `TileLayout`; a row feeds `chain` tokens and a draft whose nodes begin at `start`, `width` in all."""
+    n, t, begin = 0, 0, 0
+    for f in range(len(row)):
+        before, root = cached[row[f]], cached[row[f]] + chain[f]
+        num_keys = before + width[f]
+        for key in range(num_keys):
+            kv_slots[begin + key] = row_slots[row[f], key]
+        for each in range(width[f]):
+            if each % most == 0:
+                count = min(most, width[f] - each)
+                last = before + each + count
+                tiles[t, 0], tiles[t, 1], tiles[t, 2], tiles[t, 3], tiles[t, 4] = n + each, count, begin, root, last
+                t += 1
+            node = each - chain[f]
+            seen[n + each] = before + each + 1 if node < 0 else root
+            ancestors[n + each] = 0
+            if node >= 0:  # ancestors come first
+                above = parents[start[f] + node]
+                bits = ancestors[n + chain[f] + above] if above >= 0 else 0
+                ancestors[n + each] = bits | (np.int64(1) << np.int64(node))
+        n += width[f]
+        begin += num_keys

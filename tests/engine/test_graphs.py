@@ -1,0 +1,178 @@
+"""Passes in tiles and by graphs. A CPU stands in for the GPU: a graph is the work itself, and attention is written out in torch.
+
+The kernel is in test_triton_attention.py, and both together on a GPU in test_device.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from rhymerl.drafts import Draft, DraftBatch
+from rhymerl.engine import forward as forward_module
+from rhymerl.engine import inputs
+from rhymerl.engine.engine import Engine
+from rhymerl.engine.graphs import Graphs, rounded
+from rhymerl.engine.kv_store import SlotPool
+from rhymerl.engine.layout import lay_out
+from rhymerl.engine.rows import Rows
+from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
+from tests.engine.test_lossless import answers, assert_same
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+def attend(query, keys, values, tiles, seen, ancestors, kv_slots, scale, *, most):
+    """As `triton_attention.attend`."""
+    out = torch.full_like(query, float("nan"))
+    groups = query.shape[1] // keys.shape[1]
+    for first, count, begin, root, num_keys in tiles.tolist():
+        assert count <= most
+        slots = kv_slots[begin : begin + num_keys].long()
+        k, v = (each[slots].repeat_interleave(groups, 1).to(values.dtype) for each in (keys, values))
+        for n in range(first, first + count):
+            nodes = torch.arange(num_keys) - root
+            visible = (nodes + root < seen[n]) | ((nodes >= 0) & (ancestors[n] >> nodes.clamp(0, 63) & 1 == 1))
+            scores = torch.einsum("hd,shd->hs", query[n].to(v.dtype), k) * scale
+            weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+            out[n] = torch.einsum("hs,shd->hd", weights, v)
+    return out
+
+
+@pytest.fixture
+def device(monkeypatch):
+    from rhymerl.engine import triton_attention
+
+    monkeypatch.setattr(triton_attention, "attend", attend)
+    monkeypatch.setattr(inputs, "on_host", lambda device: False)
+    monkeypatch.setattr(forward_module, "takes_tiles", lambda device, dtype: True)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("drafted", [False, True])
+def test_tokens_are_those_of_the_host(request, model_type, drafted):
+    policy = tiny_policy(model_type)
+    others = make_requests(3, seed=1, top_p=0.8, max_tokens=40)
+    asked = [*make_requests(8, group_size=4), *(replace(each, id=f"other {each.id}") for each in others)]
+    here = answers(policy, asked, max_running=6)
+    request.getfixturevalue("device")
+    there = answers(policy, asked, max_running=6, drafter=RandomTreeDrafter() if drafted else None)
+    assert_same(here, there)
+
+
+@pytest.mark.parametrize("most", [1, 2, 8])
+def test_tiles_say_what_the_mask_says(most):
+    source = np.random.default_rng(most)
+    rows = Rows(8, 200, SlotPool(900))
+    prefix = rows.enter_prefix(source.integers(0, 9, 30, dtype=np.int32))
+    row = [prefix.row]
+    row = np.array([*row, *(rows.enter(request, None) for request in make_requests(4))])
+    chain = rows.length[row]
+    parents = [np.array([source.integers(-1, node) for node in range(size)], int) for size in (0, 5, 63, 12)]
+    drafts = DraftBatch.pack([Draft(token_ids=np.zeros(len(each), int), parents=each) for each in parents])
+    emits = np.arange(1, 5)
+    layout = lay_out(rows, row, chain, emits, drafts, tile_tokens=lambda widest: most)
+    tiles = layout.tiles
+    assert tiles is not None
+    assert not layout.buckets
+    plain = lay_out(rows, row, chain, emits, drafts)  # the same rows, which get other slots
+    by_token: dict[int, tuple[int, int, int, int]] = {}
+    for first, count, begin, root, num_keys in tiles.tiles.tolist():
+        assert 0 < count <= most
+        by_token |= dict.fromkeys(range(first, first + count), (begin, root, num_keys, first))
+    assert sorted(by_token) == list(range(layout.num_tokens))
+    to_other = dict(zip(layout.slots.tolist(), plain.slots.tolist(), strict=True))
+    seen_by_mask = {}
+    for bucket in plain.buckets:
+        mask = bucket.mask.reshape(-1, bucket.mask.shape[2])
+        slots = np.repeat(bucket.kv_slots, bucket.mask.shape[1], 0)
+        for query, token in zip(bucket.real.tolist(), bucket.tokens.tolist(), strict=True):
+            seen_by_mask[token] = set(slots[query][mask[query]].tolist())
+    for n, (begin, root, num_keys, _) in by_token.items():
+        slots = tiles.kv_slots[begin : begin + num_keys]
+        nodes = [slot for k, slot in enumerate(slots[root:]) if tiles.ancestors[n] >> k & 1]
+        found = {*slots[: tiles.seen[n]].tolist(), *map(int, nodes)}
+        assert {to_other[slot] for slot in found} == seen_by_mask[n]
+
+
+def test_a_draft_of_too_many_nodes_goes_the_other_way():
+    asked = make_requests(3)
+    wide = Draft(token_ids=np.zeros(64, int), parents=np.arange(-1, 63))
+    rows = Rows(4, 200, SlotPool(900))
+    row = np.array([rows.enter(request, None) for request in asked])
+    drafts = DraftBatch.pack([wide] * len(row))
+    layout = lay_out(rows, row, rows.length[row], np.arange(len(row)), drafts, tile_tokens=lambda widest: 8)
+    assert layout.tiles is None
+    assert layout.buckets
+
+
+def test_sizes_of_graphs():
+    sizes = [rounded(n) for n in range(1, 1025)]
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) < 50
+    for n, size in enumerate(sizes, 1):
+        assert n <= size <= max(1.25 * n, n + 3)
+
+
+def run(engine, **how):
+    engine.submit(make_requests(5, max_tokens=12, **how))
+    done = {}
+    while engine.has_work:
+        done |= {each.request.id: each for each in engine.run()}
+    return done
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_graphs_stay_when_weights_change_in_place(device, cast):
+    """They read the model's own weights, or casts that are made anew in the same place."""
+    how = {"autocast": partial(torch.autocast, "cpu", torch.float16)} if cast else {}
+    policy = tiny_policy(dtype="float32")
+    engine = Engine(policy.model, max_running=5, **how)
+    run(engine)
+    graphs = dict(engine.forward._graphs._graphs)
+    assert graphs
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.mul_(1.5)
+    engine.new_weights(1)
+    found = run(engine)
+    assert all(engine.forward._graphs._graphs[key] is graph for key, graph in graphs.items())
+    assert_same(found, run(Engine(policy.model, max_running=5, **how)), atol=1e-5)
+
+
+def test_graphs_go_when_weights_are_elsewhere(device):
+    policy = tiny_policy(dtype="float32")
+    engine = Engine(policy.model, max_running=5)
+    run(engine)
+    graphs = set(engine.forward._graphs._graphs.values())
+    for parameter in policy.model.parameters():
+        parameter.data = parameter.data.clone()
+    run(engine)
+    assert not graphs & set(engine.forward._graphs._graphs.values())
+
+
+def test_a_larger_buffer_is_a_new_one_without_graphs():
+    graphs = Graphs(torch.device("cpu"))
+    graphs._graphs[1, 1] = "graph"  # type: ignore[assignment]
+    first = graphs._room_for(100)
+    assert graphs._room_for(len(first)) is first
+    graphs._graphs[1, 1] = "graph"  # type: ignore[assignment]
+    assert len(graphs._room_for(len(first) + 1)) > len(first)
+    assert not graphs._graphs
+
+
+def test_attention_that_is_wrong_is_not_used(device, monkeypatch, caplog):
+    from rhymerl.engine import triton_attention
+
+    monkeypatch.setattr(triton_attention, "attend", lambda *args, **how: 1.01 * attend(*args, **how))
+    policy, asked = tiny_policy(dtype="float32"), make_requests(3)
+    engine = Engine(policy.model)
+    engine.submit(asked)
+    engine.run()
+    assert engine.forward.tile_tokens is None
+    assert "kernel for attention differ" in caplog.text
