@@ -24,6 +24,7 @@ from rhymerl.engine.kv_store import KVStore
 from rhymerl.engine.layout import BucketLayout, PassLayout, lay_out
 from rhymerl.engine.rows import Rows
 from rhymerl.engine.threads import threads_for
+from rhymerl.models.cudnn import without_cudnn_attention
 from rhymerl.models.logits import num_tokens
 
 # Largest difference of log-probs between the direct forward and transformers' own, as a share of the largest one.
@@ -144,7 +145,7 @@ class Forward:
         there = iter(self._inputs.put([*own, *(each for arrays in buckets for each in arrays.values()), *also]))
         store.write_slots, token_ids, positions, indices = islice(there, len(own))
         plan = AttentionPlan([Bucket(**{name: next(there) for name in arrays}) for arrays in buckets], layout.paged)
-        with self.autocast(), _no_plans_by_shape():
+        with self.autocast(), without_cudnn_attention():
             if direct is not None:
                 at = None if len(indices) == len(token_ids) else indices
                 return direct(token_ids, positions, at, plan), [*there]
@@ -240,17 +241,6 @@ class Forward:
 def takes_tiles(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether attention by tiles is for this device and type of number."""
     return device.type == "cuda" and dtype != torch.float64 and importlib.util.find_spec("triton") is not None
-
-
-@contextmanager
-def _no_plans_by_shape() -> Iterator[None]:
-    """Context in which torch's attention is none of cuDNN's, which makes a plan for each shape: some 70 ms in every pass, whose keys are one more."""
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def _arrays(bucket: BucketLayout, num_tokens: int) -> dict[str, npt.NDArray[Any]]:

@@ -20,6 +20,7 @@ from rhymerl.algos.base import Algorithm, Batch, Need, Totals
 from rhymerl.distributed.base import Alone, Ranks
 from rhymerl.errors import RunError
 from rhymerl.models.critic import Critic
+from rhymerl.models.cudnn import without_cudnn_attention
 from rhymerl.models.logprobs import TokenBatch, hidden_states, policy_output, token_batch, token_logprobs
 from rhymerl.models.lora import without_adapters
 from rhymerl.models.policy import evaluating, is_random
@@ -102,7 +103,7 @@ class Updater:
         """
         counted = [i for i, sample in enumerate(samples) if sample.has_reward] or range(len(samples))
         self._places = {i: place for place, i in enumerate(counted)}
-        with self._attention():
+        with self._attention(), without_cudnn_attention():
             return self._run([samples[i] for i in counted], step, optimizer, schedule)
 
     def _attention(self) -> AbstractContextManager[None]:
