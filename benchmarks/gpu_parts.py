@@ -67,7 +67,7 @@ def parts(*, server: Sequence[str] = (), variables: Sequence[str] = ()) -> list[
     """
     return [
         *_of_the_machine(),
-        *_of_the_engine("0.5B", seconds=(45, 45)),
+        *_of_the_engine("0.5B", seconds=(60, 60)),
         *_tables(_asked(server, variables)),
         *_of_the_trainer(),
         _steps(_asked(server, variables)),
@@ -119,7 +119,7 @@ def _of_the_machine() -> list[Part]:
             name="passes",
             question="what is a forward pass of 0.5B and of 7B, by its tokens?",
             words=("benchmarks/gpu_passes.py", "--sizes", "0.5B", "7B"),
-            seconds=45,
+            seconds=75,
             needs=MODEL,
             judges=_scripts("gpu_passes", "gpu_bare", "peaked_policy", "device_time"),
             small=(

@@ -56,7 +56,7 @@ class Graphs:
         self._inputs = Inputs(device)
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
         self._graphs: dict[tuple[int, int], _Graph] = {}  # by tokens, and by tokens of a tile
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._place = _Place.on(device) if device.type == "cuda" else None
 
     def forget(self) -> None:
         """Drop the graphs: something is elsewhere now."""
@@ -91,7 +91,7 @@ class Graphs:
         if is_small:
             key = (size, tiles.most)
             if key not in self._graphs:
-                self._graphs[key] = _Graph(work, self._pool)
+                self._graphs[key] = _Graph(work, self._place)
             states = self._graphs[key].replay(work)[:count]
         else:
             states = work()
@@ -106,24 +106,35 @@ class Graphs:
         return self._buffer
 
 
-class _Graph:
-    """A captured piece of work, and its result; without CUDA the work itself."""
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where graphs are captured: a stream and memory that all of them share."""
 
-    def __init__(self, work: Callable[[], Tensor], pool: Any) -> None:
-        self._graph = torch.cuda.CUDAGraph() if pool is not None else None
-        if self._graph is None:
+    stream: torch.cuda.Stream
+    pool: Any
+
+    @classmethod
+    def on(cls, device: torch.device) -> _Place:
+        return cls(torch.cuda.Stream(device), torch.cuda.graph_pool_handle())
+
+
+class _Graph:
+    """A captured piece of work, and its result; without a place the work itself."""
+
+    def __init__(self, work: Callable[[], Tensor], place: _Place | None) -> None:
+        self._graph = torch.cuda.CUDAGraph() if place is not None else None
+        if place is None or self._graph is None:
             self._result = work()
             return
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        place.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(place.stream):
             work()  # compiles kernels, which a capture cannot
-            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # others may be at work
+            self._graph.capture_begin(pool=place.pool, capture_error_mode="thread_local")  # others may be at work
             try:
                 self._result = work()
             finally:
                 self._graph.capture_end()
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(place.stream)
 
     def replay(self, work: Callable[[], Tensor]) -> Tensor:
         """Return the result, which the next replay overwrites."""
