@@ -74,7 +74,7 @@ class Delivery:
     def _prove(self) -> None:
         for engine in self.fleet.engines:
             prove(engine, self.policy, self.dtype)
-            if not draws_by_seed(engine):
+            if not draws_by_seed(engine, self.policy, self.dtype):
                 self.draws_by_seed = False
                 _log.warning(
                     "the SGLang engine at %s draws tokens by its own rule: they come from the policy's distribution, but do not follow "

@@ -14,16 +14,20 @@ import torch
 from rhymerl.backends.remote.answers import EngineAnswer
 from rhymerl.backends.remote.client import Client
 from rhymerl.backends.remote.wire import to_custom_params
+from rhymerl.engine.noise import log_race_times, noise_keys
 from rhymerl.errors import BackendError
 from rhymerl.models.logits import num_tokens
 from rhymerl.models.policy import evaluating
 from rhymerl.types import Prompt, RolloutRequest, SamplingParams
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from rhymerl.models.policy import Policy
-    from rhymerl.types import FloatArray, IntArray
+    from rhymerl.types import IntArray
 
 _PROMPT, _ANSWER = 8, 8  # tokens
+_SHORT, _SAMPLED, _TEMPERATURE = [1], 32, 2.0  # of sampled answers: the prompt, and their tokens
 # Nats of difference for each of the largest logit, by which rounding grows; another model is several nats off.
 _SHARE = {"float32": 3e-4, "bfloat16": 2**-6}
 _LEAST_LOGIT = 32.0
@@ -41,7 +45,10 @@ def prove(client: Client, policy: Policy, dtype: str) -> None:
     of_whom = f"the SGLang engine at {client.url}, a proof"
     said = client.post("/generate", {"rid": request.id, "input_ids": prompt, **wanted})
     answer = EngineAnswer.of(said, of_whom=of_whom, most=_ANSWER, vocabulary=vocabulary)
-    ours, largest = _logprobs(policy, prompt, answer.token_ids.tolist())
+    tokens = torch.from_numpy(answer.token_ids).long()
+    logits = _logits(policy, prompt, answer.token_ids.tolist())
+    largest = float(logits.abs().max())
+    ours = torch.log_softmax(logits[:, :vocabulary], -1).gather(-1, tokens[:, None])[:, 0].numpy()
     worst = float(np.abs(answer.logprobs - ours).max(initial=0.0))
     worst, most = worst if len(ours) else math.inf, _SHARE[dtype] * max(largest, _LEAST_LOGIT)
     if not worst <= most:
@@ -52,16 +59,33 @@ def prove(client: Client, policy: Policy, dtype: str) -> None:
         )
 
 
-def draws_by_seed(client: Client) -> bool:
-    """Return whether one seed makes one answer and another seed another; this holds where rhymerl's plugin draws, and else hardly ever."""
+def draws_by_seed(client: Client, policy: Policy, dtype: str) -> bool:
+    """Return whether tokens follow from a request's seed as they do with rhymerl's draw.
+
+    Where one seed makes one answer, another has to make another. Where it makes two, passes of other shapes may have been rounded
+    in other ways: then each token has to be the one that its noise draws from the policy's logits, but for rounding.
+    """
     first, same, other = (_sampled(client, seed) for seed in (1, 1, 2))
-    return first == same != other
+    return first != other if first == same else all(_follows(policy, dtype, each, seed=1) for each in (first, same))
+
+
+def _follows(policy: Policy, dtype: str, tokens: list[int], *, seed: int) -> bool:
+    vocabulary = num_tokens(policy.model)
+    if len(tokens) != _SAMPLED or not all(0 <= token < vocabulary for token in tokens):
+        return False
+    logits = _logits(policy, _SHORT, tokens)
+    most = 2 * _SHARE[dtype] * max(float(logits.abs().max()), _LEAST_LOGIT) / _TEMPERATURE  # of two logits
+    keys = noise_keys(np.full(_SAMPLED, seed, np.uint64), np.arange(_SAMPLED))
+    times = log_race_times(torch.from_numpy(keys.astype(np.int64)), vocabulary)
+    scores = logits[:, :vocabulary] / _TEMPERATURE - times
+    drawn = scores.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+    return bool((scores.amax(-1) - drawn <= most).all())
 
 
 def _sampled(client: Client, seed: int) -> list[int]:
-    sampling = SamplingParams(max_tokens=4 * _ANSWER, temperature=2.0)
-    request = _request(np.array([1], np.int32), seed=seed, sampling=sampling)
-    answer = client.post("/generate", {"rid": request.id, "input_ids": [1], "sampling_params": _params(request)})
+    sampling = SamplingParams(max_tokens=_SAMPLED, temperature=_TEMPERATURE)
+    request = _request(np.array(_SHORT, np.int32), seed=seed, sampling=sampling)
+    answer = client.post("/generate", {"rid": request.id, "input_ids": _SHORT, "sampling_params": _params(request)})
     tokens = answer.get("output_ids") if isinstance(answer, Mapping) else None
     if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
         raise BackendError(
@@ -85,12 +109,9 @@ def _params(request: RolloutRequest, *, num_tokens: int = 0) -> dict[str, Any]:
     }
 
 
-def _logprobs(policy: Policy, prompt: list[int], answer: list[int]) -> tuple[FloatArray, float]:
-    """Return the log-prob of each token of the answer, [tokens], at temperature 1; and the largest logit."""
+def _logits(policy: Policy, prompt: list[int], answer: list[int]) -> Tensor:
+    """Return the logits from which each token of the answer is sampled, [tokens, V] float64, on the CPU."""
     tokens = torch.tensor([[*prompt, *answer]], device=policy.model.device)
     with _policy_free, evaluating(policy.model), torch.no_grad():
-        logits = policy.model(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1]
-    chosen = torch.log_softmax(logits[:, : num_tokens(policy.model)].double(), -1).gather(
-        -1, tokens[0, len(prompt) :, None]
-    )
-    return chosen[:, 0].cpu().numpy(), float(logits.abs().max())
+        logits: Tensor = policy.model(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return logits.double().cpu()
