@@ -16,9 +16,11 @@ from rhymerl.backends.sglang.nodes import widths_to
 from rhymerl.backends.sglang.plugin.drafting import EngineDrafting
 from rhymerl.backends.sglang.plugin.names import VARIABLE
 from rhymerl.backends.sglang.plugin.probe import Findings
+from rhymerl.backends.sglang.plugin.warm_up import warm_up
 from rhymerl.budgets import AIMDBudget, Budget, FixedBudget, GoodputBudget, UniformGoodputBudget
 from rhymerl.config import describe, instantiate
 from rhymerl.drafters.base import Drafter
+from rhymerl.drafters.run_ahead import innermost
 from rhymerl.errors import BackendError, ConfigError
 
 COUNTERS, FEED = "counters", "feed"  # in the folder
@@ -111,6 +113,13 @@ class EngineSettings:
             left.unlink()
         feed, counters = FeedReader(folder / FEED, drafter), Counters(folder / COUNTERS)
         return EngineDrafting(drafter, budget, vocabulary=vocabulary, feed=feed, counters=counters)
+
+    def warm_up(self, n: int, vocabulary: int) -> None:
+        """Compile what drafting calls, after `drafting`; a drafter of the user's own is left alone, since it may count what it hears of."""
+        for budget in (FixedBudget(n - 1), self.budget_of(n)):
+            drafter: Drafter = instantiate(self.drafter, key="drafter")
+            if type(innermost(drafter)).__module__.startswith("rhymerl."):
+                warm_up(EngineDrafting(drafter, budget, vocabulary=vocabulary))
 
 
 def _described(key: str, component: Drafter | Budget) -> Mapping[str, Any]:

@@ -66,7 +66,9 @@ class HistoryWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
         budget = settings.budget_of(self._most)
         self._sizes = PassSizes(self, [1 + width for width in widths_of(budget)])
         if get_tp_group().rank_in_group == 0:
-            self._drafting = settings.drafting(budget, int(self.model_runner.model_config.vocab_size))
+            vocabulary = int(self.model_runner.model_config.vocab_size)
+            self._drafting = settings.drafting(budget, vocabulary)
+            settings.warm_up(self._most, vocabulary)
 
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         """SGLang's own, and the buffers of smaller passes."""

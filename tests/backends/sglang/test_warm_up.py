@@ -1,0 +1,74 @@
+"""Before an engine is ready numba has compiled what its passes will call."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from rhymerl import compiled
+from rhymerl.backends.sglang.plugin.drafting import EngineDrafting
+from rhymerl.backends.sglang.plugin.settings import EngineSettings
+from rhymerl.budgets import AIMDBudget, Budget, FixedBudget, GoodputBudget
+from rhymerl.drafters import Drafter, HistoryTreeDrafter, NGramDrafter, RunAheadDrafter
+from rhymerl.history import Answer, HistoryStore
+from rhymerl.testing import make_requests
+from tests.backends.sglang.batches import Recorder, fake, run
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What has been called since it was cleared: names, and types of arguments, for each of which numba compiles a function anew."""
+    import numba
+
+    found, original = set(), compiled._Compiled.__call__
+
+    def call(self, *args):
+        found.add((self.function.__qualname__, *(str(numba.typeof(each)) for each in args)))
+        return original(self, *args)
+
+    monkeypatch.setattr(compiled._Compiled, "__call__", call)
+    return found
+
+
+@pytest.mark.parametrize("drafter", [HistoryTreeDrafter(), NGramDrafter(), RunAheadDrafter(HistoryTreeDrafter())])
+@pytest.mark.parametrize("budget", [GoodputBudget(), FixedBudget(7), AIMDBudget(7)])
+def test_answers_call_nothing_that_the_warm_up_has_not(drafter: Drafter, budget: Budget, calls, tmp_path):
+    settings = EngineSettings.of(drafter, budget, tmp_path)
+    settings.warm_up(8, 19)
+    before = set(calls)
+    calls.clear()
+
+    requests = make_requests(4, group_size=2, max_tokens=40, stop_token_ids=())
+    answers = [[2 + (i * (3 + row)) % 7 for i in range(60)] for row in range(len(requests))]
+    history = HistoryStore()
+    for request, answer in zip(requests, answers, strict=True):
+        history.add(request.prompt, [_past(answer)])
+    drafting = EngineDrafting(drafter, settings.budget_of(8), vocabulary=19)
+    drafting.protocol.follow(history.snapshot())
+    for overlap in (False, True):
+        names = [dataclasses.replace(each, id=f"{each.id}/{overlap}") for each in requests]
+        run(drafting, list(map(fake, names, answers)), overlap=overlap)
+    drafting.protocol.close()
+    assert calls, "this test shows nothing"
+    assert calls <= before
+
+
+def test_a_drafter_of_the_user_s_own_hears_nothing(tmp_path, monkeypatch):
+    heard = []
+    monkeypatch.setattr(Recorder, "note", lambda self, *what: heard.append(what))
+    EngineSettings.of(Recorder(), FixedBudget(7), tmp_path).warm_up(8, 19)
+    assert not heard
+
+
+def _past(answer: list[int]) -> Answer:
+    return Answer(
+        token_ids=np.array(answer, np.int32),
+        reward=1.0,
+        advantage=0.0,
+        finish_reason="length",
+        policy_version=0,
+        epoch=0,
+        sample=0,
+    )
