@@ -22,7 +22,7 @@ from rhymerl.engine.kv_store import KVStore, LayerStore
 from rhymerl.models.logits import num_tokens
 
 if TYPE_CHECKING:
-    from rhymerl.engine.graphs import TilePlan
+    from rhymerl.engine.graphs import ComparedPlan, TilePlan
 
 # Their layers are: normalise, attend with rotary embedding, add; normalise, gated MLP, add.
 _FAMILIES = {f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mistral", "qwen2", "qwen3")}
@@ -135,13 +135,13 @@ class DirectForward:
         self._projections = [self.head, *(each for layer in self._layers for each in layer.projections)]
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, logit_indices: Tensor | None, plan: AttentionPlan
+        self, token_ids: Tensor, positions: Tensor, logit_indices: Tensor | None, plan: AttentionPlan | ComparedPlan
     ) -> Tensor:
         """Return logits [M, V] of the tokens that count at `logit_indices` [M] (None = at all) of the packed tokens [N]."""
         states = self.states(token_ids, positions, plan)
         return self.head(states if logit_indices is None else states[logit_indices])
 
-    def states(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan | TilePlan) -> Tensor:
+    def states(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan | TilePlan | ComparedPlan) -> Tensor:
         """Return what the head makes logits of, [N, H]."""
         hidden = self._embed(token_ids)
         cos, sin = self._rotary(hidden, positions[None])

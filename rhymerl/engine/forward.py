@@ -19,16 +19,19 @@ from rhymerl.drafts import Draft, DraftBatch
 from rhymerl.engine import inputs
 from rhymerl.engine.attention import AttentionPlan, Bucket, packed
 from rhymerl.engine.direct import CompiledForward, DirectForward, can_be_direct
-from rhymerl.engine.graphs import Graphs
+from rhymerl.engine.graphs import ComparedPlan, Graphs
 from rhymerl.engine.kv_store import KVStore
 from rhymerl.engine.layout import BucketLayout, PassLayout, lay_out
 from rhymerl.engine.rows import Rows
 from rhymerl.engine.threads import threads_for
+from rhymerl.engine.tiles import TileLayout, tile
 from rhymerl.models.cudnn import without_cudnn_attention
 from rhymerl.models.logits import num_tokens
 
 # Largest difference of log-probs between the direct forward and transformers' own, as a share of the largest one.
 _SHARE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-8}
+# Largest difference of what a layer's attention finds, as a share of the largest number: probabilities and results are rounded to the dtype.
+_SHARE_OF_ATTENTION = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 _log = logging.getLogger("rhymerl")
 
 
@@ -135,6 +138,7 @@ class Forward:
         also: Sequence[npt.NDArray[Any]] = (),
         *,
         graphs: Graphs | None = None,  # those of the store
+        compared: ComparedPlan | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         if layout.tiles is not None:
             assert direct is not None and graphs is not None
@@ -148,7 +152,7 @@ class Forward:
         with self.autocast(), without_cudnn_attention():
             if direct is not None:
                 at = None if len(indices) == len(token_ids) else indices
-                return direct(token_ids, positions, at, plan), [*there]
+                return direct(token_ids, positions, at, compared.beside(plan) if compared else plan), [*there]
             logits: Tensor = self.model(
                 input_ids=token_ids[None],
                 position_ids=positions[None],
@@ -173,9 +177,9 @@ class Forward:
         proved = [kind, self._product_dtype(), self._inputs.device, *modules]
         if self._proved != proved:
             self._proved, self._direct, self._tile_dtype = proved, None, self._product_dtype()
-            is_for_tiles = takes_tiles(self._inputs.device, self._tile_dtype)
-            self._proved_tiles = is_for_tiles and self._compare(kind, tiled=True)
-            self._is_same = self._proved_tiles or self._compare(kind)
+            self._is_same = self._compare(kind)
+            is_for_tiles = self._is_same and takes_tiles(self._inputs.device, self._tile_dtype)
+            self._proved_tiles = is_for_tiles and self._compare_tiles(kind)
         if not self._is_same:
             return None
         if self._direct is None or not self._is_cast():
@@ -199,43 +203,64 @@ class Forward:
         groups, dtype = config.num_attention_heads // kv_heads, self._tile_dtype
         return lambda widest: tokens_of_a_tile(groups, dtype, widest=widest)
 
-    def _compare(self, kind: type[DirectForward], *, tiled: bool = False) -> bool:
+    def _compare(self, kind: type[DirectForward]) -> bool:
         """Return whether two prompts with a draft tree each get the same log-probs directly and by transformers; warn if not."""
-        vocabulary = self.model.config.vocab_size
-        by_transformers = self._example(None, vocabulary)
-        directly = self._example(kind, vocabulary, tiled=tiled)
+        by_transformers, directly = (self._logprobs_of_example(each) for each in (None, kind))
         difference = (by_transformers - directly).abs().max().item()
         most = _SHARE[self._product_dtype()] * by_transformers.abs().max().item()
         if not difference <= most:
-            what = "the GPU's kernel for attention" if tiled else "the direct forward"
-            others = "torch's is used" if tiled else "passes go through transformers"
+            name = type(self.model).__name__
             _log.warning(
-                f"{type(self.model).__name__}: log-probs of {what} differ from transformers' by {difference:.2g} nats (at most {most:.2g}); "
-                f"{others}, which takes longer"
+                f"{name}: log-probs of the direct forward differ from transformers' by {difference:.2g} nats (at most {most:.2g}); "
+                "passes go through transformers, which takes longer"
             )
         return difference <= most
 
-    def _example(self, kind: type[DirectForward] | None, vocabulary: int, *, tiled: bool = False) -> Tensor:
+    def _logprobs_of_example(self, kind: type[DirectForward] | None) -> Tensor:
         """Return the log-probs [M, vocabulary] of a pass over a store of its own."""
-        store = self.store.smaller(64)
-        rows, source = Rows(2, 64, store.pool), np.random.default_rng(0)
+        example = _Example(self.model.config.vocab_size, self.store)
+        direct = kind(self.model, example.store) if kind is not None else None
+        logits, _ = self._run(direct, example.store, example.layout)
+        return logits.double().log_softmax(-1)
+
+    def _compare_tiles(self, kind: type[DirectForward]) -> bool:
+        """Return whether attention by tiles gives in each layer of such a pass what torch's gives of the same queries; warn if not.
+
+        By layer, because what layers make of a bfloat16's rounding depends on the model: two right kernels can be a nat apart.
+        """
+        example = _Example(self.model.config.vocab_size, self.store)
+        plan = ComparedPlan.of(example.tiles(self._tile_tokens()), self._inputs)
+        self._run(kind(self.model, example.store), example.store, example.layout, compared=plan)
+        most = _SHARE_OF_ATTENTION[self._tile_dtype]
+        if not plan.difference <= most:
+            _log.warning(
+                f"{type(self.model).__name__}: what the GPU's kernel for attention finds differs from torch's by {plan.difference:.2g} of the largest "
+                f"number (at most {most:.2g}); torch's is used, which takes longer"
+            )
+        return plan.difference <= most
+
+
+class _Example:
+    """A pass of two prompts with a draft tree each, over a store of its own."""
+
+    def __init__(self, vocabulary: int, like: KVStore) -> None:
+        self.store = like.smaller(64)
+        rows, source = Rows(2, 64, self.store.pool), np.random.default_rng(0)
         prompts = [
             source.integers(0, vocabulary, length, dtype=np.int32) for length in (7, 40)
         ]  # of few queries, and of many
         tree = Draft(token_ids=np.array([0, 0, 1, 0]) % vocabulary, parents=np.array([-1, 0, -1, 2]))
         row = np.array([rows.enter_prefix(prompt).row for prompt in prompts])
-        layout = lay_out(
-            rows,
-            row,
-            rows.length[row],
-            np.arange(len(row)),
-            DraftBatch.pack([tree] * len(row)),
-            compiled=store.is_readable_in_place,
-            tile_tokens=self._tile_tokens() if tiled else None,
-        )
-        direct = kind(self.model, store) if kind is not None else None
-        logits, _ = self._run(direct, store, layout, graphs=Graphs(self._inputs.device))
-        return logits.double().log_softmax(-1)
+        self._pass = (rows, row, rows.length[row], np.arange(len(row)), DraftBatch.pack([tree] * len(row)))
+        self.layout = lay_out(*self._pass, compiled=self.store.is_readable_in_place)
+
+    def tiles(self, tile_tokens: Callable[[int], int]) -> TileLayout:
+        """Return the same pass in tiles."""
+        rows, row, chain, emits, drafts = self._pass
+        width = chain + drafts.counts
+        found = tile(rows, row, chain, width, emits, drafts, most=tile_tokens(int(width.max())))
+        assert found is not None
+        return found
 
 
 def takes_tiles(device: torch.device, dtype: torch.dtype) -> bool:

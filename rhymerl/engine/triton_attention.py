@@ -39,7 +39,7 @@ def attend(
     *,
     most: int,
 ) -> Tensor:
-    """Return softmax(scale * query @ keys) @ values, [N, heads, dim]; query [N, heads, dim], keys and values [slots, kv_heads, dim].
+    """Return softmax(scale * query @ keys) @ values, [N, heads, dim] in the values' dtype; query [N, heads, dim], keys and values [slots, kv_heads, dim].
 
     The other arrays are those of a `TileLayout`, with `most` tokens a tile; what a token of no tile gets is undefined. Products are of the
     values' dtype. One launch, which waits for nothing.
@@ -47,7 +47,7 @@ def attend(
     num_heads, dim = query.shape[1:]
     kv_heads = keys.shape[1]
     groups = num_heads // kv_heads
-    query, out = query.contiguous(), torch.empty_like(query, memory_format=torch.contiguous_format)
+    query, out = query.contiguous(), values.new_empty(query.shape)
     with torch.cuda.device_of(query):
         _attend[(len(tiles), kv_heads)](
             query, keys, values, out, tiles, seen, ancestors, kv_slots, scale * 1.4426950408889634,

@@ -166,13 +166,26 @@ def test_a_larger_buffer_is_a_new_one_without_graphs():
     assert not graphs._graphs
 
 
-def test_attention_that_is_wrong_is_not_used(device, monkeypatch, caplog):
+def a_little_larger(*args, **how):
+    return 1.01 * attend(*args, **how)
+
+
+def without_ancestors(query, keys, values, tiles, seen, ancestors, *rest, **how):
+    return attend(query, keys, values, tiles, seen, 0 * ancestors, *rest, **how)
+
+
+def no_numbers(*args, **how):
+    return attend(*args, **how) * float("nan")
+
+
+@pytest.mark.parametrize("wrong", [a_little_larger, without_ancestors, no_numbers])
+def test_attention_that_is_wrong_is_not_used(device, monkeypatch, caplog, wrong):
     from rhymerl.engine import triton_attention
 
-    monkeypatch.setattr(triton_attention, "attend", lambda *args, **how: 1.01 * attend(*args, **how))
+    monkeypatch.setattr(triton_attention, "attend", wrong)
     policy, asked = tiny_policy(dtype="float32"), make_requests(3)
     engine = Engine(policy.model)
     engine.submit(asked)
     engine.run()
     assert engine.forward.tile_tokens is None
-    assert "kernel for attention differ" in caplog.text
+    assert "kernel for attention finds differs" in caplog.text
