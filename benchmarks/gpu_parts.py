@@ -36,12 +36,16 @@ DRAFTING = (
     "rhymerl/costs.py",
     "rhymerl/compiled.py",
 )
-OF_ENGINE = ("rhymerl/engine", "rhymerl/models", *DRAFTING)
-OF_SGLANG = ("rhymerl/backends/sglang", "rhymerl/backends/remote", *DRAFTING)
-OF_UPDATE = ("rhymerl/training", "rhymerl/algos", "rhymerl/models")
 DRAW = tuple(
-    f"rhymerl/engine/{name}.py" for name in ("device_draw", "triton_draw", "triton_truncation", "truncation", "noise")
+    f"rhymerl/engine/{name}.py"
+    for name in ("device_draw", "draw", "triton_draw", "triton_truncation", "truncation", "noise")
 )
+OF_ENGINE = ("rhymerl/engine", "rhymerl/models", "rhymerl/types.py", *DRAFTING)
+OF_SGLANG = (
+    *("rhymerl/backends/sglang", "rhymerl/backends/remote", "rhymerl/backends/served.py", "rhymerl/types.py"),
+    *(*DRAW, *DRAFTING),
+)
+OF_UPDATE = ("rhymerl/training", "rhymerl/algos", "rhymerl/models", "rhymerl/distributed", "rhymerl/types.py")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +67,11 @@ class Part:
 def parts(*, server: Sequence[str] = (), variables: Sequence[str] = ()) -> list[Part]:
     """Return all parts in the order in which they run: a GPU may be there for a quarter of an hour only.
 
-    The first ones need nothing but torch and transformers and wait for no compiler. The first ten take fifteen minutes at their limits.
+    The first ones need nothing but torch and transformers and wait for no compiler.
     """
     return [
         *_of_the_machine(),
-        *_of_the_engine("0.5B", seconds=(60, 60)),
+        *_of_the_engine("0.5B", seconds=(55, 55)),
         *_tables(_asked(server, variables)),
         *_of_the_trainer(),
         _steps(_asked(server, variables)),
@@ -99,7 +103,7 @@ def _of_the_machine() -> list[Part]:
             name="machine",
             question="what does the GPU itself do?",
             words=("benchmarks/gpu_machine.py",),
-            seconds=30,
+            seconds=15,
             needs=("torch",),
             judges=_scripts("gpu_machine", "device_time"),
             small=("benchmarks/gpu_machine.py", "--copy-mib", "1", "--matrix", "32", "--repeats", "2"),
@@ -111,7 +115,7 @@ def _of_the_machine() -> list[Part]:
                 *("benchmarks/draw_kernel.py", "--rows", "8", "64", "1024", "--vocabularies", "151936"),
                 *("--repeats", "5", "--calls", "3"),
             ),
-            seconds=40,
+            seconds=25,
             needs=("torch", "triton"),
             judges=(*_scripts("draw_kernel"), *DRAW),
         ),
@@ -119,7 +123,7 @@ def _of_the_machine() -> list[Part]:
             name="passes",
             question="what is a forward pass of 0.5B and of 7B, by its tokens?",
             words=("benchmarks/gpu_passes.py", "--sizes", "0.5B", "7B"),
-            seconds=75,
+            seconds=70,
             needs=MODEL,
             judges=_scripts("gpu_passes", "gpu_bare", "peaked_policy", "device_time"),
             small=(
@@ -131,7 +135,7 @@ def _of_the_machine() -> list[Part]:
             name="tests",
             question="do the tests of a GPU pass?",
             words=(*_pytest(), *tests),
-            seconds=55,
+            seconds=50,
             needs=TESTS,
             judges=(*OF_ENGINE, "rhymerl/training/offload.py", "rhymerl/testing.py", *tests),
             compiles=True,
@@ -210,7 +214,7 @@ def _of_the_trainer() -> list[Part]:
             name="update",
             question="what does an update take, with shared prompts and without?",
             words=("benchmarks/gpu_update.py",),
-            seconds=40,
+            seconds=35,
             needs=ENGINE,
             judges=(*_scripts("gpu_update", *shared), *OF_UPDATE),
             small=("benchmarks/gpu_update.py", *tiny, "--samples", "4", "--repeats", "1"),
@@ -220,7 +224,7 @@ def _of_the_trainer() -> list[Part]:
             name="peer",
             question="how fast is transformers' generate_batch?",
             words=("benchmarks/gpu_peer.py",),
-            seconds=40,
+            seconds=35,
             needs=MODEL,
             judges=_scripts("gpu_peer", *shared),
             small=("benchmarks/gpu_peer.py", *tiny, "--running", "2"),
@@ -231,7 +235,7 @@ def _of_the_trainer() -> list[Part]:
             words=("benchmarks/gpu_fsdp2.py",),
             seconds=60,
             needs=SETTINGS,
-            judges=(*_scripts("gpu_fsdp2"), *OF_UPDATE, "rhymerl/distributed", "rhymerl/backends/embedded.py"),
+            judges=(*_scripts("gpu_fsdp2"), *OF_UPDATE, *OF_ENGINE, "rhymerl/backends/embedded.py"),
             small=("benchmarks/gpu_fsdp2.py", "--", *short, "task.train_size=4", "task.validation_size=2"),
             compiles=True,
         ),

@@ -136,7 +136,7 @@ class Runner:
                 _end(process)
         self._tell(part, rows, told)
         taken = round(time.monotonic() - begun, 1)
-        words = output.read_text(errors="replace").splitlines()
+        words = output.read_text(errors="replace").replace(f"{ROOT}/", "").splitlines()
         result = _json_of(words[-1]) if words else None
         last = {"result": result} if result is not None else {"output": words[-20:]}
         ended = "out of time" if code is None else code
@@ -186,9 +186,10 @@ def files_of(paths: Sequence[str]) -> list[str]:
         tracked = listed.stdout.split("\0") if listed.returncode == 0 else []
     except OSError:
         tracked = []
-    found = {name for name in tracked if name and (ROOT / name).is_file()}
+    known = {name for name in tracked if name and (ROOT / name).is_file()}
+    found = set(known)
     for path in paths:
-        if not any(name == path or name.startswith(f"{path}/") for name in found):
+        if not any(name == path or name.startswith(f"{path}/") for name in known):
             found |= {str(file.relative_to(ROOT)) for file in _walk(ROOT / path)}
     return sorted(found)
 

@@ -218,7 +218,7 @@ def test_a_bare_python_says_the_order_the_limits_and_what_is_missing(tmp_path: P
     first, *told, last = done.stdout.splitlines()
     assert first.endswith("what is left of 15 minutes:")
     assert [line.split()[1] for line in told[:4]] == ["machine", "draw", "passes", "tests"]
-    assert "machine          30 s  what does the GPU itself do? (lacks a GPU, torch)" in told[0]
+    assert "machine          15 s  what does the GPU itself do? (lacks a GPU, torch)" in told[0]
     assert ["left, unless" in line for line in told] == [False] * 10 + [True] * (len(told) - 10)
     assert "sglang" in told[6]
     assert last.startswith("None of them can run here")
