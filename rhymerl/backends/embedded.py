@@ -92,8 +92,9 @@ class EmbeddedBackend(RolloutBackend):
         self._longest_tokens = longest_tokens
 
     def memory(self, model: ModelShape, drafter: Drafter, budget: Budget | None) -> EngineShape:
+        own = model.parameters * model.itemsize if self._owns_model else 0
         return EngineShape(
-            weights=model.parameters * model.itemsize if self._owns_model else 0,
+            weights=own + _bytes_of_casts(model),
             kv_of_token=2 * model.layers * model.kv_heads * model.head_size * model.compute_itemsize,
             dynamic=0,
             longest_tokens=self.kv_tokens or model.longest_tokens,  # and what is left
@@ -145,7 +146,7 @@ class EmbeddedBackend(RolloutBackend):
         engine = self.memory(shape, NoDrafter(), None)
         torch.cuda.empty_cache()  # what an engine before has left
         free, _ = torch.cuda.mem_get_info(device)
-        room = kv_tokens_beside(self._update, engine, free)
+        room = kv_tokens_beside(self._update, engine, free - _bytes_of_casts(shape))
         if room < longest:
             raise ConfigError(
                 f"backend=embedded: beside the update the GPU has room for keys and values of {max(room, 0)} tokens, and the longest prompt "
@@ -240,3 +241,8 @@ class EmbeddedBackend(RolloutBackend):
         if self._engine is not None:
             self._engine.close()
         self._engine = self._copy = None
+
+
+def _bytes_of_casts(model: ModelShape) -> int:
+    """Return what copies of weights in the dtype of passes take; CUDA graphs read them, so they stay during the update."""
+    return model.parameters * model.compute_itemsize if model.compute_itemsize != model.itemsize else 0

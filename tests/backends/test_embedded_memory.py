@@ -33,10 +33,12 @@ def kv_bytes(model, itemsize: int) -> int:
 
 @pytest.mark.parametrize("cast", [False, True])
 def test_a_gpu_has_as_many_as_it_has_room_for(gpu, cast, monkeypatch):
-    """Autocast computes in two bytes, whatever weights have."""
+    """Autocast computes in two bytes, whatever weights have, and keeps copies of them."""
     gpu.model.to(torch.float32 if cast else torch.bfloat16)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: cast)
-    assert EmbeddedBackend(max_running=10**6)._kv_tokens(gpu) == int(0.9 * GIB) // kv_bytes(gpu.model, 2)
+    copies = 2 * gpu.model.num_parameters() if cast else 0
+    expected = int(0.9 * (GIB - copies)) // kv_bytes(gpu.model, 2)
+    assert EmbeddedBackend(max_running=10**6)._kv_tokens(gpu) == expected
 
 
 def test_but_not_more_than_running_requests_can_need(gpu):
