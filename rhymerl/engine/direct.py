@@ -158,8 +158,9 @@ class DirectForward:
         return self._normalised(self._norm, hidden, change)
 
     def casts(self) -> list[Tensor]:
-        """Return the weights that passes multiply by: the model's own, or what autocast has made of them."""
-        return [each.weight for each in self._projections]
+        """Return the weights and biases of projections: the model's own, or what autocast has made of them."""
+        tensors = (tensor for each in self._projections for tensor in (each.weight, each.bias))
+        return [tensor for tensor in tensors if tensor is not None]
 
     def refresh(self) -> None:
         """Cast weights anew, in place."""

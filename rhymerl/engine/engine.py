@@ -102,6 +102,7 @@ class Engine:
         layout = lay_out(self.rows, np.array([row]), np.array([1]), nobody, no_drafts(0))
         with self.forward.ready():
             self.forward.logits(layout)
+        self.forward.forget()  # of the store's shapes it knew nothing
         self.rows.cached[row] = 1
         self.rows.leave(row)
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rhymerl.engine.direct import DirectForward
 
 _ARRAYS = ("tiles", "seen", "ancestors", "kv_slots")  # of a TileLayout
+_LEAST_BYTES = 2**20  # of the buffer, whose growth drops all graphs
 _MOST_TOKENS = 1024  # of a graph; in larger passes the GPU has so much to do that launches do not count
 
 
@@ -92,6 +93,8 @@ class Graphs:
     def forget(self) -> None:
         """Drop the graphs: something is elsewhere now."""
         self._graphs.clear()
+        if self._place is not None:  # torch gives memory that no graph uses any more to no other graph
+            self._place = _Place.on(self._buffer.device, self._place.stream)
 
     def logits(
         self, direct: DirectForward, store: KVStore, layout: PassLayout, also: Sequence[npt.NDArray[Any]]
@@ -132,7 +135,7 @@ class Graphs:
         """Return the buffer, which is replaced where it is too small."""
         if size > len(self._buffer):
             self.forget()
-            self._buffer = torch.empty(2 * size, dtype=torch.uint8, device=self._buffer.device)
+            self._buffer = torch.empty(max(2 * size, _LEAST_BYTES), dtype=torch.uint8, device=self._buffer.device)
         return self._buffer
 
 
@@ -144,8 +147,8 @@ class _Place:
     pool: Any
 
     @classmethod
-    def on(cls, device: torch.device) -> _Place:
-        return cls(torch.cuda.Stream(device), torch.cuda.graph_pool_handle())
+    def on(cls, device: torch.device, stream: torch.cuda.Stream | None = None) -> _Place:
+        return cls(stream or torch.cuda.Stream(device), torch.cuda.graph_pool_handle())
 
 
 class _Graph:
@@ -160,10 +163,8 @@ class _Graph:
         with torch.cuda.stream(place.stream):
             work()  # compiles kernels, which a capture cannot
             self._graph.capture_begin(pool=place.pool, capture_error_mode="thread_local")  # others may be at work
-            try:
-                self._result = work()
-            finally:
-                self._graph.capture_end()
+            self._result = work()
+            self._graph.capture_end()
         torch.cuda.current_stream().wait_stream(place.stream)
 
     def replay(self, work: Callable[[], Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 
 @contextmanager
 def without_cudnn_attention() -> Iterator[None]:
-    """Context in which torch's attention takes its other kernels."""
+    """Context in which torch's attention takes its other kernels. The choice is the whole process's: where two threads overlap, one may leave it to the other."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:

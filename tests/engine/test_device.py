@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from rhymerl.engine import graphs
 from rhymerl.engine.engine import Engine
 from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
 from tests.engine.test_lossless import answers
@@ -61,6 +62,36 @@ def test_graphs_follow_weights_that_change_in_place():
             for parameter in policy.model.parameters():
                 parameter.mul_(1.5)
         engine.new_weights(1)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_answers_that_grow_need_other_graphs(monkeypatch, deterministic):
+    """The buffer is replaced in the middle, and what was captured is of no use any more."""
+    monkeypatch.setattr(graphs, "_LEAST_BYTES", 1)
+    policy, requests = tiny_policy(dtype="float32"), make_requests(8, group_size=8, max_tokens=200, stop_token_ids=())
+    policy.model.cuda()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        engine = Engine(policy.model)
+        first = engine.forward._graphs._place
+        engine.submit(requests)
+        while engine.has_work:
+            engine.run()
+        assert engine.forward.tile_tokens is not None
+        assert engine.forward._graphs._place.pool != first.pool
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_bfloat16_goes_by_graphs():
+    policy = tiny_policy(dtype="bfloat16", peaked=1.0)
+    policy.model.cuda()
+    engine = Engine(policy.model)
+    engine.submit(make_requests(4))
+    while engine.has_work:
+        engine.run()
+    assert engine.forward.tile_tokens is not None
+    assert engine.forward._graphs._graphs
 
 
 def test_bfloat16_generates():

@@ -15,6 +15,7 @@ import torch
 
 from rhymerl.drafts import Draft, DraftBatch
 from rhymerl.engine import forward as forward_module
+from rhymerl.engine import graphs as graphs_module
 from rhymerl.engine import inputs
 from rhymerl.engine.engine import Engine
 from rhymerl.engine.graphs import Graphs, rounded
@@ -138,7 +139,7 @@ def test_graphs_stay_when_weights_change_in_place(device, cast):
     assert graphs
     with torch.no_grad():
         for parameter in policy.model.parameters():
-            parameter.mul_(1.5)
+            parameter.mul_(1.5).add_(0.01)  # biases are 0 at first
     engine.new_weights(1)
     found = run(engine)
     assert all(engine.forward._graphs._graphs[key] is graph for key, graph in graphs.items())
@@ -156,6 +157,17 @@ def test_graphs_go_when_weights_are_elsewhere(device):
     assert not graphs & set(engine.forward._graphs._graphs.values())
 
 
+def test_answers_that_grow_need_a_larger_buffer(device, monkeypatch):
+    monkeypatch.setattr(graphs_module, "_LEAST_BYTES", 1)
+    policy, asked = tiny_policy(dtype="float32"), make_requests(8, group_size=8, max_tokens=150, stop_token_ids=())
+    forgets = []
+    monkeypatch.setattr(Graphs, "forget", lambda self: forgets.append(self._graphs.clear()))
+    found = answers(policy, asked)
+    assert len(forgets) > 1
+    monkeypatch.undo()
+    assert_same(found, answers(policy, asked), atol=1e-4)
+
+
 def test_a_larger_buffer_is_a_new_one_without_graphs():
     graphs = Graphs(torch.device("cpu"))
     graphs._graphs[1, 1] = "graph"  # type: ignore[assignment]
@@ -164,6 +176,22 @@ def test_a_larger_buffer_is_a_new_one_without_graphs():
     graphs._graphs[1, 1] = "graph"  # type: ignore[assignment]
     assert len(graphs._room_for(len(first) + 1)) > len(first)
     assert not graphs._graphs
+
+
+def right_in_one_block(query, keys, values, tiles, *rest, **how):
+    out = attend(query, keys, values, tiles, *rest, **how)
+    for first, count, _, _, num_keys in tiles.tolist():
+        if num_keys > 64:
+            out[first : first + count] = 0
+    return out
+
+
+def wrong_in_small_tiles(*args, most, **how):
+    return attend(*args, most=most, **how) * (1 if most > 8 else 2)
+
+
+def too_large(*args, **how):
+    raise RuntimeError("out of resource: shared memory")
 
 
 def a_little_larger(*args, **how):
@@ -178,7 +206,9 @@ def no_numbers(*args, **how):
     return attend(*args, **how) * float("nan")
 
 
-@pytest.mark.parametrize("wrong", [a_little_larger, without_ancestors, no_numbers])
+@pytest.mark.parametrize(
+    "wrong", [a_little_larger, without_ancestors, no_numbers, right_in_one_block, wrong_in_small_tiles, too_large]
+)
 def test_attention_that_is_wrong_is_not_used(device, monkeypatch, caplog, wrong):
     from rhymerl.engine import triton_attention
 
@@ -188,4 +218,5 @@ def test_attention_that_is_wrong_is_not_used(device, monkeypatch, caplog, wrong)
     engine.submit(asked)
     engine.run()
     assert engine.forward.tile_tokens is None
-    assert "kernel for attention finds differs" in caplog.text
+    assert "the GPU's kernel for attention" in caplog.text
+    assert "torch's is used" in caplog.text

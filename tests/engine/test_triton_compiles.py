@@ -33,7 +33,7 @@ _TYPES = {
 }
 
 _TYPES |= {"tiles": "*i32", "seen": "*i32", "ancestors": "*i64", "kv_slots": "*i32", "scale": "fp32"}
-_STATES = ("query", "keys", "values")
+_STATES = ("query", "keys", "values", "out")
 
 
 # What the embedded engine passes; SGLang has the ones above.
@@ -59,7 +59,7 @@ def compiled(
     import triton
     from triton.backends.compiler import GPUTarget
 
-    types = {**_TYPES, **owner, "logits": f"*{dtype}", **dict.fromkeys(_STATES, f"*{dtype}")}
+    types = {**_TYPES, "logits": f"*{dtype}", **dict.fromkeys(_STATES, f"*{dtype}"), **owner}
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     pointers = [n for n, name in enumerate(kernel.arg_names) if signature[name].startswith("*")] if aligned else []
     attributes = {(n,): [["tt.divisibility", 16]] for n in pointers}
@@ -118,8 +118,9 @@ def test_the_cut(dtype: str, owner: dict[str, str], tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("groups", "dim"), [(1, 128), (7, 64), (7, 128)])
 @pytest.mark.parametrize("widest", [1, 17])
-def test_attention(dtype: str, groups: int, dim: int, widest: int, tmp_path: Path) -> None:
-    """Nothing of a tile is kept in memory."""
+@pytest.mark.parametrize("owner", [{}, {"query": "*fp32", "keys": "*fp32"}], ids=["alike", "autocast"])
+def test_attention(dtype: str, groups: int, dim: int, widest: int, owner: dict[str, str], tmp_path: Path) -> None:
+    """Nothing of a tile is kept in memory; under autocast queries and keys that are turned by their positions stay float32."""
     import torch
 
     from rhymerl.engine import triton_attention
@@ -138,6 +139,6 @@ def test_attention(dtype: str, groups: int, dim: int, widest: int, tmp_path: Pat
     precision = "ieee" if dtype == "fp32" else None
     how = {"padded_groups": padded, "precision": precision}
     options = {"num_warps": 4, "num_stages": 2, "aligned": True}
-    found = compiled(triton_attention._attend, dtype, _HOPPER, {"out": f"*{dtype}"}, **options, **sizes, **how)
+    found = compiled(triton_attention._attend, dtype, _HOPPER, owner, **options, **sizes, **how)
     assert ("mma" in found["ptx"]) == (dtype == "bf16")
     assert stack_bytes(found["cubin"], tmp_path) == 0

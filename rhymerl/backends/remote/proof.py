@@ -60,10 +60,10 @@ def prove(client: Client, policy: Policy, dtype: str) -> None:
 
 
 def draws_by_seed(client: Client, policy: Policy, dtype: str) -> bool:
-    """Return whether tokens follow from a request's seed as they do with rhymerl's draw.
+    """Return whether tokens follow from a request's seed.
 
     Where one seed makes one answer, another has to make another. Where it makes two, passes of other shapes may have been rounded
-    in other ways: then each token has to be the one that its noise draws from the policy's logits, but for rounding.
+    in other ways: then each token has to be the one that rhymerl's noise draws from the policy's logits, but for rounding.
     """
     first, same, other = (_sampled(client, seed) for seed in (1, 1, 2))
     return first != other if first == same else all(_follows(policy, dtype, each, seed=1) for each in (first, same))
@@ -73,11 +73,11 @@ def _follows(policy: Policy, dtype: str, tokens: list[int], *, seed: int) -> boo
     vocabulary = num_tokens(policy.model)
     if len(tokens) != _SAMPLED or not all(0 <= token < vocabulary for token in tokens):
         return False
-    logits = _logits(policy, _SHORT, tokens)
+    logits = _logits(policy, _SHORT, tokens)[:, :vocabulary]
     most = 2 * _SHARE[dtype] * max(float(logits.abs().max()), _LEAST_LOGIT) / _TEMPERATURE  # of two logits
     keys = noise_keys(np.full(_SAMPLED, seed, np.uint64), np.arange(_SAMPLED))
     times = log_race_times(torch.from_numpy(keys.astype(np.int64)), vocabulary)
-    scores = logits[:, :vocabulary] / _TEMPERATURE - times
+    scores = logits / _TEMPERATURE - times
     drawn = scores.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
     return bool((scores.amax(-1) - drawn <= most).all())
 
