@@ -68,6 +68,7 @@ def test_graphs_follow_weights_that_change_in_place():
 def test_answers_that_grow_need_other_graphs(monkeypatch, deterministic):
     """The buffer is replaced in the middle, and what was captured is of no use any more."""
     monkeypatch.setattr(graphs, "_LEAST_BYTES", 1)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as Lightning's Trainer sets it
     policy, requests = tiny_policy(dtype="float32"), make_requests(8, group_size=8, max_tokens=200, stop_token_ids=())
     policy.model.cuda()
     torch.use_deterministic_algorithms(deterministic)
