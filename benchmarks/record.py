@@ -116,7 +116,9 @@ def processor() -> str:
 
 
 def commit() -> str:
-    """The commit, with "-dirty" when tracked files of the package or the benchmarks differ from it; of a tree without git what the variable says."""
+    """What the variable says, else the commit, with "-dirty" when tracked files of the package or the benchmarks differ from it."""
+    if given := os.environ.get(COMMIT):
+        return given
     here = Path(__file__).parent
 
     def git(*words: str) -> str:
@@ -126,7 +128,7 @@ def commit() -> str:
         changed = git("status", "--porcelain", "--untracked-files=no", "--", "../rhymerl", ".")
         return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get(COMMIT, "unknown")
+        return "unknown"
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, Any]:
