@@ -1,7 +1,7 @@
 """Passes on a GPU as CUDA graphs: one launch in the place of some thousand, each of which takes the host longer than the GPU.
 
-A graph is of a number of tokens, to which a pass is padded, and is captured when that number comes first. What a pass needs lies in one
-buffer at the same places every time. Rows, keys and draft trees are read from there, so that they need no graphs of their own.
+A graph is of a number of tokens and of tiles, to which a pass is padded, and is captured when these numbers come first. What a pass needs
+lies in one buffer at the same places every time. Rows, keys and draft trees are read from there, so that they need no graphs of their own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _ARRAYS = ("tiles", "seen", "ancestors", "kv_slots")  # of a TileLayout
 _LEAST_BYTES = 2**20  # of the buffer, whose growth drops all graphs
-_MOST_TOKENS = 1024  # of a graph; in larger passes the GPU has so much to do that launches do not count
+_MOST_TOKENS = 4096  # of a graph; in larger passes the GPU has so much to do that launches do not count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class Graphs:
     def __init__(self, device: torch.device) -> None:
         self._inputs = Inputs(device)
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
-        self._graphs: dict[tuple[int, int], _Graph] = {}  # by tokens, and by tokens of a tile
+        self._graphs: dict[tuple[int, int, int], _Graph] = {}  # by tokens, by tiles, and by tokens of a tile
         self._place = _Place.on(device) if device.type == "cuda" else None
 
     def forget(self) -> None:
@@ -103,7 +103,7 @@ class Graphs:
         assert layout.tiles is not None
         count, tiles, is_small = layout.num_tokens, layout.tiles, layout.num_tokens <= _MOST_TOKENS
         size = rounded(count) if is_small else count
-        num_tiles = size if is_small else len(tiles.tiles)
+        num_tiles = 1 << (len(tiles.tiles) - 1).bit_length() if is_small else len(tiles.tiles)
         own = [
             _padded(layout.token_ids, size),
             _padded(layout.positions, size),
@@ -122,7 +122,7 @@ class Graphs:
             return direct.states(token_ids, positions, plan)
 
         if is_small:
-            key = (size, tiles.most)
+            key = (size, num_tiles, tiles.most)
             if key not in self._graphs:
                 self._graphs[key] = _Graph(work, self._place)
             states = self._graphs[key].replay(work)[:count]
