@@ -78,8 +78,8 @@ def _follows(policy: Policy, dtype: str, tokens: list[int], *, seed: int) -> boo
     keys = noise_keys(np.full(_SAMPLED, seed, np.uint64), np.arange(_SAMPLED))
     times = log_race_times(torch.from_numpy(keys.astype(np.int64)), vocabulary)
     scores = logits / _TEMPERATURE - times
-    drawn = scores.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
-    return bool((scores.amax(-1) - drawn <= most).all())
+    sampled = scores.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+    return bool((scores.amax(-1) - sampled <= most).all())
 
 
 def _sampled(client: Client, seed: int) -> list[int]:
