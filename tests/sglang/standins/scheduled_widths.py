@@ -37,9 +37,13 @@ class ScheduledBudget(UniformGoodputBudget):
         return np.ones(len(drafts.token_ids), np.bool_)
 
 
+_smallest_width = EngineDrafting._width
+
+
 def _width(drafting: EngineDrafting, drafts: DraftBatch) -> int:
-    """The scheduled size in the place of the smallest that holds the largest draft."""
-    assert isinstance(drafting.budget, ScheduledBudget)
+    """The scheduled size in the place of the smallest that holds the largest draft; a warm-up has budgets without a schedule, too."""
+    if not isinstance(drafting.budget, ScheduledBudget):
+        return _smallest_width(drafting, drafts)
     now = drafting.budget.now
     assert int(drafts.counts.max(initial=0)) <= now
     with open(os.environ[SEEN], "a") as seen:
