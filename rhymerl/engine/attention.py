@@ -16,10 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from rhymerl.engine.inputs import Inputs
 from rhymerl.engine.paged_attention import PagedLayout, attend
+from rhymerl.engine.tiles import TileLayout
 from rhymerl.models.policy import evaluating
 
 NAME = "rhymerl"
+TILE_ARRAYS = ("tiles", "seen", "ancestors", "kv_slots")  # of a TileLayout
 # Arguments by which transformers asks for what a token tree would silently break. Not `sliding_window`: the models that
 # have one are run where nothing is as long (see support.py).
 _REFUSED = ("softcap", "s_aux", "position_bias", "cross_attention_states")
@@ -93,6 +96,52 @@ class AttentionPlan:
         zeros = torch.zeros(rows, width, keys, dtype=query.dtype, device=query.device)
         mask = zeros.masked_fill_(~bucket.mask, float("-inf"))
         return mask[:, None, None].expand(rows, 1, groups, width, keys).reshape(rows, 1, groups * width, keys)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TilePlan:
+    """The attention of a pass by a `TileLayout` whose arrays are on the device."""
+
+    tiles: Tensor
+    seen: Tensor
+    ancestors: Tensor
+    kv_slots: Tensor
+    most: int
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """As `AttentionPlan.attend`."""
+        from rhymerl.engine.triton_attention import attend
+
+        arrays = (self.tiles, self.seen, self.ancestors, self.kv_slots)
+        return attend(query, keys, values, *arrays, scale, most=self.most)
+
+
+@dataclass(slots=True)
+class ComparedPlan:
+    """Another plan's attention, beside which that of tiles is computed."""
+
+    tiles: TilePlan
+    difference: float = 0.0  # the largest so far, as a share of the largest number of its layer
+    plan: AttentionPlan | None = None
+
+    @classmethod
+    def of(cls, tiles: TileLayout, inputs: Inputs) -> ComparedPlan:
+        """Return it for a layout, whose arrays go to the device."""
+        there = inputs.put([getattr(tiles, name) for name in TILE_ARRAYS])
+        return cls(TilePlan(**dict(zip(TILE_ARRAYS, there, strict=True)), most=tiles.most))
+
+    def beside(self, plan: AttentionPlan) -> ComparedPlan:
+        """Compare with this plan."""
+        self.plan = plan
+        return self
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """As `AttentionPlan.attend`."""
+        assert self.plan is not None
+        expected, found = (each.attend(query, keys, values, scale) for each in (self.plan, self.tiles))
+        difference = ((found.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
+        self.difference = max(self.difference, difference) if difference == difference else float("inf")
+        return expected
 
 
 def packed_attention(

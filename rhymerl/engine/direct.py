@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +16,10 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 from transformers import PreTrainedModel
 
-from rhymerl.engine.attention import AttentionPlan
+from rhymerl.engine.attention import AttentionPlan, ComparedPlan, TilePlan
 from rhymerl.engine.fused import add_rms_norm, rms_norm, rotate_and_store
 from rhymerl.engine.kv_store import KVStore, LayerStore
 from rhymerl.models.logits import num_tokens
-
-if TYPE_CHECKING:
-    from rhymerl.engine.graphs import ComparedPlan, TilePlan
 
 # Their layers are: normalise, attend with rotary embedding, add; normalise, gated MLP, add.
 _FAMILIES = {f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mistral", "qwen2", "qwen3")}

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 
 from rhymerl.drafts import Draft, DraftBatch
 from rhymerl.engine import inputs
-from rhymerl.engine.attention import AttentionPlan, Bucket, packed
+from rhymerl.engine.attention import AttentionPlan, Bucket, ComparedPlan, packed
 from rhymerl.engine.direct import CompiledForward, DirectForward, can_be_direct
-from rhymerl.engine.graphs import ComparedPlan, Graphs
+from rhymerl.engine.graphs import Graphs
 from rhymerl.engine.kv_store import KVStore
 from rhymerl.engine.layout import BucketLayout, PassLayout, lay_out
 from rhymerl.engine.rows import Rows

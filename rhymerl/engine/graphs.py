@@ -15,64 +15,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rhymerl.engine.attention import AttentionPlan
+from rhymerl.engine.attention import TILE_ARRAYS, TilePlan
 from rhymerl.engine.inputs import Inputs, num_bytes
 from rhymerl.engine.kv_store import KVStore
 from rhymerl.engine.layout import PassLayout
-from rhymerl.engine.tiles import TileLayout
 
 if TYPE_CHECKING:
     from rhymerl.engine.direct import DirectForward
 
-_ARRAYS = ("tiles", "seen", "ancestors", "kv_slots")  # of a TileLayout
 _LEAST_BYTES = 2**20  # of the buffer, whose growth drops all graphs
 _MOST_TOKENS = 4096  # of a graph; in larger passes the GPU has so much to do that launches do not count
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TilePlan:
-    """The attention of a pass by a `TileLayout` whose arrays are on the device."""
-
-    tiles: Tensor
-    seen: Tensor
-    ancestors: Tensor
-    kv_slots: Tensor
-    most: int
-
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """As `AttentionPlan.attend`."""
-        from rhymerl.engine.triton_attention import attend
-
-        arrays = (self.tiles, self.seen, self.ancestors, self.kv_slots)
-        return attend(query, keys, values, *arrays, scale, most=self.most)
-
-
-@dataclass(slots=True)
-class ComparedPlan:
-    """Another plan's attention, beside which that of tiles is computed."""
-
-    tiles: TilePlan
-    difference: float = 0.0  # the largest so far, as a share of the largest number of its layer
-    plan: AttentionPlan | None = None
-
-    @classmethod
-    def of(cls, tiles: TileLayout, inputs: Inputs) -> ComparedPlan:
-        """Return it for a layout, whose arrays go to the device."""
-        there = inputs.put([getattr(tiles, name) for name in _ARRAYS])
-        return cls(TilePlan(**dict(zip(_ARRAYS, there, strict=True)), most=tiles.most))
-
-    def beside(self, plan: AttentionPlan) -> ComparedPlan:
-        """Compare with this plan."""
-        self.plan = plan
-        return self
-
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """As `AttentionPlan.attend`."""
-        assert self.plan is not None
-        expected, found = (each.attend(query, keys, values, scale) for each in (self.plan, self.tiles))
-        difference = ((found.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
-        self.difference = max(self.difference, difference) if difference == difference else float("inf")
-        return expected
 
 
 def rounded(num_tokens: int) -> int:
@@ -116,7 +68,7 @@ class Graphs:
         arrays = [*own, layout.logit_indices, *also]
         there = self._inputs.put(arrays, into=self._room_for(num_bytes(arrays)))
         token_ids, positions, store.write_slots, *of_tiles = there[: len(own)]
-        plan = TilePlan(**dict(zip(_ARRAYS, of_tiles, strict=True)), most=tiles.most)
+        plan = TilePlan(**dict(zip(TILE_ARRAYS, of_tiles, strict=True)), most=tiles.most)
 
         def work() -> Tensor:
             return direct.states(token_ids, positions, plan)
