@@ -58,12 +58,12 @@ class Forward:
         self._inputs = inputs.Inputs(model.device)
         self._direct: DirectForward | None = None
         self._is_stale = False  # casts of weights are of others than the model's
-        self._graphs = Graphs(model.device)
+        self._graphs = Graphs(self._inputs)
         self._addresses: list[int] = []  # of what graphs read
         self.kind: type[DirectForward] | None = None  # of passes since the last `ready`; None = by transformers
         self._proved: list[object] = []  # of what the comparison below was made
-        self._is_same = self._proved_tiles = False
-        self._tile_dtype = model.dtype  # of products
+        self._is_same = False
+        self._tile_tokens: Callable[[int], int] | None = None  # where attention by tiles is proved
 
     @contextmanager
     def ready(self) -> Iterator[None]:
@@ -77,7 +77,8 @@ class Forward:
 
     def _prepare(self) -> None:
         if self.model.device != self._inputs.device:
-            self._inputs, self._graphs = inputs.Inputs(self.model.device), Graphs(self.model.device)
+            self._inputs = inputs.Inputs(self.model.device)
+            self._graphs = Graphs(self._inputs)
         with self.autocast():
             self._direct = self._direct_forward()
         self.kind = None if self._direct is None else type(self._direct)
@@ -113,11 +114,11 @@ class Forward:
     @property
     def tile_tokens(self) -> Callable[[int], int] | None:
         """Return how tokens are to be laid out in tiles (see `lay_out`); None: they are not. To be asked within `ready`."""
-        return self._tile_tokens() if self._is_tiled else None
+        return self._tile_tokens if self._is_tiled else None
 
     @property
     def _is_tiled(self) -> bool:
-        return self._proved_tiles and self._direct is not None
+        return self._tile_tokens is not None and self._direct is not None
 
     def logits(self, layout: PassLayout, also: Sequence[npt.NDArray[Any]] = ()) -> tuple[Tensor, list[Tensor]]:
         """Return the logits [M, V] of the tokens that may be sampled at every root and draft node, and the arrays `also` on the model's device.
@@ -176,10 +177,9 @@ class Forward:
         kind = CompiledForward if self.is_on_host and self._product_dtype() == torch.float32 else DirectForward
         proved = [kind, self._product_dtype(), self._inputs.device, *modules]
         if self._proved != proved:
-            self._proved, self._direct, self._tile_dtype = proved, None, self._product_dtype()
+            self._proved, self._direct = proved, None
             self._is_same = self._compare(kind)
-            is_for_tiles = self._is_same and takes_tiles(self._inputs.device, self._tile_dtype)
-            self._proved_tiles = is_for_tiles and self._compare_tiles(kind)
+            self._tile_tokens = self._proved_tiles(kind) if self._is_same else None
         if not self._is_same:
             return None
         if self._direct is None or not self._is_cast():
@@ -194,14 +194,6 @@ class Forward:
 
     def _product_dtype(self) -> torch.dtype:
         return torch.get_autocast_dtype(self._inputs.device.type) if self._is_cast() else self.model.dtype
-
-    def _tile_tokens(self) -> Callable[[int], int]:
-        from rhymerl.engine.triton_attention import tokens_of_a_tile
-
-        config = self.model.config
-        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        groups, dtype = config.num_attention_heads // kv_heads, self._tile_dtype
-        return lambda widest: tokens_of_a_tile(groups, dtype, widest=widest)
 
     def _compare(self, kind: type[DirectForward]) -> bool:
         """Return whether two prompts with a draft tree each get the same log-probs directly and by transformers; warn if not."""
@@ -223,30 +215,36 @@ class Forward:
         logits, _ = self._run(direct, example.store, example.layout)
         return logits.double().log_softmax(-1)
 
-    def _compare_tiles(self, kind: type[DirectForward]) -> bool:
-        """Return whether attention by tiles gives in each layer of such a pass what torch's gives of the same queries; warn if not.
+    def _proved_tiles(self, kind: type[DirectForward]) -> Callable[[int], int] | None:
+        """Return how tokens are to be laid out in tiles, if attention by them gives in each layer what torch's gives of the same queries.
 
-        By layer, because what layers make of a bfloat16's rounding depends on the model: two right kernels can be a nat apart.
+        None, with a warning, if it does not; also where it is not for this device. By layer, because what layers make of a bfloat16's
+        rounding depends on the model: two right kernels can be a nat apart.
         """
-        most, name = _SHARE_OF_ATTENTION[self._tile_dtype], type(self.model).__name__
+        dtype, name = self._product_dtype(), type(self.model).__name__
+        if not takes_tiles(self._inputs.device, dtype):
+            return None
+        most = _SHARE_OF_ATTENTION[dtype]
         try:
-            difference = max(self._difference_of_tiles(kind, widest) for widest in (1, 150))
+            tile_tokens = _tile_tokens(self.model.config, dtype)
+            difference = max(self._difference_of_tiles(kind, tile_tokens(widest)) for widest in (1, 150))
         except Exception as error:  # noqa: BLE001 a GPU that the kernel is too large for, or a compiler that is not there
             _log.warning(
                 "%s: the GPU's kernel for attention does not run (%s); torch's is used, which takes longer", name, error
             )
-            return False
+            return None
         if not difference <= most:
             _log.warning(
                 f"{name}: what the GPU's kernel for attention finds differs from torch's by {difference:.2g} of the largest number "
                 f"(at most {most:.2g}); torch's is used, which takes longer"
             )
-        return difference <= most
+            return None
+        return tile_tokens
 
-    def _difference_of_tiles(self, kind: type[DirectForward], widest: int) -> float:
-        """Return the largest one in a layer, as a share of the largest number; for tiles of passes whose rows feed so many tokens at most."""
+    def _difference_of_tiles(self, kind: type[DirectForward], most: int) -> float:
+        """Return the largest one in a layer, as a share of the largest number, for tiles of at most so many tokens."""
         example = _Example((7, 150), self.model.config.vocab_size, self.store)  # of one block of keys, and of several
-        plan = ComparedPlan.of(example.tiles(self._tile_tokens()(widest)), self._inputs)
+        plan = ComparedPlan.of(example.tiles(most), self._inputs)
         self._run(kind(self.model, example.store), example.store, example.layout, compared=plan)
         return plan.difference
 
@@ -274,6 +272,14 @@ class _Example:
 def takes_tiles(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether attention by tiles is for this device and type of number."""
     return device.type == "cuda" and dtype != torch.float64 and importlib.util.find_spec("triton") is not None
+
+
+def _tile_tokens(config: Any, dtype: torch.dtype) -> Callable[[int], int]:
+    from rhymerl.engine.triton_attention import tokens_of_a_tile
+
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    groups = config.num_attention_heads // kv_heads
+    return lambda widest: tokens_of_a_tile(groups, dtype, widest=widest)
 
 
 def _arrays(bucket: BucketLayout, num_tokens: int) -> dict[str, npt.NDArray[Any]]:

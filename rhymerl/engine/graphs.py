@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rhymerl.engine.attention import TILE_ARRAYS, TilePlan
-from rhymerl.engine.inputs import Inputs, num_bytes
+from rhymerl.engine.inputs import Inputs
 from rhymerl.engine.kv_store import KVStore
 from rhymerl.engine.layout import PassLayout
 
@@ -36,8 +36,8 @@ def rounded(num_tokens: int) -> int:
 class Graphs:
     """Runs passes laid out in tiles over one model and one store, until `forget` says that addresses have changed."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._inputs = Inputs(device)
+    def __init__(self, inputs: Inputs) -> None:
+        self._inputs, device = inputs, inputs.device
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
         self._graphs: dict[tuple[int, int, int], _Graph] = {}  # by tokens, by tiles, and by tokens of a tile
         self._place = _Place.on(device) if device.type == "cuda" else None
@@ -65,8 +65,7 @@ class Graphs:
             _padded(tiles.ancestors, size),
             tiles.kv_slots,
         ]
-        arrays = [*own, layout.logit_indices, *also]
-        there = self._inputs.put(arrays, into=self._room_for(num_bytes(arrays)))
+        there = self._inputs.put([*own, layout.logit_indices, *also], self._room_for)
         token_ids, positions, store.write_slots, *of_tiles = there[: len(own)]
         plan = TilePlan(**dict(zip(TILE_ARRAYS, of_tiles, strict=True)), most=tiles.most)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,16 +18,6 @@ def on_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def num_bytes(arrays: Sequence[npt.NDArray[Any]]) -> int:
-    """Return what `put` needs for the arrays."""
-    return _begins(arrays)[-1]
-
-
-def _begins(arrays: Sequence[npt.NDArray[Any]]) -> list[int]:
-    begins: list[int] = np.cumsum([0, *(-(-each.nbytes // _ALIGNED) * _ALIGNED for each in arrays)]).tolist()
-    return begins
-
-
 class Inputs:
     """Takes the arrays of a pass to a device without waiting for it: all in one copy, from memory that is pinned where there is CUDA."""
 
@@ -36,16 +26,19 @@ class Inputs:
         self._staging = torch.empty(0, dtype=torch.uint8)
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # the staging memory may be written again
 
-    def put(self, arrays: Sequence[npt.NDArray[Any]], into: Tensor | None = None) -> list[Tensor]:
-        """Return the arrays as tensors of the device, views of `into` (uint8) where that is given; those of a CPU share their memory."""
+    def put(self, arrays: Sequence[npt.NDArray[Any]], room_for: Callable[[int], Tensor] | None = None) -> list[Tensor]:
+        """Return the arrays as tensors of the device; those of a CPU share their memory.
+
+        `room_for` returns where they go, at least so many bytes (uint8); None: they get memory of their own.
+        """
         if on_host(self.device):
             return [torch.from_numpy(each) for each in arrays]
-        begins = _begins(arrays)
+        begins = np.cumsum([0, *(-(-each.nbytes // _ALIGNED) * _ALIGNED for each in arrays)]).tolist()
         self._reserve(begins[-1])
         host = self._staging.numpy()
         for each, begin in zip(arrays, begins, strict=False):
             host[begin : begin + each.nbytes].view(each.dtype).reshape(each.shape)[...] = each
-        there = torch.empty(begins[-1], dtype=torch.uint8, device=self.device) if into is None else into[: begins[-1]]
+        there = (room_for or self._memory)(begins[-1])[: begins[-1]]
         there.copy_(self._staging[: begins[-1]], non_blocking=self._copied is not None)
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self.device))
@@ -53,6 +46,9 @@ class Inputs:
             there[begin : begin + each.nbytes].view(torch.from_numpy(each[:0]).dtype).view(each.shape)
             for each, begin in zip(arrays, begins, strict=False)
         ]
+
+    def _memory(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def _reserve(self, size: int) -> None:
         """Make room for so many bytes; the copy before has read its own by then."""

@@ -20,11 +20,12 @@ MOST_NODES = 63  # of a row's draft: as many bits as an int64 has beside its sig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileLayout:
-    """The N tokens of a pass in T tiles of at most `most` tokens of one row each."""
+    """The N tokens of a pass in T tiles of at most `most` tokens of one row each.
 
-    tiles: npt.NDArray[
-        np.int32
-    ]  # [T, 5] first token, number of tokens, begin in kv_slots, keys up to the root, keys to look at
+    A tile is five numbers: its first token, how many it has, where its row begins in `kv_slots`, keys up to the root, keys to look at.
+    """
+
+    tiles: npt.NDArray[np.int32]  # [T, 5]
     seen: npt.NDArray[np.int32]  # [N] leading keys of its row that a token sees
     ancestors: npt.NDArray[np.int64]  # [N] bit k: it sees the row's draft node k
     kv_slots: npt.NDArray[np.int32]  # the slots of all rows, one row after another

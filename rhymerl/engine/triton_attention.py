@@ -6,6 +6,7 @@ Gimelshein, arXiv 1805.02867). Imported where a device is one that Triton knows.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,7 +51,7 @@ def attend(
     query, out = query.contiguous(), values.new_empty(query.shape)
     with torch.cuda.device_of(query):
         _attend[(len(tiles), kv_heads)](
-            query, keys, values, out, tiles, seen, ancestors, kv_slots, scale * 1.4426950408889634,
+            query, keys, values, out, tiles, seen, ancestors, kv_slots, scale * math.log2(math.e),
             groups=groups, kv_heads=kv_heads, dim=dim, padded_groups=triton.next_power_of_2(groups),
             padded_dim=max(triton.next_power_of_2(dim), 16), most=most, block=_BLOCK,
             precision="ieee" if values.dtype == torch.float32 else None, num_warps=4, num_stages=2,
@@ -99,9 +100,8 @@ def _attend(
         scores = tl.dot(q, k, input_precision=precision).to(tl.float32) * scale
         scores = tl.where(visible & is_key[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(
-            new_top == float("-inf"), 0.0, new_top
-        )  # of a line that sees nothing: -inf less -inf would be no number
+        # A line that sees nothing: -inf less -inf would be no number.
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(weights, 1)

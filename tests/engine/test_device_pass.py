@@ -19,6 +19,7 @@ from rhymerl.engine import inputs
 from rhymerl.engine.direct import DirectForward
 from rhymerl.engine.engine import Engine
 from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
+from rhymerl.types import RolloutRequest
 from tests.engine.test_lossless import answers
 
 # Results of a size that the host has to ask for.
@@ -139,12 +140,15 @@ def test_the_first_copy_has_left_before_the_next_is_written(device):
         np.testing.assert_array_equal(there.numpy(), here)
 
 
+def requests_of_all_kinds() -> list[RolloutRequest]:
+    others = make_requests(3, seed=1, top_p=0.8, max_tokens=40)
+    return [*make_requests(8, group_size=4), *(replace(each, id=f"other {each.id}") for each in others)]
+
+
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama", "gpt2"])
 @pytest.mark.parametrize("drafted", [False, True])
 def test_tokens_are_those_of_the_host(monkeypatch, model_type, drafted):
-    policy = tiny_policy(model_type)
-    others = make_requests(3, seed=1, top_p=0.8, max_tokens=40)
-    requests = [*make_requests(8, group_size=4), *(replace(each, id=f"other {each.id}") for each in others)]
+    policy, requests = tiny_policy(model_type), requests_of_all_kinds()
     here = answers(policy, requests, max_running=6)
     monkeypatch.setattr(inputs, "on_host", lambda device: False)
     there = answers(policy, requests, max_running=6, drafter=RandomTreeDrafter() if drafted else None)

@@ -6,7 +6,6 @@ The kernel is in test_triton_attention.py, and both together on a GPU in test_de
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -23,6 +22,7 @@ from rhymerl.engine.kv_store import SlotPool
 from rhymerl.engine.layout import lay_out
 from rhymerl.engine.rows import Rows
 from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
+from tests.engine.test_device_pass import requests_of_all_kinds
 from tests.engine.test_lossless import answers, assert_same
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -57,9 +57,7 @@ def device(monkeypatch):
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
 @pytest.mark.parametrize("drafted", [False, True])
 def test_tokens_are_those_of_the_host(request, model_type, drafted):
-    policy = tiny_policy(model_type)
-    others = make_requests(3, seed=1, top_p=0.8, max_tokens=40)
-    asked = [*make_requests(8, group_size=4), *(replace(each, id=f"other {each.id}") for each in others)]
+    policy, asked = tiny_policy(model_type), requests_of_all_kinds()
     here = answers(policy, asked, max_running=6)
     request.getfixturevalue("device")
     there = answers(policy, asked, max_running=6, drafter=RandomTreeDrafter() if drafted else None)
@@ -71,8 +69,7 @@ def test_tiles_say_what_the_mask_says(most):
     source = np.random.default_rng(most)
     rows = Rows(8, 200, SlotPool(900))
     prefix = rows.enter_prefix(source.integers(0, 9, 30, dtype=np.int32))
-    row = [prefix.row]
-    row = np.array([*row, *(rows.enter(request, None) for request in make_requests(4))])
+    row = np.array([prefix.row, *(rows.enter(request, None) for request in make_requests(4))])
     chain = rows.length[row]
     parents = [np.array([source.integers(-1, node) for node in range(size)], int) for size in (0, 5, 63, 12)]
     drafts = DraftBatch.pack([Draft(token_ids=np.zeros(len(each), int), parents=each) for each in parents])
@@ -82,10 +79,10 @@ def test_tiles_say_what_the_mask_says(most):
     assert tiles is not None
     assert not layout.buckets
     plain = lay_out(rows, row, chain, emits, drafts)  # the same rows, which get other slots
-    by_token: dict[int, tuple[int, int, int, int]] = {}
+    by_token: dict[int, tuple[int, int, int]] = {}
     for first, count, begin, root, num_keys in tiles.tiles.tolist():
         assert 0 < count <= most
-        by_token |= dict.fromkeys(range(first, first + count), (begin, root, num_keys, first))
+        by_token |= dict.fromkeys(range(first, first + count), (begin, root, num_keys))
     assert sorted(by_token) == list(range(layout.num_tokens))
     to_other = dict(zip(layout.slots.tolist(), plain.slots.tolist(), strict=True))
     seen_by_mask = {}
@@ -94,7 +91,7 @@ def test_tiles_say_what_the_mask_says(most):
         slots = np.repeat(bucket.kv_slots, bucket.mask.shape[1], 0)
         for query, token in zip(bucket.real.tolist(), bucket.tokens.tolist(), strict=True):
             seen_by_mask[token] = set(slots[query][mask[query]].tolist())
-    for n, (begin, root, num_keys, _) in by_token.items():
+    for n, (begin, root, num_keys) in by_token.items():
         slots = tiles.kv_slots[begin : begin + num_keys]
         nodes = [slot for k, slot in enumerate(slots[root:]) if tiles.ancestors[n] >> k & 1]
         found = {*slots[: tiles.seen[n]].tolist(), *map(int, nodes)}
@@ -169,7 +166,7 @@ def test_answers_that_grow_need_a_larger_buffer(device, monkeypatch):
 
 
 def test_a_larger_buffer_is_a_new_one_without_graphs():
-    graphs = Graphs(torch.device("cpu"))
+    graphs = Graphs(inputs.Inputs(torch.device("cpu")))
     graphs._graphs[1, 1, 1] = "graph"  # type: ignore[assignment]
     first = graphs._room_for(100)
     assert graphs._room_for(len(first)) is first

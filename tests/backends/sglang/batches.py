@@ -15,6 +15,7 @@ from rhymerl.backends.sglang.plugin.arrays import TreeArrays
 from rhymerl.backends.sglang.plugin.drafting import EngineDrafting
 from rhymerl.drafters import Drafter
 from rhymerl.drafts import Draft
+from rhymerl.history import Answer
 from rhymerl.types import RolloutRequest
 from tests.backends.sglang.trees import path_of
 
@@ -159,3 +160,16 @@ class Recorder(Drafter):
 
     def finish(self, completion):
         self.note(completion.request, "finish", completion.token_ids.tolist(), completion.finish_reason)
+
+
+def answer(tokens: Sequence[int]) -> Answer:
+    """An answer of the past."""
+    return Answer(
+        token_ids=np.array(tokens, np.int32),
+        reward=1.0,
+        advantage=0.0,
+        finish_reason="stop",
+        policy_version=0,
+        epoch=0,
+        sample=0,
+    )

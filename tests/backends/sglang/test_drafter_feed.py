@@ -12,9 +12,10 @@ import pytest
 from rhymerl.backends.remote.drafter_feed import FeedMessage, FeedReader, FeedWriter
 from rhymerl.drafters import Drafter
 from rhymerl.errors import BackendError
-from rhymerl.history import Answer, HistoryStore
+from rhymerl.history import HistoryStore
 from rhymerl.testing import make_prompt, make_requests
 from rhymerl.types import Completion, Output, Sample
+from tests.backends.sglang.batches import answer
 
 
 class Listener(Drafter):
@@ -37,18 +38,6 @@ def history() -> HistoryStore:
     store = HistoryStore()
     store.add(make_prompt([1, 2]), [answer([3, 4])])
     return store
-
-
-def answer(tokens) -> Answer:
-    return Answer(
-        token_ids=np.array(tokens, np.int32),
-        reward=1.0,
-        advantage=0.0,
-        finish_reason="stop",
-        policy_version=0,
-        epoch=0,
-        sample=0,
-    )
 
 
 def sample(tokens) -> Sample:

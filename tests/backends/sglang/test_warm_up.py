@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import pytest
 
 from rhymerl import compiled
@@ -12,9 +11,10 @@ from rhymerl.backends.sglang.plugin.drafting import EngineDrafting
 from rhymerl.backends.sglang.plugin.settings import EngineSettings
 from rhymerl.budgets import AIMDBudget, Budget, FixedBudget, GoodputBudget
 from rhymerl.drafters import Drafter, HistoryTreeDrafter, NGramDrafter, RunAheadDrafter
-from rhymerl.history import Answer, HistoryStore
+from rhymerl.history import HistoryStore
 from rhymerl.testing import make_requests
 from tests.backends.sglang.batches import Recorder, fake, run
+from tests.backends.sglang.batches import answer as past
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_answers_call_nothing_that_the_warm_up_has_not(drafter: Drafter, budget:
     answers = [[2 + (i * (3 + row)) % 7 for i in range(60)] for row in range(len(requests))]
     history = HistoryStore()
     for request, answer in zip(requests, answers, strict=True):
-        history.add(request.prompt, [_past(answer)])
+        history.add(request.prompt, [past(answer)])
     drafting = EngineDrafting(drafter, settings.budget_of(8), vocabulary=19)
     drafting.protocol.follow(history.snapshot())
     for overlap in (False, True):
@@ -60,15 +60,3 @@ def test_a_drafter_of_the_user_s_own_hears_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(Recorder, "note", lambda self, *what: heard.append(what))
     EngineSettings.of(Recorder(), FixedBudget(7), tmp_path).warm_up(8, 19)
     assert not heard
-
-
-def _past(answer: list[int]) -> Answer:
-    return Answer(
-        token_ids=np.array(answer, np.int32),
-        reward=1.0,
-        advantage=0.0,
-        finish_reason="length",
-        policy_version=0,
-        epoch=0,
-        sample=0,
-    )
