@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections import Counter
 
 import pytest
 
@@ -53,6 +55,25 @@ def test_answers_call_nothing_that_the_warm_up_has_not(drafter: Drafter, budget:
     drafting.protocol.close()
     assert calls, "this test shows nothing"
     assert calls <= before
+
+
+def test_it_leaves_nothing_out_where_the_machine_is_busy(calls, tmp_path, monkeypatch):
+    """A third question that takes long says that drafts do not pay: by the machine's clock the drafter would be left alone."""
+    settings = EngineSettings.of(NGramDrafter(), GoodputBudget(), tmp_path)
+    settings.warm_up(8, 19)
+    before = set(calls)
+    calls.clear()
+    propose, asked = NGramDrafter.propose, Counter()
+
+    def slow(drafter, *args, **named):
+        asked[drafter] += 1
+        time.sleep(0.3 if asked[drafter] == 3 else 0)
+        return propose(drafter, *args, **named)
+
+    monkeypatch.setattr(NGramDrafter, "propose", slow)
+    settings.warm_up(8, 19)
+    assert sum(asked.values()) > 3
+    assert calls == before
 
 
 def test_a_drafter_of_the_user_s_own_hears_nothing(tmp_path, monkeypatch):
