@@ -29,9 +29,9 @@ from rhymerl.history import HistoryStore
 from rhymerl.runs.fit import fit
 from rhymerl.training.module import RhymeModule
 from rhymerl.training.updater import Updater
-from rhymerl.workers.host import WorkerHost
 from rhymerl.workers.messages import Weights
 from rhymerl.workers.remote.base import Connection
+from rhymerl.workers.remote.host import WorkerHost
 from rhymerl.workers.remote.hosted import HostedWorkers
 from rhymerl.workers.remote.threads import ThreadBackend, ThreadConnection
 

@@ -22,14 +22,14 @@ from rhymerl.backends.spans import WorkerSpan
 from rhymerl.engine.emulation import EmulatedDevice
 from rhymerl.engine.layout import PassLayout
 from rhymerl.history import HistoryStore
-from rhymerl.workers.host import WorkerHost
 from rhymerl.workers.messages import Events, Message, Weights
 from rhymerl.workers.remote.base import Connection
+from rhymerl.workers.remote.host import WorkerHost
 from rhymerl.workers.remote.loading import EngineLoader
 from rhymerl.workers.remote.threads import ThreadBackend, ThreadConnection
 
 TICK_S = 1e-3
-_TELL_S = 0.5
+_REPORT_S = 0.5
 _NO_NODES = np.zeros(1)
 
 
@@ -88,7 +88,7 @@ class VirtualHost(WorkerHost):
         self._number = number
         self._trainer = trainer
         self._left_s = 0.0  # below 0: it is ahead of the trainer's clock
-        self._told_s = 0.0
+        self._reported_s = 0.0
 
     def go_on(
         self, messages: Sequence[bytes | Weights], ticks: int, at_s: float, *, only_evaluates: bool = False
@@ -103,15 +103,18 @@ class VirtualHost(WorkerHost):
                 self.post(pickle.loads(message) if isinstance(message, bytes) else message)
             self._rest(only_evaluates)
             self._take_messages()
-            while self._is_busy and (left := self._left_s - (device.now() - began)) > 0:
-                started, rank = device.now(), min(task.rank for task in self._tasks.values() if task.is_running)
-                self._decode(timeout_s=left)
-                self._note(rank, at_s - began + started, at_s - began + device.now())
-            if device.now() - self._told_s > _TELL_S:
-                self._told_s = device.now()
-                self._tell()
+            self.settle()
+            while self.is_running and (left := self._left_s - (device.now() - began)) > 0:
+                started, step = device.now(), min(task.priority for task in self._tasks.values() if task.is_running)
+                self.decode(timeout_s=left)
+                self._note(step, at_s - began + started, at_s - began + device.now())
+                self.settle()
+            if device.now() - self._reported_s > _REPORT_S:
+                self._reported_s = device.now()
+                self._report_outputs()
+            self._report()
         except Exception as error:  # noqa: BLE001 - the trainer raises it
-            self._events.error = error
+            self._report(error)
         events = self._taken()
         pickle.dumps((events.finished, events.released, events.tails))
         used = device.now() - began
@@ -119,8 +122,8 @@ class VirtualHost(WorkerHost):
         self._left_s -= used
         return events
 
-    def _note(self, rank: int, start_s: float, end_s: float) -> None:
-        span = WorkerSpan(worker=self._number, activity="decode", number=rank, start_s=start_s, end_s=end_s)
+    def _note(self, step: int, start_s: float, end_s: float) -> None:
+        span = WorkerSpan(worker=self._number, activity="decode", number=step, start_s=start_s, end_s=end_s)
         self._trainer.spans.append(span)
 
     def _take_weights(self, message: Weights) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from rhymerl.backends.spans import WorkerSpan
+from rhymerl.backends.spans import EVALUATION, WorkerSpan
 from rhymerl.errors import require_at_least
 from rhymerl.history import HistoryStore
 from rhymerl.types import Completion, RolloutRequest, Sample, Split
@@ -56,6 +56,16 @@ class StepRequests:
     def number(self) -> int | None:
         """The step of training; None for an evaluation, in which nothing moves."""
         return self.step if isinstance(self.step, int) and self.split == "train" else None
+
+    @property
+    def priority(self) -> int:
+        """The lowest goes first: an evaluation before all steps."""
+        return EVALUATION if self.number is None else self.number
+
+    def next_step(self) -> StepRequests:
+        """Return the requests of the next step as a step of their own."""
+        assert isinstance(self.step, int) and self.following is not None
+        return StepRequests(step=self.step + 1, requests=self.following)
 
 
 class Workers(ABC):

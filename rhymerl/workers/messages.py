@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rhymerl.backends.spans import WorkerSpan
 from rhymerl.history.packing import PackedPrompt
 from rhymerl.types import Output, RolloutRequest, Sample, Split
+from rhymerl.workers.versions import Versions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,16 +34,11 @@ class Weights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submit:
-    """Requests to answer, in this order and behind all of a lower `rank`.
-
-    They are sampled by policies from version `oldest` on. What policies before version `final` sample is a draft of the answer, along which it
-    is sampled again.
-    """
+    """Requests to answer, in this order and behind all of a lower `priority`."""
 
     requests: Sequence[RolloutRequest]
-    rank: int
-    oldest: int
-    final: int
+    priority: int
+    versions: Versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

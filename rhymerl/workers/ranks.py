@@ -1,30 +1,132 @@
-"""One worker a rank: each drives the engine of its rank, and all keep step with the trainer."""
+"""One worker a rank: each steps the host of its rank's engine, and all keep step with the trainer."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from rhymerl.backends.base import RolloutBackend
-from rhymerl.backends.spans import EVALUATION, WorkerSpan
-from rhymerl.distributed import Channel, Ranks
+from rhymerl.backends.spans import WorkerSpan
+from rhymerl.distributed import Channel, Message, Ranks
 from rhymerl.history import HistoryStore
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.types import Completion, Output, RolloutRequest, Sample
 from rhymerl.workers.base import RunAhead, StepRequests, Workers, follows_clock
-from rhymerl.workers.coordinator import Coordinator, SharedPlan, make_plan, wants_progress
+from rhymerl.workers.coordinator import Command, Coordinator, ProgressReport, SharedPlan, make_plan, wants_progress
+from rhymerl.workers.host import Host
 from rhymerl.workers.run_ahead import RunAheadState, fingerprint
-from rhymerl.workers.worker import DecodeLimits, Worker
+from rhymerl.workers.versions import Versions
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from rhymerl.types import IntArray
 
 _SLICE_S = 0.02  # between two exchanges with the other ranks
 REBALANCE_S = 0.5
 _PASSES = 16  # the same in lockstep, where time is counted in exchanges
 REBALANCE_EXCHANGES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovedRequest:
+    """A request on its way to another rank, with its output so far; both know it by its index in the step's list."""
+
+    index: int
+    output: Output
+    prefetched: IntArray | None  # the request's draft of the whole answer
+
+
+class RankStep:
+    """A step's requests as this rank has them: what it reports of them, gives away, gets from others, and has of the next step."""
+
+    def __init__(
+        self, host: Host, work: StepRequests, run_ahead: RunAhead, *, report_every_s: float | None = None
+    ) -> None:
+        assert host.version is not None
+        self.versions = Versions.of(host.version, run_ahead)
+        self._next_versions = Versions.of(host.version + 1, run_ahead)
+        self._host = host
+        self._work = work
+        self._report_every_s = report_every_s  # how often rank 0 hears how far the answers are, if it is to know at all
+        self._index = {request.id: index for index, request in enumerate(work.requests)}
+        self._left: dict[str, RolloutRequest] = {}  # here, and not answered
+        self._finished: list[int] = []  # not reported yet
+        self._reported_at = 0.0
+        self._planned: SharedPlan | None = None  # of the next step
+        self._next: Sequence[str] = ()  # its requests that are here
+        self._ahead: dict[str, Output] = {}  # what there is of them, once they are out of the engine
+        self._messages: list[Message] = []
+
+    def go_on(self, requests: Sequence[RolloutRequest]) -> None:
+        """Take on requests of the step."""
+        self._left |= {request.id: request for request in requests}
+        self._host.submit(requests, priority=self._work.priority, versions=self.versions)
+
+    def take(self) -> list[Completion]:
+        """Return the answers of the step that have ended."""
+        finished, self._host.finished = self._host.finished, []
+        self._ahead |= {each.request.id: each.output for each in finished if each.request.id not in self._index}
+        ended = [each for each in finished if each.request.id in self._index]
+        for each in ended:
+            del self._left[each.request.id]
+            self._finished.append(self._index[each.request.id])
+        return ended
+
+    def report(self) -> ProgressReport | None:
+        """Return what is new for the coordinator, or None when nothing is."""
+        now, every_s = time.monotonic(), self._report_every_s
+        tells_tokens = every_s is not None and bool(self._left) and now - self._reported_at >= every_s
+        if not self._finished and not tells_tokens:
+            return None
+        tokens: dict[int, int] = {}
+        if tells_tokens:
+            self._reported_at = now
+            progress = self._host.engine.progress()
+            tokens = {self._index[name]: progress[name] for name in self._left if name in progress}
+        finished, self._finished = tuple(self._finished), []
+        return ProgressReport(finished=finished, tokens=tokens)
+
+    def messages(self) -> list[Message]:
+        """Return what is to be sent to other ranks now."""
+        messages, self._messages = self._messages, []
+        return messages
+
+    def receive(self, moved: Sequence[MovedRequest]) -> None:
+        """Go on with requests of other ranks."""
+        requests = [(self._work.requests[each.index], each) for each in moved]
+        self.go_on([replace(one, output=each.output or None, prefetched=each.prefetched) for one, each in requests])
+
+    def follow(self, command: Command, *, rank: int) -> None:
+        """Give away what goes on elsewhere, and take on this rank's part of the next step, behind all of this one."""
+        for each in self._taken_back(name for name in self._left if self._index[name] in command.moves):
+            name = each.request.id
+            index, prefetched = self._index[name], self._left.pop(name).prefetched
+            moved = MovedRequest(index=index, output=each.output, prefetched=prefetched)
+            self._messages.append(Message(to=command.moves[index], value=moved))
+        if command.plan is not None and self._work.following is not None:
+            self._planned, following = command.plan, self._work.next_step()
+            queue = command.plan.queue(following.requests, worker=rank)
+            self._next = [request.id for request in queue]
+            self._host.submit(queue, priority=following.priority, versions=self._next_versions)
+
+    def end(self) -> RunAheadState | None:
+        """Return what this rank has of the next step, once all are done with this one; None without a plan for it."""
+        self._ahead |= {each.request.id: each.output for each in self._taken_back(self._next)}
+        self.take()  # what has ended meanwhile
+        if self._work.following is None or self._planned is None:
+            return None
+        following = self._work.next_step()
+        outputs = {name: output for name, output in self._ahead.items() if output.is_finished or len(output)}
+        asked = fingerprint(following.requests)
+        return RunAheadState(step=int(following.step), asked=asked, plan=self._planned, outputs=outputs)
+
+    def _taken_back(self, names: Iterable[str]) -> list[Completion]:
+        self._host.withdraw(list(names))
+        released, self._host.released = self._host.released, []
+        return released
 
 
 class RankWorkers(Workers):
@@ -43,18 +145,20 @@ class RankWorkers(Workers):
         run_ahead: RunAhead = "off",
         lockstep: bool = False,
     ) -> None:
-        self._worker = Worker(backend, number=ranks.rank)
+        self._host = Host(backend, version=0, number=ranks.rank)
         self._scheduler = scheduler
         self._ranks = ranks
         self._run_ahead = run_ahead
         self._ahead: RunAheadState | None = None  # for the next step to come
         self._channel: Channel | None = None
         self._lockstep = lockstep and ranks.size > 1 and follows_clock(scheduler, run_ahead)
-        if self._lockstep and not self._worker.counts_passes:
+        if self._lockstep and not backend.counts_passes:
             raise ValueError(
-                f"lockstep=True: {self._worker.name} cannot count passes, by which {ranks.size} ranks keep step; expected a "
+                f"lockstep=True: {type(backend).__name__} cannot count passes, by which {ranks.size} ranks keep step; expected a "
                 "backend that does, or run_ahead=off with a scheduler that moves nothing"
             )
+
+    # -- a step --------------------------------------------------------------------------------------------------
 
     def answer(self, work: StepRequests) -> Iterator[Completion]:
         found = self._ahead if work.split == "train" else None
@@ -62,25 +166,22 @@ class RankWorkers(Workers):
         # It may be of before a resume with other settings.
         state = taken if taken is not None and taken.asked == fingerprint(work.requests) else None
         plan = self._plan_of(work, state)
-        self._begin(work, plan, state.outputs if state is not None else {})
+        step = self._begin(work, plan, state.outputs if state is not None else {})
         coordinator = self._coordinator(work, plan)
         self._channel = self._ranks.channel(lockstep=self._lockstep)
-        following: SharedPlan | None = None
         is_done = False
         while not is_done:
-            yield from self._worker.decode()
-            is_done, planned = self._exchange(work, coordinator, self._channel)
-            following = planned or following
-        self.num_moves, self.busy_s = coordinator.num_moves, self._worker.busy_s
+            self._decode()
+            yield from step.take()
+            is_done = self._exchange(step, coordinator, self._channel)
+        self.num_moves, self.busy_s = coordinator.num_moves, self._host.busy_s
         if work.following is not None or taken is not None:
-            self._ahead = self._paused(work, following)
+            self._ahead = step.end()
 
     def end_step(self) -> None:
         if self._channel is not None:
             self._channel.close()
         self._channel = None
-
-    # -- the beginning of a step ---------------------------------------------------------------------------------
 
     def _plan_of(self, work: StepRequests, state: RunAheadState | None) -> SharedPlan:
         """Return that by which answers have been prefetched, if it is for as many workers; else a new one of rank 0."""
@@ -90,13 +191,15 @@ class RankWorkers(Workers):
         plan = make_plan(self._scheduler, work.requests, num_workers=workers, step=work.step) if is_first else None
         return cast(SharedPlan, self._ranks.broadcast(plan))
 
-    def _begin(self, work: StepRequests, plan: SharedPlan, outputs: Mapping[str, Output]) -> None:
+    def _begin(self, work: StepRequests, plan: SharedPlan, outputs: Mapping[str, Output]) -> RankStep:
+        every_s = 0.0 if self._lockstep else REBALANCE_S
+        step = RankStep(
+            self._host, work, self._run_ahead, report_every_s=every_s if wants_progress(self._scheduler) else None
+        )
+        self._host.busy_s = 0.0
         queue = plan.queue(work.requests, worker=self._ranks.rank)
-        if self._run_ahead == "draft":
-            queue = [with_draft(request, outputs.get(request.id)) for request in queue]
-        outputs = outputs if self._run_ahead == "keep" else {}
-        step = work.number if work.number is not None else EVALUATION
-        self._worker.begin_step(queue, requests=work.requests, outputs=outputs, limits=self._limits, step=step)
+        step.go_on([step.versions.going_on(request, outputs.get(request.id)) for request in queue])
+        return step
 
     def _coordinator(self, work: StepRequests, plan: SharedPlan) -> Coordinator:
         return Coordinator(
@@ -110,49 +213,35 @@ class RankWorkers(Workers):
             clock=None if self._lockstep else time.monotonic,
         )
 
-    @property
-    def _limits(self) -> DecodeLimits:
-        reports = wants_progress(self._scheduler)
+    def _decode(self) -> None:
         if self._lockstep:
-            return DecodeLimits(max_passes=_PASSES, report_every_s=0.0 if reports else None)
-        every_s = REBALANCE_S if reports else None
-        return DecodeLimits(timeout_s=_SLICE_S if self._ranks.size > 1 else None, report_every_s=every_s)
+            self._host.decode(max_passes=_PASSES)
+        else:
+            self._host.decode(timeout_s=_SLICE_S if self._ranks.size > 1 else None)
 
-    # -- its course ----------------------------------------------------------------------------------------------
-
-    def _exchange(
-        self, work: StepRequests, coordinator: Coordinator, channel: Channel
-    ) -> tuple[bool, SharedPlan | None]:
-        """Tell the other ranks what is new, and follow what they say; returns whether all are done, and a plan of the next step."""
-        worker = self._worker
-        received = channel.exchange(worker.report(), worker.messages(), coordinator.decide, waits=not worker.is_busy)
-        worker.receive(received.messages)
-        planned: SharedPlan | None = None
+    def _exchange(self, step: RankStep, coordinator: Coordinator, channel: Channel) -> bool:
+        """Tell the other ranks what is new, and follow what they say; returns whether all are done."""
+        waits = not self._host.is_busy
+        received = channel.exchange(step.report(), step.messages(), coordinator.decide, waits=waits)
+        step.receive(received.messages)
         for command in received.commands:
-            worker.give_back(command.moves)
-            if command.plan is not None and work.following is not None:
-                planned = command.plan
-                worker.run_ahead(planned.queue(work.following, worker=self._ranks.rank))
-        return any(command.is_done for command in received.commands), planned
-
-    def _paused(self, work: StepRequests, planned: SharedPlan | None) -> RunAheadState | None:
-        """Return what this rank has of the following step, once all are done with this one; None without a plan for it."""
-        outputs = self._worker.pause()
-        if work.following is None or planned is None:
-            return None
-        asked = fingerprint(work.following)
-        return RunAheadState(step=int(work.step) + 1, asked=asked, plan=planned, outputs=outputs)
+            step.follow(command, rank=self._ranks.rank)
+        return any(command.is_done for command in received.commands)
 
     # -- between steps -------------------------------------------------------------------------------------------
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        self._worker.sync_weights(named_tensors, policy_version)
+        self._host.renew(policy_version, lambda: self._loaded(named_tensors, policy_version))
+
+    def _loaded(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> RolloutBackend:
+        self._host.engine.sync_weights(named_tensors, policy_version)
+        return self._host.engine
 
     def learn(self, samples: Sequence[Sample]) -> None:
-        self._worker.learn(samples)
+        self._host.engine.learn(samples)
 
     def follow(self, history: HistoryStore) -> None:
-        self._worker.follow(history)
+        self._host.engine.follow(history)
 
     def state(self) -> RunAheadState | None:
         return self._ahead
@@ -161,15 +250,10 @@ class RankWorkers(Workers):
         self._ahead = state
 
     def sleep(self) -> None:
-        self._worker.sleep()
+        self._host.engine.sleep()
 
     def metrics(self) -> Mapping[str, float]:
-        return self._worker.metrics()
+        return self._host.engine.metrics()
 
     def spans(self) -> list[WorkerSpan]:
-        return self._worker.spans.take()
-
-
-def with_draft(request: RolloutRequest, output: Output | None) -> RolloutRequest:
-    """Return the request with these tokens as a draft of its whole answer."""
-    return replace(request, prefetched=output.token_ids) if output is not None else request
+        return self._host.spans.take()

@@ -7,7 +7,7 @@ import threading
 import time
 
 from rhymerl.history import HistoryStore
-from rhymerl.workers.host import WorkerHost
+from rhymerl.workers.remote.host import WorkerHost
 from rhymerl.workers.remote.threads import ThreadBackend, ThreadConnection
 from tests.rollout.tokens import TokenBackend
 

@@ -13,8 +13,9 @@ from rhymerl.budgets import FixedBudget
 from rhymerl.history import Answer, HistoryStore
 from rhymerl.history.packing import PackedPrompt
 from rhymerl.types import Prompt, RolloutRequest, SamplingParams
-from rhymerl.workers.host import WorkerHost
 from rhymerl.workers.messages import Remember, Submit, Weights, WeightSource, Withdraw
+from rhymerl.workers.remote.host import WorkerHost
+from rhymerl.workers.versions import Versions
 from tests.rollout.tokens import TokenBackend
 from tests.workers.late import NotingBackend
 
@@ -42,7 +43,7 @@ def requests(step: int, count: int) -> list[RolloutRequest]:
 
 
 def submit(step: int, count: int) -> Submit:
-    return Submit(requests=requests(step, count), rank=step, oldest=0, final=0)
+    return Submit(requests=requests(step, count), priority=step, versions=Versions(oldest=0, final=0))
 
 
 class Learning(FixedBudget):
@@ -105,8 +106,10 @@ def test_what_has_ended_ahead_is_told_of_before_it_waits_for_the_next_message():
     thread = threading.Thread(target=host.run)
     thread.start()
     try:
-        host._told_at = time.monotonic() + 60
-        host.post(Submit(requests=requests(1, 4), rank=1, oldest=0, final=1))  # which the next policy samples again
+        host._reported_at = time.monotonic() + 60
+        host.post(
+            Submit(requests=requests(1, 4), priority=1, versions=Versions(oldest=0, final=1))
+        )  # which the next policy samples again
         told, until = 0, time.monotonic() + 30
         while told < 12 and time.monotonic() < until:
             told += sum(len(each.output) for each in host.poll(0.05).tails)
@@ -173,7 +176,9 @@ def test_what_is_withdrawn_comes_back_with_its_tokens_also_with_those_that_it_br
     ((name, output),) = host.step(max_passes=1).released
     assert (name, len(output)) == ("0/0", 3)
     (request,) = requests(0, 1)
-    host.post(Submit(requests=[replace(request, id="0/9", output=output)], rank=0, oldest=0, final=0))
+    host.post(
+        Submit(requests=[replace(request, id="0/9", output=output)], priority=0, versions=Versions(oldest=0, final=0))
+    )
     host.post(Withdraw(ids=["0/9"]))
     ((name, again),) = host.step(max_passes=1).released
     assert (name, again.token_ids.tolist()) == ("0/9", output.token_ids.tolist())

@@ -19,8 +19,8 @@ from rhymerl.drafters.base import Drafter
 from rhymerl.history import HistoryStore
 from rhymerl.models.copies import policy_of
 from rhymerl.version import __version__
-from rhymerl.workers.host import WorkerHost
 from rhymerl.workers.messages import Events, Message
+from rhymerl.workers.remote.host import WorkerHost
 from rhymerl.workers.remote.loading import EngineLoader
 
 

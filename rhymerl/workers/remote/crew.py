@@ -86,7 +86,7 @@ class Crew:
             pending.worker |= dict.fromkeys(names, member.number)
             for name in names:
                 output = pending.outputs.get(name)
-                if output is not None and output.is_finished and pending.is_final(output):
+                if output is not None and output.is_finished and pending.versions.is_final(output):
                     pending.finish(name, output)
             left = [name for name in names if name in pending.worker]
             self._hand(member, pending, left)

@@ -18,8 +18,9 @@ from rhymerl.workers.messages import Learn, Measure, Weights
 from rhymerl.workers.metrics import over_workers
 from rhymerl.workers.remote.base import HostedBackend
 from rhymerl.workers.remote.crew import Crew
-from rhymerl.workers.remote.in_flight import InFlight, Versions
+from rhymerl.workers.remote.in_flight import InFlight
 from rhymerl.workers.run_ahead import RunAheadState, fingerprint
+from rhymerl.workers.versions import Versions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,7 +96,7 @@ class HostedWorkers(Workers):
             with self._crew.changed:
                 self._crew.move(pending, command.moves)
                 if command.plan is not None and work.following is not None:
-                    self._ahead = self._launch(_following(work), command.plan, ahead=1)
+                    self._ahead = self._launch(work.next_step(), command.plan, ahead=1)
             is_done = command.is_done
         with self._crew.changed:
             self._crew.pending.remove(pending)
@@ -108,7 +109,7 @@ class HostedWorkers(Workers):
         """Return the step, which may have begun already: while the one before was trained, or before the run was resumed."""
         ahead = self._ahead
         # Further rounds of a step go before the one to come.
-        if work.number is None or ahead is None or ahead.rank > work.number:
+        if work.number is None or ahead is None or ahead.priority > work.number:
             state = self._resumed if self._resumed is not None and self._resumed.step == work.number else None
             self._resumed = None if state is not None else self._resumed
             return self._launch(work, *self._of_state(state, work))
@@ -259,8 +260,3 @@ class HostedWorkers(Workers):
 
     def close(self) -> None:
         self._crew.close()
-
-
-def _following(work: StepRequests) -> StepRequests:
-    assert isinstance(work.step, int) and work.following is not None
-    return StepRequests(step=work.step + 1, requests=work.following)

@@ -4,33 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 
-from rhymerl.backends.spans import EVALUATION
 from rhymerl.types import Completion, Output, RolloutRequest
-from rhymerl.workers.base import RunAhead, StepRequests
+from rhymerl.workers.base import StepRequests
 from rhymerl.workers.coordinator import ProgressReport, SharedPlan
 from rhymerl.workers.messages import Submit, Tail
 from rhymerl.workers.run_ahead import RunAheadState, fingerprint
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Versions:
-    """The policies that may sample a step's tokens: from `oldest` on; what is older than `final` are drafts."""
-
-    oldest: int
-    final: int
-
-    @classmethod
-    def of(cls, target: int, run_ahead: RunAhead, max_staleness: int) -> Versions:
-        """Return those of answers that train the policy of version `target`."""
-        match run_ahead:
-            case "keep":
-                return cls(oldest=target - max_staleness, final=target - max_staleness)
-            case "draft":
-                return cls(oldest=target - 1, final=target)
-        return cls(oldest=target, final=target)
+from rhymerl.workers.versions import Versions
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,26 +38,17 @@ class InFlight:
         return self.work.number is None
 
     @property
-    def rank(self) -> int:
-        return EVALUATION if self.work.number is None else self.work.number  # an evaluation goes before all steps
-
-    def is_final(self, output: Output) -> bool:
-        """Return whether its tokens are an answer, and not a draft of one."""
-        return not len(output) or int(output.policy_versions[0]) >= self.versions.final
+    def priority(self) -> int:
+        return self.work.priority
 
     def request(self, name: str) -> RolloutRequest:
         """Return a request with what is known of its answer: its beginning, or a draft of it."""
-        request, output = self.work.requests[self.index[name]], self.outputs.get(name)
-        if output is None or not len(output):
-            return request
-        if self.is_final(output):
-            return replace(request, output=output)
-        return replace(request, prefetched=output.token_ids)
+        return self.versions.going_on(self.work.requests[self.index[name]], self.outputs.get(name))
 
     def submit(self, names: Iterable[str]) -> Submit:
         """Return the message by which a worker gets these requests."""
         requests = [self.request(name) for name in names]
-        return Submit(requests=requests, rank=self.rank, oldest=self.versions.oldest, final=self.versions.final)
+        return Submit(requests=requests, priority=self.priority, versions=self.versions)
 
     def finish(self, name: str, output: Output) -> None:
         """Note an answer."""

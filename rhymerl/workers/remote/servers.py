@@ -20,9 +20,9 @@ from rhymerl.errors import BackendError, ConfigError
 from rhymerl.history import HistoryStore
 from rhymerl.models.copies import copy_weights, policy_of
 from rhymerl.models.sharding import is_sharded
-from rhymerl.workers.host import WorkerHost
 from rhymerl.workers.messages import WeightSource
 from rhymerl.workers.remote.base import HostedBackend
+from rhymerl.workers.remote.host import WorkerHost
 from rhymerl.workers.remote.threads import ThreadConnection, copied
 
 if TYPE_CHECKING:

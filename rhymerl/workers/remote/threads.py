@@ -19,9 +19,9 @@ from rhymerl.history import HistoryStore
 from rhymerl.models.copies import twin_of
 from rhymerl.models.lora import is_adapted
 from rhymerl.models.sharding import is_sharded
-from rhymerl.workers.host import WorkerHost
 from rhymerl.workers.messages import Events, Message, WeightSource
 from rhymerl.workers.remote.base import Connection, HostedBackend
+from rhymerl.workers.remote.host import WorkerHost
 from rhymerl.workers.remote.loading import EngineLoader
 from rhymerl.workers.remote.publishing import Publisher
 

@@ -1,0 +1,41 @@
+"""Which policies may sample the tokens of a step: who goes on with what, and who samples it again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from rhymerl.types import Output, RolloutRequest
+from rhymerl.workers.base import RunAhead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Versions:
+    """Policies from version `oldest` on may sample.
+
+    What those before version `final` sample is a draft of the answer, along which it is sampled again.
+    """
+
+    oldest: int
+    final: int
+
+    @classmethod
+    def of(cls, target: int, run_ahead: RunAhead, max_staleness: int = 1) -> Versions:
+        """Return those of answers that train the policy of version `target`."""
+        match run_ahead:
+            case "keep":
+                return cls(oldest=target - max_staleness, final=target - max_staleness)
+            case "draft":
+                return cls(oldest=target - 1, final=target)
+        return cls(oldest=target, final=target)
+
+    def is_final(self, output: Output) -> bool:
+        """Return whether its tokens are an answer, and not a draft of one."""
+        return not len(output) or int(output.policy_versions[0]) >= self.final
+
+    def going_on(self, request: RolloutRequest, output: Output | None) -> RolloutRequest:
+        """Return the request with what is known of its answer: its beginning, or a draft of it."""
+        if output is None or not len(output):
+            return request
+        if self.is_final(output):
+            return replace(request, output=output)
+        return replace(request, prefetched=output.token_ids)

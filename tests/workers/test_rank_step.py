@@ -1,0 +1,125 @@
+"""A rank's step, to which requests of others come late."""
+
+from __future__ import annotations
+
+import pytest
+
+from rhymerl.errors import BackendError
+from rhymerl.rollout import requests_of
+from rhymerl.schedulers import FIFOScheduler
+from rhymerl.workers import StepRequests
+from rhymerl.workers.coordinator import Command, make_plan
+from rhymerl.workers.host import Host
+from rhymerl.workers.ranks import RankStep
+from tests.rollout.ranked import PROMPTS, SETTINGS, length
+from tests.rollout.tokens import TokenBackend, token
+
+REQUESTS = requests_of(PROMPTS[:4], 0, SETTINGS, seed=0, stop_token_ids=())
+FOLLOWING = requests_of(PROMPTS[:2], 1, SETTINGS, seed=0, stop_token_ids=())
+
+
+class Rank:
+    """A rank by itself, which does so many passes at a time."""
+
+    def __init__(self, backend: TokenBackend, queue, *, passes: int) -> None:
+        self.host, self.passes = Host(backend, version=0), passes
+        self.step = RankStep(self.host, StepRequests(step=0, requests=REQUESTS, following=FOLLOWING), "keep")
+        self.step.go_on(queue)
+
+    def decode(self):
+        self.host.decode(max_passes=self.passes)
+        return self.step.take()
+
+    def run_ahead(self) -> None:
+        plan = make_plan(FIFOScheduler(), FOLLOWING, num_workers=1, step=1)
+        self.step.follow(Command(moves={}, plan=plan), rank=0)
+
+    def ahead(self):
+        return self.step.end().outputs
+
+
+def hand_over(giver: Rank, taker: Rank, index: int) -> None:
+    giver.step.follow(Command(moves={index: 1}), rank=0)
+    taker.step.receive([message.value for message in giver.step.messages()])
+
+
+@pytest.mark.parametrize("comes_late", [False, True])
+def test_one_that_comes_after_the_plan_leaves_the_following_step_to_be_begun(comes_late):
+    giver, taker = (Rank(TokenBackend(length), REQUESTS[6 * i : 6 * i + 6], passes=4) for i in range(2))
+    giver.decode()
+    taker.decode()
+    taker.run_ahead()
+    if comes_late:
+        hand_over(giver, taker, 5)
+    ended = [completion.request.id for _ in range(100) for completion in taker.decode()]
+    assert len(ended) == 6 + comes_late
+    assert len(taker.ahead()) == len(FOLLOWING)
+
+
+class Late(TokenBackend):
+    """A backend like an engine in another process: what has nearly ended does so while it is withdrawn."""
+
+    def withdraw(self, ids=None):
+        for request, tokens, versions in self.answers.values():
+            while length(request) - 2 <= len(tokens) < length(request):
+                tokens.append(token(request.seed, len(tokens), self.version))
+                versions.append(self.version)
+        names = list(self.answers) if ids is None else [name for name in ids if name in self.answers]
+        over = {name: len(self.answers[name][1]) >= length(self.answers[name][0]) for name in names}
+        return [self._leave(name, "stop" if over[name] else "withdrawn") for name in names]
+
+
+def test_one_that_ends_while_it_is_taken_back_is_not_sampled_further():
+    giver = Rank(TokenBackend(length), REQUESTS[6:], passes=1)
+    taker = Rank(Late(length, max_running=9), [], passes=1)
+    taker.run_ahead()
+    for _ in range(3):
+        taker.decode()
+        giver.decode()
+    hand_over(giver, taker, 11)
+    for _ in range(200):
+        taker.decode()
+    ahead = taker.ahead()
+    assert {name: len(output) for name, output in ahead.items()} == {r.id: length(r) for r in FOLLOWING}
+
+
+class NotReady(TokenBackend):
+    """An engine that takes nothing before it has weights."""
+
+    def submit(self, requests):
+        raise BackendError("no weights yet")
+
+
+def test_before_a_step_nothing_is_asked_of_an_engine():
+    host = Host(NotReady(length), version=0)
+    host.decode()
+    assert not host.is_busy
+
+
+class Losing(TokenBackend):
+    """An engine that forgets what it has."""
+
+    def collect(self, timeout_s=None, *, max_passes=None):
+        self.answers.clear()
+        return []
+
+
+@pytest.mark.parametrize("limit", [{}, {"max_passes": 4}, {"timeout_s": 60.0}])
+def test_an_engine_that_loses_its_requests_is_named(limit):
+    rank = Rank(Losing(length), REQUESTS[:3], passes=4)
+    with pytest.raises(BackendError, match="Losing lost 3 requests"):
+        rank.host.decode(**limit)
+
+
+class Twice(TokenBackend):
+    """An engine that gives each answer again."""
+
+    def collect(self, timeout_s=None, *, max_passes=None):
+        found = super().collect(timeout_s, max_passes=max_passes)
+        return [*found, *found]
+
+
+def test_an_answer_that_comes_twice_is_an_error():
+    rank = Rank(Twice(length), REQUESTS[:3], passes=100)
+    with pytest.raises(BackendError, match="Twice gave the answer to .* twice, or unasked"):
+        rank.decode()
