@@ -1,4 +1,4 @@
-"""A file for `backend.emulate` from measured passes of a card: the rows of `gpu_passes.py` that `make gpu` has written.
+"""A file for `emulation.py` from measured passes of a card: the rows of `gpu_passes.py` that `make gpu` has written.
 
 What a pass costs is its replayed graph, and `--overhead-ms` for what an engine does beside it. What a key costs is derived: its bytes over the
 rate of a copy on the card, which the row of `gpu_machine.py` has. `source` says all of it.

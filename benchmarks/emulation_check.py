@@ -23,11 +23,10 @@ from unittest.mock import patch
 import headline
 import numpy as np
 import record
+from emulation import EmulatedBackend, EmulatedDevice, num_keys, num_pairs
 
-from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.config import compose
 from rhymerl.costs import CostCurve
-from rhymerl.engine.emulation import EmulatedDevice, num_keys, num_pairs
 from rhymerl.engine.layout import PassLayout
 from rhymerl.runs.fit import fit
 from rhymerl.training.module import RhymeModule
@@ -53,13 +52,12 @@ class Stopwatch(EmulatedDevice):
         self.passes.append((layout.num_tokens, num_keys(layout), num_pairs(layout), self.now() - started))
 
 
-class TimedBackend(EmbeddedBackend):
+class TimedBackend(EmulatedBackend):
     """The embedded engine, whose passes `WATCHES` has."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._emulated = Stopwatch(curve=CostCurve([(1, 1.0), (2, 1.0)]))
-        WATCHES.append(self._emulated)
+        super().__init__(emulate=Stopwatch(curve=CostCurve([(1, 1.0), (2, 1.0)])), **settings)
+        WATCHES.append(self.device)
 
 
 WATCHES: list[Stopwatch] = []  # of this process's runs, which the config makes by name

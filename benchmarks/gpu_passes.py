@@ -2,7 +2,7 @@
 
 The tokens are one sequence without keys from before, and all of them get logits, as in a pass that decodes or verifies. The weights are
 random, in bfloat16. `launched_ms` is the same pass without a graph, as the host launches it. `emulated_from.py` makes a file for
-`backend.emulate` of these rows.
+`emulation.py` of these rows.
 
     python benchmarks/gpu_passes.py --sizes 0.5B 7B
 """

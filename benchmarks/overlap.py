@@ -85,6 +85,7 @@ def run_steps(mode: str, update_s: float, arguments: Any, *, steps: int) -> Step
     settings = [
         f"workers={arguments.workers}",
         f"run_ahead='{mode}'",
+        "backend.engine._target_=emulation.EmulatedBackend",
         f"backend.engine.emulate={Path(__file__).parent / 'emulated' / arguments.emulate}.json",
         f"backend.engine.emulate_scale={arguments.scale}",
         "task.train_size=64",

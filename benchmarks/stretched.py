@@ -21,10 +21,10 @@ from unittest.mock import patch
 
 import headline
 import record
+from emulation import EmulatedDevice
 from virtual import VirtualEngine
 
 from rhymerl.config import compose
-from rhymerl.engine.emulation import EmulatedDevice
 from rhymerl.history import HistoryStore
 from rhymerl.runs.fit import fit
 from rhymerl.training.module import RhymeModule

@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from emulation import EmulatedBackend, EmulatedDevice
 
-from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.backends.spans import WorkerSpan
-from rhymerl.engine.emulation import EmulatedDevice
 from rhymerl.engine.layout import PassLayout
 from rhymerl.history import HistoryStore
 from rhymerl.workers.messages import Events, Message, Weights
@@ -67,12 +66,11 @@ class VirtualDevice(EmulatedDevice):
         self.spent[part] += seconds
 
 
-class VirtualEngine(EmbeddedBackend):
+class VirtualEngine(EmulatedBackend):
     """The embedded engine on such a device."""
 
     def __init__(self, device: VirtualDevice, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.device = self._emulated = device
+        super().__init__(emulate=device, **settings)
 
     @property
     def has_started(self) -> bool:

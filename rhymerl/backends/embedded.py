@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
@@ -13,7 +14,6 @@ from rhymerl.backends.base import RolloutBackend
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
-from rhymerl.engine.emulation import EmulatedDevice
 from rhymerl.engine.engine import Engine
 from rhymerl.engine.support import prove, refuse_impossible, refuse_unsupported
 from rhymerl.engine.totals import EngineTotals
@@ -41,7 +41,6 @@ class EmbeddedBackend(RolloutBackend):
     `max_running` requests decode side by side, `kv_tokens` bounds the tokens with keys and values (in all layers; null: on a GPU what
     is left beside the update, as far as running requests need it, and 65 536 on a CPU), `max_pass_tokens` the tokens of one forward pass. With `check_drafts` a malformed draft is an error, not only counted.
     The engine computes with the policy's own weights. Under trainer.strategy=fsdp2, where a rank holds parts of them, it needs a `whole_copy`, which takes the memory of one.
-    `emulate` is a file with the costs of another device, times `emulate_scale`: passes wait until they have taken as long as there.
     """
 
     draws_exactly = True
@@ -55,14 +54,11 @@ class EmbeddedBackend(RolloutBackend):
         max_pass_tokens: int = 8_192,
         check_drafts: bool = False,
         whole_copy: bool = False,
-        emulate: str | None = None,
-        emulate_scale: float = 1.0,
     ) -> None:
         at_least = {
             "max_running": (max_running, 1),
             "kv_tokens": (1 if kv_tokens is None else kv_tokens, 1),
             "max_pass_tokens": (max_pass_tokens, 1),
-            "emulate_scale": (emulate_scale, 0),
         }
         require_at_least(at_least)
         self.max_running: int = max_running
@@ -70,9 +66,6 @@ class EmbeddedBackend(RolloutBackend):
         self.max_pass_tokens = max_pass_tokens
         self.check_drafts = check_drafts
         self.whole_copy = whole_copy
-        self.emulate = emulate
-        self.emulate_scale = emulate_scale
-        self._emulated = None if emulate is None else EmulatedDevice.read(emulate, scale=emulate_scale)
         self.complaints: set[type[Drafter]] = set()  # whose malformed drafts have been told about
         self._copy: Policy | None = None  # where it is asked for
         self._engine: Engine | None = None
@@ -80,6 +73,10 @@ class EmbeddedBackend(RolloutBackend):
         self._longest_tokens: int | None = None  # of a prompt and its answer, as `check` was told
         self._reported = EngineTotals()
         self._followed = NO_VERSION  # version of the history that the drafter knows
+
+    def clock(self) -> float:
+        """Return the seconds by which passes are timed; called in the engine's thread."""
+        return time.perf_counter()
 
     def check(self, longest_tokens: int) -> None:
         if self.kv_tokens is not None and longest_tokens > self.kv_tokens:
@@ -129,7 +126,7 @@ class EmbeddedBackend(RolloutBackend):
             check_drafts=self.check_drafts,
             complaints=self.complaints,
             autocast=autocast,
-            emulated=self._emulated,
+            now=self.clock,
             owns_model=self._owns_model,
         )
         self._reported = EngineTotals()
@@ -227,15 +224,9 @@ class EmbeddedBackend(RolloutBackend):
             "history/hit_epoch_age": Ratio(new.accepted_age_epochs, new.accepted_history),
             "spec/draft_time_frac": Ratio(new.draft_s, new.busy_s),
             "spec/bad_drafts": new.bad_drafts,
-            **self._emulation(),
             **worth,
             **self.engine.protocol.budget.metrics(),
         }
-
-    def _emulation(self) -> dict[str, float]:
-        """Return the share of the emulated time by which real passes were too slow for it."""
-        device = self._emulated
-        return {} if device is None else {"emulated/overrun_frac": Ratio(device.overrun_s, device.charged_s)}
 
     def close(self) -> None:
         if self._engine is not None:

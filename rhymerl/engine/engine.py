@@ -16,7 +16,6 @@ from rhymerl.drafters.none import NoDrafter
 from rhymerl.drafts import no_drafts
 from rhymerl.engine.admission import Admission
 from rhymerl.engine.drafting import Drafting
-from rhymerl.engine.emulation import EmulatedDevice, EmulatedForward
 from rhymerl.engine.forward import Forward
 from rhymerl.engine.kv_store import KVStore
 from rhymerl.engine.layout import PassLayout, lay_out
@@ -40,7 +39,7 @@ class Engine:
     full the youngest request is preempted and recomputed later); `max_pass_tokens` bounds one forward pass.
     `budget` says how much of what `drafter` proposes is verified. With `check_drafts` a malformed draft raises ValueError;
     otherwise it is ignored and counted (`complaints`: see DraftingProtocol). `autocast` is entered around every forward.
-    On an `emulated` device passes take its time. `owns_model`: nobody else runs it while the engine has work.
+    Passes are timed by the clock `now`. `owns_model`: nobody else runs it while the engine has work.
     """
 
     def __init__(
@@ -55,11 +54,11 @@ class Engine:
         check_drafts: bool = False,
         complaints: set[type[Drafter]] | None = None,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
-        emulated: EmulatedDevice | None = None,
+        now: Callable[[], float] = time.perf_counter,
         owns_model: bool = False,
     ) -> None:
         self.pass_log: list[PassRecord] | None = None  # of a run that is profiled
-        self.now: Callable[[], float] = time.perf_counter if emulated is None else emulated.now
+        self.now = now
         self.model = model
         self.max_running = max_running
         self.max_pass_tokens = max_pass_tokens
@@ -70,8 +69,7 @@ class Engine:
         positions = int(getattr(config, "max_position_embeddings", 0) or kv_tokens)
         # Running rows and as many prefixes can never hold more than this.
         self.kv = KVStore(config.num_hidden_layers, min(kv_tokens, 2 * max_running * positions))
-        forward = Forward(model, self.kv, autocast=autocast, stays_ready=owns_model)
-        self.forward = forward if emulated is None else EmulatedForward(forward, emulated)
+        self.forward = Forward(model, self.kv, autocast=autocast, stays_ready=owns_model)
         self.rows = Rows(2 * max_running + 16, min(positions, self.kv.num_slots), self.kv.pool)
         self.protocol = DraftingProtocol(
             drafter if drafter is not None else NoDrafter(),

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from rhymerl.engine.emulation import EmulatedDevice
-
 
 def measured(file: Path, *, card: str = "NVIDIA H100 80GB HBM3", milliseconds: dict[int, float]) -> Path:
     def spread(value: float) -> dict[str, float]:
@@ -39,7 +37,7 @@ def test_measured_passes_become_an_emulated_card(
     assert found["costs"] == [[1, 0.0066], [64, 0.0066], [256, 0.009]], "it never falls"
     assert found["context_s_per_token"] == 2e-8  # 57 344 bytes at 2.8672 TB/s
     assert "measured on NVIDIA H100" in found["source"]
-    device = EmulatedDevice.read(tmp_path / "mine.json", scale=1.0)
+    device = modules("emulation").EmulatedDevice.read(tmp_path / "mine.json", scale=1.0)
     assert device.curve.seconds(160, 0, 0) == pytest.approx(0.0078)
     assert device.context_s_per_token == 2e-8
 

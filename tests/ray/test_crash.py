@@ -18,7 +18,11 @@ from tests.ray.commands import actors, answers, end, finish, furthest, one_proce
 
 pytestmark = pytest.mark.ray
 SLOW = ["trainer.max_steps=10", "rollout.max_tokens=96", "backend.hang_timeout_s=3", "backend.start_timeout_s=120"]
-LASTING = ["backend.engine.emulate=benchmarks/emulated/h100_8b.json", "backend.engine.emulate_scale=20"]
+LASTING = [
+    "backend.engine._target_=benchmarks.emulation.EmulatedBackend",
+    "backend.engine.emulate=benchmarks/emulated/h100_8b.json",
+    "backend.engine.emulate_scale=20",
+]
 
 
 @pytest.fixture(scope="module")

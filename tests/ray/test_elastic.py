@@ -29,6 +29,7 @@ def test_workers_come_with_a_node_and_go_with_it(run_ahead, tmp_path, temporary_
             *SETTINGS,
             "workers=3",
             "backend.min_workers=1",
+            "backend.engine._target_=benchmarks.emulation.EmulatedBackend",
             "backend.engine.emulate=benchmarks/emulated/h100_8b.json",  # so that it lasts
             "backend.engine.emulate_scale=6",
             f"run_ahead={run_ahead}",

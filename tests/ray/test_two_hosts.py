@@ -70,6 +70,7 @@ def test_a_link_that_is_cut_costs_time_alone(hosts, tmp_path, temporary_folder, 
             *SETTINGS,
             "workers=2",
             "run_ahead=draft",
+            "backend.engine._target_=benchmarks.emulation.EmulatedBackend",
             "backend.engine.emulate=benchmarks/emulated/h100_8b.json",  # so that it lasts
             "backend.engine.emulate_scale=6",
             f"backend.address={HOSTS['rrl-one']}:6399",

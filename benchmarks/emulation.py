@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +15,12 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.costs import CostCurve
 from rhymerl.engine.forward import Forward
 from rhymerl.engine.layout import PassLayout
+from rhymerl.errors import require_at_least
+from rhymerl.types import Ratio
 
 _NO_NODES = np.zeros(1)
 
@@ -124,3 +127,24 @@ class EmulatedForward:
         found = self._forward.logits(layout, also)
         self._device.wait(started, layout)
         return found
+
+
+class EmulatedBackend(EmbeddedBackend):
+    """The embedded engine, whose passes wait until they have taken as long as on another device: one, or a file with its costs, times `emulate_scale`."""
+
+    def __init__(self, *, emulate: str | Path | EmulatedDevice, emulate_scale: float = 1.0, **engine: Any) -> None:
+        super().__init__(**engine)
+        require_at_least({"emulate_scale": (emulate_scale, 0)})
+        is_device = isinstance(emulate, EmulatedDevice)
+        self.device = emulate if is_device else EmulatedDevice.read(emulate, scale=emulate_scale)
+
+    def clock(self) -> float:
+        return self.device.now()
+
+    def start(self, *given: Any, **named: Any) -> None:
+        super().start(*given, **named)
+        self.engine.forward = EmulatedForward(self.engine.forward, self.device)  # type: ignore[assignment]
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return with the engine's the share of the emulated time by which real passes were too slow for it."""
+        return {**super().metrics(), "emulated/overrun_frac": Ratio(self.device.overrun_s, self.device.charged_s)}

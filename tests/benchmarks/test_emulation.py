@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,14 +15,17 @@ from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.costs import CostCurve
 from rhymerl.drafters import NoDrafter
 from rhymerl.drafts import Draft, DraftBatch
-from rhymerl.engine import emulation
-from rhymerl.engine.emulation import EmulatedDevice
 from rhymerl.engine.kv_store import KVStore
 from rhymerl.engine.layout import lay_out
 from rhymerl.engine.rows import Rows
 from rhymerl.testing import make_requests, tiny_policy
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def emulation(modules: Callable[[str], Any]) -> Any:
+    return modules("emulation")
 
 
 @pytest.fixture
@@ -57,29 +62,29 @@ def answered(backend: EmbeddedBackend) -> tuple[list[list[int]], dict[str, float
     return [tokens[request.id] for request in requests], metrics
 
 
-def test_tokens_are_the_same_and_passes_take_the_devices_time(costs, monkeypatch):
+def test_tokens_are_the_same_and_passes_take_the_devices_time(costs, monkeypatch, emulation):
     plain, metrics = answered(EmbeddedBackend())
     assert not any(name.startswith("emulated/") for name in metrics)
     clock = Clock()
     monkeypatch.setattr(emulation, "time", clock)
-    emulated, metrics = answered(EmbeddedBackend(emulate=str(costs)))
+    emulated, metrics = answered(emulation.EmulatedBackend(emulate=str(costs)))
     assert emulated == plain
-    num_passes = 1 + metrics["rollout/passes"]  # with the first one, of a token
+    num_passes = metrics["rollout/passes"]
     assert 0.02 * num_passes <= clock.now_s <= 0.03 * num_passes
     assert metrics["emulated/overrun_frac"] == 0
 
 
-def test_a_real_pass_that_is_too_slow_is_told(costs, monkeypatch):
+def test_a_real_pass_that_is_too_slow_is_told(costs, monkeypatch, emulation):
     monkeypatch.setattr(emulation, "time", Clock(look_s=1.0))
-    _, metrics = answered(EmbeddedBackend(emulate=str(costs)))
+    _, metrics = answered(emulation.EmulatedBackend(emulate=str(costs)))
     assert 0.97 / 0.03 < metrics["emulated/overrun_frac"] < 0.98 / 0.02
 
 
-def test_a_pass_waits_for_what_is_left_of_its_time(monkeypatch):
+def test_a_pass_waits_for_what_is_left_of_its_time(monkeypatch, emulation):
     clock = Clock()
     monkeypatch.setattr(emulation, "time", clock)
-    device = EmulatedDevice(curve=CostCurve([(1, 2.0), (2, 3.0)]))
-    monkeypatch.setattr(EmulatedDevice, "seconds", lambda device, layout: 2.0)
+    device = emulation.EmulatedDevice(curve=CostCurve([(1, 2.0), (2, 3.0)]))
+    monkeypatch.setattr(emulation.EmulatedDevice, "seconds", lambda device, layout: 2.0)
     clock.now_s = 1.5  # so much of it has passed
     device.wait(0.0, SimpleNamespace())
     assert (clock.now_s, device.overrun_s, device.charged_s) == (2.0, 0.0, 2.0)
@@ -87,12 +92,12 @@ def test_a_pass_waits_for_what_is_left_of_its_time(monkeypatch):
     assert (clock.now_s, device.overrun_s, device.charged_s) == (2.0, 3.0, 4.0)
 
 
-def test_costs_are_by_tokens_and_by_keys_which_a_draft_reads_once():
+def test_costs_are_by_tokens_and_by_keys_which_a_draft_reads_once(emulation):
     rows = Rows(2, 2000, KVStore(1, 4000).pool)
     row = np.array([rows.enter_prefix(np.zeros(length, np.int32)).row for length in (401, 601)])
     rows.cached[row] = [400, 600]
     tree = Draft(token_ids=np.array([1, 2]), parents=np.array([-1, 0]))
-    device = EmulatedDevice(curve=CostCurve([(1, 1.0), (11, 2.0)]), context_s_per_token=0.001, scale=2.0)
+    device = emulation.EmulatedDevice(curve=CostCurve([(1, 1.0), (11, 2.0)]), context_s_per_token=0.001, scale=2.0)
     layout = lay_out(
         rows,
         row,
@@ -118,16 +123,16 @@ def test_costs_are_by_tokens_and_by_keys_which_a_draft_reads_once():
         ({"costs": [[1, 1], [2, 2]], "context_s_per_pair": -1}, "context_s_per_pair=-1.0: expected at least 0"),
     ],
 )
-def test_a_bad_file_is_refused(content, words, tmp_path):
+def test_a_bad_file_is_refused(content, words, tmp_path, emulation):
     path = tmp_path / "costs.json"
     if content is not None:
         path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=rf"^emulate='{path}': .*{words}"):
-        EmbeddedBackend(emulate=str(path))
+        emulation.EmulatedBackend(emulate=str(path))
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "emulated").glob("*.json")), ids=lambda path: path.stem)
-def test_the_devices_of_benchmarks_can_be_read(path):
-    device = EmulatedDevice.read(path, scale=1.0)
+def test_the_devices_of_benchmarks_can_be_read(path, emulation):
+    device = emulation.EmulatedDevice.read(path, scale=1.0)
     assert 0.001 < device.curve.costs[0] < 0.1
     assert json.loads(path.read_text())["source"]
