@@ -31,20 +31,16 @@ class RecordPasses(L.Callback):
         self._passes.clear()
         self._rewards.clear()
         if isinstance(pl_module.backend, EmbeddedBackend):
-            pl_module.backend.engine.pass_log = self._passes
+            observers = pl_module.backend.engine.observers
+            if self._passes.append not in observers:
+                observers.append(self._passes.append)
         pl_module._scorer.log = self._rewards
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         to_unix_s = time.time() - time.monotonic()
         mine = {
             "passes": [
-                [
-                    round(each.end_s - each.seconds, 5),
-                    round(each.seconds, 5),
-                    each.requests,
-                    each.tokens,
-                    each.draft_nodes,
-                ]
+                [round(each.end_s - each.seconds, 5), round(each.seconds, 5), each.rows, each.tokens, each.nodes]
                 for each in self._passes
             ],
             "rewards": [[name, round(at_s + to_unix_s, 5)] for name, at_s in self._rewards],

@@ -57,7 +57,6 @@ class Engine:
         now: Callable[[], float] = time.perf_counter,
         owns_model: bool = False,
     ) -> None:
-        self.pass_log: list[PassRecord] | None = None  # of a run that is profiled
         self.now = now
         self.model = model
         self.max_running = max_running
@@ -80,6 +79,9 @@ class Engine:
         )
         # Without a drafter there is nothing to compare.
         self.speedup = SpeedupMeter(max_running, now=self.now) if self.protocol.max_nodes else None
+        self.observers: list[Callable[[PassRecord], None]] = [self.totals.note]  # hear of each pass
+        if self.speedup is not None:
+            self.observers.append(self.speedup.note)
         self.drafting = Drafting(self.protocol, self.rows, self.totals, now=self.now)
         self.admission = Admission(self.rows, max_running=max_running, max_pass_tokens=max_pass_tokens)
         self._allocate()
@@ -147,9 +149,7 @@ class Engine:
         steps = self._commit(layout, self._sampler(layout))
         self.drafting.tell(layout, steps, seconds=self.now() - started)
         finished = self._finish(layout, steps)
-        if self.speedup is not None and finished:
-            self.speedup.leave(finished)
-        self._account(layout, steps, self.now() - started)
+        self._report(layout, steps, seconds=self.now() - started)
         return finished
 
     def progress(self) -> dict[str, int]:
@@ -248,30 +248,26 @@ class Engine:
     def _finish_row(self, row: int, reason: FinishReason) -> Completion:
         completion = self.admission.finish(row, reason)
         self.drafting.finish(completion)
+        if self.speedup is not None:
+            self.speedup.leave([completion])
         return completion
 
-    def _account(self, layout: PassLayout, steps: Walk, seconds: float) -> None:
-        totals = self.totals
-        totals.passes += 1
-        totals.preemptions = self.admission.num_preemptions
-        totals.fed_tokens += layout.num_tokens
-        totals.emitted_tokens += len(steps.token)
-        totals.request_passes += len(layout.emits)
-        totals.busy_s += seconds
-        if self.pass_log is not None:
-            counts = {"requests": len(layout.emits), "tokens": layout.num_tokens, "draft_nodes": len(layout.node_index)}
-            self.pass_log.append(PassRecord(end_s=time.time(), seconds=seconds, **counts))
-        self._most_emitting = max(self._most_emitting, len(layout.emits))
-        is_tail = layout.is_decoding and len(layout.emits) < self._most_emitting / 4
-        totals.tail_s += seconds if is_tail else 0.0
-        if self.speedup is not None:
-            rows, nodes = len(layout.emits), len(layout.node_index)
-            self.speedup.count(
-                rows=rows,
-                nodes=nodes,
-                asked=self.drafting.num_asked,
-                prompt_tokens=layout.num_tokens - rows - nodes,
-                seen=layout.num_seen,
-                draft_s=self.drafting.take_seconds(),
-                seconds=seconds,
-            )
+    def _report(self, layout: PassLayout, steps: Walk, *, seconds: float) -> None:
+        """Let observers know of a pass."""
+        rows, nodes = len(layout.emits), len(layout.node_index)
+        self.totals.preemptions = self.admission.num_preemptions
+        self._most_emitting = max(self._most_emitting, rows)
+        record = PassRecord(
+            rows=rows,
+            nodes=nodes,
+            asked=self.drafting.num_asked,
+            prompt_tokens=layout.num_tokens - rows - nodes,
+            seen=layout.num_seen,
+            draft_s=self.drafting.take_seconds(),
+            seconds=seconds,
+            end_s=time.time(),
+            num_emitted=len(steps.token),
+            is_tail=layout.is_decoding and rows < self._most_emitting / 4,
+        )
+        for observe in self.observers:
+            observe(record)

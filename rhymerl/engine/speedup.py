@@ -17,6 +17,7 @@ import numpy as np
 
 from rhymerl.budgets.learned_cost import LearnedCost
 from rhymerl.budgets.timeline import rows_of, starts_of
+from rhymerl.engine.totals import PassRecord
 from rhymerl.types import Completion, Ratio, RolloutRequest
 
 if TYPE_CHECKING:
@@ -63,8 +64,7 @@ class SpeedupMeter:
         self._answers: list[_Answer] = []  # in the order in which they were submitted
         self._rollouts: list[list[_Answer]] = []  # the answers of earlier reports that are not compared yet
         self._open: dict[str, _Answer] = {}
-        # rows, nodes, requests asked, tokens of prompts, keys seen, seconds of drafts, seconds
-        self._passes: list[tuple[int, int, int, int, int, float, float]] = []
+        self._passes: list[PassRecord] = []
         self._num_observed = 0  # passes from which the costs were learned
         self._first_pass = 0  # of this report
         self._is_evaluation = False
@@ -88,14 +88,12 @@ class SpeedupMeter:
             answer = self._open.pop(each.request.id)
             answer.sampled = len(each.token_ids) - answer.begun
 
-    def count(
-        self, *, rows: int, nodes: int, asked: int, prompt_tokens: int, seen: int, draft_s: float, seconds: float
-    ) -> None:
-        """A pass is over, of whose `seconds` drafts took `draft_s`."""
+    def note(self, record: PassRecord) -> None:
+        """A pass is over."""
         self._ended_at = self._now()
         if len(self._passes) == self._first_pass:
-            self._began_at = self._ended_at - seconds
-        self._passes.append((rows, nodes, asked, prompt_tokens, seen, draft_s, seconds))
+            self._began_at = self._ended_at - record.seconds
+        self._passes.append(record)
 
     def report(self, progress: Mapping[str, int]) -> dict[str, float]:
         """Return the metrics since the last report; `progress` are the tokens of all requests that are waiting or running.
@@ -122,7 +120,7 @@ class SpeedupMeter:
     def _close_rollout(self) -> None:
         if self._is_evaluation:
             del self._passes[self._first_pass :]
-        taken = sum(seconds for *_, seconds in self._passes[self._first_pass :])
+        taken = sum(each.seconds for each in self._passes[self._first_pass :])
         if taken:
             self._taken_s += taken
             self._between_s += max(self._ended_at - self._began_at - taken, 0.0)
@@ -131,7 +129,7 @@ class SpeedupMeter:
 
     def _compare(self) -> dict[str, float]:
         """Return nothing as long as the costs are not known."""
-        *sizes, draft_s, taken = np.array(self._passes).T
+        *sizes, draft_s, taken = np.array([each[:7] for each in self._passes]).T
         rows, nodes, asked, prompt_tokens, seen = (each.astype(np.int64) for each in sizes)
         tokens, seconds, new = rows + nodes, taken - draft_s, slice(self._num_observed, None)
         was_known = self._is_known

@@ -1,8 +1,9 @@
-"""The totals of an engine's work, for metrics."""
+"""What an engine's passes did, and the totals of them, for metrics."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,15 +15,24 @@ def _by_depth() -> npt.NDArray[np.int64]:
     return np.zeros(NUM_DEPTHS, np.int64)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassRecord:
-    """One pass, for a profile."""
+class PassRecord(NamedTuple):
+    """One pass, for whoever counts or measures."""
 
-    end_s: float  # in Unix time
+    rows: int  # requests that sampled tokens
+    nodes: int
+    asked: int  # requests for which the drafter was asked
+    prompt_tokens: int
+    seen: int  # keys that roots and nodes attended to, summed
+    draft_s: float  # of `seconds`
     seconds: float
-    requests: int
-    tokens: int  # that went through the model
-    draft_nodes: int  # of these
+    end_s: float  # in Unix time
+    num_emitted: int  # tokens
+    is_tail: bool  # less than a quarter of the slots that were running sampled
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that went through the model."""
+        return self.rows + self.nodes + self.prompt_tokens
 
 
 @dataclass(slots=True)
@@ -53,6 +63,15 @@ class EngineTotals:
         default_factory=_by_depth
     )  # verified ones with a node at depth 1, 2, …
     accepted_to_depth: npt.NDArray[np.int64] = field(default_factory=_by_depth)  # of these, accepted so far down
+
+    def note(self, record: PassRecord) -> None:
+        """A pass is over."""
+        self.passes += 1
+        self.fed_tokens += record.tokens
+        self.emitted_tokens += record.num_emitted
+        self.request_passes += record.rows
+        self.busy_s += record.seconds
+        self.tail_s += record.seconds if record.is_tail else 0.0
 
     def minus(self, other: EngineTotals) -> EngineTotals:
         """Return what was added since `other`."""

@@ -13,25 +13,26 @@ from rhymerl.drafters import Drafter, NoDrafter
 from rhymerl.drafts import Draft
 from rhymerl.engine.engine import Engine
 from rhymerl.engine.speedup import SpeedupMeter, _passes_of, is_due_plain
+from rhymerl.engine.totals import PassRecord
 from rhymerl.testing import OracleDrafter, make_requests, tiny_policy
 from rhymerl.types import Completion, Output
+
+
+def a_pass(*, rows: int, asked: int, seen: int, seconds: float) -> PassRecord:
+    """A pass with a node for each request that was asked for."""
+    counts = {"prompt_tokens": 0, "draft_s": 0.0, "end_s": 0.0, "num_emitted": rows, "is_tail": False}
+    return PassRecord(rows=rows, nodes=asked, asked=asked, seen=seen, seconds=seconds, **counts)
 
 
 def sizes(engine: Engine, requests) -> tuple[list[int], list[int], list[Completion]]:
     """Return by pass the rows and the keys that they see, and the answers in the order of the requests."""
     engine.submit(requests)
-    rows, seen, done = [], [], {}
-    account = engine._account
-
-    def note(layout, steps, seconds):
-        rows.append(len(layout.emits))
-        seen.append(layout.num_seen)
-        account(layout, steps, seconds)
-
-    engine._account = note
+    records, done = [], {}
+    engine.observers.append(records.append)
     while engine.has_work:
         done |= {each.request.id: each for each in engine.run()}
-    engine._account = account
+    engine.observers.remove(records.append)
+    rows, seen = [each.rows for each in records], [each.seen for each in records]
     return rows, seen, [done[request.id] for request in requests]
 
 
@@ -61,29 +62,27 @@ def feed(meter: SpeedupMeter, engine: Engine, requests, rng: np.random.Generator
 
     meter.submit(requests)
     engine.submit(requests)
-    account, taken, done = engine._account, [], {}
+    taken, done = [], {}
 
-    def note(layout, steps, _):
-        rows, nodes, asked = len(layout.emits), len(layout.node_index), engine.drafting.num_asked
-        prompts = layout.num_tokens - rows - nodes
-        taken.append(seconds(rows, nodes, asked, prompts))
+    def note(record: PassRecord) -> None:
+        taken.append(seconds(record.rows, record.nodes, record.asked, record.prompt_tokens))
         noisy = taken[-1] * (1 + 0.05 * rng.standard_normal())
-        counts = {"rows": rows, "nodes": nodes, "asked": asked, "prompt_tokens": prompts, "seen": layout.num_seen}
-        meter.count(**counts, draft_s=draft_seconds(asked), seconds=noisy)
-        account(layout, steps, 0.0)
+        meter.note(record._replace(draft_s=draft_seconds(record.asked), seconds=noisy))
 
-    engine._account = note
+    engine.observers.append(note)
     while engine.has_work:
         completions = engine.run()
         meter.leave(completions)
         done |= {each.request.id: each for each in completions}
-    engine._account = account
+    engine.observers.remove(note)
     fresh = meter._passes[meter._first_pass :]
-    meter._began_at, meter._ended_at = 0.0, sum(each[-1] for each in fresh)
+    meter._began_at, meter._ended_at = 0.0, sum(each.seconds for each in fresh)
     said = meter.report({}).get("rollout/speedup", float("nan"))
     lengths = np.array([len(done[request.id].token_ids) for request in requests])
     rows, _ = _passes_of(starts_of(lengths.tolist(), engine.max_running), lengths, lengths)
-    plain = sum(seconds(int(each), 0, 0, 0) for each in rows) + factor * sum(of_prompts(each[3]) for each in fresh)
+    plain = sum(seconds(int(each), 0, 0, 0) for each in rows) + factor * sum(
+        of_prompts(each.prompt_tokens) for each in fresh
+    )
     return said / (plain / sum(taken))
 
 
@@ -141,7 +140,7 @@ def test_short_rollouts_are_compared_together_and_one_by_one() -> None:
         meter.submit(requests)
         asked = 8 * (number % 2)
         for _ in range(10 if asked else 20):  # with drafts in half as many passes of the same cost
-            meter.count(rows=8, nodes=asked, asked=asked, prompt_tokens=0, seen=160, draft_s=0.0, seconds=5e-3)
+            meter.note(a_pass(rows=8, asked=asked, seen=160, seconds=5e-3))
         meter._began_at, meter._ended_at = 0.0, 5e-3 * (10 if asked else 20)
         meter.leave([Completion(request=request, output=output) for request in requests])
         said.append(meter.report({}).get("rollout/speedup"))
@@ -158,7 +157,7 @@ def rollout(meter: SpeedupMeter, requests, *, asked: int, passes: int = 10) -> d
     )
     meter.submit(requests)
     for _ in range(passes):
-        meter.count(rows=8, nodes=asked, asked=asked, prompt_tokens=0, seen=160, draft_s=0.0, seconds=5e-3)
+        meter.note(a_pass(rows=8, asked=asked, seen=160, seconds=5e-3))
     meter._began_at, meter._ended_at = 0.0, 5e-3 * passes
     meter.leave([Completion(request=request, output=output) for request in requests])
     return meter.report({})
@@ -230,11 +229,10 @@ def test_an_engine_drafts_in_the_same_passes_again() -> None:
         if warmed_up:
             sizes(engine, make_requests(3, group_size=2, max_tokens=7))
         engine.new_weights(5)
-        asked: list[int] = []
-        account = engine._account
-        engine._account = lambda layout, steps, s: (asked.append(engine.drafting.num_asked), account(layout, steps, s))  # noqa: B023
+        records: list[PassRecord] = []
+        engine.observers.append(records.append)
         sizes(engine, requests)
-        found.append([each > 0 for each in asked])
+        found.append([each.asked > 0 for each in records])
     assert found[0] == found[1]
     assert 0 < found[0].count(False) < len(found[0]) / 4
 
@@ -250,7 +248,7 @@ def test_the_time_between_passes_is_by_the_engines_clock() -> None:
     (request,) = make_requests(1, max_tokens=2)
     meter.submit([request])
     for _ in range(2):
-        meter.count(rows=1, nodes=0, asked=0, prompt_tokens=0, seen=9, draft_s=0.0, seconds=0.5)
+        meter.note(a_pass(rows=1, asked=0, seen=9, seconds=0.5))
     output = Output(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(2), policy_versions=np.zeros(2, np.int32))
     meter.leave([Completion(request=request, output=replace(output, finish_reason="length"))])
     meter.report({})
