@@ -16,7 +16,7 @@ from rhymerl.engine.protocol import DraftingProtocol
 from rhymerl.engine.rows import Rows
 from rhymerl.engine.speedup import is_due_plain
 from rhymerl.engine.totals import NUM_DEPTHS, EngineTotals
-from rhymerl.engine.verify import Walk
+from rhymerl.engine.verify import Verification
 from rhymerl.types import Completion, RolloutRequest
 
 if TYPE_CHECKING:
@@ -106,36 +106,42 @@ class Drafting:
             self._nothing = no_drafts(num_rows)
         return self._nothing
 
-    def tell(self, layout: PassLayout, steps: Walk, *, seconds: float) -> None:
+    def tell(self, layout: PassLayout, verified: Verification, *, seconds: float) -> None:
         """Count what was accepted, and let drafter and budget know; before finished rows leave."""
         started = self._now()
-        self._tell(layout, steps, seconds)
+        self._tell(layout, verified, seconds)
         self._seconds += self._now() - started
 
-    def _tell(self, layout: PassLayout, steps: Walk, seconds: float) -> None:
+    def _tell(self, layout: PassLayout, verified: Verification, seconds: float) -> None:
         if len(layout.node_index):
-            self._count(layout, steps)
+            self._count(layout, verified)
         if self.protocol.hears_tokens:
-            ends = np.cumsum(steps.num_emitted)
-            starts, ends = (ends - steps.num_emitted).tolist(), ends.tolist()
+            ends = np.cumsum(verified.num_emitted)
+            starts, ends = (ends - verified.num_emitted).tolist(), ends.tolist()
             for request, start, end, accepted in zip(
-                self._requests, starts, ends, steps.num_accepted.tolist(), strict=True
+                self._requests, starts, ends, verified.num_accepted.tolist(), strict=True
             ):
-                self.protocol.accept(request, steps.token[start:end], accepted)
+                self.protocol.accept(request, verified.token[start:end], accepted)
         if self.protocol.hears_outcomes and not self._is_skipped:
-            self.protocol.learn_outcome(_outcome(self._requests, layout, steps, seconds))
+            self.protocol.learn_outcome(_outcome(self._requests, layout, verified, seconds))
 
-    def _count(self, layout: PassLayout, steps: Walk) -> None:
+    def _count(self, layout: PassLayout, verified: Verification) -> None:
         totals, drafts = self._totals, layout.drafts
         by_depth, by_source = np.zeros((2, NUM_DEPTHS), np.int64), np.zeros(7, np.int64)
         _tally(
-            drafts.starts, layout.node_depth, drafts.sources, steps.accepted, steps.num_accepted, by_depth, by_source
+            drafts.starts,
+            layout.node_depth,
+            drafts.sources,
+            verified.accepted,
+            verified.num_accepted,
+            by_depth,
+            by_source,
         )
         own, sibling, run_ahead, other, history, ages, drafted_run_ahead = by_source.tolist()
         totals.drafts_to_depth = totals.drafts_to_depth + by_depth[0]
         totals.accepted_to_depth = totals.accepted_to_depth + by_depth[1]
         totals.drafted_nodes += len(drafts.parents)
-        totals.accepted_nodes += int(steps.num_accepted.sum())
+        totals.accepted_nodes += int(verified.num_accepted.sum())
         totals.drafted_run_ahead += drafted_run_ahead
         totals.accepted_own += own
         totals.accepted_sibling += sibling
@@ -189,16 +195,18 @@ def _tally(
             by_depth[1, d] += num_accepted[r] > d
 
 
-def _outcome(requests: Sequence[RolloutRequest], layout: PassLayout, steps: Walk, seconds: float) -> PassOutcome:
-    drafts, reached = layout.drafts, steps.accepted
+def _outcome(
+    requests: Sequence[RolloutRequest], layout: PassLayout, verified: Verification, seconds: float
+) -> PassOutcome:
+    drafts, reached = layout.drafts, verified.accepted
     if len(layout.node_index):
-        reached = steps.sampled_at[layout.logit_start[drafts.requests] + 1 + drafts.parents]
+        reached = verified.sampled_at[layout.logit_start[drafts.requests] + 1 + drafts.parents]
     return PassOutcome(
         requests=requests,
         drafts=drafts,
         reached=reached,
-        accepted=steps.accepted,
-        num_accepted=steps.num_accepted,
+        accepted=verified.accepted,
+        num_accepted=verified.num_accepted,
         num_tokens=layout.num_tokens,
         num_rows=len(layout.row),
         seconds=seconds,

@@ -25,7 +25,7 @@ from rhymerl.engine.sampler import DeviceSampler, HostSampler, Sampler, draws_of
 from rhymerl.engine.speedup import SpeedupMeter
 from rhymerl.engine.support import refuse_impossible
 from rhymerl.engine.totals import EngineTotals, PassRecord
-from rhymerl.engine.verify import Walk, walk
+from rhymerl.engine.verify import Verification, verify
 from rhymerl.errors import BackendError
 from rhymerl.types import Completion, FinishReason, RolloutRequest
 
@@ -146,10 +146,10 @@ class Engine:
         """One pass over the running batch; call within `forward.ready()`."""
         started = self.now()
         layout = self._schedule()
-        steps = self._commit(layout, self._sampler(layout))
-        self.drafting.tell(layout, steps, seconds=self.now() - started)
-        finished = self._finish(layout, steps)
-        self._report(layout, steps, seconds=self.now() - started)
+        verified = self._commit(layout, self._sampler(layout))
+        self.drafting.tell(layout, verified, seconds=self.now() - started)
+        finished = self._finish(layout, verified)
+        self._report(layout, verified, seconds=self.now() - started)
         return finished
 
     def progress(self) -> dict[str, int]:
@@ -199,14 +199,14 @@ class Engine:
         logits, there = self.forward.logits(layout, draws)
         return DeviceSampler(logits, there) if there else HostSampler(logits, self.rows)
 
-    def _commit(self, layout: PassLayout, sampler: Sampler) -> Walk:
+    def _commit(self, layout: PassLayout, sampler: Sampler) -> Verification:
         """Draw, write tokens and log-probs, keep the accepted keys and values."""
         rows, row = self.rows, layout.row[layout.emits]
         start = rows.length[row]
-        steps = walk(layout, rows, sampler)
-        target, index = row[steps.emitter], start[steps.emitter] + steps.level
-        rows.tokens[target, index] = steps.token
-        rows.logprobs[target, index] = logprobs = sampler.logprobs(steps.index, target, steps.token)
+        verified = verify(layout, rows, sampler)
+        target, index = row[verified.emitter], start[verified.emitter] + verified.level
+        rows.tokens[target, index] = verified.token
+        rows.logprobs[target, index] = logprobs = sampler.logprobs(verified.index, target, verified.token)
         if not np.isfinite(logprobs).all():
             raise BackendError(
                 f"the policy's log-probs are not finite (policy version {self.policy_version}): its weights have probably "
@@ -214,35 +214,35 @@ class Engine:
             )
         rows.versions[target, index] = self.policy_version
         if len(layout.node_index):
-            was_drafted = steps.was_drafted
-            rows.sources[target[was_drafted], index[was_drafted]] = layout.drafts.sources[steps.accepted]
-        rows.length[row] = start + steps.num_emitted
+            was_drafted = verified.was_drafted
+            rows.sources[target[was_drafted], index[was_drafted]] = layout.drafts.sources[verified.accepted]
+        rows.length[row] = start + verified.num_emitted
         rows.passes[row] += 1
-        rows.accepted[row] += steps.num_accepted
+        rows.accepted[row] += verified.num_accepted
         rows.drafted[row] += layout.drafts.counts
         rows.cached[layout.row] += layout.chain
         if len(layout.node_index):
-            self._keep_accepted(layout, steps)
-        return steps
+            self._keep_accepted(layout, verified)
+        return verified
 
-    def _keep_accepted(self, layout: PassLayout, steps: Walk) -> None:
+    def _keep_accepted(self, layout: PassLayout, verified: Verification) -> None:
         """Nodes at which something was sampled are cached now; the slots of all others go back."""
         rows = self.rows
         is_node = layout.logit_level > 0
-        kept = steps.sampled_at[is_node]
+        kept = verified.sampled_at[is_node]
         slots, depth = layout.slots[layout.node_index], layout.node_depth[kept]
         row = layout.row[layout.emits][layout.logit_row[is_node][kept]]
         rows.slots[row, rows.cached[row] + depth - 1] = slots[kept]
         np.add.at(rows.cached, row, 1)
         rows.pool.give(slots[~kept])
 
-    def _finish(self, layout: PassLayout, steps: Walk) -> list[Completion]:
+    def _finish(self, layout: PassLayout, verified: Verification) -> list[Completion]:
         """Free the rows that sampled a stop token or reached their limit."""
         rows, row = self.rows, layout.row[layout.emits]
         full = rows.length[row] == rows.limit[row]
         return [
-            self._finish_row(int(row[e]), "stop" if steps.ended[e] else "length")
-            for e in np.flatnonzero(steps.ended | full).tolist()
+            self._finish_row(int(row[e]), "stop" if verified.ended[e] else "length")
+            for e in np.flatnonzero(verified.ended | full).tolist()
         ]
 
     def _finish_row(self, row: int, reason: FinishReason) -> Completion:
@@ -252,7 +252,7 @@ class Engine:
             self.speedup.leave([completion])
         return completion
 
-    def _report(self, layout: PassLayout, steps: Walk, *, seconds: float) -> None:
+    def _report(self, layout: PassLayout, verified: Verification, *, seconds: float) -> None:
         """Let observers know of a pass."""
         rows, nodes = len(layout.emits), len(layout.node_index)
         self.totals.preemptions = self.admission.num_preemptions
@@ -266,7 +266,7 @@ class Engine:
             draft_s=self.drafting.take_seconds(),
             seconds=seconds,
             end_s=time.time(),
-            num_emitted=len(steps.token),
+            num_emitted=len(verified.token),
             is_tail=layout.is_decoding and rows < self._most_emitting / 4,
         )
         for observe in self.observers:

@@ -24,7 +24,7 @@ _ROOT, _DONE = -1, -2  # where a row stands, when it is at none of its nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Walk:
+class Verification:
     """The tokens that a pass emitted. E = emitting rows (as in `PassLayout.emits`), M = their logits, K = nodes, T = tokens emitted."""
 
     index: IndexArray  # [T] the logits that each token was sampled from, row by row
@@ -44,7 +44,7 @@ class Walk:
         return was_drafted
 
 
-def walk(layout: PassLayout, rows: Rows, sampler: Sampler) -> Walk:
+def verify(layout: PassLayout, rows: Rows, sampler: Sampler) -> Verification:
     """Emit at least one token a row, up to its limit or its first stop token."""
     row, drafts = layout.row[layout.emits], layout.drafts
     position = rows.length[row] - rows.prompt_length[row]
@@ -63,7 +63,7 @@ def walk(layout: PassLayout, rows: Rows, sampler: Sampler) -> Walk:
         standing = np.flatnonzero(stands_at != _DONE)
         wanted = layout.logit_start[standing] + 1 + stands_at[standing]
     index = np.flatnonzero(sampled_at)
-    return Walk(
+    return Verification(
         index=index,
         emitter=layout.logit_row[index],
         level=layout.logit_level[index],

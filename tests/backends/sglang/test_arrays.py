@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rhymerl.backends.sglang.plugin.arrays import TreeArrays, lay_out
 from rhymerl.drafts import Draft, DraftBatch, depths, no_drafts, problems_of
-from rhymerl.engine.verify import walk
+from rhymerl.engine.verify import verify
 from tests.backends.sglang.trees import VOCABULARY, drafts, links_of, path_of
 
 N = 7
@@ -81,7 +81,7 @@ def emitted(batch: DraftBatch, predictions: np.ndarray) -> list[np.ndarray]:
     )
     sampled = predictions[row, np.arange(len(row)) - start[row]]
     sampler = SimpleNamespace(draws_ahead=True, draw=lambda indices, row, positions: sampled[indices])
-    steps = walk(layout, rows, sampler)
+    steps = verify(layout, rows, sampler)
     return np.split(steps.token, np.cumsum(steps.num_emitted)[:-1])
 
 
