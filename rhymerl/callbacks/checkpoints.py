@@ -108,7 +108,7 @@ class Checkpoints(Checkpoint):
         """Raises ConfigError for a metric that evaluations do not have, before the first step."""
         if self._best is None:
             return
-        metrics: Any = pl_module.evaluation_metrics
+        metrics: Any = pl_module.evaluator.metrics  # type: ignore[union-attr]
         step, is_better = _num_steps(pl_module), self._best.compare(metrics, _num_steps(pl_module))
         path = self._path(step)
         if not is_better or not step or trainer.fast_dev_run:

@@ -81,7 +81,7 @@ class WriteAnswers(L.Callback):
         """Called before the module's own, which forgets them."""
         if not trainer.is_global_zero:
             return
-        evaluated: Mapping[str, Sequence[Sample]] = pl_module.evaluated  # type: ignore[assignment]
+        evaluated: Mapping[str, Sequence[Sample]] = pl_module.evaluator.answered  # type: ignore[union-attr, assignment]
         with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("x", **_TEXT) as file:

@@ -82,7 +82,7 @@ class RecordSteps(L.Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         """The module knows its metrics by now."""
         if trainer.is_global_zero:
-            self._file.append({"step": pl_module.num_rollouts, "evaluation": pl_module.evaluation_metrics})
+            self._file.append({"step": pl_module.num_rollouts, "evaluation": pl_module.evaluator.metrics})
 
     def _texts(self, samples: Sequence[Sample], pl_module: Any) -> list[dict[str, Any]]:
         chosen = [index for index, sample in enumerate(samples) if sample.prompt.key in self._chosen]

@@ -128,9 +128,9 @@ def _fit(
             summary.eval_before = _evaluate(trainer, module, datamodule)
         trainer.fit(module, datamodule, ckpt_path=point.path if point is not None else None, weights_only=True)
         if evaluates and not trainer.should_stop:
-            if module.evaluated_at != module.num_rollouts:
+            if module.evaluator.done_at != module.num_rollouts:
                 _evaluate(trainer, module, datamodule)
-            summary.eval_after = module.evaluation_metrics["eval/reward"]
+            summary.eval_after = module.evaluator.metrics["eval/reward"]
     if not trainer.is_global_zero:
         return summary.result()
     result = summary.result()
@@ -233,11 +233,11 @@ def evaluate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str,
         _say_where(point, [], doing="Evaluating")
     module.progress = progress
     _validate(trainer, module, datamodule)
-    _show(module.evaluation_metrics)
-    if (words := module.evaluation.why_nothing_passes(module.evaluation_metrics)) is not None:
+    _show(module.evaluator.metrics)
+    if (words := module.evaluation.why_nothing_passes(module.evaluator.metrics)) is not None:
         note(words)
     note(f"The answers are in {answers.path}")
-    return module.evaluation_metrics
+    return module.evaluator.metrics
 
 
 @contextmanager
@@ -294,7 +294,7 @@ def _say_where(point: ResumePoint, changed: Sequence[Change], *, doing: str = "G
 def _evaluate(trainer: L.Trainer, module: RhymeModule, datamodule: PromptDataModule) -> float:
     note(f"Evaluating on {counted(datamodule.num_validation_prompts, 'held-out prompt')}")
     _validate(trainer, module, datamodule)
-    return module.evaluation_metrics["eval/reward"]
+    return module.evaluator.metrics["eval/reward"]
 
 
 def _validate(trainer: L.Trainer, module: RhymeModule, datamodule: PromptDataModule) -> None:

@@ -35,20 +35,20 @@ from rhymerl.models.policy import Policy, PolicySource, frozen
 from rhymerl.models.sharding import is_sharded
 from rhymerl.progress import SILENT
 from rhymerl.rewards import Reward, RewardScorer
-from rhymerl.rewards.failures import Failures
 from rhymerl.rollout import RECORDS, Rollout, RolloutLoop, RolloutSettings
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.schedulers.fifo import FIFOScheduler
 from rhymerl.training.checkpoint import state_in
 from rhymerl.training.checks import check_algorithm, check_answers_fit, check_workers, longest_tokens, warn_of_parts
 from rhymerl.training.evaluation import EvaluationSettings, step_name
+from rhymerl.training.evaluator import Evaluator
 from rhymerl.training.given_rewards import RewardTrial, check_tags, checked_rewards
 from rhymerl.training.hyperparameters import arguments_of, refuse_lost
 from rhymerl.training.loggers import log_step
 from rhymerl.training.memory import shape_of
 from rhymerl.training.offload import offload
 from rhymerl.training.settings import Rates, UpdateSettings
-from rhymerl.training.state import Aside, Resumed, check_base, load_state, state_of
+from rhymerl.training.state import Resumed, check_base, load_state, state_of
 from rhymerl.training.teardown import AFTER_EXCEPTION, TeardownOnException
 from rhymerl.training.trainer import (
     datamodule_of,
@@ -60,7 +60,7 @@ from rhymerl.training.trainer import (
     validate_within_fit,
 )
 from rhymerl.training.updater import Updater
-from rhymerl.types import Sample, Split
+from rhymerl.types import Split
 from rhymerl.workers import RunAhead, backend_of_workers, check_run_ahead
 
 Node = Mapping[str, Any]  # a component as plain config, with `_target_`
@@ -126,15 +126,11 @@ class RhymeModule(L.LightningModule):
         self.model: PreTrainedModel = self.policy.model.train()
         self.num_rollouts = 0  # rollout steps whose update is in the weights
         self.num_tokens = 0  # response tokens trained on
-        self.num_evaluations = 0
-        self.evaluated_at: int | None = None  # `num_rollouts` then
-        self.evaluation_metrics: dict[str, float] = {}  # of the latest one
+        self.evaluator = Evaluator(self.evaluation, self.budget, self.scheduler)
         self.logged: dict[str, float] = {}  # what the loggers have of the latest step
         self.first_epochs: dict[Split, int] = {"train": 0, "validation": 0}  # later where history is another run's too
         self.last_rollout: Rollout | None = None  # for callbacks
-        self.evaluated: dict[str, list[Sample]] = {}  # by data set, for callbacks at the end of an evaluation
         self.progress = SILENT  # hears of each answer of this rank's
-        self._failures = Failures()  # of the rewards, in an evaluation
         self._shares_engine = self._shares_prefixes = False
         self._ranks: Ranks | None = None
         self._resumed = Resumed()
@@ -149,7 +145,6 @@ class RhymeModule(L.LightningModule):
         has_values = "values" in self.algo.needs
         self.critic: Critic | None = self.critic_settings.build(self.policy, seed=seed) if has_values else None
         self._rates: Rates | None = None
-        self._aside: Aside | None = None
         self.base_fingerprint = fingerprint(self.model) if self.policy.weights is None else None  # that comes with them
         self.save_hyperparameters(arguments_of(self, source))
 
@@ -348,15 +343,13 @@ class RhymeModule(L.LightningModule):
 
     def _evaluate_if_due(self) -> None:
         """Every `evaluation.every_n_steps` rollout steps, and not again where it has been done."""
-        every, step = self.evaluation.every_n_steps, self.num_rollouts
-        if every and step and step % every == 0 and self.evaluated_at != step and not self.trainer.should_stop:
+        if self.evaluator.is_due(self.num_rollouts) and not self.trainer.should_stop:
             validate_within_fit(self.trainer)
 
     def on_validation_epoch_start(self) -> None:
         """Put aside what training has learned: it serves the evaluation, too, but learns nothing from it."""
         assert self._loop is not None
-        self._aside = Aside(self.budget, self.scheduler)
-        self.evaluated, self._failures = {}, Failures()
+        self.evaluator.begin()
         self._loop.sync_weights(self.policy.named_weights(), policy_version=self.num_rollouts)
 
     def validation_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> STEP_OUTPUT:
@@ -364,25 +357,17 @@ class RhymeModule(L.LightningModule):
         assert self._loop is not None
         name = datamodule_of(self.trainer).validation_names[dataloader_idx]
         settings = self.evaluation.rollout(self.rollout, name)
-        epoch = self.first_epochs["validation"] + self.num_evaluations
+        epoch = self.first_epochs["validation"] + self.evaluator.num_done
         result = self._loop.run(batch.prompts, step_name(name), settings, epoch=epoch, split="validation")
-        self.evaluated.setdefault(name, []).extend(result.samples)
-        self._failures += result.failures
+        self.evaluator.add(name, result)
         return None
 
     def on_validation_epoch_end(self) -> None:
-        self._failures.check(self._rewards, "an evaluation")
-        if self.evaluated:
-            metrics = self.evaluation.metrics(self.evaluated, self._rewards)
+        metrics = self.evaluator.end(self._rewards, step=self.num_rollouts)
+        if metrics:
             # The step is where Lightning puts them in the curves; they are the same on all ranks.
             self.log_dict({**metrics, "step": float(self.trainer.global_step)}, batch_size=1, sync_dist=True)
-            self.num_evaluations += 1
-            self.evaluated_at, self.evaluation_metrics = self.num_rollouts, metrics
             self.logged = {**self.logged, **metrics}
-        self.evaluated = {}
-        if self._aside is not None:
-            self._aside.put_back()
-        self._aside = None
 
     # -- state -----------------------------------------------------------------------------------------------------
 

@@ -12,17 +12,7 @@ from rhymerl.models.policy import Policy
 from rhymerl.training.checkpoint import FORMAT
 
 # How far the run is.
-_COUNTS = (
-    "num_rollouts",
-    "num_tokens",
-    "num_evaluations",
-    "evaluated_at",
-    "evaluation_metrics",
-    "logged",
-    "first_epochs",
-)
-
-
+_COUNTS = ("num_rollouts", "num_tokens", "logged", "first_epochs")
 _PARTS = ("algo", "scheduler", "budget")
 
 
@@ -44,6 +34,8 @@ class Module(Protocol):
     @property
     def history(self) -> Learner: ...
     @property
+    def evaluator(self) -> Learner: ...
+    @property
     def scheduler(self) -> Learner: ...
     @property
     def budget(self) -> Learner: ...
@@ -56,6 +48,7 @@ def state_of(module: Module, loop: Learner | None, ranks: Ranks) -> dict[str, An
         **{name: getattr(module, name) for name in _COUNTS},
         "algo": module.algo.state_dict(),
         "history": module.history.state_dict(),
+        "evaluator": module.evaluator.state_dict(),
         "scheduler": module.scheduler.state_dict(),
         "classes": {name: _class_of(getattr(module, name)) for name in _PARTS},
         "base_fingerprint": module.base_fingerprint,
@@ -70,6 +63,7 @@ def load_state(module: Module, state: Mapping[str, Any]) -> None:
     for name in _COUNTS:
         setattr(module, name, copy.copy(state[name]))
     module.history.load_state_dict(state["history"])
+    module.evaluator.load_state_dict(state["evaluator"])
     for name in ("algo", "scheduler"):
         if is_of_same_class(module, name, state):
             getattr(module, name).load_state_dict(state[name])
@@ -120,13 +114,13 @@ def check_base(module: Module, state: Mapping[str, Any], where: str) -> None:
         )
 
 
-class Aside:
-    """The state that parts have learned so far, put aside while something uses them that is to leave no trace in them."""
+class Snapshot:
+    """The state that parts have learned so far, while something uses them that is to leave no trace in them."""
 
     def __init__(self, *parts: Learner) -> None:
         self._states = [(part, copy.deepcopy(part.state_dict())) for part in parts]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Let the parts know what they knew then, and nothing else."""
         for part, state in self._states:
             part.load_state_dict(state)

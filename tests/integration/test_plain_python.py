@@ -272,15 +272,15 @@ def test_evaluations_in_between_are_the_modules_own_and_once_each(model_dir, pro
         **QUIET,
     }
     L.Trainer(max_steps=5, callbacks=[saver], logger=board, **flags).fit(module, datamodule)
-    assert (module.num_evaluations, module.evaluated_at) == (2, 4)
+    assert (module.evaluator.num_done, module.evaluator.done_at) == (2, 4)
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert [each.step for each in events.Scalars("eval/reward")] == [2, 4]
     path = tmp_path / "saved" / "step=2.ckpt"
     again, datamodule = parts(str(model_dir), prompts, **more)
     L.Trainer(max_steps=5, logger=False, enable_checkpointing=False, **flags).fit(again, datamodule, ckpt_path=path)
-    assert again.num_evaluations == 2
-    assert again.evaluation_metrics == module.evaluation_metrics
+    assert again.evaluator.num_done == 2
+    assert again.evaluator.metrics == module.evaluator.metrics
     assert_same(weights(again), weights(module))
 
 
