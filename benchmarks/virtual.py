@@ -114,7 +114,7 @@ class VirtualHost(WorkerHost):
         except Exception as error:  # noqa: BLE001 - the trainer raises it
             self._report(error)
         events = self._taken()
-        pickle.dumps((events.finished, events.released, events.tails))
+        pickle.dumps((events.finished, events.released, events.deltas))
         used = device.now() - began
         device.spent["busy"] += used
         self._left_s -= used

@@ -49,7 +49,7 @@ class Withdraw:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remember:
+class HistoryUpdate:
     """Past answers to prompts that are to come."""
 
     prompts: Sequence[PackedPrompt]
@@ -67,11 +67,11 @@ class Measure:
     """Tell what happened in the engine since the last time."""
 
 
-Message = Weights | Submit | Withdraw | Remember | Learn | Measure
+Message = Weights | Submit | Withdraw | HistoryUpdate | Learn | Measure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tail:
+class OutputDelta:
     """The tokens of an answer from index `start` on, with counts of the whole of it."""
 
     id: str
@@ -92,7 +92,7 @@ class Events:
 
     finished: list[tuple[str, Output]] = field(default_factory=list)
     released: list[tuple[str, Output]] = field(default_factory=list)  # withdrawn, with what there is of them
-    tails: list[Tail] = field(default_factory=list)  # of answers that go on; drafts of answers too
+    deltas: list[OutputDelta] = field(default_factory=list)  # of answers that go on; drafts of answers too
     forgotten: list[tuple[Split, str]] = field(default_factory=list)  # prompts whose history did not fit
     measured: list[Mapping[str, float]] = field(default_factory=list)  # an answer to each `Measure`
     version: int | None = None  # of the policy with which it samples; None before the first

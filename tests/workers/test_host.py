@@ -13,7 +13,7 @@ from rhymerl.budgets import FixedBudget
 from rhymerl.history import Answer, HistoryStore
 from rhymerl.history.packing import PackedPrompt
 from rhymerl.types import Prompt, RolloutRequest, SamplingParams
-from rhymerl.workers.messages import Remember, Submit, Weights, WeightSource, Withdraw
+from rhymerl.workers.messages import HistoryUpdate, Submit, Weights, WeightSource, Withdraw
 from rhymerl.workers.remote.host import WorkerHost
 from rhymerl.workers.versions import Versions
 from tests.rollout.tokens import TokenBackend
@@ -112,7 +112,7 @@ def test_what_has_ended_ahead_is_told_of_before_it_waits_for_the_next_message():
         )  # which the next policy samples again
         told, until = 0, time.monotonic() + 30
         while told < 12 and time.monotonic() < until:
-            told += sum(len(each.output) for each in host.poll(0.05).tails)
+            told += sum(len(each.output) for each in host.poll(0.05).deltas)
     finally:
         host.close()
         thread.join()
@@ -137,7 +137,7 @@ def test_requests_that_had_to_wait_for_others_are_told_of_again_once_they_run():
     host.post(submit(1, 1))
     host.step(max_passes=3)
     host.post(submit(0, 1))
-    told = [(tail.id, tail.start, len(tail.output)) for _ in range(3) for tail in host.step(max_passes=4).tails]
+    told = [(tail.id, tail.start, len(tail.output)) for _ in range(3) for tail in host.step(max_passes=4).deltas]
     assert told == [("1/0", 3, 4), ("1/0", 7, 4), ("1/0", 11, 4)]
 
 
@@ -206,7 +206,7 @@ def test_what_it_remembers_stays_within_its_bound_and_it_tells_what_has_gone():
         prompt = PackedPrompt(
             split="train", key=str(number), token_ids=np.array([number], np.int32), answers=answers(length)
         )
-        host.post(Remember(prompts=[prompt]))
+        host.post(HistoryUpdate(prompts=[prompt]))
         events = host.step(max_passes=1)
         told += events.forgotten
         bytes_of.append(events.history_bytes)

@@ -63,9 +63,9 @@ def test_kept_tokens_are_at_most_one_policy_old(scheduler, lockstep):
 
 def update_until(loop: RolloutLoop, holds: Callable[[InFlight], bool]) -> None:
     """Be an update that lasts until that holds for the next step."""
-    crew, ahead = loop.workers._crew, loop.workers._ahead
-    with crew.changed:
-        crew.wait(60, lambda: holds(ahead))
+    pool, ahead = loop.workers._pool, loop.workers._ahead
+    with pool.changed:
+        pool.wait(60, lambda: holds(ahead))
         assert holds(ahead)
 
 

@@ -88,7 +88,7 @@ def test_a_worker_that_hangs_before_it_has_weights_is_replaced():
     over = threading.Event()
     with fleet(make=lambda number: TokenBackend(length, pass_s=0.001)) as (loop, backend):
         backend.hang_timeout_s = 2.0
-        while not all(member.is_here for member in loop.workers._crew.members):
+        while not all(handle.is_here for handle in loop.workers._pool.handles):
             time.sleep(0.01)
         for connection in backend.connections:
             connection._host.poll = lambda wait_s: over.wait(30)
@@ -220,15 +220,15 @@ def restless_steps(count: int, run_ahead: str) -> list[Rollout]:
     draw, backend = random.Random(run_ahead), Late(lambda number: TokenBackend(length, pass_s=0.001))
     steps: list[Rollout] = []
     with fleet(Restless, backend=backend, workers=4, run_ahead=run_ahead) as (loop, _):
-        crew, over = loop.workers._crew, threading.Event()
+        pool, over = loop.workers._pool, threading.Event()
 
         def kill() -> None:
             while not over.wait(draw.uniform(0.0, 0.1)):
-                member = draw.choice(crew.members[1:])
+                handle = draw.choice(pool.handles[1:])
                 if (
-                    member.is_up and crew._losses[member.number] < 3
+                    handle.is_up and pool._losses[handle.number] < 3
                 ):  # one that is lost again and again would end the run
-                    member.connection.kill()
+                    handle.connection.kill()
 
         thread = threading.Thread(target=kill)
         thread.start()

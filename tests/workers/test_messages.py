@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rhymerl.types import Output
-from rhymerl.workers.messages import Tail
+from rhymerl.workers.messages import OutputDelta
 
 
 def output(length: int, *, has_sources: bool) -> Output:
@@ -22,7 +22,7 @@ def test_tails_join_to_the_whole(has_sources):
     known = Output.of()
     for start, end in ((0, 3), (3, 3), (3, 10)):
         whole = output(end, has_sources=has_sources)
-        known = Tail(id="a", start=start, output=whole[start:]).behind(known)
+        known = OutputDelta(id="a", start=start, output=whole[start:]).behind(known)
     for name in ("token_ids", "logprobs", "policy_versions"):
         assert np.array_equal(getattr(known, name), getattr(whole, name))
     assert known.num_passes == 10

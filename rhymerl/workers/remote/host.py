@@ -17,12 +17,12 @@ from rhymerl.types import Prompt
 from rhymerl.workers.host import Host, Task
 from rhymerl.workers.messages import (
     Events,
+    HistoryUpdate,
     Learn,
     Measure,
     Message,
-    Remember,
+    OutputDelta,
     Submit,
-    Tail,
     Weights,
     WeightSource,
     Withdraw,
@@ -159,8 +159,8 @@ class WorkerHost(Host):
                 self.submit(message.requests, priority=message.priority, versions=message.versions)
             case Withdraw():
                 self.withdraw(message.ids)
-            case Remember():
-                self._remember(message)
+            case HistoryUpdate():
+                self._update_history(message)
             case Learn():
                 self.engine.learn(message.samples)
             case Measure():
@@ -175,7 +175,7 @@ class WorkerHost(Host):
         if is_first:
             self.engine.follow(self._history)
 
-    def _remember(self, message: Remember) -> None:
+    def _update_history(self, message: HistoryUpdate) -> None:
         """Learn past answers, and report which prompts had to go for them."""
         before = self._history.version
         for each in message.prompts:
@@ -211,11 +211,11 @@ class WorkerHost(Host):
         outputs = {each.request.id: each.output for each in self._backend.outputs()} if self._backend else {}
         waiting = ((name, task.output) for name, task in self._tasks.items() if not task.is_running)
         outputs |= {name: output for name, output in waiting if output is not None}
-        tails = []
+        deltas = []
         for name, output in outputs.items():
             task = self._tasks[name]
             if len(output) > task.reported:
-                tails.append(Tail(id=name, start=task.reported, output=output[task.reported :]))
+                deltas.append(OutputDelta(id=name, start=task.reported, output=output[task.reported :]))
                 task.reported = len(output)
         with self._changed:
-            self._events.tails += tails
+            self._events.deltas += deltas

@@ -17,8 +17,8 @@ from rhymerl.workers.coordinator import Coordinator, SharedPlan, make_plan, want
 from rhymerl.workers.messages import Learn, Measure, Weights
 from rhymerl.workers.metrics import over_workers
 from rhymerl.workers.remote.base import HostedBackend
-from rhymerl.workers.remote.crew import Crew
 from rhymerl.workers.remote.in_flight import InFlight
+from rhymerl.workers.remote.pool import WorkerPool
 from rhymerl.workers.run_ahead import RunAheadState, fingerprint
 from rhymerl.workers.versions import Versions
 
@@ -68,7 +68,7 @@ class HostedWorkers(Workers):
         self._ended_at = time.monotonic()  # the latest `answer`
         self._busy_frac = 0.0
         self._num_exchanges = 0  # of the latest `answer`
-        self._crew = Crew(backend, num_workers=num_workers, lockstep=lockstep)
+        self._pool = WorkerPool(backend, num_workers=num_workers, lockstep=lockstep)
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -76,14 +76,14 @@ class HostedWorkers(Workers):
         if self._ranks.rank != 0:
             return
         started = time.monotonic()
-        with self._crew.changed:
-            self._crew.settle()
+        with self._pool.changed:
+            self._pool.settle()
             pending = self._begin(work)
         reports = wants_progress(self._scheduler)
         coordinator = self._coordinator(pending)
         is_done, self._num_exchanges = False, 0
         while not is_done:
-            with self._crew.changed:
+            with self._pool.changed:
                 self._listen_a_while(pending)
                 completed = pending.take()
                 moved, pending.moved = pending.moved, {}
@@ -93,13 +93,13 @@ class HostedWorkers(Workers):
             command = coordinator.decide([(0, report)])
             if command is None:
                 continue
-            with self._crew.changed:
-                self._crew.move(pending, command.moves)
+            with self._pool.changed:
+                self._pool.move(pending, command.moves)
                 if command.plan is not None and work.following is not None:
                     self._ahead = self._launch(work.next_step(), command.plan, ahead=1)
             is_done = command.is_done
-        with self._crew.changed:
-            self._crew.pending.remove(pending)
+        with self._pool.changed:
+            self._pool.pending.remove(pending)
             if not pending.is_evaluation:
                 self._go_on_ahead()
         self.num_moves = coordinator.num_moves
@@ -117,17 +117,17 @@ class HostedWorkers(Workers):
         if ahead.work.step == work.step and fingerprint(ahead.work.requests) == fingerprint(work.requests):
             ahead.work = work
             return ahead
-        self._crew.abandon(ahead)
+        self._pool.abandon(ahead)
         return self._launch(work, self._plan(work))
 
     def _of_state(self, state: RunAheadState | None, work: StepRequests) -> tuple[SharedPlan, Mapping[str, Output]]:
         if state is None or state.asked != fingerprint(work.requests):
             return self._plan(work), {}
-        plan = state.plan if len(state.plan.queues) == len(self._crew.members) else self._plan(work)
+        plan = state.plan if len(state.plan.queues) == len(self._pool.handles) else self._plan(work)
         return plan, state.outputs
 
     def _plan(self, work: StepRequests) -> SharedPlan:
-        return make_plan(self._scheduler, work.requests, num_workers=len(self._crew.members), step=work.step)
+        return make_plan(self._scheduler, work.requests, num_workers=len(self._pool.handles), step=work.step)
 
     def _launch(
         self, work: StepRequests, plan: SharedPlan, outputs: Mapping[str, Output] | None = None, *, ahead: int = 0
@@ -136,7 +136,7 @@ class HostedWorkers(Workers):
         mode = self._run_ahead if work.number is not None else "off"
         versions = Versions.of(self._version + ahead, mode, self._max_staleness)
         pending = InFlight(work=work, plan=plan, versions=versions, outputs=dict(outputs or {}))
-        self._crew.launch(pending)
+        self._pool.launch(pending)
         return pending
 
     def _coordinator(self, pending: InFlight) -> Coordinator:
@@ -154,18 +154,18 @@ class HostedWorkers(Workers):
         )
 
     def spans(self) -> list[WorkerSpan]:
-        with self._crew.changed:
-            return [span for member in self._crew.members for span in member.spans.take()]
+        with self._pool.changed:
+            return [span for handle in self._pool.handles for span in handle.spans.take()]
 
     def _account(self, started: float) -> None:
         """Note how busy workers were since the step before had its answers."""
         now = time.monotonic()
-        with self._crew.changed:
-            busy_s = sum(member.busy_s for member in self._crew.members)
-            for member in self._crew.members:
-                member.busy_s = 0.0
+        with self._pool.changed:
+            busy_s = sum(handle.busy_s for handle in self._pool.handles)
+            for handle in self._pool.handles:
+                handle.busy_s = 0.0
         self.sampled_s = now - self._ended_at
-        self._busy_frac = min(busy_s / max(len(self._crew.members) * (now - self._ended_at), 1e-9), 1.0)
+        self._busy_frac = min(busy_s / max(len(self._pool.handles) * (now - self._ended_at), 1e-9), 1.0)
         self.busy_s = self._busy_frac * (now - started) * self._ranks.size
         self._ended_at = now
 
@@ -174,28 +174,28 @@ class HostedWorkers(Workers):
         if self._lockstep:
             self._num_exchanges += 1
             # An evaluation leaves no trace in training: not in its passes either.
-            self._crew.step(self._backend.ticks_per_exchange, only_evaluates=pending.is_evaluation)
+            self._pool.step(self._backend.ticks_per_exchange, only_evaluates=pending.is_evaluation)
         else:
-            self._crew.wait(_SLICE_S, lambda: pending.finished or pending.moved)
+            self._pool.wait(_SLICE_S, lambda: pending.finished or pending.moved)
 
     def _go_on_ahead(self) -> None:
         """Let workers in lockstep go on with the next step, while nobody listens."""
         if self._lockstep and self._ahead is not None:
-            self._crew.step(self._backend.ticks_of_update(self._num_exchanges), waits=False)
+            self._pool.step(self._backend.ticks_of_update(self._num_exchanges), waits=False)
 
     @property
     def works_ahead(self) -> bool:
         return self._ahead is not None and not self._lockstep
 
     def ended_ahead(self) -> list[Completion]:
-        with self._crew.changed:
+        with self._pool.changed:
             return self._ahead.unseen() if self._ahead is not None else []
 
     # -- between steps -------------------------------------------------------------------------------------------
 
     @property
     def _version(self) -> int:
-        return self._crew.weights.version if self._crew.weights is not None else 0
+        return self._pool.weights.version if self._pool.weights is not None else 0
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Publish them; each worker loads them when it comes to it, and nobody waits, but perhaps for the first. A version that is out already stays.
@@ -210,53 +210,53 @@ class HostedWorkers(Workers):
                 named_tensors.take_part()
             return
         weights = Weights(version=policy_version, source=self._backend.publish(named_tensors))
-        with self._crew.changed:
-            self._crew.settle()
-            is_first = self._crew.weights is None
-            self._crew.publish(weights)
+        with self._pool.changed:
+            self._pool.settle()
+            is_first = self._pool.weights is None
+            self._pool.publish(weights)
             if is_first and self._backend.starts_together:
-                self._crew.wait(None, lambda: all(member.is_up or member.is_late for member in self._crew.members))
+                self._pool.wait(None, lambda: all(handle.is_up or handle.is_late for handle in self._pool.handles))
 
     def learn(self, samples: Sequence[Sample]) -> None:
         if self._backend.learns:
-            with self._crew.changed:
-                self._crew.settle()
-                self._crew.tell(Learn(samples=samples))
+            with self._pool.changed:
+                self._pool.settle()
+                self._pool.post(Learn(samples=samples))
 
     def follow(self, history: HistoryStore) -> None:
         """Workers get a prompt's past answers with the prompt."""
-        self._crew.history = history if self._backend.remembers else None
+        self._pool.history = history if self._backend.remembers else None
 
     def metrics(self) -> Mapping[str, float]:
         if self._ranks.rank != 0:
             return {}
-        with self._crew.changed:
-            self._crew.settle()
-            asked = [member for member in self._crew.members if member.is_up]
-            for member in asked:
-                member.measured.clear()
-                member.connection.post(Measure())
+        with self._pool.changed:
+            self._pool.settle()
+            asked = [handle for handle in self._pool.handles if handle.is_up]
+            for handle in asked:
+                handle.measured.clear()
+                handle.connection.post(Measure())
             if self._lockstep:
-                self._crew.step(0)
+                self._pool.step(0)
             else:
-                self._crew.wait(_MEASURE_S, lambda: all(each.measured or not each.is_up for each in asked))
-            found = [member.measured.popleft() for member in asked if member.measured]
+                self._pool.wait(_MEASURE_S, lambda: all(each.measured or not each.is_up for each in asked))
+            found = [handle.measured.popleft() for handle in asked if handle.measured]
             return {
                 **over_workers(found, [1.0] * len(found)),
                 "workers/idle_frac": 1 - self._busy_frac,
                 # As floats, which are no counts to be added up over the rounds of a step.
-                "workers/up": float(sum(member.is_up for member in self._crew.members)),
-                "workers/lost": float(self._crew.num_lost),
-                "workers/history_bytes": float(max((member.history_bytes for member in self._crew.members), default=0)),
+                "workers/up": float(sum(handle.is_up for handle in self._pool.handles)),
+                "workers/lost": float(self._pool.num_lost),
+                "workers/history_bytes": float(max((handle.history_bytes for handle in self._pool.handles), default=0)),
             }
 
     def state(self) -> RunAheadState | None:
-        with self._crew.changed:
-            self._crew.settle()
+        with self._pool.changed:
+            self._pool.settle()
             return self._ahead.state() if self._ahead is not None else self._resumed
 
     def restore(self, state: RunAheadState | None) -> None:
         self._resumed = state
 
     def close(self) -> None:
-        self._crew.close()
+        self._pool.close()

@@ -10,7 +10,7 @@ from itertools import islice
 from rhymerl.types import Completion, Output, RolloutRequest
 from rhymerl.workers.base import StepRequests
 from rhymerl.workers.coordinator import ProgressReport, SharedPlan
-from rhymerl.workers.messages import Submit, Tail
+from rhymerl.workers.messages import OutputDelta, Submit
 from rhymerl.workers.run_ahead import RunAheadState, fingerprint
 from rhymerl.workers.versions import Versions
 
@@ -56,9 +56,9 @@ class InFlight:
         self.outputs[name] = output
         self.finished.append(name)
 
-    def tell(self, tail: Tail) -> None:
+    def extend(self, delta: OutputDelta) -> None:
         """Note how far an answer is."""
-        self.outputs[tail.id] = tail.behind(self.outputs.get(tail.id))
+        self.outputs[delta.id] = delta.behind(self.outputs.get(delta.id))
 
     def take(self) -> list[Completion]:
         """Return the answers that have ended since the last time."""

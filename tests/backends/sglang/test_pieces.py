@@ -67,12 +67,12 @@ def test_what_is_there_is_told_and_what_is_taken_back_goes_on(engine, flat_polic
     assert set(Counter((seed, position) for seed, position, _ in engine.sampled).values()) == {1}, "none twice"
 
 
-def told_of(crew, worker: int) -> int:
+def told_of(pool, worker: int) -> int:
     """How many requests of a worker are known with their first tokens."""
-    with crew.changed:
+    with pool.changed:
         return sum(
             each.worker.get(name) == worker and len(output) >= 4
-            for each in crew.pending
+            for each in pool.pending
             for name, output in each.outputs.items()
         )
 
@@ -82,12 +82,12 @@ def test_a_server_that_is_lost_costs_the_last_pieces_alone(flat_policy):
         for engine in (first, second):
             engine.token_s, engine.holds_at = 0.002, 9
         with loop_over([first, second], flat_policy, piece_s=0.01) as loop:
-            crew = loop.workers._crew
+            pool = loop.workers._pool
 
             def lose_one() -> None:
-                soon(lambda: told_of(crew, 0) == 4)  # of all that it runs
+                soon(lambda: told_of(pool, 0) == 4)  # of all that it runs
                 first.vanish()
-                soon(lambda: crew.num_lost)
+                soon(lambda: pool.num_lost)
                 for engine in (first, second):
                     engine.go.set()
 

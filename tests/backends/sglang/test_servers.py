@@ -161,16 +161,16 @@ def test_a_server_that_goes_is_missed_by_nobody_and_comes_back(engines, flat_pol
         next(steps)
         loop.workers._backend.start_timeout_s = 0.5
         gone.holds_at = 2  # so that it has requests when it goes
-        crew = loop.workers._crew
+        pool = loop.workers._pool
         held = iter(steps)
 
         threading.Thread(target=lambda: (soon(lambda: len(gone.inputs) > 8), gone.vanish())).start()
         next(held)
-        assert crew.num_lost >= 1
+        assert pool.num_lost >= 1
         time.sleep(1.0)  # longer than a worker may take to come up
         next(held)
         fresh = stack.enter_context(FakeEngine(port=urlsplit(gone.url).port))
-        soon(lambda: crew.members[1].is_up)
+        soon(lambda: pool.handles[1].is_up)
         next(held)
         assert len(fresh.inputs) > 0
 
@@ -218,7 +218,7 @@ def sharded_steps(urls: list[str]) -> None:
         for _ in run(loop, policy, range(3)):
             pass
         if ranks.rank == 0:
-            connections = [member.connection for member in loop.workers._crew.members]
+            connections = [handle.connection for handle in loop.workers._pool.handles]
             compared = {id(each._load.engine.session.policy) for each in connections}
             assert len(compared) == 1, "one copy is enough for all"
     ranks.close()

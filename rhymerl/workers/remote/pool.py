@@ -1,4 +1,4 @@
-"""The crew of workers apart from the trainer: what they are told, what they tell, and who goes on for one that is lost."""
+"""The workers apart from the trainer: what they are sent, what they report, and who goes on for one that is lost."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rhymerl.history.packing import PackedPrompt
 from rhymerl.types import Split
 from rhymerl.workers.messages import Events, Message, Weights, Withdraw
 from rhymerl.workers.remote.base import HostedBackend
+from rhymerl.workers.remote.handle import WorkerHandle
 from rhymerl.workers.remote.in_flight import InFlight
-from rhymerl.workers.remote.member import Member
 
 LOG = logging.getLogger(__name__)
 _POLL_S = 0.1  # a worker keeps what is not urgent for so long
@@ -24,7 +24,7 @@ _CLOSE_S = 10.0
 _LOSSES = 5  # of one worker in a row that had requests and told of no token
 
 
-class Crew:
+class WorkerPool:
     """`num_workers` workers of a backend that has been started, and the steps that they have requests of.
 
     Without `lockstep` a thread listens to them, whatever the trainer does; methods are called while `changed`, its lock, is held. In
@@ -42,21 +42,21 @@ class Crew:
         self._error: Exception | None = None
         self._losses = [0] * num_workers
         # The newest answers, and of which split and version of the history they are.
-        self._pool: tuple[tuple[Split, int] | None, Sequence[PackedPrompt]] = (None, ())
+        self._newest_answers: tuple[tuple[Split, int] | None, Sequence[PackedPrompt]] = (None, ())
         self._poll_s = max(_POLL_S, _POLL_EACH_S * num_workers)
         self._is_closed = False
         self._listener: threading.Thread | None = None
         if num_workers:
             backend.reserve(num_workers)
         least = backend.least_workers(num_workers)
-        self.members = [self._member(number, is_late=number >= least) for number in range(num_workers)]
+        self.handles = [self._handle(number, is_late=number >= least) for number in range(num_workers)]
         if num_workers and not lockstep:
-            self._listener = threading.Thread(target=self._listen, name="crew", daemon=True)
+            self._listener = threading.Thread(target=self._listen, name="worker pool", daemon=True)
             self._listener.start()
 
-    def _member(self, number: int, *, is_late: bool = False) -> Member:
+    def _handle(self, number: int, *, is_late: bool = False) -> WorkerHandle:
         connection = self._backend.connect(number, lockstep=self._lockstep)
-        return Member(number=number, connection=connection, is_late=is_late)
+        return WorkerHandle(number=number, connection=connection, is_late=is_late)
 
     def close(self) -> None:
         """Listen no more; may be called twice."""
@@ -64,32 +64,32 @@ class Crew:
         if self._listener is not None:
             self._listener.join(_CLOSE_S)
 
-    # -- what workers are told -------------------------------------------------------------------------------------
+    # -- what workers are sent -------------------------------------------------------------------------------------
 
-    def tell(self, message: Message) -> None:
-        """Tell all workers; what one that is not here yet misses it does not need."""
-        for member in self.members:
-            if member.is_here or not member.is_late:
-                member.connection.post(message)
+    def post(self, message: Message) -> None:
+        """Send a message to all workers; what one that is not here yet misses it does not need."""
+        for handle in self.handles:
+            if handle.is_here or not handle.is_late:
+                handle.connection.post(message)
 
     def publish(self, weights: Weights) -> None:
-        """Tell all workers of new weights, and those that will take the place of others."""
+        """Send new weights to all workers, and to those that will take the place of others."""
         self.weights = weights
-        self.tell(weights)
+        self.post(weights)
 
     def launch(self, pending: InFlight) -> None:
         """Give each worker its queue of a step, without answers that are there already; others take that of one which is not back yet."""
         self.pending.append(pending)
         requests = pending.work.requests
-        for member, queue in zip(self.members, pending.plan.queues, strict=True):
+        for handle, queue in zip(self.handles, pending.plan.queues, strict=True):
             names = [requests[index].id for index in queue]
-            pending.worker |= dict.fromkeys(names, member.number)
+            pending.worker |= dict.fromkeys(names, handle.number)
             for name in names:
                 output = pending.outputs.get(name)
                 if output is not None and output.is_finished and pending.versions.is_final(output):
                     pending.finish(name, output)
             left = [name for name in names if name in pending.worker]
-            self._hand(member, pending, left)
+            self._hand(handle, pending, left)
 
     def move(self, pending: InFlight, moves: Mapping[int, int]) -> None:
         """Take requests back from their workers; `_take_released` gives them to the others. Those that are to go to a missing one stay."""
@@ -98,53 +98,53 @@ class Crew:
             name = pending.work.requests[index].id
             if (now := pending.worker.get(name)) is None or now == goal:
                 continue
-            if self.members[goal].is_missing:
+            if self.handles[goal].is_missing:
                 pending.moved[index] = now
                 continue
             by_worker.setdefault(now, []).append(name)
             pending.goals[name] = goal
         for worker, names in by_worker.items():
-            self.members[worker].connection.post(Withdraw(ids=names))
+            self.handles[worker].connection.post(Withdraw(ids=names))
 
     def abandon(self, pending: InFlight) -> None:
         """Nobody wants its answers any more."""
         self.pending.remove(pending)
-        for member in self.members:
-            names = [name for name, worker in pending.worker.items() if worker == member.number]
+        for handle in self.handles:
+            names = [name for name, worker in pending.worker.items() if worker == handle.number]
             if names:
-                member.connection.post(Withdraw(ids=names))
+                handle.connection.post(Withdraw(ids=names))
 
-    def _hand(self, member: Member, pending: InFlight, names: Sequence[str]) -> None:
+    def _hand(self, handle: WorkerHandle, pending: InFlight, names: Sequence[str]) -> None:
         """Give a worker requests, or others where it is missing."""
-        if member.is_missing:
+        if handle.is_missing:
             self._deal(pending, names)
         else:
-            self._submit(member, pending, names)
+            self._submit(handle, pending, names)
 
-    def _submit(self, member: Member, pending: InFlight, names: Sequence[str]) -> None:
+    def _submit(self, handle: WorkerHandle, pending: InFlight, names: Sequence[str]) -> None:
         """Give a worker requests, with the past answers to their prompts."""
         if not names:
             return
         message = pending.submit(names)
         if self.history is not None:
             newest = self._newest(self.history, message.requests[0].split)
-            if (unknown := member.remind(self.history, message.requests, newest=newest)) is not None:
-                member.connection.post(unknown)
-        member.connection.post(message)
+            if (unknown := handle.update_for(self.history, message.requests, newest=newest)) is not None:
+                handle.connection.post(unknown)
+        handle.connection.post(message)
 
     def _newest(self, history: HistoryStore, split: Split) -> Sequence[PackedPrompt]:
         """Return the newest answers to all prompts, found once for all workers."""
         of = split, history.version
-        if self._pool[0] != of:
-            self._pool = of, history.newest(split)
-        return self._pool[1]
+        if self._newest_answers[0] != of:
+            self._newest_answers = of, history.newest(split)
+        return self._newest_answers[1]
 
-    # -- what workers tell -----------------------------------------------------------------------------------------
+    # -- what workers report -----------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        """Take what workers tell, whatever the trainer does, until the crew is closed."""
+        """Take what workers report, whatever the trainer does, until the pool is closed."""
         while not self._is_closed:
-            asked = {member.ask(self._poll_s if member.is_here else 0.0): member for member in self.members}
+            asked = {handle.ask(self._poll_s if handle.is_here else 0.0): handle for handle in self.handles}
             done, _ = wait(asked, timeout=_POLL_S, return_when=FIRST_COMPLETED)
             with self.changed:
                 try:
@@ -169,8 +169,8 @@ class Crew:
 
     def step(self, ticks: int, *, waits: bool = True, only_evaluates: bool = False) -> None:
         """Let all workers in lockstep go on for so many ticks."""
-        for member in self.members:
-            member.asked = member.connection.step(ticks, only_evaluates=only_evaluates)
+        for handle in self.handles:
+            handle.asked = handle.connection.step(ticks, only_evaluates=only_evaluates)
         if waits:
             self.settle()
 
@@ -179,115 +179,115 @@ class Crew:
 
         First all of them have stopped: what one tells may move requests of another, which is not to hear of it before its next exchange.
         """
-        asked = [(member, member.asked) for member in self.members if self._lockstep and member.asked is not None]
-        for member, told in asked:
-            self._wait_for(member, told)
-        for member, _ in asked:
-            self._take(member)
+        asked = [(handle, handle.asked) for handle in self.handles if self._lockstep and handle.asked is not None]
+        for handle, told in asked:
+            self._wait_for(handle, told)
+        for handle, _ in asked:
+            self._take(handle)
 
-    def _wait_for(self, member: Member, asked: Future[Events]) -> None:
+    def _wait_for(self, handle: WorkerHandle, asked: Future[Events]) -> None:
         """Wait for a worker in lockstep, however long its passes take. Raises BackendError where it does not answer at all."""
-        limit_s = self._backend.hang_timeout_s if member.is_here else self._backend.start_timeout_s
+        limit_s = self._backend.hang_timeout_s if handle.is_here else self._backend.start_timeout_s
         while not wait([asked], limit_s).done:
-            if member.connection.is_alive(self._backend.hang_timeout_s):
+            if handle.connection.is_alive(self._backend.hang_timeout_s):
                 continue
-            if not member.is_here:
-                raise self._absent(member)
-            self._replace(member, f"no answer for {limit_s:.0f} s")  # raises, as for all that are lost in lockstep
+            if not handle.is_here:
+                raise self._absent(handle)
+            self._replace(handle, f"no answer for {limit_s:.0f} s")  # raises, as for all that are lost in lockstep
 
-    def _take(self, member: Member) -> None:
+    def _take(self, handle: WorkerHandle) -> None:
         """Take what a worker has told; one that is gone is replaced."""
-        assert member.asked is not None
-        future, member.asked = member.asked, None
+        assert handle.asked is not None
+        future, handle.asked = handle.asked, None
         try:
             events = future.result()
         except OSError as error:
-            self._replace(member, str(error) or type(error).__name__)
+            self._replace(handle, str(error) or type(error).__name__)
             return
         if events.error is not None:
-            raise _of_worker(events.error, member.number)
-        was_here, was_up = member.is_here, member.is_up
-        member.note(events)
-        if member.is_late and not was_here and self.weights is not None:
-            member.connection.post(self.weights)
-        if events.finished or events.tails:
-            self._losses[member.number] = 0
+            raise _of_worker(events.error, handle.number)
+        was_here, was_up = handle.is_here, handle.is_up
+        handle.note(events)
+        if handle.is_late and not was_here and self.weights is not None:
+            handle.connection.post(self.weights)
+        if events.finished or events.deltas:
+            self._losses[handle.number] = 0
         for name, output in events.finished:
-            if (pending := self._owned(name, member)) is not None:
+            if (pending := self._owned(name, handle)) is not None:
                 pending.finish(name, output)
-        for tail in events.tails:
-            if (pending := self._owned(tail.id, member)) is not None:
-                pending.tell(tail)
-        self._take_released(events, member)
-        if member.is_up and not was_up:
-            self._even_out(member)
+        for delta in events.deltas:
+            if (pending := self._owned(delta.id, handle)) is not None:
+                pending.extend(delta)
+        self._take_released(events, handle)
+        if handle.is_up and not was_up:
+            self._even_out(handle)
 
-    def _owned(self, name: str, member: Member) -> InFlight | None:
+    def _owned(self, name: str, handle: WorkerHandle) -> InFlight | None:
         """Return the step in which this worker has this request."""
-        return next((each for each in self.pending if each.worker.get(name) == member.number), None)
+        return next((each for each in self.pending if each.worker.get(name) == handle.number), None)
 
-    def _take_released(self, events: Events, member: Member) -> None:
+    def _take_released(self, events: Events, handle: WorkerHandle) -> None:
         """Requests that were withdrawn go on with the workers that they were moved to."""
         by_goal: dict[tuple[int, int], list[str]] = {}
         for name, output in events.released:
-            if (pending := self._owned(name, member)) is None:
+            if (pending := self._owned(name, handle)) is None:
                 continue
-            goal = pending.goals.pop(name, member.number)
+            goal = pending.goals.pop(name, handle.number)
             pending.worker[name] = goal
             if len(output):
                 pending.outputs[name] = output
             by_goal.setdefault((goal, self.pending.index(pending)), []).append(name)
         for (goal, number), names in by_goal.items():
-            self._hand(self.members[goal], self.pending[number], names)
+            self._hand(self.handles[goal], self.pending[number], names)
 
     # -- workers that are lost ---------------------------------------------------------------------------------------
 
     def _look_after(self) -> None:
         """Replace workers that hang; raise BackendError where one does not come up that the run cannot do without."""
         now = time.monotonic()
-        for member in self.members:
-            is_silent = member.asked is not None and not member.asked.done()
-            if member.is_here and is_silent and now - member.asked_at > self._backend.hang_timeout_s:
-                self._replace(member, f"no answer for {now - member.asked_at:.0f} s")
-            elif not member.is_up and self.weights is not None and now - member.since > self._backend.start_timeout_s:
-                self._miss(member)
+        for handle in self.handles:
+            is_silent = handle.asked is not None and not handle.asked.done()
+            if handle.is_here and is_silent and now - handle.asked_at > self._backend.hang_timeout_s:
+                self._replace(handle, f"no answer for {now - handle.asked_at:.0f} s")
+            elif not handle.is_up and self.weights is not None and now - handle.since > self._backend.start_timeout_s:
+                self._miss(handle)
 
-    def _miss(self, member: Member) -> None:
-        if not self._backend.goes_on_short or not any(each.is_up for each in self.members):
-            raise self._absent(member)
-        if not member.is_late:
-            self._replace(member, self._too_late)
+    def _miss(self, handle: WorkerHandle) -> None:
+        if not self._backend.goes_on_short or not any(each.is_up for each in self.handles):
+            raise self._absent(handle)
+        if not handle.is_late:
+            self._replace(handle, self._too_late)
 
     @property
     def _too_late(self) -> str:
         return f"has not come up within backend.start_timeout_s={self._backend.start_timeout_s:g}"
 
-    def _absent(self, member: Member) -> BackendError:
+    def _absent(self, handle: WorkerHandle) -> BackendError:
         why = self._backend.why_absent()
-        return BackendError(f"worker {member.number} {self._too_late}" + (f": {why}" if why else ""))
+        return BackendError(f"worker {handle.number} {self._too_late}" + (f": {why}" if why else ""))
 
-    def _replace(self, member: Member, reason: str) -> None:
+    def _replace(self, handle: WorkerHandle, reason: str) -> None:
         """Let others go on with what a worker had, and start another in its place."""
         if self._lockstep:
-            raise BackendError(f"worker {member.number} is lost ({reason}), and others cannot go on for it in lockstep")
+            raise BackendError(f"worker {handle.number} is lost ({reason}), and others cannot go on for it in lockstep")
         self.num_lost += 1
-        self._losses[member.number] += any(member.number in each.worker.values() for each in self.pending)
-        if self._losses[member.number] > _LOSSES:
+        self._losses[handle.number] += any(handle.number in each.worker.values() for each in self.pending)
+        if self._losses[handle.number] > _LOSSES:
             raise BackendError(
-                f"worker {member.number} was lost {_LOSSES + 1} times before it told of a token: {reason}"
+                f"worker {handle.number} was lost {_LOSSES + 1} times before it told of a token: {reason}"
             )
-        LOG.warning("worker %d is lost (%s): its requests go on elsewhere", member.number, reason)
-        member.connection.kill()
-        self.members[member.number] = self._member(member.number, is_late=True)
+        LOG.warning("worker %d is lost (%s): its requests go on elsewhere", handle.number, reason)
+        handle.connection.kill()
+        self.handles[handle.number] = self._handle(handle.number, is_late=True)
         for pending in self.pending:
-            names = [name for name, worker in pending.worker.items() if worker == member.number]
+            names = [name for name, worker in pending.worker.items() if worker == handle.number]
             self._deal(pending, names)
 
     def _deal(self, pending: InFlight, names: Sequence[str]) -> None:
         """Give requests to workers that are up, the least busy ones first; to those that were there from the start where none is."""
-        goals = [member for member in self.members if member.is_up]
-        goals = goals or [member for member in self.members if not member.is_late] or self.members
-        load = {member.number: 0 for member in goals}
+        goals = [handle for handle in self.handles if handle.is_up]
+        goals = goals or [handle for handle in self.handles if not handle.is_late] or self.handles
+        load = {handle.number: 0 for handle in goals}
         for each in self.pending:
             for worker in each.worker.values():
                 if worker in load:
@@ -301,19 +301,19 @@ class Crew:
             pending.worker[name] = goal
             pending.moved[pending.index[name]] = goal
         for worker, share in shares.items():
-            self._submit(self.members[worker], pending, share)
+            self._submit(self.handles[worker], pending, share)
 
-    def _even_out(self, member: Member) -> None:
+    def _even_out(self, handle: WorkerHandle) -> None:
         """Give a worker that has come up late half of what the busiest one has, the last of its queue."""
         for pending in self.pending:
             by_worker: dict[int, list[str]] = {}
             for name, worker in pending.worker.items():
                 by_worker.setdefault(worker, []).append(name)
-            if by_worker.get(member.number) or not by_worker:
+            if by_worker.get(handle.number) or not by_worker:
                 continue
             busiest = max(by_worker, key=lambda worker: len(by_worker[worker]))
             names = by_worker[busiest][(len(by_worker[busiest]) + 1) // 2 :]
-            moves = {pending.index[name]: member.number for name in names}
+            moves = {pending.index[name]: handle.number for name in names}
             self.move(pending, moves)
             pending.moved |= moves
 

@@ -12,14 +12,14 @@ from rhymerl.backends.spans import SpanLog
 from rhymerl.history import HistoryStore
 from rhymerl.history.packing import PackedPrompt
 from rhymerl.types import RolloutRequest, Split
-from rhymerl.workers.messages import Events, Remember
+from rhymerl.workers.messages import Events, HistoryUpdate
 from rhymerl.workers.remote.base import Connection
 
 _LOCATION = tuple[int, int, int]  # of an answer: epoch, sample, policy version
 
 
 @dataclass(slots=True, kw_only=True)
-class Member:
+class WorkerHandle:
     """A worker by number. One that has been lost is another one behind the same number."""
 
     number: int
@@ -66,9 +66,9 @@ class Member:
         for name in events.forgotten:
             self.remembered.pop(name, None)
 
-    def remind(
+    def update_for(
         self, history: HistoryStore, requests: Iterable[RolloutRequest], *, newest: Iterable[PackedPrompt] = ()
-    ) -> Remember | None:
+    ) -> HistoryUpdate | None:
         """Return the `newest` answers, and all to the prompts of these requests, that the worker does not have yet; None: it has all."""
         prompts = {(request.split, request.prompt.key): request.prompt for request in requests}
         own = (
@@ -76,7 +76,7 @@ class Member:
             for (split, key), prompt in prompts.items()
         )
         unknown = [fresh for each in (*newest, *own) if (fresh := self._unknown(each)).answers]
-        return Remember(prompts=unknown) if unknown else None
+        return HistoryUpdate(prompts=unknown) if unknown else None
 
     def _unknown(self, prompt: PackedPrompt) -> PackedPrompt:
         """Return it with those answers that the worker lacks; it has them from now on."""
