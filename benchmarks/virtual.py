@@ -103,7 +103,7 @@ class VirtualHost(WorkerHost):
             self._take_messages()
             self.settle()
             while self.is_running and (left := self._left_s - (device.now() - began)) > 0:
-                started, step = device.now(), min(task.priority for task in self._tasks.values() if task.is_running)
+                started, step = device.now(), min(self._num_running)
                 self.decode(timeout_s=left)
                 self._note(step, at_s - began + started, at_s - began + device.now())
                 self.settle()

@@ -1,5 +1,7 @@
 """The workers that answer requests: on the trainer's ranks, or apart from them."""
 
+from typing import Any
+
 from rhymerl.backends.base import Backend, RolloutBackend
 from rhymerl.backends.served import ServedBackend
 from rhymerl.backends.spans import WorkerSpan
@@ -37,22 +39,16 @@ def workers_of(
 
     Raises ValueError for arguments that contradict one another.
     """
+    modes: dict[str, Any] = {"run_ahead": run_ahead, "max_staleness": max_staleness, "lockstep": lockstep}
     if isinstance(backend, HostedBackend):
-        return HostedWorkers(
-            backend,
-            scheduler,
-            num_workers=0 if ranks.rank else num_workers or backend.num_workers(ranks.size),
-            ranks=ranks,
-            run_ahead=run_ahead,
-            max_staleness=max_staleness,
-            lockstep=lockstep,
-        )
+        number = 0 if ranks.rank else num_workers or backend.num_workers(ranks.size)
+        return HostedWorkers(backend, scheduler, num_workers=number, ranks=ranks, **modes)
     assert isinstance(backend, RolloutBackend)
     if num_workers not in (None, ranks.size):
         raise ValueError(
             f"workers={num_workers}: with {type(backend).__name__} every rank is a worker; expected null, {ranks.size}, or backend=ray"
         )
-    return RankWorkers(backend, scheduler, ranks=ranks, run_ahead=run_ahead, lockstep=lockstep)
+    return RankWorkers(backend, scheduler, ranks=ranks, **modes)
 
 
 __all__ = [

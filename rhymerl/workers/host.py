@@ -8,6 +8,7 @@ wait with what they have: behind earlier steps, or, as a draft, for the policy t
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,7 +20,7 @@ from rhymerl.workers.versions import Versions
 
 
 @dataclass(slots=True, kw_only=True)
-class Task:
+class Job:
     """A request that is not answered yet."""
 
     request: RolloutRequest
@@ -60,7 +61,8 @@ class Host:
         self.busy_s = 0.0
         self._backend = engine
         self._beside = beside
-        self._tasks: dict[str, Task] = {}
+        self._jobs: dict[str, Job] = {}
+        self._num_running: Counter[int] = Counter()  # in the engine, by priority
         self._is_settled = True  # the engine has what is to be sampled now
 
     @property
@@ -72,12 +74,12 @@ class Host:
     @property
     def is_running(self) -> bool:
         """Return whether the engine has something to decode."""
-        return any(task.is_running for task in self._tasks.values())
+        return bool(self._num_running)
 
     @property
     def is_busy(self) -> bool:
         """Return whether there is something to decode."""
-        return any(task.is_running or self._may_run(task) for task in self._tasks.values())
+        return self.is_running or any(map(self._may_run, self._jobs.values()))
 
     # -- what it is told ---------------------------------------------------------------------------------------------
 
@@ -86,12 +88,12 @@ class Host:
 
         Answers that are to be its own alone begin again, along what they have as drafts.
         """
-        redone = [task for task in self._tasks.values() if task.versions.final <= version and self._has_drafts(task)]
-        self._take_out([task for task in redone if task.is_running])
-        for task in redone:
-            if task.output:
-                task.request = replace(task.request, prefetched=task.output.token_ids, output=None)
-            task.output, task.reported = None, 0
+        redone = [job for job in self._jobs.values() if job.versions.final <= version and self._has_drafts(job)]
+        self._take_out([job for job in redone if job.is_running])
+        for job in redone:
+            if job.output:
+                job.request = replace(job.request, prefetched=job.output.token_ids, output=None)
+            job.output, job.reported = None, 0
         started = time.perf_counter()
         self._backend = load()
         self.version, self._is_settled = version, False
@@ -99,20 +101,22 @@ class Host:
 
     def submit(self, requests: Iterable[RolloutRequest], *, priority: int, versions: Versions) -> None:
         """Take requests on, in this order and behind all of a lower priority; one that has its whole answer is done."""
-        self._is_settled = False
         for request in requests:
-            task = self._tasks[request.id] = Task(request=request, priority=priority, versions=versions)
+            if request.id in self._jobs:
+                raise BackendError(f"a worker has been given {request.id} twice")
+            self._is_settled = False
+            job = self._jobs[request.id] = Job(request=request, priority=priority, versions=versions)
             if request.output is not None and request.output.is_finished:
-                self._leave(task, request.output)
+                self._leave(job, request.output)
 
     def withdraw(self, names: Iterable[str]) -> None:
         """Give these requests back, as far as they are here and not answered: `released` has them, with their tokens."""
-        self._is_settled = False
-        tasks = [self._tasks[name] for name in names if name in self._tasks]
-        self._take_out([task for task in tasks if task.is_running])
-        for task in tasks:
-            if self._tasks.pop(task.request.id, None) is not None:  # else it has ended meanwhile
-                self.released.append(Completion(request=task.request, output=task.known()))
+        jobs = [self._jobs[name] for name in names if name in self._jobs]
+        self._take_out([job for job in jobs if job.is_running])
+        for job in jobs:
+            if self._jobs.pop(job.request.id, None) is not None:  # else it has ended meanwhile
+                self._is_settled = False
+                self.released.append(Completion(request=job.request, output=job.known()))
 
     # -- decoding ----------------------------------------------------------------------------------------------------
 
@@ -121,66 +125,74 @@ class Host:
         self.settle()
         if not self.is_running:
             return
-        priority, started = min(task.priority for task in self._tasks.values() if task.is_running), time.perf_counter()
+        priority, started = min(self._num_running), time.perf_counter()
         found = self.engine.collect(timeout_s, max_passes=max_passes)
         seconds = time.perf_counter() - started
         self.busy_s += seconds
         self.spans.note("decode", priority, seconds=seconds)
-        is_limited = timeout_s is not None or max_passes is not None
         is_over = timeout_s is not None and seconds >= timeout_s
-        if not found and not is_over and not (is_limited and self.engine.progress()):
-            lost = sum(task.is_running for task in self._tasks.values())
-            raise BackendError(f"{type(self.engine).__name__} lost {lost} requests")
+        if not found and not is_over and self._are_lost(is_limited=timeout_s is not None or max_passes is not None):
+            raise BackendError(f"{type(self.engine).__name__} lost {self._num_running.total()} requests")
         for completion in found:
             self._take(completion)
+
+    def _are_lost(self, *, is_limited: bool) -> bool:
+        """Return whether the engine has nothing left, though nothing has ended; not if it does not tell what it has."""
+        sees = type(self.engine).progress is not RolloutBackend.progress
+        return not is_limited or (sees and not self.engine.progress())
 
     def settle(self) -> None:
         """Hand over to the engine what is to be sampled now, behind what goes before it and in front of what does not."""
         if self._is_settled:
             return
         self._is_settled = True
-        ready = [task for task in self._tasks.values() if task.is_running or self._may_run(task)]
-        if all(task.is_running for task in ready):
+        if len(self._jobs) == self._num_running.total():
             return
-        ready.sort(key=lambda task: task.priority)
-        num_first = sum(task.priority == ready[0].priority for task in ready)
-        beside = sum(task.is_running for task in ready[num_first:]) if self._beside is None else self._beside
+        ready = [job for job in self._jobs.values() if job.is_running or self._may_run(job)]
+        if not ready:
+            return
+        ready.sort(key=lambda job: job.priority)
+        num_first = sum(job.priority == ready[0].priority for job in ready)
+        beside = sum(job.is_running for job in ready[num_first:]) if self._beside is None else self._beside
         chosen = ready[: num_first + beside]
-        fresh = [task for task in chosen if not task.is_running]
+        fresh = [job for job in chosen if not job.is_running]
         if not fresh:
             return
-        self._take_out([task for task in ready if task.is_running and task.priority > fresh[0].priority])
-        tasks = [task for task in chosen if not task.is_running and self._may_run(task)]
-        for task in tasks:
-            task.is_running = True
-        self.engine.submit([task.going_on() for task in tasks])
+        self._take_out([job for job in ready if job.is_running and job.priority > fresh[0].priority])
+        jobs = [job for job in chosen if not job.is_running and self._may_run(job)]
+        self.engine.submit([job.going_on() for job in jobs])
+        for job in jobs:
+            job.is_running = True
+            self._num_running[job.priority] += 1
 
-    def _may_run(self, task: Task) -> bool:
-        is_over = task.output is not None and task.output.is_finished  # a whole draft waits for its policy
-        return self.version is not None and task.versions.oldest <= self.version and not is_over
+    def _may_run(self, job: Job) -> bool:
+        is_over = job.output is not None and job.output.is_finished  # a whole draft waits for its policy
+        return self.version is not None and job.versions.oldest <= self.version and not is_over
 
-    def _has_drafts(self, task: Task) -> bool:
+    def _has_drafts(self, job: Job) -> bool:
         """Return whether what this policy samples of it is sampled again."""
-        return self.version is not None and self.version < task.versions.final
+        return self.version is not None and self.version < job.versions.final
 
-    def _take_out(self, tasks: Sequence[Task]) -> None:
+    def _take_out(self, jobs: Sequence[Job]) -> None:
         """Withdraw running requests from the engine; those that have ended are done."""
-        names = [task.request.id for task in tasks]
+        names = [job.request.id for job in jobs]
         for completion in self.engine.withdraw(names) if names else []:
             self._take(completion)
 
     def _take(self, completion: Completion) -> None:
         """Keep what there is of a request that has left the engine."""
-        task = self._tasks.get(completion.request.id)
-        if task is None or not task.is_running:
+        job = self._jobs.get(completion.request.id)
+        if job is None or not job.is_running:
             name = type(self.engine).__name__
             raise BackendError(f"{name} gave the answer to {completion.request.id} twice, or unasked")
-        task.is_running, self._is_settled = False, False
-        self._leave(task, completion.output)
+        job.is_running, self._is_settled = False, False
+        self._num_running[job.priority] -= 1
+        self._num_running = +self._num_running
+        self._leave(job, completion.output)
 
-    def _leave(self, task: Task, output: Output) -> None:
+    def _leave(self, job: Job, output: Output) -> None:
         """An answer has finished, and a draft of one waits for its policy."""
-        task.output = output
-        if output.is_finished and not self._has_drafts(task):
-            del self._tasks[task.request.id]
-            self.finished.append(Completion(request=task.request, output=output))
+        job.output = output
+        if output.is_finished and not self._has_drafts(job):
+            del self._jobs[job.request.id]
+            self.finished.append(Completion(request=job.request, output=output))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.spans import WorkerSpan
 from rhymerl.distributed import Channel, Message, Ranks
+from rhymerl.errors import BackendError
 from rhymerl.history import HistoryStore
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.types import Completion, Output, RolloutRequest, Sample
@@ -43,11 +44,18 @@ class RankStep:
     """A step's requests as this rank has them: what it reports of them, gives away, gets from others, and has of the next step."""
 
     def __init__(
-        self, host: Host, work: StepRequests, run_ahead: RunAhead, *, report_every_s: float | None = None
+        self,
+        host: Host,
+        work: StepRequests,
+        run_ahead: RunAhead,
+        *,
+        max_staleness: int = 1,
+        report_every_s: float | None = None,
     ) -> None:
         assert host.version is not None
-        self.versions = Versions.of(host.version, run_ahead)
-        self._next_versions = Versions.of(host.version + 1, run_ahead)
+        self.versions, self._next_versions = (
+            Versions.of(host.version + ahead, run_ahead, max_staleness) for ahead in (0, 1)
+        )
         self._host = host
         self._work = work
         self._report_every_s = report_every_s  # how often rank 0 hears how far the answers are, if it is to know at all
@@ -56,7 +64,7 @@ class RankStep:
         self._finished: list[int] = []  # not reported yet
         self._reported_at = 0.0
         self._planned: SharedPlan | None = None  # of the next step
-        self._next: Sequence[str] = ()  # its requests that are here
+        self._next: frozenset[str] = frozenset()  # its requests that are here
         self._ahead: dict[str, Output] = {}  # what there is of them, once they are out of the engine
         self._messages: list[Message] = []
 
@@ -68,11 +76,17 @@ class RankStep:
     def take(self) -> list[Completion]:
         """Return the answers of the step that have ended."""
         finished, self._host.finished = self._host.finished, []
-        self._ahead |= {each.request.id: each.output for each in finished if each.request.id not in self._index}
-        ended = [each for each in finished if each.request.id in self._index]
-        for each in ended:
-            del self._left[each.request.id]
-            self._finished.append(self._index[each.request.id])
+        ended = []
+        for each in finished:
+            name = each.request.id
+            if name in self._left:
+                del self._left[name]
+                self._finished.append(self._index[name])
+                ended.append(each)
+            elif name in self._next:
+                self._ahead[name] = each.output
+            else:
+                raise BackendError(f"the answer to {name} has come, which is of no step that is under way")
         return ended
 
     def report(self) -> ProgressReport | None:
@@ -109,13 +123,14 @@ class RankStep:
         if command.plan is not None and self._work.following is not None:
             self._planned, following = command.plan, self._work.next_step()
             queue = command.plan.queue(following.requests, worker=rank)
-            self._next = [request.id for request in queue]
+            self._next = frozenset(request.id for request in queue)
             self._host.submit(queue, priority=following.priority, versions=self._next_versions)
 
     def end(self) -> RunAheadState | None:
         """Return what this rank has of the next step, once all are done with this one; None without a plan for it."""
-        self._ahead |= {each.request.id: each.output for each in self._taken_back(self._next)}
-        self.take()  # what has ended meanwhile
+        released = {each.request.id: each.output for each in self._taken_back(self._next)}
+        self.take()  # into `_ahead`: what has ended meanwhile
+        self._ahead |= released
         if self._work.following is None or self._planned is None:
             return None
         following = self._work.next_step()
@@ -143,12 +158,14 @@ class RankWorkers(Workers):
         *,
         ranks: Ranks,
         run_ahead: RunAhead = "off",
+        max_staleness: int = 1,
         lockstep: bool = False,
     ) -> None:
         self._host = Host(backend, version=0, number=ranks.rank)
         self._scheduler = scheduler
         self._ranks = ranks
         self._run_ahead = run_ahead
+        self._max_staleness = max_staleness
         self._ahead: RunAheadState | None = None  # for the next step to come
         self._channel: Channel | None = None
         self._lockstep = lockstep and ranks.size > 1 and follows_clock(scheduler, run_ahead)
@@ -194,7 +211,11 @@ class RankWorkers(Workers):
     def _begin(self, work: StepRequests, plan: SharedPlan, outputs: Mapping[str, Output]) -> RankStep:
         every_s = 0.0 if self._lockstep else REBALANCE_S
         step = RankStep(
-            self._host, work, self._run_ahead, report_every_s=every_s if wants_progress(self._scheduler) else None
+            self._host,
+            work,
+            self._run_ahead,
+            max_staleness=self._max_staleness,
+            report_every_s=every_s if wants_progress(self._scheduler) else None,
         )
         self._host.busy_s = 0.0
         queue = plan.queue(work.requests, worker=self._ranks.rank)

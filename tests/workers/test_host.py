@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.spans import EVALUATION
 from rhymerl.budgets import FixedBudget
 from rhymerl.history import Answer, HistoryStore
@@ -16,7 +17,7 @@ from rhymerl.types import Prompt, RolloutRequest, SamplingParams
 from rhymerl.workers.messages import HistoryUpdate, Submit, Weights, WeightSource, Withdraw
 from rhymerl.workers.remote.host import WorkerHost
 from rhymerl.workers.versions import Versions
-from tests.rollout.tokens import TokenBackend
+from tests.rollout.tokens import TokenBackend, token
 from tests.workers.late import NotingBackend
 
 AHEAD = 4  # so many of later steps run beside an earlier one
@@ -220,3 +221,80 @@ def answers(length: int) -> tuple[Answer, ...]:
     ids = np.arange(length, dtype=np.int32)
     named = {"reward": 0.0, "advantage": 0.0, "finish_reason": "stop", "policy_version": 0, "epoch": 0, "sample": 0}
     return (Answer(token_ids=ids, **named),)
+
+
+def test_what_an_older_policy_has_sampled_is_a_draft_for_the_one_that_the_answer_is_to_be_of():
+    host, engine = hosted(lambda request: 9, NotingBackend)
+    host.post(Submit(requests=requests(1, 1), priority=1, versions=Versions(oldest=0, final=1)))
+    host.post(Submit(requests=requests(2, 1), priority=2, versions=Versions(oldest=0, final=2)))
+    host.step(max_passes=4)
+    host.post(Weights(version=1, source=NoWeights()))
+    host.step(max_passes=1)
+    (own, _, _), (later, tokens, _) = engine.answers["1/0"], engine.answers["2/0"]
+    assert (own.prefetched.tolist(), own.output) == ([token(0, at, 0) for at in range(4)], None)
+    assert (later.prefetched, len(tokens)) == (None, 5), "which is a draft for version 2 all the same"
+
+
+def test_whoever_comes_with_a_whole_answer_is_done():
+    host, engine = hosted(lambda request: 9)
+    host.post(submit(0, 1))
+    ((_, output),) = host.step(max_passes=20).finished
+    (request,) = requests(0, 1)
+    given = [replace(request, id="0/8", output=output)]
+    host.post(Submit(requests=given, priority=0, versions=Versions(oldest=0, final=0)))
+    assert [name for name, _ in host.step(max_passes=1).finished] == ["0/8"]
+    assert not engine.answers
+
+
+def test_a_request_that_is_here_already_is_refused():
+    host, _ = hosted(lambda request: 9)
+    host.post(submit(0, 2))
+    host.post(submit(0, 1))
+    assert "0/0 twice" in str(host.step(max_passes=1).error)
+
+
+def test_when_the_last_of_an_earlier_step_is_withdrawn_the_next_step_begins():
+    host, engine = hosted(lambda request: 50)
+    for message in (submit(0, 1), submit(1, 8), Withdraw(ids=["0/0"])):
+        host.post(message)
+        host.step(max_passes=1)
+    assert list(engine.answers) == [f"1/{number}" for number in range(8)]
+
+
+def test_an_engine_that_cannot_say_what_it_has_is_not_said_to_have_lost_it():
+    class Blind(TokenBackend):
+        progress = RolloutBackend.progress
+
+    host, _ = hosted(lambda request: 50, Blind)
+    host.post(submit(0, 2))
+    assert host.step(max_passes=3).error is None
+
+
+class Slow(WeightSource):
+    """Weights that take until `go` is set."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def load(self):
+        self.go.wait(60)
+        return {}
+
+
+def test_what_is_given_back_is_told_before_new_weights_are_loaded():
+    """Whoever goes on with it need not wait for them."""
+    engine, weights = TokenBackend(lambda request: 10**6, max_running=16, pass_s=0.001), Slow()
+    host = WorkerHost(lambda source, version: (source.load(), engine)[1], history=HistoryStore())
+    thread = threading.Thread(target=host.run)
+    host.post(Weights(version=0, source=NoWeights()))
+    host.post(submit(0, 2))
+    thread.start()
+    try:
+        with host._changed:
+            host.post(Withdraw(ids=["0/0"]))
+            host.post(Weights(version=1, source=weights))
+        assert [name for name, _ in host.poll(60).released] == ["0/0"]
+    finally:
+        weights.go.set()
+        host.close()
+        thread.join()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 import pytest
 
 from rhymerl.errors import BackendError
@@ -123,3 +125,12 @@ def test_an_answer_that_comes_twice_is_an_error():
     rank = Rank(Twice(length), REQUESTS[:3], passes=100)
     with pytest.raises(BackendError, match="Twice gave the answer to .* twice, or unasked"):
         rank.decode()
+
+
+def test_an_answer_of_a_step_that_was_given_up_is_no_answer_of_the_next_one():
+    rank = Rank(TokenBackend(length), REQUESTS[:3], passes=4)
+    rank.decode()
+    rank.step = RankStep(rank.host, StepRequests(step=1, requests=FOLLOWING), "keep")
+    rank.step.go_on(FOLLOWING)
+    with pytest.raises(BackendError, match="the answer to 0/.* has come, which is of no step that is under way"):
+        collections.deque((rank.decode() for _ in range(200)), maxlen=0)

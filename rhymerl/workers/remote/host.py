@@ -14,7 +14,7 @@ from rhymerl.backends.spans import EVALUATION, SpanLog
 from rhymerl.budgets.base import Budget
 from rhymerl.history import HistoryStore
 from rhymerl.types import Prompt
-from rhymerl.workers.host import Host, Task
+from rhymerl.workers.host import Host, Job
 from rhymerl.workers.messages import (
     Events,
     HistoryUpdate,
@@ -93,9 +93,8 @@ class WorkerHost(Host):
                     self._changed.wait_for(lambda: self._inbox or self._is_closed or not self._is_idle)
                 self._take_messages()
                 self.decode(timeout_s=_SLICE_S)
-                if (
-                    self._is_idle or time.monotonic() - self._reported_at >= _REPORT_S
-                ):  # the next message may be long in coming
+                # Where it is idle the next message may be long in coming.
+                if self._is_idle or time.monotonic() - self._reported_at >= _REPORT_S:
                     self._report_outputs()
                 self._report()
         except Exception as error:  # noqa: BLE001 - the trainer raises it
@@ -129,14 +128,14 @@ class WorkerHost(Host):
         if only_evaluates == self._only_evaluates:
             return
         self._only_evaluates, self._is_settled = only_evaluates, False
-        self._take_out([task for task in self._tasks.values() if task.is_running and not self._may_run(task)])
+        self._take_out([job for job in self._jobs.values() if job.is_running and not self._may_run(job)])
         if self._budget is not None and only_evaluates:
             self._learned = deepcopy(self._budget.state_dict())
         elif self._budget is not None:
             self._budget.load_state_dict(self._learned)
 
-    def _may_run(self, task: Task) -> bool:
-        return super()._may_run(task) and (task.priority == EVALUATION or not self._only_evaluates)
+    def _may_run(self, job: Job) -> bool:
+        return super()._may_run(job) and (job.priority == EVALUATION or not self._only_evaluates)
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
@@ -159,6 +158,7 @@ class WorkerHost(Host):
                 self.submit(message.requests, priority=message.priority, versions=message.versions)
             case Withdraw():
                 self.withdraw(message.ids)
+                self._report()  # others wait for them
             case HistoryUpdate():
                 self._update_history(message)
             case Learn():
@@ -170,10 +170,13 @@ class WorkerHost(Host):
                     self._changed.notify_all()
 
     def _take_weights(self, message: Weights) -> None:
-        is_first = self._backend is None
-        self.renew(message.version, lambda: self._load(message.source, message.version))
-        if is_first:
-            self.engine.follow(self._history)
+        def load() -> RolloutBackend:
+            engine = self._load(message.source, message.version)
+            if self._backend is None:
+                engine.follow(self._history)
+            return engine
+
+        self.renew(message.version, load)
 
     def _update_history(self, message: HistoryUpdate) -> None:
         """Learn past answers, and report which prompts had to go for them."""
@@ -209,13 +212,13 @@ class WorkerHost(Host):
         """Report how far answers are that go on."""
         self._reported_at = time.monotonic()
         outputs = {each.request.id: each.output for each in self._backend.outputs()} if self._backend else {}
-        waiting = ((name, task.output) for name, task in self._tasks.items() if not task.is_running)
+        waiting = ((name, job.output) for name, job in self._jobs.items() if not job.is_running)
         outputs |= {name: output for name, output in waiting if output is not None}
         deltas = []
         for name, output in outputs.items():
-            task = self._tasks[name]
-            if len(output) > task.reported:
-                deltas.append(OutputDelta(id=name, start=task.reported, output=output[task.reported :]))
-                task.reported = len(output)
+            job = self._jobs[name]
+            if len(output) > job.reported:
+                deltas.append(OutputDelta(id=name, start=job.reported, output=output[job.reported :]))
+                job.reported = len(output)
         with self._changed:
             self._events.deltas += deltas

@@ -109,7 +109,7 @@ class HostedWorkers(Workers):
         """Return the step, which may have begun already: while the one before was trained, or before the run was resumed."""
         ahead = self._ahead
         # Further rounds of a step go before the one to come.
-        if work.number is None or ahead is None or ahead.priority > work.number:
+        if work.number is None or ahead is None or ahead.work.priority > work.number:
             state = self._resumed if self._resumed is not None and self._resumed.step == work.number else None
             self._resumed = None if state is not None else self._resumed
             return self._launch(work, *self._of_state(state, work))

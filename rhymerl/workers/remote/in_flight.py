@@ -37,10 +37,6 @@ class InFlight:
     def is_evaluation(self) -> bool:
         return self.work.number is None
 
-    @property
-    def priority(self) -> int:
-        return self.work.priority
-
     def request(self, name: str) -> RolloutRequest:
         """Return a request with what is known of its answer: its beginning, or a draft of it."""
         return self.versions.going_on(self.work.requests[self.index[name]], self.outputs.get(name))
@@ -48,7 +44,7 @@ class InFlight:
     def submit(self, names: Iterable[str]) -> Submit:
         """Return the message by which a worker gets these requests."""
         requests = [self.request(name) for name in names]
-        return Submit(requests=requests, priority=self.priority, versions=self.versions)
+        return Submit(requests=requests, priority=self.work.priority, versions=self.versions)
 
     def finish(self, name: str, output: Output) -> None:
         """Note an answer."""
