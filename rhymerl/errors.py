@@ -15,8 +15,12 @@ RhymeError                 something rhymerl noticed; the message is one readabl
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from math import inf
+from math import inf, isfinite
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+T = TypeVar("T")
 
 
 class RhymeError(Exception):
@@ -59,3 +63,36 @@ def require_at_least(
         if not least <= value < inf:
             words = f"at least {least}" if value < least else "a finite number"
             raise error(f"{name}={value}: expected {words}")
+
+
+def at_least(least: float, default: T) -> T:
+    """Return a field for a finite number that is not below `least`; or for None, where that is the default."""
+    return dataclasses.field(default=default, metadata={"at_least": least})
+
+
+def check_ranges(settings: Any) -> None:
+    """Raise ValueError for the first of a dataclass's settings that is not what `at_least` says of it."""
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if "at_least" in field.metadata and (value is not None or field.default is not None):
+            require_at_least({field.name: (value, field.metadata["at_least"])})
+
+
+def require(holds: bool, name: str, value: object, expected: str) -> None:
+    """Raise ValueError that names the setting unless it holds."""
+    if not holds:
+        raise ValueError(f"{name}={value!r}: expected {expected}")
+
+
+def require_types(settings: Any) -> None:
+    """Check that a dataclass's settings are among those that their types list, and finite.
+
+    A config has been checked already.
+    """
+    for field in (each for each in dataclasses.fields(settings) if each.init):
+        value = getattr(settings, field.name)
+        if get_origin(field.type) is Literal:
+            allowed = get_args(field.type)
+            require(value in allowed, field.name, value, f"one of {', '.join(allowed)}")
+        elif isinstance(value, float):
+            require(isfinite(value), field.name, value, "a finite number")

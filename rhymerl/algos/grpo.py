@@ -10,7 +10,7 @@ from rhymerl.algos.base import Batch
 from rhymerl.algos.functional import group_advantages, sums_from_here
 from rhymerl.algos.functional.advantages import Baseline, Scale
 from rhymerl.algos.policy_gradient import PolicyGradient
-from rhymerl.algos.settings import require
+from rhymerl.errors import require
 
 
 @dataclass(kw_only=True, eq=False)

@@ -26,7 +26,7 @@ from rhymerl.algos.functional import (
 )
 from rhymerl.algos.functional.divergences import Estimator
 from rhymerl.algos.functional.ratios import Level
-from rhymerl.algos.settings import require, require_types
+from rhymerl.errors import require, require_types
 
 
 @dataclass(kw_only=True, eq=False)

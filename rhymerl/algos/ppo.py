@@ -18,7 +18,7 @@ from rhymerl.algos.functional import (
 )
 from rhymerl.algos.functional.divergences import Estimator
 from rhymerl.algos.policy_gradient import PolicyGradient
-from rhymerl.algos.settings import require
+from rhymerl.errors import require
 
 
 @dataclass(kw_only=True, eq=False)

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,7 @@ from rhymerl.drafters.none import NoDrafter
 from rhymerl.engine.engine import Engine
 from rhymerl.engine.support import prove, refuse_impossible, refuse_unsupported
 from rhymerl.engine.totals import EngineTotals
-from rhymerl.errors import BackendError, ConfigError, require_at_least
+from rhymerl.errors import BackendError, ConfigError, at_least, check_ranges
 from rhymerl.history import NO_VERSION, HistoryStore
 from rhymerl.models.copies import copy_weights, twin_of
 from rhymerl.models.logits import num_embeddings
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 _KV_TOKENS = 65_536
 
 
+@dataclass(kw_only=True, eq=False)
 class EmbeddedBackend(RolloutBackend):
     """Continuous batching without a server or a thread: `collect` drives the engine.
 
@@ -46,26 +48,14 @@ class EmbeddedBackend(RolloutBackend):
     draws_exactly = True
     counts_passes = True
 
-    def __init__(
-        self,
-        *,
-        max_running: int = 64,
-        kv_tokens: int | None = None,
-        max_pass_tokens: int = 8_192,
-        check_drafts: bool = False,
-        whole_copy: bool = False,
-    ) -> None:
-        at_least = {
-            "max_running": (max_running, 1),
-            "kv_tokens": (1 if kv_tokens is None else kv_tokens, 1),
-            "max_pass_tokens": (max_pass_tokens, 1),
-        }
-        require_at_least(at_least)
-        self.max_running: int = max_running
-        self.kv_tokens = kv_tokens
-        self.max_pass_tokens = max_pass_tokens
-        self.check_drafts = check_drafts
-        self.whole_copy = whole_copy
+    max_running: int = at_least(1, 64)
+    kv_tokens: int | None = at_least(1, None)
+    max_pass_tokens: int = at_least(1, 8_192)
+    check_drafts: bool = False
+    whole_copy: bool = False
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
         self.complaints: set[type[Drafter]] = set()  # whose malformed drafts have been told about
         self._copy: Policy | None = None  # where it is asked for
         self._engine: Engine | None = None

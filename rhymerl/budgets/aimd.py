@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rhymerl.budgets.base import Budget, PassOutcome
-from rhymerl.errors import require_at_least
+from rhymerl.errors import at_least, check_ranges, require
 from rhymerl.types import RolloutRequest
 
 if TYPE_CHECKING:
     from rhymerl.types import IntArray
 
 
+@dataclass(eq=False)
 class AIMDBudget(Budget):
     """A request starts with `start` nodes, gains `increase` when all of a draft is accepted, and falls back after any rejection.
 
@@ -22,16 +24,16 @@ class AIMDBudget(Budget):
     and the paper profiles it. None sets no such gate.
     """
 
-    def __init__(
-        self, nodes: int = 32, *, start: int = 2, increase: int = 2, max_batch_size: int | None = None
-    ) -> None:
-        require_at_least({"nodes": (nodes, 1), "start": (start, 1), "increase": (increase, 0)})
-        if max_batch_size is not None and max_batch_size < 1:
-            raise ValueError(f"max_batch_size={max_batch_size}: expected at least 1, or null")
-        self.nodes = nodes
-        self.start = start
-        self.increase = increase
-        self.max_batch_size = max_batch_size
+    nodes: int = at_least(1, 32)
+    _: KW_ONLY
+    start: int = at_least(1, 2)
+    increase: int = at_least(0, 2)
+    max_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        is_gate = self.max_batch_size is None or self.max_batch_size >= 1
+        require(is_gate, "max_batch_size", self.max_batch_size, "at least 1, or null")
         self._window: dict[str, int] = {}  # by id of a running request
 
     @property

@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rhymerl.budgets.base import Budget
 from rhymerl.drafts import DraftBatch
-from rhymerl.errors import require_at_least
+from rhymerl.errors import at_least, check_ranges, require
 from rhymerl.types import RolloutRequest
 
 if TYPE_CHECKING:
     from rhymerl.types import BoolArray, IntArray
 
 
+@dataclass(eq=False)
 class FixedBudget(Budget):
     """Allows at most `nodes` nodes a request and pass, none of them less probable than `min_probability`.
 
     A node without a score is kept.
     """
 
-    def __init__(self, nodes: int = 16, *, min_probability: float = 0.0) -> None:
-        require_at_least({"nodes": (nodes, 0)})
-        if not 0 <= min_probability <= 1:
-            raise ValueError(f"min_probability={min_probability}: expected a number from 0 to 1")
-        self.nodes = nodes
-        self.min_probability = min_probability
+    nodes: int = at_least(0, 16)
+    _: KW_ONLY
+    min_probability: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        require(0 <= self.min_probability <= 1, "min_probability", self.min_probability, "a number from 0 to 1")
 
     @property
     def max_nodes(self) -> int:

@@ -126,26 +126,29 @@ def signature_of(target: Callable[..., Any]) -> Signature:
     except ValueError:  # some builtins have none
         return Signature(parameters={}, is_open=True)
     named = [p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    namespace = _namespace(target)
     return Signature(
-        parameters={p.name: _parameter(target, p, namespace) for p in named},
+        parameters={p.name: _parameter(target, p) for p in named},
         is_open=any(p.kind is p.VAR_KEYWORD for p in found),
     )
 
 
-def _parameter(target: Callable[..., Any], found: inspect.Parameter, namespace: dict[str, Any]) -> Parameter:
+def _parameter(target: Callable[..., Any], found: inspect.Parameter) -> Parameter:
     """Return the parameter; where infinity is the default, it may be given."""
-    annotation, default = _resolve(found.annotation, namespace), _default(target, found)
+    annotation, default = _resolve(found.annotation, _namespace(target, found.name)), _default(target, found)
     if isinstance(default, float) and math.isinf(default):
         annotation = typing.Annotated[annotation, *typing.get_args(MaybeInfinite)[1:]]
     return Parameter(annotation=annotation, default=default)
 
 
-def _namespace(target: Callable[..., Any]) -> dict[str, Any]:
-    """Return the namespace in which the annotations of the constructor or function were written."""
+def _namespace(target: Callable[..., Any], name: str) -> dict[str, Any]:
+    """Return the namespace in which the annotation of an argument was written: a dataclass inherits fields from other modules."""
     owner: Any = target
     if isinstance(target, type):
         owner = next(kind for kind in target.__mro__ if "__init__" in vars(kind))
+        fields = vars(owner).get("__dataclass_fields__", {})
+        owner = next(
+            (kind for kind in owner.__mro__ if name in fields and name in inspect.get_annotations(kind)), owner
+        )
     return dict(vars(sys.modules[owner.__module__])) if owner.__module__ in sys.modules else {}
 
 

@@ -3,45 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from rhymerl.data.encoding import LengthLimits, PromptEncoder, check_template_arguments, encode_rows
 from rhymerl.data.sources import DataSource, read_rows
-from rhymerl.errors import ConfigError, require_at_least
+from rhymerl.errors import ConfigError, at_least, check_ranges
 from rhymerl.models.policy import Policy
 from rhymerl.tasks.base import Task
 from rhymerl.types import Prompt
 
 
+@dataclass(eq=False)
 class PromptSource:
     """The source of prompts: what `rhymerl.data.read_rows` takes, else the training problems of a task.
 
     Each is to get `samples` answers. `system_prompt` and `filter_overlong_prompts` are as in PromptDataModule.
     """
 
-    def __init__(
-        self,
-        prompts: DataSource | None = None,
-        *,
-        task: Task | None = None,
-        samples: int = 4,
-        prompt_column: str = "prompt",
-        system_prompt: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        max_prompt_tokens: int | None = None,
-        filter_overlong_prompts: bool = False,
-    ) -> None:
-        longest = 1 if max_prompt_tokens is None else max_prompt_tokens
-        require_at_least({"samples": (samples, 1), "max_prompt_tokens": (longest, 1)})
-        check_template_arguments(chat_template_kwargs)
-        self.prompts = prompts
-        self.task = task
-        self.samples = samples
-        self.prompt_column = prompt_column
-        self.system_prompt = system_prompt
-        self.chat_template_kwargs = chat_template_kwargs
-        self.max_prompt_tokens = max_prompt_tokens
-        self.filter_overlong_prompts = filter_overlong_prompts
+    prompts: DataSource | None = None
+    _: KW_ONLY
+    task: Task | None = None
+    samples: int = at_least(1, 4)
+    prompt_column: str = "prompt"
+    system_prompt: str | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    max_prompt_tokens: int | None = at_least(1, None)
+    filter_overlong_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        check_template_arguments(self.chat_template_kwargs)
 
     def read(self, policy: Policy, *, max_tokens: int) -> list[Prompt]:
         """Read, encode and check every prompt; `max_tokens` of an answer must fit behind it.

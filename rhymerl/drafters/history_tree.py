@@ -14,7 +14,7 @@ from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.grow import TreeBuffers, grow_trees
 from rhymerl.drafters.live import LiveGroup
 from rhymerl.drafts import Draft, DraftBatch
-from rhymerl.errors import require_at_least
+from rhymerl.errors import at_least, check_ranges, require
 from rhymerl.history.entries import Name
 from rhymerl.history.index import REACH, LiveIndex, SuffixIndex
 from rhymerl.history.sealed import SealedAnswers, SealedHistory
@@ -30,6 +30,7 @@ _IDLE_GROUPS = 256  # prompts without running answers whose tokens are kept for 
 GroupKey = tuple[str, ...]
 
 
+@dataclass(kw_only=True, eq=False)
 class HistoryTreeDrafter(Drafter):
     """Trees of what followed the longest suffixes of the context in the prompt's earlier answers and in its running ones.
 
@@ -43,53 +44,34 @@ class HistoryTreeDrafter(Drafter):
     With `deterministic` a request waits for its prompt's index, which otherwise is used as soon as it is there. None follows the Trainer.
     """
 
-    def __init__(
-        self,
-        *,
-        window: int = 8,
-        own: bool = True,
-        siblings: bool = True,
-        others: float = 0.1,
-        min_match: int = 1,
-        max_match: int = REACH,
-        max_matches: int = 64,
-        max_branches: int | None = None,
-        priority: Literal["probability", "reward"] = "probability",
-        length_weight: MaybeInfinite = 5.0,
-        recency: float = 0.8,
-        advantage_tilt: float = 0.0,
-        escape: float = 0.3,
-        deterministic: bool | None = None,
-    ) -> None:
-        at_least = {"window": (window, 0), "min_match": (min_match, 1), "max_matches": (max_matches, 1)}
-        require_at_least({**at_least, "max_branches": (1 if max_branches is None else max_branches, 1)})
-        for name, value, holds, words in (
-            ("max_match", max_match, min_match <= max_match <= REACH, f"from min_match={min_match} to {REACH}"),
-            ("priority", priority, priority in ("probability", "reward"), "probability or reward"),
-            ("length_weight", length_weight, length_weight >= 1, "1 or more; .inf counts the longest suffixes alone"),
-            ("recency", recency, 0 < recency <= 1, "above 0, at most 1"),
-            ("advantage_tilt", advantage_tilt, math.isfinite(advantage_tilt), "a finite number"),
-            ("escape", escape, 0 <= escape < math.inf, "0 or more, and finite"),
-            ("others", others, 0 <= others < math.inf, "0 or more, and finite"),
-        ):
-            if not holds:
-                raise ValueError(f"{name}={value!r}: expected {words}")
-        self.window = window
-        self.own = own
-        self.siblings = siblings
-        self.others = others
-        self.min_match = min_match
-        self.max_match = max_match
-        self.max_matches = max_matches
-        self.max_branches = max_branches
-        self.priority = priority
-        self.length_weight = length_weight
-        self.recency = recency
-        self.advantage_tilt = advantage_tilt
-        self.escape = escape
-        self.deterministic = deterministic
+    window: int = at_least(0, 8)
+    own: bool = True
+    siblings: bool = True
+    others: float = 0.1
+    min_match: int = at_least(1, 1)
+    max_match: int = REACH
+    max_matches: int = at_least(1, 64)
+    max_branches: int | None = at_least(1, None)
+    priority: Literal["probability", "reward"] = "probability"
+    length_weight: MaybeInfinite = 5.0
+    recency: float = 0.8
+    advantage_tilt: float = 0.0
+    escape: float = 0.3
+    deterministic: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        known_matches = f"from min_match={self.min_match} to {REACH}"
+        require(self.min_match <= self.max_match <= REACH, "max_match", self.max_match, known_matches)
+        require(self.priority in ("probability", "reward"), "priority", self.priority, "probability or reward")
+        weights = "1 or more; .inf counts the longest suffixes alone"
+        require(self.length_weight >= 1, "length_weight", self.length_weight, weights)
+        require(0 < self.recency <= 1, "recency", self.recency, "above 0, at most 1")
+        require(math.isfinite(self.advantage_tilt), "advantage_tilt", self.advantage_tilt, "a finite number")
+        for name in ("escape", "others"):
+            require(0 <= getattr(self, name) < math.inf, name, getattr(self, name), "0 or more, and finite")
         self._history = SealedHistory(
-            window=max(window, 1), recency=recency, advantage_tilt=advantage_tilt, pools=others > 0
+            window=max(self.window, 1), recency=self.recency, advantage_tilt=self.advantage_tilt, pools=self.others > 0
         )
         self._groups: dict[GroupKey, LiveGroup] = {}
         self._key_of: dict[str, GroupKey] = {}  # by id of a running request that has asked

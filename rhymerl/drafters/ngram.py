@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.live import LiveGroup
 from rhymerl.drafts import Draft, DraftSource
-from rhymerl.errors import require_at_least
+from rhymerl.errors import at_least, check_ranges, require
 from rhymerl.history.index import REACH
 from rhymerl.types import Completion, RolloutRequest
 
@@ -20,6 +21,7 @@ _MOST = 16  # positions with the longest suffix among which the latest is looked
 _NOTHING = Draft(token_ids=np.empty(0, np.int32), parents=np.empty(0, np.int32))
 
 
+@dataclass(kw_only=True, eq=False)
 class NGramDrafter(Drafter):
     """One path, from the request's own prompt and tokens: no history, no other request, nothing to keep.
 
@@ -27,12 +29,13 @@ class NGramDrafter(Drafter):
     answer finds it; the context is never scanned.
     """
 
-    def __init__(self, *, min_match: int = 2, max_match: int = REACH) -> None:
-        require_at_least({"min_match": (min_match, 1)})
-        if not min_match <= max_match <= REACH:
-            raise ValueError(f"max_match={max_match}: expected from min_match={min_match} to {REACH}")
-        self.min_match = min_match
-        self.max_match = max_match
+    min_match: int = at_least(1, 2)
+    max_match: int = REACH
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        known_matches = f"from min_match={self.min_match} to {REACH}"
+        require(self.min_match <= self.max_match <= REACH, "max_match", self.max_match, known_matches)
         self._contexts: dict[str, LiveGroup] = {}  # by request id
 
     def finish(self, completion: Completion) -> None:

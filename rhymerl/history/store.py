@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from rhymerl.errors import ConfigError, DataError, require_at_least
+from rhymerl.errors import ConfigError, DataError, at_least, check_ranges
 from rhymerl.folders import open_folder
 from rhymerl.history.entries import AnswerKey, Entry, EvictionLog, Name, check_answer, fitting, newer, united
 from rhymerl.history.files import FORMAT, read_sections, write_sections
@@ -29,6 +29,7 @@ _NO_TOKENS.flags.writeable = False
 NO_VERSION = -1  # of a reader that has been told nothing
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class HistoryStore:
     """Keeps past answers by prompt, within a window of epochs and caps on tokens and prompts.
 
@@ -43,31 +44,23 @@ class HistoryStore:
     Raises ValueError for an argument that is out of range.
     """
 
-    def __init__(
-        self,
-        *,
-        window: int = 8,
-        max_tokens: int | None = None,
-        max_prompts: int | None = None,
-        spill: str | Path | None = None,
-        log_size: int = 65_536,
-    ) -> None:
-        caps = {"window": window, "max_tokens": max_tokens, "max_prompts": max_prompts, "log_size": log_size}
-        require_at_least({name: (cap, 1) for name, cap in caps.items() if cap is not None})
-        self.window = window
-        self.max_tokens = max_tokens
-        self.max_prompts = max_prompts
-        self.spill = spill
-        self.log_size = log_size
+    window: int = at_least(1, 8)
+    max_tokens: int | None = at_least(1, None)
+    max_prompts: int | None = at_least(1, None)
+    spill: str | Path | None = None
+    log_size: int = at_least(1, 65_536)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
         self.version = 0  # of this object: it is not saved
         self.num_tokens = 0  # of answers
         self.num_answers = 0
         self.num_collisions = 0  # adds and look-ups that met another prompt under their key
         self.num_evicted = 0  # prompts
-        self._tokens: TokenMemory = TokenMemory() if spill is None else TokenFile(_opened(spill))
+        self._tokens: TokenMemory = TokenMemory() if self.spill is None else TokenFile(_opened(self.spill))
         self._entries: dict[Name, Entry] = {}  # longest unused first, so also in the order of `used_at`
         self._validation: dict[Name, None] = {}  # those of this split, in the same order
-        self._log = EvictionLog(log_size)
+        self._log = EvictionLog(self.log_size)
         self._lock = threading.Lock()  # workers apart are told of the pool while a step is learned
 
     # -- answers -------------------------------------------------------------------------------------------------

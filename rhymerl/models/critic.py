@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rhymerl.errors import ConfigError, require_at_least
+from rhymerl.errors import ConfigError, at_least, check_ranges
 from rhymerl.models.deferred import DeferredWeights
 from rhymerl.models.logprobs import TokenBatch, hidden_states
 from rhymerl.models.policy import DTYPES, Policy, PolicySource, context_tokens
@@ -18,6 +19,7 @@ from rhymerl.models.rope import refuse_changing_rope
 from rhymerl.models.sharding import replica
 
 
+@dataclass(kw_only=True, eq=False)
 class CriticSettings:
     """The settings for learning values, for an algorithm that has them (PPO).
 
@@ -27,26 +29,18 @@ class CriticSettings:
     `warmup_steps` rollout steps the policy does not move, a shared backbone included.
     """
 
-    def __init__(
-        self,
-        *,
-        shared: bool = False,
-        path: str | None = None,
-        learning_rate: float = 1e-5,
-        head_std: float = 0.0,
-        warmup_steps: int = 0,
-    ) -> None:
-        limits = {"learning_rate": (learning_rate, 0), "head_std": (head_std, 0), "warmup_steps": (warmup_steps, 0)}
-        require_at_least(limits)
-        if shared and path is not None:
+    shared: bool = False
+    path: str | None = None
+    learning_rate: float = at_least(0, 1e-5)
+    head_std: float = at_least(0, 0.0)
+    warmup_steps: int = at_least(0, 0)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if self.shared and self.path is not None:
             raise ValueError(
-                f"path={path!r} with shared=true: a shared critic has no backbone to load; set one of them"
+                f"path={self.path!r} with shared=true: a shared critic has no backbone to load; set one of them"
             )
-        self.shared = shared
-        self.path = path
-        self.learning_rate = learning_rate
-        self.head_std = head_std
-        self.warmup_steps = warmup_steps
 
     def build(self, policy: Policy, *, seed: int) -> Critic:
         """Return the critic of a policy as it is now. Raises ConfigError when `path` is no language model over the same tokens."""

@@ -9,7 +9,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rhymerl.errors import ConfigError, require_at_least
+from rhymerl.errors import ConfigError, at_least, check_ranges, require
 from rhymerl.models.sharding import replicated
 
 _NAME = "default"  # peft's own name for an only adapter
@@ -25,26 +25,25 @@ _CONFIG = "adapter_config.json"  # what peft writes
 _BASE = ".base_layer."  # in the names of an adapted layer's own parameters
 
 
+@dataclass(eq=False)
 class LoRA:
     """Adapters on the linear layers whose names end with one of `targets`, such as q_proj; None: on all but the head.
 
     In updates a share `dropout` of the adapters' inputs is left out.
     """
 
-    def __init__(
-        self, rank: int = 16, alpha: float = 32.0, *, dropout: float = 0.0, targets: Sequence[str] | None = None
-    ) -> None:
-        require_at_least({"rank": (rank, 1)})
-        if not 0 < alpha < math.inf:
-            raise ValueError(f"alpha={alpha}: expected more than 0, and finite")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout={dropout}: expected at least 0 and less than 1")
-        if targets is not None and not targets:
-            raise ValueError("targets=[]: expected some of the model's linear layers, such as q_proj, or null for all")
-        self.rank = rank
-        self.alpha = alpha
-        self.dropout = dropout
-        self.targets = targets
+    rank: int = at_least(1, 16)
+    alpha: float = 32.0
+    _: KW_ONLY
+    dropout: float = 0.0
+    targets: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        require(0 < self.alpha < math.inf, "alpha", self.alpha, "more than 0, and finite")
+        require(0 <= self.dropout < 1, "dropout", self.dropout, "at least 0 and less than 1")
+        some = "some of the model's linear layers, such as q_proj, or null for all"
+        require(self.targets is None or bool(self.targets), "targets", [], some)
 
     def put_on(self, model: PreTrainedModel, *, seed: int) -> None:
         """Adapt the model in place, which does not change yet what it computes; all but the adapters is frozen.

@@ -8,7 +8,7 @@ import tempfile
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rhymerl.errors import ConfigError
+from rhymerl.errors import ConfigError, require
 from rhymerl.models import gguf
 from rhymerl.models.deferred import (
     DeferredWeights,
@@ -202,6 +202,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+@dataclass(eq=False)
 class PolicySource:
     """The source of the policy: a directory, GGUF file or hub name (`path`), or a small config to build (`init`).
 
@@ -210,30 +211,23 @@ class PolicySource:
     and `init` are given.
     """
 
-    def __init__(
-        self,
-        path: str | None = None,
-        *,
-        init: Mapping[str, Any] | None = None,
-        characters: str = "0123456789+=;#? \n",
-        seed: int = 0,
-        dtype: Literal["float32", "bfloat16", "float64"] = "float32",
-        adapter: LoRA | None = None,
-    ) -> None:
-        if (path is None) == (init is None):
+    path: str | None = None
+    _: KW_ONLY
+    init: Mapping[str, Any] | None = None
+    characters: str = "0123456789+=;#? \n"
+    seed: int = 0
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    adapter: LoRA | None = None
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.init is None):
             raise ValueError(
-                f"path={path!r} and init={init!r}: set exactly one "
+                f"path={self.path!r} and init={self.init!r}: set exactly one "
                 "(a Hugging Face directory, GGUF file or hub name, or a config to build from scratch)"
             )
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
-        check_characters(characters)
-        self.path = path
-        self.init = dict(init) if init is not None else None
-        self.characters = characters
-        self.seed = seed
-        self.dtype = dtype
-        self.adapter = adapter
+        require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        check_characters(self.characters)
+        self.init = dict(self.init) if self.init is not None else None
 
     def load(self, *, setting: str = "model") -> Policy:
         """Read or build the policy. Raises ConfigError when `path` is not a model, or the adapter does not fit it.

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rhymerl.backends.spans import WorkerSpan
-from rhymerl.errors import require_at_least
+from rhymerl.errors import at_least, check_ranges
 from rhymerl.rewards.failures import Failures
 from rhymerl.types import Prompt, RolloutRequest, Sample, SamplingParams, Split
 
 
+@dataclass(kw_only=True, eq=False)
 class RolloutSettings:
     """The settings for sampling answers. Raises ValueError naming the argument that is out of range.
 
@@ -20,35 +21,25 @@ class RolloutSettings:
     prompts (DAPO, arXiv 2503.14476, section 3.2); what is left after the last round stays.
     """
 
-    def __init__(
-        self,
-        *,
-        group_size: int = 8,
-        max_tokens: int = 256,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        stop_token_ids: Sequence[int] = (),
-        skip_special_tokens: bool = True,
-        dynamic_sampling: int = 0,
-    ) -> None:
-        require_at_least({"group_size": (group_size, 1), "dynamic_sampling": (dynamic_sampling, 0)})
-        if dynamic_sampling and group_size == 1:
+    group_size: int = at_least(1, 8)
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop_token_ids: Sequence[int] = ()
+    skip_special_tokens: bool = True
+    dynamic_sampling: int = at_least(0, 0)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if self.dynamic_sampling and self.group_size == 1:
             raise ValueError(
-                f"dynamic_sampling={dynamic_sampling}: the rewards of a group of one are always equal, so each would be replaced; "
+                f"dynamic_sampling={self.dynamic_sampling}: the rewards of a group of one are always equal, so each would be replaced; "
                 "expected 0, or a group_size of at least 2"
             )
-        self.group_size = group_size
-        self.max_tokens = max_tokens
-        self.temperature = temperature
-        self.top_k = top_k
-        self.top_p = top_p
-        self.min_p = min_p
-        self.stop_token_ids = tuple(stop_token_ids)
-        self.skip_special_tokens = skip_special_tokens
-        self.dynamic_sampling = dynamic_sampling
-        self.sampling(())  # checks the ranges
+        self.stop_token_ids = tuple(self.stop_token_ids)
+        self.sampling(())  # checks the ranges of its parameters
 
     def sampling(self, stop_token_ids: Sequence[int]) -> SamplingParams:
         """Return the parameters of one request: the policy's own stop ids and the ones asked for besides."""

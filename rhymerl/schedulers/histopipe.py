@@ -5,12 +5,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from rhymerl.costs import Points
+from rhymerl.errors import require
 from rhymerl.schedulers.base import Move, Progress
 from rhymerl.schedulers.migration import outliers_to_running
 from rhymerl.schedulers.predicting import Piece, PredictingScheduler, queue_of
@@ -26,6 +27,7 @@ _GROWTH = 0.75  # the quantile of growth that beta is
 Group = tuple[Sequence[Piece], int]  # neighbours, and how many workers they have
 
 
+@dataclass(kw_only=True, eq=False)
 class HistoPipeScheduler(PredictingScheduler):
     """Prompts sorted by predicted length and cut into groups; odd steps deal them in ascending order, even ones in descending.
 
@@ -39,42 +41,24 @@ class HistoPipeScheduler(PredictingScheduler):
     third quartile of growth if that is more. The paper moves requests of long groups to the next step, and fills up the update from a replay buffer; that is missing here.
     """
 
-    def __init__(
-        self,
-        *,
-        tier: Literal[1, 2] = 2,
-        groups_per_worker: float = 0.5,
-        max_workers: int = 8,
-        migrate: bool = True,
-        alpha: float = 0.1,
-        beta: float = 1.1,
-        train_time: float = 0.0,
-        keep_groups: bool = True,
-        costs: str | Points | None = None,
-        momentum: float = 0.5,
-        tail: float = 0.95,
-    ) -> None:
-        super().__init__(keep_groups=keep_groups, costs=costs, momentum=momentum, tail=tail)
-        if tier not in (1, 2):
-            raise ValueError(f"tier={tier}: expected 1 or 2")
-        if not 0 < groups_per_worker <= 1:
-            raise ValueError(f"groups_per_worker={groups_per_worker}: expected above 0 and at most 1")
-        if max_workers < 1:
-            raise ValueError(f"max_workers={max_workers}: expected at least 1")
-        if not 0 <= alpha <= 1:
-            raise ValueError(f"alpha={alpha}: expected 0 to 1")
-        if not 1 <= beta < math.inf:
-            raise ValueError(f"beta={beta}: expected at least 1, and finite")
-        if not 0 <= train_time < math.inf:
-            raise ValueError(f"train_time={train_time}: expected at least 0, and finite")
-        self.tier = tier
-        self.groups_per_worker = groups_per_worker
-        self.max_workers = max_workers
-        self.migrate = migrate
-        self.alpha = alpha
-        self.beta = beta
-        self.train_time = train_time
-        self._beta = beta
+    tier: Literal[1, 2] = 2
+    groups_per_worker: float = 0.5
+    max_workers: int = 8
+    migrate: bool = True
+    alpha: float = 0.1
+    beta: float = 1.1
+    train_time: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.tier in (1, 2), "tier", self.tier, "1 or 2")
+        share = "above 0 and at most 1"
+        require(0 < self.groups_per_worker <= 1, "groups_per_worker", self.groups_per_worker, share)
+        require(self.max_workers >= 1, "max_workers", self.max_workers, "at least 1")
+        require(0 <= self.alpha <= 1, "alpha", self.alpha, "0 to 1")
+        require(1 <= self.beta < math.inf, "beta", self.beta, "at least 1, and finite")
+        require(0 <= self.train_time < math.inf, "train_time", self.train_time, "at least 0, and finite")
+        self._beta = self.beta
         self._longest: dict[int, list[float]] = {}  # by step: the longest answer predicted for each worker's group
 
     def plan(self, requests: Sequence[RolloutRequest], num_workers: int, step: int) -> list[list[RolloutRequest]]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rhymerl.errors import at_least, check_ranges, require
 from rhymerl.types import RolloutRequest, Sample
 
 _RECENT = 4096  # lengths that the running quantile is of
@@ -32,6 +33,7 @@ class _Seen:
     tail_is_cut: bool = False
 
 
+@dataclass(kw_only=True, eq=False)
 class LengthPredictor:
     """Predicts a prompt's lengths by the median and an upper quantile of its groups, moving over epochs.
 
@@ -42,15 +44,14 @@ class LengthPredictor:
     `max_prompts`, the prompts that were not answered for longest are forgotten.
     """
 
-    def __init__(self, *, momentum: float = 0.5, tail: float = 0.95, max_prompts: int = 1_000_000) -> None:
-        for name, value in (("momentum", momentum), ("tail", tail)):
-            if not 0 <= value < 1:
-                raise ValueError(f"{name}={value}: expected at least 0 and less than 1")
-        if max_prompts < 1:
-            raise ValueError(f"max_prompts={max_prompts}: expected at least 1")
-        self.momentum = momentum
-        self.tail = tail
-        self.max_prompts = max_prompts
+    momentum: float = 0.5
+    tail: float = 0.95
+    max_prompts: int = at_least(1, 1_000_000)
+
+    def __post_init__(self) -> None:
+        for name in ("momentum", "tail"):
+            require(0 <= getattr(self, name) < 1, name, getattr(self, name), "at least 0 and less than 1")
+        check_ranges(self)
         self._prompts: dict[str, _Seen] = {}  # by key, the latest answered last
         self._recent: deque[int] = deque(maxlen=_RECENT)
         self._unknown: float | None = None  # the running upper quantile

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rhymerl.costs import Points
+from rhymerl.errors import require
 from rhymerl.schedulers.predicting import Piece, queue_of
 from rhymerl.schedulers.releases import ReleaseAwareScheduler, releases
 from rhymerl.types import RolloutRequest
@@ -23,6 +23,7 @@ _HALVINGS = 30
 _RISK = 0.95  # the quantile of growth by which long answers are expected to outgrow their prediction
 
 
+@dataclass(kw_only=True, eq=False)
 class PacedScheduler(ReleaseAwareScheduler):
     """Pieces sorted by predicted length fill one worker after another, the one that is free first with the longest.
 
@@ -32,23 +33,14 @@ class PacedScheduler(ReleaseAwareScheduler):
     `max_running` is how many requests a worker decodes side by side; None is what its backend says.
     """
 
-    def __init__(
-        self,
-        *,
-        workers: float = 0.5,
-        max_running: int | None = None,
-        keep_groups: bool = True,
-        costs: str | Points | None = None,
-        momentum: float = 0.5,
-        tail: float = 0.95,
-    ) -> None:
-        super().__init__(keep_groups=keep_groups, costs=costs, momentum=momentum, tail=tail)
-        if not 0 < workers <= 1:
-            raise ValueError(f"workers={workers}: expected above 0 and at most 1")
-        if max_running is not None and max_running < 1:
-            raise ValueError(f"max_running={max_running}: expected at least 1, or null")
-        self.workers = workers
-        self.max_running = max_running
+    workers: float = 0.5
+    max_running: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 < self.workers <= 1, "workers", self.workers, "above 0 and at most 1")
+        is_number = self.max_running is None or self.max_running >= 1
+        require(is_number, "max_running", self.max_running, "at least 1, or null")
 
     def plan(self, requests: Sequence[RolloutRequest], num_workers: int, step: int) -> list[list[RolloutRequest]]:
         progress = self.unfinished(step)

@@ -31,6 +31,7 @@ class Piece:
         return self.median * len(self.requests)
 
 
+@dataclass(kw_only=True, eq=False)
 class PredictingScheduler(Scheduler):
     """Learns lengths and acceptance, and cuts a step's requests into pieces with predictions.
 
@@ -39,20 +40,14 @@ class PredictingScheduler(Scheduler):
     `LengthPredictor`.
     """
 
-    def __init__(
-        self,
-        *,
-        keep_groups: bool = True,
-        costs: str | Points | None = None,
-        momentum: float = 0.5,
-        tail: float = 0.95,
-    ) -> None:
-        self.keep_groups = keep_groups
-        self.costs = costs
-        self.momentum = momentum
-        self.tail = tail
-        self.cost = QueueCost(costs)
-        self.lengths = LengthPredictor(momentum=momentum, tail=tail)
+    keep_groups: bool = True
+    costs: str | Points | None = None
+    momentum: float = 0.5
+    tail: float = 0.95
+
+    def __post_init__(self) -> None:
+        self.cost = QueueCost(self.costs)
+        self.lengths = LengthPredictor(momentum=self.momentum, tail=self.tail)
 
     def pieces(self, requests: Sequence[RolloutRequest], num_workers: int) -> list[Piece]:
         """Return the pieces in data order."""

@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
-from rhymerl.costs import Points
+from rhymerl.errors import require
 from rhymerl.schedulers.predicting import Piece, PredictingScheduler
 from rhymerl.types import RolloutRequest
 
 
+@dataclass(kw_only=True, eq=False)
 class SortedScheduler(PredictingScheduler):
     """Pieces in the `order` of their predicted length, each to the worker with the fewest predicted tokens so far."""
 
-    def __init__(
-        self,
-        *,
-        order: Literal["descending", "ascending"] = "descending",
-        keep_groups: bool = True,
-        costs: str | Points | None = None,
-        momentum: float = 0.5,
-        tail: float = 0.95,
-    ) -> None:
-        if order not in ("descending", "ascending"):
-            raise ValueError(f"order={order!r}: expected one of descending, ascending")
-        super().__init__(keep_groups=keep_groups, costs=costs, momentum=momentum, tail=tail)
-        self.order = order
+    order: Literal["descending", "ascending"] = "descending"
+
+    def __post_init__(self) -> None:
+        require(self.order in ("descending", "ascending"), "order", self.order, "one of descending, ascending")
+        super().__post_init__()
 
     def plan(self, requests: Sequence[RolloutRequest], num_workers: int, step: int) -> list[list[RolloutRequest]]:
         pieces = self.pieces(requests, num_workers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +24,7 @@ _NO_TOKENS, _NO_NUMBERS, _NO_MASK = np.empty(0, np.int32), np.empty(0), np.empty
 _NO_REWARDS: dict[str, float] = {}
 
 
+@dataclass(eq=False)
 class Simulation:
     """`num_workers` workers answer one step after another.
 
@@ -36,30 +38,21 @@ class Simulation:
     The scheduler is asked to rebalance after each time `rebalance_every`, if it migrates requests.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        *,
-        num_workers: int = 64,
-        run_ahead: RunAhead = "keep",
-        max_staleness: int = 1,
-        pipeline: Pipeline = "colocated",
-        train_time: float = 0.0,
-        weight_delay: float = 0.0,
-        rebalance_every: float = 512.0,
-        decoding: Decoding | None = None,
-    ) -> None:
-        check_modes(run_ahead, max_staleness, pipeline)
-        self.decoding = decoding if decoding is not None else Decoding()
-        self.scheduler = scheduler
-        self._planner = rule_of(run_ahead).planner(scheduler)
-        self.num_workers = num_workers
-        self.run_ahead = run_ahead
-        self.pipeline = pipeline
-        self.train_time = train_time
-        self.weight_delay = weight_delay
-        self.rebalance_every = rebalance_every
-        self._learns = type(scheduler).learn is not Scheduler.learn
+    scheduler: Scheduler
+    _: KW_ONLY
+    num_workers: int = 64
+    run_ahead: RunAhead = "keep"
+    max_staleness: int = 1
+    pipeline: Pipeline = "colocated"
+    train_time: float = 0.0
+    weight_delay: float = 0.0
+    rebalance_every: float = 512.0
+    decoding: Decoding = field(default_factory=Decoding)
+
+    def __post_init__(self) -> None:
+        check_modes(self.run_ahead, self.max_staleness, self.pipeline)
+        self._planner = rule_of(self.run_ahead).planner(self.scheduler)
+        self._learns = type(self.scheduler).learn is not Scheduler.learn
 
     @property
     def pause(self) -> float:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 
-from rhymerl.errors import require_at_least
+from rhymerl.errors import at_least, check_ranges, require, require_at_least
 from rhymerl.history.traces import TraceRecord, read_trace
 from rhymerl.simulation.base import LengthSource, StepWork
 from rhymerl.types import Prompt, RolloutRequest, SamplingParams
@@ -17,6 +18,7 @@ from rhymerl.types import Prompt, RolloutRequest, SamplingParams
 _NO_TOKENS = np.empty(0, np.int32)
 
 
+@dataclass(kw_only=True, eq=False)
 class SyntheticLengths(LengthSource):
     """Log-normal lengths: `between` and `within` prompts are the standard deviations of their logarithm.
 
@@ -24,41 +26,19 @@ class SyntheticLengths(LengthSource):
     steps is gone through again and again; `rank_correlation` is that of a prompt's log-length from one epoch to the next.
     """
 
-    def __init__(
-        self,
-        *,
-        prompts_per_step: int = 256,
-        group_size: int = 16,
-        mean: float = 5300.0,
-        between: float = 0.7,
-        within: float = 0.35,
-        cap: int = 16384,
-        growth: float = 0.0,
-        rank_correlation: float = 1.0,
-        steps_per_epoch: int = 5,
-    ) -> None:
-        limits = {
-            "prompts_per_step": (prompts_per_step, 1),
-            "group_size": (group_size, 1),
-            "mean": (mean, 1),
-            "between": (between, 0),
-            "within": (within, 0),
-            "cap": (cap, 1),
-            "growth": (growth, -0.99),
-            "steps_per_epoch": (steps_per_epoch, 1),
-        }
-        require_at_least(limits)
-        if not 0 <= rank_correlation <= 1:
-            raise ValueError(f"rank_correlation={rank_correlation}: expected 0 to 1")
-        self.prompts_per_step = prompts_per_step
-        self.group_size = group_size
-        self.mean = mean
-        self.between = between
-        self.within = within
-        self.cap = cap
-        self.growth = growth
-        self.rank_correlation = rank_correlation
-        self.steps_per_epoch = steps_per_epoch
+    prompts_per_step: int = at_least(1, 256)
+    group_size: int = at_least(1, 16)
+    mean: float = at_least(1, 5300.0)
+    between: float = at_least(0, 0.7)
+    within: float = at_least(0, 0.35)
+    cap: int = at_least(1, 16384)
+    growth: float = at_least(-0.99, 0.0)
+    rank_correlation: float = 1.0
+    steps_per_epoch: int = at_least(1, 5)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        require(0 <= self.rank_correlation <= 1, "rank_correlation", self.rank_correlation, "0 to 1")
 
     def steps(self, num_steps: int, seed: int) -> list[StepWork]:
         source = np.random.default_rng(seed)

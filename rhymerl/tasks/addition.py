@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
+from typing import ClassVar
 
+from rhymerl.errors import at_least
 from rhymerl.tasks.base import Row, Split, Task
 
 
+@dataclass(kw_only=True, eq=False)
 class Addition(Task):
     """`What is 47 + 85?` as a chat message, with numbers of up to `max_number`. The last number of the answer counts.
 
@@ -15,22 +19,10 @@ class Addition(Task):
     """
 
     reward = "rhymerl.rewards.numeric_match"
-    tenths: tuple[Split, ...] = ("validation",) * 3 + ("train",) * 7  # small numbers have few sums
+    tenths: ClassVar[tuple[Split, ...]] = ("validation",) * 3 + ("train",) * 7  # small numbers have few sums
 
-    def __init__(
-        self,
-        *,
-        max_number: int = 99,
-        instruction: str | None = None,
-        seed: int = 0,
-        train_size: int = 512,
-        validation_size: int = 512,
-    ) -> None:
-        super().__init__(seed=seed, train_size=train_size, validation_size=validation_size)
-        if max_number < 1:
-            raise ValueError(f"max_number={max_number}: expected at least 1")
-        self.max_number = max_number
-        self.instruction = instruction
+    max_number: int = at_least(1, 99)
+    instruction: str | None = None
 
     def problem(self, random_source: random.Random) -> Row:
         one, other = sorted(random_source.randint(1, self.max_number) for _ in range(2))

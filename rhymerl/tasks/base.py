@@ -7,9 +7,10 @@ import json
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
-from rhymerl.errors import ConfigError
+from rhymerl.errors import ConfigError, at_least, check_ranges
 
 Row = dict[str, Any]
 Split = Literal["train", "validation", "warmstart"]
@@ -27,21 +28,21 @@ def split_of(prompt: Problem, tenths: Sequence[Split] = _TENTHS) -> Split:
     return tenths[int.from_bytes(digest, "little") % len(tenths)]
 
 
+@dataclass(kw_only=True, eq=False)
 class Task(ABC):
     """A procedural task. Subclasses write `problem`; `demonstration` only if they can be warm-started."""
 
     #: Dotted name of the reward function that scores this task's answers; None = the user names one.
-    reward: str | None = None
+    reward: ClassVar[str | None] = None
     #: The splits' shares of all problems.
-    tenths: tuple[Split, ...] = _TENTHS
+    tenths: ClassVar[tuple[Split, ...]] = _TENTHS
 
-    def __init__(self, *, seed: int = 0, train_size: int = 512, validation_size: int = 512) -> None:
-        for name, value in (("train_size", train_size), ("validation_size", validation_size)):
-            if value < 1:
-                raise ValueError(f"{name}={value}: expected at least 1")
-        self.seed = seed
-        self.train_size = train_size
-        self.validation_size = validation_size
+    seed: int = 0
+    train_size: int = at_least(1, 512)
+    validation_size: int = at_least(1, 512)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
     @abstractmethod
     def problem(self, random_source: random.Random) -> Row:

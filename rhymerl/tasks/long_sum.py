@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
+from rhymerl.errors import at_least, require
 from rhymerl.tasks.base import Row
 from rhymerl.tasks.running_sum import RunningSum
 
 
+@dataclass(kw_only=True, eq=False)
 class LongSum(RunningSum):
     """A running sum whose answers have a long tail of lengths, most of which comes from the prompt.
 
@@ -19,42 +22,20 @@ class LongSum(RunningSum):
 
     most_additions = 40
 
-    def __init__(
-        self,
-        *,
-        difficulty: int = 18,
-        typical: float = 6.0,
-        spread: float = 0.7,
-        doubt: float = 0.35,
-        rounds: int = 2,
-        max_number: int = 20,
-        error_rate: float = 0.03,
-        prefix: str = "",
-        seed: int = 0,
-        train_size: int = 512,
-        validation_size: int = 512,
-    ) -> None:
-        super().__init__(
-            difficulty=difficulty,
-            max_number=max_number,
-            error_rate=error_rate,
-            prefix=prefix,
-            seed=seed,
-            train_size=train_size,
-            validation_size=validation_size,
-        )
-        if not 1 <= typical <= difficulty:
-            raise ValueError(f"typical={typical}: expected 1 to difficulty={difficulty} additions")
-        if not 0 <= spread < float("inf"):
-            raise ValueError(f"spread={spread}: expected at least 0")
-        if not 0 <= doubt < 1:
-            raise ValueError(f"doubt={doubt}: expected a probability in [0, 1)")
-        if rounds < 1:
-            raise ValueError(f"rounds={rounds}: expected at least 1")
-        self.typical = typical
-        self.spread = spread
-        self.doubt = doubt
-        self.rounds = rounds
+    difficulty: int = 18
+    typical: float = 6.0
+    spread: float = 0.7
+    doubt: float = 0.35
+    rounds: int = at_least(1, 2)
+    max_number: int = at_least(1, 20)
+    error_rate: float = 0.03
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        additions = f"1 to difficulty={self.difficulty} additions"
+        require(1 <= self.typical <= self.difficulty, "typical", self.typical, additions)
+        require(0 <= self.spread < float("inf"), "spread", self.spread, "at least 0")
+        require(0 <= self.doubt < 1, "doubt", self.doubt, "a probability in [0, 1)")
 
     def problem(self, random_source: random.Random) -> Row:
         additions = round(self.typical * random_source.lognormvariate(0.0, self.spread))

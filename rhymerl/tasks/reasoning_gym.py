@@ -8,7 +8,7 @@ import json
 import random
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 from rhymerl.errors import ConfigError
 from rhymerl.tasks.base import Row, Split, Task, split_of
@@ -30,7 +30,7 @@ class ReasoningGym(Task):
     """
 
     reward = "rhymerl.rewards.reasoning_gym_reward"
-    tenths: tuple[Split, ...] = ("validation",) * 4 + ("train",) * 4 + ("warmstart",) * 2
+    tenths: ClassVar[tuple[Split, ...]] = ("validation",) * 4 + ("train",) * 4 + ("warmstart",) * 2
 
     def __init__(
         self,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from rhymerl.errors import at_least, require
 from rhymerl.tasks.base import Row, Task
 
 CHARACTERS = "0123456789+=;#? \n"
 
 
+@dataclass(kw_only=True, eq=False)
 class RunningSum(Task):
     """`37+85+12=?` is answered by `37+85=122;122+12=134;#134`.
 
@@ -22,28 +25,16 @@ class RunningSum(Task):
     reward = "rhymerl.tasks.running_sum.running_sum_reward"
     most_additions = 15
 
-    def __init__(
-        self,
-        *,
-        difficulty: int = 7,
-        max_number: int = 99,
-        error_rate: float = 0.2,
-        prefix: str = "",
-        seed: int = 0,
-        train_size: int = 512,
-        validation_size: int = 512,
-    ) -> None:
-        super().__init__(seed=seed, train_size=train_size, validation_size=validation_size)
-        if not 1 <= difficulty <= self.most_additions:
-            raise ValueError(f"difficulty={difficulty}: expected 1 to {self.most_additions} additions")
-        if max_number < 1:
-            raise ValueError(f"max_number={max_number}: expected at least 1")
-        if not 0 <= error_rate < 1:
-            raise ValueError(f"error_rate={error_rate}: expected a share in [0, 1)")
-        self.difficulty = difficulty
-        self.max_number = max_number
-        self.error_rate = error_rate
-        self.prefix = prefix
+    difficulty: int = 7
+    max_number: int = at_least(1, 99)
+    error_rate: float = 0.2
+    prefix: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        additions = f"1 to {self.most_additions} additions"
+        require(1 <= self.difficulty <= self.most_additions, "difficulty", self.difficulty, additions)
+        require(0 <= self.error_rate < 1, "error_rate", self.error_rate, "a share in [0, 1)")
 
     def problem(self, random_source: random.Random) -> Row:
         return self.problem_of(random_source.randint(2, self.difficulty + 1), random_source)

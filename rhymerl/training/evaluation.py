@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rhymerl.data.base import ONLY_SET
-from rhymerl.errors import RewardError, require_at_least
+from rhymerl.errors import RewardError, at_least, check_ranges, require_at_least
 from rhymerl.rewards import Reward
 from rhymerl.rewards.calls import Attempt
 from rhymerl.rewards.hooks import Extract
@@ -21,6 +22,7 @@ _OF_A_SET = ("samples", "temperature", "max_tokens")
 _RIGHT = 1 - 1e-9  # the reward from which on an answer counts as right; a weighted sum of rewards may be rounded
 
 
+@dataclass(kw_only=True, eq=False)
 class EvaluationSettings:
     """`samples` answers a validation prompt at `temperature`; all else is the training rollout's.
 
@@ -30,26 +32,17 @@ class EvaluationSettings:
     answer in it, for maj@k; by default that of the first reward which has one.
     """
 
-    def __init__(
-        self,
-        *,
-        samples: int = 1,
-        temperature: float = 1.0,
-        max_tokens: int | None = None,
-        every_n_steps: int = 0,
-        sets: Mapping[str, Mapping[str, float | int | None]] | None = None,
-        right_by: str | None = None,
-        extract: str | None = None,
-    ) -> None:
-        self.every_n_steps = every_n_steps
-        self.samples = samples
-        self.temperature = temperature
-        self.max_tokens = max_tokens
-        self.sets = {name: dict(values) for name, values in sets.items()} if sets else None
-        self.right_by = right_by
-        self.extract = extract
-        self._extract: Extract | None = _extractor(extract) if extract is not None else None
-        require_at_least({"every_n_steps": (every_n_steps, 0)})
+    samples: int = 1
+    temperature: float = 1.0
+    max_tokens: int | None = None
+    every_n_steps: int = at_least(0, 0)
+    sets: Mapping[str, Mapping[str, float | int | None]] | None = None
+    right_by: str | None = None
+    extract: str | None = None
+
+    def __post_init__(self) -> None:
+        self._extract: Extract | None = _extractor(self.extract) if self.extract is not None else None
+        check_ranges(self)
         _check(self._of(""))
         for name, values in (self.sets or {}).items():
             for key in values:
@@ -100,7 +93,7 @@ class EvaluationSettings:
         )
 
     def _of(self, name: str) -> dict[str, Any]:
-        return {key: getattr(self, key) for key in _OF_A_SET} | (self.sets or {}).get(name, {})
+        return {key: getattr(self, key) for key in _OF_A_SET} | dict((self.sets or {}).get(name, {}))
 
 
 def step_name(name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from rhymerl.distributed.first import is_first_rank
-from rhymerl.errors import ConfigError, require_at_least
+from rhymerl.errors import ConfigError, at_least, check_ranges, require
 from rhymerl.models.critic import Critic
 from rhymerl.models.policy import is_random, named
 from rhymerl.models.proof import prove_sharing, prove_update
@@ -25,6 +26,7 @@ _LOG = logging.getLogger(__name__)
 Schedule = Literal["constant", "linear", "cosine"]
 
 
+@dataclass(kw_only=True, eq=False)
 class UpdateSettings:
     """Optimizer and batch settings.
 
@@ -36,54 +38,28 @@ class UpdateSettings:
     whatever several of its answers begin with, is computed once in a micro-batch, where the model's attention allows it; the gradient is the same.
     """
 
-    def __init__(
-        self,
-        *,
-        learning_rate: float = 1e-6,
-        lr_schedule: Schedule = "constant",
-        warmup_steps: int = 0,
-        min_lr_ratio: float = 0.0,
-        weight_decay: float = 0.0,
-        betas: Sequence[float] = (0.9, 0.999),
-        max_grad_norm: float = 1.0,
-        epochs: int = 1,
-        mini_batches: int = 1,
-        micro_batch_tokens: int = 16_384,
-        chunk_tokens: int | None = None,
-        activation_checkpointing: bool = False,
-        offload_optimizer: bool = False,
-        share_prefixes: bool = True,
-    ) -> None:
-        at_least = {
-            "learning_rate": (learning_rate, 0),
-            "warmup_steps": (warmup_steps, 0),
-            "min_lr_ratio": (min_lr_ratio, 0),
-            "weight_decay": (weight_decay, 0),
-            "max_grad_norm": (max_grad_norm, 0),
-            "epochs": (epochs, 1),
-            "mini_batches": (mini_batches, 1),
-            "micro_batch_tokens": (micro_batch_tokens, 1),
-            "chunk_tokens": (1 if chunk_tokens is None else chunk_tokens, 1),
-        }
-        require_at_least(at_least)
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas={list(betas)}: expected two numbers in [0, 1)")
-        if lr_schedule not in ("constant", "linear", "cosine"):
-            raise ValueError(f"lr_schedule={lr_schedule!r}: expected constant, linear or cosine")
-        self.learning_rate = learning_rate
-        self.lr_schedule = lr_schedule
-        self.warmup_steps = warmup_steps
-        self.min_lr_ratio = min_lr_ratio
-        self.weight_decay = weight_decay
-        self.betas = tuple(betas)
-        self.max_grad_norm = max_grad_norm
-        self.epochs = epochs
-        self.mini_batches = mini_batches
-        self.micro_batch_tokens = micro_batch_tokens
-        self.chunk_tokens = chunk_tokens
-        self.activation_checkpointing = activation_checkpointing
-        self.offload_optimizer = offload_optimizer
-        self.share_prefixes = share_prefixes
+    learning_rate: float = at_least(0, 1e-6)
+    lr_schedule: Schedule = "constant"
+    warmup_steps: int = at_least(0, 0)
+    min_lr_ratio: float = at_least(0, 0.0)
+    weight_decay: float = at_least(0, 0.0)
+    betas: Sequence[float] = (0.9, 0.999)
+    max_grad_norm: float = at_least(0, 1.0)
+    epochs: int = at_least(1, 1)
+    mini_batches: int = at_least(1, 1)
+    micro_batch_tokens: int = at_least(1, 16_384)
+    chunk_tokens: int | None = at_least(1, None)
+    activation_checkpointing: bool = False
+    offload_optimizer: bool = False
+    share_prefixes: bool = True
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        is_betas = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        require(is_betas, "betas", list(self.betas), "two numbers in [0, 1)")
+        known = ("constant", "linear", "cosine")
+        require(self.lr_schedule in known, "lr_schedule", self.lr_schedule, "constant, linear or cosine")
+        self.betas = tuple(self.betas)
 
     @property
     def optimizer_steps(self) -> int:

@@ -9,7 +9,9 @@ import weakref
 from pathlib import Path
 
 from rhymerl.config.targets import import_target, signature_of
+from rhymerl.costs import Points
 from rhymerl.drafters.base import Drafter
+from rhymerl.schedulers.histopipe import HistoPipeScheduler
 
 
 def test_a_file_that_has_changed_gives_the_new_class_and_its_arguments(here: Path) -> None:
@@ -44,3 +46,7 @@ def test_a_class_is_not_kept_alive(here: Path) -> None:
     del sys.modules["my_module"]
     gc.collect()
     assert found() is None
+
+
+def test_a_field_that_a_dataclass_inherits_has_the_names_of_the_module_that_it_is_written_in() -> None:
+    assert signature_of(HistoPipeScheduler).parameters["costs"].annotation == str | Points | None

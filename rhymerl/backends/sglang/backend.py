@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from rhymerl.backends.remote.client import Client
@@ -25,7 +26,7 @@ from rhymerl.config import construct
 from rhymerl.costs import CostCurve
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
-from rhymerl.errors import BackendError, ConfigError, require_at_least
+from rhymerl.errors import BackendError, ConfigError, at_least, check_ranges, require
 from rhymerl.history import HistoryStore
 from rhymerl.models.policy import DTYPES
 from rhymerl.types import Completion, RolloutRequest, Sample
@@ -40,6 +41,7 @@ _USUAL_NODES = 7  # without a cost curve
 _START_S = 600.0
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class SGLangBackend(ServedBackend):
     """Answers come from an SGLang server that is started with the run and ends with it, or from those that run at `url` already.
 
@@ -57,71 +59,44 @@ class SGLangBackend(ServedBackend):
 
     copies_weights = True
 
-    def __init__(
-        self,
-        *,
-        nodes: int | None = None,
-        costs: str | None = None,
-        expected_accept_rate: float = 0.7,
-        max_running: int = 64,
-        dtype: Literal["float32", "bfloat16"] | None = None,
-        tensor_parallel: int = 1,
-        arguments: Mapping[str, Any] | None = None,
-        environment: Mapping[str, str] | None = None,
-        weights: Literal["auto", "tensor", "disk", "distributed"] = "auto",
-        url: str | Sequence[str] | None = None,
-        api_key: str | None = None,
-        history_tokens: int | None = HISTORY_TOKENS,
-        restarts: int = 0,
-        release_memory: bool = False,
-        folder: str | None = None,
-        start_timeout_s: float = _START_S,
-        silence_timeout_s: float = 300.0,
-        piece_s: float | None = None,
-    ) -> None:
-        at_least = {
-            "nodes": (0 if nodes is None else nodes, 0),
-            "max_running": (max_running, 1),
-            "tensor_parallel": (tensor_parallel, 1),
-            "restarts": (restarts, 0),
-            "history_tokens": (1 if history_tokens is None else history_tokens, 1),
-            "start_timeout_s": (start_timeout_s, 1),
-            "silence_timeout_s": (silence_timeout_s, 1),
-        }
-        require_at_least(at_least)
-        if piece_s is not None and not 0 < piece_s < math.inf:
-            raise ValueError(f"piece_s={piece_s}: expected a finite number above 0, or null for whole answers")
-        if not 0 <= expected_accept_rate < 1:
-            raise ValueError(f"expected_accept_rate={expected_accept_rate}: expected at least 0 and below 1")
-        self.nodes = nodes
-        self.costs = costs
-        self.expected_accept_rate = expected_accept_rate
-        self.max_running: int = max_running
-        self.dtype = dtype
-        self.tensor_parallel = tensor_parallel
-        self.arguments = dict(arguments or {})
-        self.environment = dict(environment or {})
-        self.weights = weights
-        self.url = url
-        self.api_key = api_key
-        self.history_tokens = history_tokens
-        self.restarts = restarts
-        self.release_memory = release_memory
-        self.folder = folder
-        self.start_timeout_s = start_timeout_s
-        self.silence_timeout_s = silence_timeout_s
-        self.piece_s = piece_s
-        check(self.arguments)
-        if url is not None:
+    nodes: int | None = at_least(0, None)
+    costs: str | None = None
+    expected_accept_rate: float = 0.7
+    max_running: int = at_least(1, 64)
+    dtype: Literal["float32", "bfloat16"] | None = None
+    tensor_parallel: int = at_least(1, 1)
+    arguments: Mapping[str, Any] | None = None
+    environment: Mapping[str, str] | None = None
+    weights: Literal["auto", "tensor", "disk", "distributed"] = "auto"
+    url: str | Sequence[str] | None = None
+    api_key: str | None = None
+    history_tokens: int | None = HISTORY_TOKENS
+    restarts: int = at_least(0, 0)
+    release_memory: bool = False
+    folder: str | None = None
+    start_timeout_s: float = at_least(1, _START_S)
+    silence_timeout_s: float = at_least(1, 300.0)
+    piece_s: float | None = None
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        is_limit = self.history_tokens is None or self.history_tokens >= 1
+        require(is_limit, "history_tokens", self.history_tokens, "at least 1")
+        is_piece = self.piece_s is None or 0 < self.piece_s < math.inf
+        require(is_piece, "piece_s", self.piece_s, "a finite number above 0, or null for whole answers")
+        is_rate = 0 <= self.expected_accept_rate < 1
+        require(is_rate, "expected_accept_rate", self.expected_accept_rate, "at least 0 and below 1")
+        check(self.arguments or {})
+        if self.url is not None:
             self._refuse_what_starts_a_server()
-        elif api_key is not None:
+        elif self.api_key is not None:
             raise ValueError("api_key: is for servers that run already, at `url`; one that the run starts needs none")
-        elif history_tokens != HISTORY_TOKENS:
+        elif self.history_tokens != HISTORY_TOKENS:
             raise ValueError(
-                f"history_tokens={history_tokens}: is for servers that run already, at `url`; history.max_tokens is for all others"
+                f"history_tokens={self.history_tokens}: is for servers that run already, at `url`; history.max_tokens is for all others"
             )
-        self._addresses = _addresses(url, api_key)
-        self._cost = CostCurve.read(costs) if costs is not None else None
+        self._addresses = _addresses(self.url, self.api_key)
+        self._cost = CostCurve.read(self.costs) if self.costs is not None else None
         self._node: NodePosition | None = None  # of a worker apart from ranks
         self._weight_file: SharedWeightFile | None = None  # with other servers
         self._session: Session | None = None
@@ -212,8 +187,8 @@ class SGLangBackend(ServedBackend):
             longest_tokens=self._longest_tokens,
             dtype=self.dtype,
             tensor_parallel=self.tensor_parallel,
-            arguments=self.arguments,
-            environment=self.environment,
+            arguments=self.arguments or {},
+            environment=self.environment or {},
             weights=self.weights,
             restarts=self.restarts,
             release_memory=self.release_memory,
@@ -233,7 +208,7 @@ class SGLangBackend(ServedBackend):
                 f"backend.tensor_parallel={self.tensor_parallel}: expected 1 with {node.num_here} ranks on a node, of which each has "
                 "an engine on its own GPU"
             )
-        construct(check_for_ranks, {"arguments": self.arguments}, key="backend")
+        construct(check_for_ranks, {"arguments": self.arguments or {}}, key="backend")
 
     def num_tokens(self, drafter: Drafter, budget: Budget | None = None) -> int:
         """Tokens of a request in a pass, at most: its last one and the draft's nodes. Raises ConfigError as `check_drafting` does."""

@@ -38,7 +38,7 @@ def launch_line(config: DictConfig) -> dict[str, Any]:
             f"model.path={source.path!r}: a server reads its model from a directory or hub name; "
             f"PolicySource({source.path!r}).load().save(DIR) writes one"
         )
-    on_cpu = backend.arguments.get("device") == "cpu"
+    on_cpu = (backend.arguments or {}).get("device") == "cpu"
     dtype = arguments.engine_dtype(backend.dtype, source.dtype, on_cpu=on_cpu)
     ours = arguments.of_device("cpu" if on_cpu else "cuda", dtype=dtype, saves_memory=backend.release_memory)
     budget: Budget = instantiate(config.budget, key="budget")
@@ -53,9 +53,9 @@ def launch_line(config: DictConfig) -> dict[str, Any]:
         tensor_parallel=backend.tensor_parallel,
         algorithm=ALGORITHM,
         context_tokens=None,
-        more={**_address(url), **ours, **backend.arguments},
+        more={**_address(url), **ours, **(backend.arguments or {})},
     )
-    return {"environment": {VARIABLE: str(settings), **backend.environment}, "arguments": words}
+    return {"environment": {VARIABLE: str(settings), **(backend.environment or {})}, "arguments": words}
 
 
 def _address(url: str | Sequence[str] | None) -> dict[str, Any]:

@@ -1,0 +1,37 @@
+"""The ranges that a dataclass's fields say."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+
+from rhymerl.errors import at_least, check_ranges
+
+
+@dataclass(kw_only=True)
+class Ranged:
+    steps: int = at_least(1, 8)
+    rate: float = at_least(0, 0.5)
+    limit: int | None = at_least(1, None)
+
+
+def test_values_in_their_ranges_and_none_where_it_is_the_default_are_accepted() -> None:
+    check_ranges(Ranged())
+    check_ranges(Ranged(steps=1, rate=0, limit=1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (Ranged(steps=0, rate=-1), "steps=0: expected at least 1"),
+        (Ranged(rate=-0.1), "rate=-0.1: expected at least 0"),
+        (Ranged(rate=math.inf), "rate=inf: expected a finite number"),
+        (Ranged(rate=math.nan), "rate=nan: expected a finite number"),
+        (Ranged(limit=0), "limit=0: expected at least 1"),
+    ],
+)
+def test_the_first_value_out_of_its_range_is_refused(settings: Ranged, words: str) -> None:
+    with pytest.raises(ValueError, match=f"^{words}$"):
+        check_ranges(settings)
