@@ -20,7 +20,7 @@ from rhymerl.workers.versions import Versions
 
 
 @dataclass(slots=True, kw_only=True)
-class Job:
+class HostJob:
     """A request that is not answered yet."""
 
     request: RolloutRequest
@@ -61,7 +61,7 @@ class Host:
         self.busy_s = 0.0
         self._backend = engine
         self._beside = beside
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, HostJob] = {}
         self._num_running: Counter[int] = Counter()  # in the engine, by priority
         self._is_settled = True  # the engine has what is to be sampled now
 
@@ -105,7 +105,7 @@ class Host:
             if request.id in self._jobs:
                 raise BackendError(f"a worker has been given {request.id} twice")
             self._is_settled = False
-            job = self._jobs[request.id] = Job(request=request, priority=priority, versions=versions)
+            job = self._jobs[request.id] = HostJob(request=request, priority=priority, versions=versions)
             if request.output is not None and request.output.is_finished:
                 self._leave(job, request.output)
 
@@ -165,15 +165,15 @@ class Host:
             job.is_running = True
             self._num_running[job.priority] += 1
 
-    def _may_run(self, job: Job) -> bool:
+    def _may_run(self, job: HostJob) -> bool:
         is_over = job.output is not None and job.output.is_finished  # a whole draft waits for its policy
         return self.version is not None and job.versions.oldest <= self.version and not is_over
 
-    def _has_drafts(self, job: Job) -> bool:
+    def _has_drafts(self, job: HostJob) -> bool:
         """Return whether what this policy samples of it is sampled again."""
         return self.version is not None and self.version < job.versions.final
 
-    def _take_out(self, jobs: Sequence[Job]) -> None:
+    def _take_out(self, jobs: Sequence[HostJob]) -> None:
         """Withdraw running requests from the engine; those that have ended are done."""
         names = [job.request.id for job in jobs]
         for completion in self.engine.withdraw(names) if names else []:
@@ -190,7 +190,7 @@ class Host:
         self._num_running = +self._num_running
         self._leave(job, completion.output)
 
-    def _leave(self, job: Job, output: Output) -> None:
+    def _leave(self, job: HostJob, output: Output) -> None:
         """An answer has finished, and a draft of one waits for its policy."""
         job.output = output
         if output.is_finished and not self._has_drafts(job):

@@ -14,7 +14,7 @@ from rhymerl.backends.spans import EVALUATION, SpanLog
 from rhymerl.budgets.base import Budget
 from rhymerl.history import HistoryStore
 from rhymerl.types import Prompt
-from rhymerl.workers.host import Host, Job
+from rhymerl.workers.host import Host, HostJob
 from rhymerl.workers.messages import (
     Events,
     HistoryUpdate,
@@ -134,7 +134,7 @@ class WorkerHost(Host):
         elif self._budget is not None:
             self._budget.load_state_dict(self._learned)
 
-    def _may_run(self, job: Job) -> bool:
+    def _may_run(self, job: HostJob) -> bool:
         return super()._may_run(job) and (job.priority == EVALUATION or not self._only_evaluates)
 
     # -- messages ----------------------------------------------------------------------------------------------------
