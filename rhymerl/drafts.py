@@ -114,7 +114,7 @@ class DraftBatch:
             sources=None if (sources == -1).all() else sources.astype(np.int32),
         )
 
-    def spread(self, indices: IndexArray, num_requests: int) -> DraftBatch:
+    def scatter(self, indices: IndexArray, num_requests: int) -> DraftBatch:
         """Return these drafts at the ascending `indices` [R] among `num_requests` requests, nothing for the others."""
         if len(indices) == num_requests:
             return self
@@ -254,7 +254,7 @@ def placed(drafts: DraftBatch, indices: IndexArray, num_requests: int) -> DraftB
         drafts = tidied(drafts, len(indices))
     except ValueError as error:
         drafts = replace(no_drafts(len(indices)), problems=dict.fromkeys(range(len(indices)), str(error)))
-    return drafts.spread(indices, num_requests)
+    return drafts.scatter(indices, num_requests)
 
 
 def merged(one: DraftBatch, other: DraftBatch) -> DraftBatch:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from rhymerl.budgets.acceptance import Acceptance, largest_part
-from rhymerl.budgets.allowance import Allowance
 from rhymerl.budgets.base import Budget, PassOutcome
 from rhymerl.budgets.expectation import PassTotals
 from rhymerl.budgets.learned_cost import LearnedCost
 from rhymerl.budgets.outlook import Choice, Outlook
-from rhymerl.budgets.worth import TokenWorth
+from rhymerl.budgets.probe_budget import ProbeBudget
+from rhymerl.budgets.token_weights import TokenWeights
 from rhymerl.costs import CostCurve, PassCost, points_of
 from rhymerl.drafts import DraftBatch
 from rhymerl.errors import require_at_least
@@ -55,11 +55,11 @@ class GoodputBudget(Budget):
     """Chooses the set S of draft nodes that maximises (B + sum of P(v) over S) / cost(B, |S|), of B running requests.
 
     P(v) is calibrated online (budgets/acceptance.py) and falls along a path, so the best set is a prefix of all nodes sorted
-    by P. Where no request waits, P(v) is weighed by what a token of its request is worth (budgets/worth.py). The cost is learned from the passes, or given as `costs`: points [tokens, seconds], or a file with them. With
+    by P. Where no request waits, P(v) is weighed by what a token of its request is worth (budgets/token_weights.py). The cost is learned from the passes, or given as `costs`: points [tokens, seconds], or a file with them. With
     `deterministic` it is never measured; without `costs` it is then assumed to be 1 + tokens / 64. None follows the Trainer. Given costs go with an `ask_cost`,
     in their unit: what asking the drafter adds to a pass, and what each request does that it is asked for. Where costs are learned, so is that.
-    At most `nodes` a request. While drafts do not pay, a few requests are probed now and then, as often as the allowance
-    permits (budgets/allowance.py), so that drafting never costs more than some percent of the time without it.
+    At most `nodes` a request. While drafts do not pay, a few requests are probed now and then, as often as the probe budget
+    permits (budgets/probe_budget.py), so that drafting never costs more than some percent of the time without it.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class GoodputBudget(Budget):
         self.ask_cost = ask_cost
         self.deterministic = deterministic
         self._acceptance = Acceptance()
-        self._allowance = Allowance()
+        self._probe_budget = ProbeBudget()
         self._outlook = Outlook()
         self._course = _Course(reach=float(min(_PROBE_NODES, nodes)))
         self._expected_lately = self._accepted_lately = (
@@ -93,7 +93,7 @@ class GoodputBudget(Budget):
         self._rows = 0  # of the pass under way
         self._asked = 0  # of these, those that the drafter was asked for
         self._expected = 0.0  # tokens, of its verified nodes
-        self._worth = TokenWorth()
+        self._worth = TokenWeights()
         self._weights: dict[str, float] | None = None  # by id of a running request; None: all tokens are worth the same
         self._report = PassTotals()
 
@@ -115,7 +115,7 @@ class GoodputBudget(Budget):
         self._report.enter(request)
         self._worth.enter(request)
         if request.prefetched is not None:
-            self._allowance.grant_probe()
+            self._probe_budget.grant_probe()
 
     def finish(self, request: RolloutRequest) -> None:
         self._report.leave(request)
@@ -127,7 +127,7 @@ class GoodputBudget(Budget):
     # -- before a pass -------------------------------------------------------------------------------------------
 
     def count_passes(self, num_passes: int) -> None:
-        self._allowance.earn(num_passes)
+        self._probe_budget.earn(num_passes)
         self._course.passes += num_passes
         self._report.num_passes += num_passes
         self._report.begun += num_passes
@@ -140,7 +140,7 @@ class GoodputBudget(Budget):
         self._kind = self._next_kind()
         if self._kind != "plain":
             return 0
-        return self._allowance.passes_until_probe
+        return self._probe_budget.passes_until_probe
 
     def note_running(self, requests: Sequence[RolloutRequest], num_generated: IndexArray, *, num_waiting: int) -> None:
         """While others wait, an end lets one in, whoever ends: so all tokens are worth the same."""
@@ -196,7 +196,7 @@ class GoodputBudget(Budget):
             return
         is_new, course.rows, course.misses = course.rows == 0, rows, 0
         if not is_new:
-            affords = self._outlook.is_known and not self._allowance.is_spent
+            affords = self._outlook.is_known and not self._probe_budget.is_spent
             course.drafts = affords and self._outlook_for(rows).gain > _NEAR
 
     def _next_kind(self) -> Kind:
@@ -204,7 +204,7 @@ class GoodputBudget(Budget):
         if course.drafts:
             course.attempt.clear()
             return "trial" if self._cost.wants_plain(self._rows) else "draft"
-        if not course.attempt and self._allowance.affords_probe:
+        if not course.attempt and self._probe_budget.affords_probe:
             course.attempt.extend(_ATTEMPT[self._cost.learns])
         return course.attempt.pop(0) if course.attempt else "plain"
 
@@ -225,7 +225,7 @@ class GoodputBudget(Budget):
         if self._kind == "probe" or self._course.passes % _OUTLOOK_EVERY == 0:
             probed = min(_PROBE_NODES, self.nodes) if self._kind == "probe" else None
             self._outlook.learn(self._rows, _sums(-np.sort(-probability)), asked, probed=probed)
-        if self._kind == "probe" and self._cost.is_known and not self._allowance.is_spent:
+        if self._kind == "probe" and self._cost.is_known and not self._probe_budget.is_spent:
             self._course.drafts = self._outlook_for(self._rows).gain > _GAIN
         weights = self._weights_of(requests)
         worth = probability if weights is None else probability * weights[drafts.requests]
@@ -294,11 +294,11 @@ class GoodputBudget(Budget):
         """A pass with drafts `made` so many tokens a request; None seconds cannot be compared, since a prompt was computed in it."""
         plain, known = self._seconds(rows, np.array([nodes]), self._asked)
         if self._kind == "probe":
-            self._allowance.pay_probe(None if seconds is None else seconds / plain - made)
+            self._probe_budget.pay_probe(None if seconds is None else seconds / plain - made)
         elif seconds is not None:
             # By all that is known of such passes: what this one took is as much the machine's other work.
-            self._allowance.settle(made - float(known[0]) / plain)
-        self._course.drafts &= not self._allowance.is_spent
+            self._probe_budget.settle(made - float(known[0]) / plain)
+        self._course.drafts &= not self._probe_budget.is_spent
 
     def _learn_acceptance(self, outcome: PassOutcome) -> None:
         remember = _REMEMBER
@@ -327,7 +327,7 @@ class GoodputBudget(Budget):
         """Return all but the cost of passes, which belongs to the machine."""
         return {
             "acceptance": self._acceptance.state_dict(),
-            "allowance": asdict(self._allowance),
+            "probe_budget": asdict(self._probe_budget),
             "outlook": self._outlook.state_dict(),
             "worth": self._worth.state_dict(),
             "course": asdict(self._course),
@@ -337,7 +337,7 @@ class GoodputBudget(Budget):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._acceptance.load_state_dict(state["acceptance"])
-        self._allowance = Allowance(**state["allowance"])
+        self._probe_budget = ProbeBudget(**state["probe_budget"])
         self._outlook.load_state_dict(state["outlook"])
         self._worth.load_state_dict(state["worth"])
         self._course = _Course(**state["course"])

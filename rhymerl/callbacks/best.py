@@ -33,7 +33,7 @@ class BestStep:
         self.step: int | None = None
         self.value = math.nan
 
-    def take_up(self, trainer: L.Trainer, num_steps: int) -> None:
+    def restore(self, trainer: L.Trainer, num_steps: int) -> None:
         """Go on with what the run knew after `num_steps`; called on all ranks, of which the first reads."""
         found = self._read(num_steps) if trainer.is_global_zero else None
         self.step, self.value = trainer.strategy.broadcast(found) or (None, math.nan)

@@ -102,7 +102,7 @@ class Checkpoints(Checkpoint):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._best is not None:
-            self._best.take_up(trainer, _num_steps(pl_module))
+            self._best.restore(trainer, _num_steps(pl_module))
 
     def on_validation_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
         """Raises ConfigError for a metric that evaluations do not have, before the first step."""

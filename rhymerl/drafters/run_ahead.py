@@ -51,7 +51,7 @@ class RunAheadDrafter(Drafter):
         if len(indices) == 0:
             return self.inner.propose_batch(requests, contexts, budgets)
         prefetched = [self._prefetched[request.id] for request in _at(indices, requests)]
-        drafts = _packed(prefetched, _at(indices, budgets)).spread(indices, len(requests))
+        drafts = _packed(prefetched, _at(indices, budgets)).scatter(indices, len(requests))
         if len(others) == 0:
             return drafts
         theirs = self.inner.propose_batch(_at(others, requests), _at(others, contexts), _at(others, budgets))

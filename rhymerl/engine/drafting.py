@@ -91,7 +91,7 @@ class Drafting:
         self.num_asked = len(askers)
         drafts = self._no_drafts(len(row))
         if len(askers):
-            drafts = self._proposed(row[askers], askers, limits[askers]).spread(askers, len(row))
+            drafts = self._proposed(row[askers], askers, limits[askers]).scatter(askers, len(row))
         return drafts
 
     def _proposed(self, row: IndexArray, askers: IndexArray, limits: IntArray) -> DraftBatch:

@@ -46,7 +46,7 @@ class TokenBatch:
     shared: SharedLayout | None = None  # of samples that share their prompts, and what their answers begin with
     places: Tensor | None = None  # in a shared layout: which of the N each response token is
 
-    def spread(self, values: Tensor) -> Tensor:
+    def scatter(self, values: Tensor) -> Tensor:
         """Return the values, [N], at the index of each response token in [B, T]; zeros in the padding."""
         if self.places is not None:
             values = at(values[:, None], self.places)[:, 0]
@@ -136,9 +136,9 @@ def policy_output(
         in_chunks = partial(head_logprobs, kept_bytes=kept_bytes)
         hidden, (logprobs, entropy) = _states_and(in_chunks, model, batch, temperature, chunk_tokens)
     return PolicyOutput(
-        logprobs=batch.spread(logprobs),
-        entropy=batch.spread(entropy if trains_entropy else entropy.detach()),
-        values=None if critic is None else batch.spread(critic(batch, hidden)),
+        logprobs=batch.scatter(logprobs),
+        entropy=batch.scatter(entropy if trains_entropy else entropy.detach()),
+        values=None if critic is None else batch.scatter(critic(batch, hidden)),
     )
 
 
@@ -149,7 +149,7 @@ def token_logprobs(
     with torch.no_grad():
         _, logprobs = _states_and(chosen_logprobs, model, batch, temperature, chunk_tokens)
         forget_passes(model)
-        return batch.spread(logprobs)
+        return batch.scatter(logprobs)
 
 
 def _states_and(

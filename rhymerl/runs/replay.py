@@ -182,7 +182,7 @@ class Replay:
             return no_drafts(len(running))
         asking = [requests[r] for r in askers.tolist()]
         contexts = [running[r].context for r in askers.tolist()]
-        return self.protocol.propose(asking, contexts, limits[askers], room[askers]).spread(askers, len(running))
+        return self.protocol.propose(asking, contexts, limits[askers], room[askers]).scatter(askers, len(running))
 
 
 def judge(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, Any]:

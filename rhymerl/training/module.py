@@ -227,7 +227,7 @@ class RhymeModule(L.LightningModule):
             progress=self.progress,
             **modes,
         )
-        self._resumed.take_up(self, self._loop, self._ranks)
+        self._resumed.restore(self, self._loop, self._ranks)
         self._updater = Updater(
             self.model,
             self.algo,
@@ -382,4 +382,4 @@ class RhymeModule(L.LightningModule):
             check_base(self, state, "the checkpoint")
         load_state(self, state)
         self._resumed.keep(state)
-        self._resumed.take_up(self, self._loop, self._ranks)
+        self._resumed.restore(self, self._loop, self._ranks)

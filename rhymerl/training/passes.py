@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rhymerl.distributed.base import Ranks
 from rhymerl.models.logprobs import TokenBatch, token_batch
+from rhymerl.training.balancing import balance_samples
 from rhymerl.training.batches import Pass, passes_of
-from rhymerl.training.dealing import deal_samples
 from rhymerl.types import Sample
 
 Work = Callable[[TokenBatch], Tensor]  # -> [B, T]
@@ -35,7 +35,7 @@ def over_samples(
     work for its share of the samples, and gets the whole. With `shares` what samples begin with is computed once. Where `work` is a
     collective itself, ranks make equally many passes (`in_step`).
     """
-    dealt = deal_samples(samples, range(len(samples)), ranks.size, shares=shares)
+    dealt = balance_samples(samples, range(len(samples)), ranks.size, shares=shares)
     passes = passes_of(ranks.rank, samples, dealt, max_tokens, shares=shares, in_step=in_step)
     lines = _lines(samples, passes, work, ranks=ranks, device=device, behind=behind, shares=shares)
     gathered = ranks.gather(np.concatenate([lines[i] for i in dealt[ranks.rank]]) if lines else np.empty(0))

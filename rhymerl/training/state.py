@@ -86,7 +86,7 @@ class Resumed:
         """Keep it of what a checkpoint has."""
         self._state = {name: state[name] for name in ("budgets", "loop", "classes")}
 
-    def take_up(self, module: Module, loop: Learner | None, ranks: Ranks | None) -> None:
+    def restore(self, module: Module, loop: Learner | None, ranks: Ranks | None) -> None:
         """Let them go on from it, once, if they are there: under fsdp2 they are before a checkpoint is read, otherwise after it."""
         if self._state is None or loop is None or ranks is None:
             return

@@ -26,8 +26,8 @@ from rhymerl.models.lora import without_adapters
 from rhymerl.models.policy import evaluating, is_random
 from rhymerl.models.sharding import call, is_sharded, sum_replicas, whole
 from rhymerl.models.shared_prefixes import sharing
+from rhymerl.training.balancing import balance_samples
 from rhymerl.training.batches import passes_of, step_batch
-from rhymerl.training.dealing import deal_samples
 from rhymerl.training.passes import over_samples
 from rhymerl.training.settings import UpdateSettings
 from rhymerl.types import Sample
@@ -231,7 +231,9 @@ class Updater:
         assert self.critic is not None, "an algorithm that needs values gets a critic"
         with self.autocast():
             states = partial(hidden_states, self.model.get_decoder(), tokens)
-            return tokens.spread(self.critic(tokens, call(self.model, states) if self.critic.settings.shared else None))
+            return tokens.scatter(
+                self.critic(tokens, call(self.model, states) if self.critic.settings.shared else None)
+            )
 
     # -- mini-batches ----------------------------------------------------------------------------------------------
 
@@ -263,7 +265,7 @@ class Updater:
     def _mini_batch(self, work: _Work, chosen: list[int]) -> dict[str, float]:
         """Return this rank's part of the metrics."""
         totals = Totals(num_tokens=max(1, int(work.batch.mask[chosen].sum())), num_samples=len(chosen))
-        dealt = deal_samples(work.samples, chosen, self.ranks.size, shares=self.shares_prefixes)
+        dealt = balance_samples(work.samples, chosen, self.ranks.size, shares=self.shares_prefixes)
         work.optimizer.zero_grad()
         metrics = self._backward(work, dealt, totals)
         self._sum_gradients([p for each in self._trained(work).values() for p in each])

@@ -127,7 +127,9 @@ def passes(
         drafts = DraftBatch.pack([chain(0)] * rows)
         if len(askers):
             drafts = DraftBatch.pack(propose(limits[askers].tolist()))
-            drafts = keep_nodes(drafts, budget.trim([requests[asker] for asker in askers], drafts)).spread(askers, rows)
+            drafts = keep_nodes(drafts, budget.trim([requests[asker] for asker in askers], drafts)).scatter(
+                askers, rows
+            )
         accepted = closed(drafts, is_right(np.ones(len(drafts.token_ids))).astype(np.bool_))
         taken = seconds(len(drafts.token_ids), len(askers))
         budget.learn(outcome_of(drafts, accepted, seconds=taken, requests=requests))

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from rhymerl.budgets import GoodputBudget
-from rhymerl.budgets.allowance import Allowance
 from rhymerl.budgets.expectation import PassTotals
 from rhymerl.budgets.outlook import Outlook
+from rhymerl.budgets.probe_budget import ProbeBudget
 from rhymerl.costs import CostCurve
 from rhymerl.testing import make_requests
 from tests.budgets.test_goodput import guesses, passes
@@ -113,8 +113,8 @@ def test_a_smaller_batch_is_no_reason_to_look_where_nothing_was_ever_accepted():
 
 
 def test_a_small_debt_of_probes_spends_nothing_while_there_are_savings():
-    assert not Allowance(balance=-0.07, saved=28.0).is_spent
-    assert Allowance(balance=-0.07, saved=0.05).is_spent
+    assert not ProbeBudget(balance=-0.07, saved=28.0).is_spent
+    assert ProbeBudget(balance=-0.07, saved=0.05).is_spent
 
 
 def test_regret_is_what_the_best_choice_would_have_spared():

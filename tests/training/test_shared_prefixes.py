@@ -21,8 +21,8 @@ from rhymerl.models.policy import Policy
 from rhymerl.models.proof import prove_sharing
 from rhymerl.models.shared_prefixes import RunBucket, SharedLayout, lay_out, sharing, side_by_side
 from rhymerl.testing import make_prompt, tiny_policy
+from rhymerl.training.balancing import balance_samples
 from rhymerl.training.batches import micro_batches, units
-from rhymerl.training.dealing import deal_samples
 from rhymerl.training.settings import UpdateSettings
 from rhymerl.training.updater import Updater
 from tests.distributed.threads import run_ranks
@@ -262,7 +262,7 @@ def test_what_answers_begin_with_is_there_once():
     assert sorted(token for token in read if token) == [2, 5, 6, 6, 7, 8, 9]
     # After the prompt 5 or 2, after 5 only 6 and so on, after 5 6 7 either 8 or 3: as many as there are different beginnings.
     assert len(batch.targets) == len({tuple(each[:end]) for each in words for end in range(1, len(each) + 1)})
-    assert batch.spread(batch.targets).tolist() == [[*each, *[0] * (6 - len(each))] for each in words]
+    assert batch.scatter(batch.targets).tolist() == [[*each, *[0] * (6 - len(each))] for each in words]
 
 
 def test_an_empty_answer_has_no_tokens_and_a_value_behind_it():
@@ -272,7 +272,7 @@ def test_an_empty_answer_has_no_tokens_and_a_value_behind_it():
         batch = token_batch(samples, "cpu", shares=True, behind=behind)
         assert batch.response.shape == shape
         assert batch.response.sum(1).tolist() == [behind, 2 + behind, behind]
-        assert batch.spread(batch.targets)[1].tolist() == [5, 6, *[0] * behind]
+        assert batch.scatter(batch.targets)[1].tolist() == [5, 6, *[0] * behind]
 
 
 def test_a_few_tokens_in_common_are_not_worth_a_run():
@@ -311,10 +311,10 @@ def test_micro_batches_count_what_answers_begin_with_once_but_for_copies_of_its_
 def test_groups_are_dealt_whole_unless_a_rank_would_wait():
     samples = scored(16)
     for size in (1, 2, 4):
-        dealt = deal_samples(samples, range(16), size, shares=True)
+        dealt = balance_samples(samples, range(16), size, shares=True)
         assert sorted(i for part in dealt for i in part) == list(range(16))
         assert all(len({part_of(i, dealt) for i in range(start, start + 4)}) == 1 for start in range(0, 16, 4))
-    dealt = deal_samples(samples[:4], range(4), 4, shares=True)
+    dealt = balance_samples(samples[:4], range(4), 4, shares=True)
     assert sorted(map(len, dealt)) == [1, 1, 1, 1], "one group for four ranks: each computes the prompt"
 
 

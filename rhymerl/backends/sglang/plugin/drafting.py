@@ -200,7 +200,7 @@ class EngineDrafting:
         drafts = protocol.propose(requests, [row.context for row in asking], limits, room[askers])
         asks, hits, bad = protocol.num_asked, protocol.num_hits, protocol.num_malformed
         self._count(asks=asks - before[0], hits=hits - before[1], bad_drafts=bad - before[2])
-        return drafts.spread(askers, len(rows))
+        return drafts.scatter(askers, len(rows))
 
     def flush(self) -> None:
         """Nothing is in the engine any more: whoever was put back into the queue and taken away there is gone too.

@@ -1,4 +1,4 @@
-"""The allowance for looking for drafts that pay: a small share of all passes."""
+"""The budget for looking for drafts that pay: a small share of all passes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CHEAPEST = 0.05
 
 
 @dataclass(slots=True)
-class Allowance:
+class ProbeBudget:
     """Passes without drafts that may be lost: a `balance` to which each pass adds a share, and what drafts have `saved`.
 
     A probe is a pass in which the drafter is asked although it has not paid lately; `price` is what one has cost of late.

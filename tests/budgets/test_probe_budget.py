@@ -5,25 +5,25 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rhymerl.budgets.allowance import Allowance
 from rhymerl.budgets.base import Pauses
 from rhymerl.budgets.learned_cost import LearnedCost
+from rhymerl.budgets.probe_budget import ProbeBudget
 
 
 def test_a_probe_is_afforded_after_as_many_passes_as_are_said():
     """Whatever is missing, and whether or not drafts have saved something."""
     for saved in (0.0, 0.1, 5.0):
         for balance in (-3.0, 0.0, 0.9):
-            allowance = Allowance(balance=balance, saved=saved, price=1.0)
-            number = allowance.passes_until_probe
-            allowance.earn(number - 1)
-            assert not allowance.affords_probe
-            allowance.earn(1)
-            assert allowance.affords_probe or allowance.balance == pytest.approx(1.0)
+            budget = ProbeBudget(balance=balance, saved=saved, price=1.0)
+            number = budget.passes_until_probe
+            budget.earn(number - 1)
+            assert not budget.affords_probe
+            budget.earn(1)
+            assert budget.affords_probe or budget.balance == pytest.approx(1.0)
 
 
 def test_savings_make_probes_more_frequent_until_they_are_used_up():
-    poor, rich = Allowance(balance=0.0, saved=0.0, price=1.0), Allowance(balance=0.0, saved=3.0, price=1.0)
+    poor, rich = ProbeBudget(balance=0.0, saved=0.0, price=1.0), ProbeBudget(balance=0.0, saved=3.0, price=1.0)
     assert 4 * rich.passes_until_probe < poor.passes_until_probe
     probes = 0
     for _ in range(1000):
@@ -36,33 +36,33 @@ def test_savings_make_probes_more_frequent_until_they_are_used_up():
 
 
 def test_drafts_lose_what_they_saved_before_they_stop():
-    allowance = Allowance(balance=4.0, saved=0.0)
-    allowance.settle(10.0)
-    assert (allowance.balance, allowance.saved) == (4.0, 10.0)
-    allowance.settle(-10.0)
-    assert (allowance.balance, allowance.saved) == (4.0, 0.0)
-    allowance.settle(-4.5)
-    assert allowance.is_spent
-    allowance.settle(6.0)
-    assert (allowance.balance, allowance.saved) == (4.0, 1.5)
+    budget = ProbeBudget(balance=4.0, saved=0.0)
+    budget.settle(10.0)
+    assert (budget.balance, budget.saved) == (4.0, 10.0)
+    budget.settle(-10.0)
+    assert (budget.balance, budget.saved) == (4.0, 0.0)
+    budget.settle(-4.5)
+    assert budget.is_spent
+    budget.settle(6.0)
+    assert (budget.balance, budget.saved) == (4.0, 1.5)
 
 
 def test_what_drafts_saved_long_ago_is_not_all_lost_again():
-    allowance = Allowance()
+    budget = ProbeBudget()
     for _ in range(1000):
-        allowance.settle(1.0)
+        budget.settle(1.0)
     lost = 0
-    while not allowance.is_spent:
-        allowance.settle(-1.0)
+    while not budget.is_spent:
+        budget.settle(-1.0)
         lost += 1
     assert 10 < lost < 50
 
 
 def test_probes_are_not_paid_from_savings_at_once():
-    allowance = Allowance(balance=4.0, saved=30.0, price=1.0)
+    budget = ProbeBudget(balance=4.0, saved=30.0, price=1.0)
     for _ in range(4):
-        allowance.pay_probe(1.0)
-    assert not allowance.affords_probe
+        budget.pay_probe(1.0)
+    assert not budget.affords_probe
 
 
 def test_paused_passes_are_counted_once_each_and_told_when_requests_enter_or_leave():

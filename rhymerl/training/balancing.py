@@ -8,7 +8,7 @@ from rhymerl.training.batches import Unit, units
 from rhymerl.types import Sample
 
 
-def deal(num_tokens: Sequence[int], num_ranks: int) -> list[list[int]]:
+def balance(num_tokens: Sequence[int], num_ranks: int) -> list[list[int]]:
     """Return the indices of the samples for each rank: the longest first, each to the rank that has the fewest tokens so far.
 
     Follows from its arguments alone. A rank may get nothing; none gets more than the mean and the longest sample together.
@@ -22,7 +22,9 @@ def deal(num_tokens: Sequence[int], num_ranks: int) -> list[list[int]]:
     return dealt
 
 
-def deal_samples(samples: Sequence[Sample], chosen: Sequence[int], num_ranks: int, *, shares: bool) -> list[list[int]]:
+def balance_samples(
+    samples: Sequence[Sample], chosen: Sequence[int], num_ranks: int, *, shares: bool
+) -> list[list[int]]:
     """Deal the samples at `chosen`; those that share a prompt go to one rank, unless others would then have to wait for it."""
     if num_ranks == 1:
         return [list(chosen)]
@@ -34,7 +36,7 @@ def deal_samples(samples: Sequence[Sample], chosen: Sequence[int], num_ranks: in
 
 
 def _dealt(parts: Sequence[Unit], num_ranks: int) -> list[list[int]]:
-    dealt = deal([part.tokens for part in parts], num_ranks)
+    dealt = balance([part.tokens for part in parts], num_ranks)
     return [[i for number in mine for i in parts[number].samples] for mine in dealt]
 
 

@@ -20,7 +20,7 @@ _RENEWED_EVERY = 32
 _FEWER = 0.5  # of the rows: how the time of a pass changes as requests end is seen from here to all of them
 
 
-class TokenWorth:
+class TokenWeights:
     """Weighs tokens by the time that they save.
 
     A pass over B requests takes a time c(B), of which a part goes by its requests and a part does not. A token that a draft adds ends its

@@ -12,7 +12,7 @@ import pytest
 from rhymerl.budgets import GoodputBudget
 from rhymerl.budgets.lengths import LengthTable
 from rhymerl.budgets.timeline import rows_of, starts_of
-from rhymerl.budgets.worth import TokenWorth
+from rhymerl.budgets.token_weights import TokenWeights
 from rhymerl.costs import CostCurve
 from rhymerl.drafters import HistoryTreeDrafter, NoDrafter
 from rhymerl.history import HistoryStore
@@ -48,9 +48,9 @@ def history_of(requests, lengths) -> HistoryStore:
     return history
 
 
-def worth_of(requests, lengths) -> TokenWorth:
+def worth_of(requests, lengths) -> TokenWeights:
     """What is known when these requests run, of which the first ones were answered with so many tokens."""
-    worth = TokenWorth()
+    worth = TokenWeights()
     worth.follow(history_of(requests[: len(lengths)], lengths).snapshot())
     for request in requests:
         worth.enter(request)
