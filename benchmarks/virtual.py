@@ -21,7 +21,7 @@ from emulation import EmulatedBackend, EmulatedDevice
 from rhymerl.backends.spans import WorkerSpan
 from rhymerl.engine.layout import PassLayout
 from rhymerl.history import HistoryStore
-from rhymerl.workers.messages import Events, Message, Weights
+from rhymerl.workers.messages import Events, HostMessage, Weights
 from rhymerl.workers.remote.base import Connection
 from rhymerl.workers.remote.host import WorkerHost
 from rhymerl.workers.remote.loading import EngineLoader
@@ -139,7 +139,7 @@ class VirtualConnection(ThreadConnection):
         self._trainer = trainer
         self._inbox: list[bytes | Weights] = []
 
-    def post(self, message: Message) -> None:
+    def post(self, message: HostMessage) -> None:
         self._inbox.append(message if isinstance(message, Weights) else pickle.dumps(message))
 
     def step(self, ticks: int, *, only_evaluates: bool = False) -> Future[Events]:

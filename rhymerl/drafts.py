@@ -257,7 +257,7 @@ def placed(drafts: DraftBatch, indices: IndexArray, num_requests: int) -> DraftB
     return drafts.scatter(indices, num_requests)
 
 
-def merged(one: DraftBatch, other: DraftBatch) -> DraftBatch:
+def merge_drafts(one: DraftBatch, other: DraftBatch) -> DraftBatch:
     """Return one batch of two over the same requests, of which each has nodes in one of them at most."""
     order = np.argsort(np.concatenate([one.requests, other.requests]), kind="stable")
     return DraftBatch(

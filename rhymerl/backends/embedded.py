@@ -16,7 +16,7 @@ from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
 from rhymerl.engine.engine import Engine
-from rhymerl.engine.support import prove, refuse_impossible, refuse_unsupported
+from rhymerl.engine.support import prove_engine, refuse_impossible, refuse_unsupported
 from rhymerl.engine.totals import EngineTotals
 from rhymerl.errors import BackendError, ConfigError, at_least, check_ranges
 from rhymerl.history import NO_VERSION, HistoryStore
@@ -103,7 +103,7 @@ class EmbeddedBackend(RolloutBackend):
             self._copy = policy
             self._refresh(named)
         refuse_unsupported(policy.model, self._longest_tokens or policy.context_tokens)
-        prove(policy.model)
+        prove_engine(policy.model)
         with autocast():
             kv_tokens = self.kv_tokens or self._kv_tokens(policy)
         self._engine = Engine(

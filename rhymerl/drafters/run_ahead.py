@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from rhymerl.drafters.base import Drafter
-from rhymerl.drafts import Draft, DraftBatch, DraftSource, merged, placed
+from rhymerl.drafts import Draft, DraftBatch, DraftSource, merge_drafts, placed
 from rhymerl.history.index import REACH
 from rhymerl.types import Completion, RolloutRequest, Sample
 
@@ -55,7 +55,7 @@ class RunAheadDrafter(Drafter):
         if len(others) == 0:
             return drafts
         theirs = self.inner.propose_batch(_at(others, requests), _at(others, contexts), _at(others, budgets))
-        return merged(drafts, placed(theirs, others, len(requests)))
+        return merge_drafts(drafts, placed(theirs, others, len(requests)))
 
     def _agrees(self, request: RolloutRequest, context: IntArray) -> bool:
         """Return whether the response agrees, and there is more to come."""

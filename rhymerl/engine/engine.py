@@ -18,7 +18,7 @@ from rhymerl.engine.admission import Admission
 from rhymerl.engine.drafting import Drafting
 from rhymerl.engine.forward import Forward
 from rhymerl.engine.kv_store import KVStore
-from rhymerl.engine.layout import PassLayout, lay_out
+from rhymerl.engine.layout import PassLayout, lay_out_pass
 from rhymerl.engine.protocol import DraftingProtocol
 from rhymerl.engine.rows import Rows
 from rhymerl.engine.sampler import DeviceSampler, HostSampler, Sampler, draws_of
@@ -99,7 +99,7 @@ class Engine:
         """
         row = self.rows.enter_prefix(np.zeros(1, np.int32)).row
         nobody = np.empty(0, np.int64)
-        layout = lay_out(self.rows, np.array([row]), np.array([1]), nobody, no_drafts(0))
+        layout = lay_out_pass(self.rows, np.array([row]), np.array([1]), nobody, no_drafts(0))
         with self.forward.ready():
             self.forward.logits(layout)
         self.forward.forget()  # of the store's shapes it knew nothing
@@ -191,7 +191,7 @@ class Engine:
         spare = min(free.num_free, self.max_pass_tokens) - int(chain.sum())
         drafts = self.drafting.ask(row[emits], spare=spare, num_waiting=self.admission.num_waiting)
         in_place, tile_tokens = self.kv.is_readable_in_place, self.forward.tile_tokens
-        return lay_out(rows, row, chain, emits, drafts, compiled=in_place, tile_tokens=tile_tokens)
+        return lay_out_pass(rows, row, chain, emits, drafts, compiled=in_place, tile_tokens=tile_tokens)
 
     def _sampler(self, layout: PassLayout) -> Sampler:
         """Run the pass; returns what draws from its logits."""

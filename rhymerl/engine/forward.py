@@ -21,7 +21,7 @@ from rhymerl.engine.attention import AttentionPlan, Bucket, ComparedPlan, packed
 from rhymerl.engine.direct import CompiledForward, DirectForward, can_be_direct
 from rhymerl.engine.graphs import Graphs
 from rhymerl.engine.kv_store import KVStore
-from rhymerl.engine.layout import BucketLayout, PassLayout, lay_out
+from rhymerl.engine.layout import BucketLayout, PassLayout, lay_out_pass
 from rhymerl.engine.rows import Rows
 from rhymerl.engine.threads import threads_for
 from rhymerl.engine.tiles import TileLayout, tile
@@ -259,7 +259,7 @@ class _Example:
         tree = Draft(token_ids=np.array([0, 0, 1, 0]) % vocabulary, parents=np.array([-1, 0, -1, 2]))
         row = np.array([rows.enter_prefix(prompt).row for prompt in prompts])
         self._pass = (rows, row, rows.length[row], np.arange(len(row)), DraftBatch.pack([tree] * len(row)))
-        self.layout = lay_out(*self._pass, compiled=self.store.is_readable_in_place)
+        self.layout = lay_out_pass(*self._pass, compiled=self.store.is_readable_in_place)
 
     def tiles(self, most: int) -> TileLayout:
         """Return the same pass in tiles of at most so many tokens."""

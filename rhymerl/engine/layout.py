@@ -65,7 +65,7 @@ class PassLayout:
         return bool((self.chain == 1).all())
 
 
-def lay_out(
+def lay_out_pass(
     rows: Rows,
     row: IndexArray,
     chain: IndexArray,

@@ -37,7 +37,7 @@ def _cannot_run(model: PreTrainedModel) -> str:
     return f"{named(model)}: the embedded backend cannot run it"
 
 
-def prove(model: PreTrainedModel) -> None:
+def prove_engine(model: PreTrainedModel) -> None:
     """Run a small random tree in one packed pass and each of its paths through the model alone, both in float32 at least.
 
     Raises ConfigError when they differ (some part of this model reads more than the tokens on its own path), and when the model

@@ -86,7 +86,7 @@ def newer(values: dict[Name, Value], version: int, version_of: Callable[[Value],
     return tail[::-1]
 
 
-def united(known: Mapping[AnswerKey, Answer], answers: Iterable[Answer]) -> dict[AnswerKey, Answer]:
+def merge_answers(known: Mapping[AnswerKey, Answer], answers: Iterable[Answer]) -> dict[AnswerKey, Answer]:
     """Return one answer an (epoch, sample), in their order: that of the newer policy, else the one that came first."""
     chosen = dict(known)
     for answer in answers:

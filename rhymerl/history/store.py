@@ -12,7 +12,7 @@ import numpy as np
 
 from rhymerl.errors import ConfigError, DataError, at_least, check_ranges
 from rhymerl.folders import open_folder
-from rhymerl.history.entries import AnswerKey, Entry, EvictionLog, Name, check_answer, fitting, newer, united
+from rhymerl.history.entries import AnswerKey, Entry, EvictionLog, Name, check_answer, fitting, merge_answers, newer
 from rhymerl.history.files import FORMAT, read_sections, write_sections
 from rhymerl.history.packing import PackedPrompt, pack, unpack
 from rhymerl.history.pool import pooled
@@ -124,7 +124,7 @@ class HistoryStore:
             self.num_collisions += 1
             return
         known = entry.answers if entry is not None else {}
-        after = fitting(united(known, answers), window=self.window, max_tokens=self.max_tokens)
+        after = fitting(merge_answers(known, answers), window=self.window, max_tokens=self.max_tokens)
         if after:
             entry = entry if entry is not None else Entry(token_ids=self._tokens.put(token_ids))
             self._update(name, entry, after)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from rhymerl.models.lora import adapter_parameters, merged, put_back
+from rhymerl.models.lora import adapter_parameters, put_back, with_adapters
 from rhymerl.models.policy import write_files
 
 FILE_BYTES = 2**32
@@ -51,7 +51,7 @@ def restore(
     if (directory / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(directory)
     parts = list(_parts({name: weights[name] for name in names if name not in adapters}, file_bytes))
-    contents = (dict(merged(model, read(part).items())) for part in parts)
+    contents = (dict(with_adapters(model, read(part).items())) for part in parts)
     _write(model, contents, len(parts), directory)
 
 

@@ -20,7 +20,7 @@ from rhymerl.algos.base import PolicyOutput
 from rhymerl.models.head import chosen_logprobs, head_logprobs
 from rhymerl.models.logits import transform_of
 from rhymerl.models.sharding import call, forget_passes
-from rhymerl.models.shared_prefixes import SharedLayout, at, lay_out, packed_states
+from rhymerl.models.shared_prefixes import SharedLayout, at, packed_states, place_runs
 from rhymerl.types import Sample
 
 T = TypeVar("T")
@@ -86,7 +86,7 @@ def _shared_batch(samples: Sequence[Sample], device: torch.device | str, *, behi
     """An answer's last token is computed only if something is asked `behind` it."""
     tokens = [sample.completion.token_ids for sample in samples]
     read = tokens if behind else [each[:-1] for each in tokens]
-    placed = lay_out([sample.prompt.token_ids for sample in samples], read, device)
+    placed = place_runs([sample.prompt.token_ids for sample in samples], read, device)
     lengths = np.array([len(each) for each in tokens])
     column = np.arange(lengths.max() + behind)
     response = column < lengths[:, None] + behind

@@ -138,7 +138,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def merged(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def with_adapters(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield `tensors`, parameters or state of the model, as those of one without adapters that computes the same.
 
     They come one after another, so that no second copy of the model is held.

@@ -51,29 +51,29 @@ class Weight:
         return replace(self, itemsize=max(itemsize, _FULL) if self.is_full else itemsize)
 
 
-Weights = tuple[Weight, ...]
+OutlineWeights = tuple[Weight, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
     """The tensors of all models that a rank holds for its update."""
 
-    policy: Weights
-    reference: Weights = ()  # empty where it is the policy without adapters
-    critic: Weights = ()
+    policy: OutlineWeights
+    reference: OutlineWeights = ()  # empty where it is the policy without adapters
+    critic: OutlineWeights = ()
 
     @property
-    def updated(self) -> Weights:
+    def updated(self) -> OutlineWeights:
         """Those of the models that are trained, frozen tensors among them."""
         return (*self.policy, *self.critic)
 
     @property
-    def trained(self) -> Weights:
+    def trained(self) -> OutlineWeights:
         """Those that have gradients and moments."""
         return tuple(each for each in self.updated if each.is_trained)
 
     @property
-    def all(self) -> Weights:
+    def all(self) -> OutlineWeights:
         """Every tensor."""
         return (*self.updated, *self.reference)
 
@@ -88,7 +88,7 @@ class Outline:
 def outline(model: PreTrainedModel, *, reference: PreTrainedModel | None, critic: Critic | None) -> Outline:
     """Return the tensors of models, which may be on the meta device; the reference may be the model itself."""
     apart = reference if reference is not None and reference is not model else None
-    own: Weights = ()
+    own: OutlineWeights = ()
     if critic is not None:
         body = _weights(critic.body) if critic.body is not None else ()
         head = (_weight(each, is_full=True, is_whole=True) for each in critic.head.parameters())
@@ -96,7 +96,7 @@ def outline(model: PreTrainedModel, *, reference: PreTrainedModel | None, critic
     return Outline(policy=_weights(model), reference=_weights(apart) if apart is not None else (), critic=own)
 
 
-def _weights(model: PreTrainedModel) -> Weights:
+def _weights(model: PreTrainedModel) -> OutlineWeights:
     groups: dict[int, int] = {}
     for number, group in enumerate(gathered_together(model)):
         for parameter in group.parameters():

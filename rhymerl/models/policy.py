@@ -37,7 +37,7 @@ from rhymerl.models.deferred import (
 from rhymerl.models.hub import look_up
 from rhymerl.models.loading import naming, read_model
 from rhymerl.models.logits import limit_tokens
-from rhymerl.models.lora import LoRA, is_adapted, is_changed, merged, save_config
+from rhymerl.models.lora import LoRA, is_adapted, is_changed, save_config, with_adapters
 from rhymerl.models.sharding import GatheredTensors, is_sharded
 from rhymerl.models.tokenizers import character_tokenizer, check_characters, check_tokenizer, load_tokenizer
 
@@ -101,7 +101,7 @@ class Policy:
 
         Sharded ones are `GatheredTensors`, whoever wants them.
         """
-        named = merged(self.model, self.model.named_parameters())
+        named = with_adapters(self.model, self.model.named_parameters())
         return GatheredTensors(named) if is_sharded(self.model) else named
 
     def save(self, directory: str | Path) -> None:
@@ -168,7 +168,7 @@ def _inside(directory: Path, name: str) -> Path:
 
 
 def _save(model: PreTrainedModel, directory: str | Path) -> None:
-    model.save_pretrained(directory, state_dict=dict(merged(model, model.state_dict().items())))
+    model.save_pretrained(directory, state_dict=dict(with_adapters(model, model.state_dict().items())))
 
 
 def frozen(model: PreTrainedModel) -> PreTrainedModel:

@@ -17,7 +17,7 @@ from rhymerl.models.logits import transform_of
 from rhymerl.models.policy import evaluating, named, refusing
 from rhymerl.models.precision import computing_in
 from rhymerl.models.sharding import call, forget_passes, whole
-from rhymerl.models.shared_prefixes import lay_out, packed_states, sharing
+from rhymerl.models.shared_prefixes import packed_states, place_runs, sharing
 
 T = TypeVar("T")
 
@@ -107,7 +107,7 @@ def _shared_otherwise(body: PreTrainedModel, model: PreTrainedModel | None, dtyp
         (1, [28, 29, 31, 32]),
     ]
     tokens = [numbers[each] for _, each in answers]
-    placed = lay_out([prompts[number] for number, _ in answers], tokens, body.device)
+    placed = place_runs([prompts[number] for number, _ in answers], tokens, body.device)
     try:
         with refusing("it cannot be run like that"), evaluating(body), torch.no_grad(), computing_in(dtype, body):
             run = partial(call, model) if model is not None and model is not body else _run

@@ -164,7 +164,7 @@ class Placed:
     paths: Sequence[IndexArray]  # B times [1 + T] the flat indices of its prompt's last token and of its answer's
 
 
-def lay_out(prompts: Sequence[IntArray], answers: Sequence[IntArray], device: torch.device | str) -> Placed:
+def place_runs(prompts: Sequence[IntArray], answers: Sequence[IntArray], device: torch.device | str) -> Placed:
     """Lay out samples whose prompts may be equal; an answer may be empty, as one is whose last token is not to be read."""
     distinct, runs = _runs(prompts, answers)
     widest = max(map(len, distinct))

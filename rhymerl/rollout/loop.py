@@ -28,7 +28,7 @@ from rhymerl.schedulers.base import Scheduler
 from rhymerl.types import Completion, Prompt, RolloutRequest, Sample, Split
 from rhymerl.workers import RunAhead, RunAheadState, StepRequests, check_run_ahead, workers_of
 from rhymerl.workers.auto import rule_of
-from rhymerl.workers.run_ahead import united
+from rhymerl.workers.run_ahead import merge_states
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -265,7 +265,7 @@ class RolloutLoop:
 
     def state_dict(self) -> dict[str, Any]:
         """The run-ahead state of all ranks together. Called on all of them."""
-        state = united(self.ranks.gather(self.workers.state()))
+        state = merge_states(self.ranks.gather(self.workers.state()))
         return {"ahead": state.state_dict() if state is not None else None, "rule": self._rule.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

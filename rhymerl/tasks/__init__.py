@@ -1,8 +1,8 @@
 """Procedural tasks: endless problems with exact rewards, and their demonstrations."""
 
 from rhymerl.tasks.addition import Addition
-from rhymerl.tasks.base import Row, Split, Task, split_of
+from rhymerl.tasks.base import Row, Task, TaskSplit, split_of
 from rhymerl.tasks.long_sum import LongSum
 from rhymerl.tasks.running_sum import RunningSum
 
-__all__ = ["Addition", "LongSum", "Row", "RunningSum", "Split", "Task", "split_of"]
+__all__ = ["Addition", "LongSum", "Row", "RunningSum", "Task", "TaskSplit", "split_of"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rhymerl.errors import at_least
-from rhymerl.tasks.base import Row, Split, Task
+from rhymerl.tasks.base import Row, Task, TaskSplit
 
 
 @dataclass(kw_only=True, eq=False)
@@ -19,7 +19,7 @@ class Addition(Task):
     """
 
     reward = "rhymerl.rewards.numeric_match"
-    tenths: ClassVar[tuple[Split, ...]] = ("validation",) * 3 + ("train",) * 7  # small numbers have few sums
+    tenths: ClassVar[tuple[TaskSplit, ...]] = ("validation",) * 3 + ("train",) * 7  # small numbers have few sums
 
     max_number: int = at_least(1, 99)
     instruction: str | None = None

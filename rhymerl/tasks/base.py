@@ -13,16 +13,16 @@ from typing import Any, ClassVar, Literal
 from rhymerl.errors import ConfigError, at_least, check_ranges
 
 Row = dict[str, Any]
-Split = Literal["train", "validation", "warmstart"]
+TaskSplit = Literal["train", "validation", "warmstart"]
 Problem = str | list[dict[str, str]]  # text, or chat messages
 
-_TENTHS: tuple[Split, ...] = ("validation", "train", "train") + ("warmstart",) * 7
+_TENTHS: tuple[TaskSplit, ...] = ("validation", "train", "train") + ("warmstart",) * 7
 
 
 _PATIENCE = 100_000  # draws in a row that bring nothing new
 
 
-def split_of(prompt: Problem, tenths: Sequence[Split] = _TENTHS) -> Split:
+def split_of(prompt: Problem, tenths: Sequence[TaskSplit] = _TENTHS) -> TaskSplit:
     """Return the only split in which a problem with this text may appear, whatever the seeds and sizes."""
     digest = hashlib.blake2b(_text(prompt).encode(), digest_size=8).digest()
     return tenths[int.from_bytes(digest, "little") % len(tenths)]
@@ -35,7 +35,7 @@ class Task(ABC):
     #: Dotted name of the reward function that scores this task's answers; None = the user names one.
     reward: ClassVar[str | None] = None
     #: The splits' shares of all problems.
-    tenths: ClassVar[tuple[Split, ...]] = _TENTHS
+    tenths: ClassVar[tuple[TaskSplit, ...]] = _TENTHS
 
     seed: int = 0
     train_size: int = at_least(1, 512)
@@ -52,7 +52,7 @@ class Task(ABC):
         """Return an answer to imitate in the warm start. Raises TypeError when the task has none."""
         raise TypeError(f"{type(self).__name__} has no demonstrations, so it cannot warm-start a policy")
 
-    def rows(self, split: Split) -> list[Row]:
+    def rows(self, split: TaskSplit) -> list[Row]:
         """Return the fixed pool of one split: `train_size` or `validation_size` distinct problems.
 
         Raises ConfigError when the task has fewer.
@@ -73,7 +73,7 @@ class Task(ABC):
                 )
         return list(pool.values())
 
-    def stream(self, split: Split, *, seed: int) -> Iterator[Row]:
+    def stream(self, split: TaskSplit, *, seed: int) -> Iterator[Row]:
         """Yield problems of one split without end (repeats are possible), from `seed` alone.
 
         Raises ValueError when 100 000 draws in a row give nothing for the split.

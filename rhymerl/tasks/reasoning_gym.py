@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any, ClassVar
 
 from rhymerl.errors import ConfigError
-from rhymerl.tasks.base import Row, Split, Task, split_of
+from rhymerl.tasks.base import Row, Task, TaskSplit, split_of
 
 _CHUNK = 500  # problems made from one seed: some data sets are costly to set up, and none has fewer
 
@@ -30,7 +30,7 @@ class ReasoningGym(Task):
     """
 
     reward = "rhymerl.rewards.reasoning_gym_reward"
-    tenths: ClassVar[tuple[Split, ...]] = ("validation",) * 4 + ("train",) * 4 + ("warmstart",) * 2
+    tenths: ClassVar[tuple[TaskSplit, ...]] = ("validation",) * 4 + ("train",) * 4 + ("warmstart",) * 2
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class ReasoningGym(Task):
             raise TypeError(f"{self.dataset} gives no answers, so it cannot warm-start a policy")
         return row["answer"] if self.answer_tag is None else f"<{self.answer_tag}>{row['answer']}</{self.answer_tag}>"
 
-    def rows(self, split: Split) -> list[Row]:
+    def rows(self, split: TaskSplit) -> list[Row]:
         """Raises ConfigError when the data set has too few distinct problems."""
         name = "train_size" if split == "train" else "validation_size"
         size = getattr(self, name)
@@ -84,7 +84,7 @@ class ReasoningGym(Task):
                 )
         return list(pool.values())
 
-    def stream(self, split: Split, *, seed: int) -> Iterator[Row]:
+    def stream(self, split: TaskSplit, *, seed: int) -> Iterator[Row]:
         """Raises ValueError when 20 000 draws in a row give nothing for the split."""
         random_source = random.Random(f"{type(self).__name__}/{self.dataset}/{split}/{seed}")
         while True:

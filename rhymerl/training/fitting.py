@@ -11,7 +11,7 @@ import torch
 from rhymerl.data import PromptDataModule
 from rhymerl.errors import ConfigError
 from rhymerl.models.memory import GIB, Alternative, UpdateShape, fewest_changes, lora_parameters, with_fewer_tokens
-from rhymerl.models.outline import Outline, Weight, Weights
+from rhymerl.models.outline import Outline, OutlineWeights, Weight
 from rhymerl.training.memory import Setup, Trained, rank_memory, setup_of, update_shape
 from rhymerl.training.settings import UpdateSettings
 
@@ -194,5 +194,5 @@ def _with_adapters(setup: Setup) -> Applied:
     return "adapter=lora", replace(setup, tensors=adapted)
 
 
-def _frozen(weights: Weights) -> Weights:
+def _frozen(weights: OutlineWeights) -> OutlineWeights:
     return tuple(each if each.is_whole else replace(each, is_trained=False) for each in weights)

@@ -67,7 +67,7 @@ class Measure:
     """Tell what happened in the engine since the last time."""
 
 
-Message = Weights | Submit | Withdraw | HistoryUpdate | Learn | Measure
+HostMessage = Weights | Submit | Withdraw | HistoryUpdate | Learn | Measure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from rhymerl.types import Completion, Output, RolloutRequest, Sample
 from rhymerl.workers.base import RunAhead, StepRequests, Workers, follows_clock
 from rhymerl.workers.coordinator import Command, Coordinator, ProgressReport, SharedPlan, make_plan, wants_progress
 from rhymerl.workers.host import Host
-from rhymerl.workers.run_ahead import RunAheadState, fingerprint
+from rhymerl.workers.run_ahead import RunAheadState, digest_of
 from rhymerl.workers.versions import Versions
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class RankStep:
             return None
         following = self._work.next_step()
         outputs = {name: output for name, output in self._ahead.items() if output.is_finished or len(output)}
-        asked = fingerprint(following.requests)
+        asked = digest_of(following.requests)
         return RunAheadState(step=int(following.step), asked=asked, plan=self._planned, outputs=outputs)
 
     def _taken_back(self, names: Iterable[str]) -> list[Completion]:
@@ -181,7 +181,7 @@ class RankWorkers(Workers):
         found = self._ahead if work.split == "train" else None
         taken = found if found is not None and found.step == work.step else None
         # It may be of before a resume with other settings.
-        state = taken if taken is not None and taken.asked == fingerprint(work.requests) else None
+        state = taken if taken is not None and taken.asked == digest_of(work.requests) else None
         plan = self._plan_of(work, state)
         step = self._begin(work, plan, state.outputs if state is not None else {})
         coordinator = self._coordinator(work, plan)

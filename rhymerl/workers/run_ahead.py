@@ -18,7 +18,7 @@ from rhymerl.workers.coordinator import SharedPlan
 class RunAheadState:
     """The outputs that a rank has for `step`, by request id, and the plan that they were sampled by.
 
-    `asked` is the fingerprint of the requests.
+    `asked` is `digest_of` the requests.
     """
 
     step: int
@@ -43,7 +43,7 @@ class RunAheadState:
         return cls(step=state["step"], asked=state["asked"], plan=plan, outputs=outputs)
 
 
-def fingerprint(requests: Sequence[RolloutRequest]) -> str:
+def digest_of(requests: Sequence[RolloutRequest]) -> str:
     """Return 32 hex digits that say what is asked for: which requests, of which noise, sampled how."""
     digest = hashlib.blake2b(digest_size=16)
     sampling: object = None
@@ -55,7 +55,7 @@ def fingerprint(requests: Sequence[RolloutRequest]) -> str:
     return digest.hexdigest()
 
 
-def united(states: Sequence[RunAheadState | None]) -> RunAheadState | None:
+def merge_states(states: Sequence[RunAheadState | None]) -> RunAheadState | None:
     """Return what all ranks have together; all or none of them have a plan."""
     known = [state for state in states if state is not None]
     if not known:

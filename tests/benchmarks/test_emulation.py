@@ -16,7 +16,7 @@ from rhymerl.costs import CostCurve
 from rhymerl.drafters import NoDrafter
 from rhymerl.drafts import Draft, DraftBatch
 from rhymerl.engine.kv_store import KVStore
-from rhymerl.engine.layout import lay_out
+from rhymerl.engine.layout import lay_out_pass
 from rhymerl.engine.rows import Rows
 from rhymerl.testing import make_requests, tiny_policy
 
@@ -98,7 +98,7 @@ def test_costs_are_by_tokens_and_by_keys_which_a_draft_reads_once(emulation):
     rows.cached[row] = [400, 600]
     tree = Draft(token_ids=np.array([1, 2]), parents=np.array([-1, 0]))
     device = emulation.EmulatedDevice(curve=CostCurve([(1, 1.0), (11, 2.0)]), context_s_per_token=0.001, scale=2.0)
-    layout = lay_out(
+    layout = lay_out_pass(
         rows,
         row,
         np.ones(2, np.int64),

@@ -14,7 +14,7 @@ from rhymerl.drafts import Draft, DraftBatch
 from rhymerl.engine import device_draw
 from rhymerl.engine.draw import draw_tokens
 from rhymerl.engine.kv_store import SlotPool
-from rhymerl.engine.layout import lay_out
+from rhymerl.engine.layout import lay_out_pass
 from rhymerl.engine.noise import keys_at, noise_counters, noise_keys, noise_keys_on_device
 from rhymerl.engine.rows import Rows
 from rhymerl.engine.sampler import DeviceSampler, HostSampler, draws_of
@@ -83,7 +83,7 @@ def test_the_sampler_draws_the_same_on_a_device(rules):
     rows.cached[row] = rows.length[row] - 1
     tree = Draft(token_ids=np.array([3, 1, 2]), parents=np.array([-1, 0, 0]))
     emits = np.arange(len(row))
-    layout = lay_out(rows, row, np.ones(len(row), np.int64), emits, DraftBatch.pack([tree] * len(row)))
+    layout = lay_out_pass(rows, row, np.ones(len(row), np.int64), emits, DraftBatch.pack([tree] * len(row)))
     logits = torch.randn(len(layout.logit_row), 200) * 3
     here = HostSampler(logits, rows)
     there = DeviceSampler(logits, [torch.from_numpy(each) for each in draws_of(layout, rows)])

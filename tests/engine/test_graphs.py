@@ -19,7 +19,7 @@ from rhymerl.engine import inputs
 from rhymerl.engine.engine import Engine
 from rhymerl.engine.graphs import Graphs, rounded
 from rhymerl.engine.kv_store import SlotPool
-from rhymerl.engine.layout import lay_out
+from rhymerl.engine.layout import lay_out_pass
 from rhymerl.engine.rows import Rows
 from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
 from tests.engine.test_device_pass import requests_of_all_kinds
@@ -74,11 +74,11 @@ def test_tiles_say_what_the_mask_says(most):
     parents = [np.array([source.integers(-1, node) for node in range(size)], int) for size in (0, 5, 63, 12)]
     drafts = DraftBatch.pack([Draft(token_ids=np.zeros(len(each), int), parents=each) for each in parents])
     emits = np.arange(1, 5)
-    layout = lay_out(rows, row, chain, emits, drafts, tile_tokens=lambda widest: most)
+    layout = lay_out_pass(rows, row, chain, emits, drafts, tile_tokens=lambda widest: most)
     tiles = layout.tiles
     assert tiles is not None
     assert not layout.buckets
-    plain = lay_out(rows, row, chain, emits, drafts)  # the same rows, which get other slots
+    plain = lay_out_pass(rows, row, chain, emits, drafts)  # the same rows, which get other slots
     by_token: dict[int, tuple[int, int, int]] = {}
     for first, count, begin, root, num_keys in tiles.tiles.tolist():
         assert 0 < count <= most
@@ -104,7 +104,7 @@ def test_a_draft_of_too_many_nodes_goes_the_other_way():
     rows = Rows(4, 200, SlotPool(900))
     row = np.array([rows.enter(request, None) for request in asked])
     drafts = DraftBatch.pack([wide] * len(row))
-    layout = lay_out(rows, row, rows.length[row], np.arange(len(row)), drafts, tile_tokens=lambda widest: 8)
+    layout = lay_out_pass(rows, row, rows.length[row], np.arange(len(row)), drafts, tile_tokens=lambda widest: 8)
     assert layout.tiles is None
     assert layout.buckets
 

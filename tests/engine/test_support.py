@@ -12,7 +12,7 @@ from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.drafters import NoDrafter
 from rhymerl.engine import support
 from rhymerl.engine.engine import Engine
-from rhymerl.engine.support import prove, refuse_unsupported
+from rhymerl.engine.support import prove_engine, refuse_unsupported
 from rhymerl.errors import ConfigError
 from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
 from tests.models.small import LATENT, small_model
@@ -38,14 +38,14 @@ def test_refused_with_the_reason(model_type, settings, reason):
 def test_supported_models_pass_and_prove_it(model_type):
     policy = tiny_policy(model_type)
     refuse_unsupported(policy.model)
-    prove(policy.model)
+    prove_engine(policy.model)
 
 
 def test_the_proof_leaves_every_module_in_its_own_mode():
     model = tiny_policy().model.train()
     model.model.layers[0].eval()
     modes = [module.training for module in model.modules()]
-    prove(model)
+    prove_engine(model)
     assert [module.training for module in model.modules()] == modes
 
 
@@ -55,7 +55,7 @@ def test_the_proof_sees_a_model_that_reads_its_neighbours():
     plain = layer.forward
     layer.forward = lambda x: plain(x) + x.mean(dim=1, keepdim=True)  # leaks over the packed sequence
     with pytest.raises(ConfigError, match="differ"):
-        prove(model)
+        prove_engine(model)
 
 
 @contextmanager
@@ -94,9 +94,9 @@ def test_the_proof_sees_one_wrong_mask_entry_or_position(dtype, factor, change):
     model = tiny_policy(dtype=dtype).model
     with torch.no_grad():
         model.model.norm.weight.mul_(factor)
-    prove(model)
+    prove_engine(model)
     with in_packed_passes(model, change), pytest.raises(ConfigError, match="differ"):
-        prove(model)
+        prove_engine(model)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -111,10 +111,10 @@ def test_what_float32_does_not_tell_from_rounding_is_computed_in_float64(dtype, 
         return difference, -1.0 if dtype == torch.float32 else most / 1000
 
     monkeypatch.setattr(support, "_difference", strict)
-    prove(model)
+    prove_engine(model)
     assert asked == [torch.float32, torch.float64]
     with in_packed_passes(model, move_a_token), pytest.raises(ConfigError, match="differ"):
-        prove(model)
+        prove_engine(model)
 
 
 @pytest.mark.parametrize("factor", [1, 4, 64])
@@ -125,7 +125,7 @@ def test_rounding_is_no_reason_to_refuse(dtype, factor):
     with torch.no_grad():
         policy.model.model.norm.weight.mul_(factor)
     weights = {name: each.clone() for name, each in policy.model.state_dict().items()}
-    prove(policy.model)
+    prove_engine(policy.model)
     for name, each in policy.model.state_dict().items():
         assert each.dtype == weights[name].dtype
         assert torch.equal(each, weights[name])
@@ -150,7 +150,7 @@ def test_families_that_it_cannot_run_are_named_with_the_reason(model_type, setti
     with pytest.raises(
         ConfigError, match=rf"{type(model).__name__}\): the embedded backend cannot run it.*{reason}"
     ) as error:
-        prove(model)
+        prove_engine(model)
     assert "\n" not in str(error.value)
     assert "(Qwen2, Qwen3, Llama, ...)" in str(error.value)
     assert model.config._attn_implementation == implementation
@@ -179,7 +179,7 @@ WINDOWED = {
 def test_a_window_that_nothing_exceeds_hides_nothing(model_type, settings):
     model = small_model(model_type, **settings)
     refuse_unsupported(model, 64)
-    prove(model)
+    prove_engine(model)
     with pytest.raises(ConfigError, match="window of 64 tokens.*65 tokens.*at most 64"):
         refuse_unsupported(model, 65)
 

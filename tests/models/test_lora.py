@@ -20,7 +20,7 @@ from rhymerl.errors import ConfigError
 from rhymerl.models.critic import CriticSettings
 from rhymerl.models.exported import restore
 from rhymerl.models.logprobs import token_batch, token_logprobs
-from rhymerl.models.lora import LoRA, is_adapted, merged, without_adapters
+from rhymerl.models.lora import LoRA, is_adapted, with_adapters, without_adapters
 from rhymerl.models.policy import PolicySource, frozen
 from rhymerl.tasks import RunningSum
 from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
@@ -118,7 +118,7 @@ def test_named_weights_are_those_of_a_plain_model_that_computes_the_same():
 def test_of_a_model_without_adapters_they_are_its_parameters_themselves():
     model = tiny_policy().model
     own = dict(model.named_parameters())
-    assert all(tensor is own[name] for name, tensor in merged(model, model.named_parameters()))
+    assert all(tensor is own[name] for name, tensor in with_adapters(model, model.named_parameters()))
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from rhymerl.models.lora import LoRA, LowRank, merged
+from rhymerl.models.lora import LoRA, LowRank, with_adapters
 from rhymerl.models.sharding import GatheredTensors, shard
 from rhymerl.testing import tiny_policy
 from tests.integration.ranked import run_ranks
@@ -52,7 +52,7 @@ def gather(folder: str, kind: str, shape: tuple[int, ...], block_bytes: int) -> 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "gather", watched)
-        found = GatheredTensors(merged(model, model.named_parameters()), block_bytes=block_bytes)
+        found = GatheredTensors(with_adapters(model, model.named_parameters()), block_bytes=block_bytes)
         if rank == 0:
             torch.save(({name: each.clone() for name, each in found}, max(most)), f"{folder}/found")
         else:
@@ -75,7 +75,7 @@ def test_rank_0_gets_each_tensor_in_blocks(kind, shape, block_bytes, tmp_path):
     run_ranks(size, gather, str(tmp_path), kind, shape, block_bytes, output=tmp_path / "output")
     found, most = torch.load(Path(tmp_path) / "found")
     model = model_for(kind)
-    expected = dict(merged(model, model.named_parameters()))
+    expected = dict(with_adapters(model, model.named_parameters()))
     assert list(found) == list(expected)
     for name, each in expected.items():
         torch.testing.assert_close(found[name], each, atol=1e-6 if kind == "adapted" else 0, rtol=0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rhymerl.config import compose
-from rhymerl.engine.support import prove
+from rhymerl.engine.support import prove_engine
 from rhymerl.errors import ConfigError
 from rhymerl.models.policy import Policy, PolicySource
 from rhymerl.models.proof import prove_sharing
@@ -72,10 +72,10 @@ def test_it_trains_is_killed_and_resumes(factor: int, tmp_path: Path) -> None:
 def test_one_wrong_mask_entry_or_position_is_refused(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the engine's passes and in those of the update."""
     model = load(dtype).model
-    prove(model)
+    prove_engine(model)
     for change in (hide_a_token, show_a_token, move_a_token):
         with in_packed_passes(model, change), pytest.raises(ConfigError, match="differ"):
-            prove(model)
+            prove_engine(model)
     assert prove_sharing(model.get_decoder(), 64) is None
     monkeypatch.setattr("rhymerl.models.shared_prefixes._first_position", lambda before: before + 1)
     assert prove_sharing(model.get_decoder(), 64) == "its states behind a shared prompt are others"

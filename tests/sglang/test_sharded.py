@@ -16,7 +16,7 @@ import torch
 
 from rhymerl.backends.remote import weights
 from rhymerl.backends.remote.delivery import Delivery
-from rhymerl.backends.remote.proof import prove
+from rhymerl.backends.remote.proof import prove_server
 from rhymerl.backends.remote.weight_group import WeightGroup
 from rhymerl.cli import main
 from rhymerl.models.copies import copy_weights
@@ -61,7 +61,7 @@ def note_deliveries(patch: pytest.MonkeyPatch, folder: Path) -> None:
         policy = deepcopy(delivery.policy)  # which has the first weights
         copy_weights(policy.model, named)
         (engine,) = delivery.fleet.engines
-        prove(engine, policy, delivery.dtype)
+        prove_server(engine, policy, delivery.dtype)
         with (folder / "proven").open("a") as file:
             file.write(json.dumps([engine.url, version]) + "\n")
 

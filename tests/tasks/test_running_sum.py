@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from rhymerl.errors import ConfigError
 from rhymerl.tasks import RunningSum, split_of
-from rhymerl.tasks.base import Split
+from rhymerl.tasks.base import TaskSplit
 from rhymerl.tasks.running_sum import CHARACTERS, running_sum_reward
 
-SPLITS: tuple[Split, ...] = ("train", "validation", "warmstart")
+SPLITS: tuple[TaskSplit, ...] = ("train", "validation", "warmstart")
 
 
 @settings(max_examples=25, deadline=None)

@@ -19,7 +19,7 @@ from rhymerl.models.logprobs import token_batch
 from rhymerl.models.lora import LoRA
 from rhymerl.models.policy import Policy
 from rhymerl.models.proof import prove_sharing
-from rhymerl.models.shared_prefixes import RunBucket, SharedLayout, lay_out, sharing, side_by_side
+from rhymerl.models.shared_prefixes import RunBucket, SharedLayout, place_runs, sharing, side_by_side
 from rhymerl.testing import make_prompt, tiny_policy
 from rhymerl.training.balancing import balance_samples
 from rhymerl.training.batches import micro_batches, units
@@ -142,7 +142,7 @@ def test_long_runs_attend_in_blocks(groups, alike, monkeypatch):
 
 def test_a_long_answer_does_not_pay_for_a_dense_mask():
     prompt, answers = np.arange(45), [np.arange(2000) + 1, np.append(np.arange(500) + 1, np.arange(1500) + 3)]
-    layout = lay_out([prompt] * 2, answers, "cpu").layout
+    layout = place_runs([prompt] * 2, answers, "cpu").layout
     assert [each.width for each in layout.buckets] == [2000, 1500]
     assert sum(each.visible.numel() for each in layout.buckets) < 256 * (45 + 500 + 2000 + 1500 + 2 * 256)
 
@@ -283,7 +283,7 @@ def test_a_few_tokens_in_common_are_not_worth_a_run():
     near[90:] += 1
     assert dict(side_by_side([one, other])) == {0: 0, 1: 0}
     assert dict(side_by_side([near, one, other])) == {1: 0, 0: 90, 2: 0}
-    alone = lay_out([one] * 2, [one, other], "cpu").layout.buckets
+    alone = place_runs([one] * 2, [one, other], "cpu").layout.buckets
     assert [len(each.visible) for each in alone] == [1]
 
 

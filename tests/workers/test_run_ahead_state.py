@@ -9,20 +9,20 @@ import numpy as np
 from rhymerl.testing import make_requests
 from rhymerl.types import Output
 from rhymerl.workers.coordinator import SharedPlan
-from rhymerl.workers.run_ahead import RunAheadState, fingerprint, united
+from rhymerl.workers.run_ahead import RunAheadState, digest_of, merge_states
 
 
 def test_other_noise_or_another_way_of_sampling_is_another_request():
     requests = make_requests(3, group_size=2)
-    asked = fingerprint(requests)
-    assert asked == fingerprint(make_requests(3, group_size=2))
+    asked = digest_of(requests)
+    assert asked == digest_of(make_requests(3, group_size=2))
     others = [
         [replace(request, seed=request.seed + 1) for request in requests],
         [replace(request, id=f"{request.id}a") for request in requests],
         [replace(request, sampling=replace(request.sampling, temperature=0.5)) for request in requests],
         requests[1:],
     ]
-    assert asked not in map(fingerprint, others)
+    assert asked not in map(digest_of, others)
 
 
 def test_the_whole_state_has_the_outputs_of_all_ranks():
@@ -33,7 +33,7 @@ def test_the_whole_state_has_the_outputs_of_all_ranks():
     output = Output(
         token_ids=np.array([4], np.int32), logprobs=np.array([-0.5]), policy_versions=np.array([2], np.int32)
     )
-    whole = united([state("a", "b"), None, state("c")])
+    whole = merge_states([state("a", "b"), None, state("c")])
     assert whole is not None
     assert list(whole.outputs) == ["a", "b", "c"]
-    assert united([None, None]) is None
+    assert merge_states([None, None]) is None

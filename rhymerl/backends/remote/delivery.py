@@ -11,7 +11,7 @@ import torch
 
 from rhymerl.backends.remote import weights
 from rhymerl.backends.remote.fleet import Fleet
-from rhymerl.backends.remote.proof import draws_by_seed, prove
+from rhymerl.backends.remote.proof import draws_by_seed, prove_server
 from rhymerl.backends.remote.weight_file import SharedWeightFile
 from rhymerl.backends.remote.weight_group import WeightGroup
 from rhymerl.models.policy import DTYPES
@@ -73,7 +73,7 @@ class Delivery:
 
     def _prove(self) -> None:
         for engine in self.fleet.engines:
-            prove(engine, self.policy, self.dtype)
+            prove_server(engine, self.policy, self.dtype)
             if not draws_by_seed(engine, self.policy, self.dtype):
                 self.draws_by_seed = False
                 _log.warning(

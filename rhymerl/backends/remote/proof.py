@@ -34,7 +34,7 @@ _LEAST_LOGIT = 32.0
 _policy_free = threading.Lock()  # engines may be proven side by side
 
 
-def prove(client: Client, policy: Policy, dtype: str) -> None:
+def prove_server(client: Client, policy: Policy, dtype: str) -> None:
     """Raise BackendError unless the log-probs of a short greedy answer are those of the policy."""
     rows = policy.model.config.get_text_config().vocab_size
     prompt = [(7 * i) % rows for i in range(1, _PROMPT + 1)]

@@ -38,7 +38,7 @@ _LOGIT_COPIES = 4  # a graph's buffer, float32, log-softmax, noise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
+class MemorySplit:
     """How the GPU is divided."""
 
     total_bytes: int
@@ -106,7 +106,7 @@ class _Case:
 
 def split(
     update: UpdateShape, engine: EngineShape, *, free_bytes: int, total_bytes: int, release_memory: bool
-) -> Split:
+) -> MemorySplit:
     """Divide what is free, once the trainer holds its weights, between an update and an engine to be started.
 
     Raises ConfigError where both do not fit, naming settings with which they would.
@@ -114,7 +114,7 @@ def split(
     case = _Case(update=update, engine=engine, free_bytes=free_bytes, release_memory=release_memory)
     if case.missing > 0:
         raise ConfigError(_refusal(case))
-    return Split(
+    return MemorySplit(
         total_bytes=total_bytes,
         static_bytes=case.static_bytes,
         fraction=_fraction(case.static_bytes, free_bytes),

@@ -16,7 +16,7 @@ from rhymerl.backends.remote.counters import Counters
 from rhymerl.backends.remote.drafter_feed import FeedWriter
 from rhymerl.backends.remote.process import Server
 from rhymerl.backends.sglang import arguments, memory
-from rhymerl.backends.sglang.memory import Split
+from rhymerl.backends.sglang.memory import MemorySplit
 from rhymerl.backends.sglang.nodes import num_sizes
 from rhymerl.backends.sglang.plugin.names import ALGORITHM, VARIABLE
 from rhymerl.backends.sglang.plugin.settings import COUNTERS, FEED, EngineSettings
@@ -53,7 +53,7 @@ class OwnEngine:
         self.model = model  # a folder with its config
         self.restarts_left = settings.restarts
         self._on_cpu = policy.device.type == "cpu"
-        self.split: Split | None = None  # of the GPU, between engine and update
+        self.split: MemorySplit | None = None  # of the GPU, between engine and update
         self._start()
 
     def _start(self) -> None:

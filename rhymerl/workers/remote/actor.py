@@ -19,7 +19,7 @@ from rhymerl.drafters.base import Drafter
 from rhymerl.history import HistoryStore
 from rhymerl.models.copies import policy_of
 from rhymerl.version import __version__
-from rhymerl.workers.messages import Events, Message
+from rhymerl.workers.messages import Events, HostMessage
 from rhymerl.workers.remote.host import WorkerHost
 from rhymerl.workers.remote.loading import EngineLoader
 
@@ -73,7 +73,7 @@ class RayWorker:
         """Return its machine's name and rhymerl's version there."""
         return socket.gethostname(), __version__
 
-    def post(self, message: Message) -> None:
+    def post(self, message: HostMessage) -> None:
         self.host.post(message)
 
     def poll(self, wait_s: float) -> Events:

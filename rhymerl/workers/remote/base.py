@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from rhymerl.backends.base import Backend
-from rhymerl.workers.messages import Events, Message, WeightSource
+from rhymerl.workers.messages import Events, HostMessage, WeightSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,7 +18,7 @@ class Connection(ABC):
     """The way to one worker's host. A worker that is gone makes the futures raise OSError or a subclass of it."""
 
     @abstractmethod
-    def post(self, message: Message) -> None:
+    def post(self, message: HostMessage) -> None:
         """Send a message without waiting; messages arrive in order. Never raises for a worker that is gone."""
 
     @abstractmethod

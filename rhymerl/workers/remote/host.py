@@ -18,9 +18,9 @@ from rhymerl.workers.host import Host, HostJob
 from rhymerl.workers.messages import (
     Events,
     HistoryUpdate,
+    HostMessage,
     Learn,
     Measure,
-    Message,
     OutputDelta,
     Submit,
     Weights,
@@ -50,7 +50,7 @@ class WorkerHost(Host):
         self._history = history
         self._budget = budget
         self._learned: Mapping[str, Any] = {}  # by the budget, put aside during an evaluation
-        self._inbox: deque[Message] = deque()
+        self._inbox: deque[HostMessage] = deque()
         self._events = Events()
         self._reported_spans = SpanLog(gap_s=_GAP_S)
         self._changed = threading.Condition()  # what others see: messages, events and spans
@@ -60,7 +60,7 @@ class WorkerHost(Host):
 
     # -- for others --------------------------------------------------------------------------------------------------
 
-    def post(self, message: Message) -> None:
+    def post(self, message: HostMessage) -> None:
         """Take a message."""
         with self._changed:
             self._inbox.append(message)
@@ -150,7 +150,7 @@ class WorkerHost(Host):
         if messages:
             self._report()
 
-    def _follow(self, message: Message) -> None:
+    def _follow(self, message: HostMessage) -> None:
         match message:
             case Weights():
                 self._take_weights(message)

@@ -19,7 +19,7 @@ from rhymerl.workers.metrics import over_workers
 from rhymerl.workers.remote.base import HostedBackend
 from rhymerl.workers.remote.in_flight import InFlight
 from rhymerl.workers.remote.pool import WorkerPool
-from rhymerl.workers.run_ahead import RunAheadState, fingerprint
+from rhymerl.workers.run_ahead import RunAheadState, digest_of
 from rhymerl.workers.versions import Versions
 
 if TYPE_CHECKING:
@@ -114,14 +114,14 @@ class HostedWorkers(Workers):
             self._resumed = None if state is not None else self._resumed
             return self._launch(work, *self._of_state(state, work))
         self._ahead = None
-        if ahead.work.step == work.step and fingerprint(ahead.work.requests) == fingerprint(work.requests):
+        if ahead.work.step == work.step and digest_of(ahead.work.requests) == digest_of(work.requests):
             ahead.work = work
             return ahead
         self._pool.abandon(ahead)
         return self._launch(work, self._plan(work))
 
     def _of_state(self, state: RunAheadState | None, work: StepRequests) -> tuple[SharedPlan, Mapping[str, Output]]:
-        if state is None or state.asked != fingerprint(work.requests):
+        if state is None or state.asked != digest_of(work.requests):
             return self._plan(work), {}
         plan = state.plan if len(state.plan.queues) == len(self._pool.handles) else self._plan(work)
         return plan, state.outputs

@@ -11,7 +11,7 @@ from rhymerl.types import Completion, Output, RolloutRequest
 from rhymerl.workers.base import StepRequests
 from rhymerl.workers.coordinator import ProgressReport, SharedPlan
 from rhymerl.workers.messages import OutputDelta, Submit
-from rhymerl.workers.run_ahead import RunAheadState, fingerprint
+from rhymerl.workers.run_ahead import RunAheadState, digest_of
 from rhymerl.workers.versions import Versions
 
 
@@ -82,5 +82,5 @@ class InFlight:
         """Return what a run that ends here goes on from; None for an evaluation."""
         if self.work.number is None:
             return None
-        asked = fingerprint(self.work.requests)
+        asked = digest_of(self.work.requests)
         return RunAheadState(step=self.work.number, asked=asked, plan=self.plan, outputs=dict(self.outputs))

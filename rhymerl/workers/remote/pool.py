@@ -12,7 +12,7 @@ from rhymerl.errors import BackendError, RhymeError
 from rhymerl.history import HistoryStore
 from rhymerl.history.packing import PackedPrompt
 from rhymerl.types import Split
-from rhymerl.workers.messages import Events, Message, Weights, Withdraw
+from rhymerl.workers.messages import Events, HostMessage, Weights, Withdraw
 from rhymerl.workers.remote.base import HostedBackend
 from rhymerl.workers.remote.handle import WorkerHandle
 from rhymerl.workers.remote.in_flight import InFlight
@@ -66,7 +66,7 @@ class WorkerPool:
 
     # -- what workers are sent -------------------------------------------------------------------------------------
 
-    def post(self, message: Message) -> None:
+    def post(self, message: HostMessage) -> None:
         """Send a message to all workers; what one that is not here yet misses it does not need."""
         for handle in self.handles:
             if handle.is_here or not handle.is_late:

@@ -26,7 +26,7 @@ from rhymerl.drafters.run_ahead import innermost, listens
 from rhymerl.errors import BackendError, ConfigError, require_at_least
 from rhymerl.progress import counted
 from rhymerl.version import __version__
-from rhymerl.workers.messages import Events, Message, WeightSource
+from rhymerl.workers.messages import Events, HostMessage, WeightSource
 from rhymerl.workers.remote.actor import HostRecipe, RayWorker
 from rhymerl.workers.remote.base import Connection, HostedBackend
 from rhymerl.workers.remote.cluster import answers, places, started_here, words_of
@@ -115,7 +115,7 @@ class RayConnection(Connection):
         if self._asked is not None:
             _settle(self._asked, self._refusal)
 
-    def post(self, message: Message) -> None:
+    def post(self, message: HostMessage) -> None:
         self._actor.post.options(concurrency_group="messages").remote(message)
 
     def poll(self, wait_s: float) -> Future[Events]:

@@ -19,7 +19,7 @@ from rhymerl.history import HistoryStore
 from rhymerl.models.copies import twin_of
 from rhymerl.models.lora import is_adapted
 from rhymerl.models.sharding import is_sharded
-from rhymerl.workers.messages import Events, Message, WeightSource
+from rhymerl.workers.messages import Events, HostMessage, WeightSource
 from rhymerl.workers.remote.base import Connection, HostedBackend
 from rhymerl.workers.remote.host import WorkerHost
 from rhymerl.workers.remote.loading import EngineLoader
@@ -61,7 +61,7 @@ class ThreadConnection(Connection):
         if not lockstep:
             self._thread.start()
 
-    def post(self, message: Message) -> None:
+    def post(self, message: HostMessage) -> None:
         self._host.post(message)
 
     def poll(self, wait_s: float) -> Future[Events]:

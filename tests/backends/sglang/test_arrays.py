@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rhymerl.backends.sglang.plugin.arrays import TreeArrays, lay_out
+from rhymerl.backends.sglang.plugin.arrays import TreeArrays, tree_arrays
 from rhymerl.drafts import Draft, DraftBatch, depths, no_drafts, problems_of
 from rhymerl.engine.verify import verify
 from tests.backends.sglang.trees import VOCABULARY, drafts, links_of, path_of
@@ -22,7 +22,7 @@ def batches(n: int = N):
 
 
 def laid_out(batch: DraftBatch, n: int = N) -> TreeArrays:
-    return lay_out(batch, np.arange(100, 100 + len(batch)), n)
+    return tree_arrays(batch, np.arange(100, 100 + len(batch)), n)
 
 
 @given(batches())
@@ -100,13 +100,13 @@ def test_a_message_and_back(batch):
 
 
 def test_without_drafts_there_is_only_the_last_token():
-    arrays = lay_out(no_drafts(3), np.array([5, 6, 7]), 1)
+    arrays = tree_arrays(no_drafts(3), np.array([5, 6, 7]), 1)
     assert arrays.token_ids.tolist() == [[5], [6], [7]]
     assert arrays.mask().tolist() == [[[1]]] * 3
 
 
 def test_nobody_in_the_batch():
-    assert lay_out(no_drafts(0), np.empty(0, np.int64), N).mask().shape == (0, N, N)
+    assert tree_arrays(no_drafts(0), np.empty(0, np.int64), N).mask().shape == (0, N, N)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rhymerl.backends.sglang.backend import SGLangBackend
-from rhymerl.backends.sglang.memory import Split, engine_shape, is_given, split
+from rhymerl.backends.sglang.memory import MemorySplit, engine_shape, is_given, split
 from rhymerl.drafters import NoDrafter
 from rhymerl.errors import ConfigError
 from rhymerl.models.memory import GIB, EngineShape, UpdateMemory, UpdateShape, layer_bytes, update_memory, with_lora
@@ -49,7 +49,7 @@ def engine_of(size: str) -> EngineShape:
     )
 
 
-def divided(update: UpdateShape, size: str, gpu: int, *, release_memory: bool = False) -> Split:
+def divided(update: UpdateShape, size: str, gpu: int, *, release_memory: bool = False) -> MemorySplit:
     free = gpu - update.weight_bytes
     return split(update, engine_of(size), free_bytes=free, total_bytes=gpu, release_memory=release_memory)
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 from rhymerl.backends.remote import delivery
-from rhymerl.backends.remote.proof import prove
+from rhymerl.backends.remote.proof import prove_server
 from rhymerl.backends.sglang.backend import SGLangBackend
 from rhymerl.drafters import HistoryTreeDrafter
 from rhymerl.errors import BackendError
@@ -145,7 +145,7 @@ def test_its_metrics_are_those_of_an_engine_of_our_own(engine, flat_policy):
 
 def test_the_answers_of_the_proof_are_not_counted(engine, flat_policy, monkeypatch):
     def proven(*args):
-        prove(*args)
+        prove_server(*args)
         engine.counters.add(passes=20, row_passes=20, nodes=20, asks=20)
 
     monkeypatch.setattr(delivery, "prove", proven)

@@ -55,7 +55,7 @@ class TreeArrays:
         return mask
 
 
-def lay_out(drafts: DraftBatch, roots: IndexArray, n: int) -> TreeArrays:
+def tree_arrays(drafts: DraftBatch, roots: IndexArray, n: int) -> TreeArrays:
     """The drafts of R requests, at most n - 1 nodes each, below their last tokens `roots` [R].
 
     Siblings are distinct (the engine has checked the drafts). What is left of n is filled with orphans: children of nobody. Filling

@@ -16,7 +16,7 @@ from rhymerl.backends.remote.counters import Counters
 from rhymerl.backends.remote.drafter_feed import FeedReader
 from rhymerl.backends.remote.wire import feed_of
 from rhymerl.backends.sglang.nodes import widths_of
-from rhymerl.backends.sglang.plugin.arrays import TreeArrays, lay_out
+from rhymerl.backends.sglang.plugin.arrays import TreeArrays, tree_arrays
 from rhymerl.backends.sglang.plugin.outcomes import VerifiedPass
 from rhymerl.backends.sglang.plugin.rows import EngineRequest, EngineRow
 from rhymerl.budgets.base import Budget
@@ -92,7 +92,7 @@ class EngineDrafting:
         self._count(passes=1, row_passes=len(rows), nodes=width * len(rows), drafted_nodes=len(drafts.token_ids))
         arrays = None
         if width:
-            arrays = lay_out(drafts, np.array([row.last for row in rows], np.int64), 1 + width)
+            arrays = tree_arrays(drafts, np.array([row.last for row in rows], np.int64), 1 + width)
         if started is not None:
             self._count(draft_s=self._clock() - started)
         return arrays
