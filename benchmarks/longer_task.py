@@ -32,6 +32,7 @@ from rhymerl.budgets import Budget, FixedBudget, GoodputBudget
 from rhymerl.config import compose, instantiate
 from rhymerl.costs import CostCurve
 from rhymerl.drafters import Drafter, HistoryTreeDrafter, NoDrafter
+from rhymerl.engine.totals import PassRecord
 from rhymerl.history.traces import TraceRecord, read_trace
 from rhymerl.runs.fit import fit
 from rhymerl.runs.replay import Replay, ReplayTotals
@@ -54,6 +55,7 @@ class Pairs:
     def __init__(self, running: Sequence[int], config: Any, stack: ExitStack) -> None:
         self.config = config
         self.stack = stack
+        self.records: dict[Engine, list[PassRecord]] = defaultdict(list)
         self.beside = Beside([Engine(number, drafts) for number in running for drafts in (False, True)], self._start)
         self.taken: dict[int, list[dict[Engine, Taken]]] = defaultdict(list)  # a measured step, by epoch
 
@@ -65,7 +67,7 @@ class Pairs:
         budget: Budget = instantiate(self.config.budget) if engine.drafts else FixedBudget(0)
         sizes = {"max_running": engine.running, "kv_tokens": engine.running * LONGEST}
         backend = started(self.stack, module, drafter, budget, **sizes)
-        backend.engine.pass_log = []
+        backend.engine.observers.append(self.records[engine].append)
         return backend
 
     def a_token(self, engine: Engine, epochs: Sequence[int]) -> float:
@@ -75,13 +77,8 @@ class Pairs:
 
     def passes(self, running: int) -> list[emulation_check.Pass]:
         """Return tokens, keys (none) and seconds of the passes over so many running requests at most that computed no prompt."""
-        logs = [self.beside.backends[Engine(running, drafts)].engine.pass_log or [] for drafts in (False, True)]
-        return [
-            (each.tokens, 0, 0, each.seconds)
-            for log in logs
-            for each in log
-            if each.tokens == each.requests + each.draft_nodes
-        ]
+        records = [each for drafts in (False, True) for each in self.records[Engine(running, drafts)]]
+        return [(each.tokens, 0, 0, each.seconds) for each in records if not each.prompt_tokens]
 
 
 def trained(config: Any, pairs: Pairs, *, from_epoch: int, every: int) -> list[TraceRecord]:
