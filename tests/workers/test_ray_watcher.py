@@ -55,6 +55,24 @@ def test_a_trainer_that_is_killed_leaves_no_process_of_the_cluster_and_no_folder
         os.kill(other, signal.SIGKILL)
 
 
+def test_a_trainer_that_is_dying_is_still_the_parent_of_what_it_has_started(tmp_path: Path) -> None:
+    """Its files are closed first: so the watcher may be faster than the kernel, which then gives its children away."""
+    folder = tmp_path / "ray-cluster"
+    folder.mkdir()
+    watcher = Watcher(str(folder))
+    with (folder / "agent.log").open("w") as log:
+        agent = subprocess.Popen(["sleep", "600"], stdout=log, env={})
+    try:
+        assert watcher._process.stdin is not None
+        watcher._process.stdin.close()
+        assert agent.wait(60) == -signal.SIGKILL
+        wait_until(lambda: not folder.exists())
+    finally:
+        agent.kill()
+        agent.wait()
+        watcher._process.wait()
+
+
 def test_one_that_ends_by_itself_waits_for_it_and_is_left_alone(tmp_path: Path) -> None:
     """Ray's driver, which is the trainer, writes into the folder, too."""
     folder = tmp_path / "ray-cluster"

@@ -2,8 +2,8 @@
 
     python ray_watcher.py FOLDER TRAINER
 
-A program of its own, which outlives the trainer. The trainer holds the other end of its input, and nothing is ever written there: its end is the
-trainer's. It imports nothing of rhymerl, so that it costs a trainer next to nothing.
+A program of its own, which outlives the trainer. The trainer holds the other end of its input. Where that ends without a word, the trainer has.
+It imports nothing of rhymerl, so that it costs a trainer next to nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _PATIENCE_S = 30.0
+_LIVES = b"the trainer lives"
 
 
 class Watcher:
@@ -36,14 +37,12 @@ class Watcher:
 
     def close(self) -> None:
         """End what is left of the cluster, and wait until that is done."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        self._process.communicate(_LIVES)
 
 
-def _end(folder: str, trainer: int) -> None:
+def _end(folder: str, spared: set[int]) -> None:
     until = time.monotonic() + _PATIENCE_S
-    while (left := list(_processes_of(folder, trainer))) and time.monotonic() < until:
+    while (left := list(_processes_of(folder, spared))) and time.monotonic() < until:
         for number in left:
             with suppress(ProcessLookupError):
                 os.kill(number, signal.SIGKILL)
@@ -51,13 +50,13 @@ def _end(folder: str, trainer: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _processes_of(folder: str, trainer: int) -> Iterator[int]:
+def _processes_of(folder: str, spared: set[int]) -> Iterator[int]:
     """Yield the processes of the cluster: their command line names the folder, or they write into it.
 
     Ray's agents give themselves another command line, which also covers a part of their environment. A trainer that still lives writes there, too:
-    it is left alone, with the processes that it has started, which it ends itself.
+    it is `spared`, with the processes that it has started, which it ends itself. Not so one that has ended: for a moment it is still their parent.
     """
-    spared, inside = {trainer, os.getpid()}, os.path.join(os.path.realpath(folder), "")
+    inside = os.path.join(os.path.realpath(folder), "")
 
     def is_inside(link: Path) -> bool:
         try:
@@ -74,5 +73,5 @@ def _processes_of(folder: str, trainer: int) -> Iterator[int]:
 
 
 if __name__ == "__main__":
-    sys.stdin.buffer.read()
-    _end(sys.argv[1], int(sys.argv[2]))
+    trainer_lives = sys.stdin.buffer.read() == _LIVES
+    _end(sys.argv[1], {os.getpid(), int(sys.argv[2])} if trainer_lives else {os.getpid()})
