@@ -148,7 +148,7 @@ def test_the_answers_of_the_proof_are_not_counted(engine, flat_policy, monkeypat
         prove_server(*args)
         engine.counters.add(passes=20, row_passes=20, nodes=20, asks=20)
 
-    monkeypatch.setattr(delivery, "prove", proven)
+    monkeypatch.setattr(delivery, "prove_server", proven)
     with connected(engine, flat_policy, nodes=3) as backend:
         backend.submit(make_requests(4, max_tokens=9, stop_token_ids=()))
         assert {each.num_drafted for each in all_of(backend, 4).values()} == {12}, "no pass of the run: as if always 3"
