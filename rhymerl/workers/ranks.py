@@ -64,7 +64,7 @@ class RankStep:
         self._finished: list[int] = []  # not reported yet
         self._reported_at = 0.0
         self._planned: SharedPlan | None = None  # of the next step
-        self._next: frozenset[str] = frozenset()  # its requests that are here
+        self._next: dict[str, None] = {}  # its requests that are here, in their order
         self._ahead: dict[str, Output] = {}  # what there is of them, once they are out of the engine
         self._messages: list[Message] = []
 
@@ -123,7 +123,7 @@ class RankStep:
         if command.plan is not None and self._work.following is not None:
             self._planned, following = command.plan, self._work.next_step()
             queue = command.plan.queue(following.requests, worker=rank)
-            self._next = frozenset(request.id for request in queue)
+            self._next = dict.fromkeys(request.id for request in queue)
             self._host.submit(queue, priority=following.priority, versions=self._next_versions)
 
     def end(self) -> RunAheadState | None:
