@@ -249,7 +249,7 @@ def test_a_checkpoint_of_another_version_is_one_clear_line(half: Path, rhymerl: 
     for words in (["resume", str(half), "trainer.max_steps=8"], ["evaluate", str(half)], ["export", str(half), "out"]):
         done = rhymerl(*words)
         assert done.code == 2
-        assert "its format is 1, and this version of rhymerl reads 2" in done.err
+        assert "its format is 1, and this version of rhymerl reads 3" in done.err
         assert done.err.count("\n") == 1
 
 
