@@ -66,7 +66,7 @@ def require_at_least(
 
 
 def at_least(least: float, default: T) -> T:
-    """Return a field for a finite number that is not below `least`; or for None, where that is the default."""
+    """Return a field for a finite number that is not below `least`; or for None, where its type has that."""
     return dataclasses.field(default=default, metadata={"at_least": least})
 
 
@@ -74,7 +74,7 @@ def check_ranges(settings: Any) -> None:
     """Raise ValueError for the first of a dataclass's settings that is not what `at_least` says of it."""
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
-        if "at_least" in field.metadata and (value is not None or field.default is not None):
+        if "at_least" in field.metadata and (value is not None or "None" not in str(field.type)):
             require_at_least({field.name: (value, field.metadata["at_least"])})
 
 

@@ -15,11 +15,18 @@ class Ranged:
     steps: int = at_least(1, 8)
     rate: float = at_least(0, 0.5)
     limit: int | None = at_least(1, None)
+    kept: int | None = at_least(1, 64)
 
 
 def test_values_in_their_ranges_and_none_where_it_is_the_default_are_accepted() -> None:
     check_ranges(Ranged())
     check_ranges(Ranged(steps=1, rate=0, limit=1))
+
+
+def test_none_is_accepted_where_the_type_has_it_whatever_the_default() -> None:
+    check_ranges(Ranged(kept=None))
+    with pytest.raises(ValueError, match="^kept=0: expected at least 1$"):
+        check_ranges(Ranged(kept=0))
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ class SGLangBackend(ServedBackend):
     weights: Literal["auto", "tensor", "disk", "distributed"] = "auto"
     url: str | Sequence[str] | None = None
     api_key: str | None = None
-    history_tokens: int | None = HISTORY_TOKENS
+    history_tokens: int | None = at_least(1, HISTORY_TOKENS)
     restarts: int = at_least(0, 0)
     release_memory: bool = False
     folder: str | None = None
@@ -80,8 +80,6 @@ class SGLangBackend(ServedBackend):
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        is_limit = self.history_tokens is None or self.history_tokens >= 1
-        require(is_limit, "history_tokens", self.history_tokens, "at least 1")
         is_piece = self.piece_s is None or 0 < self.piece_s < math.inf
         require(is_piece, "piece_s", self.piece_s, "a finite number above 0, or null for whole answers")
         is_rate = 0 <= self.expected_accept_rate < 1
