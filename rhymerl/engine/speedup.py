@@ -129,8 +129,8 @@ class SpeedupMeter:
 
     def _compare(self) -> dict[str, float]:
         """Return nothing as long as the costs are not known."""
-        *sizes, draft_s, taken = np.array([each[:7] for each in self._passes]).T
-        rows, nodes, asked, prompt_tokens, seen = (each.astype(np.int64) for each in sizes)
+        columns = map(np.array, zip(*self._passes, strict=True))  # [P] each
+        rows, nodes, asked, prompt_tokens, seen, draft_s, taken, *_ = columns
         tokens, seconds, new = rows + nodes, taken - draft_s, slice(self._num_observed, None)
         was_known = self._is_known
         # An error is that of a forecast, where there could be one.

@@ -14,7 +14,7 @@ from rhymerl.types import Sample
 
 
 class Evaluator:
-    """Between `begin` and `end` answers serve the evaluation alone: `learners` are then put back to what training had taught them."""
+    """An evaluator takes the answers between `begin` and `end`, which puts `learners` back to what training had taught them."""
 
     def __init__(self, settings: EvaluationSettings, *learners: Learner) -> None:
         self.num_done = 0

@@ -31,11 +31,11 @@ class HostJob:
     reported: int = 0  # tokens
 
     def known(self) -> Output:
-        """What there is of one that is not in the engine."""
+        """Return the tokens of one that is not in the engine."""
         return self.output or self.request.output or Output.of()
 
     def going_on(self) -> RolloutRequest:
-        """The request as the engine gets it."""
+        """Return the request as the engine gets it."""
         return replace(self.request, output=self.output) if self.output else self.request
 
 
