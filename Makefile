@@ -103,11 +103,11 @@ format: $(stamp)
 
 bench-guard: $(stamp)
 	@test -n "$(BASE)" || { echo "Name the commit to compare with: make bench-guard BASE=COMMIT" >&2; exit 2; }
-	$(python) benchmarks/guard.py --base $(BASE) $(ARGS)
+	$(python) -m benchmarks.regression.guard --base $(BASE) $(ARGS)
 
 # With the Python that has torch for the GPU, and without a network: docs/gpu.md
 gpu:
-	@$(or $(PYTHON),python3) benchmarks/gpu.py $(ARGS)
+	@$(or $(PYTHON),python3) -m benchmarks.gpu.gpu $(ARGS)
 
 # In two steps, because pip asks for hashes of everything or of nothing: all but torch by hash, then torch and this package, for whose
 # build all that is needed is there.
@@ -213,4 +213,4 @@ constraints:
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	find rhymerl tests -name __pycache__ -prune -exec rm -rf {} +
+	find rhymerl tests benchmarks -name __pycache__ -prune -exec rm -rf {} +

@@ -133,15 +133,17 @@ def commit() -> str:
 
 def settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """The options that shape the figures; interpreters and folders of one machine are left out."""
-    left_out = ("out", "hardware", "trl_python", "runs")
+    left_out = ("out", "hardware", "trl_python")
     return {name: value for name, value in vars(arguments).items() if name not in left_out}
 
 
 def note_row(row: Row) -> None:
-    """Append a row to the file that the variable RHYMERL_BENCHMARK_ROWS names, so that it is kept if the rest is not reached."""
+    """Append a row to the file that the variable RHYMERL_BENCHMARK_ROWS names, so that it is kept if the rest is not reached; else show it."""
     if name := os.environ.get(ROWS):
         with Path(name).open("a") as file:
             file.write(json.dumps(row) + "\n")
+    else:
+        print(cell(row), file=sys.stderr, flush=True)
 
 
 def rows_of(cases: Iterable[Row], measure: Callable[..., Row]) -> list[Row]:
@@ -163,6 +165,20 @@ def rows_of(cases: Iterable[Row], measure: Callable[..., Row]) -> list[Row]:
 def known_rows() -> list[Row]:
     name = os.environ.get(KNOWN)
     return [json.loads(line) for line in Path(name).read_text().splitlines()] if name else []
+
+
+def measure_cases(
+    theme: str,
+    description: str | None,
+    arguments: argparse.Namespace,
+    cases: Iterable[Row],
+    measure: Callable[..., Row],
+    **more: Any,
+) -> dict[str, Any]:
+    """Measure a row a case (`rows_of`) with the threads that are asked for; print and write the result (`finish`)."""
+    set_threads(arguments.threads)
+    start = environment()
+    return finish(theme, description, arguments, rows=rows_of(cases, measure), start=start, **more)
 
 
 def dying_with(parent: int) -> Callable[[], None]:

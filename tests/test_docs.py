@@ -248,8 +248,8 @@ def texts_in_code() -> list[str]:
 
 def test_every_benchmark_is_described() -> None:
     scripts = {
-        f"benchmarks/{path.name}"
-        for path in (ROOT / "benchmarks").glob("*.py")
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "benchmarks").rglob("*.py")
         if re.search(r"\boptions\(__doc__", path.read_text())
     }
     described = {cells[0].strip("`") for cells in table_after(DOCS / "benchmarks.md", "## What there is")}

@@ -14,7 +14,7 @@ _FEW = 8  # of these, the median deviation is no measure of how far they are apa
 _EFFICIENCY = 0.37
 _TOO_WIDE = 1.25  # its upper end over its lower
 _NORMAL = 1.960  # standard deviations to each side have 95 % of a normal distribution
-# Standard deviation of the figure from what pairs of whole runs had, without the noise of these (benchmarks/paired_runs.py).
+# Standard deviation of the figure from what pairs of whole runs had, without the noise of these (benchmarks/drafting/paired_runs.py).
 _OF_THE_CURVE = 0.05
 
 

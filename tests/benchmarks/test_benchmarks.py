@@ -4,47 +4,30 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rhymerl.rewards.sandbox.run import missing_walls
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-ENGINE = ["--models", "tiny", "--vocabularies", "19", "--prompts", "4", "--slots", "2", "--shortest", "2"]
-SAMPLER = ["--vocabulary", "200", "--hidden", "8", "--rows", "1", "3", "--logit-std", "1"]
+from benchmarks.emulation import headline
+from benchmarks.emulation.course import Course
 
 Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a benchmark as its command would, in this process."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a benchmark as its command would, in this process; its theme is its name, unless another is given."""
 
-    def run(name: str, *words: str) -> dict[str, Any]:
-        result: dict[str, Any] = importlib.import_module(name).main(list(words))
+    def run(name: str, *words: str, theme: str | None = None) -> dict[str, Any]:
+        result: dict[str, Any] = importlib.import_module(f"benchmarks.{name}").main(list(words))
         assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
-        assert result["benchmark"] == name
+        assert result["benchmark"] == (theme or name.rpartition(".")[2])
         assert set(result["environment"]) > {"processor", "load", "torch", "commit"}
         return result
 
     return run
-
-
-def test_engine_throughput_has_a_row_a_model_and_ratios(run: Run) -> None:
-    row = run("engine_throughput", *ENGINE, "--longest", "4", "--repeats", "1")["rows"][0]
-    assert (row["model"], row["vocabulary"]) == ("tiny", 19)
-    speeds = [row[f"{way}_tokens_per_s"]["median"] for way in ("engine", "generate_all")]
-    assert row["engine / generate_all"]["median"] == pytest.approx(speeds[0] / speeds[1], rel=1e-2)
-
-
-def test_sampler_has_a_row_for_each_number_of_rows(run: Run) -> None:
-    result = run("sampler", *SAMPLER, "--repeats", "2")
-    assert [row["rows"] for row in result["rows"]] == [1, 3]
 
 
 def test_draw_kernel_says_what_it_needs(run: Run) -> None:
@@ -53,34 +36,7 @@ def test_draw_kernel_says_what_it_needs(run: Run) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     with pytest.raises(SystemExit, match="needs a CUDA device"):
-        run("draw_kernel")
-
-
-def test_loop_overhead_tells_the_ways_apart_and_writes_its_files(run: Run, tmp_path: Path) -> None:
-    words = ("--prompts", "16", "--group-size", "2", "--prompts-per-step", "4")
-    result = run("loop_overhead", *words, "--out", str(tmp_path), "--hardware", "here")
-    assert [row["way"] for row in result["rows"]] == ["backend", "loop", "loop_decode", "loop_pool"]
-    assert len(result["resident_mb_by_quarter"]) == 4
-    data, page = sorted(tmp_path.iterdir())
-    assert json.loads(data.read_text()) == result
-    assert page.name.startswith("loop_overhead_here_")
-    assert "| loop_pool |" in page.read_text()
-
-
-def test_rollout_speed_has_a_row_for_each_drafter(run: Run) -> None:
-    words = (
-        "task.train_size=2",
-        "rollout.group_size=2",
-        "rollout.max_tokens=8",
-        "epochs=1",
-        "pairs=1",
-        "concurrency=[2]",
-    )
-    rows = run("rollout_speed", *words)["rows"]
-    names = [(row["drafter"], row["history_epochs"]) for row in rows]
-    assert names == [("none", 0), ("ngram", 0), ("history_tree_first_epoch", 0), ("history_tree", 1), ("oracle", 0)]
-    assert all(row["equal_answers"] >= 0.75 for row in rows)
-    assert rows[3]["predicted_speedup"] > 0
+        run("gpu.draw_kernel")
 
 
 def test_schedule_has_a_row_for_each_scheduler_and_mode_and_draws(run: Run, tmp_path: Path) -> None:
@@ -97,7 +53,7 @@ def test_schedule_has_a_row_for_each_scheduler_and_mode_and_draws(run: Run, tmp_
         "--curve-steps",
         "7",
     ]
-    result = run("schedule", *words, "--out", str(tmp_path), "--hardware", "here")
+    result = run("scheduling.schedule", *words, "--out", str(tmp_path), "--hardware", "here")
     found = {(row["scheduler"], row["run_ahead"]): row for row in result["rows"]}
     assert found["fifo", "off"]["speedup"]["median"] == 1
     assert len([name for name, mode in found if mode == "draft"]) == 6
@@ -113,7 +69,7 @@ def test_schedule_has_a_row_for_each_scheduler_and_mode_and_draws(run: Run, tmp_
 
 def test_tournament_has_a_row_for_each_rule_and_draws(run: Run, tmp_path: Path) -> None:
     words = ("--workloads", "SmolLM2's sums", "--seeds", "2", "--steps", "6", "--out", str(tmp_path))
-    rows = run("tournament", *words, "--hardware", "here")["rows"]
+    rows = run("scheduling.tournament", *words, "--hardware", "here")["rows"]
     found = {(row["rule"], row["steps"]): row for row in rows}
     assert len(found) == len(rows) == 21
     assert found["FIFO", "on-policy"]["tokens"] == {"median": 1, "min": 1, "max": 1}
@@ -132,7 +88,7 @@ def test_draft_rules_say_what_is_accepted_where_answers_come_again(run: Run, tmp
     ]
     ends = {"reward": 1.0, "finish_reason": "stop"}
     (tmp_path / "trace.jsonl").write_text("".join(json.dumps({**line, **ends}) + "\n" for line in lines))
-    result = run("draft_rules", str(tmp_path / "trace.jsonl"), "--nodes", "4")
+    result = run("drafting.draft_rules", str(tmp_path / "trace.jsonl"), "--nodes", "4")
     # Nothing is known in the first epoch. In the second, 4 drafted tokens and the next one are an answer, or leave one token of it: 11
     # tokens in 3 passes. The paper's rule looks for 3 tokens, the prompt's among them, so it drafts in the third pass of each: 6 passes.
     by_rule = {row["rule"]: [row["1"], row["2"]] for row in result["rows"]}
@@ -142,83 +98,34 @@ def test_draft_rules_say_what_is_accepted_where_answers_come_again(run: Run, tmp
     assert accepted["own"] == accepted["siblings"] == accepted["others"] == accepted["at 8"] == 0
 
 
-@pytest.mark.parametrize("name", ["trl_echo", "trl_running_sum"])
-def test_comparisons_with_trl_run_our_side_alone(run: Run, name: str) -> None:
+@pytest.mark.parametrize("task", ["echo", "running_sum"])
+def test_comparisons_with_trl_run_our_side_alone(run: Run, task: str) -> None:
     words = ("--prompts", "2", "--group-size", "2", "--max-tokens", "4", "--reward-where", "main", "--threads", "1")
-    result = run(name, *words, "--seeds", "1", "--steps", "3", "--warm-up", "1")
+    words += ("--task", task, "--seeds", "1", "--steps", "3", "--warm-up", "1")
+    result = run("against_trl.compare", *words, theme=f"trl_{task}")
     assert result["speedup"] is None
     (row,) = result["rows"]
     assert row["side"] == "rhymerl"
     assert 0 < row["rollout_s"]["median"] < row["step_s"]["median"]
 
 
-def test_update_speed_runs_our_side_alone(run: Run) -> None:
-    words = ("--samples", "4", "--longest", "12", "--vocabulary", "40", "--hidden", "16", "--layers", "1")
-    result = run("update_speed", *words, "--repeats", "1")
-    assert result["speedup"] is None
-    (row,) = result["rows"]
-    assert row["side"] == "rhymerl"
-    assert row["step_s"]["median"] > 0
-    assert row["padding"] >= 1
-
-
 @pytest.mark.slow
 def test_sharded_memory_has_a_row_for_each_number_of_ranks(run: Run) -> None:
-    rows = run("sharded_memory", "--ranks", "2", "--hidden", "64", "--layers", "2", "--vocabulary", "64")["rows"]
+    rows = run("update.sharded_memory", "--ranks", "2", "--hidden", "64", "--layers", "2", "--vocabulary", "64")["rows"]
     assert [(row["sharding"], row["ranks"]) for row in rows] == [("none", 1), ("fsdp2", 2)]
     assert rows[1]["state / none"] == pytest.approx(0.5, abs=0.02)
 
 
-def test_update_memory_has_a_row_a_vocabulary_and_a_length_and_draws(run: Run, tmp_path: Path) -> None:
-    words = ("--vocabularies", "50", "5000", "--lengths", "8", "16", "--tokens", "32", "--out", str(tmp_path))
-    result = run("update_memory", *words, "--hardware", "here")
-    cases = [(row["vocabulary"], row["length"]) for row in result["rows"]]
-    assert cases == [(50, 8), (5000, 8), (5000, 8), (5000, 16)]
-    assert result["rows"][0]["above_smallest_mb"] == 0 < result["rows"][1]["peak_mb"]
-    assert len(list(tmp_path.glob("update_memory_here_*.png"))) == 1
-
-
-def test_ranks_has_a_row_for_each_way(run: Run) -> None:
-    words = ("--ranks", "1", "--prompts", "2", "--prompts-per-step", "1", "--group-size", "2", "--epochs", "2")
-    rows = run("ranks", *words, "--repeats", "1", "--rows", "fifo, off, none", "histopipe, keep, history")["rows"]
-    assert [row["row"] for row in rows] == ["fifo, off, none", "histopipe, keep, history"]
-    assert rows[0]["times as fast"]["median"] == 1
-    assert all(0 <= row["bubble_frac"]["median"] < 1 for row in rows)
-
-
-def test_sharing_has_a_row_a_length(run: Run) -> None:
-    rows = run("sharing", "--answers", "4", "--lengths", "8", "2000", "--repeats", "1")["rows"]
-    assert [(row["length"], row["tokens"]) for row in rows] == [(8, 32), (2000, 8000)]
-    assert all(row["share_us"]["median"] > 0 for row in rows)
-    assert 16 < rows[1]["bytes"] < 32
-
-
-def test_short_waits_has_a_row_for_each(run: Run) -> None:
-    names = ["import", "plan", "decision", "checkpoint", "trace", "similarity", "samples"]
-    rows = run("short_waits", "--only", *names, "--scale", "0.005", "--repeats", "1")["rows"]
-    assert [row["what"] for row in rows] == names
-    assert all(row["seconds"]["median"] > 0 for row in rows)
-    with pytest.raises(SystemExit):
-        run("short_waits", "--only", "nothing", "--scale", "0.005")
-
-
-@pytest.mark.skipif(sys.platform != "linux" or bool(missing_walls()), reason="this machine offers no sandbox")
-def test_code_rewards_has_a_row_for_each_way(run: Run) -> None:
-    rows = run("code_rewards", "--answers", "4", "--processes", "1", "--repeats", "1")["rows"]
-    assert [row["way"] for row in rows] == ["plain", "code", "bare"]
-    assert all(row["calls_per_s"]["median"] > 0 for row in rows)
-
-
 def test_draft_overhead_has_a_row_a_cell(run: Run) -> None:
     words = ("--rows", "1", "2", "--tokens", "4", "--policies", "random", "--prompts", "fresh", "--seconds", "0")
-    rows = run("draft_overhead", *words, "--limit", "1000")["rows"]
+    rows = run("drafting.draft_overhead", *words, "--limit", "1000")["rows"]
     assert [row["rows"] for row in rows] == [1, 2]
     assert all(0 < row["low"] <= row["median"] <= row["high"] for row in rows)
 
 
 @pytest.mark.slow
 def test_guard_compares_this_tree_with_a_commit(run: Run) -> None:
-    rows = run("guard", "--base", "HEAD", "--repeats", "1", "--only", "rollout", "--limit", "1000")["rows"]
+    rows = run("regression.guard", "--base", "HEAD", "--repeats", "1", "--only", "rollout", "--limit", "1000")["rows"]
     assert [row["what"] for row in rows] == [f"rollout {n} rows, pass {k}" for n in (1, 8, 64) for k in (1, 3)]
     assert all(row["verdict"] == "ok" and row["ratio"]["median"] > 0 for row in rows)
 
@@ -226,7 +133,7 @@ def test_guard_compares_this_tree_with_a_commit(run: Run) -> None:
 @pytest.mark.slow
 def test_paired_runs_has_a_row_a_pair_and_one_of_all(run: Run) -> None:
     sizes = ("task.train_size=4", "task.validation_size=2", "data.prompts_per_step=2", "rollout.group_size=2")
-    rows = run("paired_runs", *sizes, "rollout.max_tokens=8", "trainer.max_steps=4", "--repeats", "1")["rows"]
+    rows = run("drafting.paired_runs", *sizes, "rollout.max_tokens=8", "trainer.max_steps=4", "--repeats", "1")["rows"]
     assert [row["pair"] for row in rows] == [0, "all"]
     for row in rows:
         assert row["equal_steps"] == 4
@@ -234,19 +141,10 @@ def test_paired_runs_has_a_row_a_pair_and_one_of_all(run: Run) -> None:
         assert row["step"] == pytest.approx(row["plain_step_s"] / row["step_s"], rel=0.02)
 
 
-def test_budget_choice_has_a_row_an_epoch_and_one_of_the_whole_run(run: Run) -> None:
-    sizes = ("task.train_size=4", "task.validation_size=2", "data.prompts_per_step=2", "rollout.group_size=2")
-    rows = run("budget_choice", *sizes, "rollout.max_tokens=8", "trainer.max_steps=4", "--nodes", "1")["rows"]
-    assert [row["epoch"] for row in rows] == [0, 1, "all"]
-    for row in rows:
-        assert row["had"] == pytest.approx(row["plain_s"] / row["own_s"], rel=0.01)
-        assert row["best_had"] == max(1.0, row["fixed_1"])
-
-
 def test_longer_task_has_rows_for_each_number_of_running_requests(run: Run) -> None:
     sizes = ("task.train_size=4", "task.validation_size=2", "data.prompts_per_step=2", "rollout.group_size=2")
     words = ("--config", "quickstart", "--running", "2", "4", "--from-epoch", "2", "--every", "1")
-    result = run("longer_task", *sizes, "rollout.max_tokens=16", "trainer.max_steps=6", *words)
+    result = run("drafting.longer_task", *sizes, "rollout.max_tokens=16", "trainer.max_steps=6", *words)
     assert [(row["running"], row["epoch"]) for row in result["rows"]] == [(n, e) for n in (2, 4) for e in (2, 3, "all")]
     assert set(result["reward_by_epoch"]) == {"1", "2", "3"}
     for row in result["rows"]:
@@ -273,7 +171,7 @@ def test_headline_has_a_row_for_each_way_on_a_clock_of_its_own(run: Run, tmp_pat
         str(tmp_path / "p.png"),
     ]
     settings = ["rollout.group_size=2", "rollout.max_tokens=24", "trainer.enable_progress_bar=false"]
-    rows = run("headline", "--max-running", "4", *words, "--", *settings)["rows"]
+    rows = run("emulation.headline", "--max-running", "4", *words, "--", *settings)["rows"]
     assert [row["row"] for row in rows] == [
         "none, fifo, off",
         "none, fifo, colocated",
@@ -307,12 +205,12 @@ def test_headline_has_a_row_for_each_way_on_a_clock_of_its_own(run: Run, tmp_pat
 
 def test_a_row_that_there_is_not_is_refused(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        run("headline", "--rows", "none, lifo, off")
+        run("emulation.headline", "--rows", "none, lifo, off")
     assert "no row is called 'none, lifo, off'" in capsys.readouterr().err
 
 
 def test_fewer_steps_than_two_epochs_are_refused(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("headline", "headline_settings"):
+    for name in ("emulation.headline", "emulation.headline_settings"):
         with pytest.raises(SystemExit):
             run(name, "--steps", "7", "--epoch-steps", "4")
         assert "--steps: 7 are less than two epochs of 4" in capsys.readouterr().err
@@ -326,18 +224,14 @@ def test_fewer_steps_than_two_epochs_are_refused(run: Run, capsys: pytest.Captur
         ([0.2, 0.2, 0.2, 0.2, 0.2], None),  # never
     ],
 )
-def test_time_to_a_reward_by_hand(
-    monkeypatch: pytest.MonkeyPatch, rewards: list[float], expected: float | None
-) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    course = importlib.import_module("course")
-    barrier, ours = course.Course(0.0, 0.0), course.Course(0.0, 0.0)
+def test_time_to_a_reward_by_hand(rewards: list[float], expected: float | None) -> None:
+    barrier, ours = Course(0.0, 0.0), Course(0.0, 0.0)
     barrier.metrics, barrier.ends = (
         [{"reward": each} for each in (0.1, 0.2, 0.3, 0.4, 0.5)],
         [10.0, 20.0, 30.0, 40.0, 50.0],
     )
     ours.metrics, ours.ends = [{"reward": each} for each in rewards], [5.0, 10.0, 15.0, 20.0, 25.0]
-    assert importlib.import_module("headline").to_reward(ours, barrier, window=2) == expected
+    assert headline.to_reward(ours, barrier, window=2) == expected
 
 
 @pytest.mark.parametrize(
@@ -348,15 +242,11 @@ def test_time_to_a_reward_by_hand(
         ([0.0, 0.1, 0.2, 0.2, 0.2], None),
     ],
 )
-def test_time_to_a_held_out_reward_by_hand(
-    monkeypatch: pytest.MonkeyPatch, rewards: list[float], expected: float | None
-) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    course = importlib.import_module("course")
-    barrier, ours = course.Course(0.0, 0.0), course.Course(0.0, 0.0)
+def test_time_to_a_held_out_reward_by_hand(rewards: list[float], expected: float | None) -> None:
+    barrier, ours = Course(0.0, 0.0), Course(0.0, 0.0)
     barrier.held_out, barrier.ends = [0.0, 0.1, 0.2, 0.3, 0.4], [10.0, 20.0, 30.0, 40.0]
     ours.held_out, ours.ends = rewards, [5.0, 10.0, 15.0, 20.0]
-    assert importlib.import_module("headline").to_held_out(ours, barrier) == expected
+    assert headline.to_held_out(ours, barrier) == expected
 
 
 SMALL_RUN = ["--epoch-steps", "1", "--prompts", "2", "--workers", "2", "--held-out", "2", "--max-running", "4"]
@@ -365,36 +255,19 @@ SMALL_SETTINGS = ["rollout.group_size=2", "rollout.max_tokens=24", "trainer.enab
 
 def test_headline_settings_has_the_main_rows_of_each_setting(run: Run) -> None:
     words = ["--steps", "2", "--only", "32B on four H100", *SMALL_RUN, "--", *SMALL_SETTINGS]
-    rows = run("headline_settings", *words)["rows"]
+    rows = run("emulation.headline_settings", *words)["rows"]
     assert {row["setting"] for row in rows} == {"32B on four H100"}
     assert rows[0]["over_barrier"] == 1
     assert len(rows) == 8
 
 
-def test_the_simulator_stands_beside_the_emulation_and_what_it_leaves_out(run: Run) -> None:
-    rows = run("simulated", "--steps", "5", *SMALL_RUN, "--", *SMALL_SETTINGS)["rows"]
-    assert len(rows) == 4
-    barrier = rows[0]
-    assert barrier["emulated_s"] >= barrier["free_cpu_s"] >= barrier["free_context_s"]
-    assert barrier["simulated_s"] == pytest.approx(barrier["free_context_s"], rel=0.2)
-
-
 def test_emulation_is_compared_with_the_same_run_on_this_machine(run: Run) -> None:
     words = ["--steps", "3", "--epoch-steps", "1", "--prompts", "2", "--max-running", "4", "--repeats", "1"]
     settings = ["rollout.group_size=2", "rollout.max_tokens=24", "trainer.enable_progress_bar=false"]
-    result = run("emulation_check", *words, "--", *settings)
+    result = run("emulation.emulation_check", *words, "--", *settings)
     assert [row["drafter"] for row in result["rows"]] == ["none", "paper", "history_tree"]
     assert all(row["emulated_seconds"]["median"] > 0 for row in result["rows"])
     assert result["rows"][0]["flattered"] == {"median": 1, "min": 1, "max": 1}
     tokens, seconds = zip(*result["curve"], strict=True)
     assert list(seconds) == sorted(seconds)
     assert tokens[0] >= 1
-
-
-def test_stretched_runs_wait_for_the_device_and_refuse_what_is_too_fast_for_this_machine(run: Run) -> None:
-    settings = ["rollout.group_size=2", "rollout.max_tokens=24", "trainer.enable_progress_bar=false"]
-    words = ["--steps", "2", "--rows", "history_tree, packed, keep", "--prompts", "2", "--workers", "2"]
-    row = run("stretched", "--stretch", "8", "--overrun", "1e9", *words, "--", *settings)["rows"][0]
-    assert 0 < row["virtual_over_stretched"] < 1.5  # a machine may be too slow for it, and none is too fast
-    with pytest.raises(SystemExit, match="expected a higher --stretch"):
-        run("stretched", "--stretch", "0.01", *words, "--", *settings)

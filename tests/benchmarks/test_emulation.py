@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.emulation import device as emulation
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.costs import CostCurve
 from rhymerl.drafters import NoDrafter
@@ -21,11 +20,6 @@ from rhymerl.engine.rows import Rows
 from rhymerl.testing import make_requests, tiny_policy
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def emulation(modules: Callable[[str], Any]) -> Any:
-    return modules("emulation")
 
 
 @pytest.fixture
@@ -62,7 +56,7 @@ def answered(backend: EmbeddedBackend) -> tuple[list[list[int]], dict[str, float
     return [tokens[request.id] for request in requests], metrics
 
 
-def test_tokens_are_the_same_and_passes_take_the_devices_time(costs, monkeypatch, emulation):
+def test_tokens_are_the_same_and_passes_take_the_devices_time(costs, monkeypatch):
     plain, metrics = answered(EmbeddedBackend())
     assert not any(name.startswith("emulated/") for name in metrics)
     clock = Clock()
@@ -74,13 +68,13 @@ def test_tokens_are_the_same_and_passes_take_the_devices_time(costs, monkeypatch
     assert metrics["emulated/overrun_frac"] == 0
 
 
-def test_a_real_pass_that_is_too_slow_is_told(costs, monkeypatch, emulation):
+def test_a_real_pass_that_is_too_slow_is_told(costs, monkeypatch):
     monkeypatch.setattr(emulation, "time", Clock(look_s=1.0))
     _, metrics = answered(emulation.EmulatedBackend(emulate=str(costs)))
     assert 0.97 / 0.03 < metrics["emulated/overrun_frac"] < 0.98 / 0.02
 
 
-def test_a_pass_waits_for_what_is_left_of_its_time(monkeypatch, emulation):
+def test_a_pass_waits_for_what_is_left_of_its_time(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(emulation, "time", clock)
     device = emulation.EmulatedDevice(curve=CostCurve([(1, 2.0), (2, 3.0)]))
@@ -92,7 +86,7 @@ def test_a_pass_waits_for_what_is_left_of_its_time(monkeypatch, emulation):
     assert (clock.now_s, device.overrun_s, device.charged_s) == (2.0, 3.0, 4.0)
 
 
-def test_costs_are_by_tokens_and_by_keys_which_a_draft_reads_once(emulation):
+def test_costs_are_by_tokens_and_by_keys_which_a_draft_reads_once():
     rows = Rows(2, 2000, KVStore(1, 4000).pool)
     row = np.array([rows.enter_prefix(np.zeros(length, np.int32)).row for length in (401, 601)])
     rows.cached[row] = [400, 600]
@@ -123,7 +117,7 @@ def test_costs_are_by_tokens_and_by_keys_which_a_draft_reads_once(emulation):
         ({"costs": [[1, 1], [2, 2]], "context_s_per_pair": -1}, "context_s_per_pair=-1.0: expected at least 0"),
     ],
 )
-def test_a_bad_file_is_refused(content, words, tmp_path, emulation):
+def test_a_bad_file_is_refused(content, words, tmp_path):
     path = tmp_path / "costs.json"
     if content is not None:
         path.write_text(json.dumps(content))
@@ -132,7 +126,7 @@ def test_a_bad_file_is_refused(content, words, tmp_path, emulation):
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "emulated").glob("*.json")), ids=lambda path: path.stem)
-def test_the_devices_of_benchmarks_can_be_read(path, emulation):
+def test_the_devices_of_benchmarks_can_be_read(path):
     device = emulation.EmulatedDevice.read(path, scale=1.0)
     assert 0.001 < device.curve.costs[0] < 0.1
     assert json.loads(path.read_text())["source"]

@@ -17,13 +17,18 @@ from typing import Any
 
 import pytest
 
+from benchmarks import record
+from benchmarks.gpu import gpu
+from benchmarks.gpu import parts as gpu_parts
+from benchmarks.gpu import runner as gpu_runner
+from benchmarks.gpu import site as gpu_site
+
 ROOT = Path(__file__).parents[2]
-BENCHMARKS = ROOT / "benchmarks"
 SMALL = ["machine", "passes", "engine", "drafts", "update", "peer", "fsdp2", "embedded"]
 # A part writes the rows that it has not yet, says something, waits if it is told to, and ends with its result.
 PART = """
 import json, os, sys, time
-import record
+from benchmarks import record
 name = sys.argv[1]
 with open(os.environ["RHYMERL_BENCHMARK_ROWS"] + ".pid", "w") as file:
     file.write(str(os.getpid()))
@@ -40,37 +45,36 @@ sys.exit(int(sys.argv[2]))
 DRIVER = """
 import sys
 from pathlib import Path
-import gpu_parts, gpu_runner
+from benchmarks.gpu import parts as gpu_parts, runner
 parts = [gpu_parts.Part(name=n, question="?", words=("-c", {part!r}, n, code, wait), seconds=s, judges=("benchmarks/record.py",))
          for n, code, wait, s in [("one", "0", "0", 60), ("two", "0", "0", 60), ("three", "3", "0", 60), ("four", "0", "9", 3)]]
-gpu_runner.Runner(Path(sys.argv[1]), environment={environment!r}, folder=Path(sys.argv[2]), card="C").run(parts)
+runner.Runner(Path(sys.argv[1]), environment={environment!r}, folder=Path(sys.argv[2]), card="C").run(parts)
 """
 
 
 @pytest.fixture
-def runner(modules: Callable[[str], Any], tmp_path: Path) -> Callable[..., Any]:
+def runner(tmp_path: Path) -> Callable[..., Any]:
     def runner(card: str = "C", **variables: str) -> Any:
-        environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS), **variables}
-        given = {"environment": environment, "folder": tmp_path / "work", "card": card}
-        return modules("gpu_runner").Runner(tmp_path / "lines.jsonl", **given)
+        given = {"environment": {**os.environ, **variables}, "folder": tmp_path / "work", "card": card}
+        return gpu_runner.Runner(tmp_path / "lines.jsonl", **given)
 
     return runner
 
 
 @pytest.fixture
-def part(modules: Callable[[str], Any]) -> Callable[..., Any]:
+def part() -> Callable[..., Any]:
     def part(name: str, *, code: int = 0, **more: Any) -> Any:
         words = ("-c", PART, name, str(code), "0")
-        return modules("gpu_parts").Part(name=name, question="?", words=words, **{"seconds": 60, **more})
+        return gpu_parts.Part(name=name, question="?", words=words, **{"seconds": 60, **more})
 
     return part
 
 
 def driver(folder: Path, *, wait_s: str = "0", root: Path = ROOT) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "PYTHONPATH": str(root / "benchmarks"), "WAIT_two": wait_s}
+    environment = {**os.environ, "PYTHONPATH": str(root), "WAIT_two": wait_s}
     words = [sys.executable, "-c", DRIVER.format(part=PART, environment=environment)]
     files = [str(folder / "lines.jsonl"), str(folder / "work")]
-    return subprocess.Popen([*words, *files], env=environment, stdout=subprocess.DEVNULL)
+    return subprocess.Popen([*words, *files], cwd=root, env=environment, stdout=subprocess.DEVNULL)
 
 
 def lines(folder: Path, name: str = "lines.jsonl") -> list[dict[str, Any]]:
@@ -138,14 +142,13 @@ def test_what_is_done_is_not_done_again_and_what_has_failed_comes_last(
 def test_figures_are_of_a_card_a_command_and_the_code_that_they_judge(
     runner: Callable[..., Any],
     part: Callable[..., Any],
-    modules: Callable[[str], Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "judged" / "__pycache__").mkdir(parents=True)
     judged = tmp_path / "judged" / "code.py"
     judged.write_text("1")
-    monkeypatch.setattr(modules("gpu_runner"), "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_runner, "ROOT", tmp_path)
     one = part("one", judges=("judged",))
     runner().run([one])
     (tmp_path / "judged" / "__pycache__" / "code.pyc").write_text("compiled")
@@ -158,13 +161,13 @@ def test_figures_are_of_a_card_a_command_and_the_code_that_they_judge(
     assert runner().is_done(one)
 
 
-def test_content_is_the_same_with_git_and_without(modules: Callable[[str], Any], tmp_path: Path) -> None:
-    gpu_runner, gpu_parts = modules("gpu_runner"), modules("gpu_parts")
+def test_content_is_the_same_with_git_and_without(tmp_path: Path) -> None:
     other = checkout(tmp_path / "other")
     script = (
-        "import gpu_parts, gpu_runner, json; print(json.dumps([gpu_runner.digest(each) for each in gpu_parts.parts()]))"
+        "import json; from benchmarks.gpu import parts, runner;"
+        "print(json.dumps([runner.digest(each) for each in parts.parts()]))"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=other / "benchmarks", capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script], cwd=other, capture_output=True, text=True)
     assert json.loads(done.stdout) == [gpu_runner.digest(each) for each in gpu_parts.parts()]
 
 
@@ -212,8 +215,8 @@ def test_a_compiler_works_beside_parts_that_need_it_and_ends_with_them(
 
 
 def test_a_bare_python_says_the_order_the_limits_and_what_is_missing(tmp_path: Path) -> None:
-    words = [sys.executable, "-S", "-E", str(BENCHMARKS / "gpu.py"), "--lease", "15", "--work", str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True)
+    words = [sys.executable, "-S", "-E", "-m", "benchmarks.gpu.gpu", "--lease", "15", "--work", str(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     first, *told, last = done.stdout.splitlines()
     assert first.endswith("what is left of 15 minutes:")
@@ -226,7 +229,6 @@ def test_a_bare_python_says_the_order_the_limits_and_what_is_missing(tmp_path: P
 
 
 def test_parts_that_lack_something_are_left_out_and_the_others_run(
-    modules: Callable[[str], Any],
     part: Callable[..., Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -234,12 +236,10 @@ def test_parts_that_lack_something_are_left_out_and_the_others_run(
 ) -> None:
     here = {"needs_gpu": False}
     known = [part("one", needs=("nowhere",), **here), part("two", compiles=True, **here), part("three")]
-    monkeypatch.setattr(modules("gpu_parts"), "parts", lambda **_: known)
-    gpu = modules("gpu")
+    monkeypatch.setattr(gpu_parts, "parts", lambda **_: known)
     monkeypatch.setattr(gpu, "WARM_UP", ("-c", "pass"))
     monkeypatch.setattr(gpu, "card", lambda variables: None)
     given = ["--work", str(tmp_path / "work"), "--out", str(tmp_path), "--hardware", "h", "--wheels", str(tmp_path)]
-    monkeypatch.setenv("PYTHONPATH", str(BENCHMARKS))
     assert gpu.main([*given, "--lease", "3"]) == 1
     said = capsys.readouterr().out.splitlines()
     assert said[1:4] == [
@@ -255,9 +255,9 @@ def test_parts_that_lack_something_are_left_out_and_the_others_run(
     assert capsys.readouterr().out.splitlines()[-1] == "  1  two    60 s  ?"
 
 
-def test_an_unknown_part_is_refused(modules: Callable[[str], Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        modules("gpu").main(["--only", "tabel"])
+        gpu.main(["--only", "tabel"])
     assert "table-0.5B" in capsys.readouterr().err
 
 
@@ -269,12 +269,12 @@ def test_an_unknown_part_is_refused(modules: Callable[[str], Any], capsys: pytes
         ("NVIDIA GeForce RTX 4090", "nvidia-geforce-rtx-4090"),
     ],
 )
-def test_a_file_is_named_by_the_card(modules: Callable[[str], Any], name: str, expected: str) -> None:
-    assert modules("gpu_site").short(name) == expected
+def test_a_file_is_named_by_the_card(name: str, expected: str) -> None:
+    assert gpu_site.short(name) == expected
 
 
 def test_a_broken_wheel_costs_nothing_but_itself(
-    modules: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     wheels, site = tmp_path / "wheels", tmp_path / "site"
@@ -287,7 +287,7 @@ def test_a_broken_wheel_costs_nothing_but_itself(
             wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
             wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
             wheel.writestr(f"{about}/RECORD", "")
-    unpack = modules("gpu_site").unpack
+    unpack = gpu_site.unpack
     unpack(wheels, site)
     assert {each.name for each in site.glob("*.py")} == {"whole_a.py", "whole_b.py"}
     said = capfd.readouterr().out
@@ -296,10 +296,7 @@ def test_a_broken_wheel_costs_nothing_but_itself(
     assert "cannot be installed" not in capfd.readouterr().out, "it has been tried"
 
 
-def test_a_tree_without_git_has_the_commit_that_it_is_told(
-    modules: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record = modules("record")
+def test_a_tree_without_git_has_the_commit_that_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert record.commit() == "unknown"
     monkeypatch.setenv(record.COMMIT, "abc")
@@ -311,8 +308,8 @@ def test_a_tree_without_git_has_the_commit_that_it_is_told(
 
 def command(root: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     given = ["--on-cpu", "--out", str(folder), "--work", str(folder / "work"), "--wheels", str(folder / "wheels")]
-    gpu = str(root / "benchmarks" / "gpu.py")
-    return subprocess.run([sys.executable, gpu, *given, *words], capture_output=True, text=True)
+    whole = [sys.executable, "-m", "benchmarks.gpu.gpu", *given, *words]
+    return subprocess.run(whole, cwd=root, capture_output=True, text=True)
 
 
 @pytest.mark.timeout(300)

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from benchmarks import record
+from benchmarks.gpu import drafts, sglang_throughput, site
+from benchmarks.gpu import parts as gpu_parts
 from rhymerl.config.compose import compose
 
 ROOT = Path(__file__).parents[2]
-BENCHMARKS = ROOT / "benchmarks"
 # Each group of scripts is imported by a fork, in which the packages that it does not name are gone.
 WITHOUT = """
-import json, os, runpy, sys
+import importlib, json, os, sys
 import torch, transformers
 for lacking, scripts in json.loads(sys.argv[1]):
     child = os.fork()
@@ -29,27 +30,30 @@ for lacking, scripts in json.loads(sys.argv[1]):
             del sys.modules[name]
         sys.modules.update(dict.fromkeys(lacking))
         for script in scripts:
-            runpy.run_path(script, run_name="imported")
+            importlib.import_module(script)
         os._exit(0)
     if os.waitpid(child, 0)[1]:
         sys.exit(str(scripts))
 """
 
 
+def script_of(part: gpu_parts.Part) -> str | None:
+    """Return the module of a part that is one of the benchmarks."""
+    return part.words[1] if part.words[1].startswith("benchmarks.") else None
+
+
 # -- the parts -----------------------------------------------------------------------------------------------------------
 
 
-def test_parts_end_within_what_a_command_may_take_and_the_first_ten_within_a_quarter_of_an_hour(
-    modules: Callable[[str], Any],
-) -> None:
-    parts = modules("gpu_parts").parts()
+def test_parts_end_within_what_a_command_may_take_and_the_first_ten_within_a_quarter_of_an_hour() -> None:
+    parts = gpu_parts.parts()
     assert all(part.seconds < 540 for part in parts)
     assert sum(part.seconds for part in parts[:10]) <= 900
     names = [part.name for part in parts]
     assert len(set(names)) == len(names)
     for part in parts:
-        if part.words[0].endswith(".py"):
-            assert part.words[0] in part.judges
+        if script := script_of(part):
+            assert f"{script.replace('.', '/')}.py" in part.judges
         assert all((ROOT / path).exists() for path in part.judges), part.judges
         assert part.only_after is None or names.index(part.only_after) < names.index(part.name)
     by_name = {part.name: part for part in parts}
@@ -59,7 +63,7 @@ def test_parts_end_within_what_a_command_may_take_and_the_first_ten_within_a_qua
     assert on_cpu == {*KEYS, "fsdp2", "embedded"}
 
 
-def test_scripts_understand_what_they_are_told(modules: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scripts_understand_what_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each comes as far as where it notes the environment, which is behind its arguments."""
 
     class Understood(Exception):
@@ -68,32 +72,31 @@ def test_scripts_understand_what_they_are_told(modules: Callable[[str], Any], mo
     def environment() -> None:
         raise Understood
 
-    monkeypatch.setattr(modules("record"), "environment", environment)
+    monkeypatch.setattr(record, "environment", environment)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    parts = modules("gpu_parts").parts(server=["a=b"], variables=["C=d"])
-    scripts = [(part.words[0], words) for part in parts for words in (part.words, part.small or part.words)]
+    parts = gpu_parts.parts(server=["a=b"], variables=["C=d"])
+    scripts = [(script_of(part), words) for part in parts for words in (part.words, part.small or part.words)]
     for script, words in scripts:
-        if script.endswith(".py"):
+        if script:
             with pytest.raises(Understood):
-                modules(Path(script).stem).main(list(words[1:]))
+                importlib.import_module(script).main(list(words[2:]))
     costs = next(part for part in parts if part.name == "costs")
     config = compose("bench_costs", costs.words[costs.words.index("--json") + 1 :])
     assert (list(config.measure.nodes), config.measure.rounds, config.model.init.hidden_size) == ([15], 1, 896)
     assert (config.backend.arguments.a, config.backend.environment.C) == ("b", "d")
 
 
-def test_servers_of_tables_capture_few_graphs_unless_somebody_has_chosen(modules: Callable[[str], Any]) -> None:
+def test_servers_of_tables_capture_few_graphs_unless_somebody_has_chosen() -> None:
     def server(*given: str) -> list[str]:
-        parts = {part.name: part for part in modules("gpu_parts").parts(server=given)}
+        parts = {part.name: part for part in gpu_parts.parts(server=given)}
         words = parts["table-7B"].words
-        return list(modules("sglang_throughput").parse(words[1:]).server)
+        return list(sglang_throughput.parse(words[2:]).server)
 
     assert server("a=b") == ["cuda_graph_bs_decode=[1,2,4,8,16,32,64,128]", "a=b"]
     assert server("cuda_graph_bs_decode=[1]") == ["cuda_graph_bs_decode=[1]"]
 
 
-def test_tests_are_told_what_the_machine_needs(modules: Callable[[str], Any], tmp_path: Path) -> None:
-    site = modules("gpu_site")
+def test_tests_are_told_what_the_machine_needs(tmp_path: Path) -> None:
     given = {"server": ["attention_backend=triton", "x=true", "y=0.5"], "variables": ["A=b=1"]}
     found = site.environment(tmp_path, folder=tmp_path / "work", **given)
     sizes = [1, 2, 4, 8, 16, 32, 64, 128]  # as all servers here
@@ -108,19 +111,19 @@ def test_tests_are_told_what_the_machine_needs(modules: Callable[[str], Any], tm
 
 
 @pytest.mark.timeout(300)
-def test_parts_import_no_package_that_they_do_not_name(modules: Callable[[str], Any]) -> None:
+def test_parts_import_no_package_that_they_do_not_name() -> None:
     """transformers needs safetensors itself and may have jinja2."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     packages = {re.split("[<>=]", each)[0] for each in project["dependencies"]} - {"numpy", "hydra-core"}
     packages |= {"hydra", "antlr4", "sglang", "triton"}
     scripts: dict[tuple[str, ...], list[str]] = {}
-    for part in modules("gpu_parts").parts():
-        if part.words[0].endswith(".py") and not {"sglang", "hydra"} & set(part.needs):
-            scripts.setdefault(part.needs, []).append(str(ROOT / part.words[0]))
+    for part in gpu_parts.parts():
+        if (script := script_of(part)) and not {"sglang", "hydra"} & set(part.needs):
+            scripts.setdefault(part.needs, []).append(script)
     assert len(scripts) == 5
     beside = {needs: {"safetensors", "jinja2"} if "transformers" in needs else set() for needs in scripts}
     groups = [[sorted(packages - {*needs} - beside[needs]), paths] for needs, paths in scripts.items()]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), str(ROOT)])}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     words = [sys.executable, "-c", WITHOUT, json.dumps(groups)]
     done = subprocess.run(words, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -139,28 +142,26 @@ KEYS = {
 
 
 @pytest.mark.parametrize("name", list(KEYS))
-def test_a_part_takes_the_rows_that_are_not_known(
-    modules: Callable[[str], Any], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small = next(part.small for part in modules("gpu_parts").parts() if part.name == name)
-    script = modules(Path(small[0]).stem)
+def test_a_part_takes_the_rows_that_are_not_known(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = next(part.small for part in gpu_parts.parts() if part.name == name)
+    script = importlib.import_module(small[1])
     noted, known = tmp_path / "rows", tmp_path / "known"
     monkeypatch.setenv("RHYMERL_BENCHMARK_ROWS", str(noted))
-    taken = script.main(list(small[1:]))["rows"]
+    taken = script.main(list(small[2:]))["rows"]
     assert [list(row.values())[: len(key)] for row, key in zip(taken, KEYS[name], strict=True)] == KEYS[name]
     assert [json.loads(line) for line in noted.read_text().splitlines()] == taken
     monkeypatch.setenv("RHYMERL_BENCHMARK_KNOWN", str(known))
     before = [{**row, "from": "before"} for row in taken[1:]]
     known.write_text("".join(json.dumps(row) + "\n" for row in before))
     noted.unlink()
-    again = script.main(list(small[1:]))["rows"]
+    again = script.main(list(small[2:]))["rows"]
     assert again[1:] == before
     assert [json.loads(line) for line in noted.read_text().splitlines()] == again[:1]
 
 
-def test_drafts_change_no_token_and_make_fewer_passes(modules: Callable[[str], Any]) -> None:
+def test_drafts_change_no_token_and_make_fewer_passes() -> None:
     words = ["--size", "tiny", "--tokens", "32", "--threads", "1", "--running", "4"]
-    plain, drafted = modules("gpu_drafts").main(words)["rows"]
+    plain, drafted = drafts.main(words)["rows"]
     assert plain["equal_answers"] == drafted["equal_answers"] == 1
     assert plain["accept_length"] == 1 < drafted["accept_length"]
     assert plain["accepted_from_history"] == 0 < drafted["accepted_from_history"]
@@ -173,12 +174,12 @@ def test_nothing_is_left_to_compile_when_a_compiler_has_been_beside(tmp_path: Pa
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
 
     def compiled(name: str, *words: str) -> set[Path]:
-        script = str(BENCHMARKS / f"{name}.py")
-        subprocess.run([sys.executable, script, *words], env=environment, check=True, stdout=subprocess.DEVNULL)
+        command = [sys.executable, "-m", f"benchmarks.gpu.{name}", *words]
+        subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
         return set(tmp_path.rglob("*.nbc"))
 
-    before = compiled("gpu_warm")
+    before = compiled("warm")
     assert len(before) > 10
     sizes = ("--size", "tiny", "--dtype", "bfloat16", "--tokens", "40", "--threads", "1")
-    assert compiled("gpu_engine", *sizes, "--running", "1", "5", "--nodes", "0", "3", "16") == before
-    assert compiled("gpu_drafts", *sizes, "--running", "1", "12") == before
+    assert compiled("engine", *sizes, "--running", "1", "5", "--nodes", "0", "3", "16") == before
+    assert compiled("drafts", *sizes, "--running", "1", "12") == before

@@ -1,8 +1,7 @@
-"""Tests for benchmarks/guard.py and benchmarks/turns.py: steps of two runs are compared while they take turns."""
+"""Tests for guard.py and turns.py of benchmarks/regression: steps of two runs are compared while they take turns."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import socket
 import subprocess
@@ -13,15 +12,8 @@ from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield importlib.import_module
-    for name in ("guard", "turns", "record", "echo_task"):
-        sys.modules.pop(name, None)
+from benchmarks.regression import guard
+from benchmarks.regression.turns import Turns
 
 
 def run(turns: Any, name: str, steps: int, log: list[str]) -> None:
@@ -34,13 +26,13 @@ def run(turns: Any, name: str, steps: int, log: list[str]) -> None:
 
 @pytest.mark.parametrize("steps", [(3, 3), (1, 4), (4, 1)])
 def test_two_runs_take_turns_and_one_that_is_left_goes_on(
-    benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: tuple[int, int]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: tuple[int, int]
 ) -> None:
-    module, log, threads = benchmark("turns"), [], []
+    log, threads = [], []
     for name, count, end in zip("ab", steps, socket.socketpair(), strict=True):
         monkeypatch.setenv("TURNS_SOCKET", str(end.detach()))
         monkeypatch.setenv("TURNS_FIRST", str(int(name == "a")))
-        turns = module.Turns(str(tmp_path / f"{name}.json"))
+        turns = Turns(str(tmp_path / f"{name}.json"))
         threads.append(threading.Thread(target=run, args=(turns, name, count, log), daemon=True))
     for thread in threads:
         thread.start()
@@ -53,16 +45,13 @@ def test_two_runs_take_turns_and_one_that_is_left_goes_on(
     assert [len(json.loads((tmp_path / f"{name}.json").read_text())) for name in "ab"] == list(steps)
 
 
-def test_a_ratio_compares_step_with_step(benchmark: Any) -> None:
-    guard = benchmark("guard")
+def test_a_ratio_compares_step_with_step() -> None:
     assert guard.ratio([1.0, 2.0, 10.0], [1.1, 2.2, 30.0]) == pytest.approx(1.1)
 
 
-def test_what_runs_beside_a_base_that_cannot_is_waited_for(
-    benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_runs_beside_a_base_that_cannot_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says more than a pipe holds, too."""
-    guard, runs = benchmark("guard"), []
+    runs = []
     programs = {"base": "raise SystemExit(2)", "new": "print('x' * 200_000); import time; time.sleep(0.5)"}
 
     def start(tree: Any, *words: str, **turns: Any) -> Any:

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.gpu import sglang_servers, sglang_throughput
+from benchmarks.gpu.peaked_policy import peaked_policy
 from rhymerl.history import HistoryStore
 from rhymerl.rollout import RolloutSettings
 from rhymerl.testing import ScriptedBackend, make_prompt, make_requests
 from rhymerl.types import Completion, RolloutRequest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("sglang_throughput")
 
 
 class Watched(ScriptedBackend):
@@ -41,12 +33,12 @@ class Watched(ScriptedBackend):
         return super().collect(timeout_s, max_passes=max_passes)[::-1]
 
 
-def parsed(benchmark: Any, *words: str) -> argparse.Namespace:
-    return benchmark.parse(["--epochs", "1", "--running", "2", "3", "--repeats", "2", *words])
+def parsed(*words: str) -> argparse.Namespace:
+    return sglang_throughput.parse(["--epochs", "1", "--running", "2", "3", "--repeats", "2", *words])
 
 
-def work_of(benchmark: Any, num_prompts: int = 6) -> Any:
-    return benchmark.Work(
+def work_of(num_prompts: int = 6) -> Any:
+    return sglang_throughput.Work(
         prompts=[make_prompt([2, 3 + number], id=str(number)) for number in range(num_prompts)],
         rollout=RolloutSettings(group_size=2, max_tokens=4),
         stop_token_ids=(1,),
@@ -55,26 +47,26 @@ def work_of(benchmark: Any, num_prompts: int = 6) -> Any:
     )
 
 
-def rounds_of(benchmark: Any, tails: dict[str, Sequence[int]]) -> tuple[Any, argparse.Namespace]:
+def rounds_of(tails: dict[str, Sequence[int]]) -> tuple[Any, argparse.Namespace]:
     """Run rounds of modes whose answers are the prompts with these tails."""
-    arguments, work, history = parsed(benchmark), work_of(benchmark), HistoryStore()
-    sides = [benchmark.Side(mode=mode, backend=Watched(tail)) for mode, tail in tails.items()]
+    arguments, work, history = parsed(), work_of(), HistoryStore()
+    sides = [sglang_throughput.Side(mode=mode, backend=Watched(tail)) for mode, tail in tails.items()]
     found: dict[str, Any] = {mode: {} for mode in tails}
-    benchmark.learn(sides, work, history, arguments)
+    sglang_throughput.learn(sides, work, history, arguments)
     assert history.num_answers == work.answers_an_epoch
-    benchmark.run_rounds(sides, work, history, found, float("inf"), arguments)
+    sglang_throughput.run_rounds(sides, work, history, found, float("inf"), arguments)
     return found, arguments
 
 
-def test_so_many_requests_are_with_the_server_at_a_time(benchmark: Any) -> None:
+def test_so_many_requests_are_with_the_server_at_a_time() -> None:
     backend, requests = Watched(), make_requests(9)
-    answers = benchmark.Side(mode="none", backend=backend).answer(requests, running=3)
+    answers = sglang_throughput.Side(mode="none", backend=backend).answer(requests, running=3)
     assert [each.request.id for each in answers] == [request.id for request in requests]
     assert backend.most == 3
 
 
-def test_a_round_has_whole_groups_of_other_prompts_each_time(benchmark: Any) -> None:
-    work = work_of(benchmark)
+def test_a_round_has_whole_groups_of_other_prompts_each_time() -> None:
+    work = work_of()
     rounds = [work.round(number, 3) for number in range(3)]
     assert [len(requests) for requests in rounds] == [6, 6, 6]
     assert rounds == [work.round(number, 3) for number in range(3)]
@@ -83,10 +75,10 @@ def test_a_round_has_whole_groups_of_other_prompts_each_time(benchmark: Any) -> 
     assert len(work.round(0, 100)) == work.answers_an_epoch == 12
 
 
-def test_rows_are_ratios_to_none_of_the_rounds_that_count(benchmark: Any) -> None:
-    found, arguments = rounds_of(benchmark, {"none": [], "ngram": [7], "history_tree": []})
+def test_rows_are_ratios_to_none_of_the_rounds_that_count() -> None:
+    found, arguments = rounds_of({"none": [], "ngram": [7], "history_tree": []})
     assert set(found["none"]) == {(number, running) for number in range(3) for running in (2, 3)}
-    rows = benchmark.table(found, arguments)
+    rows = sglang_throughput.table(found, arguments)
     assert [(row["running"], row["mode"]) for row in rows] == [(r, mode) for r in (2, 3) for mode in found]
     assert rows[0]["times as fast"] == {"median": 1, "min": 1, "max": 1}
     speeds = [[found[mode][number, 2].tokens_per_s for number in (1, 2)] for mode in ("ngram", "none")]
@@ -98,16 +90,16 @@ def test_rows_are_ratios_to_none_of_the_rounds_that_count(benchmark: Any) -> Non
     assert [row["epochs"] for row in rows[3:]] == [0, round(1 + (3 * 4 + 2 * 6) / 12, 1), 1]
 
 
-def test_rounds_that_a_mode_lacks_are_left_out_of_its_rows_alone(benchmark: Any) -> None:
-    found, arguments = rounds_of(benchmark, {"none": [], "ngram": [], "history_tree": []})
+def test_rounds_that_a_mode_lacks_are_left_out_of_its_rows_alone() -> None:
+    found, arguments = rounds_of({"none": [], "ngram": [], "history_tree": []})
     for key in [(1, 3), (2, 3)]:
         del found["history_tree"][key]
-    rows = [(row["running"], row["mode"]) for row in benchmark.table(found, arguments)]
+    rows = [(row["running"], row["mode"]) for row in sglang_throughput.table(found, arguments)]
     assert rows == [(2, "none"), (2, "ngram"), (2, "history_tree"), (3, "none"), (3, "ngram")]
 
 
 def test_servers_in_turn_share_the_time_that_is_left_when_one_is_up(
-    benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Four minutes; a start takes one of them, and two answers five seconds."""
     now, began = [0.0], []
@@ -122,50 +114,48 @@ def test_servers_in_turn_share_the_time_that_is_left_when_one_is_up(
         now[0] += 60
         return Slow()
 
-    monkeypatch.setattr(benchmark.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(benchmark, "start", start)
+    monkeypatch.setattr(sglang_throughput.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(sglang_throughput, "start", start)
     modes = ["--modes", "history_tree", "ours_ngram", "ngram", "--in-turns", "--minutes", "4", "--epochs", "0"]
-    found = benchmark.measure(None, work_of(benchmark), parsed(benchmark, *modes))
+    found = sglang_throughput.measure(None, work_of(), parsed(*modes))
     assert [len(rounds) for rounds in found.values()] == [4, 2, 0, 0]
     assert began == ["none", "history_tree", "ours_ngram"]
     assert "--minutes are over before ngram" in capsys.readouterr().err
 
 
-def test_no_round_begins_when_the_time_is_over(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    side, found = benchmark.Side(mode="none", backend=Watched()), {"none": {}}
-    benchmark.run_rounds([side], work_of(benchmark), HistoryStore(), found, 0.0, parsed(benchmark))
+def test_no_round_begins_when_the_time_is_over(capsys: pytest.CaptureFixture[str]) -> None:
+    side, found = sglang_throughput.Side(mode="none", backend=Watched()), {"none": {}}
+    sglang_throughput.run_rounds([side], work_of(), HistoryStore(), found, 0.0, parsed())
     assert found == {"none": {}}
     assert "--minutes are over in round 0 with 2 running" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="raise --minutes"):
-        benchmark.check([], parsed(benchmark))
+        sglang_throughput.check([], parsed())
 
 
-def test_other_answers_are_refused_in_float32_and_told_in_bfloat16(benchmark: Any) -> None:
-    found, arguments = rounds_of(benchmark, {"none": [], "history_tree": [7]})
-    rows = benchmark.table(found, arguments)
+def test_other_answers_are_refused_in_float32_and_told_in_bfloat16() -> None:
+    found, arguments = rounds_of({"none": [], "history_tree": [7]})
+    rows = sglang_throughput.table(found, arguments)
     assert rows[1]["equal_answers"] == 0
-    benchmark.check(rows, parsed(benchmark, "--dtype", "bfloat16"))
+    sglang_throughput.check(rows, parsed("--dtype", "bfloat16"))
     with pytest.raises(SystemExit, match=r"history_tree(.|\n)*not the same answers as none's"):
-        benchmark.check(rows, arguments)
+        sglang_throughput.check(rows, arguments)
 
 
-def test_answers_of_the_stock_server_are_counted_as_ours(benchmark: Any) -> None:
+def test_answers_of_the_stock_server_are_counted_as_ours() -> None:
     (request,) = make_requests(1, stop_token_ids=(1,))
     tokens = [5, 6, 7, 1, 9]
     meta = {"output_token_logprobs": [[-0.5, token, None] for token in tokens], "spec_verify_ct": 2}
-    servers = importlib.import_module("sglang_servers")
-    drafted = servers.completion(request, {"meta_info": meta}, nodes=7)
+    drafted = sglang_servers.completion(request, {"meta_info": meta}, nodes=7)
     assert (drafted.token_ids.tolist(), drafted.finish_reason) == ([5, 6, 7, 1], "stop")
     assert (drafted.num_passes, drafted.num_drafted, drafted.num_accepted) == (3, 14, 2)
     del meta["spec_verify_ct"]
-    plain = servers.completion(request, {"meta_info": meta}, nodes=0)
+    plain = sglang_servers.completion(request, {"meta_info": meta}, nodes=0)
     assert (plain.num_passes, plain.num_drafted, plain.num_accepted) == (5, 0, 0)
 
 
 @torch.no_grad()
-def test_a_random_policy_is_sure_of_few_tokens(benchmark: Any) -> None:
-    work = importlib.import_module("sglang_work")
-    policy, again = (work.peaked_policy("tiny", dtype="float32", seed=3) for _ in range(2))
+def test_a_random_policy_is_sure_of_few_tokens() -> None:
+    policy, again = (peaked_policy("tiny", dtype="float32", seed=3) for _ in range(2))
     logits = policy.model(torch.arange(2, 90)[None]).logits[0]
     assert torch.equal(logits, again.model(torch.arange(2, 90)[None]).logits[0])
     probabilities = logits.softmax(-1)
@@ -174,9 +164,9 @@ def test_a_random_policy_is_sure_of_few_tokens(benchmark: Any) -> None:
 
 
 @pytest.mark.sglang
-def test_every_mode_has_a_row(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_mode_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--in-turns", "--num-prompts", "4", "--group-size", "2", "--max-tokens", "24", "--running", "2"]
-    result = benchmark.main([*words, "--repeats", "1", "--threads", "1"])
+    result = sglang_throughput.main([*words, "--repeats", "1", "--threads", "1"])
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
     rows = {row["mode"]: row for row in result["rows"]}
     assert list(rows) == ["none", "ngram", "ours_ngram", "history_tree"]

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.scheduling import tournament
 from rhymerl.schedulers import Progress, Scheduler
 from rhymerl.simulation import SyntheticLengths
 from rhymerl.simulation.base import Decoding, StepWork
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-PEERS = sorted(path for path in (BENCHMARKS / "peers").glob("*.py") if path.name != "__init__.py")
+PEERS = sorted(path for path in (Path(tournament.__file__).parent / "peers").glob("*.py") if path.name != "__init__.py")
 
 
-@pytest.fixture
-def tournament(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("tournament")
-
-
-def small(tournament: ModuleType, **more: Any) -> Any:
+def small(**more: Any) -> Any:
     source = partial(SyntheticLengths, mean=300.0, cap=1000, steps_per_epoch=2)
     sizes: dict[str, Any] = {"num_workers": 4, "prompts": 8, "group_size": 4, "warm_up": 2}
     return tournament.Workload(source=source, **(sizes | more))
@@ -52,8 +44,8 @@ def test_a_rule_of_another_system_is_short_and_says_where_it_is_from(path: Path)
 
 @pytest.mark.parametrize("max_running", [None, 3])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_every_rule_keeps_what_it_says(tournament: ModuleType, max_running: int | None, seed: int) -> None:
-    workload = small(tournament, max_running=max_running)
+def test_every_rule_keeps_what_it_says(max_running: int | None, seed: int) -> None:
+    workload = small(max_running=max_running)
     found = tournament.figures_of_all(workload, workload.steps(12, seed))
     assert set(found) == set(tournament.ROWS)
     for (name, steps), figures in found.items():
@@ -75,7 +67,7 @@ def test_every_rule_keeps_what_it_says(tournament: ModuleType, max_running: int 
     assert found["RollPacker", tournament.EARLY].stale == 0
 
 
-def test_april_goes_on_with_what_was_unfinished(tournament: ModuleType) -> None:
+def test_april_goes_on_with_what_was_unfinished() -> None:
     works = works_of([[2], [7], [5], [1], [1], [1]], 1)
     scheduler = tournament.APRILScheduler(prompts=1, group_size=1)
     simulation = tournament.EarlyStopSimulation(scheduler, works, num_workers=2, decoding=Decoding(), every=1000.0)
@@ -91,7 +83,7 @@ def test_april_goes_on_with_what_was_unfinished(tournament: ModuleType) -> None:
     assert 0 < late.stale < 7
 
 
-def test_rollpacker_trains_on_each_prompt_once_and_on_the_slow_ones_together(tournament: ModuleType) -> None:
+def test_rollpacker_trains_on_each_prompt_once_and_on_the_slow_ones_together() -> None:
     fast, slow = [4, 4, 4, 4, 4, 9, 9, 9, 9], [9, 9, 9, 9, 9, 8, 8, 8, 8]
     works = works_of([fast, fast, fast, fast, slow] * 8, 5)
     scheduler = tournament.RollPackerScheduler(prompts=4, group_size=4)
@@ -114,7 +106,7 @@ def moves_of(scheduler: Scheduler, progress: Progress) -> dict[int, int]:
     return {number[move.request_id]: move.worker for move in scheduler.rebalance(progress)}
 
 
-def test_laminar_packs_workers_that_ramp_down_onto_the_fullest_that_fits(tournament: ModuleType) -> None:
+def test_laminar_packs_workers_that_ramp_down_onto_the_fullest_that_fits() -> None:
     scheduler = tournament.LaminarScheduler(max_requests=3)
     workers = [0, 1, 1, 2, 2, 3]
     assert moves_of(scheduler, progress_of([0, 0, 1, 1, 1, 2, 2, 2, 3], [9] * 9, 4)) == {}, "nothing ramps down yet"
@@ -122,7 +114,7 @@ def test_laminar_packs_workers_that_ramp_down_onto_the_fullest_that_fits(tournam
     assert moves_of(scheduler, progress_of(workers, [5, 6, 6, 8, 8, 12], 4)) == {0: 2}
 
 
-def test_seer_asks_a_group_first_what_is_unknown_and_then_goes_by_the_longest(tournament: ModuleType) -> None:
+def test_seer_asks_a_group_first_what_is_unknown_and_then_goes_by_the_longest() -> None:
     requests = works_of([[1, 1, 1]] * 3, 3)[0].requests
     scheduler = tournament.SeerScheduler()
     plan = scheduler.plan(requests, 2, 0)

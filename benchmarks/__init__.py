@@ -1,0 +1,1 @@
+"""Benchmarks of rhymerl, a folder a question: `python -m benchmarks.FOLDER.NAME --help`, in a checkout."""

@@ -1,0 +1,97 @@
+"""Tokens a second of the embedded engine without drafts and with drafts from two epochs of answers to the same prompts.
+
+Both modes answer the same requests after a round that is not counted. `equal_answers` is the share of answers that are those without drafts, token for
+token: all of them in float64, and fewer in bfloat16, where passes of other shapes are rounded in other ways.
+
+    python -m benchmarks.gpu.drafts --running 8 32 128
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+
+from benchmarks import record
+from benchmarks.gpu.bare import answers, options, policy_of, requests, sample
+from rhymerl.budgets import FixedBudget
+from rhymerl.drafters import Drafter, HistoryTreeDrafter, NoDrafter
+from rhymerl.engine.engine import Engine
+from rhymerl.engine.totals import EngineTotals
+from rhymerl.history import HistoryStore
+from rhymerl.history.answers import answers_of
+from rhymerl.types import Completion, RolloutRequest
+
+EPOCHS = 2
+DRAFTERS: Mapping[str, type[Drafter]] = {"none": NoDrafter, "history_tree": HistoryTreeDrafter}
+
+
+class Rollouts:
+    """The policy, and the history from which it drafts."""
+
+    def __init__(self, arguments: Any) -> None:
+        self.arguments = arguments
+        self.policy = policy_of(arguments.size, arguments.dtype, arguments.seed)
+        self.history = HistoryStore(window=EPOCHS)
+        largest = max(arguments.running)
+        engine = Engine(self.policy.model, max_running=largest)
+        for epoch in range(EPOCHS):
+            done = answers(engine, requests(self.policy, largest, arguments, f"epoch {epoch}"))
+            for prompt, group in answers_of([sample(each) for each in done], epoch):
+                self.history.add(prompt, group)
+        self.plain: dict[int, list[Completion]] = {}  # without drafts, by running requests
+
+    def measure(self, running: int, mode: str) -> dict[str, Any]:
+        for name in ("warm-up", "measured"):
+            done, seconds, totals = self.answered(requests(self.policy, running, self.arguments, name), mode)
+        if mode == "none":
+            self.plain[running] = done
+        plain = self.plain.get(running)  # not there where its row is from before
+        equal = {} if plain is None else {"equal_answers": share_equal(done, plain)}
+        return {
+            "tokens_per_s": round(totals.emitted_tokens / seconds, 1),
+            "accept_length": round(totals.emitted_tokens / totals.request_passes, 3),
+            "pass_ms": round(1e3 * totals.busy_s / totals.passes, 3),
+            "accepted_from_history": totals.accepted_history,
+            "draft_time_frac": round(totals.draft_s / totals.busy_s, 4),
+            **equal,
+        }
+
+    def answered(self, asked: Sequence[RolloutRequest], mode: str) -> tuple[list[Completion], float, EngineTotals]:
+        """Return the answers of a new engine, whose drafter knows the history and nothing else, with its seconds and totals."""
+        with closing(DRAFTERS[mode]()) as drafter:
+            drafter.follow(self.history.snapshot())
+            budget = FixedBudget(self.arguments.nodes)
+            engine = Engine(self.policy.model, drafter=drafter, budget=budget, max_running=len(asked))
+            began = time.perf_counter()
+            done = answers(engine, asked)
+            return done, time.perf_counter() - began, engine.totals
+
+
+def share_equal(one: Sequence[Completion], other: Sequence[Completion]) -> float:
+    pairs = zip(one, other, strict=True)
+    return float(np.mean([np.array_equal(a.token_ids, b.token_ids) for a, b in pairs]))
+
+
+def main(words: Sequence[str] | None = None) -> dict[str, Any]:
+    parser = options(__doc__)
+    parser.add_argument("--running", type=int, nargs="+", default=[8, 32, 128])
+    parser.add_argument("--nodes", type=int, default=16, help="of each request and pass (16)")
+    arguments = parser.parse_args(words)
+    rollouts = cache(partial(Rollouts, arguments))  # not made where all rows are known
+    cases = [
+        {"size": arguments.size, "running": running, "mode": mode} for running in arguments.running for mode in DRAFTERS
+    ]
+
+    def measure(size: str, running: int, mode: str) -> dict[str, Any]:
+        return rollouts().measure(running, mode)
+
+    return record.measure_cases("gpu_drafts", __doc__, arguments, cases, measure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""A training run with `trainer.strategy=fsdp2` on one GPU: the quickstart, three steps. It shows that sharding runs there, and no speed.
+
+One rank holds all shards, over NCCL on a GPU and gloo on a CPU; the embedded engine answers with a whole copy of the weights. Further
+settings follow the options.
+
+    python -m benchmarks.gpu.fsdp2 -- trainer.max_steps=5
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import record
+
+SETTINGS = (
+    *("trainer.strategy=fsdp2", "trainer.devices=1", "trainer.max_steps=3", "trainer.limit_val_batches=0"),
+    *("backend.whole_copy=true", "report=false", "logger=null"),
+)
+SHOWN = ("steps", "rollout_s", "update_s", "rollout_tokens_per_s")
+
+
+def run(settings: Sequence[str]) -> dict[str, Any]:
+    """Return what the run's summary says."""
+    with tempfile.TemporaryDirectory(prefix="rhymerl-fsdp2-") as folder:
+        run_dir = Path(folder) / "run"
+        words = ["-m", "rhymerl", "fit", "--config", "quickstart", *SETTINGS, f"run_dir={run_dir}", *settings]
+        done = subprocess.run([sys.executable, *words], check=False, preexec_fn=record.dying_with(os.getpid()))
+        if done.returncode:
+            raise SystemExit(f"rhymerl fit ended with {done.returncode}")
+        found = json.loads((run_dir / "summary.json").read_text())
+    return {name: found[name] for name in SHOWN}
+
+
+def main(words: Sequence[str] | None = None) -> dict[str, Any]:
+    parser = record.options(__doc__)
+    parser.add_argument("settings", nargs="*", help="further settings of the run")
+    arguments = parser.parse_args(words)
+    return record.measure_cases(
+        "gpu_fsdp2", __doc__, arguments, [{"strategy": "fsdp2", "ranks": 1}], lambda **_: run(arguments.settings)
+    )
+
+
+if __name__ == "__main__":
+    main()

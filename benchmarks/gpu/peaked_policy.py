@@ -1,0 +1,73 @@
+"""Policies of random weights in the shapes of Qwen2.5, whose answers repeat as those of a trained policy do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.device_time import device
+from rhymerl.models.policy import Policy, PolicySource
+from rhymerl.testing import make_prompt
+from rhymerl.types import Prompt
+
+SIZES: Mapping[str, Mapping[str, int]] = {  # of Qwen2.5; the last is for tests
+    "0.5B": {
+        "vocab_size": 151_936,
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "intermediate_size": 4864,
+    },
+    "1.5B": {
+        "vocab_size": 151_936,
+        "hidden_size": 1536,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "intermediate_size": 8960,
+    },
+    "7B": {
+        "vocab_size": 152_064,
+        "hidden_size": 3584,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "intermediate_size": 18_944,
+    },
+    "tiny": {
+        "vocab_size": 100,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+    },
+}
+PROMPT_TOKENS = 32  # of a random prompt
+WORDS = 1000  # tokens that a random policy uses
+PEAKED = 16.0  # the standard deviation of their logits: 0.4 nats a token
+
+
+def peaked_policy(size: str, *, dtype: Any, seed: int) -> Policy:
+    """Random weights, of which the head knows few tokens and is sure of them; an answer never ends by itself.
+
+    What comes next depends on the last tokens most, so that an answer that has left an earlier one finds back to it.
+    """
+    init = {"model_type": "qwen2", "num_key_value_heads": 2, "max_position_embeddings": 4096}
+    source = PolicySource(init={**init, **SIZES[size], "tie_word_embeddings": False}, dtype=dtype, seed=seed)
+    with torch.device(device()):  # a CPU takes more than a minute for 7B
+        policy = source.load()
+    random_source = torch.Generator(device()).manual_seed(seed)
+    head, special = policy.model.get_output_embeddings().weight, max(policy.stop_token_ids) + 1
+    with torch.no_grad():
+        policy.model.get_input_embeddings().weight.normal_(std=1.0, generator=random_source)  # beside what layers add
+        # Before the head a state has entries of size 1; the logits of other tokens stay below 1.
+        head[special : special + WORDS].normal_(std=PEAKED / head.shape[1] ** 0.5, generator=random_source)
+    return policy
+
+
+def random_prompts(size: str, count: int, *, seed: int) -> list[Prompt]:
+    """Return prompts for a policy of that size."""
+    tokens = np.random.default_rng(seed).integers(2, SIZES[size]["vocab_size"], (count, PROMPT_TOKENS))
+    return [make_prompt(row.tolist(), id=str(number)) for number, row in enumerate(tokens)]
