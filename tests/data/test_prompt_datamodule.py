@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +11,7 @@ import lightning as L
 import pytest
 import torch
 
-from rhymerl.data import LengthLimits, PromptBatch, PromptDataModule, PromptEncoder
+from rhymerl.data import PromptBatch, PromptDataModule
 from rhymerl.errors import ConfigError, DataError
 from rhymerl.models.policy import Policy, PolicySource
 from rhymerl.tasks import RunningSum
@@ -267,22 +266,6 @@ def test_several_validation_sets_by_name(policy: Policy, tmp_path: Path) -> None
     assert data().validation_names == ["validation"]
 
 
-@pytest.mark.parametrize(
-    ("sets", "error", "message"),
-    [
-        ({}, ValueError, "validation={}: expected at least one data set, or null"),
-        ({"a/b": ROWS}, ValueError, "validation: 'a/b': expected a name of letters, digits"),
-        ({"a": None}, ConfigError, "data.validation.a=None: expected a .jsonl"),
-        ({"a": ROWS, "b": "none.jsonl"}, DataError, "data.validation.b='none.jsonl': no such file"),
-        ({"a": [{"text": "1"}]}, DataError, "data.validation.a, row 1: data.prompt_column"),
-    ],
-)
-def test_bad_validation_sets(policy: Policy, sets: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error) as raised:
-        prepare(data(validation=sets), policy)
-    assert str(raised.value).startswith(message)
-
-
 def test_each_validation_set_has_its_own_limit(policy: Policy) -> None:
     module = Consumer(policy)
     module.evaluation.longest = {"long": 44}
@@ -363,70 +346,6 @@ def test_bad_data_stops_the_run_before_any_step(policy: Policy, tmp_path: Path) 
     assert module.consumed == []
 
 
-def prepare(module: PromptDataModule, policy: Policy) -> PromptDataModule:
-    limits = LengthLimits(context_tokens=policy.context_tokens, max_tokens=2)
-    module.prepare(PromptEncoder(policy.tokenizer), limits)
-    return module
-
-
-def test_a_task_fills_in_what_is_not_given(policy: Policy) -> None:
-    task = RunningSum(train_size=20, validation_size=10)
-    both = prepare(PromptDataModule(task=task), policy)
-    assert [p.text for p in both.train_dataloader().prompts] == [r["prompt"] for r in task.rows("train")]
-    mixed = prepare(PromptDataModule(ROWS, task=task), policy)
-    assert len(mixed.train_dataloader().prompts) == len(ROWS)
-    assert [p.text for p in mixed.val_dataloader().prompts] == [r["prompt"] for r in task.rows("validation")]
-
-
-def test_a_step_that_wants_more_prompts_than_there_are_is_said(
-    policy: Policy, caplog: pytest.LogCaptureFixture
-) -> None:
-    prepare(PromptDataModule(ROWS, prompts_per_step=len(ROWS)), policy).warn()
-    assert caplog.messages == []
-    prepare(PromptDataModule(ROWS, prompts_per_step=8), policy).warn()
-    assert caplog.messages == ["data.prompts_per_step=8: the training data has only 7 prompts, so each step has 7"]
-    caplog.clear()
-    prepare(PromptDataModule(ROWS[:1], prompts_per_step=8), policy).warn()
-    assert caplog.messages == ["data.prompts_per_step=8: the training data has only 1 prompt, so each step has 1"]
-
-
-def test_columns_are_those_of_every_prompt(policy: Policy) -> None:
-    rows = [{"prompt": "1", "answer": "1", "id": "a", "x": 2}, {"prompt": "2", "x": 1, "answer": "2"}, *ROWS]
-    assert prepare(PromptDataModule(rows[:2]), policy).columns == ["answer", "x"]
-    assert prepare(PromptDataModule(rows), policy).columns == []
-    assert PromptDataModule(rows).columns == []
-
-
-def test_a_column_that_some_rows_lack_has_the_place_of_the_first(policy: Policy) -> None:
-    rows = [{"prompt": "1", "answer": "1", "x": 2}, {"prompt": "2", "x": 1}, {"prompt": "3", "x": 1}]
-    module = prepare(PromptDataModule(rows, [{"prompt": "1", "answer": "1"}]), policy)
-    assert (module.columns, module.gaps) == ([], {"answer": "data.train, row 2", "x": "data.validation, row 1"})
-    assert prepare(PromptDataModule(rows[:1]), policy).gaps == {}
-
-
 def test_validating_without_data_is_refused(policy: Policy, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.validation=None: expected"):
         make_trainer(tmp_path).validate(Consumer(policy), datamodule=PromptDataModule(ROWS))
-
-
-def test_no_training_data_is_refused(policy: Policy) -> None:
-    with pytest.raises(ConfigError, match=r"data\.train=None: expected"):
-        prepare(PromptDataModule(validation=ROWS), policy)
-
-
-def test_more_validation_prompts_than_rows_is_refused(policy: Policy) -> None:
-    with pytest.raises(ConfigError, match=r"data\.validation_prompts=5: expected at most 4"):
-        prepare(data(validation_prompts=5), policy)
-
-
-@pytest.mark.parametrize("name", ["prompts_per_step", "validation_prompts", "max_prompt_tokens"])
-def test_numbers_below_one_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"^{name}=0: expected at least 1"):
-        data(**{name: 0})
-
-
-def test_arguments_are_kept_under_their_names() -> None:
-    names = list(inspect.signature(PromptDataModule).parameters)
-    given = {**dict.fromkeys(names), "train": ROWS, "prompts_per_step": 5, "seed": 9, "shuffle": False}
-    module = PromptDataModule(**given)
-    assert {name: getattr(module, name) for name in names} == given
