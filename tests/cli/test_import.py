@@ -16,7 +16,10 @@ import rhymerl.drafters
 import rhymerl.rewards
 
 ROOT = Path(__file__).parents[2]
-HEAVY = ("torch", "numpy", "numba", "transformers", "lightning", "hydra", "omegaconf", "rich")
+HEAVY = {"lightning", "matplotlib", "numba", "pytorch_lightning", "sglang", "torch", "transformers"}
+HANDY = {"numpy", "hydra", "omegaconf", "rich"}
+LIGHTEST = ["rhymerl", "rhymerl.cli", "rhymerl.config", "rhymerl.schedulers", "rhymerl.drafters"]
+LIGHT = ["errors", "history", "report", "rewards", "rewards.process_main", "tasks", "types"]
 
 
 def imported_by(code: str) -> set[str]:
@@ -25,11 +28,9 @@ def imported_by(code: str) -> set[str]:
     return set(json.loads(shown))
 
 
-@pytest.mark.parametrize(
-    "module", ["rhymerl", "rhymerl.cli", "rhymerl.config", "rhymerl.schedulers", "rhymerl.drafters"]
-)
+@pytest.mark.parametrize("module", [*LIGHTEST, *(f"rhymerl.{name}" for name in LIGHT)])
 def test_light_modules_import_nothing_heavy(module: str) -> None:
-    assert imported_by(f"import {module}").isdisjoint(HEAVY)
+    assert imported_by(f"import {module}").isdisjoint(HEAVY | HANDY if module in LIGHTEST else HEAVY)
 
 
 def test_composing_light_components_needs_no_torch() -> None:
@@ -73,8 +74,3 @@ def test_type_checkers_see_the_names_and_no_others(package: str) -> None:
     (call,) = (node.value for node in lazy if isinstance(node, ast.Assign))
     assert isinstance(call, ast.Call)
     assert imported == set(ast.literal_eval(call.args[1]))
-
-
-@pytest.mark.parametrize("name", rhymerl.__all__)
-def test_every_name_is_there(name: str) -> None:
-    assert getattr(rhymerl, name) is not None
