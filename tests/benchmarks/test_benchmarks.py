@@ -39,34 +39,6 @@ def test_draw_kernel_says_what_it_needs(run: Run) -> None:
         run("gpu.draw_kernel")
 
 
-def test_schedule_has_a_row_for_each_scheduler_and_mode_and_draws(run: Run, tmp_path: Path) -> None:
-    words = [
-        "--small",
-        "--seeds",
-        "1",
-        "--steps",
-        "8",
-        "--other-seeds",
-        "1",
-        "--other-steps",
-        "7",
-        "--curve-steps",
-        "7",
-    ]
-    result = run("scheduling.schedule", *words, "--out", str(tmp_path), "--hardware", "here")
-    found = {(row["scheduler"], row["run_ahead"]): row for row in result["rows"]}
-    assert found["fifo", "off"]["speedup"]["median"] == 1
-    assert len([name for name, mode in found if mode == "draft"]) == 6
-    assert all(row["staleness_max"] == (row["run_ahead"] == "keep") for row in result["rows"])
-    assert set(result["sensitivity"]) == {"prompts", "within", "between", "workers"}
-    charts = [path.name for path in sorted(tmp_path.glob("*.png"))]
-    assert [name.rpartition("_here_")[0] for name in charts] == [
-        "schedule_gantt_histopipe",
-        "schedule_gantt_paced",
-        "schedule_sensitivity",
-    ]
-
-
 def test_tournament_has_a_row_for_each_rule_and_draws(run: Run, tmp_path: Path) -> None:
     words = ("--workloads", "SmolLM2's sums", "--seeds", "2", "--steps", "6", "--out", str(tmp_path))
     rows = run("scheduling.tournament", *words, "--hardware", "here")["rows"]
