@@ -93,7 +93,8 @@ def test_commands_compose(block, folder: Path, capsys: pytest.CaptureFixture[str
             assert main([*words[1:], *shown]) == 0, capsys.readouterr().err
         else:
             assert words[0] == "python", words
-            assert (ROOT / words[1]).is_file(), words
+            file = f"{words[2].replace('.', '/')}.py" if words[1] == "-m" else words[1]
+            assert (ROOT / file).is_file(), words
 
 
 def test_a_saved_config_runs_again(folder: Path) -> None:

@@ -33,7 +33,6 @@ from rhymerl.history.traces import TraceRecord, read_trace
 from rhymerl.runs.replay import Replay
 from rhymerl.types import Completion, RolloutRequest
 
-NOTHING = Draft(token_ids=np.empty(0, np.int32), parents=np.empty(0, np.int32))
 DEPTH = 64  # of arctic-inference's trees
 POSITIONS = (1, 2, 4, 8)  # of a draft's tokens
 SOURCES = {
