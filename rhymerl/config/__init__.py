@@ -5,12 +5,18 @@
 
 A component is a class whose constructor is its schema: typed arguments, defaults that run, no `**kwargs`, each kept
 as an attribute of the same name. It does not know where it stands in a config: its ValueError begins with the name of an
-argument, and becomes a ConfigError that begins with the setting's path here.
+argument, and becomes a ConfigError that begins with the setting's path here. What needs OmegaConf is imported when first used.
 """
 
+from typing import TYPE_CHECKING
+
 from rhymerl.config.components import construct, describe, instantiate, plain
-from rhymerl.config.compose import compose, packaged_names
-from rhymerl.config.output import keep_former, recorded, resolved, save_config, to_yaml, with_names
+from rhymerl.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from rhymerl.config.composition import compose
+    from rhymerl.config.files import packaged_names
+    from rhymerl.config.output import keep_former, recorded, resolved, save_config, to_yaml, with_names
 
 __all__ = [
     "compose",
@@ -26,3 +32,8 @@ __all__ = [
     "to_yaml",
     "with_names",
 ]
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of ours
+    _OUTPUT = ("keep_former", "recorded", "resolved", "save_config", "to_yaml", "with_names")
+    _HOMES = {"compose": "composition", "packaged_names": "files", **dict.fromkeys(_OUTPUT, "output")}
+    __getattr__, __dir__ = lazy_names(__name__, _HOMES)

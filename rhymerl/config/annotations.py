@@ -10,14 +10,20 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from rhymerl.config.targets import import_target
+from rhymerl.config.tree import is_component
 from rhymerl.types import MaybeInfinite
 
+_SCALARS: dict[Any, tuple[tuple[type, ...], str]] = {  # the types of values that may fit, and what is expected
+    bool: ((bool,), "bool (true or false)"),
+    int: ((int, float, str), "int"),
+    float: ((float, int, str), "float"),
+    str: ((str, int), "str"),
+    Path: ((str, Path), "path"),
+    NoneType: ((NoneType,), "null"),
+}
 _MAPPINGS = (dict, abc.Mapping, abc.MutableMapping)
 _SEQUENCES: dict[Any, Callable[[list[Any]], Any]] = {
-    list: list,
-    tuple: tuple,
-    set: set,
-    frozenset: frozenset,
+    **{kind: kind for kind in (list, tuple, set, frozenset)},
     **dict.fromkeys((abc.Sequence, abc.MutableSequence, abc.Iterable, abc.Collection), list),
     **dict.fromkeys((abc.Set, abc.MutableSet), set),
 }
@@ -34,39 +40,37 @@ class Misfit(Exception):  # noqa: N818 - not an error of the program's, and alwa
         self.location = location
 
 
-def is_component(value: object) -> bool:
-    """Return whether this is a node that names its class."""
-    return isinstance(value, Mapping) and "_target_" in value
-
-
 def fit(value: Any, annotation: Any) -> Any:
     """Return `value` as the annotation wants it: 1 becomes 1.0 for a float, text a Path, a list a tuple. Raises Misfit.
 
     A component may stand as its object or as its node, whose class is then compared.
     """
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin in (Union, UnionType):
+    kind, arguments = get_origin(annotation) or annotation, get_args(annotation)
+    if kind in (Union, UnionType):
         return _fit_union(value, annotation, arguments)
-    if origin is Annotated:
+    if kind is Annotated:
         may_be_infinite = get_args(MaybeInfinite)[1] in arguments[1:]
         is_infinite = isinstance(value, float) and math.isinf(value)
         return value if may_be_infinite and is_infinite else fit(value, arguments[0])
-    if origin is Literal:
-        return _fit_literal(value, arguments)
-    kind = origin or annotation
+    if kind is Literal:
+        if any(type(choice) is type(value) and choice == value for choice in arguments):
+            return value
+        raise Misfit(value, in_words(annotation))
     if kind in _SCALARS:
-        return _SCALARS[kind](value)
+        return _fit_scalar(value, kind)
     if kind in _MAPPINGS:
-        return _fit_mapping(value, arguments)
+        if not isinstance(value, Mapping):
+            raise Misfit(value, "mapping")
+        of_key, of_value = arguments or (Any, Any)
+        return {fit(key, of_key): _fit_inside(item, of_value, f".{key}") for key, item in value.items()}
     if kind in _SEQUENCES:
-        return _fit_sequence(value, kind, arguments)
+        return _fit_sequence(value, annotation, kind, arguments)
     return _fit_class(value, kind) if _is_class(kind) else value
 
 
 def wants_component(text: str, annotation: Any) -> bool:
     """Return whether a component may stand here, and this text itself not."""
-    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    if not any(map(_is_class, members)):
+    if not any(map(_is_class, _members(annotation))):
         return False
     try:
         fit(text, annotation)
@@ -77,25 +81,20 @@ def wants_component(text: str, annotation: Any) -> bool:
 
 def is_free_form(annotation: Any) -> bool:
     """Return whether a mapping with keys of the user's own may stand here."""
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        return is_free_form(get_args(annotation)[0])
-    if origin in (Union, UnionType):
-        members = get_args(annotation)
-        return any(map(is_free_form, members)) and not any(map(_is_class, members))
-    return annotation is Any or (origin or annotation) in _MAPPINGS
+    members = _members(annotation)
+    is_mapping = any(member is Any or (get_origin(member) or member) in _MAPPINGS for member in members)
+    return is_mapping and not any(map(_is_class, members))
 
 
 def in_words(annotation: Any) -> str:
     """`int`, `one of linear, cosine`, `list of float or null`."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin in (Union, UnionType):
-        return " or ".join(in_words(each) for each in [*(a for a in arguments if a is not NoneType), *_null(arguments)])
-    if origin is Annotated:
+    kind, arguments = get_origin(annotation) or annotation, get_args(annotation)
+    if kind in (Union, UnionType):
+        return " or ".join(map(in_words, sorted(arguments, key=lambda member: member is NoneType)))
+    if kind is Annotated:
         return in_words(arguments[0])
-    if origin is Literal:
+    if kind is Literal:
         return f"one of {', '.join(map(str, arguments))}" if len(arguments) > 1 else str(arguments[0])
-    kind = origin or annotation
     if kind is NoneType:
         return "null"
     if kind in _MAPPINGS:
@@ -107,8 +106,12 @@ def in_words(annotation: Any) -> str:
     return getattr(kind, "__name__", str(kind))
 
 
-def _null(arguments: tuple[Any, ...]) -> list[Any]:
-    return [NoneType] if NoneType in arguments else []
+def _members(annotation: Any) -> tuple[Any, ...]:
+    """Return what may stand here, one annotation each."""
+    kind, arguments = get_origin(annotation), get_args(annotation)
+    if kind is Annotated:
+        return _members(arguments[0])
+    return arguments if kind in (Union, UnionType) else (annotation,)
 
 
 def _is_class(kind: Any) -> bool:
@@ -118,14 +121,29 @@ def _is_class(kind: Any) -> bool:
     return kind not in _NOT_JUDGED and not getattr(kind, "_is_protocol", False)
 
 
+def _fit_scalar(value: Any, kind: Any) -> Any:
+    """1e4 and text such as an environment variable's are whole numbers; YAML takes 1e-4 for text; a name may look like a number."""
+    types, expected = _SCALARS[kind]
+    is_fraction = kind is int and isinstance(value, float) and not value.is_integer()
+    if not isinstance(value, types) or is_fraction or (isinstance(value, bool) and kind is not bool):
+        raise Misfit(value, expected)
+    if kind is NoneType:
+        return None
+    try:
+        fitted = kind(value)
+    except ValueError:
+        raise Misfit(value, expected) from None
+    if kind is float and not math.isfinite(fitted):  # YAML takes 1e400 for infinity
+        raise Misfit(fitted, "a finite number")
+    return fitted
+
+
 def _fit_union(value: Any, annotation: Any, members: tuple[Any, ...]) -> Any:
     """Return the first member that takes the value as it is, else the first that can convert it."""
-    classes = [member for member in members if _is_class(member)]
-    if is_component(value) and classes:
-        members = tuple(classes)
+    classes = tuple(member for member in members if _is_class(member))
     converted: list[Any] = []
     misfits: list[Misfit] = []
-    for member in members:
+    for member in classes if is_component(value) and classes else members:
         try:
             fitted = fit(value, member)
         except Misfit as misfit:
@@ -140,32 +158,17 @@ def _fit_union(value: Any, annotation: Any, members: tuple[Any, ...]) -> Any:
     raise inner or Misfit(value, in_words(annotation))
 
 
-def _fit_literal(value: Any, allowed: tuple[Any, ...]) -> Any:
-    for choice in allowed:
-        if type(choice) is type(value) and choice == value:
-            return choice
-    raise Misfit(value, in_words(Literal[allowed]))
-
-
-def _fit_mapping(value: Any, arguments: tuple[Any, ...]) -> Any:
-    if not isinstance(value, Mapping):
-        raise Misfit(value, "mapping")
-    of_key, of_value = arguments or (Any, Any)
-    return {fit(key, of_key): _fit_inside(item, of_value, f".{key}") for key, item in value.items()}
-
-
-def _fit_sequence(value: Any, kind: Any, arguments: tuple[Any, ...]) -> Any:
+def _fit_sequence(value: Any, annotation: Any, kind: Any, arguments: tuple[Any, ...]) -> Any:
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, abc.Iterable):
-        raise Misfit(value, in_words(kind[arguments] if arguments else kind))
+        raise Misfit(value, in_words(annotation))
     items = list(value)
     each = [arguments[0] if arguments else Any] * len(items)
     if kind is tuple and arguments and arguments[-1] is not Ellipsis:
         if len(items) != len(arguments):
             raise Misfit(value, f"list of {len(arguments)} values")
         each = list(arguments)
-    return _SEQUENCES[kind](
-        [_fit_inside(item, of, f"[{i}]") for i, (item, of) in enumerate(zip(items, each, strict=True))]
-    )
+    fitted = [_fit_inside(item, of, f"[{i}]") for i, (item, of) in enumerate(zip(items, each, strict=True))]
+    return _SEQUENCES[kind](fitted)
 
 
 def _fit_inside(value: Any, annotation: Any, location: str) -> Any:
@@ -184,66 +187,3 @@ def _fit_class(value: Any, kind: type) -> Any:
     if isinstance(target, type) and not issubclass(target, kind):
         raise Misfit(value["_target_"], f"a {kind.__name__}, which {target.__name__} is not")
     return value
-
-
-def _fit_bool(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise Misfit(value, "bool (true or false)")
-    return value
-
-
-def _fit_int(value: Any) -> int:
-    """1e4 and text such as an environment variable's are whole numbers too."""
-    if isinstance(value, bool):
-        raise Misfit(value, "int")
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    fitted: int = _parse(value, int, "int")
-    return fitted
-
-
-def _fit_float(value: Any) -> float:
-    """YAML takes 1e-4 for text, and 1e400 for infinity."""
-    if isinstance(value, bool):
-        raise Misfit(value, "float")
-    fitted: float = value if isinstance(value, float) else _parse(value, float, "float")
-    if not math.isfinite(fitted):
-        raise Misfit(value, "a finite number")
-    return fitted
-
-
-def _parse(value: Any, kind: Callable[[Any], Any], words: str) -> Any:
-    if isinstance(value, int | str):
-        try:
-            return kind(value)
-        except ValueError:
-            pass
-    raise Misfit(value, words)
-
-
-def _fit_str(value: Any) -> str:
-    """A name may look like a number: `run_dir=7`."""
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise Misfit(value, "str")
-    return str(value)
-
-
-def _fit_path(value: Any) -> Path:
-    if not isinstance(value, str | Path):
-        raise Misfit(value, "path")
-    return Path(value)
-
-
-def _fit_null(value: Any) -> None:
-    if value is not None:
-        raise Misfit(value, "null")
-
-
-_SCALARS: dict[Any, Callable[[Any], Any]] = {
-    bool: _fit_bool,
-    int: _fit_int,
-    float: _fit_float,
-    str: _fit_str,
-    Path: _fit_path,
-    NoneType: _fit_null,
-}

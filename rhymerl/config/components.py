@@ -9,8 +9,9 @@ from pathlib import PurePath
 from types import FunctionType
 from typing import Any, TypeVar
 
-from rhymerl.config.annotations import Misfit, fit, is_component
+from rhymerl.config.annotations import Misfit, fit
 from rhymerl.config.targets import REQUIRED, Signature, did_you_mean, import_target, signature_of
+from rhymerl.config.tree import ABSENT, find, is_component, join, origin
 from rhymerl.errors import ConfigError
 
 T = TypeVar("T")
@@ -25,7 +26,7 @@ def instantiate(
     whose value is wrong, also for a ValueError or TypeError of the constructor. `key` is where the node stands, for
     these errors; a node of a composed config knows it. Also raises it for what is no `kind`.
     """
-    found = default() if node is None and default is not None else _build(node, key)
+    found = default() if node is None and default is not None else _build(node, key, {})
     if kind is not None and not isinstance(found, kind):
         raise ConfigError(
             f"{key}: expected a subclass of rhymerl.{kind.__name__}, and {type(found).__qualname__} is none"
@@ -33,78 +34,56 @@ def instantiate(
     return found
 
 
-def _full_key(node: object) -> str:
-    """Return the key under which a node of a composed config is written; for one that is linked to, its own place."""
-    return str(node._get_full_key(None)) if hasattr(node, "_get_full_key") else ""
-
-
-def _build(node: object, key: str) -> Any:
+def _build(node: object, key: str, config: Mapping[str, Any]) -> Any:
+    """Build what stands at `key` of a config, whose links are followed; {} is none, and then nothing is a link."""
+    if isinstance(node, Mapping | Sequence) and not isinstance(node, dict | list | tuple | str | bytes):
+        node, key, config = _opened(node, key)
+    place = origin(config, key)
+    if place != key and (linked := find(config, place)) is not ABSENT:
+        key, node = place, linked
     if isinstance(node, str):
-        return _from_environment(node, key)
-    if isinstance(node, bytes):
-        return node
-    key = _full_key(node) or key
+        return _evaluated(node, key, config)
     if isinstance(node, Mapping):
-        places = {name: _place(node, name, key) for name in node}
-        values = {name: _build(_child(node, name, key), place) for name, place in places.items()}
-        return _construct(values, key, places) if "_target_" in values else values
-    if isinstance(node, Sequence) and (isinstance(node, list | tuple) or hasattr(node, "_get_full_key")):
-        items = [_build(item, _join(key, index)) for index, item in enumerate(node)]
+        places = {name: origin(config, join(key, name)) for name in node}
+        values = {name: _build(value, join(key, name), config) for name, value in node.items()}
+        return _construct(values, key, places) if is_component(values) else values
+    if isinstance(node, list | tuple):
+        items = [_build(item, join(key, index), config) for index, item in enumerate(node)]
         return tuple(items) if isinstance(node, tuple) else items
     return node
 
 
-def _from_environment(text: str, key: str) -> Any:
-    """Return the text with what an environment variable holds in the place of its name, which is all that a checkpoint has."""
-    if "${oc.env:" not in text:
+def _opened(node: Any, key: str) -> tuple[Any, str, Mapping[str, Any]]:
+    """Return a node of OmegaConf's in plain containers, its key, and the config that it is in; other mappings as they are."""
+    from omegaconf import OmegaConf
+
+    from rhymerl.config.interpolation import evaluate, whole
+
+    if not OmegaConf.is_config(node):
+        return node, key, {}
+    config, place = whole(node)
+    if key and not place:  # a config of its own, which stands at this key
+        return evaluate(config, config, ""), key, {}
+    return find(config, place), place, config
+
+
+def _evaluated(text: str, key: str, config: Mapping[str, Any]) -> Any:
+    """Return what a text stands for; outside a config, as in a checkpoint, it is only the environment that it may name."""
+    if "${oc.env:" not in text and ("${" not in text or not config):
         return text
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+    from rhymerl.config.interpolation import evaluate
 
-    try:
-        return OmegaConf.create({"it": text})["it"]
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{key}={text!r}: {str(error).splitlines()[0]}") from error
-
-
-def _child(node: Mapping[Any, Any], name: Any, key: str) -> Any:
-    """OmegaConf refuses to read `???`; every other failure there is a broken reference."""
-    if not hasattr(node, "_get_full_key"):
-        return node[name]
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    if OmegaConf.is_missing(node, name):
-        return "???"
-    try:
-        return node[name]
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{_join(key, name)}: {str(error).splitlines()[0]}") from error
-
-
-def _place(node: Mapping[Any, Any], name: Any, key: str) -> str:
-    """Return the key under which a value of the node is written; for one that is linked to, its own place."""
-    if not hasattr(node, "_get_root"):
-        return _join(key, name)
-    from rhymerl.config.nodes import origin
-
-    written = _join(_full_key(node), name)
-    found = origin(node._get_root(), written)
-    return found if found != written else _join(key, name)
-
-
-def _join(key: str, name: object) -> str:
-    return f"{key}.{name}" if key else str(name)
+    return evaluate(text, config, key)
 
 
 def _construct(values: dict[str, Any], key: str, places: Mapping[str, str]) -> Any:
     path = values.pop("_target_")
-    target = import_target(path, setting=_join(key, "_target_"))
+    target = import_target(path, setting=join(key, "_target_"))
     signature = signature_of(target)
     arguments = {name: _fitted(value, name, key, signature, places[name]) for name, value in values.items()}
     for name, parameter in signature.parameters.items():
         if parameter.default is REQUIRED and name not in arguments:
-            raise ConfigError(f"{_join(key, name)}: required by {path}, but not set")
+            raise ConfigError(f"{join(key, name)}: required by {path}, but not set")
     return construct(target, arguments, key=key, places=places)
 
 
@@ -139,7 +118,7 @@ def _located(message: str, key: str, target: Callable[..., Any], places: Mapping
     message = " ".join(message.split())
     for name in signature_of(target).parameters:
         if message.startswith(tuple(name + mark for mark in "=.[:")):
-            return places.get(name, _join(key, name)) + message.removeprefix(name)
+            return places.get(name, join(key, name)) + message.removeprefix(name)
     return f"{key or getattr(target, '__qualname__', target)}: {message}"
 
 
@@ -147,7 +126,7 @@ def _fitted(value: Any, name: str, key: str, signature: Signature, setting: str)
     if name not in signature.parameters:
         if signature.is_open:
             return value
-        raise ConfigError(f"unknown setting {_join(key, name)}{did_you_mean(name, signature.parameters)}")
+        raise ConfigError(f"unknown setting {join(key, name)}{did_you_mean(name, signature.parameters)}")
     if isinstance(value, str) and value == "???":
         raise ConfigError(f"{setting}: required, but not set")
     try:
@@ -201,6 +180,3 @@ def _path(named: FunctionType | type) -> str:
     if "<" in named.__qualname__:
         raise TypeError(f"{named.__qualname__} cannot be named in a config: it is not at the top of a module")
     return f"{named.__module__}.{named.__qualname__}"
-
-
-__all__ = ["construct", "describe", "instantiate", "is_component", "plain"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rhymerl.config.annotations import in_words
-from rhymerl.config.components import plain
-from rhymerl.config.files import ConfigFile, locate, options, packaged_directory, read_chain
-from rhymerl.config.nodes import child, components, containers, entries, find, join, link_of, origin, value_at
-from rhymerl.config.overrides import parse
-from rhymerl.config.schema import signature_at, unknown
-from rhymerl.config.targets import REQUIRED, Parameter, import_target, signature_of
+from rhymerl.config.composition import Sources, merged, sources_of
+from rhymerl.config.files import folders_beside, layers, options, packaged_directory
+from rhymerl.config.interpolation import value_at
+from rhymerl.config.schema import Argument, arguments, classes, plain_default, unknown
+from rhymerl.config.targets import REQUIRED, import_target, signature_of
+from rhymerl.config.tree import ABSENT, containers, entries, find, is_component, join, link_of, origin
 from rhymerl.errors import ConfigError
 
 _COMMAND_LINE = "the command line"
@@ -40,109 +40,90 @@ class Explanation:
     settings: Mapping[str, str]  # of a section: name -> type and value in words
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Argument:
-    """The argument of a constructor that takes the value of a setting."""
-
-    target: Callable[..., Any]
-    path: str
-    name: str
-    parameter: Parameter
-    is_linked: bool  # the setting is written elsewhere, and the argument is ${it}
-
-
-def explain(config: DictConfig, key: str, name_or_path: str | Path, overrides: Sequence[str] = ()) -> Explanation:
+def explain(composed: DictConfig, key: str, name_or_path: str | Path, overrides: Sequence[str] = ()) -> Explanation:
     """Explain a setting of a config that was composed from `name_or_path` and `overrides`.
 
     Raises ConfigError with the nearest name, or the option that has it, for a setting that nothing knows.
     """
-    chain = read_chain(locate(name_or_path))
+    config: Any = OmegaConf.to_container(composed)
+    sources = sources_of(name_or_path, overrides)
     key = origin(config, key)
     node = find(config, key)
-    if node is None:
-        raise _not_there(config, key, chain[-1].path.parent)
-    argument = _argument_of(config, key)
-    own = argument if argument and not argument.is_linked else None
-    is_section = isinstance(node, DictConfig) and bool(entries(node))
-    made = value_at(node, "_target_") if is_section and "_target_" in entries(node) else None
+    if node is ABSENT:
+        raise _not_there(config, key, sources.path)
+    taking = [each for each in arguments(config) if each.place == key]
+    own = next((each for each in taking if each.key == key), None)
+    argument = own or next(iter(taking), None)  # else of the first component that follows the setting
+    is_section = isinstance(node, dict) and bool(node)
+    made = value_at(config, join(key, "_target_")) if is_component(node) else None
+    followed_by = [
+        join(above, name)
+        for above, each in containers(config)
+        for name, value in entries(each)
+        if link_of(value) == key and not is_section
+    ]
     return Explanation(
         key=key,
         value=value_at(config, key),
         type=in_words(argument.parameter.annotation) if argument else None,
         default=_default(own.parameter) if own else None,
-        options=options(key, chain[-1].path.parent) if (packaged_directory() / key).is_dir() else (),
-        set_in=_set_in(config, key, chain, overrides),
-        owner=made or (own.path if own else None),
-        about=_about(key, chain, own, made),
-        followed_by=[each for each in _links_to(config, key) if not is_section],
+        options=options(folders_beside(sources.path, key)) if (packaged_directory() / key).is_dir() else (),
+        set_in=_set_in(config, key, sources),
+        owner=made or (own.component.path if own else None),
+        about=_about(key, sources, own, made),
+        followed_by=followed_by,
         settings=_settings(config, key) if is_section else {},
     )
 
 
-def _not_there(config: DictConfig, key: str, directory: Path) -> ConfigError:
+def _not_there(config: dict[str, Any], key: str, path: Path) -> ConfigError:
     """A setting may be one of another option of its group."""
     group, _, name = key.partition(".")
-    having = [option for option in options(group, directory) if name in _arguments_of_option(group, option, directory)]
+    having = [
+        option
+        for option in options(folders_beside(path, group))
+        for node in [merged(path, layers([], folders_beside(path), {group: option}))[group]]
+        if is_component(node) and name in signature_of(import_target(node["_target_"], setting=group)).parameters
+    ]
     if not having:
         return unknown(config, key)
-    present = value_at(config, f"{group}._target_") if find(config, f"{group}._target_") is not None else None
+    present = value_at(config, f"{group}._target_") if is_component(config.get(group)) else None
     others = " or ".join(f"{group}={option}" for option in having)
     return ConfigError(
         f"{key}: {present.rpartition('.')[2] if present else f'{group}=null'} has no such setting; {others} has it"
     )
 
 
-def _arguments_of_option(group: str, option: str, directory: Path) -> Sequence[str]:
-    found = [
-        each for where in (directory, packaged_directory()) if (each := where / group / f"{option}.yaml").is_file()
-    ]
-    body = OmegaConf.load(found[0])
-    assert isinstance(body, DictConfig)
-    return [*signature_of(import_target(body._target_, setting=f"{group}={option}")).parameters]
-
-
-def _argument_of(config: DictConfig, key: str) -> _Argument | None:
-    """Return the argument that takes the setting: of the component in which it is written, else of the first that follows it."""
-    found = [
-        _Argument(target=target, path=path, name=name, parameter=parameter, is_linked=join(above, name) != key)
-        for above, node in components(config)
-        for path in [value_at(node, "_target_")]
-        for target in [import_target(path, setting=join(above, "_target_"))]
-        for name, parameter in signature_at(above, node).parameters.items()
-        if origin(config, join(above, name)) == key
-    ]
-    return min(found, key=lambda each: each.is_linked) if found else None
-
-
-def _default(parameter: Parameter) -> Any:
-    if parameter.default is REQUIRED:
-        return None
-    try:
-        return plain(parameter.default)
-    except TypeError:  # an object that no YAML can say
+def _default(parameter: inspect.Parameter) -> Any:
+    default = plain_default(parameter)
+    if default is ABSENT:
         return repr(parameter.default)
+    return None if parameter.default is REQUIRED else default
 
 
-def _links_to(config: DictConfig, key: str) -> Iterator[str]:
-    for above, node in containers(config):
-        for name in entries(node):
-            if link_of(child(node, name)) == key:
-                yield join(above, name)
-
-
-def _settings(config: DictConfig, key: str) -> dict[str, str]:
-    node = find(config, key)
-    is_component = "_target_" in entries(node)
-    parameters = signature_at(key, node).parameters if is_component else {}
+def _settings(config: dict[str, Any], key: str) -> dict[str, str]:
+    parameters = next((each.signature.parameters for each in classes(config) if each.key == key), {})
     found = {}
-    for name in entries(node):
-        if name == "_target_":
-            continue
-        link = link_of(child(node, name))
-        value = value_at(config, join(key, name)) if link is None else f"${{{link}}}"
-        kind = in_words(parameters[name].annotation) if name in parameters else type(value).__name__
-        found[str(name)] = f"{in_yaml(value)} ({kind})"
+    for name, given in find(config, key).items():
+        if name != "_target_":
+            value = value_at(config, join(key, name)) if link_of(given) is None else given
+            kind = in_words(parameters[name].annotation) if name in parameters else type(value).__name__
+            found[str(name)] = f"{in_yaml(value)} ({kind})"
     return found
+
+
+def _set_in(config: dict[str, Any], key: str, sources: Sources) -> str:
+    """Return the last place that says the value, in the order in which a config is composed."""
+    overridden = [f"{origin(config, each.key)}." for each in sources.overrides]
+    if f"{key}.".startswith(tuple(overridden)):
+        return _COMMAND_LINE
+    saying = [layer for layer in sources.layers if find(layer.body, key) is not ABSENT]
+    if not saying:
+        return _CONSTRUCTOR
+    path, packaged = saying[-1].source, packaged_directory()
+    if path is None:
+        return _COMMAND_LINE
+    return f"configs/{path.relative_to(packaged)}" if path.is_relative_to(packaged) else str(path)
 
 
 def in_yaml(value: Any) -> str:
@@ -154,52 +135,14 @@ def in_yaml(value: Any) -> str:
     return "required" if value == "???" else str(value)
 
 
-# -- where it was set ------------------------------------------------------------------------------------------------
-
-
-def _set_in(config: DictConfig, key: str, chain: Sequence[ConfigFile], overrides: Sequence[str]) -> str:
-    """Return the last place that says the value, in the order in which a config is composed."""
-    given = {override.key for override in parse(overrides)}
-    if any(f"{key}.".startswith(f"{origin(config, each)}.") for each in given if each != key.partition(".")[0]):
-        return _COMMAND_LINE
-    group = key.partition(".")[0]
-    if group in given:
-        choice = next(override.value for override in parse(overrides) if override.key == group)
-        return _COMMAND_LINE if key == group else _in_option(key, str(choice), chain) or _CONSTRUCTOR
-    for file in reversed(chain):
-        if find(file.body, key) is not None:
-            return _shown(file.path)
-        if group in file.choices:
-            return (
-                _shown(file.path) if key == group else _in_option(key, str(file.choices[group]), chain) or _CONSTRUCTOR
-            )
-    return _CONSTRUCTOR
-
-
-def _in_option(key: str, option: str, chain: Sequence[ConfigFile]) -> str | None:
-    group, _, name = key.partition(".")
-    for directory in (chain[-1].path.parent, packaged_directory()):
-        path = directory / group / f"{option}.yaml"
-        if path.is_file():
-            body = OmegaConf.load(path)
-            return _shown(path) if isinstance(body, DictConfig) and find(body, name) is not None else None
-    return None
-
-
-def _shown(path: Path) -> str:
-    """A packaged file by its name in the package, any other by its path."""
-    packaged = packaged_directory()
-    return f"configs/{path.relative_to(packaged)}" if path.is_relative_to(packaged) else str(path)
-
-
 # -- what is said of it ----------------------------------------------------------------------------------------------
 
 
-def _about(key: str, chain: Sequence[ConfigFile], argument: _Argument | None, made: str | None) -> str:
-    comments = [words for file in chain for words in [comments_of(file.path).get(key)] if words]
+def _about(key: str, sources: Sources, argument: Argument | None, made: str | None) -> str:
+    comments = [words for file in sources.chain for words in [comments_of(file.path).get(key)] if words]
     described = _docstring(import_target(made, setting=key)) if made else ""
     if not described and argument is not None:
-        target, name = argument.target, argument.name
+        target, name = argument.component.target, argument.name
         described = _entry(target, name) or _beside(target, name) or _docstring(target)
     return "\n\n".join([*comments[-1:], *([described] if described else [])])
 

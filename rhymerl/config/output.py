@@ -1,17 +1,21 @@
-"""Settings on their way out: as text, into the run directory, into the checkpoint."""
+"""Settings on their way out: as text, into the run directory, into the checkpoint, and what has changed since that was written."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
+from rhymerl.config.interpolation import environment_named, map_text
+from rhymerl.config.tree import containers, entries, leaves
 from rhymerl.errors import ConfigError
 
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
+_NOTHING = "nothing"
 
 
 def to_yaml(config: DictConfig) -> str:
@@ -19,8 +23,6 @@ def to_yaml(config: DictConfig) -> str:
 
     The text is a config file: loaded, it is the same config, and an override still reaches all that follow it.
     """
-    from omegaconf import OmegaConf
-
     return OmegaConf.to_yaml(config)
 
 
@@ -47,42 +49,50 @@ def keep_former(config: DictConfig, run_dir: str | Path) -> Path | None:
     return former
 
 
+def resolved(config: DictConfig) -> dict[str, Any]:
+    """Return all settings in plain containers without references, to build from. They may have keys; `recorded` has none."""
+    found: Any = OmegaConf.to_container(config, resolve=True)
+    return {str(key): value for key, value in found.items()}
+
+
 def recorded(config: DictConfig) -> dict[str, Any]:
     """Return all settings in plain containers without references, to be written down: what comes from the environment is only named."""
-    from rhymerl.config.nodes import environment_named
-
-    with environment_named():
-        return resolved(config)
+    named = resolved(environment_named(OmegaConf.to_container(config)))
+    found: dict[str, Any] = map_text(named, lambda text: text.replace("${rhymerl.env:", "${oc.env:"))
+    return found
 
 
 def with_names(values: Any, config: DictConfig) -> Any:
     """Return plain containers in which text that a config takes from the environment is only named, as `recorded` does."""
-    names = {text: name for text, name in _pairs(resolved(config), recorded(config)) if text != name}
-
-    def named(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: named(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [named(item) for item in value]
-        return names.get(value, value) if isinstance(value, str) else value
-
-    return named(values) if names else values
+    names: dict[Any, str] = {}
+    for (_, node), (_, named) in zip(containers(resolved(config)), containers(recorded(config)), strict=True):
+        pairs = zip(entries(node), entries(named), strict=True)
+        names |= {text: name for (_, text), (_, name) in pairs if isinstance(text, str) and text != name}
+    return map_text(values, lambda text: names.get(text, text)) if names else values
 
 
-def _pairs(one: Any, other: Any) -> Iterator[tuple[str, str]]:
-    """Yield the texts at the same places of two containers of one shape."""
-    if isinstance(one, str):
-        yield one, other
-    elif isinstance(one, Mapping | list):
-        keys = one if isinstance(one, Mapping) else range(len(one))
-        for key in keys:
-            yield from _pairs(one[key], other[key])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One setting, by its dotted key, that differs from what it was in a checkpoint."""
+
+    key: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.before} -> {self.now}"
 
 
-def resolved(config: DictConfig) -> dict[str, Any]:
-    """Return all settings in plain containers without references, to build from. They may have keys; `recorded` has none."""
-    from omegaconf import OmegaConf
+def changes(before: Mapping[str, Any], config: DictConfig) -> list[Change]:
+    """Return the settings whose values differ from `before`, a resolved config; one that only one of them has is `nothing` in the other.
 
-    found = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(found, dict)
-    return {str(key): value for key, value in found.items()}
+    What follows another setting (`${seed}`) is left out: that one is there itself.
+    """
+    now: dict[str, Any] = dict(leaves(OmegaConf.to_container(config)))  # type: ignore[arg-type]
+    links = tuple(f"{key}." for key, value in now.items() if isinstance(value, str) and value.startswith("${"))
+    before = dict(leaves(before))
+    return [
+        Change(key=key, before=before.get(key, _NOTHING), now=now.get(key, _NOTHING))
+        for key in dict.fromkeys((*before, *now))
+        if not f"{key}.".startswith(links) and (key not in before or key not in now or before[key] != now[key])
+    ]

@@ -2,149 +2,178 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from omegaconf import DictConfig
-
 from rhymerl.config.annotations import Misfit, fit, is_free_form, wants_component
 from rhymerl.config.components import plain
-from rhymerl.config.nodes import (
-    child,
-    components,
-    containers,
-    entries,
-    find,
-    join,
-    link_of,
-    origin,
-    value_at,
-)
-from rhymerl.config.targets import REQUIRED, Parameter, Signature, import_target, is_dotted_path, signature_of
+from rhymerl.config.interpolation import evaluate, value_at
+from rhymerl.config.targets import REQUIRED, Signature, import_target, is_dotted_path, signature_of
+from rhymerl.config.tree import ABSENT, components, containers, entries, find, is_component, join, link_of, origin
 from rhymerl.errors import ConfigError
 
 _MISSING = "???"
-_NOTHING: Any = object()
 _STOP = "there are no stop strings; rollout.stop_token_ids ends answers by tokens"
-_ELSEWHERE = {
+_ELSEWHERE = {  # settings that others have, and what is here instead
     "rollout.stop": _STOP,
     "rollout.stop_strings": _STOP,
-}  # settings that others have, and what is here instead
+}
 
 
-def signature_at(key: str, node: DictConfig) -> Signature:
-    """Return the arguments of the class that a node names."""
-    setting = join(key, "_target_")
-    return signature_of(import_target(value_at(node, "_target_"), setting=setting))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Component:
+    """A node that names its class, and the arguments which that takes."""
+
+    key: str
+    node: dict[Any, Any]
+    path: str
+    target: Callable[..., Any]
+    signature: Signature
 
 
-def expand(config: DictConfig) -> None:
+def classes(config: dict[str, Any]) -> Iterator[Component]:
+    """Yield every component, outer ones first. Raises ConfigError for a class that cannot be imported."""
+    for key, node in components(config):
+        setting = join(key, "_target_")
+        path = evaluate(node["_target_"], config, setting)
+        target = import_target(path, setting=setting)
+        yield Component(key=key, node=node, path=path, target=target, signature=signature_of(target))
+
+
+def expand(config: dict[str, Any]) -> None:
     """Write the default of every argument into the nodes that leave it out.
 
     A dotted class path where only a component fits (`trainer.logger=my_module.MyLogger`) becomes one.
     """
-    for key, node in components(config):
-        for name, parameter in signature_at(key, node).parameters.items():
-            default = _plain_default(parameter)
-            if name not in entries(node) and default is not _NOTHING:
-                node[name] = default
-            value = child(node, name)._value() if name in entries(node) else None
+    for each in classes(config):
+        for name, parameter in each.signature.parameters.items():
+            default = plain_default(parameter)
+            if name not in each.node and default is not ABSENT:
+                each.node[name] = default
+            value = each.node.get(name)
             if isinstance(value, str) and is_dotted_path(value) and wants_component(value, parameter.annotation):
-                node[name] = {"_target_": value}
+                each.node[name] = {"_target_": value}
 
 
-def _plain_default(parameter: Parameter) -> Any:
+def plain_default(parameter: inspect.Parameter) -> Any:
+    """Return the default of an argument as a config says it; `???` where there is none, ABSENT where YAML cannot say it."""
     if parameter.default is REQUIRED:
         return _MISSING
     try:
         return plain(parameter.default)
-    except TypeError:  # an object that no YAML can say; it stays the constructor's own
-        return _NOTHING
+    except TypeError:  # it stays the constructor's own
+        return ABSENT
 
 
-def check(config: DictConfig, root: DictConfig) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Argument:
+    """An argument of a component: `key` is where it stands, `place` where its value is written."""
+
+    component: Component
+    name: str
+    parameter: inspect.Parameter
+    key: str
+    place: str
+
+
+def arguments(config: dict[str, Any]) -> Iterator[Argument]:
+    """Yield all arguments of all components."""
+    for each in classes(config):
+        for name, parameter in each.signature.parameters.items():
+            key = join(each.key, name)
+            yield Argument(component=each, name=name, parameter=parameter, key=key, place=origin(config, key))
+
+
+def kinds_by_key(config: dict[str, Any]) -> dict[str, list[Any]]:
+    """Return what the constructors expect, by the place where the value is written."""
+    found: dict[str, list[Any]] = {}
+    for each in arguments(config):
+        found.setdefault(each.place, []).append(each.parameter.annotation)
+    return found
+
+
+def check(config: dict[str, Any], root: dict[str, Any]) -> None:
     """Raise ConfigError for the first unknown setting, then for the first value of a wrong type; convert the others.
 
     `root` is the packaged config that this one builds on: the schema of everything that is not a component.
     """
     kinds = kinds_by_key(config)
     closed = _closed(root, kinds)
-    _check_names(config, root, closed)
-    _check_links(config)
-    for key, each in (_kinds_of_root(root, closed) | kinds).items():
-        for kind in each:
-            _check_type(config, key, kind)
+    _check_names(config, closed)
+    for key, value in _settings(config):
+        link = link_of(value)
+        if link is not None and find(config, origin(config, key)) is ABSENT:
+            raise ConfigError(f"{key}='${{{link}}}': {unknown(config, link)}")
+    for above, node in closed.items():  # a setting that no constructor takes has the type of its packaged value
+        for name, value in node.items():
+            if link_of(value) is None and type(value) in (bool, int, float, str):
+                kinds.setdefault(join(above, name), [type(value)])
+    for key, wanted in kinds.items():
+        for annotation in wanted:
+            _check_type(config, key, annotation)
 
 
-def _kinds_of_root(root: DictConfig, closed: list[str]) -> dict[str, list[Any]]:
-    """A setting that no constructor takes has the type of its packaged value."""
-    nodes = {join(key, name): find(root, join(key, name)) for key in closed for name in entries(find(root, key))}
-    kinds = {key: type(node._value()) for key, node in nodes.items() if link_of(node) is None}
-    return {key: [kind] for key, kind in kinds.items() if kind in (bool, int, float, str)}
+def _settings(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield everything that has a key, sections included."""
+    return ((join(key, name), value) for key, node in containers(config) for name, value in entries(node))
 
 
-def _check_links(config: DictConfig) -> None:
-    for key, node in containers(config):
-        for name in entries(node):
-            link = link_of(child(node, name))
-            if link is not None and find(config, origin(config, join(key, name))) is None:
-                missing = str(unknown(config, link))
-                raise ConfigError(f"{join(key, name)}='${{{link}}}': {missing}")
-
-
-def kinds_by_key(config: DictConfig) -> dict[str, list[Any]]:
-    """Return what the constructors expect, by the place where the value is written."""
-    found: dict[str, list[Any]] = {}
-    for key, node in components(config):
-        for name, parameter in signature_at(key, node).parameters.items():
-            found.setdefault(origin(config, join(key, name)), []).append(parameter.annotation)
-    return found
-
-
-def _closed(root: DictConfig, kinds: dict[str, list[Any]]) -> list[str]:
+def _closed(root: dict[str, Any], kinds: dict[str, list[Any]]) -> dict[str, dict[Any, Any]]:
     """Return the plain mappings whose keys are fixed: those of the root, but for free-form ones and what is in components."""
     inside = [key for key, _ in components(root)]
     inside += [key for key, each in kinds.items() if any(map(is_free_form, each))]
-    return [
-        key
+    return {
+        key: node
         for key, node in containers(root)
-        if isinstance(node, DictConfig) and entries(node) and not any(f"{key}.".startswith(f"{it}.") for it in inside)
-    ]
+        if isinstance(node, dict) and node and not any(f"{key}.".startswith(f"{it}.") for it in inside)
+    }
 
 
-def _check_names(config: DictConfig, root: DictConfig, closed: list[str]) -> None:
-    for key in closed:
+def _check_names(config: dict[str, Any], closed: dict[str, dict[Any, Any]]) -> None:
+    for key, known in closed.items():
         node = find(config, key)
-        if not isinstance(node, DictConfig) or "_target_" in entries(node):
+        if not isinstance(node, dict) or is_component(node):
             continue
-        for name in entries(node):
-            if name not in entries(find(root, key)):
+        for name in [*node, *known]:
+            if name not in known:
                 raise unknown(config, join(key, name))
-        for name in entries(find(root, key)):
-            if name not in entries(node):
+            if name not in node:
                 raise ConfigError(f"{join(key, name)}: cannot be removed; set it to null")
-    for key, node in components(config):
-        signature = signature_at(key, node)
-        for name in entries(node):
-            if name not in signature.parameters and name != "_target_" and not signature.is_open:
-                raise unknown(config, join(key, name))
+    for each in classes(config):
+        for name in each.node:
+            if name not in each.signature.parameters and name != "_target_" and not each.signature.is_open:
+                raise unknown(config, join(each.key, name))
 
 
-def unknown(config: DictConfig, key: str) -> ConfigError:
+def _check_type(config: dict[str, Any], key: str, annotation: Any) -> None:
+    node = find(config, key)
+    if node is ABSENT or link_of(node) is not None:
+        return
+    value = value_at(config, key)
+    if value == _MISSING:
+        return
+    try:
+        fitted = fit(value, annotation)
+    except Misfit as misfit:
+        raise ConfigError(f"{key}{misfit.location}={misfit}") from None
+    if isinstance(fitted, bool | int | float | str) and type(fitted) is not type(value):
+        above, _, name = key.rpartition(".")
+        find(config, above)[name] = fitted
+
+
+def unknown(config: dict[str, Any], key: str) -> ConfigError:
     """Return the error for a key that nothing knows, with the nearest one that is known."""
-    known = [
-        join(above, name)
-        for above, node in containers(config)
-        for name in entries(node)
-        if name != "_target_" and not f"{join(above, name)}.".startswith(f"{key}.")
-    ]
     if key in _ELSEWHERE:
         return ConfigError(f"unknown setting {key}: {_ELSEWHERE[key]}")
+    settings = (each for each, _ in _settings(config) if each.rpartition(".")[2] != "_target_")
+    known = [each for each in settings if not f"{each}.".startswith(f"{key}.")]
     node = find(config, key)
-    while isinstance(node, DictConfig) and len(entries(node)) == 1:  # an override made the mappings on its way
-        key = join(key, entries(node)[0])
-        node = find(config, key)
+    while isinstance(node, dict) and len(node) == 1:  # an override made the mappings on its way
+        ((name, node),) = node.items()
+        key = join(key, name)
     near = _nearest(key, known)
     return ConfigError(f"unknown setting {key}" + (f"; did you mean {near}?" if near else ""))
 
@@ -158,19 +187,3 @@ def _nearest(key: str, known: Sequence[str]) -> str | None:
     close += [siblings[each] for each in get_close_matches(name, siblings, n=1)]
     close += get_close_matches(key, known, n=1)
     return close[0] if close else None
-
-
-def _check_type(config: DictConfig, key: str, annotation: Any) -> None:
-    node = find(config, key)
-    if node is None or link_of(node) is not None:
-        return
-    value = value_at(config, key)
-    if value == _MISSING:
-        return
-    try:
-        fitted = fit(value, annotation)
-    except Misfit as misfit:
-        raise ConfigError(f"{key}{misfit.location}={misfit}") from None
-    if isinstance(fitted, bool | int | float | str) and type(fitted) is not type(value):
-        above, _, name = key.rpartition(".")
-        find(config, above)[name] = fitted

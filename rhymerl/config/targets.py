@@ -24,18 +24,13 @@ _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Parameter:
-    """One argument. `annotation` is Any where it cannot be told; `default` is REQUIRED where there is none."""
-
-    annotation: Any
-    default: Any
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """The arguments that can be given by name; `is_open` when `**kwargs` takes any others."""
+    """The arguments that can be given by name, each with its annotation (Any where it cannot be told) and its default.
 
-    parameters: Mapping[str, Parameter]
+    `is_open` when `**kwargs` takes any others.
+    """
+
+    parameters: Mapping[str, inspect.Parameter]
     is_open: bool
 
 
@@ -104,17 +99,15 @@ def _import_module_part(path: str, setting: str) -> tuple[ModuleType, list[str]]
         name = ".".join(parts[:end])
         try:
             module = importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name == name and module is not None:
-                return module, parts[end - 1 :]
-            if error.name == name:
-                near = did_you_mean(name, [each.name for each in pkgutil.iter_modules()])
-                raise ConfigError(
-                    f"{setting}={path!r}: no module named {name!r}, neither installed nor in the current directory{near}"
-                ) from error
-            raise ConfigError(f"{setting}={path!r}: importing {name} fails: {error}") from error
         except (ImportError, SyntaxError) as error:
-            raise ConfigError(f"{setting}={path!r}: importing {name} fails: {error}") from error
+            if not isinstance(error, ModuleNotFoundError) or error.name != name:
+                raise ConfigError(f"{setting}={path!r}: importing {name} fails: {error}") from error
+            if module is not None:
+                return module, parts[end - 1 :]
+            near = did_you_mean(name, [each.name for each in pkgutil.iter_modules()])
+            raise ConfigError(
+                f"{setting}={path!r}: no module named {name!r}, neither installed nor in the current directory{near}"
+            ) from error
     assert module is not None, "a dotted path has at least two parts"
     return module, parts[-1:]
 
@@ -132,12 +125,12 @@ def signature_of(target: Callable[..., Any]) -> Signature:
     )
 
 
-def _parameter(target: Callable[..., Any], found: inspect.Parameter) -> Parameter:
+def _parameter(target: Callable[..., Any], found: inspect.Parameter) -> inspect.Parameter:
     """Return the parameter; where infinity is the default, it may be given."""
     annotation, default = _resolve(found.annotation, _namespace(target, found.name)), _default(target, found)
     if isinstance(default, float) and math.isinf(default):
         annotation = typing.Annotated[annotation, *typing.get_args(MaybeInfinite)[1:]]
-    return Parameter(annotation=annotation, default=default)
+    return found.replace(annotation=annotation, default=default)
 
 
 def _namespace(target: Callable[..., Any], name: str) -> dict[str, Any]:
@@ -149,7 +142,7 @@ def _namespace(target: Callable[..., Any], name: str) -> dict[str, Any]:
         owner = next(
             (kind for kind in owner.__mro__ if name in fields and name in inspect.get_annotations(kind)), owner
         )
-    return dict(vars(sys.modules[owner.__module__])) if owner.__module__ in sys.modules else {}
+    return vars(sys.modules[owner.__module__]) if owner.__module__ in sys.modules else {}
 
 
 def _resolve(annotation: Any, namespace: dict[str, Any]) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from rhymerl.config.changes import leaves
+from rhymerl.config.tree import leaves
 from rhymerl.errors import ConfigError
 
 _NOT_OF_THE_RUN = ("run_dir", "ckpt_path")
@@ -35,7 +35,7 @@ def flat_settings(path: Path) -> dict[str, str]:
         found: Any = yaml.load(path.read_text(encoding="utf-8"), _Plain)
         if not isinstance(found, dict):
             raise ValueError("expected a mapping of settings")
-        return {key: _shown(value) for key, value in leaves(found, "")}
+        return {key: _shown(value) for key, value in leaves(found)}
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from rhymerl.config.packages import packages_folder
+from rhymerl.config.interpolation import packages_folder
 from rhymerl.distributed.cores import usable_cores
 from rhymerl.version import __version__
 

@@ -24,7 +24,7 @@ from rhymerl.callbacks import (
     WriteAnswers,
 )
 from rhymerl.config import instantiate, resolved, with_names
-from rhymerl.config.changes import Change
+from rhymerl.config.output import Change
 from rhymerl.data import PromptDataModule
 from rhymerl.distributed.first import is_first_rank
 from rhymerl.errors import ConfigError, RhymeError

@@ -39,9 +39,10 @@ def _node(asked: object, config: DictConfig) -> dict[str, Any]:
     """Return a logger's node: of a packaged option, of a class by its dotted path, or as it is."""
     if isinstance(asked, Mapping) and "_target_" in asked:
         return dict(asked)
-    known = options("logger", packaged_directory())
+    folder = packaged_directory() / "logger"
+    known = options([folder])
     if asked in known:
-        option = OmegaConf.load(packaged_directory() / "logger" / f"{asked}.yaml")
+        option = OmegaConf.load(folder / f"{asked}.yaml")
         node: dict[str, Any] = resolved(OmegaConf.create({"run_dir": config.run_dir, "it": option}))["it"]
         return node
     if isinstance(asked, str) and is_dotted_path(asked):

@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from rhymerl.config.changes import leaves
+from rhymerl.config.tree import leaves
 from rhymerl.errors import ConfigError, DataError, UsageError
 from rhymerl.report.base import Curve, Run
 from rhymerl.report.reading import read_run
@@ -138,7 +138,7 @@ def _settings(config: Mapping[str, Any]) -> str:
     if not shown:
         return ""
     text = OmegaConf.to_yaml(OmegaConf.create(_public(shown))).rstrip()
-    count = sum(1 for _ in leaves(shown, ""))
+    count = sum(1 for _ in leaves(shown))
     fence = _ticks(text, least=3)
     return f"## Settings\n\n<details><summary>{count} settings</summary>\n\n{fence}yaml\n{text}\n{fence}\n\n</details>"
 

@@ -16,8 +16,8 @@ from rhymerl.backends.base import Backend
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.budgets import GoodputBudget
 from rhymerl.config import instantiate, resolved
-from rhymerl.config.components import is_component
 from rhymerl.config.targets import import_target
+from rhymerl.config.tree import is_component
 from rhymerl.distributed.first import is_first_rank
 from rhymerl.drafters import HistoryTreeDrafter
 from rhymerl.errors import ConfigError

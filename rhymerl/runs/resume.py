@@ -11,7 +11,7 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
-from rhymerl.config.changes import Change, changes
+from rhymerl.config.output import Change, changes
 from rhymerl.data import PromptDataModule
 from rhymerl.errors import ConfigError
 from rhymerl.training.checkpoint import newest_whole, policy_outline, policy_reader, read_checkpoint

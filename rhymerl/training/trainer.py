@@ -27,8 +27,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from rhymerl.backends.base import Backend
 from rhymerl.backends.embedded import EmbeddedBackend
-from rhymerl.config.components import instantiate, is_component
+from rhymerl.config import instantiate
 from rhymerl.config.targets import import_target
+from rhymerl.config.tree import is_component
 from rhymerl.data import PromptDataModule
 from rhymerl.distributed.cores import usable_cores
 from rhymerl.distributed.equal_weights import equal_weights

@@ -16,7 +16,7 @@ import pytest
 from benchmarks import record
 from benchmarks.gpu import drafts, sglang_throughput, site
 from benchmarks.gpu import parts as gpu_parts
-from rhymerl.config.compose import compose
+from rhymerl.config import compose
 
 ROOT = Path(__file__).parents[2]
 # Each group of scripts is imported by a fork, in which the packages that it does not name are gone.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from omegaconf import OmegaConf
 
-from rhymerl.config.changes import changes
+from rhymerl.config.output import changes
 
 NOW = OmegaConf.create({"model": {"_target_": "rhymerl.models.policy.PolicySource", "path": "here"}, "seed": 0})
 

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.singleton import Singleton
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from omegaconf.basecontainer import BaseContainer
+from omegaconf.resolvers import oc
 
 from rhymerl.config import compose, instantiate, recorded, resolved, save_config, to_yaml
-from rhymerl.config.overrides import parse
+from rhymerl.config.composition import parse
 from rhymerl.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -44,7 +43,8 @@ def test_text_out_of_the_environment_stays_named(monkeypatch: pytest.MonkeyPatch
     (here / "own.yaml").write_text(
         "defaults: [quickstart, _self_]\n"
         "seed: ${oc.env:COUNT}\n"
-        "data: {train: '${oc.env:WHERE}', validation: 'more ${data.train}', prompt_column: '${oc.env:NONE,prompt}'}\n"
+        "data: {train: '${oc.env:WHERE}', validation: 'more ${data.train}', prompt_column: '${oc.env:NONE,prompt}'"
+        ", system_prompt: '${oc.decode:${oc.env:WHERE}}'}\n"
     )
     config = compose("own.yaml")
     assert (config.data.train, config.data.validation, config.data.prompt_column, config.seed) == (
@@ -55,8 +55,10 @@ def test_text_out_of_the_environment_stays_named(monkeypatch: pytest.MonkeyPatch
     assert "train: ${oc.env:WHERE}" in text
     assert "validation: more ${data.train}" in text
     assert "seed: 3" in text
+    assert "system_prompt: ${oc.decode:${oc.env:WHERE}}" in text
     kept = recorded(config)["data"]
     assert (kept["train"], kept["validation"]) == ("${oc.env:WHERE}", "more ${oc.env:WHERE}")
+    assert kept["system_prompt"] == "${oc.env:WHERE}"
     assert resolved(config)["data"]["validation"] == "more data.jsonl"
     monkeypatch.delenv("WHERE")
     with pytest.raises(ConfigError, match=r"^data\.train='\$\{oc\.env:WHERE\}': .*WHERE"):
@@ -64,9 +66,9 @@ def test_text_out_of_the_environment_stays_named(monkeypatch: pytest.MonkeyPatch
 
 
 def test_asset_is_a_directory_of_the_package(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
-    from rhymerl.config import build
+    from rhymerl.config import interpolation
 
-    monkeypatch.setattr(build, "PACKAGE", here)
+    monkeypatch.setattr(interpolation, "PACKAGE", here)
     (here / "assets" / "tiny").mkdir(parents=True)
     assert main("ckpt_path=${asset:tiny}")["ckpt_path"] == str(here / "assets" / "tiny")
     with pytest.raises(ConfigError, match=r"ckpt_path=.*no asset 'tinny'; there are tiny"):
@@ -203,6 +205,22 @@ def test_own_options_and_packaged_ones(here: Path) -> None:
         main("drafter=depe")
 
 
+def test_an_option_may_build_on_another_and_choose_options_of_its_own(here: Path) -> None:
+    (here / "drafter" / "inner").mkdir(parents=True)
+    (here / "drafter" / "deep.yaml").write_text("_target_: my_module.MyDrafter\ndepth: 9\nmax_nodes: 2\n")
+    (here / "drafter" / "wide.yaml").write_text("defaults: [deep, {inner: small}, _self_]\nmax_nodes: 5\n")
+    (here / "drafter" / "inner" / "small.yaml").write_text("_target_: my_module.MyDrafter\ndepth: 1\n")
+    found = main("drafter=wide", "drafter.inner.max_nodes=3")["drafter"]
+    assert (found["depth"], found["max_nodes"]) == (9, 5)
+    assert (found["inner"]["depth"], found["inner"]["max_nodes"]) == (1, 3)
+
+
+@pytest.mark.parametrize(("order", "seed"), [("main, _self_", 5), ("main", 5), ("_self_, main", 0)])
+def test_self_says_where_a_file_stands_among_those_that_it_builds_on(here: Path, order: str, seed: int) -> None:
+    (here / "mine.yaml").write_text(f"defaults: [{order}]\nseed: 5\n")
+    assert compose("mine.yaml").seed == seed
+
+
 def test_a_file_in_another_directory(here: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     elsewhere = tmp_path_factory.mktemp("it's elsewhere")
     (elsewhere / "mine.yaml").write_text(
@@ -330,11 +348,19 @@ def test_a_run_directory_that_cannot_be_written(here: Path) -> None:
 
 
 def test_no_global_state_is_left() -> None:
-    instances, resolvers = dict(Singleton._instances), dict(BaseContainer._resolvers)
-    main()
-    with pytest.raises(ConfigError):
-        main("sede=1")
-    assert (dict(Singleton._instances), BaseContainer._resolvers) == (instances, resolvers)
+    """A program's own resolvers of the same names stay as they are, and are not ours."""
+    OmegaConf.register_new_resolver("asset", lambda name: f"theirs: {name}")
+    OmegaConf.register_new_resolver("oc.env", lambda name: f"theirs: {name}", replace=True)
+    try:
+        assert "theirs" not in main("ckpt_path=${asset:quickstart_policy}")["ckpt_path"]
+        recorded(compose("main.yaml", ["ckpt_path=${oc.env:NAME}"]))
+        with pytest.raises(ConfigError):
+            main("sede=1")
+        assert OmegaConf.create({"it": "${asset:a} ${oc.env:b}"}).it == "theirs: a theirs: b"
+        assert not OmegaConf.has_resolver("package")
+    finally:
+        OmegaConf.clear_resolver("asset")
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
     assert not GlobalHydra.instance().is_initialized()
     assert sys.path.count(str(Path.cwd())) == 1
 

@@ -13,8 +13,8 @@ import yaml
 
 from rhymerl.config import compose, instantiate, packaged_names
 from rhymerl.config.files import packaged_directory
-from rhymerl.config.nodes import components
 from rhymerl.config.targets import import_target, signature_of
+from rhymerl.config.tree import components
 from rhymerl.errors import ConfigError
 from rhymerl.types import MaybeInfinite
 from tests.config.packaged import composed

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rhymerl.config import compose
-from rhymerl.config.packages import packages_folder
+from rhymerl.config.interpolation import packages_folder
 from rhymerl.errors import ConfigError
 
 Made = Callable[..., Path]

@@ -1,0 +1,190 @@
+"""Composition: what files and the command line say becomes complete, checked settings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override as HydraOverride
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+
+from rhymerl.config.annotations import wants_component
+from rhymerl.config.files import ConfigFile, Layer, folders_beside, layers, locate, packaged_directory, read_chain
+from rhymerl.config.interpolation import located_errors, settle
+from rhymerl.config.schema import check, expand, kinds_by_key, unknown
+from rhymerl.config.targets import is_dotted_path
+from rhymerl.config.tree import ABSENT, child, is_component, join, origin
+from rhymerl.errors import ConfigError
+
+_PLAIN = re.compile(r"([+]{0,2}[^=~\s]+)=([^\[{'\"].*)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Override:
+    """One override: a new value for `key`, or its removal."""
+
+    key: str
+    value: Any
+    is_removal: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """What settings come from: files, in layers with the choices of groups, then the overrides that are none."""
+
+    path: Path
+    chain: Sequence[ConfigFile]
+    layers: Sequence[Layer]
+    overrides: Sequence[Override]
+
+
+def compose(name_or_path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
+    """Return the settings of a packaged config or of the user's own .yaml file, overridden, complete and checked.
+
+    `overrides` are `key=value` in Hydra's grammar. A group (`drafter=ngram`) takes a packaged option, one beside the
+    user's file, or a dotted class path, and replaces the whole node; what it then contains can be overridden in the same
+    call, in any order. Every argument of every class is filled in. `${key}` stays as it is and follows overrides; other
+    interpolations (`${now:%H}`, `${asset:NAME}`, `${config_name:}`) are replaced by their values, but for text out of the
+    environment (`${oc.env:NAME}`), which may be a key.
+
+    Raises ConfigError naming the setting, its value and what is allowed.
+    """
+    sources = sources_of(name_or_path, overrides)
+    config = merged(sources.path, sources.layers)
+    _apply_all(config, sources.overrides)
+    settle(config, sources.path.stem)
+    check(config, _schema(sources))
+    composed = OmegaConf.create(config)
+    OmegaConf.set_struct(composed, True)
+    return composed
+
+
+def sources_of(name_or_path: str | Path, overrides: Sequence[str]) -> Sources:
+    """Read the files and the overrides. Raises ConfigError for what cannot be read, and for a choice that no group has."""
+    path = locate(name_or_path)
+    chain = read_chain(path)
+    groups = {group for file in chain for group in file.choices}
+    groups |= {str(name) for file in chain for name in file.body if (packaged_directory() / str(name)).is_dir()}
+    chosen: dict[str, str | None] = {}
+    values: list[Override] = []
+    for override in parse(overrides):
+        if override.key in groups and isinstance(override.value, str | None) and not override.is_removal:
+            chosen[override.key] = override.value
+        else:
+            values.append(override)
+    found = layers(chain, folders_beside(path), chosen)
+    return Sources(path=path, chain=chain, layers=found, overrides=values)
+
+
+def merged(path: Path, sources: Sequence[Layer | ConfigFile]) -> dict[str, Any]:
+    """Return what the layers of a config, or some files of its, say together."""
+    with located_errors(path.stem):
+        found: Any = OmegaConf.to_container(OmegaConf.merge(*(each.body for each in sources)))
+    return dict(found)
+
+
+def _schema(sources: Sources) -> dict[str, Any]:
+    """Return what the files that build on no other one say, which is the schema of the rest."""
+    root = merged(sources.path, [file for file in sources.chain if file.is_root])
+    return root | dict.fromkeys(group for file in sources.chain for group in file.choices)
+
+
+# -- overrides -------------------------------------------------------------------------------------------------------
+
+
+def parse(overrides: Sequence[str]) -> list[Override]:
+    """Read overrides in Hydra's grammar, `~key` to take something out. Raises ConfigError for one that cannot be read."""
+    parser = OverridesParser.create()
+    return [_parse(parser, text) for text in overrides]
+
+
+def _parse(parser: OverridesParser, text: str) -> Override:
+    if "=" not in text and not text.startswith("~"):
+        raise ConfigError(f"{text!r}: expected an override of the form key=value")
+    try:
+        parsed = _read(parser, text)
+    except HydraException as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{text!r}: cannot be read as key=value ({reason}); quote the value: key='\"...\"'"
+        ) from error
+    if parsed.is_sweep_override():
+        raise ConfigError(
+            f"{text!r}: expected one value; write a list as [a,b], and quote a text with commas: '\"a,b\"'"
+        )
+    if not parsed.key_or_group or parsed.package is not None:
+        raise ConfigError(f"{text!r}: expected an override of the form key=value")
+    return Override(key=parsed.key_or_group, value=parsed.value(), is_removal=parsed.is_delete())
+
+
+def _read(parser: OverridesParser, text: str) -> HydraOverride:
+    """Text that Hydra's grammar would want in quotes, such as `step=10.ckpt` or `\\d+`, is taken as it stands."""
+    found = None if "${" in text else _PLAIN.fullmatch(text)
+    quoted = f"{found[1]}={QuotedString(found[2], Quote.single).with_quotes()}" if found is not None else text
+    if "\\" in text:  # which Hydra takes for an escape in some places
+        return parser.parse_override(quoted)
+    try:
+        return parser.parse_override(text)
+    except HydraException:
+        return parser.parse_override(quoted)
+
+
+def _apply_all(config: dict[str, Any], overrides: Sequence[Override]) -> None:
+    """Apply the changes that name a class before all others, which are then about the new class; these keep their order."""
+    named = [each for each in overrides if each.key.endswith("._target_") or is_component(each.value)]
+    for override in named:
+        _apply(config, override)
+    expand(config)
+    others = [each for each in overrides if each not in named]
+    kinds = kinds_by_key(config) if others else {}
+    for override in sorted(others, key=lambda each: not _is_class_path(each, kinds.get(origin(config, each.key), []))):
+        _apply(config, override)
+        expand(config)
+
+
+def _is_class_path(override: Override, kinds: Sequence[Any]) -> bool:
+    value = override.value
+    is_path = isinstance(value, str) and is_dotted_path(value)
+    return is_path and any(wants_component(value, kind) for kind in kinds)
+
+
+def _apply(config: dict[str, Any], override: Override) -> None:
+    """Write one override into an expanded config, at the place that its key refers to.
+
+    Names are checked afterwards; mappings are merged, unless one names another class.
+    """
+    above, _, name = origin(config, override.key, follow_last=False).rpartition(".")
+    parent, value = _container_at(config, above, override), override.value
+    present = child(parent, name)
+    if override.is_removal and present is ABSENT:
+        raise unknown(config, override.key)
+    if isinstance(parent, list):
+        if present is ABSENT:
+            raise ConfigError(f"unknown setting {override.key}: the list has {len(parent)} items, counted from 0")
+        name = int(name)
+    if override.is_removal:
+        del parent[name]
+        return
+    if name == "_target_":
+        parent.clear()
+    is_tuned = isinstance(present, dict) and isinstance(value, dict) and not is_component(value)
+    parent[name] = OmegaConf.to_container(OmegaConf.merge(present, value)) if is_tuned else value
+
+
+def _container_at(config: dict[str, Any], key: str, override: Override) -> Any:
+    """Return the container at `key`, made where there is none yet."""
+    node: Any = config
+    done = ""
+    for part in key.split(".") if key else []:
+        done, above, node = join(done, part), node, child(node, part)
+        if isinstance(above, dict) and (node is ABSENT or node is None):
+            node = above[part] = {}
+        elif not isinstance(node, dict | list):
+            raise ConfigError(f"unknown setting {override.key}: {done} is a value, not a mapping")
+    return node
