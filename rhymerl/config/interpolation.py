@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
@@ -23,7 +24,8 @@ from rhymerl.errors import ConfigError
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
-_OURS = re.compile(r"\$\{\s*(asset|now|package)\s*:")
+_OURS = re.compile(r"\$\{\s*(asset|package)\s*:")
+_NOW = re.compile(r"\$\{\s*now\s*:")
 _ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:")
 _SHOWN = 10  # files that an error names
 
@@ -33,7 +35,9 @@ def settle(config: dict[str, Any], config_name: str) -> None:
 
     Text out of the environment stays named, wherever it comes through; it has to be there all the same.
     """
-    ours = map_text(config, lambda text: _OURS.sub(r"${rhymerl.\1:", text.replace("${config_name:}", config_name)))
+    now = f"${{rhymerl.now:{time.time()},"  # one moment for all settings
+    named = map_text(config, lambda text: _NOW.sub(now, text.replace("${config_name:}", config_name)))
+    ours = map_text(named, lambda text: _OURS.sub(r"${rhymerl.\1:", text))
     _settle(config, OmegaConf.create(ours), environment_named(ours), "")
 
 
@@ -177,7 +181,7 @@ def _folders(package: str) -> list[Path]:
 
 _RESOLVERS: dict[str, Callable[..., str]] = {
     "asset": _asset,
-    "now": lambda pattern: datetime.now().strftime(pattern),
+    "now": lambda moment, pattern: datetime.fromtimestamp(moment).strftime(pattern),
     "env": _variable,
     "package": _package_file,
 }

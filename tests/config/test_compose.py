@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,13 @@ def test_every_argument_of_every_class_is_filled_in() -> None:
 
 def test_resolvers_give_values() -> None:
     assert main()["run_dir"].startswith("runs/main-20")
+
+
+def test_all_settings_have_the_time_of_one_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = itertools.count(0, 100)
+    monkeypatch.setattr("time.time", lambda: next(seconds))
+    config = main("run_dir=${now:%H-%M-%S}", "ckpt_path=${run_dir}/${now:%S}")
+    assert config["ckpt_path"] == f"{config['run_dir']}/{config['run_dir'][-2:]}"
 
 
 def test_text_out_of_the_environment_stays_named(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
