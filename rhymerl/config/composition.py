@@ -164,17 +164,16 @@ def _apply(config: dict[str, Any], override: Override) -> None:
     present = child(parent, name)
     if override.is_removal and present is ABSENT:
         raise unknown(config, override.key)
-    if isinstance(parent, list):
-        if present is ABSENT:
-            raise ConfigError(f"unknown setting {override.key}: the list has {len(parent)} items, counted from 0")
-        name = int(name)
+    if isinstance(parent, list) and present is ABSENT:
+        raise ConfigError(f"unknown setting {override.key}: the list has {len(parent)} items, counted from 0")
+    place: Any = int(name) if isinstance(parent, list) else name
     if override.is_removal:
-        del parent[name]
+        del parent[place]
         return
     if name == "_target_":
         parent.clear()
     is_tuned = isinstance(present, dict) and isinstance(value, dict) and not is_component(value)
-    parent[name] = OmegaConf.to_container(OmegaConf.merge(present, value)) if is_tuned else value
+    parent[place] = OmegaConf.to_container(OmegaConf.merge(present, value)) if is_tuned else value
 
 
 def _container_at(config: dict[str, Any], key: str, override: Override) -> Any:
