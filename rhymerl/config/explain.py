@@ -15,7 +15,7 @@ from rhymerl.config.annotations import in_words
 from rhymerl.config.composition import Sources, merged, sources_of
 from rhymerl.config.files import folders_beside, layers, options, packaged_directory
 from rhymerl.config.interpolation import value_at
-from rhymerl.config.schema import Argument, arguments, classes, plain_default, unknown
+from rhymerl.config.schema import Component, classes, kinds_by_key, plain_default, unknown
 from rhymerl.config.targets import REQUIRED, import_target, signature_of
 from rhymerl.config.tree import ABSENT, containers, entries, find, is_component, join, link_of, origin
 from rhymerl.errors import ConfigError
@@ -51,26 +51,27 @@ def explain(composed: DictConfig, key: str, name_or_path: str | Path, overrides:
     node = find(config, key)
     if node is ABSENT:
         raise _not_there(config, key, sources.path)
-    taking = [each for each in arguments(config) if each.place == key]
-    own = next((each for each in taking if each.key == key), None)
-    argument = own or next(iter(taking), None)  # else of the first component that follows the setting
+    above, _, name = key.rpartition(".")
+    owner = next((each for each in classes(config) if each.key == above and name in each.signature.parameters), None)
+    parameter = owner.signature.parameters[name] if owner else None
+    wanted = [parameter.annotation] if parameter else kinds_by_key(config).get(key, [])
     is_section = isinstance(node, dict) and bool(node)
     made = value_at(config, join(key, "_target_")) if is_component(node) else None
     followed_by = [
-        join(above, name)
-        for above, each in containers(config)
-        for name, value in entries(each)
+        join(place, each)
+        for place, container in containers(config)
+        for each, value in entries(container)
         if link_of(value) == key and not is_section
     ]
     return Explanation(
         key=key,
         value=value_at(config, key),
-        type=in_words(argument.parameter.annotation) if argument else None,
-        default=_default(own.parameter) if own else None,
+        type=in_words(wanted[0]) if wanted else None,
+        default=_default(parameter) if parameter else None,
         options=options(folders_beside(sources.path, key)) if (packaged_directory() / key).is_dir() else (),
         set_in=_set_in(config, key, sources),
-        owner=made or (own.component.path if own else None),
-        about=_about(key, sources, own, made),
+        owner=made or (owner.path if owner else None),
+        about=_about(key, sources, owner, made),
         followed_by=followed_by,
         settings=_settings(config, key) if is_section else {},
     )
@@ -138,11 +139,11 @@ def in_yaml(value: Any) -> str:
 # -- what is said of it ----------------------------------------------------------------------------------------------
 
 
-def _about(key: str, sources: Sources, argument: Argument | None, made: str | None) -> str:
+def _about(key: str, sources: Sources, owner: Component | None, made: str | None) -> str:
     comments = [words for file in sources.chain for words in [comments_of(file.path).get(key)] if words]
     described = _docstring(import_target(made, setting=key)) if made else ""
-    if not described and argument is not None:
-        target, name = argument.component.target, argument.name
+    if not described and owner is not None:
+        target, name = owner.target, key.rpartition(".")[2]
         described = _entry(target, name) or _beside(target, name) or _docstring(target)
     return "\n\n".join([*comments[-1:], *([described] if described else [])])
 

@@ -33,6 +33,10 @@ class Component:
     target: Callable[..., Any]
     signature: Signature
 
+    def places(self, config: dict[str, Any]) -> dict[str, str]:
+        """Return the keys at which the values of the arguments are written, by their names."""
+        return {name: origin(config, join(self.key, name)) for name in self.signature.parameters}
+
 
 def classes(config: dict[str, Any]) -> Iterator[Component]:
     """Yield every component, outer ones first. Raises ConfigError for a class that cannot be imported."""
@@ -68,30 +72,12 @@ def plain_default(parameter: inspect.Parameter) -> Any:
         return ABSENT
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Argument:
-    """An argument of a component: `key` is where it stands, `place` where its value is written."""
-
-    component: Component
-    name: str
-    parameter: inspect.Parameter
-    key: str
-    place: str
-
-
-def arguments(config: dict[str, Any]) -> Iterator[Argument]:
-    """Yield all arguments of all components."""
-    for each in classes(config):
-        for name, parameter in each.signature.parameters.items():
-            key = join(each.key, name)
-            yield Argument(component=each, name=name, parameter=parameter, key=key, place=origin(config, key))
-
-
 def kinds_by_key(config: dict[str, Any]) -> dict[str, list[Any]]:
     """Return what the constructors expect, by the place where the value is written."""
     found: dict[str, list[Any]] = {}
-    for each in arguments(config):
-        found.setdefault(each.place, []).append(each.parameter.annotation)
+    for each in classes(config):
+        for name, place in each.places(config).items():
+            found.setdefault(place, []).append(each.signature.parameters[name].annotation)
     return found
 
 
