@@ -56,7 +56,8 @@ def _settle(node: Any, evaluated: Any, named: Any, key: str) -> None:
 
 def environment_named(config: Any) -> DictConfig:
     """Return a config in which `${oc.env:NAME}` stands for `${rhymerl.env:NAME}`: what an environment variable holds may be a key."""
-    return OmegaConf.create(map_text(config, lambda text: _ENVIRONMENT.sub("${rhymerl.env:", text)))
+    named: DictConfig = OmegaConf.create(map_text(config, lambda text: _ENVIRONMENT.sub("${rhymerl.env:", text)))
+    return named
 
 
 def map_text(value: Any, change: Callable[[str], str]) -> Any:
