@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, nan
 from time import monotonic
-from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 OutcomeKind = Literal["ok", "absent", "error", "timeout", "crash", "again"]
 
@@ -25,7 +25,10 @@ class Call(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The outcome of one call. `absent`: the function does not apply; `again`: it failed with others, so it must be called alone."""
+    """The outcome of one call. `absent`: the function does not apply; `again`: it failed with others, so it must be called alone.
+
+    A reward process's first outcome is that of its start.
+    """
 
     position: int  # in the chunk
     kind: OutcomeKind
@@ -35,6 +38,27 @@ class Outcome(NamedTuple):
 
 
 Emit = Callable[[Outcome], None]
+Drive = Callable[[Coroutine[Any, Any, Any]], Any]  # runs a coroutine to its end
+
+
+class StrayBytesError(Exception):
+    """Something else than a reward process has written into its pipe, which is open to whatever a reward function does."""
+
+
+def line_of(outcome: Outcome) -> bytes:
+    """Return the outcome as a line of JSON, with its end."""
+    return json.dumps(outcome).encode() + b"\n"
+
+
+def outcome_of(line: bytes) -> Outcome:
+    """Return what `line_of` has made a line of. Raises StrayBytesError for any other."""
+    try:
+        outcome = Outcome(*json.loads(line))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise StrayBytesError from error
+    if tuple(map(type, outcome)) != (int, str, float, str, float) or outcome.kind not in get_args(OutcomeKind):
+        raise StrayBytesError
+    return outcome
 
 
 class Attempt:
@@ -47,9 +71,7 @@ class Attempt:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         # User code may raise anything, SystemExit included, and none of it may end the run. Ctrl-C must.
         if error is None or isinstance(error, KeyboardInterrupt):
             return False
@@ -98,7 +120,8 @@ async def _within(seconds: float, awaitable: Coroutine[Any, Any, Any]) -> Any:
         return await awaitable
 
 
-def _no_event_loop(coroutine: Coroutine[Any, Any, Any]) -> Any:
+def no_event_loop(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Stand in for a loop where no reward is async."""
     raise AssertionError("an async reward needs `drive`")
 
 
@@ -115,7 +138,7 @@ class Caller:
     is_async: bool
     timeout_s: float
     arguments: Mapping[str, Any] = field(default_factory=dict)  # passed to every call as they are
-    drive: Callable[[Coroutine[Any, Any, Any]], Any] = _no_event_loop  # runs a coroutine to its end
+    drive: Drive = no_event_loop
 
     def run(self, calls: Sequence[Call], emit: Emit) -> None:
         if self.batch:

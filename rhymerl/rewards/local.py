@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import islice
 from math import inf
 from typing import Any
 
@@ -15,22 +16,41 @@ from rhymerl.rewards.hooks import opened
 
 
 class LocalReward:
-    """Calls one reward on samples and hands each outcome to `deliver(key, outcome)` once.
+    """Calls one reward, in chunks, and hands each outcome to `deliver(reward, key, outcome)` once; after a chunk it calls `poll`.
 
     A sync function cannot be stopped, so its value counts however long it took. Async ones run in an event
     loop on a thread of their own, because this thread may be running a loop already, as in a notebook.
     """
 
-    def __init__(self, reward: Reward, deliver: Callable[[str, Outcome], None]) -> None:
+    def __init__(
+        self,
+        reward: Reward,
+        deliver: Callable[[Reward, Any, Outcome], None],
+        *,
+        chunk_size: int,
+        poll: Callable[[], None],
+    ) -> None:
         self.reward = reward
         self.deliver = deliver
+        self.chunk_size = chunk_size
+        self.poll = poll
+        self._waiting: dict[Any, Call] = {}
         self._stack = ExitStack()
         self._arguments: Mapping[str, Any] | None = None
         self._runner = asyncio.Runner()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards") if reward.is_async else None
 
-    def run(self, samples: Mapping[str, Call], *, extra: Mapping[str, Any] | None = None) -> None:
-        """Score `samples` by key; `extra` keyword arguments go into every call."""
+    def put(self, key: Any, call: Call) -> None:
+        """Queue a call; with `where="main"` it runs now, or once a chunk of async or batch ones is full."""
+        self._waiting[key] = call
+        size = self.chunk_size if self.reward.batch or self.reward.is_async else 1
+        if self.reward.where == "main" and len(self._waiting) >= size:
+            self.run(list(self._waiting))
+
+    def run(self, keys: Iterable[Any], *, extra: Mapping[str, Any] | None = None) -> None:
+        """Make the queued calls that are among `keys`, in that order; `extra` keyword arguments go into every call."""
+        if not self._waiting:
+            return
         if self._arguments is None:
             self._arguments = opened(self.reward.call, self.reward.arguments, self._stack)
         caller = Caller(
@@ -41,11 +61,14 @@ class LocalReward:
             arguments={**self._arguments, **(extra or {})},
             drive=self._drive,
         )
-        keys = list(samples)
-        for outcome in _outcomes(caller, list(samples.values())):
-            key = keys[outcome.position]
-            (final,) = _outcomes(caller, [samples[key]]) if outcome.kind == "again" else (outcome,)
-            self.deliver(key, final)
+        remaining = (key for key in keys if key in self._waiting)
+        while chunk := list(islice(remaining, self.chunk_size)):
+            calls = [self._waiting.pop(key) for key in chunk]
+            for outcome in _outcomes(caller, calls):
+                position = outcome.position
+                (final,) = _outcomes(caller, [calls[position]]) if outcome.kind == "again" else (outcome,)
+                self.deliver(self.reward, chunk[position], final)
+            self.poll()
 
     def close(self) -> None:
         """End the thread, and what the function has open; may be called twice."""

@@ -9,19 +9,17 @@ import pickle
 import selectors
 from collections import deque
 from collections.abc import Callable, Container, Sequence
-from itertools import islice
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rhymerl.errors import RewardError
 from rhymerl.rewards.base import Reward
-from rhymerl.rewards.calls import Call, Outcome
-from rhymerl.rewards.lines import Started, StrayBytesError
+from rhymerl.rewards.calls import Call, Outcome, StrayBytesError
 from rhymerl.rewards.process import RewardProcess
 from rhymerl.rewards.process_main import Chunk, FunctionSpec
 
 _START_TIMEOUT_S = 120.0
-_START_AGAIN_AFTER_S = (0.1, 0.3, 0.9, 2.7)
+_START_AGAIN_AFTER_S = (0.1, 0.3, 0.9, 2.7)  # as starts fail while the machine has too many processes
 _GRACE_S = 0.25  # the process's own timers get the first word
 _POLL_INTERVAL_S = 0.01
 
@@ -48,36 +46,17 @@ class _PooledProcess(RewardProcess):
     def is_idle(self) -> bool:
         return self.ready and not self.pending
 
-    def send(self, tasks: Sequence[PendingCall], reward: Reward) -> None:
+    def send(self, calls: Sequence[PendingCall], reward: Reward) -> None:
         """Raises OSError when the process is dead."""
-        self.pending = dict(enumerate(tasks))
+        self.pending = dict(enumerate(calls))
         self.in_order = not _is_concurrent(reward)
-        num_limits = len(tasks) if reward.batch else 1
-        message = pickle.dumps(Chunk(tasks[0].reward, [task.call for task in tasks]))
-        self.connection.send_bytes(message)
+        num_limits = len(calls) if reward.batch else 1
+        self.connection.send_bytes(pickle.dumps(Chunk(calls[0].reward, [each.call for each in calls])))
         self.deadline = monotonic() + reward.timeout_s * num_limits + _GRACE_S
 
 
-class _Starts:
-    """The time at which a process may be started: later where that has failed, as it does while the machine has too many."""
-
-    def __init__(self) -> None:
-        self.not_before = 0.0
-        self._num_failed = 0
-
-    def succeeded(self) -> None:
-        self._num_failed = 0
-
-    def failed(self, reason: str, *, at_work: bool) -> None:
-        """Raises RewardError when it has failed too often and nobody is at work."""
-        if self._num_failed >= len(_START_AGAIN_AFTER_S) and not at_work:
-            raise RewardError(f"a reward process did not start: {reason}")
-        self.not_before = monotonic() + _START_AGAIN_AFTER_S[min(self._num_failed, len(_START_AGAIN_AFTER_S) - 1)]
-        self._num_failed += 1
-
-
 class RewardPool:
-    """Runs calls of `rewards` in reward processes, in chunks, and hands each outcome to `deliver` once.
+    """Runs calls of `rewards` in reward processes, in chunks, and hands each outcome to `deliver(reward, key, outcome)` once.
 
     A call that hangs or kills its process costs that one sample; the rest of its chunk runs again. If calls run at the same time
     (async or batch), the guilty one is found by running each again alone. Processes start with the first work, and again where that
@@ -87,7 +66,7 @@ class RewardPool:
     def __init__(
         self,
         rewards: Sequence[Reward],
-        deliver: Callable[[PendingCall, Outcome], None],
+        deliver: Callable[[Reward, Any, Outcome], None],
         *,
         num_processes: int = 2,
         chunk_size: int = 16,
@@ -99,16 +78,15 @@ class RewardPool:
         self._specs = [_spec(reward) for reward in rewards]
         self._queues: list[deque[PendingCall]] = [deque() for _ in rewards]
         self._alone: deque[PendingCall] = deque()
-        self._num_queued = 0
         self._processes: list[_PooledProcess] = []
-        self._starts = _Starts()
+        self._num_failed_starts = 0  # since one succeeded
+        self._start_not_before = 0.0
         self._selector = selectors.DefaultSelector()
         self._next_poll = 0.0
 
-    def put(self, task: PendingCall) -> None:
+    def put(self, call: PendingCall) -> None:
         """Queue a call; nothing is sent yet."""
-        self._queues[task.reward].append(task)
-        self._num_queued += 1
+        self._queues[call.reward].append(call)
 
     def poll(self) -> None:
         """Flush when a chunk is full or some time has passed: cheap enough to be called for every sample."""
@@ -123,8 +101,7 @@ class RewardPool:
     def discard(self, keys: Container[Any]) -> None:
         """Forget calls with these keys that have not been sent yet."""
         for queue in (*self._queues, self._alone):
-            left = [task for task in queue if task.key not in keys]
-            self._num_queued -= len(queue) - len(left)
+            left = [call for call in queue if call.key not in keys]
             queue.clear()
             queue.extend(left)
 
@@ -134,7 +111,7 @@ class RewardPool:
         while not until():
             deadlines = [process.deadline for process in self._processes if not process.is_idle]
             if self._lacks_processes:
-                deadlines.append(self._starts.not_before)
+                deadlines.append(self._start_not_before)
             self._turn(max(0.0, min(deadlines) - monotonic()))
 
     def close(self) -> None:
@@ -160,10 +137,14 @@ class RewardPool:
     def _dispatch(self) -> None:
         """Give work to idle processes, and start processes while there is more."""
         for process in [each for each in self._processes if each.is_idle]:
-            if tasks := self._next_chunk():
-                self._send(process, tasks)
-        while self._lacks_processes and monotonic() >= self._starts.not_before:
+            if calls := self._next_chunk():
+                self._send(process, calls)
+        while self._lacks_processes and monotonic() >= self._start_not_before:
             self._start()
+
+    @property
+    def _num_queued(self) -> int:
+        return sum(map(len, self._queues), len(self._alone))
 
     @property
     def _lacks_processes(self) -> bool:
@@ -173,96 +154,89 @@ class RewardPool:
     def _next_chunk(self) -> list[PendingCall]:
         """Calls of the reward with the longest queue: an equal share for each process when few are left."""
         if self._alone:
-            tasks = [self._alone.popleft()]
-        else:
-            queue = max(self._queues, key=len)
-            share = -(-len(queue) // self.num_processes)
-            concurrent = queue and _is_concurrent(self.rewards[queue[0].reward])
-            size = self.chunk_size if concurrent else min(self.chunk_size, share)
-            tasks = list(islice(queue, size))
-            for _ in tasks:
-                queue.popleft()
-        self._num_queued -= len(tasks)
-        return tasks
+            return [self._alone.popleft()]
+        queue = max(self._queues, key=len)
+        size = min(self.chunk_size, len(queue))
+        if queue and not _is_concurrent(self.rewards[queue[0].reward]):
+            size = min(size, -(-len(queue) // self.num_processes))
+        return [queue.popleft() for _ in range(size)]
 
-    def _send(self, process: _PooledProcess, tasks: Sequence[PendingCall]) -> None:
+    def _send(self, process: _PooledProcess, calls: Sequence[PendingCall]) -> None:
+        reward = self.rewards[calls[0].reward]
         try:
-            process.send(tasks, self.rewards[tasks[0].reward])
+            process.send(calls, reward)
         except OSError:
             self._lose(process, "crash")
         except (pickle.PicklingError, TypeError, AttributeError) as error:
-            setting = self.rewards[tasks[0].reward].setting
-            raise RewardError(f"{setting}: its columns cannot be sent to a reward process: {error}") from error
+            raise RewardError(f"{reward.setting}: its columns cannot be sent to a reward process: {error}") from error
 
     def _read(self, process: _PooledProcess) -> None:
         try:
-            for message in process.lines.read():
-                self._take(process, message)
+            for outcome in process.read():
+                self._take(process, outcome)
         except StrayBytesError:
             self._lose(process, "crash", message="something else than its result was written into its process's pipe")
         except (EOFError, OSError):
             self._lose(process, "crash")
 
-    def _take(self, process: _PooledProcess, message: Started | Outcome) -> None:
-        if isinstance(message, Started):
-            if message.failure:
-                raise RewardError(f"rewards.{message.reward}: a reward process cannot import it: {message.failure}")
+    def _take(self, process: _PooledProcess, outcome: Outcome) -> None:
+        if not process.ready:
+            if outcome.kind != "ok":
+                raise RewardError(outcome.message)
             process.ready = True
-            self._starts.succeeded()
+            self._num_failed_starts = 0
             return
         expected = list(process.pending)[:1] if process.in_order else process.pending
-        if message.position not in expected:
+        if outcome.position not in expected:
             raise StrayBytesError
-        task = process.pending.pop(message.position)
+        call = process.pending.pop(outcome.position)
         if process.in_order:
-            process.deadline = message.finished_at + self.rewards[task.reward].timeout_s + _GRACE_S
-        self._settle(task, message)
-
-    def _settle(self, task: PendingCall, outcome: Outcome) -> None:
+            process.deadline = outcome.finished_at + self.rewards[call.reward].timeout_s + _GRACE_S
         if outcome.kind == "again":
-            self._alone.append(task)
-            self._num_queued += 1
+            self._alone.append(call)
         else:
-            self.deliver(task, outcome)
+            self._deliver(call, outcome)
 
-    def _lose(self, process: _PooledProcess, kind: str, *, message: str = "") -> None:
+    def _deliver(self, call: PendingCall, outcome: Outcome) -> None:
+        self.deliver(self.rewards[call.reward], call.key, outcome)
+
+    def _lose(self, process: _PooledProcess, kind: Literal["crash", "timeout"], *, message: str = "") -> None:
         """End a process that hangs or has died: the guilty call is settled, the others are queued again."""
         self._processes.remove(process)
         self._selector.unregister(process.connection)
         process.hang_up()
         ending = process.end(at_once=True)
-        tasks = list(process.pending.values())
         if not process.ready:
             if kind == "timeout":
                 raise RewardError(f"a reward process did not start: it was not ready after {_START_TIMEOUT_S:g} s")
-            self._starts.failed(ending, at_work=self._is_at_work)
-        if not tasks:
+            self._start_later(ending)
+        if not process.pending:
             return
-        if not process.in_order and len(tasks) > 1:
-            self._alone.extend(tasks)
-            self._num_queued += len(tasks)
+        guilty, *others = process.pending.values()
+        if others and not process.in_order:
+            self._alone.extend([guilty, *others])
             return
-        self._queues[tasks[0].reward].extendleft(reversed(tasks[1:]))
-        self._num_queued += len(tasks) - 1
-        if kind == "crash":
-            outcome = Outcome(0, "crash", message=message or ending)
-        else:
-            limit_s = self.rewards[tasks[0].reward].timeout_s
-            outcome = Outcome(0, "timeout", message=f"it hung for longer than {limit_s:g} s")
-        self.deliver(tasks[0], outcome)
-
-    @property
-    def _is_at_work(self) -> bool:
-        return any(process.ready for process in self._processes)
+        self._queues[guilty.reward].extendleft(reversed(others))
+        if kind == "timeout":
+            message = f"it hung for longer than {self.rewards[guilty.reward].timeout_s:g} s"
+        self._deliver(guilty, Outcome(0, kind, message=message or ending))
 
     def _start(self) -> None:
         try:
             process = _PooledProcess(self._specs)
         except OSError as error:
-            self._starts.failed(str(error), at_work=self._is_at_work)
+            self._start_later(str(error))
             return
         self._processes.append(process)
         self._selector.register(process.connection, selectors.EVENT_READ, process)
+
+    def _start_later(self, reason: str) -> None:
+        """Let some time pass after a failed start. Raises RewardError when too many failed and nobody is at work."""
+        last = len(_START_AGAIN_AFTER_S) - 1
+        if self._num_failed_starts > last and not any(process.ready for process in self._processes):
+            raise RewardError(f"a reward process did not start: {reason}")
+        self._start_not_before = monotonic() + _START_AGAIN_AFTER_S[min(self._num_failed_starts, last)]
+        self._num_failed_starts += 1
 
 
 def _is_concurrent(reward: Reward) -> bool:

@@ -8,13 +8,13 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-from rhymerl.rewards.lines import LineReader
+from rhymerl.rewards.calls import Outcome, StrayBytesError, outcome_of
 from rhymerl.rewards.process_main import FunctionSpec
 
 # The parent's path is set before anything is imported: rhymerl and the users' modules are then the parent's.
@@ -23,6 +23,7 @@ _PROGRAM = (
     "fds = map(int, sys.argv[1:3]); del sys.argv[1:]; main(*fds)"
 )
 _EXIT_TIMEOUT_S = 1.0
+_MAX_LINE_BYTES = 2**16
 _MARK = "RHYMERL_REWARD_PROCESS"  # in the environment of a reward process and of all that comes from it
 
 
@@ -56,9 +57,19 @@ class RewardProcess:
         finally:
             theirs.close()
             os.close(their_pipe_end)
-        self.lines = LineReader(self.connection.fileno())
+        self._unread = b""  # the beginning of a line
         with suppress(OSError):  # a process that is dead already shows when it is read from
             self.connection.send_bytes(pickle.dumps(list(specs)))
+
+    def read(self) -> Iterator[Outcome]:
+        """Return what there is by now; wait only where there is nothing. Raises EOFError at the end, OSError and StrayBytesError."""
+        data = os.read(self.connection.fileno(), _MAX_LINE_BYTES)
+        if not data:
+            raise EOFError
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        yield from map(outcome_of, lines)
+        if len(self._unread) > _MAX_LINE_BYTES:
+            raise StrayBytesError
 
     def hang_up(self) -> None:
         """Close the connection: an idle process ends by itself."""

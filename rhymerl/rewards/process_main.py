@@ -9,16 +9,15 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial, reduce
 from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from rhymerl.rewards.calls import Attempt, Call, Caller, Outcome
+from rhymerl.rewards.calls import Attempt, Call, Caller, Drive, Outcome, line_of, no_event_loop
 from rhymerl.rewards.hooks import opened
-from rhymerl.rewards.lines import Started, line_of
 from rhymerl.rewards.sandbox.memory import volunteer
 
 
@@ -69,43 +68,40 @@ def _die_with_parent(parent_pipe: int) -> None:
 def _serve(connection: Connection[Any, Any], stack: ExitStack) -> None:
     own_pid = os.getpid()
 
-    def emit(message: Outcome | Started) -> None:
+    def emit(outcome: Outcome) -> None:
         if os.getpid() != own_pid:
             os._exit(0)  # a child that the function has forked, and that has returned from it too
-        data = line_of(message)
+        data = line_of(outcome)
         while data:
             data = data[os.write(connection.fileno(), data) :]
 
     specs: list[FunctionSpec] = pickle.loads(connection.recv_bytes())
-    drive = _event_loop() if any(spec.is_async for spec in specs) else None
+    drive: Drive = no_event_loop
+    if any(spec.is_async for spec in specs):
+        import asyncio  # slow to import
+
+        drive = asyncio.Runner().run  # one loop for the life of the process: users' clients outlive a chunk
     callers = []
     for spec in specs:
         with Attempt() as attempt:
             callers.append(_caller(spec, drive, stack))
         if attempt.error is not None:
-            return emit(Started(spec.reward, attempt.message))
-    emit(Started())
+            words = f"rewards.{spec.reward}: a reward process cannot import it: {attempt.message}"
+            return emit(Outcome(0, "error", message=words))
+    emit(Outcome(0, "ok"))
     while True:
         chunk: Chunk = pickle.loads(connection.recv_bytes())
         callers[chunk.reward].run(chunk.calls, emit)
 
 
-def _event_loop() -> Callable[[Coroutine[Any, Any, Any]], Any]:
-    """One loop for the life of the process, so that users' clients and sessions outlive a chunk."""
-    import asyncio
-
-    return asyncio.Runner().run
-
-
-def _caller(spec: FunctionSpec, drive: Callable[[Coroutine[Any, Any, Any]], Any] | None, stack: ExitStack) -> Caller:
+def _caller(spec: FunctionSpec, drive: Drive, stack: ExitStack) -> Caller:
     module: Any = import_module(spec.module)
     function = reduce(getattr, spec.qualname.split("."), module)
-    settings = {"drive": drive} if drive else {}
     return Caller(
         function=function,
         batch=spec.batch,
         is_async=spec.is_async,
         timeout_s=spec.timeout_s,
         arguments=opened(function, spec.arguments, stack),
-        **settings,
+        drive=drive,
     )

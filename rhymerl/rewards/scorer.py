@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from rhymerl.rewards.base import Reward
@@ -33,7 +31,7 @@ class _ScoredSample:
     columns: Mapping[str, Any]
     completion: Completion | None
     scores: dict[str, float]
-    num_expected: int  # outcomes that reward processes have not given yet
+    num_expected: int  # outcomes that are not there yet
     failed: list[tuple[Reward, Outcome]] = field(default_factory=list)
 
     def is_of(self, text: str, columns: Mapping[str, Any], completion: Completion | None) -> bool:
@@ -45,8 +43,8 @@ class _ScoredSample:
 class RewardScorer:
     """Runs every reward on every submitted sample. A context manager: leaving it ends the reward processes.
 
-    Reward processes may `begin` with samples before they are submitted. One thread at a time may use it. `chunk_size` is how many samples a process gets at once, and so how many coroutines of an async reward run
-    at the same time in a process. Raises ValueError when a value is out of range or two names are equal.
+    Reward processes may `begin` with samples before they are submitted. One thread at a time may use it. `chunk_size` is how many
+    samples a process gets at once, and so how many coroutines of an async reward run at the same time in a process. Raises ValueError when a value is out of range or two names are equal.
     """
 
     def __init__(self, rewards: Sequence[Reward], *, num_processes: int = 2, chunk_size: int = 16) -> None:
@@ -64,15 +62,13 @@ class RewardScorer:
         self._num_failed: Counter[str] = Counter()
         self._logged: set[str] = set()
         self._failures = Failures()
-        self.log: list[tuple[str, float]] | None = (
-            None  # of a profile: a reward's name and when it was there, in time.monotonic()
-        )
+        # Of a profile: a reward's name and when it was there, in time.monotonic().
+        self.log: list[tuple[str, float]] | None = None
         pooled = [reward for reward in self.rewards if reward.where == "pool"]
-        self._pool = RewardPool(pooled, self._deliver_task, num_processes=num_processes, chunk_size=chunk_size)
+        self._pool = RewardPool(pooled, self._deliver, num_processes=num_processes, chunk_size=chunk_size)
         local = [reward for reward in self.rewards if reward.where != "pool"]
-        self._local = {reward.name: LocalReward(reward, partial(self._deliver_local, reward)) for reward in local}
-        self._waiting: dict[str, dict[str, Call]] = {name: {} for name in self._local}  # calls by reward and key
-        self._put = [(self._putter(reward), reward.select) for reward in local]
+        poll = self._pool.poll
+        self._local = [LocalReward(each, self._deliver, chunk_size=chunk_size, poll=poll) for each in local]
 
     @property
     def begins(self) -> bool:
@@ -99,7 +95,7 @@ class RewardScorer:
             columns=columns,
             completion=completion,
             scores=dict(self._defaults),
-            num_expected=len(self._pool.rewards),
+            num_expected=len(self.rewards),
         )
         for index, reward in enumerate(self._pool.rewards):
             self._pool.put(PendingCall(index, sample, Call(text, reward.select(columns, completion))))
@@ -122,8 +118,8 @@ class RewardScorer:
         else:
             self._forget([key])
             self._samples[key] = self._sent_to_pool(text, columns, completion)
-        for put, select in self._put:
-            put(key, Call(text, select(columns, completion)))
+        for local in self._local:
+            local.put(self._samples[key], Call(text, local.reward.select(columns, completion)))
         if len(self._samples) % self.chunk_size == 0:
             self._pool.poll()
 
@@ -139,12 +135,12 @@ class RewardScorer:
         if len(keys) != len(self._samples) or set(keys) != set(self._samples):
             raise ValueError(f"order: expected the {len(self._samples)} submitted keys, each once")
         self._pool.flush()
-        for reward in self.rewards:
-            if reward.where == "main":
-                self._run_waiting(reward, list(self._waiting[reward.name]))
-            elif reward.where == "engine":
-                self._run_waiting(reward, keys, extra={"device": device} if reward.takes_device else {})
-        samples, self._samples = {key: self._samples[key] for key in keys}, {}
+        samples = {key: self._samples[key] for key in keys}
+        for local in self._local:
+            in_order = samples if local.reward.where == "engine" else self._samples
+            extra = {"device": device} if local.reward.takes_device else {}
+            local.run([self._samples[key] for key in in_order], extra=extra)
+        self._samples = {}
         self._pool.drain(partial(_drop_scored, list(samples.values())))
         absent = Counter(reward.name for sample in samples.values() for reward in self.rewards)
         absent -= Counter(name for sample in samples.values() for name in sample.scores)
@@ -168,47 +164,23 @@ class RewardScorer:
     def close(self) -> None:
         """End the reward processes; unfinished work is lost. May be called twice."""
         self._pool.close()
-        for local in self._local.values():
+        for local in self._local:
             local.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *of_an_error: object) -> None:
         self.close()
 
-    def _putter(self, reward: Reward) -> Callable[[str, Call], None]:
-        waiting = self._waiting[reward.name]
-        if reward.where == "engine":
-            return waiting.__setitem__
-        size = self.chunk_size if reward.batch or reward.is_async else 1
-
-        def run_when_full(key: str, call: Call) -> None:
-            waiting[key] = call
-            if len(waiting) >= size:
-                self._run_waiting(reward, list(waiting))
-
-        return run_when_full
-
-    def _run_waiting(self, reward: Reward, keys: Sequence[str], *, extra: Mapping[str, Any] | None = None) -> None:
-        waiting = self._waiting[reward.name]
-        remaining = iter(keys)
-        while chunk := list(islice(remaining, self.chunk_size)):
-            self._local[reward.name].run({key: waiting.pop(key) for key in chunk}, extra=extra)
-            self._pool.poll()
-
-    def _deliver_task(self, task: PendingCall, outcome: Outcome) -> None:
-        task.key.num_expected -= 1
-        _note(task.key, self._pool.rewards[task.reward], outcome)
-        self._log(self._pool.rewards[task.reward], outcome)
-
-    def _deliver_local(self, reward: Reward, key: str, outcome: Outcome) -> None:
-        _note(self._samples[key], reward, outcome)
-        self._log(reward, outcome)
-
-    def _log(self, reward: Reward, outcome: Outcome) -> None:
+    def _deliver(self, reward: Reward, sample: _ScoredSample, outcome: Outcome) -> None:
+        sample.num_expected -= 1
+        if outcome.kind == "ok":
+            sample.scores[reward.name] = outcome.value
+        elif outcome.kind == "absent":
+            del sample.scores[reward.name]
+        else:
+            sample.failed.append((reward, outcome))
         if self.log is not None:
             self.log.append((reward.name, outcome.finished_at))
 
@@ -235,12 +207,3 @@ def _drop_scored(samples: list[_ScoredSample]) -> bool:
     while samples and not samples[-1].num_expected:
         samples.pop()
     return not samples
-
-
-def _note(sample: _ScoredSample, reward: Reward, outcome: Outcome) -> None:
-    if outcome.kind == "ok":
-        sample.scores[reward.name] = outcome.value
-    elif outcome.kind == "absent":
-        del sample.scores[reward.name]
-    else:
-        sample.failed.append((reward, outcome))
