@@ -25,8 +25,7 @@ def check_classifier(reward: Reward) -> None:
     if reward.arguments.get("path") is None:
         raise ConfigError(f"{setting}.arguments.path is missing: expected {expected}")
     check_argument(reward, "path", lambda value: isinstance(value, str | Path), expected)
-    config = _config(reward)
-    kinds = config.get("architectures") or []
+    kinds = _config(reward).get("architectures") or []
     if not any("SequenceClassification" in kind for kind in kinds):
         found = f"a directory of {', '.join(kinds)}" if kinds else "no directory of a model"
         path = str(reward.arguments["path"])
@@ -34,13 +33,16 @@ def check_classifier(reward: Reward) -> None:
     for name, value, needed in (("where", reward.where, "engine"), ("batch", reward.batch, True)):
         if value != needed:
             raise ConfigError(f"{setting}.{name}={value!r}: a classifier needs {name}={needed!r}")
-    _check_head(reward)
+    labels = _check_head(reward)
     check_argument(reward, "max_tokens", _is_limit, "a number of tokens, at least 1")
-    _check_label(reward, _labels(config))
+    _check_label(reward, labels)
 
 
-def _check_head(reward: Reward) -> None:
-    """Raise ConfigError where safetensors files are of a model without its head; whatever else is missing is told when it is loaded."""
+def _check_head(reward: Reward) -> list[str]:
+    """Return the labels. Raises ConfigError where safetensors files are of a model without its head.
+
+    Whatever else is missing is told when it is loaded.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -59,6 +61,7 @@ def _check_head(reward: Reward) -> None:
     head = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
     if names:
         refuse_missing(head - names.keys(), f"rewards.{reward.name}.arguments.path={path!r}")
+    return list(config.id2label.values())
 
 
 def _folder(path: str | Path) -> Path:
@@ -77,14 +80,7 @@ def _config(reward: Reward) -> dict[str, Any]:
         raise ConfigError(f"rewards.{reward.name}.arguments.path={str(path)!r}: {words}") from error
 
 
-def _labels(config: dict[str, Any]) -> list[Any]:
-    """Return the labels as transformers reads them: the file lacks the names that it gives by itself."""
-    labels = config.get("id2label") or {}
-    number = config.get("num_labels") or len(labels) or 2
-    return list(labels.values()) if len(labels) == number else [f"LABEL_{index}" for index in range(number)]
-
-
-def _check_label(reward: Reward, labels: list[Any]) -> None:
+def _check_label(reward: Reward, labels: list[str]) -> None:
     label = reward.arguments.get("label")
     if label in labels or (label is None and len(labels) == 1):
         return

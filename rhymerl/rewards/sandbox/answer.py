@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 from .children import NoProcessError, confine, fork, keep_only
 from .remote import EVERYTHING, Peer
 from .wire import read_message, write_message
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
-
 _REQUESTS, _REPLIES = 3, 4
 _MAX_MESSAGE_BYTES = 2**26
-_CHUNK_BYTES = 2**16
+_MAX_OUTPUT_BYTES = 2**20  # of a program
 EXITS = {"exit": sys.exit, "quit": sys.exit}  # builtins of the `site` module, which is not loaded
 
 
@@ -80,21 +77,11 @@ def _run_program(job: dict[str, Any], given: str, *, filtered: bool) -> dict[str
     child = fork(work)
     os.close(source)
     os.close(written_fd)
-    output = _read_all(output_fd, max_bytes=job["output_kb"] * 1024)
-    os.close(output_fd)  # a program that goes on writing ends by SIGPIPE
+    with open(output_fd, "rb") as pipe:  # once it is closed, a program that goes on writing ends by SIGPIPE
+        output = pipe.read(_MAX_OUTPUT_BYTES + 1)
+    text = output.decode(errors="replace") if len(output) <= _MAX_OUTPUT_BYTES else None
     _, status = os.waitpid(child, 0)
-    return {"output": output, "code": os.waitstatus_to_exitcode(status)}
-
-
-def _read_all(fd: int, *, max_bytes: int) -> str | None:
-    """Read all there is; None when it is more than `max_bytes`."""
-    parts, size = [], 0
-    while part := os.read(fd, _CHUNK_BYTES):
-        size += len(part)
-        if size > max_bytes:
-            return None
-        parts.append(part)
-    return b"".join(parts).decode(errors="replace")
+    return {"output": text, "code": os.waitstatus_to_exitcode(status)}
 
 
 def _be_program(code: str) -> None:

@@ -6,14 +6,11 @@ import fcntl
 import os
 import resource
 import signal
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from . import seccomp
 from .libc import PR_SET_PDEATHSIG, prctl
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from typing import Any
 
 _SPARE_S = 1  # of processor time beyond the limit, which is the clock's
 _MAX_FILES = 64

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import builtins
+from collections.abc import Callable, Iterator
 from functools import partial
+from types import CodeType
+from typing import Any
 
 from . import answer, seccomp
 from .children import NoProcessError, limit
 from .handover import TESTS_FILE
 from .remote import CALLS, Caught, Peer, Remote
 from .wire import BrokenMessageError, encode, read_message, write_message
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from types import CodeType
-    from typing import Any
 
 _MAX_TESTS_BYTES = 2**30
 _MAX_MESSAGE_BYTES = 2**26

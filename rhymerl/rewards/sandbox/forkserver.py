@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 
@@ -19,10 +20,6 @@ from .memory import volunteer
 from .remote import Caught
 from .warden import serve
 from .wire import write_message
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _MAX_WORDS = 300  # characters
 # What answers import most often.

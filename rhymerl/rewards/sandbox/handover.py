@@ -6,10 +6,7 @@ import sys
 from functools import reduce
 from importlib import import_module
 from types import BuiltinMethodType, FunctionType, MethodDescriptorType, MethodType, WrapperDescriptorType
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
+from typing import Any
 
 TESTS_FILE = "tests.py"  # where the code of the tests says that it is from
 _IMPORTED = (type, FunctionType, BuiltinMethodType, MethodDescriptorType, WrapperDescriptorType)

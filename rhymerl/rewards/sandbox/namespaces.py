@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable, Sequence
 
 from . import users
 from .children import fork
 from .libc import call
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 _NEW_USER = 0x1000_0000
 _NEW_OTHERS = 0x0002_0000 | 0x0400_0000 | 0x0800_0000 | 0x2000_0000 | 0x4000_0000  # mount, UTS, IPC, PID, network

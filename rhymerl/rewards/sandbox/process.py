@@ -32,7 +32,7 @@ class UnavailableError(SandboxError):
 class WarmProcess:
     """Has imported `modules`, from `folders` beside Python's own. It ends with whoever opened it. Threads may share it."""
 
-    def __init__(self, *, folders: Sequence[str], modules: Sequence[str]) -> None:
+    def __init__(self, *, folders: Sequence[str] = (), modules: Sequence[str] = ()) -> None:
         self._words = [json.dumps(list(folders)), json.dumps(list(modules))]
         self._lock = threading.Lock()
         self._closed = False
@@ -58,7 +58,7 @@ class WarmProcess:
                 raise UnavailableError(f"its warm process has gone: {error}") from error
 
     def close(self) -> None:
-        """End it for good; may be called twice."""
+        """End it for good, and all that runs; may be called twice."""
         with self._lock:
             self._closed = True
             self._end()

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import builtins
 import operator
+from collections.abc import Callable
+from typing import Any, Self
 
 from . import handover
 from .wire import BrokenMessageError, decode, encode, read_message, write_message
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import TracebackType
-    from typing import Any, Self
 
 _MAX_MESSAGE_BYTES = 2**26
 _CHANGEABLE = (list, dict, set, bytearray)
@@ -38,12 +34,8 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "__repr__": repr,
     "__eq__": operator.eq,  # of two such objects
 }
-_OF_PYTHON = (
-    "__name__",
-    "__qualname__",
-    "__annotations__",
-    "__wrapped__",
-)  # of its own attributes, those to be had from afar
+# Of Python's own attributes, those to be had from afar.
+_OF_PYTHON = ("__name__", "__qualname__", "__annotations__", "__wrapped__")
 EVERYTHING = frozenset(_OPERATIONS)
 CALLS = frozenset({"__call__"})
 
@@ -56,9 +48,7 @@ class Caught:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         self.error = error
         return True
 
@@ -97,8 +87,9 @@ class Peer:
 
     def request(self, handle: int, operation: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Do it there. Raises what was raised there, if it is one of Python's own errors, else RuntimeError."""
-        call = {"call": handle, "operation": operation, "args": [self._encode(arg) for arg in args]}
-        self._send({**call, "named": {name: self._encode(arg) for name, arg in named.items()}})
+        call: dict[str, Any] = {"call": handle, "operation": operation, "args": [self._encode(arg) for arg in args]}
+        call["named"] = {name: self._encode(arg) for name, arg in named.items()}
+        write_message(self.write_fd, call)
         while True:
             message = read_message(self.read_fd, max_bytes=_MAX_MESSAGE_BYTES)
             if not isinstance(message, dict):
@@ -111,16 +102,13 @@ class Peer:
                 self._write_back(args, message.get("args"))
                 return self._decode(message.get("result"))
 
-    def _send(self, message: dict[str, Any]) -> None:
-        write_message(self.write_fd, message)
-
     def _serve(self, message: dict[str, Any]) -> None:
         with Caught() as caught:
             reply = self._perform(message)
         if caught.error is not None:
             kinds = [kind.__name__ for kind in type(caught.error).__mro__]
             reply = {"error": kinds, "args": [str(arg) for arg in caught.error.args]}
-        self._send(reply)
+        write_message(self.write_fd, reply)
 
     def _perform(self, message: dict[str, Any]) -> dict[str, Any]:
         operation = message["operation"]

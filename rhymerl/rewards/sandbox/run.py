@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from time import monotonic, sleep
-from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
 from rhymerl.rewards.sandbox import cgroup
@@ -38,13 +37,12 @@ class Job:
     stops_at_failure: bool = True
     time_limit_s: float = 5.0
     memory_mb: int = 512
-    output_kb: int = 1024
     folders: Sequence[str] = ()  # of packages that the code may import
     unsafe_without: Sequence[Wall] = ()
 
     def message(self) -> dict[str, Any]:
         """Return the part that the answer's process may know."""
-        names = ("code", "entry_point", "is_program", "stops_at_failure", "time_limit_s", "memory_mb", "output_kb")
+        names = ("code", "entry_point", "is_program", "stops_at_failure", "time_limit_s", "memory_mb")
         return {name: getattr(self, name) for name in names} | {
             "folders": list(self.folders),
             "unsafe_without": list(self.unsafe_without),
@@ -65,29 +63,19 @@ class JobResult:
     missing: Mapping[str, str] = field(default_factory=dict)  # walls that this machine does not offer, and why
 
 
-class Sandbox:
-    """A place where answers are tried, each in a sandbox of its own. It is a context manager; threads may share it.
+class Sandbox(WarmProcess):
+    """A place where answers are tried, each in a sandbox of its own, which finds `modules` imported. It is a context manager.
 
-    A warm process imports `modules` once, from `folders` beside Python's own; answers find them imported. Entering starts it
-    if it can be had, and `run` does where there is none.
+    Entering starts the warm process if it can be had, and `run` does where there is none.
     """
-
-    def __init__(self, *, folders: Sequence[str] = (), modules: Sequence[str] = ()) -> None:
-        self._warm = WarmProcess(folders=folders, modules=modules)
 
     def __enter__(self) -> Self:
         with suppress(UnavailableError):
-            self._warm.open()
+            self.open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *of_an_error: object) -> None:
         self.close()
-
-    def close(self) -> None:
-        """End the warm process and all that runs; may be called twice."""
-        self._warm.close()
 
     def run(self, job: Job) -> JobResult:
         """Try an answer. When this returns nothing of it is left.
@@ -116,7 +104,7 @@ class Sandbox:
                     write_message(given.fileno(), job.message())
                     write_message(given.fileno(), list(job.tests))
                     given.seek(0)
-                    self._warm.request([given.fileno(), written])
+                    self.request([given.fileno(), written])
                 return _read(report, limit_s=job.time_limit_s + _START_LIMIT_S)
         except OSError as error:
             raise SandboxError(f"a sandbox cannot be started: {error}") from error

@@ -11,13 +11,10 @@ import ctypes
 import errno
 import os
 import struct
+from collections.abc import Sequence
 from functools import cache
 
 from .libc import PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, address, call, prctl
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _SECCOMP_MODE_FILTER = 2
 _ALLOW = 0x7FFF_0000
@@ -26,10 +23,7 @@ _LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06  # BPF_LD|W|ABS, BPF_J
 _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16  # in struct seccomp_data
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_TMPFILE & ~os.O_DIRECTORY
-_THREAD = (
-    0x003D_0F00,
-    0x007D_0F00,
-)  # flags of clone for a thread in glibc and in musl: memory, files and all else shared
+_THREAD = (0x003D_0F00, 0x007D_0F00)  # flags of clone for one in glibc and in musl: memory, files and all else shared
 _PAIR = ((1,), (1, 1 | os.O_CLOEXEC, 1 | os.O_NONBLOCK, 1 | os.O_CLOEXEC | os.O_NONBLOCK))  # AF_UNIX, SOCK_STREAM
 _REMAP_FLAGS = (0, 1)  # in place or where the kernel likes
 _IOCTL_COMMANDS = (0x5421, 0x5450, 0x5451)  # blocking or not, closed or not in a new program: of a descriptor alone

@@ -6,11 +6,8 @@ import errno
 import os
 import re
 import resource
+from collections.abc import Sequence
 from typing import NamedTuple
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 MAX_PROCESSES = 64  # of an answer, threads included
 _COUNTED_APART = (5, 14)  # Linux since when a user namespace counts by itself

@@ -11,23 +11,14 @@ import os
 import select
 import signal
 import sys
+from collections.abc import Callable
+from typing import Any
 
 from . import namespaces, seccomp, users
 from .children import NoProcessError, die_with_parent, fork, keep_only
 from .examiner import examine
-from .libc import (
-    PR_SET_CHILD_SUBREAPER,
-    PR_SET_DUMPABLE,
-    PR_SET_NO_NEW_PRIVS,
-    drop_capabilities,
-    prctl,
-)
+from .libc import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, drop_capabilities, prctl
 from .wire import read_message, write_message
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
 
 _JOB, _NULL, _REPORT = 0, 1, 3
 _MAX_JOB_BYTES = 2**30

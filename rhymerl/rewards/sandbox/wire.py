@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from importlib import import_module
-
-TYPE_CHECKING = False  # `typing` itself would take longer to import than all else here
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
+from typing import Any
 
 _LENGTH_BYTES = 8
 _SMALL = 2**53  # larger integers travel as hexadecimal text, which no limit on digits applies to
