@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, nan
 from time import monotonic
-from typing import Any, Literal, NamedTuple, Self, get_args
+from typing import Any, Literal, NamedTuple, Self
 
 OutcomeKind = Literal["ok", "absent", "error", "timeout", "crash", "again"]
 
@@ -39,26 +38,6 @@ class Outcome(NamedTuple):
 
 Emit = Callable[[Outcome], None]
 Drive = Callable[[Coroutine[Any, Any, Any]], Any]  # runs a coroutine to its end
-
-
-class StrayBytesError(Exception):
-    """Something else than a reward process has written into its pipe, which is open to whatever a reward function does."""
-
-
-def line_of(outcome: Outcome) -> bytes:
-    """Return the outcome as a line of JSON, with its end."""
-    return json.dumps(outcome).encode() + b"\n"
-
-
-def outcome_of(line: bytes) -> Outcome:
-    """Return what `line_of` has made a line of. Raises StrayBytesError for any other."""
-    try:
-        outcome = Outcome(*json.loads(line))
-    except (ValueError, TypeError, RecursionError) as error:
-        raise StrayBytesError from error
-    if tuple(map(type, outcome)) != (int, str, float, str, float) or outcome.kind not in get_args(OutcomeKind):
-        raise StrayBytesError
-    return outcome
 
 
 class Attempt:

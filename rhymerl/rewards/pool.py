@@ -14,7 +14,8 @@ from typing import Any, Literal, NamedTuple
 
 from rhymerl.errors import RewardError
 from rhymerl.rewards.base import Reward
-from rhymerl.rewards.calls import Call, Outcome, StrayBytesError
+from rhymerl.rewards.calls import Call, Outcome
+from rhymerl.rewards.lines import StrayBytesError, parse
 from rhymerl.rewards.process import RewardProcess
 from rhymerl.rewards.process_main import Chunk, FunctionSpec
 
@@ -36,7 +37,7 @@ class _PooledProcess(RewardProcess):
     """A reward process, and the chunk that it is at."""
 
     def __init__(self, specs: Sequence[FunctionSpec]) -> None:
-        super().__init__(specs)
+        super().__init__("rhymerl.rewards.process_main", list(specs), parse)
         self.ready = False
         self.pending: dict[int, PendingCall] = {}  # by position in the chunk; the first is the one being run
         self.in_order = True
@@ -172,7 +173,7 @@ class RewardPool:
 
     def _read(self, process: _PooledProcess) -> None:
         try:
-            for outcome in process.read():
+            for outcome in process.lines.read():
                 self._take(process, outcome)
         except StrayBytesError:
             self._lose(process, "crash", message="something else than its result was written into its process's pipe")

@@ -8,22 +8,20 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-from rhymerl.rewards.calls import Outcome, StrayBytesError, outcome_of
-from rhymerl.rewards.process_main import FunctionSpec
+from rhymerl.rewards.lines import MAX_LINE_BYTES, LineReader
 
 # The parent's path is set before anything is imported: rhymerl and the users' modules are then the parent's.
 _PROGRAM = (
-    "import sys; sys.path[:] = sys.argv[3:]; from rhymerl.rewards.process_main import main; "
-    "fds = map(int, sys.argv[1:3]); del sys.argv[1:]; main(*fds)"
+    "import sys; sys.path[:] = sys.argv[4:]; from importlib import import_module; main = import_module(sys.argv[1]).main; "
+    "fds = map(int, sys.argv[2:4]); del sys.argv[1:]; main(*fds)"
 )
 _EXIT_TIMEOUT_S = 1.0
-_MAX_LINE_BYTES = 2**16
 _MARK = "RHYMERL_REWARD_PROCESS"  # in the environment of a reward process and of all that comes from it
 
 
@@ -35,7 +33,10 @@ class RewardProcess:
     leave the group, are found by a mark in their environment. Raises OSError when it cannot be started.
     """
 
-    def __init__(self, specs: Sequence[FunctionSpec]) -> None:
+    def __init__(
+        self, program: str, setup: Any, parse: Callable[[bytes], Any], *, max_bytes: int = MAX_LINE_BYTES
+    ) -> None:
+        """Start the module `program` with a first message; `parse` reads its lines."""
         self.connection: Connection[Any, Any]
         self.connection, theirs = Pipe()
         their_pipe_end, self._parent_pipe = os.pipe()
@@ -44,7 +45,7 @@ class RewardProcess:
         fds = (theirs.fileno(), their_pipe_end)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, *map(str, fds), *_python_path()],
+                [sys.executable, "-c", _PROGRAM, program, *map(str, fds), *_python_path()],
                 stdin=subprocess.DEVNULL,
                 pass_fds=fds,
                 process_group=0,
@@ -57,19 +58,9 @@ class RewardProcess:
         finally:
             theirs.close()
             os.close(their_pipe_end)
-        self._unread = b""  # the beginning of a line
+        self.lines = LineReader(self.connection.fileno(), parse, max_bytes=max_bytes)
         with suppress(OSError):  # a process that is dead already shows when it is read from
-            self.connection.send_bytes(pickle.dumps(list(specs)))
-
-    def read(self) -> Iterator[Outcome]:
-        """Return what there is by now; wait only where there is nothing. Raises EOFError at the end, OSError and StrayBytesError."""
-        data = os.read(self.connection.fileno(), _MAX_LINE_BYTES)
-        if not data:
-            raise EOFError
-        *lines, self._unread = (self._unread + data).split(b"\n")
-        yield from map(outcome_of, lines)
-        if len(self._unread) > _MAX_LINE_BYTES:
-            raise StrayBytesError
+            self.connection.send_bytes(pickle.dumps(setup))
 
     def hang_up(self) -> None:
         """Close the connection: an idle process ends by itself."""

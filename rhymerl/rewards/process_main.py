@@ -16,8 +16,9 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from rhymerl.rewards.calls import Attempt, Call, Caller, Drive, Outcome, line_of, no_event_loop
+from rhymerl.rewards.calls import Attempt, Call, Caller, Drive, Outcome, no_event_loop
 from rhymerl.rewards.hooks import opened
+from rhymerl.rewards.lines import line_of
 from rhymerl.rewards.sandbox.memory import volunteer
 
 
@@ -42,6 +43,13 @@ class Chunk(NamedTuple):
 
 def main(connection_fd: int, parent_pipe: int) -> None:
     """Serve the parent at the other end of `connection_fd` until it closes or dies."""
+    connection = connected(connection_fd, parent_pipe)
+    with ExitStack() as stack, suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        _serve(connection, stack)
+
+
+def connected(connection_fd: int, parent_pipe: int) -> Connection[Any, Any]:
+    """Return the connection to the parent, with which this process and all that it starts end."""
     for fd in (connection_fd, parent_pipe):
         os.set_inheritable(fd, False)
     _die_with_parent(parent_pipe)
@@ -50,9 +58,7 @@ def main(connection_fd: int, parent_pipe: int) -> None:
     volunteer()  # a reward that needs too much memory is not to cost the trainer
     os.register_at_fork(after_in_child=partial(os.close, connection_fd))  # nobody else hears the parent or speaks to it
     os.dup2(2, 1)  # what users print must not end up in the parent's output, which may be JSON
-    connection: Connection[Any, Any] = Connection(connection_fd)
-    with ExitStack() as stack, suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        _serve(connection, stack)
+    return Connection(connection_fd)
 
 
 def _die_with_parent(parent_pipe: int) -> None:
