@@ -144,10 +144,7 @@ class Reward:
     def _check_values(self) -> None:
         allowed = {
             "name": (_is_name(self.name), "a name"),
-            "function": (
-                isinstance(self.function, str) or callable(self.function),
-                "a dotted name or a function",
-            ),
+            "function": (isinstance(self.function, str) or callable(self.function), "a dotted name or a function"),
             "weight": (is_number(self.weight), "a finite number"),
             "where": (self.where in get_args(Where), f"one of {', '.join(get_args(Where))}"),
             "batch": (isinstance(self.batch, bool), "true or false"),

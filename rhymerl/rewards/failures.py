@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,8 +25,8 @@ class Failures:
     def __add__(self, other: Failures) -> Failures:
         return Failures(
             num_samples=self.num_samples + other.num_samples,
-            num_failed=_sums(self.num_failed, other.num_failed),
-            num_absent=_sums(self.num_absent, other.num_absent),
+            num_failed=dict(Counter(self.num_failed) + Counter(other.num_failed)),
+            num_absent=dict(Counter(self.num_absent) + Counter(other.num_absent)),
             num_unrewarded=self.num_unrewarded + other.num_unrewarded,
             first={**other.first, **self.first},
         )
@@ -60,7 +61,3 @@ class Failures:
                 raise RewardError(
                     f"{reward.setting}: all {count:,} calls of {where} failed, the first with {self.first[reward.name]}"
                 )
-
-
-def _sums(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
-    return {name: one.get(name, 0) + other.get(name, 0) for name in {**one, **other}}

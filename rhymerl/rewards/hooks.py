@@ -7,9 +7,8 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeVar
 
 Extract = Callable[[str], object]  # from an answer's text to what is compared, None where there is nothing
-Opens = Mapping[
-    str, Callable[[Mapping[str, Any]], AbstractContextManager[Any]]
-]  # by parameter, from a reward's arguments
+# By parameter, from a reward's arguments.
+Opens = Mapping[str, Callable[[Mapping[str, Any]], AbstractContextManager[Any]]]
 # From a row's answer to what is wrong with it, such as "earn nothing themselves"; raises ValueError where no completion can match it.
 TryAnswer = Callable[[object], str]
 Function = TypeVar("Function", bound=Callable[..., Any])
