@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import isfinite, nan
 from time import monotonic
 from typing import Any, Literal, NamedTuple, Self
@@ -116,8 +116,8 @@ class Caller:
     batch: bool
     is_async: bool
     timeout_s: float
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # passed to every call as they are
-    drive: Drive = no_event_loop
+    arguments: Mapping[str, Any]  # passed to every call as they are
+    drive: Drive
 
     def run(self, calls: Sequence[Call], emit: Emit) -> None:
         if self.batch:
