@@ -1,4 +1,4 @@
-"""One reward process, seen from its parent."""
+"""A process that runs users' code, a reward process for instance, seen from its parent."""
 
 from __future__ import annotations
 
