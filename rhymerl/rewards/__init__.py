@@ -38,16 +38,25 @@ __all__ = [
     "tag_match",
 ]
 
-_HOMES = {
-    "base": ["Reward", "RewardFn", "check_columns", "check_reward"],
-    "build": ["build_rewards", "plain_rewards"],
-    "classifier": ["classifier_score"],
-    "functions": ["exact_match", "format_match", "length_penalty", "numeric_match", "tag_match"],
-    "mathematics": ["math_match"],
-    "programs": ["code"],
-    "reasoning_gym": ["reasoning_gym_reward"],
-    "scorer": ["RewardScorer"],
-}
-
 if not TYPE_CHECKING:  # a type checker would take any name for one of ours
-    __getattr__, __dir__ = lazy_names(__name__, {name: home for home, names in _HOMES.items() for name in names})
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "Reward": "base",
+            "RewardFn": "base",
+            "RewardScorer": "scorer",
+            "build_rewards": "build",
+            "check_columns": "base",
+            "check_reward": "base",
+            "classifier_score": "classifier",
+            "code": "programs",
+            "exact_match": "functions",
+            "format_match": "functions",
+            "length_penalty": "functions",
+            "math_match": "mathematics",
+            "numeric_match": "functions",
+            "plain_rewards": "build",
+            "reasoning_gym_reward": "reasoning_gym",
+            "tag_match": "functions",
+        },
+    )
