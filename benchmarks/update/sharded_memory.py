@@ -33,9 +33,11 @@ from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.distributed import Alone
 from rhymerl.distributed.group import Group
 from rhymerl.drafters import NoDrafter
+from rhymerl.memory.base import Layout
+from rhymerl.memory.parts import rank_memory
 from rhymerl.models.sharding import shard
 from rhymerl.testing import make_requests, tiny_policy
-from rhymerl.training.memory import Layout, make_setup, rank_memory
+from rhymerl.training.memory import make_setup
 from rhymerl.training.settings import UpdateSettings
 from rhymerl.training.updater import Updater
 
@@ -84,11 +86,11 @@ def said(arguments: Any, layout: Layout) -> dict[str, float]:
         drafter=NoDrafter(),
         budget=None,
     )
-    found = rank_memory(setup)
-    state = found.weights + found.gradients + found.moments
+    parts = rank_memory(setup).parts
+    state = parts["weights"] + parts["gradients"] + parts["moments"]
     return {
         "said_state_mb": state / MB,
-        "said_peak_mb": (state + found.activations + found.head_chunks + found.gathered) / MB,
+        "said_peak_mb": (state + parts["activations"] + parts["head_chunks"] + parts["gathered"]) / MB,
     }
 
 

@@ -16,7 +16,8 @@ from rhymerl.types import Completion, RolloutRequest, Sample
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rhymerl.models.memory import EngineShape, ModelShape, UpdateShape
+    from rhymerl.memory.base import EngineShape, Setup
+    from rhymerl.memory.outline import ModelShape
     from rhymerl.models.policy import Policy
 
 
@@ -40,8 +41,8 @@ class Backend(ABC):
     def check_drafting(self, drafter: Drafter, budget: Budget | None) -> None:
         """Raise ConfigError for a drafter or a budget that the engine cannot use as they are set; called before any compute."""
 
-    def share(self, update: UpdateShape | None) -> None:
-        """Leave an update of this shape its memory on the device; called before `start`. None: nothing is trained."""
+    def share(self, setup: Setup | None) -> None:
+        """Leave the update of a rank its memory on the device; called before `start`. None: nothing is trained."""
 
     def memory(self, model: ModelShape, drafter: Drafter, budget: Budget | None) -> EngineShape | None:
         """Return what an engine of a GPU takes there, with weights of its own where it `owns_policy`; None where that is not known."""

@@ -20,17 +20,17 @@ from rhymerl.engine.support import prove_engine, refuse_impossible, refuse_unsup
 from rhymerl.engine.totals import EngineTotals
 from rhymerl.errors import BackendError, ConfigError, at_least, check_ranges
 from rhymerl.history import NO_VERSION, HistoryStore
+from rhymerl.memory.base import EngineShape, Setup
+from rhymerl.memory.outline import ModelShape, model_shape
+from rhymerl.memory.parts import kv_tokens_beside
 from rhymerl.models.copies import copy_weights, twin_of
 from rhymerl.models.logits import num_embeddings
-from rhymerl.models.memory import EngineShape, ModelShape, kv_tokens_beside
-from rhymerl.models.outline import model_shape
 from rhymerl.models.sharding import GatheredTensors
 from rhymerl.types import Completion, Ratio, RolloutRequest, Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rhymerl.models.memory import UpdateShape
     from rhymerl.models.policy import Policy
 
 _KV_TOKENS = 65_536
@@ -59,7 +59,7 @@ class EmbeddedBackend(RolloutBackend):
         self.complaints: set[type[Drafter]] = set()  # whose malformed drafts have been told about
         self._copy: Policy | None = None  # where it is asked for
         self._engine: Engine | None = None
-        self._update: UpdateShape | None = None
+        self._setup: Setup | None = None
         self._longest_tokens: int | None = None  # of a prompt and its answer, as `check` was told
         self._reported = EngineTotals()
         self._followed = NO_VERSION  # version of the history that the drafter knows
@@ -87,8 +87,8 @@ class EmbeddedBackend(RolloutBackend):
             longest_tokens=self.kv_tokens or model.longest_tokens,  # and what is left
         )
 
-    def share(self, update: UpdateShape | None) -> None:
-        self._update = update
+    def share(self, setup: Setup | None) -> None:
+        self._setup = setup
 
     def start(
         self,
@@ -133,7 +133,7 @@ class EmbeddedBackend(RolloutBackend):
         engine = self.memory(shape, NoDrafter(), None)
         torch.cuda.empty_cache()  # what an engine before has left
         free, _ = torch.cuda.mem_get_info(device)
-        room = kv_tokens_beside(self._update, engine, free - _bytes_of_casts(shape))
+        room = kv_tokens_beside(self._setup, engine, free - _bytes_of_casts(shape))
         if room < longest:
             raise ConfigError(
                 f"backend=embedded: beside the update the GPU has room for keys and values of {max(room, 0)} tokens, and the longest prompt "

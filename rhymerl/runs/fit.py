@@ -41,8 +41,8 @@ from rhymerl.runs.plan import describe_dry_run
 from rhymerl.runs.resume import ResumePoint, SavedPolicy, check_same_run, resume_point
 from rhymerl.runs.summary import Summary, summary_table
 from rhymerl.runs.trainer import RunConfig, build_trainer, note
-from rhymerl.training.fitting import check_memory, too_small
 from rhymerl.training.fsdp2 import FSDP2Strategy
+from rhymerl.training.memory import check_memory, too_small
 from rhymerl.training.module import RhymeModule
 from rhymerl.training.trainer import check_backend, check_trainer, make_trainer, warn_of_cores, with_environment
 

@@ -21,19 +21,20 @@ from rhymerl.config.tree import is_component
 from rhymerl.distributed.first import is_first_rank
 from rhymerl.drafters import HistoryTreeDrafter
 from rhymerl.errors import ConfigError
+from rhymerl.memory.base import GIB, Layout, Setup
+from rhymerl.memory.fitting import advice, missing_bytes, nearest
+from rhymerl.memory.parts import rank_memory
+from rhymerl.memory.traffic import num_backwards, traffic
 from rhymerl.models.critic import CriticSettings
 from rhymerl.models.logits import num_embeddings
 from rhymerl.models.logprobs import usual_chunk_tokens
-from rhymerl.models.memory import GIB
 from rhymerl.models.policy import PolicySource, context_tokens, frozen
 from rhymerl.rollout import RolloutSettings
 from rhymerl.training.checks import check_algorithm
 from rhymerl.training.evaluation import EvaluationSettings
-from rhymerl.training.fitting import advice, missing_bytes, nearest
 from rhymerl.training.fsdp2 import NAME, FSDP2Strategy, check_replicas
-from rhymerl.training.memory import Layout, Setup, make_setup, rank_memory
+from rhymerl.training.memory import make_setup
 from rhymerl.training.settings import UpdateSettings
-from rhymerl.training.traffic import num_backwards, traffic
 from rhymerl.training.trainer import check_precision, refuse_engine_in_rank
 from rhymerl.workers import backend_of_workers
 
@@ -158,23 +159,17 @@ def _num_devices(asked: object) -> int:
 
 def describe(setup: Setup, device_bytes: int | None) -> Result:
     """Return the estimate as plain numbers, in bytes; what fits, and the nearest settings that would, where a device is known."""
-    memory, sent = asdict(rank_memory(setup)), traffic(setup)
-    total = memory.pop("total")
+    memory = rank_memory(setup)
     result: Result = {
         "ranks": setup.layout.num_ranks,
         "shards": setup.layout.num_shards,
-        "bytes_per_rank": memory,
-        "total_bytes": total,
+        "bytes_per_rank": dict(memory.parts),
+        "total_bytes": memory.total,
         "backwards_per_step": num_backwards(setup),
-        "sent_bytes_per_step": asdict(sent),
+        "sent_bytes_per_step": asdict(traffic(setup)),
     }
     if setup.is_apart and setup.engine is not None:
-        engine = setup.engine
-        result["bytes_per_worker"] = {
-            "engine_weights": engine.weights,
-            "keys_and_values": engine.least - engine.weights,
-            "engine_rest": engine.context + engine.dynamic,
-        }
+        result["bytes_per_worker"] = setup.engine.parts
     if device_bytes is not None:
         missing = missing_bytes(setup, device_bytes)
         result |= {"device_bytes": device_bytes, "fits": missing <= 0, "nearest": nearest(setup, device_bytes)}

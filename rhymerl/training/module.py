@@ -45,7 +45,7 @@ from rhymerl.training.evaluator import Evaluator
 from rhymerl.training.given_rewards import RewardTrial, check_tags, checked_rewards
 from rhymerl.training.hyperparameters import arguments_of, refuse_lost
 from rhymerl.training.loggers import log_step
-from rhymerl.training.memory import shape_of
+from rhymerl.training.memory import setup_of
 from rhymerl.training.offload import offload
 from rhymerl.training.settings import Rates, UpdateSettings
 from rhymerl.training.state import Resumed, check_base, load_state, state_of
@@ -209,7 +209,8 @@ class RhymeModule(L.LightningModule):
         if self.reference is not None and self.reference is not self.model:
             nn.Module.to(self.reference, device=self.device, dtype=self.model.dtype)
         self._ranks = self._ranks or (Group(RECORDS) if size > 1 else Alone())
-        self.backend.share(shape_of(self, self.trainer) if self._shares_engine or self.trainer.training else None)
+        is_trained = self._shares_engine or self.trainer.training
+        self.backend.share(setup_of(self, self.trainer, datamodule_of(self.trainer)) if is_trained else None)
         self.backend.start(self.policy, self._rollout_drafter, budget=self.budget, autocast=autocast)
         self._scorer = RewardScorer(self._rewards, num_processes=self.reward_workers)
         self._loop = RolloutLoop(

@@ -12,8 +12,8 @@ import torch
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.drafters import NoDrafter
 from rhymerl.errors import ConfigError
-from rhymerl.models.memory import GIB
-from rhymerl.models.outline import model_shape
+from rhymerl.memory.base import GIB
+from rhymerl.memory.outline import model_shape
 from rhymerl.testing import make_requests, tiny_policy
 
 

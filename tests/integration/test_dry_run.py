@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rhymerl.training import fitting
+from rhymerl.training import memory
 from tests.integration.conftest import Run
 from tests.models.ggufs import write_gguf
 
@@ -71,7 +71,7 @@ class Small:
 def test_a_gpu_that_is_too_small_for_certain_is_refused(
     total, code, monkeypatch, rhymerl: Run, settings: list[str], tmp_path: Path
 ):
-    monkeypatch.setattr(fitting, "_gpu_of", lambda trainer: torch.device("cuda"))
+    monkeypatch.setattr(memory, "_gpu_of", lambda trainer: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Small(total))
     done = rhymerl(*settings, f"run_dir={tmp_path / 'run'}", "trainer.max_steps=2")
     assert done.code == code, done.err

@@ -14,16 +14,17 @@ import pytest
 from rhymerl.cli import main
 from rhymerl.config import compose
 from rhymerl.errors import ConfigError
+from rhymerl.memory.base import GIB, Layout
+from rhymerl.memory.fitting import missing_bytes, nearest
+from rhymerl.memory.outline import outline
+from rhymerl.memory.parts import rank_memory
 from rhymerl.models.critic import CriticSettings
 from rhymerl.models.lora import LoRA
-from rhymerl.models.memory import GIB
-from rhymerl.models.outline import outline
 from rhymerl.models.policy import PolicySource, frozen
 from rhymerl.models.sharding import BLOCK_BYTES
 from rhymerl.runs.plan import in_gib, setup_from
 from rhymerl.testing import tiny_policy
-from rhymerl.training.fitting import missing_bytes, nearest, refuse_too_large, too_small
-from rhymerl.training.memory import Layout, rank_memory
+from rhymerl.training.memory import refuse_too_large, too_small
 from rhymerl.training.settings import UpdateSettings
 from tests.training.setups import setup_for
 
@@ -213,7 +214,7 @@ def test_no_change_is_named_that_is_not_needed():
 def test_memory_that_is_too_small_for_certain_is_refused():
     setup = setup_for(tiny_policy(dtype="float32").model)
     memory = rank_memory(setup)
-    certain = memory.models + memory.gradients + memory.moments
+    certain = memory.models + memory.parts["gradients"] + memory.parts["moments"]
     for case in (setup, replace(setup, offloads_optimizer=True)):  # whose moments are there while it steps
         refuse_too_large(case, UpdateSettings(), certain)
         with pytest.raises(ConfigError, match="weights, gradients and moments of a rank take"):
@@ -241,7 +242,7 @@ def test_nobody_knows_what_another_optimizer_keeps():
 def test_moments_are_those_of_the_optimizer():
     assert UpdateSettings().states == 2
     setup = setup_for(tiny_policy(dtype="float32").model)
-    assert rank_memory(replace(setup, states=1)).moments == rank_memory(setup).gradients
+    assert rank_memory(replace(setup, states=1)).parts["moments"] == rank_memory(setup).parts["gradients"]
 
 
 def test_a_whole_copy_in_a_sharded_rank_is_counted(large, capsys):
@@ -269,7 +270,7 @@ def test_settings_and_a_run_say_the_same(tmp_path):
     words = [f"model.path={tmp_path}", "task=running_sum", "trainer.accelerator=cpu", "update.chunk_tokens=8"]
     found = setup_from(compose("base", words), device_bytes=None)
     assert found.tensors == setup_for(PolicySource(str(tmp_path)).load().model).tensors
-    assert (found.layout, found.chunk_tokens, found.precision) == (Layout(num_replicas=1), 8, "32-true")
+    assert (found.layout, found.chunk_tokens, found.is_mixed) == (Layout(num_replicas=1), 8, False)
 
 
 def test_the_table_of_the_documentation_is_what_its_commands_say(capsys):

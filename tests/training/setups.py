@@ -9,8 +9,9 @@ from transformers import PreTrainedModel
 from rhymerl.algos import GRPO
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.drafters import NoDrafter
+from rhymerl.memory.base import Layout, Setup
 from rhymerl.models.critic import Critic
-from rhymerl.training.memory import Layout, Setup, make_setup
+from rhymerl.training.memory import make_setup
 from rhymerl.training.settings import UpdateSettings
 
 

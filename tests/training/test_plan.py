@@ -19,10 +19,12 @@ from torch.distributed.tensor import DTensor
 
 from rhymerl.algos import GRPO
 from rhymerl.distributed.group import Group
-from rhymerl.models.outline import outline, total_bytes
-from rhymerl.training.memory import Layout, rank_memory, setup_of
+from rhymerl.memory.base import Layout
+from rhymerl.memory.outline import outline, total_bytes
+from rhymerl.memory.parts import rank_memory
+from rhymerl.memory.traffic import Traffic, num_backwards, num_forwards, traffic
+from rhymerl.training.memory import setup_of
 from rhymerl.training.settings import UpdateSettings
-from rhymerl.training.traffic import num_backwards, num_forwards, traffic
 from tests.integration.ranked import run_ranks
 from tests.integration.sharded import train
 from tests.training.setups import setup_for
@@ -58,8 +60,8 @@ class Weigh(L.Callback):
                 each for state in optimizer.state.values() for name, each in state.items() if name != "step"
             ),
         }
-        memory = rank_memory(setup_of(module, trainer, trainer.datamodule))
-        self.said = {name: getattr(memory, name) for name in self.found}
+        parts = rank_memory(setup_of(module, trainer, trainer.datamodule)).parts
+        self.said = {name: parts[name] for name in self.found}
 
 
 def weigh_all(folder: str, size: int) -> None:
@@ -168,8 +170,9 @@ def test_a_rank_sends_what_is_said(size, tmp_path):
 
 
 def test_one_rank_sends_nothing():
-    assert traffic(setup_for(first_policy().model)).total == 0
-    assert traffic(setup_for(first_policy().model, layout=Layout(is_sharded=True))).total == 0
+    for layout in (Layout(), Layout(is_sharded=True)):
+        sent = traffic(setup_for(first_policy().model, layout=layout))
+        assert sent == Traffic(gathers=0, gradients=0, weights=0)
 
 
 def test_the_table_is_that_of_the_model():

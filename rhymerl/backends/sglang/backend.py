@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from rhymerl.backends.remote.client import Client
@@ -34,7 +34,8 @@ from rhymerl.types import Completion, RolloutRequest, Sample
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rhymerl.models.memory import EngineShape, ModelShape, UpdateShape
+    from rhymerl.memory.base import EngineShape, Setup
+    from rhymerl.memory.outline import ModelShape
     from rhymerl.models.policy import Policy
 
 _USUAL_NODES = 7  # without a cost curve
@@ -99,7 +100,7 @@ class SGLangBackend(ServedBackend):
         self._weight_file: SharedWeightFile | None = None  # with other servers
         self._session: Session | None = None
         self._longest_tokens: int | None = None
-        self._update: UpdateShape | None = None
+        self._setup: Setup | None = None
 
     def _refuse_what_starts_a_server(self) -> None:
         given = {
@@ -124,9 +125,9 @@ class SGLangBackend(ServedBackend):
         """Raise ConfigError for a budget that the engine cannot keep to: it verifies as many nodes of every request in a pass."""
         self._allowed_nodes(drafter, budget)
 
-    def share(self, update: UpdateShape | None) -> None:
+    def share(self, setup: Setup | None) -> None:
         """An engine that the run starts is given what the update leaves of the GPU, unless `arguments` say mem_fraction_static."""
-        self._update = update
+        self._setup = setup
 
     def memory(self, model: ModelShape, drafter: Drafter, budget: Budget | None) -> EngineShape:
         dtype = DTYPES[engine_dtype(self.dtype, "float32", on_cpu=False)]
@@ -177,6 +178,9 @@ class SGLangBackend(ServedBackend):
                 "backend.weights=distributed: an engine that the run starts shares the trainer's GPU, and NCCL refuses two ranks on one; "
                 "expected tensor, disk or auto"
             )
+        setup = self._setup
+        if setup is not None:
+            setup = replace(setup, engine=self.memory(setup.model, drafter, budget))
         settings = SessionSettings(
             n=self.num_tokens(drafter, budget),
             allowed=self._allowed_nodes(drafter, budget),
@@ -194,7 +198,7 @@ class SGLangBackend(ServedBackend):
             start_timeout_s=self.start_timeout_s,
             silence_timeout_s=self.silence_timeout_s,
             piece_s=self.piece_s,
-            update=self._update,
+            setup=setup,
             node=node,
             weight_file=self._weight_file,
         )

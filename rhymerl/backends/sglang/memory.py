@@ -11,24 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from rhymerl.errors import ConfigError
-from rhymerl.models.memory import (
-    CONTEXT_BYTES,
-    GIB,
-    Alternative,
-    EngineShape,
-    ModelShape,
-    UpdateMemory,
-    UpdateShape,
-    fewest_changes,
-    shared_bytes,
-    update_memory,
-    with_fewer_tokens,
-    with_lora,
-)
+from rhymerl.memory.base import CONTEXT_BYTES, GIB, EngineShape, Setup
+from rhymerl.memory.fitting import changes, fewest_changes
+from rhymerl.memory.outline import ModelShape
+from rhymerl.memory.parts import RankMemory, rank_memory
 
 ARGUMENT = "mem_fraction_static"
 _FIXED_BYTES = 2 * GIB  # of an engine beyond its static memory: CUDA graphs, workspaces of attention
@@ -42,20 +32,26 @@ class MemorySplit:
     """How the GPU is divided."""
 
     total_bytes: int
-    static_bytes: int  # the engine's weights, keys and values
-    fraction: float
-    update: UpdateMemory
-    release_memory: bool
+    free_bytes: int  # once the trainer holds its weights
+    memory: RankMemory  # of the trainer's rank, with the engine at its least
+
+    @property
+    def static_bytes(self) -> int:
+        """The engine's weights, keys and values."""
+        return self.free_bytes - self.memory.parts["engine_rest"] - self.memory.beside_engine
 
     def fraction_of(self, free_bytes: int) -> float:
-        """Return the mem_fraction_static that gives an engine the same bytes where so many are free."""
-        return _fraction(self.static_bytes, free_bytes)
+        """Return the mem_fraction_static that gives an engine the same bytes where so many are free.
+
+        It is rounded down to three places, and leaves an engine some memory to work with.
+        """
+        return min(0.95, math.floor(1000 * self.static_bytes / (free_bytes - CONTEXT_BYTES)) / 1000)
 
     def __str__(self) -> str:
-        turns = ", in turn" if self.release_memory else ""
+        turns = ", in turn" if self.memory.in_turn else ""
         return (
-            f"memory of {self.total_bytes / GIB:.0f} GiB: update {self.update}, engine {self.static_bytes / GIB:.1f} "
-            f"({ARGUMENT} {self.fraction:g}{turns})"
+            f"memory of {self.total_bytes / GIB:.0f} GiB: update {self.memory.update_words()}, engine {self.static_bytes / GIB:.1f} "
+            f"({ARGUMENT} {self.fraction_of(self.free_bytes):g}{turns})"
         )
 
 
@@ -81,120 +77,37 @@ def engine_shape(model: ModelShape, *, itemsize: int, gpus: int, rows: int, size
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Case:
-    """Settings that may fit."""
-
-    update: UpdateShape
-    engine: EngineShape
-    free_bytes: int
-    release_memory: bool
-
-    @property
-    def static_bytes(self) -> int:
-        """What is left for the engine's weights, keys and values while it answers."""
-        needs = update_memory(self.update)
-        beside = needs.lasting if self.release_memory else needs.total
-        return self.free_bytes - self.engine.context - self.engine.dynamic - beside
-
-    @property
-    def missing(self) -> int:
-        """Bytes that are too few, 0 or less where it fits: for the engine while it answers, and for the update while that sleeps."""
-        needed = shared_bytes(update_memory(self.update), self.engine, in_turn=self.release_memory)
-        return needed - self.free_bytes
-
-
-def split(
-    update: UpdateShape, engine: EngineShape, *, free_bytes: int, total_bytes: int, release_memory: bool
-) -> MemorySplit:
-    """Divide what is free, once the trainer holds its weights, between an update and an engine to be started.
+def split(setup: Setup, *, free_bytes: int, total_bytes: int) -> MemorySplit:
+    """Divide what is free, once the trainer holds its weights, between its update and the setup's engine, which is to be started.
 
     Raises ConfigError where both do not fit, naming settings with which they would.
     """
-    case = _Case(update=update, engine=engine, free_bytes=free_bytes, release_memory=release_memory)
-    if case.missing > 0:
-        raise ConfigError(_refusal(case))
-    return MemorySplit(
-        total_bytes=total_bytes,
-        static_bytes=case.static_bytes,
-        fraction=_fraction(case.static_bytes, free_bytes),
-        update=update_memory(update),
-        release_memory=release_memory,
-    )
+    memory = rank_memory(setup)
+    device_bytes = free_bytes + memory.models + memory.parts["context"]  # as if these were all that is not free
+    if memory.total > device_bytes:
+        raise ConfigError(_refusal(setup, memory, free_bytes=free_bytes, device_bytes=device_bytes))
+    return MemorySplit(total_bytes=total_bytes, free_bytes=free_bytes, memory=memory)
 
 
-def _fraction(static_bytes: int, free_bytes: int) -> float:
-    """Return it rounded down to three places, and not above what leaves an engine some memory to work with."""
-    return min(0.95, math.floor(1000 * static_bytes / (free_bytes - CONTEXT_BYTES)) / 1000)
-
-
-def _refusal(case: _Case) -> str:
-    engine = case.engine
+def _refusal(setup: Setup, memory: RankMemory, *, free_bytes: int, device_bytes: int) -> str:
+    assert setup.engine is not None
+    weights, keys, rest = setup.engine.parts.values()
     start = (
-        f"backend=sglang: of {case.free_bytes / GIB:.1f} GiB that are free on the GPU the update needs {update_memory(case.update)}, and the engine "
-        f"{(CONTEXT_BYTES + engine.dynamic + engine.least) / GIB:.1f} (weights {engine.weights / GIB:.1f}, keys and values of "
-        f"{engine.longest_tokens:,} tokens {engine.longest_tokens * engine.kv_of_token / GIB:.1f}, graphs and activations "
-        f"{(CONTEXT_BYTES + engine.dynamic) / GIB:.1f}): {case.missing / GIB:.1f} too much"
+        f"backend=sglang: of {free_bytes / GIB:.1f} GiB that are free on the GPU the update needs {memory.update_words()}, and the engine "
+        f"{(weights + keys + rest) / GIB:.1f} (weights {weights / GIB:.1f}, keys and values of "
+        f"{setup.engine.longest_tokens:,} tokens {keys / GIB:.1f}, graphs and activations "
+        f"{rest / GIB:.1f}): {(memory.total - device_bytes) / GIB:.1f} too much"
     )
     own = f"backend.arguments.{ARGUMENT} sets aside this estimate"
-    changes = _changes(case)
-    alone = [(words, each.missing) for words, each in (change.apply(case) for change in changes) if each.missing <= 0]
+    known = list(changes(setup, with_ranks=False))
+    alone = [found for each in known if (found := fewest_changes(setup, [each], device_bytes)) is not None]
     if alone:
-        fitting = ", ".join(f"{words} ({-missing / GIB:.1f} to spare)" for words, missing in alone)
-        return f"{start}; any of these fits: {fitting}; {own}"
-    found = fewest_changes(case, changes, lambda each: each.missing)
-    if found is None:
+        return f"{start}; any of these fits: {', '.join(_spare(*found) for found in alone)}; {own}"
+    together = fewest_changes(setup, known, device_bytes)
+    if together is None:
         return f"{start}; no settings fit: take a smaller model or a larger GPU; {own}"
-    words, together = found
-    return f"{start}; these together fit: {', '.join(words)} ({-together.missing / GIB:.1f} to spare); {own}"
+    return f"{start}; these together fit: {_spare(*together)}; {own}"
 
 
-def _changes(case: _Case) -> Sequence[Alternative[_Case]]:
-    """Return settings that take less memory than those of the case."""
-    update = case.update
-    found = [] if update.activation_checkpointing else [Alternative(apply=_checkpoints)]
-    if not case.release_memory:
-        found.append(Alternative(apply=_takes_turns))
-    found.append(Alternative(apply=_in_smaller_parts, is_number=True))
-    if not update.offloads_optimizer:
-        found.append(Alternative(apply=_offloads))
-    if update.weight_itemsize == 4:
-        found.append(Alternative(apply=_in_half))
-    if not update.has_adapters:
-        found.append(Alternative(apply=_with_adapters))
-    return found
-
-
-def _checkpoints(case: _Case) -> tuple[str, _Case]:
-    update = replace(case.update, activation_checkpointing=True)
-    return "update.activation_checkpointing=true", replace(case, update=update)
-
-
-def _offloads(case: _Case) -> tuple[str, _Case]:
-    return "update.offload_optimizer=true", replace(case, update=replace(case.update, offloads_optimizer=True))
-
-
-def _takes_turns(case: _Case) -> tuple[str, _Case]:
-    return "backend.release_memory=true", replace(case, release_memory=True)
-
-
-def _with_adapters(case: _Case) -> tuple[str, _Case]:
-    return "adapter=lora", replace(case, update=with_lora(case.update))
-
-
-def _in_half(case: _Case) -> tuple[str, _Case]:
-    update = case.update
-    half = replace(
-        update,
-        weight_bytes=update.weight_bytes // 2,
-        trained_bytes=update.trained_bytes if update.has_adapters else update.trained_bytes // 2,
-        weight_itemsize=2,
-        itemsize=2,
-    )
-    freed = update.weight_bytes - half.weight_bytes
-    return "trainer.precision=bf16-true", replace(case, update=half, free_bytes=case.free_bytes + freed)
-
-
-def _in_smaller_parts(case: _Case) -> tuple[str, _Case]:
-    update = with_fewer_tokens(case.update, lambda tried: replace(case, update=tried).missing)
-    return f"update.micro_batch_tokens={update.micro_batch_tokens}", replace(case, update=update)
+def _spare(words: Sequence[str], num_bytes: int) -> str:
+    return f"{', '.join(words)} ({num_bytes / GIB:.1f} to spare)"

@@ -17,15 +17,12 @@ from rhymerl.backends.remote.drafter_feed import FeedWriter
 from rhymerl.backends.remote.process import Server
 from rhymerl.backends.sglang import arguments, memory
 from rhymerl.backends.sglang.memory import MemorySplit
-from rhymerl.backends.sglang.nodes import num_sizes
 from rhymerl.backends.sglang.plugin.names import ALGORITHM, VARIABLE
 from rhymerl.backends.sglang.plugin.settings import COUNTERS, FEED, EngineSettings
 from rhymerl.backends.sglang.server import require_sglang, start_server
 from rhymerl.backends.sglang.session_settings import SessionSettings
 from rhymerl.drafters.base import Drafter
 from rhymerl.errors import BackendError
-from rhymerl.models.outline import model_shape
-from rhymerl.models.policy import DTYPES
 
 if TYPE_CHECKING:
     from rhymerl.models.policy import Policy
@@ -92,21 +89,12 @@ class OwnEngine:
     def _static_memory(self) -> dict[str, Any]:
         """Return the argument that leaves the update its memory. A successor gets the bytes of the first one, though moments may have come."""
         settings = self.settings
-        if self.policy.device.type != "cuda" or settings.update is None or memory.is_given(settings.arguments):
+        if self.policy.device.type != "cuda" or settings.setup is None or memory.is_given(settings.arguments):
             return {}
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.policy.device)
         if self.split is None:
-            engine = memory.engine_shape(
-                model_shape(self.policy.model, settings.longest_tokens or settings.update.longest_tokens),
-                itemsize=DTYPES[self.dtype].itemsize,
-                gpus=settings.tensor_parallel,
-                rows=settings.max_running * settings.n,
-                sizes=num_sizes(settings.n, settings.budget),
-            )
-            self.split = memory.split(
-                settings.update, engine, free_bytes=free, total_bytes=total, release_memory=settings.release_memory
-            )
+            self.split = memory.split(settings.setup, free_bytes=free, total_bytes=total)
             _log.info("%s", self.split)
         return {memory.ARGUMENT: self.split.fraction_of(free)}
 

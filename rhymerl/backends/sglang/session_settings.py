@@ -12,7 +12,7 @@ from rhymerl.backends.remote.weight_file import SharedWeightFile
 from rhymerl.backends.sglang.nodes import AllowedNodes
 from rhymerl.budgets.base import Budget
 from rhymerl.folders import open_folder
-from rhymerl.models.memory import UpdateShape
+from rhymerl.memory.base import Setup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class SessionSettings:
     start_timeout_s: float
     silence_timeout_s: float
     piece_s: float | None
-    update: UpdateShape | None  # what the trainer holds on the same GPU; None: it trains nothing
+    setup: Setup | None  # of the trainer on the same GPU, with this engine; None: it trains nothing
     node: NodePosition
     weight_file: SharedWeightFile | None = None  # that other sessions read too
 

@@ -36,7 +36,8 @@ from rhymerl.workers.remote.ray_watcher import Watcher
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rhymerl.models.memory import EngineShape, ModelShape
+    from rhymerl.memory.base import EngineShape
+    from rhymerl.memory.outline import ModelShape
     from rhymerl.models.policy import Policy
 
 _BUCKET_BYTES = 2**28

@@ -28,7 +28,7 @@ from rhymerl.workers.remote.threads import ThreadConnection, copied
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rhymerl.models.memory import UpdateShape
+    from rhymerl.memory.base import Setup
     from rhymerl.models.policy import Policy
 
 _CLOSE_S = 10.0
@@ -135,7 +135,7 @@ class ServersBackend(HostedBackend):
     def check_drafting(self, drafter: Drafter, budget: Budget | None) -> None:
         self.backend.check_drafting(drafter, budget)
 
-    def share(self, update: UpdateShape | None) -> None:
+    def share(self, setup: Setup | None) -> None:
         self.backend.share(None)
 
     def start(

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from rhymerl.models.critic import Critic
 from rhymerl.models.lora import adapter_parameters
-from rhymerl.models.memory import ModelShape
 from rhymerl.models.sharding import gathered_together
 
 _FULL = 4  # bytes that adapters and value heads keep at least, whatever the rest is cast to
@@ -72,11 +71,6 @@ class Outline:
         """Those that have gradients and moments."""
         return tuple(each for each in self.updated if each.is_trained)
 
-    @property
-    def all(self) -> OutlineWeights:
-        """Every tensor."""
-        return (*self.updated, *self.reference)
-
     def cast(self, itemsize: int) -> Outline:
         """Return them as a Trainer's precision of so many bytes makes them."""
         policy, reference, critic = (
@@ -87,16 +81,16 @@ class Outline:
 
 def outline(model: PreTrainedModel, *, reference: PreTrainedModel | None, critic: Critic | None) -> Outline:
     """Return the tensors of models, which may be on the meta device; the reference may be the model itself."""
-    apart = reference if reference is not None and reference is not model else None
     own: OutlineWeights = ()
     if critic is not None:
-        body = _weights(critic.body) if critic.body is not None else ()
         head = (_weight(each, is_full=True, is_whole=True) for each in critic.head.parameters())
-        own = (*body, *head)
-    return Outline(policy=_weights(model), reference=_weights(apart) if apart is not None else (), critic=own)
+        own = (*_weights(critic.body), *head)
+    return Outline(policy=_weights(model), reference=_weights(None if reference is model else reference), critic=own)
 
 
-def _weights(model: PreTrainedModel) -> OutlineWeights:
+def _weights(model: PreTrainedModel | None) -> OutlineWeights:
+    if model is None:
+        return ()
     groups: dict[int, int] = {}
     for number, group in enumerate(gathered_together(model)):
         for parameter in group.parameters():
@@ -112,6 +106,28 @@ def _weight(parameter: nn.Parameter, **more: Any) -> Weight:
 def total_bytes(weights: Iterable[Weight], num_shards: int = 1) -> int:
     """Return the bytes of the tensors on the rank that has the most of them."""
     return sum(each.part(num_shards) * each.itemsize for each in weights)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The sizes of a policy, a decoder with gated MLPs (Llama and its kin)."""
+
+    parameters: int  # without adapters
+    layers: int
+    hidden: int
+    intermediate: int
+    vocabulary: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    itemsize: int  # of its weights
+    compute_itemsize: int  # of what layers compute
+    longest_tokens: int
+
+    @property
+    def attention(self) -> int:
+        """The width of attention: query heads times their size."""
+        return self.heads * self.head_size
 
 
 def model_shape(

@@ -5,34 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from rhymerl.memory.base import GIB, EngineShape, Setup
+from rhymerl.memory.parts import kv_tokens_beside, layer_bytes, rank_memory
 from rhymerl.models.lora import LoRA
-from rhymerl.models.memory import GIB, EngineShape, UpdateShape, kv_tokens_beside, layer_bytes, update_memory
+from tests.memory.sizes import setup_of_sizes
 
-HALF_BILLION = UpdateShape(  # Qwen2.5-0.5B in float32
-    layers=24,
-    hidden=896,
-    attention=896,
-    intermediate=4864,
-    vocabulary=151_936,
-    weight_bytes=4 * 494_032_768,
-    trained_bytes=4 * 494_032_768,
-    weight_itemsize=4,
-    itemsize=4,
-    micro_batch_tokens=16_384,
-    longest_tokens=1536,
-    chunk_tokens=1000,
-)
-MIXED = replace(HALF_BILLION, itemsize=2)
-TRUE = replace(MIXED, weight_itemsize=2, weight_bytes=2 * 494_032_768, trained_bytes=2 * 494_032_768)
+QWEN: dict[str, Any] = {  # Qwen2.5-0.5B
+    "layers": 24,
+    "hidden": 896,
+    "heads": 14,
+    "intermediate": 4864,
+    "vocabulary": 151_936,
+    "parameters": 494_032_768,
+}
+HALF_BILLION = setup_of_sizes(**QWEN)  # in float32
+MIXED = setup_of_sizes(**QWEN, compute_itemsize=2)
+TRUE = setup_of_sizes(**QWEN, itemsize=2, compute_itemsize=2)
 
 
 @pytest.mark.parametrize(
-    ("shape", "expected"),
+    ("setup", "expected"),
     [
         # norms 2 * 896 * 8 = 14336; q, k, v, output 4 * 896 * 4 = 14336; MLP 3 * 4864 * 4 = 58368; inputs (3 * 896 + 4864) * 4 = 30208
         (HALF_BILLION, 117_248),
@@ -41,50 +39,55 @@ TRUE = replace(MIXED, weight_itemsize=2, weight_bytes=2 * 494_032_768, trained_b
         # norms 2 * 896 * 6 = 10752; 7168; 29184; inputs (3 * 896 + 4864) * 2 = 15104
         (TRUE, 62_208),
         # adapters in float32 copy their inputs: (6 * 896 + 4864) * 4 = 40960 instead of 15104
-        (replace(TRUE, has_adapters=True), 88_064),
-        (replace(HALF_BILLION, score_bytes=100), 117_348),
+        (setup_of_sizes(**QWEN, itemsize=2, compute_itemsize=2, adapters=1), 88_064),
+        # eager attention keeps 14 rows of 1536 scores in float32, twice
+        (replace(HALF_BILLION, is_eager=True), 117_248 + 14 * 1536 * 8),
     ],
     ids=["float32", "mixed", "bfloat16", "adapters", "scores"],
 )
-def test_what_a_layer_keeps_of_a_token(shape: UpdateShape, expected: int) -> None:
-    assert layer_bytes(shape) == expected
+def test_what_a_layer_keeps_of_a_token(setup: Setup, expected: int) -> None:
+    assert layer_bytes(setup) == expected
 
 
 def test_the_update_of_half_a_billion_weights() -> None:
-    found = update_memory(HALF_BILLION)
-    assert found.gradients == 1_976_131_072
-    assert found.moments == 3_952_262_144
-    assert found.activations == 16_384 * 25 * 117_248 == 48_024_780_800
+    found = rank_memory(HALF_BILLION)
+    assert found.parts["gradients"] == 1_976_131_072
+    assert found.parts["moments"] == 3_952_262_144
+    assert found.parts["activations"] == 16_384 * 25 * 117_248 == 48_024_780_800
     # four chunks of 1000 * 151936 logits of 4 bytes, and twice 151936 * 896 weights: head and embedding
-    assert found.logits == 2_430_976_000 + 1_089_077_248
-    assert found.reserve == 2 * GIB + 4_802_478_080
-    assert found.total == 64_423_188_992
+    assert found.parts["head_chunks"] == 2_430_976_000 + 1_089_077_248
+    assert found.parts["reserve"] == 2 * GIB + 4_802_478_080
+    assert found.update == 64_423_188_992
     assert found.lasting == 3_952_262_144 + 2 * GIB + 4_802_478_080
-    assert str(found) == "60.0 (gradients 1.8, moments 3.7, activations 44.7, logits 3.3, reserve 6.5)"
+    assert found.update_words() == "60.0 (gradients 1.8, moments 3.7, activations 44.7, logits 3.3, reserve 6.5)"
+
+
+def activations(setup: Setup) -> int:
+    return rank_memory(setup).parts["activations"]
 
 
 def test_autocast_holds_copies_of_weights() -> None:
-    assert update_memory(MIXED).activations == 16_384 * 25 * 71_168 + 2 * 494_032_768
+    assert activations(MIXED) == 16_384 * 25 * 71_168 + 2 * 494_032_768
 
 
 def test_checkpointing_keeps_inputs_and_one_layer() -> None:
-    found = update_memory(replace(HALF_BILLION, activation_checkpointing=True))
-    assert found.activations == 16_384 * (24 * 896 * 4 + 2 * 117_248)
+    checkpointed = replace(HALF_BILLION, activation_checkpointing=True)
+    assert activations(checkpointed) == 16_384 * (24 * 896 * 4 + 2 * 117_248)
 
 
 def test_adapters_have_small_gradients_and_leave_the_ends_alone() -> None:
-    found = update_memory(replace(HALF_BILLION, has_adapters=True, trained_bytes=1000))
-    assert (found.gradients, found.moments) == (1000, 2000)
-    assert found.logits == 2_430_976_000
+    parts = rank_memory(setup_of_sizes(**QWEN, adapters=250)).parts
+    assert (parts["gradients"], parts["moments"]) == (1000, 2000)
+    assert parts["head_chunks"] == 2_430_976_000
 
 
 def test_a_sample_fits_however_few_tokens_a_micro_batch_has() -> None:
-    found = update_memory(replace(HALF_BILLION, micro_batch_tokens=1))
-    assert found.activations == 1536 * 25 * 117_248
+    assert activations(replace(HALF_BILLION, micro_batch_tokens=1)) == 1536 * 25 * 117_248
 
 
 def test_a_critic_with_a_backbone_keeps_as_much_again() -> None:
-    assert update_memory(replace(HALF_BILLION, backbones=2)).activations == 2 * 48_024_780_800
+    tensors = replace(HALF_BILLION.tensors, critic=HALF_BILLION.tensors.policy)
+    assert activations(replace(HALF_BILLION, tensors=tensors)) == 2 * 48_024_780_800
 
 
 LAYERS, HIDDEN, INTERMEDIATE, TOKENS = 3, 256, 704, 96
@@ -125,16 +128,9 @@ def kept_bytes(model: PreTrainedModel, context: Callable[[], AbstractContextMana
     return sum(storage.nbytes() for storage in found.values())
 
 
-def shape_of(model: PreTrainedModel, itemsize: int) -> UpdateShape:
-    return replace(
-        HALF_BILLION,
-        layers=LAYERS,
-        hidden=HIDDEN,
-        attention=HIDDEN,
-        intermediate=INTERMEDIATE,
-        weight_itemsize=model.dtype.itemsize,
-        itemsize=itemsize,
-    )
+def setup_for(model: PreTrainedModel, itemsize: int, *, adapters: int) -> Setup:
+    sizes = {"layers": LAYERS, "hidden": HIDDEN, "intermediate": INTERMEDIATE, "vocabulary": 50, "parameters": 1}
+    return setup_of_sizes(**sizes, itemsize=model.dtype.itemsize, compute_itemsize=itemsize, adapters=adapters)
 
 
 def autocast() -> AbstractContextManager[object]:
@@ -156,7 +152,7 @@ def test_layers_keep_what_is_said(case: tuple, adapters: bool) -> None:
     if adapters:
         pytest.importorskip("peft")
         LoRA().put_on(model, seed=0)
-    said = LAYERS * TOKENS * layer_bytes(replace(shape_of(model, itemsize), has_adapters=adapters))
+    said = LAYERS * TOKENS * layer_bytes(setup_for(model, itemsize, adapters=int(adapters)))
     kept = kept_bytes(model, context)
     assert 0.85 * said < kept < 1.1 * said
 
@@ -165,7 +161,7 @@ def test_keys_and_values_get_nine_tenths_of_what_is_left_beside_the_update() -> 
     engine = EngineShape(
         weights=0, kv_of_token=12_288, dynamic=0, longest_tokens=1
     )  # 24 layers, 2 x 2 heads of 64, 2 bytes
-    free = update_memory(MIXED).total + 100 * GIB
+    free = rank_memory(MIXED).update + 100 * GIB
     assert kv_tokens_beside(MIXED, engine, free) == int(0.9 * 100 * GIB) // 12_288
     assert kv_tokens_beside(None, engine, 3 * GIB) == int(0.9 * GIB) // 12_288  # two are set aside
     assert kv_tokens_beside(MIXED, engine, GIB) == 0

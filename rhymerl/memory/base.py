@@ -1,0 +1,121 @@
+"""What the memory of a rank follows from: the tensors of its models, the settings of its update, and an engine beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rhymerl.memory.outline import ModelShape, Outline, Weight, total_bytes
+
+GIB = 2**30
+CONTEXT_BYTES = GIB  # of a process on a GPU, before it has any tensor: CUDA's context and the libraries
+_SUMMED = 4  # bytes in which gradients of fewer are summed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The ranks of a run."""
+
+    num_ranks: int = 1
+    num_nodes: int = 1
+    num_replicas: int = 1  # groups of ranks that hold all weights each; without sharding each rank is one
+    is_sharded: bool = False
+
+    @property
+    def num_shards(self) -> int:
+        """Among how many ranks the weights are divided."""
+        return self.num_ranks // self.num_replicas if self.is_sharded else 1
+
+    def divides(self, weight: Weight) -> bool:
+        """Return whether each rank holds a part of a weight only."""
+        return self.is_sharded and not weight.is_whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineShape:
+    """What an engine takes of each of its GPUs, in bytes."""
+
+    weights: int = 0  # 0 for one that computes with the trainer's own
+    kv_of_token: int = 0
+    dynamic: int = 0  # graphs and activations
+    longest_tokens: int = 0  # whose keys and values there is room for at least
+    context: int = 0  # CUDA's, of an engine in a process of its own, before it loads anything
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Its bytes by what they are for, where the longest sequence has just room."""
+        return {
+            "engine_weights": self.weights,
+            "keys_and_values": self.longest_tokens * self.kv_of_token,
+            "engine_rest": self.context + self.dynamic,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """All that the memory of a rank, and the traffic between ranks, follow from."""
+
+    tensors: Outline  # as the Trainer's precision makes them
+    model: ModelShape
+    layout: Layout
+    is_mixed: bool  # layers compute in two bytes, whatever weights have
+    is_eager: bool  # attention whose scores are kept
+    states: int  # tensors of the size of what is trained that the optimizer keeps; AdamW's are two
+    epochs: int
+    mini_batches: int
+    micro_batch_tokens: int
+    step_tokens: int  # of a rollout step, where all answers are as long as they may be
+    chunk_tokens: int  # of logits
+    activation_checkpointing: bool
+    offloads_optimizer: bool = False  # keeps its tensors in the host's memory except while it steps
+    policy_forwards: int = 0  # passes of the policy over all samples in front of the first mini-batch
+    engine: EngineShape | None = None  # of a rank's own, or of a worker apart from the ranks; None: not known
+    is_apart: bool = False
+    in_turn: bool = False  # an engine that gives its memory back for an update
+
+    @property
+    def tokens(self) -> int:
+        """The most tokens of a backward: a sample always fits, however few a micro-batch may have."""
+        return max(min(self.micro_batch_tokens, self.step_tokens), self.model.longest_tokens)
+
+    @property
+    def trained_bytes(self) -> int:
+        """The bytes of what a rank has gradients of."""
+        return total_bytes(self.tensors.trained, self.layout.num_shards)
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters alone are trained, in float32 or better."""
+        return any(each.is_full for each in self.tensors.policy)
+
+    @property
+    def has_own_critic(self) -> bool:
+        """Whether there is a critic with a backbone."""
+        return any(not each.is_whole for each in self.tensors.critic)
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of an element of a weight."""
+        return max(each.itemsize for each in self.tensors.policy if not each.is_full)
+
+    @property
+    def compute_itemsize(self) -> int:
+        """The bytes of an element of what layers compute."""
+        return min(2, self.itemsize) if self.is_mixed else self.itemsize
+
+    @property
+    def stream_itemsize(self) -> int:
+        """The bytes of an element of the weights that layers are given: sharded ones are gathered in what layers compute, there is no cast."""
+        return self.compute_itemsize if self.layout.is_sharded else self.itemsize
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether autocast computes in fewer bits than the weights have."""
+        return self.compute_itemsize < self.stream_itemsize
+
+    def gathered_itemsize(self, weight: Weight) -> int:
+        """Return the bytes of an element while its sharded tensor is whole."""
+        return min(2, weight.itemsize) if self.is_mixed else weight.itemsize
+
+    def summed_itemsize(self, weight: Weight) -> int:
+        """Return the bytes of an element of its gradient while ranks add it up."""
+        return max(_SUMMED, self.gathered_itemsize(weight))

@@ -1,0 +1,194 @@
+"""What a rank holds on its device, by what it is for: a table of bytes, of which the plan is the sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+
+from rhymerl.memory.base import CONTEXT_BYTES, GIB, EngineShape, Setup
+from rhymerl.memory.outline import Weight, total_bytes
+from rhymerl.models.sharding import BLOCK_BYTES
+
+_RESERVE_BYTES = 2 * GIB  # weights on their way to an engine, workspaces of kernels, batches
+_RESERVE_SHARE = 0.1  # of activations and of keys and values: fragments of the allocator, and what the estimate misses
+_MODELS = ("weights", "critic", "reference")
+_UPDATE = ("gradients", "moments", "activations", "head_chunks", "reserve", "gathered")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Bytes of the rank that holds the most."""
+
+    parts: Mapping[str, int]  # by what they are for
+    lasting: int  # of an update, while an engine answers: gradients and activations are freed at a step's end
+    in_turn: bool  # an engine that sleeps during updates takes turns with them
+
+    @property
+    def models(self) -> int:
+        """All weights."""
+        return sum(self.parts[name] for name in _MODELS)
+
+    @property
+    def update(self) -> int:
+        """What an update has at its worst moment, beside the weights."""
+        return sum(self.parts[name] for name in _UPDATE)
+
+    @property
+    def beside_engine(self) -> int:
+        """What stands beside the weights, keys and values of an engine while it answers."""
+        return self.lasting if self.in_turn else self.update
+
+    @property
+    def total(self) -> int:
+        """What there is at the worst moment: the engine and the update, or weights on their way between two updates."""
+        engine = self.parts["engine_weights"] + self.parts["keys_and_values"]
+        shared = self.parts["engine_rest"] + max(engine + self.beside_engine, self.update)
+        return self.parts["context"] + self.models + max(shared, self.lasting + self.parts["weight_buffers"])
+
+    def update_words(self) -> str:
+        """Return the memory of the update in GiB, and its parts."""
+        names = {name: name.replace("head_chunks", "logits") for name in _UPDATE}
+        parts = ", ".join(
+            f"{word} {self.parts[name] / GIB:.1f}"
+            for name, word in names.items()
+            if self.parts[name] or name != "gathered"
+        )
+        return f"{self.update / GIB:.1f} ({parts})"
+
+
+def rank_memory(setup: Setup) -> RankMemory:
+    """Return what a rank holds; what workers apart from the ranks hold is not theirs.
+
+    An update's peak is the backward of the largest micro-batch. Gradients and the optimizer's moments have the dtype of what is trained,
+    and a fused step has no temporaries. Offloaded moments take the room that the activations have left by then, so they count as far as they
+    are more than that; but a resumed run loads them onto the device when an engine is there. Passes of a reference keep nothing for a
+    backward. Sums over ranks come when activations have gone.
+    """
+    tensors, shards = setup.tensors, setup.layout.num_shards
+    engine = setup.engine if setup.engine is not None and not setup.is_apart else EngineShape()
+    activations, chunks, gathered = _activations(setup), _head_chunks(setup), _gathered(setup)
+    moments = setup.states * setup.trained_bytes
+    offloaded = activations + chunks + gathered if setup.offloads_optimizer else 0
+    reserve = _RESERVE_BYTES + int(_RESERVE_SHARE * activations)
+    parts = {
+        "weights": total_bytes(tensors.policy, shards),
+        "critic": total_bytes(tensors.critic, shards),
+        "reference": total_bytes(tensors.reference, shards),
+        "gradients": setup.trained_bytes,
+        "moments": max(moments - offloaded, 0),
+        "activations": activations,
+        "head_chunks": chunks,
+        "gathered": gathered,
+        "weight_buffers": _weight_buffers(setup),
+        **engine.parts,
+        "reserve": reserve,
+        "context": CONTEXT_BYTES,  # of the rank itself
+    }
+    return RankMemory(parts=parts, lasting=moments + reserve, in_turn=setup.in_turn)
+
+
+def kv_tokens_beside(setup: Setup | None, engine: EngineShape, free_bytes: int) -> int:
+    """Return for how many tokens there is room for keys and values in what is free, which an engine in the trainer's process shares with an update.
+
+    A part of it is left to the engine's passes and to fragments of the allocator.
+    """
+    beside = rank_memory(setup).update if setup is not None else _RESERVE_BYTES
+    return max(int((1 - _RESERVE_SHARE) * (free_bytes - beside)) // engine.kv_of_token, 0)
+
+
+# -- the backward ------------------------------------------------------------------------------------------------------
+
+
+def layer_bytes(setup: Setup) -> int:
+    """Return what a layer keeps of a token for its backward, as transformers' modules are written (SDPA, nothing compiled).
+
+    With hidden size H, attention width A, intermediate size I, b bytes an element and s in the residual stream (b, or a weight's under
+    autocast):
+
+    - two norms compute in at least 4 bytes and keep their input and, in s, the normalised one: 2 H (max(4, s) + s)
+    - attention keeps query, key, value and output, key and value counted as if expanded to all heads: 4 A b
+    - the MLP keeps gate, silu(gate) and up: 3 I b
+    - linear layers keep their inputs for the gradient of their weights: (2 H + A + I) b, one for q, k and v and one for gate and up. A
+      copy for each layer is made where each casts for itself, under autocast and for adapters wider than the model: (5 H + A + I) times the bytes of the copy.
+    - eager attention keeps its scores; flash and memory-efficient kernels keep none.
+    """
+    model, b, stream = setup.model, setup.compute_itemsize, setup.stream_itemsize
+    h, a, i = model.hidden, model.attention, model.intermediate
+    scores = model.heads * model.longest_tokens * (4 + setup.itemsize) if setup.is_eager else 0
+    kept = 2 * h * (max(4, stream) + stream) + 4 * a * b + 3 * i * b + scores
+    if setup.is_cast:
+        return kept + (5 * h + a + i) * b
+    if setup.has_adapters and b < 4:
+        return kept + (5 * h + a + i) * 4
+    return kept + (2 * h + a + i) * b
+
+
+def _activations(setup: Setup) -> int:
+    """Return what all layers keep, and as much as one keeps again for gradients on their way; copies of weights that autocast makes too.
+
+    With checkpointing a layer keeps its input, and one at a time all the rest.
+    """
+    model, layer = setup.model, layer_bytes(setup)
+    if setup.activation_checkpointing:
+        a_token = model.layers * model.hidden * setup.stream_itemsize + 2 * layer
+    else:
+        a_token = (model.layers + 1) * layer
+    backbones = 2 if setup.has_own_critic else 1
+    casts = total_bytes(setup.tensors.updated) // setup.itemsize * setup.compute_itemsize if setup.is_cast else 0
+    return backbones * setup.tokens * a_token + casts
+
+
+def _head_chunks(setup: Setup) -> int:
+    """Return four chunks of logits in float32 or better, and, where it is trained, the gradients of head and embedding before they are added up.
+
+    Among sharded ranks these gradients are gathered ones.
+    """
+    model = setup.model
+    chunk = min(setup.chunk_tokens, setup.tokens) * model.vocabulary * max(4, setup.compute_itemsize)
+    is_counted = setup.has_adapters or setup.layout.is_sharded
+    ends = 0 if is_counted else 2 * model.vocabulary * model.hidden * setup.itemsize
+    return 4 * chunk + ends
+
+
+# -- sharded weights ---------------------------------------------------------------------------------------------------
+
+
+def _weight_buffers(setup: Setup) -> int:
+    """Return the bytes of a block on its way to workers, and of the next one; or of a tensor for a copy in the rank, which gets one at a time."""
+    if not setup.layout.is_sharded:
+        return 0
+    shards = setup.layout.num_shards
+    largest = max(shards * each.part(shards) * each.itemsize for each in setup.tensors.policy)
+    return 2 * min(BLOCK_BYTES, largest) if setup.is_apart else largest
+
+
+def _gathered(setup: Setup) -> int:
+    """Return the bytes of groups of sharded weights that are whole at the worst moment of a backward.
+
+    These are a group with its gradient, which is laid out once more for the sum, and the next one while it comes, twice: in one piece and as
+    tensors. What belongs to no layer stays from beginning to end.
+    """
+    if not setup.layout.is_sharded:
+        return 0
+    lasting, passing, following = 0, 0, 0
+    for weights in (setup.tensors.policy, setup.tensors.critic):
+        *groups, rest = list(_groups(setup, weights)) or [(0, 0, 0)]
+        lasting += sum(rest)
+        passing = max([passing, *map(sum, groups)])
+        following = max([following, *(2 * whole for whole, _, _ in groups)])
+    return lasting + passing + following
+
+
+def _groups(setup: Setup, weights: tuple[Weight, ...]) -> Iterator[tuple[int, int, int]]:
+    """Yield for each group the bytes of its weights, of its gradients, and of these while they are added up."""
+    shards = setup.layout.num_shards
+    ordered = sorted((each for each in weights if not each.is_whole), key=lambda each: each.group)
+    for _, group in groupby(ordered, key=lambda each: each.group):
+        found = list(group)
+        trained = [each for each in found if each.is_trained]
+        yield (
+            sum(shards * each.part(shards) * setup.gathered_itemsize(each) for each in found),
+            sum(each.count * setup.gathered_itemsize(each) for each in trained),
+            sum(shards * each.part(shards) * setup.summed_itemsize(each) for each in trained),
+        )
