@@ -223,6 +223,20 @@ def writing(path: Path) -> Iterator[None]:
         raise cannot_write(path, error) from error
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield where to write what `path` is to be: it stays as it was until that is whole. Raises RunError as `writing` does."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield part
+            part.replace(path)
+    finally:
+        with suppress(OSError):
+            part.unlink()
+
+
 def cannot_write(path: Path, error: OSError) -> RunError:
     """Return the message for a file that could not be written during a run."""
     free = shutil.disk_usage(next(each for each in path.absolute().parents if each.exists())).free

@@ -14,9 +14,11 @@ from rhymerl.backends.base import RolloutBackend
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafts import Draft
+from rhymerl.history import Answer
 from rhymerl.types import Completion, Output, Prompt, RolloutRequest, SamplingParams
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     from torch import Tensor
 
     from rhymerl.models.policy import Policy
@@ -70,6 +72,12 @@ def make_prompt(token_ids: Sequence[int], *, id: str | None = None, **columns: A
     ids = np.asarray(token_ids, np.int32)
     key = hashlib.blake2b(ids.tobytes(), digest_size=16).hexdigest()
     return Prompt(id=id or key[:8], key=key, token_ids=ids, text="", columns=columns)
+
+
+def make_answer(token_ids: npt.ArrayLike, **changed: Any) -> Answer:
+    """Return a past answer of step 0; `changed` are fields of it with other values."""
+    plain: dict[str, Any] = {"reward": 0.0, "advantage": 0.0, "finish_reason": "stop", "policy_version": 0}
+    return Answer(token_ids=np.asarray(token_ids, np.int32), **{**plain, "epoch": 0, "sample": 0, **changed})
 
 
 def make_requests(

@@ -18,7 +18,7 @@ from rhymerl.algos import PPO, Algorithm
 from rhymerl.cli import main
 from rhymerl.config import compose, resolved
 from rhymerl.models.policy import Policy
-from rhymerl.runs.replay import judge
+from rhymerl.runs.replay import replay_trace
 from rhymerl.schedulers import SortedScheduler
 from rhymerl.tasks import RunningSum
 from rhymerl.testing import tiny_policy
@@ -280,7 +280,7 @@ def test_replayed_figures_are_those_of_the_code(row: str, replays: list[list[str
     for words in replays:
         config = compose("replay", [*words, "from_epoch=4"])
         config.trace = str(trace)
-        results.append(judge(config))
+        results.append(replay_trace(config))
     names = ("tokens_per_pass", "verified_per_token")
     cells = [" / ".join(f"{result[name]:.2f}" for result in results) for name in names]
     assert row.format(*cells) in (DOCS / "drafting.md").read_text()

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from benchmarks.scheduling.peers.base import EarlyStopScheduler, Group
-from rhymerl.schedulers.base import check_plan
 from rhymerl.simulation.base import Decoding, StepWork
 from rhymerl.simulation.step import StepRun
 from rhymerl.types import RolloutRequest
+from rhymerl.workers import StepRequests
+from rhymerl.workers.coordinator import Coordinator, SharedPlan, make_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,36 +94,35 @@ class EarlyStopSimulation:
 
     def _decode(self, asked: list[RolloutRequest], step: EarlyStep) -> dict[str, float]:
         """Run the step until the scheduler says that it is over; return how many tokens its requests have then."""
-        name, number = type(self.scheduler).__name__, len(self.steps)
-        plan = self.scheduler.plan(asked, self.num_workers, number)
-        check_plan(plan, asked, num_workers=self.num_workers, scheduler=name)
-        index = {request.id: i for i, request in enumerate(asked)}
-        queues = [np.array([index[request.id] for request in queue], np.int64) for queue in plan]
+        plan = make_plan(self.scheduler, asked, num_workers=self.num_workers, step=len(self.steps))
         before = np.array([self._sampled.get(request.id, 0.0) for request in asked])
-        again = np.array([before[queue].sum() for queue in queues])
+        again = np.array([before[np.asarray(queue, np.int64)].sum() for queue in plan.queues])
         starts = step.start + self.decoding.pass_cost(again) - self.decoding.pass_cost(np.zeros(self.num_workers))
         lengths = np.array([self._lengths[request.id] for request in asked], np.float64)
         work = StepWork(requests=asked, lengths=lengths - before, is_cut=np.zeros(len(asked), np.bool_))
-        run = StepRun(work, queues, starts, np.zeros(len(asked)), step=number, decoding=self.decoding, scheduler=name)
-        step.end = self._until_over(run, asked, step.start)
+        run = StepRun(work, plan.queues, starts, np.zeros(len(asked)), decoding=self.decoding)
+        step.end = self._until_over(run, plan, step.start)
         step.busy = float((np.minimum(run.ends, step.end) - step.start).clip(min=0).sum())
         sampled = before + run.sampled(step.end)
         return {request.id: have for request, have in zip(asked, sampled.tolist(), strict=True)}
 
-    def _until_over(self, run: StepRun, asked: list[RolloutRequest], start: float) -> float:
+    def _until_over(self, run: StepRun, plan: SharedPlan, start: float) -> float:
         """Tell the scheduler of every answer as it ends, and return when it says that the step is over."""
-        told, look = np.zeros(len(asked), np.bool_), start + self.every
+        asked, now = run.work.requests, start
+        work = StepRequests(step=len(self.steps), requests=asked)
+        coordinator = Coordinator(self.scheduler, work, plan, keeps=False, every=self.every, clock=lambda: now)
         while True:
-            ended = np.flatnonzero(~told & (run.finished <= look))
-            for i in ended[np.argsort(run.finished[ended], kind="stable")].tolist():
-                told[i] = True
+            now = coordinator.asks_at
+            report = run.report(now, tells_tokens=True)
+            for i in sorted(report.finished, key=lambda i: run.finished[i]):
                 self._ended[asked[i].id] = float(run.finished[i])
                 if self.scheduler.finished(asked[i]):
                     return float(run.finished[i])
-            if told.all():
+            command = coordinator.decide([(0, report)])
+            if command is not None and command.is_done:
                 return float(run.finished.max())
-            run.ask(self.scheduler.rebalance, look)
-            look += self.every
+            if command is not None:
+                run.move(command.moves, now)
 
     def _answer(self, request: RolloutRequest) -> Answer:
         number, since = self._first[request.id]

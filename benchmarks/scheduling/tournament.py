@@ -43,7 +43,7 @@ from rhymerl.schedulers import (
     SortedScheduler,
 )
 from rhymerl.simulation.base import Decoding, StepWork
-from rhymerl.simulation.judge import RUN_OUT
+from rhymerl.simulation.comparison import RUN_OUT
 from rhymerl.simulation.pipeline import Simulation
 from rhymerl.simulation.summary import Window, summary
 

@@ -101,12 +101,7 @@ def recorded(trace: str, epoch: int, prompts: int) -> Iterator[tuple[Prompt, int
 def sample_of(prompt: Prompt, index: int, tokens: IntArray, *, reward: float) -> Sample:
     sampling = SamplingParams(max_tokens=len(tokens))
     request = RolloutRequest(id=f"{prompt.id}/{index}", prompt=prompt, sample=index, seed=index, sampling=sampling)
-    output = Output(
-        token_ids=tokens,
-        logprobs=np.full(len(tokens), -10.0),
-        policy_versions=np.zeros(len(tokens), np.int32),
-        finish_reason="stop",
-    )
+    output = Output.of(tokens, logprob=-10.0, finish_reason="stop")
     mask = np.ones(len(tokens), np.bool_)
     return Sample(
         completion=Completion(request=request, output=output), text="", reward=reward, rewards={}, loss_mask=mask

@@ -18,12 +18,12 @@ from rhymerl.config import compose
 from rhymerl.drafters import HistoryTreeDrafter
 from rhymerl.drafts import depths
 from rhymerl.engine.engine import Engine
-from rhymerl.history import Answer, HistoryStore
+from rhymerl.history import HistoryStore
 from rhymerl.history.traces import TraceRecord, read_trace
 from rhymerl.models.policy import PolicySource
 from rhymerl.runs.replay import Replay
-from rhymerl.simulation.judge import judge
-from rhymerl.testing import make_prompt
+from rhymerl.simulation.comparison import compare
+from rhymerl.testing import make_answer, make_prompt
 
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs" / "pictures"
@@ -81,7 +81,13 @@ def passes() -> Figure:
     policy, drafter, history = PolicySource(str(POLICY), dtype="float64").load(), PassCounter(), HistoryStore()
     earlier = _answers(Engine(policy.model), _requests(prompt, range(8)))
     plain = _answers(Engine(policy.model), _requests(prompt, [100]))[0]
-    history.add(prompt, [_remembered(each, sample) for sample, each in enumerate(earlier)])
+    history.add(
+        prompt,
+        [
+            make_answer(each.token_ids, finish_reason=each.finish_reason, sample=sample)
+            for sample, each in enumerate(earlier)
+        ],
+    )
     engine = Engine(policy.model, drafter=drafter, budget=FixedBudget(NODES))
     engine.protocol.follow(history.snapshot())
     drafted = _answers(engine, _requests(prompt, [100]))[0]
@@ -107,18 +113,6 @@ def _answers(engine: Engine, requests: Sequence[RolloutRequest]) -> list[Complet
     while engine.has_work:
         done += engine.run()
     return sorted(done, key=lambda completion: completion.request.seed)
-
-
-def _remembered(completion: Completion, sample: int) -> Answer:
-    return Answer(
-        token_ids=completion.token_ids,
-        reward=0.0,
-        advantage=0.0,
-        finish_reason=completion.finish_reason,
-        policy_version=0,
-        epoch=0,
-        sample=sample,
-    )
 
 
 def _strip(axis: Axes, y: float, tokens: Sequence[int], sizes: Sequence[tuple[int, int]], title: str) -> None:
@@ -227,7 +221,7 @@ def _node(axis: Axes, x: float, y: float, token: int, colour: str) -> None:
 def workers(path: Path) -> None:
     """`rhymerl simulate` with eight workers: the paper's scheduler with run-ahead below FIFO behind a barrier."""
     sizes = ["workers=8", "steps=24", "seeds=1", "warm_up=9", "gantt_steps=4", "lengths.prompts_per_step=64"]
-    judge(compose("simulate", ["scheduler=histopipe", "run_ahead=keep", *sizes, f"gantt='{path}'"]))
+    compare(compose("simulate", ["scheduler=histopipe", "run_ahead=keep", *sizes, f"gantt='{path}'"]))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from rhymerl.budgets import FixedBudget
 from rhymerl.costs import PassCost
@@ -17,6 +15,7 @@ from rhymerl.drafters.base import Drafter
 from rhymerl.drafts import Draft
 from rhymerl.engine.engine import Engine
 from rhymerl.progress import SILENT, ProgressBar
+from rhymerl.report.printing import print_table, say
 from rhymerl.types import RolloutRequest
 
 if TYPE_CHECKING:
@@ -135,13 +134,9 @@ def _seconds(
 
 def report(table: CostTable) -> None:
     """Print milliseconds by running requests and nodes."""
-    shown = Table()
-    for name in ("running", *(f"{each:.0f}" for each in table.nodes)):
-        shown.add_column(name, justify="right")
-    for rows, seconds in zip(table.rows, table.table, strict=True):
-        shown.add_row(f"{rows:.0f}", *(f"{1e3 * each:.3g}" for each in seconds))
-    console = Console()
-    console.print(
-        "Milliseconds of a pass, by running requests and draft nodes of each"
-    )  # a title would take the table's width
-    console.print(shown)
+    say("Milliseconds of a pass, by running requests and draft nodes of each")  # a title would take the table's width
+    by_rows = zip(table.rows, table.table, strict=True)
+    print_table(
+        ["running", *(f"{each:.0f}" for each in table.nodes)],
+        ([f"{rows:.0f}", *(f"{1e3 * each:.3g}" for each in seconds)] for rows, seconds in by_rows),
+    )

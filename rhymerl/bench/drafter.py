@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from rhymerl.bench.base import environment
 from rhymerl.config import instantiate, recorded
@@ -17,6 +15,7 @@ from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.history import Answer, HistoryStore
 from rhymerl.history.index import SuffixIndex
 from rhymerl.progress import SILENT, ProgressBar
+from rhymerl.report.printing import print_table
 from rhymerl.testing import make_prompt
 from rhymerl.types import Prompt, RolloutRequest, SamplingParams
 
@@ -136,7 +135,9 @@ def _request(prompt: Prompt, number: int) -> RolloutRequest:
 
 def report(result: dict[str, Any]) -> None:
     """Print the row as a table."""
-    table = Table(title="Drafter", title_justify="left", show_header=False)
-    for name, value in result["rows"][0].items():
-        table.add_row(name.replace("_", " "), f"{value:,.3g}" if isinstance(value, float) else f"{value:,}")
-    Console().print(table)
+    figures = result["rows"][0].items()
+    rows = [
+        (name.replace("_", " "), f"{value:,.3g}" if isinstance(value, float) else f"{value:,}")
+        for name, value in figures
+    ]
+    print_table((), rows, title="Drafter")

@@ -27,6 +27,7 @@ from rhymerl.history import HistoryStore
 from rhymerl.history.answers import answers_of
 from rhymerl.history.traces import TraceRecord, record_of
 from rhymerl.progress import SILENT, ProgressBar
+from rhymerl.report.printing import say
 from rhymerl.runs.replay import Replay, ReplayTotals
 from rhymerl.testing import OracleDrafter
 from rhymerl.types import Completion, RolloutRequest, Sample
@@ -253,5 +254,4 @@ def report(result: Mapping[str, Any]) -> None:
             cells = (f"{row[name]:.3g}" if row[name] is not None else "" for name in others)
             table.add_row(row["drafter"], f"{row['tokens_per_s']:,.0f}", fast, *cells)
         Console().print(table)
-    words = "with the median's 95 % interval; oracle: share of its speed; predicted: by replay; accept: tokens a pass"
-    Console().print(words, highlight=False, soft_wrap=True)
+    say("with the median's 95 % interval; oracle: share of its speed; predicted: by replay; accept: tokens a pass")

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.sglang.nodes import best_n
@@ -19,6 +17,7 @@ from rhymerl.costs import CostCurve
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
 from rhymerl.errors import BackendError, ConfigError
+from rhymerl.report.printing import print_table, say
 from rhymerl.types import Completion, RolloutRequest
 
 if TYPE_CHECKING:
@@ -146,11 +145,6 @@ class SGLangCosts:
         return Flown(seconds=[s for s, _ in back], passes=[each.num_passes for _, each in back])
 
 
-def say(line: str) -> None:
-    """Print it, to wherever reports go."""
-    Console().print(line, highlight=False, soft_wrap=True)
-
-
 def result_of(table: CostTable, accept_rate: float) -> Mapping[str, Any]:
     """Return the content of the file: the curve at the most running requests, and beside it all that was measured."""
     rows = [int(each) for each in table.rows]
@@ -170,9 +164,9 @@ def result_of(table: CostTable, accept_rate: float) -> Mapping[str, Any]:
 def report(result: Mapping[str, Any], accept_rate: float) -> None:
     """Print milliseconds by running requests and nodes."""
     found = result["table"]
-    table = Table(title="Milliseconds of a pass, by draft nodes", title_justify="left")
-    for name in ("running", *map(str, found["nodes"]), f"best at {accept_rate:g} accepted"):
-        table.add_column(name, justify="right")
-    for rows, line, best in zip(found["rows"], found["seconds"], found["best_nodes"], strict=True):
-        table.add_row(str(rows), *(f"{1e3 * cost:.3g}" for cost in line), str(best))
-    Console().print(table)
+    lines = zip(found["rows"], found["seconds"], found["best_nodes"], strict=True)
+    print_table(
+        ["running", *map(str, found["nodes"]), f"best at {accept_rate:g} accepted"],
+        ([str(rows), *(f"{1e3 * cost:.3g}" for cost in line), str(best)] for rows, line, best in lines),
+        title="Milliseconds of a pass, by draft nodes",
+    )

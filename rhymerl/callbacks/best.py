@@ -11,7 +11,7 @@ from typing import Any, Literal
 import lightning as L
 
 from rhymerl.errors import ConfigError
-from rhymerl.folders import writing
+from rhymerl.folders import replacing
 
 Mode = Literal["max", "min"]
 
@@ -65,17 +65,13 @@ class BestStep:
     def link(self, path: Path) -> None:
         """Point `best.ckpt` at the step's checkpoint."""
         record: dict[str, Any] = {"monitor": self.monitor, "mode": self.mode, "value": self.value, "step": self.step}
-        part = self.directory / ".best.json.part"
-        with writing(self.directory / "best.json"):
+        with replacing(self.directory / "best.json") as part:
             part.write_text(json.dumps(record) + "\n", encoding="utf-8")
-            part.replace(self.directory / "best.json")
         link_to(path, self.directory / "best.ckpt")
 
 
 def link_to(path: Path, link: Path) -> None:
     """Make `link`, or let it point at `path` in the same directory from now on."""
-    part = link.with_name(f".{link.name}.part")
-    with writing(link):
+    with replacing(link) as part:
         part.unlink(missing_ok=True)
         part.symlink_to(path.name)
-        part.replace(link)

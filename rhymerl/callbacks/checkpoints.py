@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 
 from rhymerl.callbacks.best import BestStep, Mode, link_to
-from rhymerl.folders import writing
+from rhymerl.folders import replacing
 from rhymerl.training import shards
 from rhymerl.training.checkpoint import damage, seal, step_of, unreadable
 
@@ -31,19 +31,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self.checks = checks
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        target = Path(path)
-        part = target.with_name(f".{target.name}.part")
-        try:
-            with writing(target):
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with part.open("w+b") as file:
-                    _save(checkpoint, file)
-                    seal(file)
-                    file.flush()
-                    os.fsync(file.fileno())
-                part.replace(target)
-        finally:
-            part.unlink(missing_ok=True)
+        with replacing(Path(path)) as part, part.open("w+b") as file:
+            _save(checkpoint, file)
+            seal(file)
+            file.flush()
+            os.fsync(file.fileno())
 
     def load_checkpoint(
         self,

@@ -12,7 +12,7 @@ import lightning as L
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
 from rhymerl.callbacks.tables import Row, show_samples
-from rhymerl.folders import writing
+from rhymerl.folders import replacing, writing
 from rhymerl.types import Sample
 
 _TEXT: Any = {"encoding": "utf-8", "errors": "backslashreplace"}  # half a character becomes what JSON says for it
@@ -34,15 +34,17 @@ class SampleTable(L.Callback):
         if not trainer.is_global_zero or not self.path.exists():
             return
         done = int(getattr(pl_module, "num_rollouts", 0))
-        part = self.path.with_name(f".{self.path.name}.part")
         latest: list[Row] = []
-        with writing(self.path), self.path.open(encoding="utf-8") as lines, part.open("w", encoding="utf-8") as kept:
+        with (
+            replacing(self.path) as part,
+            self.path.open(encoding="utf-8") as lines,
+            part.open("w", encoding="utf-8") as kept,
+        ):
             for line in lines:
                 row = json.loads(line) if line.endswith("\n") else {"step": done + 1}
                 if row["step"] <= done:
                     kept.write(line)
                     latest += [row] if row["step"] == done else []
-        part.replace(self.path)
         self._show(trainer, latest, to=TensorBoardLogger)  # its curves are cut off before that step
 
     def on_train_batch_end(

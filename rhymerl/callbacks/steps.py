@@ -12,36 +12,27 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 
 from rhymerl.callbacks.early_warnings import EarlyWarnings
-from rhymerl.report.steps import StepFile, answer_columns, source_runs
+from rhymerl.report.steps import MAX_TEXTS, StepFile, answer_columns, source_runs
 from rhymerl.rollout import Rollout
 from rhymerl.types import Sample
 
 if TYPE_CHECKING:
     from rhymerl.types import IntArray
 
-MAX_TEXTS = 2_000  # of a run, which a page can show
 _CONTEXT = 8  # tokens
 
 
 class RecordSteps(L.Callback):
     """Writes metrics, warnings, times of workers, an index of all answers and the texts of some of them to `path`, as report/steps.py has it.
 
-    The texts are those of the same prompts in each epoch: as many prompts as give at most `max_texts` answers over the run. The place in the file travels in the
+    The texts are those of the same prompts in each epoch: as many prompts as give at most `MAX_TEXTS` answers over the run. The place in the file travels in the
     checkpoint, so a resumed run goes on where it was; without `continues` the file begins with its first step. Needs a RhymeModule
     and a PromptDataModule.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        *,
-        warnings: EarlyWarnings | None = None,
-        continues: bool = True,
-        max_texts: int = MAX_TEXTS,
-    ) -> None:
+    def __init__(self, path: str | Path, *, warnings: EarlyWarnings | None = None, continues: bool = True) -> None:
         self.warnings = warnings  # a callback that comes before this one
         self.continues = continues
-        self.max_texts = max_texts
         self._file = StepFile(path)
         self._chosen: set[str] = set()  # keys of prompts whose answers are kept with their texts
 
@@ -52,7 +43,7 @@ class RecordSteps(L.Callback):
         prompts = trainer.datamodule.train_loader.prompts  # type: ignore[attr-defined]
         per_step = trainer.datamodule.train_loader.prompts_per_step * pl_module.rollout.group_size  # type: ignore[attr-defined]
         num_steps = trainer.estimated_stepping_batches / pl_module.update.optimizer_steps
-        share = min(self.max_texts / (num_steps * per_step), 1.0) if math.isfinite(num_steps) else 0.0
+        share = min(MAX_TEXTS / (num_steps * per_step), 1.0) if math.isfinite(num_steps) else 0.0
         most = max(1, int(share * len(prompts)))
         self._chosen = set(heapq.nsmallest(most, {prompt.key for prompt in prompts}))
 

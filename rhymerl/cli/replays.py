@@ -29,10 +29,10 @@ class ReplayCommand(ConfiguredCommand):
     def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result:
         progress = self.progress()
         with progress.during("rhymerl replay: loading"):
-            from rhymerl.runs.replay import judge
+            from rhymerl.runs.replay import replay_trace
             from rhymerl.runs.replay_report import report
 
-        result = judge(config, progress=progress)
+        result = replay_trace(config, progress=progress)
         report(result)
         return result
 
@@ -47,12 +47,12 @@ class SimulateCommand(ConfiguredCommand):
     def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result:
         progress = self.progress()
         with progress.during("rhymerl simulate: loading"):
-            from rhymerl.simulation import judge, sizing
+            from rhymerl.simulation import comparison, sizing
 
         if config.gpus is not None:
             result = sizing.size(config, progress=progress)
             sizing.report(result)
             return result
-        result = judge.judge(config, progress=progress)
-        judge.report(result)
+        result = comparison.compare(config, progress=progress)
+        comparison.report(result)
         return result

@@ -8,6 +8,7 @@ from typing import Any
 
 from rhymerl.progress import about
 from rhymerl.report.base import Curve, Run
+from rhymerl.report.printing import readable
 
 _MOST_PROBLEMS, _MOST_CHARACTERS = 20, 1_000
 _PARTS = ("algo", "drafter", "budget", "scheduler", "backend")
@@ -59,11 +60,6 @@ def problems_of(run: Run) -> list[str]:
     """Return the sentences of a summary about what went wrong in the run; somebody else's may have anything there."""
     found = run.summary.get("problems")
     return [str(each)[:_MOST_CHARACTERS] for each in found[:_MOST_PROBLEMS]] if isinstance(found, list) else []
-
-
-def readable(value: float) -> str:
-    """Four digits, or all of those before the point."""
-    return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def _number(name: str) -> Callable[[Mapping[str, Any]], str | None]:

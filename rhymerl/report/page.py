@@ -16,7 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from rhymerl.folders import writing
+from rhymerl.folders import replacing
 from rhymerl.progress import SILENT, ProgressBar
 from rhymerl.report.base import Run
 from rhymerl.report.charts import sections_of
@@ -26,12 +26,12 @@ from rhymerl.report.figures import evaluation_figures, key_figures, parts_of, pr
 from rhymerl.report.reading import read_run
 from rhymerl.report.samples import sample_data
 from rhymerl.report.settings import differences
+from rhymerl.report.steps import MAX_TEXTS
 from rhymerl.report.timeline import timeline_of
 from rhymerl.version import __version__
 
 REPORT = "report.html"
 MAX_ANSWERS = 200_000  # rows of the index
-MAX_TEXTS = 2_000
 _SCRIPTS = ("page.js", "charts.js", "samples.js")
 
 
@@ -43,14 +43,10 @@ def write_report(paths: Sequence[str | Path], out: str | Path, *, progress: Prog
     with progress.during("steps read"):
         different = {Path(path).resolve(): path for path in paths}  # one that is named twice is one run
         runs = with_distinct_names([read_run(path, progress=progress) for path in different.values()])
-    target = Path(out)
-    part = target.with_name(f".{target.name}.part")
     with progress.during("drawing the page"):
         page = page_of(runs)
-    with writing(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(Path(out)) as part:
         part.write_text(page, encoding="utf-8", errors="backslashreplace")
-        part.replace(target)
     return runs
 
 

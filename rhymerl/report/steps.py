@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 STEPS = "steps.jsonl.gz"
+MAX_TEXTS = 2_000  # of answers of a run, which a page can show
 _LONGEST_LINE_BYTES = 64 * 2**20  # of tens of thousands of answers
 _MAGIC = b"\x1f\x8b"
 _LOG = logging.getLogger(__name__)

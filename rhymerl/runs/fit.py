@@ -13,7 +13,6 @@ import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from rich.table import Table
 
 from rhymerl.callbacks import (
     EarlyWarnings,
@@ -28,10 +27,11 @@ from rhymerl.config.output import Change
 from rhymerl.data import PromptDataModule
 from rhymerl.distributed.first import is_first_rank
 from rhymerl.errors import ConfigError, RhymeError
-from rhymerl.folders import RunFolder, cannot_write, check_folder, writing
+from rhymerl.folders import RunFolder, cannot_write, check_folder, replacing
 from rhymerl.progress import SILENT, ProgressBar, counted
 from rhymerl.report import write_report
 from rhymerl.report.page import REPORT
+from rhymerl.report.printing import print_table
 from rhymerl.report.steps import STEPS
 from rhymerl.report.trace import PASSES, TRACE, write_trace
 from rhymerl.runs.banner import banner, how_to_go_on, noting_how_to_go_on
@@ -134,7 +134,8 @@ def _fit(
     if not trainer.is_global_zero:
         return summary.result()
     result = summary.result()
-    _write_summary(result, run_dir)
+    with replacing(run_dir / "summary.json") as part:
+        part.write_text(json.dumps(result, indent=2) + "\n")
     save_history(run_dir / "history.rhyme", module, datamodule)
     if config.report:
         _report(run_dir)
@@ -277,10 +278,7 @@ def _take_up_history(
 
 @rank_zero_only
 def _show(metrics: Mapping[str, float]) -> None:
-    table = Table(title="Evaluation", title_justify="left", show_header=False)
-    for name, value in metrics.items():
-        table.add_row(name, f"{value:.4g}")
-    Console().print(table)
+    print_table((), [(name, f"{value:.4g}") for name, value in metrics.items()], title="Evaluation")
 
 
 def _say_where(point: ResumePoint, changed: Sequence[Change], *, doing: str = "Going on from") -> None:
@@ -302,14 +300,6 @@ def _validate(trainer: L.Trainer, module: RhymeModule, datamodule: PromptDataMod
     answers = sum(len(datamodule.validation_loaders[name].prompts) * each.group_size for name, each in settings.items())
     with module.progress.during("answers of the evaluation", -(-answers // trainer.world_size)):
         trainer.validate(module, datamodule, verbose=False)
-
-
-def _write_summary(result: Result, run_dir: Path) -> None:
-    path = run_dir / "summary.json"
-    part = path.with_name(f".{path.name}.part")
-    with writing(path):
-        part.write_text(json.dumps(result, indent=2) + "\n")
-        part.replace(path)
 
 
 def _report(run_dir: Path) -> None:

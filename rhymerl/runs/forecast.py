@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning as L
-from rich.console import Console
 
 from rhymerl.budgets.fixed import FixedBudget
 from rhymerl.drafters.history_tree import HistoryTreeDrafter
 from rhymerl.history.similarity import similarity
 from rhymerl.history.traces import TraceRecord, record_of
+from rhymerl.report.printing import say
 from rhymerl.runs.replay import Replay
 from rhymerl.training.module import RhymeModule
 
@@ -78,5 +78,5 @@ class ForecastLine(L.Callback):
         if self._records and trainer.current_epoch == 1:
             found = forecast(self._records)
             if found is not None:
-                Console().print(str(found), highlight=False, soft_wrap=True, markup=False)
+                say(str(found))
         self._records = []

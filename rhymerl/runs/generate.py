@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from rhymerl.backends.base import Backend
 from rhymerl.budgets.base import Budget
@@ -25,6 +23,7 @@ from rhymerl.history import HistoryStore
 from rhymerl.history.traces import TraceWriter, record_of
 from rhymerl.models.policy import Policy
 from rhymerl.progress import SILENT, ProgressBar
+from rhymerl.report.printing import print_table, readable, say
 from rhymerl.rewards import RewardScorer, build_rewards, check_columns
 from rhymerl.rollout import Rollout, RolloutLoop, RolloutSettings
 from rhymerl.rollout.metrics import AcceptanceTotals
@@ -205,24 +204,17 @@ def _repeatable(wanted: bool) -> Iterator[None]:
 def _note(number: int, of: int, totals: AnswerTotals) -> None:
     tokens, seconds = totals.acceptance.tokens, max(totals.seconds, 1e-9)
     words = f"epoch {number}, {number + 1} of {of}  {tokens:,} tokens  {tokens / seconds:,.0f} tok/s"
-    Console().print(words, highlight=False)
+    say(words)
 
 
 def report(result: Mapping[str, Any]) -> None:
     """Print a table by epoch, which the file and `rhymerl replay` count likewise, and the totals."""
-    table = Table("epoch", title="Rollouts", title_justify="left")
-    shown = [name for name in _COLUMNS if name in result]
-    for name in shown:
-        table.add_column(_COLUMNS[name], justify="right")
-    for number, each in enumerate(result["by_pass"]):
-        table.add_row(str(number), *(_cell(each[name]) for name in shown))
-    table.add_section()
-    table.add_row("all", *(_cell(result[name]) for name in shown), style="bold")
-    console = Console()
-    console.print(table)
-    words = f"{result['forward_passes']:,} forward passes; the answers are in {result['out']}"
-    console.print(words, highlight=False, soft_wrap=True)
-
-
-def _cell(value: float) -> str:
-    return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.3g}"
+    shown = {name: words for name, words in _COLUMNS.items() if name in result}
+    columns = ["epoch", *shown.values()]
+    rows = [
+        [str(number), *(readable(each[name], digits=3) for name in shown)]
+        for number, each in enumerate(result["by_pass"])
+    ]
+    total = ["all", *(readable(result[name], digits=3) for name in shown)]
+    print_table(columns, rows, title="Rollouts", left=["epoch"], total=total)
+    say(f"{result['forward_passes']:,} forward passes; the answers are in {result['out']}")

@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 from rhymerl.config.tree import leaves
 from rhymerl.errors import ConfigError, DataError, UsageError
 from rhymerl.report.base import Curve, Run
+from rhymerl.report.printing import readable
 from rhymerl.report.reading import read_run
-from rhymerl.runs.summary import readable
 from rhymerl.version import __version__
 
 _MOST_ROWS = 12

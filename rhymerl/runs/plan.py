@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
-from rich.table import Table
 
 from rhymerl.algos import GRPO
 from rhymerl.backends.base import Backend
@@ -29,6 +27,7 @@ from rhymerl.models.critic import CriticSettings
 from rhymerl.models.logits import num_embeddings
 from rhymerl.models.logprobs import usual_chunk_tokens
 from rhymerl.models.policy import PolicySource, context_tokens, frozen
+from rhymerl.report.printing import print_table, say
 from rhymerl.rollout import RolloutSettings
 from rhymerl.training.checks import check_algorithm
 from rhymerl.training.evaluation import EvaluationSettings
@@ -52,7 +51,7 @@ def plan(config: DictConfig, *, device_gib: float | None = None) -> Result:
     result = describe(setup, device_bytes)
     show(result)
     if config.data.get("max_prompt_tokens") is None:
-        _say("data.max_prompt_tokens is not set: the longest sequence is counted as an answer without its prompt")
+        say("data.max_prompt_tokens is not set: the longest sequence is counted as an answer without its prompt")
     return result
 
 
@@ -183,55 +182,43 @@ def describe_dry_run(setup: Setup, device_bytes: int | None) -> Result:
     result = describe(setup, device_bytes)
     if is_first_rank():
         show(result)
-        _say("Nothing is wrong with the settings; this was a dry run")
+        say("Nothing is wrong with the settings; this was a dry run")
     return result
 
 
 def show(result: Result) -> None:
     """Print the estimate for people."""
-    console = Console()
     ranks, shards = result["ranks"], result["shards"]
     spread = f", weights in {shards} parts" if shards > 1 else ""
-    console.print(
-        _table(f"Each of {ranks} rank{'s' * (ranks > 1)}{spread}", result["bytes_per_rank"], result["total_bytes"])
-    )
+    _table(f"Each of {ranks} rank{'s' * (ranks > 1)}{spread}", result["bytes_per_rank"], result["total_bytes"])
     if "bytes_per_worker" in result:
         worker = result["bytes_per_worker"]
-        console.print(_table("Each GPU of a worker, at least", worker, sum(worker.values())))
+        _table("Each GPU of a worker, at least", worker, sum(worker.values()))
     sent = {name.replace("_", " "): size for name, size in result["sent_bytes_per_step"].items()}
     if any(sent.values()):
         parts = ", ".join(f"{name} {in_gib(size)}" for name, size in sent.items() if size)
-        _say(f"Sent by a rank in a step of up to {result['backwards_per_step']} backwards, in GiB: {parts}")
+        say(f"Sent by a rank in a step of up to {result['backwards_per_step']} backwards, in GiB: {parts}")
     if "fits" not in result:
-        _say("The memory of the device is not known: --device-gib names it, and tells what fits")
+        say("The memory of the device is not known: --device-gib names it, and tells what fits")
         return
     device, spare = result["device_bytes"], result["device_bytes"] - result["total_bytes"]
     if result["fits"]:
-        _say(f"It fits a device of {in_gib(device)} GiB, with {in_gib(spare)} to spare")
+        say(f"It fits a device of {in_gib(device)} GiB, with {in_gib(spare)} to spare")
     else:
-        _say(f"It does not fit a device of {in_gib(device)} GiB, by {in_gib(-spare)}; {advice(result['nearest'])}")
+        say(f"It does not fit a device of {in_gib(device)} GiB, by {in_gib(-spare)}; {advice(result['nearest'])}")
     if not result.get("worker_fits", True):
         missing = in_gib(sum(result["bytes_per_worker"].values()) - device)
-        _say(
+        say(
             f"A worker does not fit one of that size, by {missing}; backend.engine=sglang with more tensor_parallel divides it among GPUs"
         )
 
 
-def _table(title: str, parts: Mapping[str, int], total: int) -> Table:
-    table = Table(show_header=True)
-    table.add_column(title)
-    table.add_column("GiB", justify="right")
-    for name, size in parts.items():
-        if size:
-            table.add_row(name.replace("_", " "), in_gib(size))
-    table.add_row("total", in_gib(total))
-    return table
+def _table(title: str, parts: Mapping[str, int], total: int) -> None:
+    sizes = {name: size for name, size in parts.items() if size} | {"total": total}
+    rows = [(name.replace("_", " "), in_gib(size)) for name, size in sizes.items()]
+    print_table([title, "GiB"], rows, left=[title])
 
 
 def in_gib(size: int) -> str:
     """Return bytes as words in GiB, with three digits or more."""
     return f"{size / GIB:,.2f}" if abs(size) < 10 * GIB else f"{size / GIB:,.1f}"
-
-
-def _say(words: str) -> None:
-    Console().print(words, highlight=False, soft_wrap=True, markup=False)

@@ -26,8 +26,8 @@ from rhymerl.drafters.none import NoDrafter
 from rhymerl.drafts import DraftBatch, no_drafts
 from rhymerl.engine.protocol import DraftingProtocol
 from rhymerl.errors import ConfigError, require_at_least
-from rhymerl.history import Answer, HistoryStore
-from rhymerl.history.answers import group_advantages
+from rhymerl.history import HistoryStore
+from rhymerl.history.answers import answers_of
 from rhymerl.history.similarity import length_stability, similarity
 from rhymerl.history.traces import TraceRecord, read_trace
 from rhymerl.progress import SILENT, ProgressBar
@@ -122,8 +122,10 @@ class Replay:
             answered = list(group)
             if epoch >= self.from_epoch:
                 totals[epoch] = self._replay(answered)
-            self.protocol.learn([_Running(record, number).sample() for number, record in enumerate(answered)])
-            _learn(self.history, answered)
+            samples = [_Running(record, number).sample() for number, record in enumerate(answered)]
+            self.protocol.learn(samples)
+            for prompt, answers in answers_of(samples, epoch):
+                self.history.add(prompt, answers)
             delta = self.history.deltas(delta.version)
             self.protocol.follow(delta)
         return totals
@@ -185,7 +187,7 @@ class Replay:
         return self.protocol.propose(asking, contexts, limits[askers], room[askers]).scatter(askers, len(running))
 
 
-def judge(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, Any]:
+def replay_trace(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, Any]:
     """Return what `rhymerl replay` prints, for a config such as configs/replay.yaml. Raises DataError for a broken trace."""
     if config.trace is None:
         raise ConfigError("trace=null: name a file of recorded rollouts (.jsonl or .jsonl.gz)")
@@ -282,34 +284,14 @@ class _Running:
         )
 
     def completion(self) -> Completion:
-        output = Output.of(self.record.response_tokens, finish_reason=self.record.finish_reason)
+        record = self.record
+        output = Output.of(record.response_tokens, policy_version=record.epoch, finish_reason=record.finish_reason)
         return Completion(request=self.request, output=output)
 
 
 def _prompt(record: TraceRecord) -> Prompt:
     key = hashlib.blake2b(record.prompt_tokens.tobytes(), digest_size=16).hexdigest()
     return Prompt(id=record.prompt_id, key=key, token_ids=record.prompt_tokens, text="")
-
-
-def _learn(history: HistoryStore, records: Sequence[TraceRecord]) -> None:
-    groups: dict[str, list[TraceRecord]] = {}
-    for record in records:
-        groups.setdefault(record.prompt_id, []).append(record)
-    for group in groups.values():
-        advantages = group_advantages([record.reward for record in group])
-        answers = [
-            Answer(
-                token_ids=record.response_tokens,
-                reward=record.reward,
-                advantage=float(advantage),
-                finish_reason=record.finish_reason,
-                policy_version=record.epoch,
-                epoch=record.epoch,
-                sample=number,
-            )
-            for number, (record, advantage) in enumerate(zip(group, advantages, strict=True))
-        ]
-        history.add(_prompt(group[0]), answers)
 
 
 def _verify(drafts: DraftBatch, answers: Sequence[IntArray]) -> tuple[BoolArray, BoolArray, IndexArray]:

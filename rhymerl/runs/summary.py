@@ -11,6 +11,7 @@ import lightning as L
 from rich.table import Table
 
 from rhymerl.callbacks.equal_rewards import all_left_out, equal_rewards
+from rhymerl.report.printing import readable
 from rhymerl.rewards.failures import Failures
 from rhymerl.rollout import Rollout
 from rhymerl.rollout.metrics import AcceptanceTotals
@@ -160,8 +161,3 @@ def summary_table(result: Mapping[str, Any]) -> Table:
             is_bad = name in ("reward_failure_rate", "spec_bad_drafts") and value > 0
             table.add_row(name, readable(value), style="bold red" if is_bad else None)
     return table
-
-
-def readable(value: float) -> str:
-    """Four digits, or all of those before the point: `0.5234`, `14,251`."""
-    return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"

@@ -10,11 +10,11 @@ import lightning as L
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
-from rich.console import Console
 
 from rhymerl.callbacks import AcceptanceHistograms, AtomicCheckpointIO, Checkpoints, SampleTable
 from rhymerl.config import construct, keep_former, recorded, resolved, save_config
 from rhymerl.errors import ConfigError
+from rhymerl.report.printing import say
 from rhymerl.runs.loggers import loggers_of
 from rhymerl.runs.resume import ResumePoint
 from rhymerl.training.module import RhymeModule
@@ -116,4 +116,4 @@ class _LastPoint(L.Callback):
 @rank_zero_only
 def note(words: str, *, is_bad: bool = False) -> None:
     """Print a line, on rank 0; in red where something is wrong."""
-    Console().print(words, highlight=False, soft_wrap=True, markup=False, style="red" if is_bad else None)
+    say(words, style="red" if is_bad else None)

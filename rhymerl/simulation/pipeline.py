@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rhymerl.progress import SILENT, ProgressBar
-from rhymerl.schedulers.base import Plan, Progress, Scheduler, check_plan
+from rhymerl.schedulers.base import Scheduler
 from rhymerl.simulation.base import Decoding, Pipeline, StepWork, Timeline
 from rhymerl.simulation.course import Course
 from rhymerl.simulation.step import StepRun
 from rhymerl.types import Completion, Output, Sample
-from rhymerl.workers import RunAhead, check_run_ahead
+from rhymerl.workers import RunAhead, StepRequests, check_run_ahead
 from rhymerl.workers.auto import rule_of
+from rhymerl.workers.coordinator import Coordinator, SharedPlan, make_plan, wants_progress
+from rhymerl.workers.versions import Versions
 
 if TYPE_CHECKING:
-    from rhymerl.types import FloatArray, IndexArray
+    from rhymerl.types import FloatArray
 
 _NO_TOKENS, _NO_NUMBERS, _NO_MASK = np.empty(0, np.int32), np.empty(0), np.empty(0, np.bool_)
 _NO_REWARDS: dict[str, float] = {}
@@ -26,7 +28,7 @@ _NO_REWARDS: dict[str, float] = {}
 
 @dataclass(eq=False)
 class Simulation:
-    """`num_workers` workers answer one step after another.
+    """`num_workers` workers answer one step after another; `Versions` says by which policies.
 
     off: a step begins everywhere when the policy that the step before has trained is there.
     keep: a worker that has finished its queue begins that of the next step, if all older steps have been trained; so no
@@ -35,7 +37,8 @@ class Simulation:
     auto: draft where that pays (`DraftWherePays`), with plans for workers that wait (`OnPolicyScheduler`).
     Colocated workers stop while the policy is trained, which takes `train_time`, and gets to them, which takes `weight_delay` more;
     disaggregated ones go on as `run_ahead` allows.
-    The scheduler is asked to rebalance after each time `rebalance_every`, if it migrates requests.
+    Plans and moves are ordered by the `Coordinator` that a run has, which asks the scheduler to rebalance after each time
+    `rebalance_every`, if it migrates requests; only decoding is simulated.
     """
 
     scheduler: Scheduler
@@ -60,79 +63,87 @@ class Simulation:
         return self.train_time + self.weight_delay if self.pipeline == "colocated" else 0.0
 
     def run(self, works: Sequence[StepWork], *, progress: ProgressBar = SILENT) -> Timeline:
-        """Run all steps. Raises ValueError, naming scheduler and request, for a plan that is no partition."""
+        """Run all steps. Raises HookError, naming scheduler and request, for a plan that is no partition."""
         self.scheduler.work_for(self.decoding.max_running)
-        log = _Log(self.num_workers)
+        steps: list[dict[str, Any]] = []
         apart = self.pipeline == "disaggregated"
         train_time, delay = (self.train_time, self.weight_delay) if apart else (0.0, 0.0)
-        trained = [0.0, 0.0]  # of the two steps before
+        published = [0.0]  # when the policy of each version is there; that of step s has version s
         free = np.zeros(self.num_workers)
-        plan: Plan | None = None
+        plan: SharedPlan | None = None
         rule = rule_of(self.run_ahead)
         drafts = np.zeros(len(works[0].requests)) if works else np.zeros(0)
         for step, work in enumerate(works):
-            opened = trained[-2] if self.run_ahead == "keep" else trained[-1]
-            starts = np.maximum(free, opened)
-            plan = plan if plan is not None else self._plan(work, step)
-            run = self._step_run(work, plan, starts, drafts, step)
+            now = published[step]
             following = works[step + 1] if step + 1 < len(works) and rule.begins() else None
-            plan = self._decode(run, following, step, updated=trained[-1])
-            done = float(run.ends.max())
-            there = max(done, trained[-1] - delay) + train_time + delay
-            log.add(run, done=done, trained=there, opened=opened, policy_since=trained[-1])
-            free = run.ends
-            trained = [trained[-1], there]
+            versions, after = (Versions.of(each, rule.mode, self.max_staleness) for each in (step, step + 1))
+            opened = published[max(versions.final, step - 1, 0)]  # the step before has planned it, under its own policy
+            plan = plan or make_plan(self._planner, work.requests, num_workers=self.num_workers, step=step)
+            run = StepRun(work, plan.queues, np.maximum(free, opened), drafts, decoding=self.decoding)
+            stale_tokens = float(run.sampled(now).sum())
+            plan = self._decode(run, plan, following, step, now=now)
+            free, done = run.ends, float(run.ends.max())
+            published.append(max(done, now - delay) + train_time + delay)
+            steps.append(_figures(run, opened=opened, done=done, stale_tokens=stale_tokens, published=published[-2:]))
             rule.note(float(np.minimum(drafts, work.lengths).sum()) / max(int(work.lengths.sum()), 1))
-            if following is not None and plan is not None and rule.mode == "draft":
-                drafts = self._run_ahead(following, plan, free, trained[-1], log)
+            if following is not None and plan is not None and after.oldest < after.final:
+                drafts, steps[-1]["ahead"] = self._run_ahead(following, plan, free, until=published[-1])
             elif step + 1 < len(works):
                 drafts = np.zeros(len(works[step + 1].requests))
             if self._learns:
                 self.scheduler.learn(samples_of(work, self.decoding))
             progress.advance()
-        return log.timeline()
+        return _timeline(steps)
 
-    def _plan(self, work: StepWork, step: int) -> Plan:
-        plan = self._planner.plan(work.requests, self.num_workers, step)
-        check_plan(plan, work.requests, num_workers=self.num_workers, scheduler=type(self.scheduler).__name__)
-        return plan
+    def _decode(
+        self, run: StepRun, plan: SharedPlan, following: StepWork | None, step: int, *, now: float
+    ) -> SharedPlan | None:
+        """Run the step as its coordinator says, which is there from `now` on; return the plan of the next one, if it has made one.
 
-    def _step_run(self, work: StepWork, plan: Plan, starts: FloatArray, drafts: FloatArray, step: int) -> StepRun:
-        name = type(self.scheduler).__name__
-        return StepRun(work, _indices(work, plan), starts, drafts, step=step, decoding=self.decoding, scheduler=name)
-
-    def _decode(self, run: StepRun, following: StepWork | None, step: int, *, updated: float) -> Plan | None:
-        """Run the step; with run-ahead the next one is planned when the first worker has nothing left to do."""
-        planned: list[Plan] = []
-
-        def plan_ahead(progress: Progress) -> None:
-            assert following is not None
-            if self.run_ahead == "keep":
-                self.scheduler.observe(progress)
-            planned.append(self._plan(following, step + 1))
-
-        run.run(
-            self._planner.rebalance if self._planner.migrates else None,
+        It is asked at the times at which its answer may be another one.
+        """
+        to_come = following.requests if following is not None else None
+        coordinator = Coordinator(
+            self._planner,
+            StepRequests(step=step, requests=run.work.requests, following=to_come),
+            plan,
+            keeps=self.run_ahead == "keep",
             every=self.rebalance_every,
-            once=plan_ahead if following is not None else None,
-            updated=updated,
+            clock=lambda: now,
+            works_on=self.pipeline == "disaggregated",
         )
-        return planned[0] if planned else None
+        planned: SharedPlan | None = None
+        while True:
+            report = run.report(now, tells_tokens=wants_progress(self._planner))
+            command = coordinator.decide([(0, report)])
+            if command is not None:
+                run.move(command.moves, now)
+                planned = command.plan or planned
+            if command is not None and command.is_done:
+                return planned
+            times = [float(run.ends.max())]
+            if following is not None and planned is None:
+                times.append(run.nearly_done())
+            if self._planner.migrates:
+                times.append(coordinator.asks_at)
+            now = max(now, min(times))
 
-    def _run_ahead(self, work: StepWork, plan: Plan, free: FloatArray, until: float, log: _Log) -> FloatArray:
-        """Return how many tokens of the next step are prefetched until its policy is there, [R].
+    def _run_ahead(
+        self, work: StepWork, plan: SharedPlan, free: FloatArray, *, until: float
+    ) -> tuple[FloatArray, FloatArray]:
+        """Return how many tokens of the next step are prefetched until its policy is there, [R], and the time for that, [W].
 
         With `draft` or `auto`, that policy then samples again along them. Colocated workers train instead.
         """
         sampled = np.zeros(len(work.requests))
         spent = np.zeros(self.num_workers)
-        for worker, queue in enumerate(_indices(work, plan)):
+        for worker, indices in enumerate(plan.queues):
+            queue = np.asarray(indices, np.int64)
             lengths = work.lengths[queue].astype(np.float64)
             course = Course(float(free[worker]), lengths, np.zeros(len(queue)), self.decoding)
             sampled[queue] = course.sampled(until)
             spent[worker] = min(course.end, until) - free[worker]
-        log.ahead[-1] = spent
-        return self.decoding.redone(sampled)
+        return self.decoding.redone(sampled), spent
 
 
 def check_modes(run_ahead: str, max_staleness: int, pipeline: str) -> None:
@@ -140,11 +151,6 @@ def check_modes(run_ahead: str, max_staleness: int, pipeline: str) -> None:
     check_run_ahead(run_ahead, max_staleness)
     if pipeline not in ("colocated", "disaggregated"):
         raise ValueError(f"pipeline={pipeline!r}: expected one of colocated, disaggregated")
-
-
-def _indices(work: StepWork, plan: Plan) -> list[IndexArray]:
-    number = {request.id: i for i, request in enumerate(work.requests)}
-    return [np.array([number[request.id] for request in queue], np.int64) for queue in plan]
 
 
 def samples_of(work: StepWork, decoding: Decoding) -> list[Sample]:
@@ -173,34 +179,28 @@ def samples_of(work: StepWork, decoding: Decoding) -> list[Sample]:
     return samples
 
 
-class _Log:
-    """Collects a timeline."""
+def _figures(
+    run: StepRun, *, opened: float, done: float, stale_tokens: float, published: Sequence[float]
+) -> dict[str, Any]:
+    """Return a step's part of a timeline; `published` is when its own policy was there, and when the one that it has trained."""
+    return {
+        "starts": run.starts,
+        "ends": run.ends,
+        "ahead": np.zeros(len(run.starts)),
+        "done": done,
+        "trained": published[1],
+        "tokens": float(run.work.lengths.sum()),
+        "stale_tokens": stale_tokens,
+        "staleness": int((run.firsts < published[0]).any()),
+        "moves": run.num_moves,
+        "tails": run.tails(),
+        "waits": run.firsts - opened,
+        "latencies": run.finished - opened,
+    }
 
-    def __init__(self, num_workers: int) -> None:
-        self.num_workers = num_workers
-        self.steps: list[dict[str, Any]] = []
-        self.ahead: list[FloatArray] = []
 
-    def add(self, run: StepRun, *, done: float, trained: float, opened: float, policy_since: float) -> None:
-        self.ahead.append(np.zeros(self.num_workers))
-        self.steps.append(
-            {
-                "starts": run.starts,
-                "ends": run.ends,
-                "done": done,
-                "trained": trained,
-                "tokens": float(run.work.lengths.sum()),
-                "stale_tokens": run.stale_tokens or 0.0,
-                "staleness": int((run.firsts < policy_since).any()),
-                "moves": run.num_moves,
-                "tails": run.tails(),
-                "waits": run.firsts - opened,
-                "latencies": run.finished - opened,
-            }
-        )
-
-    def timeline(self) -> Timeline:
-        columns = {name: [each[name] for each in self.steps] for name in self.steps[0]}
-        ragged: dict[str, Any] = {name: columns.pop(name) for name in ("waits", "latencies")}
-        arrays: dict[str, Any] = {name: np.array(values) for name, values in columns.items()}
-        return Timeline(**arrays, **ragged, ahead=np.array(self.ahead))
+def _timeline(steps: Sequence[Mapping[str, Any]]) -> Timeline:
+    columns: dict[str, Any] = {name: [each[name] for each in steps] for name in steps[0]}
+    ragged = {name: columns.pop(name) for name in ("waits", "latencies")}
+    arrays: dict[str, Any] = {name: np.array(values) for name, values in columns.items()}
+    return Timeline(**arrays, **ragged)

@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
 from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.progress import SILENT, ProgressBar, counted
+from rhymerl.report.printing import print_table, say
 from rhymerl.schedulers import (
     FIFOScheduler,
     HistoPipeScheduler,
@@ -20,7 +18,7 @@ from rhymerl.schedulers import (
     SortedScheduler,
 )
 from rhymerl.simulation.base import Pipeline, StepWork
-from rhymerl.simulation.judge import RUN_OUT, check, length_source, simulation, window_of
+from rhymerl.simulation.comparison import RUN_OUT, check, length_source, simulation, window_of
 from rhymerl.simulation.summary import Window, summary
 from rhymerl.workers import RunAhead
 
@@ -124,28 +122,26 @@ def report(result: Mapping[str, Any]) -> None:
     rows = list(result["rows"])
     best = [next(row for row in rows if row["run_ahead"] == mode) for mode in _MODES]
     shown = [row for number, row in enumerate(rows) if number < _SHOWN or row in best]
-    table = Table(title=f"{result['gpus']} GPUs, {counted(result['steps'], 'step')}", title_justify="left")
-    for name in ("scheduler", "run_ahead", "train", "answer", "x FIFO barrier", "idle", "again", "stale"):
-        table.add_column(name, justify="left" if name in ("scheduler", "run_ahead") else "right")
-    for row in shown:
-        table.add_row(
-            row["scheduler"],
-            row["run_ahead"],
-            "all" if row["trainers"] is None else str(row["trainers"]),
-            f"{row['workers']}",
-            f"{row['speedup_over_fifo_barrier']:.2f}",
-            f"{max(row['bubble_frac'], 0.0):.0%}",
-            f"{row['run_ahead_frac']:.0%}",
-            f"{row['stale_token_frac']:.0%}",
-        )
-    console = Console()
-    console.print(table)
-    console.print(
+    title = f"{result['gpus']} GPUs, {counted(result['steps'], 'step')}"
+    names = ("scheduler", "run_ahead", "train", "answer", "x FIFO barrier", "idle", "again", "stale")
+    print_table(names, map(_cells, shown), title=title, left=names[:2])
+    say(
         "train: GPUs that train alone, all = workers stop for the update; answer: workers; idle: share of their time without work; "
-        "again: on tokens that are sampled again; stale: tokens of the policy before",
-        highlight=False,
-        soft_wrap=True,
+        "again: on tokens that are sampled again; stale: tokens of the policy before"
     )
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    return [
+        row["scheduler"],
+        row["run_ahead"],
+        "all" if row["trainers"] is None else str(row["trainers"]),
+        f"{row['workers']}",
+        f"{row['speedup_over_fifo_barrier']:.2f}",
+        f"{max(row['bubble_frac'], 0.0):.0%}",
+        f"{row['run_ahead_frac']:.0%}",
+        f"{row['stale_token_frac']:.0%}",
+    ]
 
 
 def check_gpus(gpus: int, gpus_per_worker: int) -> None:

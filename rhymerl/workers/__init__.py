@@ -8,13 +8,14 @@ from rhymerl.backends.spans import WorkerSpan
 from rhymerl.distributed import Ranks
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.types import Output
-from rhymerl.workers.base import RunAhead, StepRequests, Workers, check_run_ahead, follows_clock
+from rhymerl.workers.base import RunAhead, Workers, check_run_ahead, follows_clock
 from rhymerl.workers.coordinator import Command, ProgressReport, SharedPlan
 from rhymerl.workers.ranks import MovedRequest, RankWorkers
 from rhymerl.workers.remote.base import HostedBackend
 from rhymerl.workers.remote.hosted import HostedWorkers
 from rhymerl.workers.remote.servers import ServersBackend
 from rhymerl.workers.run_ahead import RunAheadState
+from rhymerl.workers.step import StepRequests
 
 # What travels between the workers of ranks, apart from plain data and arrays.
 RECORDS: tuple[type, ...] = (Command, MovedRequest, Output, ProgressReport, RunAheadState, SharedPlan, WorkerSpan)

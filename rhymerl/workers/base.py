@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from rhymerl.backends.spans import EVALUATION, WorkerSpan
+from rhymerl.backends.spans import WorkerSpan
 from rhymerl.errors import require_at_least
 from rhymerl.history import HistoryStore
-from rhymerl.types import Completion, RolloutRequest, Sample, Split
+from rhymerl.types import Completion, Sample
 from rhymerl.workers.run_ahead import RunAheadState
+from rhymerl.workers.step import StepRequests
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,31 +41,6 @@ def check_run_ahead(run_ahead: str, max_staleness: int) -> None:
 def follows_clock(scheduler: Scheduler, run_ahead: RunAhead) -> bool:
     """Return whether what a worker does next follows from how far all of them are by then."""
     return scheduler.migrates or run_ahead != "off"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRequests:
-    """The requests that are answered together, in canonical order, and those of the next step, which workers may begin."""
-
-    step: int | str
-    requests: Sequence[RolloutRequest]
-    following: Sequence[RolloutRequest] | None = None
-    split: Split = "train"
-
-    @property
-    def number(self) -> int | None:
-        """The step of training; None for an evaluation, in which nothing moves."""
-        return self.step if isinstance(self.step, int) and self.split == "train" else None
-
-    @property
-    def priority(self) -> int:
-        """The lowest goes first: an evaluation before all steps."""
-        return EVALUATION if self.number is None else self.number
-
-    def next_step(self) -> StepRequests:
-        """Return the requests of the next step as a step of their own."""
-        assert isinstance(self.step, int) and self.following is not None
-        return StepRequests(step=self.step + 1, requests=self.following)
 
 
 class Workers(ABC):

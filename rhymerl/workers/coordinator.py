@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,8 +12,16 @@ from rhymerl.errors import ConfigError, HookError
 from rhymerl.hooks import Hooks, line_of
 from rhymerl.schedulers.base import Plan, Progress, Scheduler, check_moves, check_plan, plan_hash
 from rhymerl.types import RolloutRequest
+from rhymerl.workers.step import StepRequests
 
+REBALANCE_S = 0.5
+REBALANCE_EXCHANGES = 4  # the same in lockstep, where time is counted in exchanges
 _NEARLY = 0.1  # of a worker's requests
+
+
+def few_left(planned: int) -> int:
+    """Return with how many requests left a worker that was given `planned` of them has nearly nothing to do."""
+    return int(_NEARLY * planned)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +86,9 @@ def wants_progress(scheduler: Scheduler) -> bool:
 class Coordinator:
     """Asks the scheduler on behalf of all workers.
 
-    `step` is None outside of training, where nothing moves. Otherwise a scheduler that migrates is asked for moves whenever `clock`
-    (without one: the number of calls) has gone on by `every`, and right before the plan of `following`. These are the next step's
-    requests, and the plan is made when a worker has nearly nothing left to do. Where prefetched answers are kept (`keeps`), the
+    Outside of training nothing moves. In a step of it a scheduler that migrates is asked for moves whenever `clock` (without one:
+    the number of calls) has gone on by `every`, and right before the plan of the next step, which is made when a worker has
+    nearly nothing left to do. Where prefetched answers are kept (`keeps`), the
     scheduler observes what is unfinished then; otherwise all workers begin the next step together. Workers that work on while the policy is trained
     (`works_on`) get that plan also where everything has been answered before anybody asked.
     """
@@ -87,11 +96,9 @@ class Coordinator:
     def __init__(
         self,
         scheduler: Scheduler,
-        requests: Sequence[RolloutRequest],
+        work: StepRequests,
         plan: SharedPlan,
         *,
-        step: int | None,
-        following: Sequence[RolloutRequest] | None,
         keeps: bool,
         every: float,
         clock: Callable[[], float] | None = None,
@@ -100,18 +107,18 @@ class Coordinator:
         self.num_moves = 0
         self._works_on = works_on
         self._scheduler = scheduler
-        self._requests = requests
-        self._step = step
-        self._following = following
+        self._requests = work.requests
+        self._step = work.number
+        self._following = work.following
         self._keeps = keeps
         self._num_calls = 0
         self._clock = clock or (lambda: self._num_calls)
         self._every = every
-        self._migrates = step is not None and scheduler.migrates
+        self._migrates = self._step is not None and scheduler.migrates
         self._planned = np.array([len(queue) for queue in plan.queues], np.int64)
         self._left = [dict.fromkeys(queue, 0) for queue in plan.queues]  # by worker: index -> tokens sampled
         self._worker = {index: worker for worker, queue in enumerate(plan.queues) for index in queue}
-        self._asked_at = self._clock()
+        self.asks_at = self._clock() + every  # when the scheduler is asked for moves next, by that clock
         self._is_done = False
 
     def decide(self, reports: Sequence[tuple[int, ProgressReport]]) -> Command | None:
@@ -128,13 +135,13 @@ class Coordinator:
             return Command(moves={}, is_done=True)
         if self._following is not None and any(map(self._is_nearly_done, range(len(self._left)))):
             return self._plan_following(self._following)
-        if self._migrates and self._clock() - self._asked_at >= self._every:
+        if self._migrates and self._clock() >= self.asks_at:
             moves = self._rebalance()
             return Command(moves=moves) if moves else None
         return None
 
     def _is_nearly_done(self, worker: int) -> bool:
-        return len(self._left[worker]) <= _NEARLY * int(self._planned[worker])
+        return len(self._left[worker]) <= few_left(int(self._planned[worker]))
 
     def _note(self, report: ProgressReport) -> None:
         for index, tokens in report.tokens.items():
@@ -156,7 +163,7 @@ class Coordinator:
 
     def _rebalance(self) -> dict[int, int]:
         """Ask what moves, and note it. Raises HookError, naming the scheduler, for a move that cannot be."""
-        self._asked_at, progress = self._clock(), self._progress()
+        self.asks_at, progress = self._clock() + self._every, self._progress()
         with Hooks("scheduler", self._scheduler):
             moves = self._scheduler.rebalance(progress)
         try:
@@ -187,3 +194,11 @@ class Coordinator:
             workers=np.repeat(np.arange(len(self._left)), [len(left) for left in self._left]),
             num_tokens=np.array([tokens for left in self._left for tokens in left.values()], np.int64),
         )
+
+
+def coordinator_of(
+    scheduler: Scheduler, work: StepRequests, plan: SharedPlan, *, keeps: bool, lockstep: bool, works_on: bool = False
+) -> Coordinator:
+    """Return the coordinator of a run, which asks for moves every so many seconds, or exchanges."""
+    every, clock = (REBALANCE_EXCHANGES, None) if lockstep else (REBALANCE_S, time.monotonic)
+    return Coordinator(scheduler, work, plan, keeps=keeps, every=every, clock=clock, works_on=works_on)

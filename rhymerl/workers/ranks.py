@@ -14,10 +14,20 @@ from rhymerl.errors import BackendError
 from rhymerl.history import HistoryStore
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.types import Completion, Output, RolloutRequest, Sample
-from rhymerl.workers.base import RunAhead, StepRequests, Workers, follows_clock
-from rhymerl.workers.coordinator import Command, Coordinator, ProgressReport, SharedPlan, make_plan, wants_progress
+from rhymerl.workers.base import RunAhead, Workers, follows_clock
+from rhymerl.workers.coordinator import (
+    REBALANCE_S,
+    Command,
+    Coordinator,
+    ProgressReport,
+    SharedPlan,
+    coordinator_of,
+    make_plan,
+    wants_progress,
+)
 from rhymerl.workers.host import Host
 from rhymerl.workers.run_ahead import RunAheadState, digest_of
+from rhymerl.workers.step import StepRequests
 from rhymerl.workers.versions import Versions
 
 if TYPE_CHECKING:
@@ -26,9 +36,7 @@ if TYPE_CHECKING:
     from rhymerl.types import IntArray
 
 _SLICE_S = 0.02  # between two exchanges with the other ranks
-REBALANCE_S = 0.5
-_PASSES = 16  # the same in lockstep, where time is counted in exchanges
-REBALANCE_EXCHANGES = 4
+_PASSES = 16  # the same in lockstep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +192,8 @@ class RankWorkers(Workers):
         state = taken if taken is not None and taken.asked == digest_of(work.requests) else None
         plan = self._plan_of(work, state)
         step = self._begin(work, plan, state.outputs if state is not None else {})
-        coordinator = self._coordinator(work, plan)
+        keeps = self._run_ahead == "keep"
+        coordinator = coordinator_of(self._scheduler, work, plan, keeps=keeps, lockstep=self._lockstep)
         self._channel = self._ranks.channel(lockstep=self._lockstep)
         is_done = False
         while not is_done:
@@ -221,18 +230,6 @@ class RankWorkers(Workers):
         queue = plan.queue(work.requests, worker=self._ranks.rank)
         step.go_on([step.versions.going_on(request, outputs.get(request.id)) for request in queue])
         return step
-
-    def _coordinator(self, work: StepRequests, plan: SharedPlan) -> Coordinator:
-        return Coordinator(
-            self._scheduler,
-            work.requests,
-            plan,
-            step=work.number,
-            following=work.following,
-            keeps=self._run_ahead == "keep",
-            every=REBALANCE_EXCHANGES if self._lockstep else REBALANCE_S,
-            clock=None if self._lockstep else time.monotonic,
-        )
 
     def _decode(self) -> None:
         if self._lockstep:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.drafters import Drafter
 from rhymerl.drafts import Draft
 from rhymerl.errors import BackendError
-from rhymerl.history import Answer, HistoryStore
-from rhymerl.testing import make_prompt, tiny_policy
+from rhymerl.history import HistoryStore
+from rhymerl.testing import make_answer, make_prompt, tiny_policy
 
 
 class Listener(Drafter):
@@ -30,16 +29,7 @@ class Listener(Drafter):
 
 
 def add(history: HistoryStore, number: int) -> None:
-    answer = Answer(
-        token_ids=np.array([number], np.int32),
-        reward=0.0,
-        advantage=0.0,
-        finish_reason="stop",
-        policy_version=0,
-        epoch=0,
-        sample=0,
-    )
-    history.add(make_prompt([number], id=str(number)), [answer])
+    history.add(make_prompt([number], id=str(number)), [make_answer([number])])
 
 
 def keys(delta) -> list[list[int]]:

@@ -19,7 +19,7 @@ from rhymerl.history import HistoryStore
 from rhymerl.history.records import Answer
 from rhymerl.history.traces import read_trace
 from rhymerl.runs.replay import Replay, ReplayTotals
-from rhymerl.testing import make_requests
+from rhymerl.testing import make_answer, make_requests
 
 TRACE = Path(__file__).parents[2] / "benchmarks" / "traces" / "running_sum.jsonl.gz"
 PER_REQUEST = CostCurve([(0, 1e-9), (100, 100)])  # all of a pass goes by its requests
@@ -28,15 +28,7 @@ FIXED = CostCurve([(0, 1), (100, 1.0001)])  # nothing does
 
 def answers(lengths: Iterable[int], *, epoch: int = 0) -> list[Answer]:
     return [
-        Answer(
-            token_ids=np.zeros(length, np.int32),
-            reward=0.0,
-            advantage=0.0,
-            finish_reason="stop",
-            policy_version=epoch,
-            epoch=epoch,
-            sample=sample,
-        )
+        make_answer(np.zeros(length), policy_version=epoch, epoch=epoch, sample=sample)
         for sample, length in enumerate(lengths)
     ]
 

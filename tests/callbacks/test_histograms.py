@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,10 +18,8 @@ SOURCES = st.lists(st.sampled_from([NOT_DRAFTED, DraftSource.OWN, DraftSource.HI
 
 def answer(sources: list[int] | None, *, drafted: int = 0, accepted: int = 0) -> Sample:
     length = len(sources or ())
-    output = Output(
-        token_ids=np.zeros(length, np.int32),
-        logprobs=np.zeros(length),
-        policy_versions=np.zeros(length, np.int32),
+    output = replace(
+        Output.of(np.zeros(length)),
         num_drafted=drafted,
         num_accepted=accepted,
         sources=np.array(sources, np.int8) if sources is not None else None,

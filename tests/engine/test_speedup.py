@@ -133,9 +133,7 @@ def test_requests_that_move_are_counted_where_and_when_they_were_answered() -> N
 def test_short_rollouts_are_compared_together_and_one_by_one() -> None:
     """Those of one step do not run beside those of the next."""
     meter, requests, said = SpeedupMeter(8), make_requests(1, group_size=8, max_tokens=30), []
-    output = Output(
-        token_ids=np.arange(20, dtype=np.int32), logprobs=np.zeros(20), policy_versions=np.zeros(20, np.int32)
-    )
+    output = Output.of(range(20))
     for number in range(40):
         meter.submit(requests)
         asked = 8 * (number % 2)
@@ -152,9 +150,7 @@ def test_short_rollouts_are_compared_together_and_one_by_one() -> None:
 
 def rollout(meter: SpeedupMeter, requests, *, asked: int, passes: int = 10) -> dict[str, float]:
     """Passes of 5 ms each, and all that the report says."""
-    output = Output(
-        token_ids=np.arange(20, dtype=np.int32), logprobs=np.zeros(20), policy_versions=np.zeros(20, np.int32)
-    )
+    output = Output.of(range(20))
     meter.submit(requests)
     for _ in range(passes):
         meter.note(a_pass(rows=8, asked=asked, seen=160, seconds=5e-3))

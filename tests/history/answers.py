@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from rhymerl.history import Answer
+from rhymerl.testing import make_answer
 from rhymerl.types import Prompt
 
 
@@ -16,5 +17,4 @@ def prompt(key: str, token_ids: Sequence[int] = (7, 8)) -> Prompt:
 
 
 def answer(epoch: int = 0, sample: int = 0, token_ids: Sequence[int] = (1, 2, 3), **changed: Any) -> Answer:
-    fields = {"reward": 0.5, "advantage": -1.0, "finish_reason": "stop", "policy_version": 0, **changed}
-    return Answer(token_ids=np.array(token_ids, np.int32), epoch=epoch, sample=sample, **fields)
+    return make_answer(token_ids, epoch=epoch, sample=sample, **{"reward": 0.5, "advantage": -1.0, **changed})

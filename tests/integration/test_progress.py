@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rhymerl.runs.summary import readable
+from rhymerl.report.printing import readable
 from tests.integration import programs
 from tests.integration.conftest import CHEAP_DRAFTS, Run
 

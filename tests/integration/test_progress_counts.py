@@ -17,8 +17,8 @@ from rhymerl.progress import ProgressBar
 from rhymerl.report import write_report
 from rhymerl.runs.fit import evaluate, fit
 from rhymerl.runs.generate import generate
-from rhymerl.runs.replay import judge as replay
-from rhymerl.simulation.judge import judge as simulate
+from rhymerl.runs.replay import replay_trace
+from rhymerl.simulation.comparison import compare
 from tests.integration.test_progress import seen_on_a_terminal
 from tests.report.directories import make_run
 
@@ -73,13 +73,13 @@ def test_replay(trace: Path) -> None:
     progress = Counting()
     config = compose("replay", ["from_epoch=1"])
     config.trace = str(trace)
-    replay(config, progress=progress)
+    replay_trace(config, progress=progress)
     progress.check(("answers replayed", 2 * 4))
 
 
 def test_simulate() -> None:
     progress = Counting()
-    simulate(compose("simulate", ["workers=2", "steps=8", "warm_up=1", "seeds=2"]), progress=progress)
+    compare(compose("simulate", ["workers=2", "steps=8", "warm_up=1", "seeds=2"]), progress=progress)
     progress.check(("steps with seed 0, 1 of 2 seeds", 30), ("steps with seed 1, 2 of 2 seeds", 30))
 
 

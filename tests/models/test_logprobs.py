@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -31,10 +30,7 @@ def make_samples(count: int, *, max_tokens: int = 12, vocabulary: int = 19) -> l
 
 
 def answered(request: RolloutRequest, tokens: np.ndarray) -> Sample:
-    generated = Output(
-        token_ids=tokens, logprobs=np.zeros(len(tokens)), policy_versions=np.zeros(len(tokens), np.int32)
-    )
-    completion = Completion(request=request, output=replace(generated, finish_reason="stop"))
+    completion = Completion(request=request, output=Output.of(tokens, finish_reason="stop"))
     return Sample(completion=completion, text="", reward=0.0, rewards={}, loss_mask=np.ones(len(tokens), np.bool_))
 
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from rhymerl.drafts import NOT_DRAFTED, DraftSource
 from rhymerl.history import HistoryStore
-from rhymerl.history.records import Answer
 from rhymerl.report.steps import STEPS, StepFile
+from rhymerl.testing import make_answer
 from rhymerl.types import Prompt
 
 CONFIG = """\
@@ -140,16 +140,7 @@ def history() -> HistoryStore:
     store = HistoryStore()
     prompt = Prompt(id="p", key="k", token_ids=np.array([1], np.int32), text="p")
     for epoch in range(2):
-        answer = Answer(
-            token_ids=np.arange(6, dtype=np.int32),
-            reward=1.0,
-            advantage=0.0,
-            finish_reason="stop",
-            policy_version=0,
-            epoch=epoch,
-            sample=0,
-        )
-        store.add(prompt, [answer])
+        store.add(prompt, [make_answer(range(6), reward=1.0, epoch=epoch)])
     return store
 
 

@@ -16,7 +16,7 @@ from rhymerl.drafters import Drafter, HistoryTreeDrafter, NGramDrafter, NoDrafte
 from rhymerl.drafts import Draft, DraftBatch
 from rhymerl.history import HistoryStore
 from rhymerl.history.traces import TraceRecord, TraceWriter, read_trace
-from rhymerl.runs.replay import Replay, ReplayTotals, follow, judge
+from rhymerl.runs.replay import Replay, ReplayTotals, follow, replay_trace
 from rhymerl.testing import OracleDrafter, RandomTreeDrafter
 from rhymerl.types import RolloutRequest, Sample
 
@@ -242,7 +242,7 @@ def test_judge_compares_to_no_drafting(trace, tmp_path):
     costs.write_text('{"costs": [[0, 1], [1000, 1]]}')
     config = compose("replay", ["drafter=history_tree", "budget.nodes=8", "max_running=1"])
     config.trace, config.costs = str(trace), str(costs)
-    result = judge(config)
+    result = replay_trace(config)
     assert result["predicted_speedup"] == pytest.approx(
         result["tokens_per_pass"]
     )  # where a pass costs what a token does
@@ -266,13 +266,13 @@ def test_judge_compares_to_no_drafting(trace, tmp_path):
 def test_what_cannot_be_judged(trace, overrides, message):
     config = compose("replay", [f"trace={trace}", *overrides])
     with pytest.raises(Exception, match=message) as caught:
-        judge(config)
+        replay_trace(config)
     assert "\n" not in str(caught.value)
 
 
 def test_a_drafter_without_history_is_allowed(trace):
     config = compose("replay", [f"trace={trace}", "drafter.window=0"])
-    assert judge(config)["tokens_per_pass"] > 1
+    assert replay_trace(config)["tokens_per_pass"] > 1
 
 
 # -- the recorded run --------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from rhymerl.budgets import Budget, FixedBudget
 from rhymerl.drafters import Drafter, NoDrafter
 from rhymerl.history import Answer, HistoryStore
 from rhymerl.models.policy import Policy
+from rhymerl.testing import make_answer
 from rhymerl.types import Completion, RolloutRequest
 from tests.sglang.conftest import CpuEngine
 
@@ -80,15 +81,8 @@ def remember(history: HistoryStore, answers: Mapping[str, Completion], epoch: in
 
 def _past(answer: Completion, epoch: int) -> Answer:
     assert answer.finish_reason != "withdrawn"
-    return Answer(
-        token_ids=answer.token_ids,
-        reward=1.0,
-        advantage=0.0,
-        finish_reason=answer.finish_reason,
-        policy_version=0,
-        epoch=epoch,
-        sample=answer.request.sample,
-    )
+    sample = answer.request.sample
+    return make_answer(answer.token_ids, reward=1.0, finish_reason=answer.finish_reason, epoch=epoch, sample=sample)
 
 
 def largest_difference(one: Answers, two: Answers) -> float:

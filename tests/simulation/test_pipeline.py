@@ -212,6 +212,43 @@ def test_the_same_seed_gives_the_same_figures():
     )
 
 
+class Watching(Scheduler):
+    """Plans queues of so many requests, and notes what it sees of the steps under way."""
+
+    def __init__(self, *sizes: list[int]) -> None:
+        self.sizes = sizes
+        self.seen, self.unfinished = [], []
+
+    def plan(self, requests, num_workers, step):
+        ordered = iter(requests)
+        return [[next(ordered) for _ in range(size)] for size in self.sizes[step]]
+
+    def rebalance(self, progress):
+        self.seen.append(progress)
+        return []
+
+    def observe(self, progress):
+        self.unfinished.append(progress)
+
+
+def test_the_next_step_is_planned_when_a_worker_has_a_tenth_of_its_requests_left():
+    scheduler = Watching([10, 1], [1, 1])
+    works = [work([*range(1, 11), 20]), work([1, 1])]
+    Simulation(scheduler, num_workers=2, run_ahead="keep").run(works)
+    (progress,) = scheduler.unfinished
+    assert progress.workers.tolist() == [0, 1]
+    assert progress.num_tokens.tolist() == [9, 9]
+
+
+def test_a_step_is_followed_from_when_its_own_policy_is_there():
+    """Worker 1 begins its part of step 1 at 2; the last answer of step 0, and so the policy, comes at 6, and the first look one pass later."""
+    scheduler = Watching([1, 1], [1, 1])
+    works = [work([6, 2]), work([2, 6])]
+    Simulation(scheduler, num_workers=2, run_ahead="keep", rebalance_every=1.001 * PASS).run(works)
+    first = next(progress for progress in scheduler.seen if progress.step == 1)
+    assert first.num_tokens.tolist() == [1, 5]
+
+
 # -- moves -----------------------------------------------------------------------------------------------------------
 
 

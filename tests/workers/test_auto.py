@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -82,10 +84,5 @@ def test_the_other_modes_know_beforehand(mode):
 
 def output(sources: list[int] | None) -> Output:
     length = 2 if sources is None else len(sources)
-    return Output(
-        token_ids=np.zeros(length, np.int32),
-        logprobs=np.zeros(length),
-        policy_versions=np.zeros(length, np.int32),
-        finish_reason="stop",
-        sources=None if sources is None else np.array(sources, np.int8),
-    )
+    output = Output.of(np.zeros(length), finish_reason="stop")
+    return output if sources is None else replace(output, sources=np.array(sources, np.int8))

@@ -12,6 +12,7 @@ from rhymerl.schedulers import FIFOScheduler, HistoPipeScheduler, PacedScheduler
 from rhymerl.schedulers.on_policy import on_policy
 from rhymerl.testing import make_prompt
 from rhymerl.types import Completion, Output, RolloutRequest, Sample
+from rhymerl.workers import StepRequests
 from rhymerl.workers.coordinator import Coordinator, ProgressReport, SharedPlan, make_plan
 from tests.bytecodes import bytecodes
 
@@ -32,13 +33,7 @@ def lengths(number: int) -> np.ndarray:
 
 
 def answered(request: RolloutRequest, length: int) -> Sample:
-    output = Output(
-        token_ids=np.zeros(length, np.int32),
-        logprobs=np.zeros(length),
-        policy_versions=np.zeros(length, np.int32),
-        finish_reason="stop",
-    )
-    completion = Completion(request=request, output=output)
+    completion = Completion(request=request, output=Output.of(np.zeros(length), finish_reason="stop"))
     return Sample(completion=completion, text="", reward=0.0, rewards={}, loss_mask=np.ones(length, np.bool_))
 
 
@@ -86,7 +81,8 @@ def work_of(make, is_on_policy: bool, *, num_prompts: int) -> Work:
 def decision_of(scheduler, fresh, plan, of_length) -> int:
     """Bytecodes of a decision half-way, when each is asked what moves."""
     now = 0.0
-    coordinator = Coordinator(scheduler, fresh, plan, step=1, following=None, keeps=True, every=0.5, clock=lambda: now)
+    work = StepRequests(step=1, requests=fresh)
+    coordinator = Coordinator(scheduler, work, plan, keeps=True, every=0.5, clock=lambda: now)
     so_far = int(np.median(of_length))
     now, over = 1.0, of_length <= so_far
     report = ProgressReport(

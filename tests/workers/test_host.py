@@ -11,8 +11,9 @@ import numpy as np
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.spans import EVALUATION
 from rhymerl.budgets import FixedBudget
-from rhymerl.history import Answer, HistoryStore
+from rhymerl.history import HistoryStore
 from rhymerl.history.packing import PackedPrompt
+from rhymerl.testing import make_answer
 from rhymerl.types import Prompt, RolloutRequest, SamplingParams
 from rhymerl.workers.messages import HistoryUpdate, Submit, Weights, WeightSource, Withdraw
 from rhymerl.workers.remote.host import WorkerHost
@@ -205,7 +206,7 @@ def test_what_it_remembers_stays_within_its_bound_and_it_tells_what_has_gone():
     told, bytes_of = [], []
     for number in range(200):
         prompt = PackedPrompt(
-            split="train", key=str(number), token_ids=np.array([number], np.int32), answers=answers(length)
+            split="train", key=str(number), token_ids=np.array([number], np.int32), answers=[make_answer(range(length))]
         )
         host.post(HistoryUpdate(prompts=[prompt]))
         events = host.step(max_passes=1)
@@ -215,12 +216,6 @@ def test_what_it_remembers_stays_within_its_bound_and_it_tells_what_has_gone():
     kept = most // length
     assert told == [("train", str(number)) for number in range(200 - kept)]
     assert max(bytes_of) == bytes_of[-1] == 4 * kept * (length + 1), "answers, and a token of each prompt"
-
-
-def answers(length: int) -> tuple[Answer, ...]:
-    ids = np.arange(length, dtype=np.int32)
-    named = {"reward": 0.0, "advantage": 0.0, "finish_reason": "stop", "policy_version": 0, "epoch": 0, "sample": 0}
-    return (Answer(token_ids=ids, **named),)
 
 
 def test_what_an_older_policy_has_sampled_is_a_draft_for_the_one_that_the_answer_is_to_be_of():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,7 @@ from rhymerl.rewards import Reward, RewardScorer
 from rhymerl.rollout import Rollout, RolloutLoop, RolloutSettings
 from rhymerl.schedulers import FIFOScheduler
 from rhymerl.types import Completion
-from rhymerl.workers.remote import hosted
+from rhymerl.workers import coordinator
 from rhymerl.workers.remote.in_flight import InFlight
 from tests.distributed.threads import run_ranks
 from tests.rollout.ranked import (
@@ -37,8 +38,8 @@ from tests.workers.fleet import alone, fleet, run
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch):
     """The scheduler is asked for moves within these short steps."""
-    monkeypatch.setattr(hosted, "_REBALANCE_S", 0.005)
-    monkeypatch.setattr(hosted, "_REBALANCE_EXCHANGES", 1)
+    monkeypatch.setattr(coordinator, "REBALANCE_S", 0.005)
+    monkeypatch.setattr(coordinator, "REBALANCE_EXCHANGES", 1)
 
 
 @pytest.mark.parametrize("lockstep", [False, True], ids=["free", "lockstep"])
@@ -59,6 +60,16 @@ def test_kept_tokens_are_at_most_one_policy_old(scheduler, lockstep):
         steps = run(loop, range(6), update_s=0.01)
     stale = check_kept(steps)
     assert stale > 0, "nobody went on during the update"
+
+
+def test_workers_that_have_had_little_to_do_since_the_step_before_were_idle():
+    engines = [TokenBackend(length, pass_s=0.01) for _ in range(2)]
+    with fleet(workers=2, make=engines.__getitem__) as (loop, _):
+        run_step(loop, 0)
+        for engine in engines:
+            engine.pass_s = 0.0
+        time.sleep(0.3)
+        assert run_step(loop, 1).metrics["workers/idle_frac"] > 0.5
 
 
 def update_until(loop: RolloutLoop, holds: Callable[[InFlight], bool]) -> None:

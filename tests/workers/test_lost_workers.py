@@ -13,7 +13,7 @@ import pytest
 
 from rhymerl.errors import BackendError
 from rhymerl.rollout import Rollout
-from rhymerl.workers.remote import hosted
+from rhymerl.workers import coordinator
 from rhymerl.workers.remote.threads import ThreadBackend
 from tests.rollout.ranked import Restless, answers, check_kept, length, run_step
 from tests.rollout.tokens import TokenBackend
@@ -206,7 +206,7 @@ def test_workers_come_in_the_middle_of_a_step_and_are_taken_away():
 @pytest.mark.parametrize("run_ahead", ["off", "draft", "keep"])
 def test_moves_to_workers_that_are_lost_or_late_keep_nobody_waiting(run_ahead, monkeypatch):
     """Requests move anywhere all the time; workers are killed at random, and of those in their place some come late and some never."""
-    monkeypatch.setattr(hosted, "_REBALANCE_S", 0.005)
+    monkeypatch.setattr(coordinator, "REBALANCE_S", 0.005)
     steps = restless_steps(12, run_ahead)
     assert steps[-1].metrics["workers/lost"] > 0
     if run_ahead == "keep":

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import collections
+import time
 
 import pytest
 
+from rhymerl.distributed import Alone
 from rhymerl.errors import BackendError
 from rhymerl.rollout import requests_of
 from rhymerl.schedulers import FIFOScheduler
 from rhymerl.workers import StepRequests
 from rhymerl.workers.coordinator import Command, make_plan
 from rhymerl.workers.host import Host
-from rhymerl.workers.ranks import RankStep
+from rhymerl.workers.ranks import RankStep, RankWorkers
 from tests.rollout.ranked import PROMPTS, SETTINGS, length
 from tests.rollout.tokens import TokenBackend, token
 
@@ -134,3 +136,13 @@ def test_an_answer_of_a_step_that_was_given_up_is_no_answer_of_the_next_one():
     rank.step.go_on(FOLLOWING)
     with pytest.raises(BackendError, match="the answer to 0/.* has come, which is of no step that is under way"):
         collections.deque((rank.decode() for _ in range(200)), maxlen=0)
+
+
+def test_a_rank_was_busy_for_its_latest_answers_only():
+    backend = TokenBackend(length, pass_s=0.005)
+    workers = RankWorkers(backend, FIFOScheduler(), ranks=Alone())
+    assert len(list(workers.answer(StepRequests(step=0, requests=REQUESTS)))) == len(REQUESTS)
+    backend.pass_s = 0.0
+    started = time.perf_counter()
+    assert len(list(workers.answer(StepRequests(step=1, requests=FOLLOWING)))) == len(FOLLOWING)
+    assert 0 < workers.busy_s <= time.perf_counter() - started

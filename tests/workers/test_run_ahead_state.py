@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from rhymerl.testing import make_requests
 from rhymerl.types import Output
 from rhymerl.workers.coordinator import SharedPlan
@@ -30,9 +28,7 @@ def test_the_whole_state_has_the_outputs_of_all_ranks():
         plan = SharedPlan(queues=[[0, 1], [2]], digest="d")
         return RunAheadState(step=3, asked="x", plan=plan, outputs=dict.fromkeys(names, output))
 
-    output = Output(
-        token_ids=np.array([4], np.int32), logprobs=np.array([-0.5]), policy_versions=np.array([2], np.int32)
-    )
+    output = Output.of([4], logprob=-0.5, policy_version=2)
     whole = merge_states([state("a", "b"), None, state("c")])
     assert whole is not None
     assert list(whole.outputs) == ["a", "b", "c"]

@@ -12,22 +12,21 @@ from rhymerl.history import HistoryStore
 from rhymerl.models.sharding import GatheredTensors
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.types import Completion, Output, Sample
-from rhymerl.workers.base import RunAhead, StepRequests, Workers
-from rhymerl.workers.coordinator import Coordinator, SharedPlan, make_plan, wants_progress
+from rhymerl.workers.base import RunAhead, Workers
+from rhymerl.workers.coordinator import SharedPlan, coordinator_of, make_plan, wants_progress
 from rhymerl.workers.messages import Learn, Measure, Weights
 from rhymerl.workers.metrics import over_workers
 from rhymerl.workers.remote.base import HostedBackend
 from rhymerl.workers.remote.in_flight import InFlight
 from rhymerl.workers.remote.pool import WorkerPool
 from rhymerl.workers.run_ahead import RunAheadState, digest_of
+from rhymerl.workers.step import StepRequests
 from rhymerl.workers.versions import Versions
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _SLICE_S = 0.05  # between two looks of the coordinator
-_REBALANCE_S = 0.5
-_REBALANCE_EXCHANGES = 4  # the same in lockstep, where time is counted in exchanges
 _MEASURE_S = 10.0  # a worker may take as long to tell of its engine
 
 
@@ -80,7 +79,8 @@ class HostedWorkers(Workers):
             self._pool.settle()
             pending = self._begin(work)
         reports = wants_progress(self._scheduler)
-        coordinator = self._coordinator(pending)
+        keeps, lockstep = self._run_ahead == "keep", self._lockstep
+        coordinator = coordinator_of(self._scheduler, work, pending.plan, keeps=keeps, lockstep=lockstep, works_on=True)
         is_done, self._num_exchanges = False, 0
         while not is_done:
             with self._pool.changed:
@@ -138,20 +138,6 @@ class HostedWorkers(Workers):
         pending = InFlight(work=work, plan=plan, versions=versions, outputs=dict(outputs or {}))
         self._pool.launch(pending)
         return pending
-
-    def _coordinator(self, pending: InFlight) -> Coordinator:
-        work = pending.work
-        return Coordinator(
-            self._scheduler,
-            work.requests,
-            pending.plan,
-            step=work.number,
-            following=work.following,
-            keeps=self._run_ahead == "keep",
-            every=_REBALANCE_EXCHANGES if self._lockstep else _REBALANCE_S,
-            clock=None if self._lockstep else time.monotonic,
-            works_on=True,
-        )
 
     def spans(self) -> list[WorkerSpan]:
         with self._pool.changed:

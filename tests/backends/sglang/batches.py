@@ -16,6 +16,7 @@ from rhymerl.backends.sglang.plugin.drafting import EngineDrafting
 from rhymerl.drafters import Drafter
 from rhymerl.drafts import Draft
 from rhymerl.history import Answer
+from rhymerl.testing import make_answer
 from rhymerl.types import RolloutRequest
 from tests.backends.sglang.trees import path_of
 
@@ -164,12 +165,4 @@ class Recorder(Drafter):
 
 def answer(tokens: Sequence[int]) -> Answer:
     """An answer of the past."""
-    return Answer(
-        token_ids=np.array(tokens, np.int32),
-        reward=1.0,
-        advantage=0.0,
-        finish_reason="stop",
-        policy_version=0,
-        epoch=0,
-        sample=0,
-    )
+    return make_answer(tokens, reward=1.0)

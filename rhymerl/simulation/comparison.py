@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from rhymerl.config import construct, instantiate
 from rhymerl.costs import CostCurve
 from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.progress import SILENT, ProgressBar, counted
+from rhymerl.report.printing import print_table, say
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.schedulers.fifo import FIFOScheduler
 from rhymerl.simulation.base import REFERENCE_COSTS, Decoding, LengthSource, StepWork, Timeline
@@ -42,7 +41,7 @@ _SHOWN = {
 }
 
 
-def judge(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, Any]:
+def compare(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, Any]:
     """Return what `rhymerl simulate` prints, for a config such as configs/simulate.yaml: means over seeds, and the spread."""
     check(config)
     source = length_source(config)
@@ -53,7 +52,7 @@ def judge(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, An
         words = f"steps with seed {seed}, {len(rows) + 1} of {counted(config.seeds, 'seed')}"
         runs = 1 + len(_baseline_modes(config))  # with the scheduler, too
         with _no_collection(), progress.during(words, runs * len(works)):
-            timeline, row = compared(config, works, window, progress=progress)
+            timeline, row = _compared(config, works, window, progress=progress)
         rows.append(row)
         if seed == config.seed and config.gantt is not None:
             draw_gantt(config, works, timeline, window)
@@ -82,7 +81,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def compared(
+def _compared(
     config: DictConfig, works: Sequence[StepWork], window: Window, *, progress: ProgressBar = SILENT
 ) -> tuple[Timeline, dict[str, Any]]:
     """Return the timeline of the configured scheduler, and its figures beside the baseline's on the same work."""
@@ -204,16 +203,10 @@ def _joined(name: str, values: Sequence[float]) -> float:
 
 def report(result: Mapping[str, Any]) -> None:
     """Print a table for people."""
-    table = Table(title=f"{result['scheduler']}, run_ahead={result['run_ahead']}", title_justify="left")
-    for name in ("figure", "", "meaning"):
-        table.add_column(name, justify="right" if name == "" else "left")
-    for name, meaning in _SHOWN.items():
-        table.add_row(name, f"{result[name]:.3g}", meaning)
-    console = Console()
-    console.print(table)
-    console.print(
+    rows = [(name, f"{result[name]:.3g}", meaning) for name, meaning in _SHOWN.items()]
+    title = f"{result['scheduler']}, run_ahead={result['run_ahead']}"
+    print_table(("figure", "", "meaning"), rows, title=title, left=("figure", "meaning"))
+    say(
         f"{counted(result['workers'], 'worker')}, {counted(result['steps'], 'step')}, {counted(result['seeds'], 'seed')}: "
-        f"{result['speedup_min']:.3f} to {result['speedup_max']:.3f} times as fast as FIFO behind a barrier",
-        highlight=False,
-        soft_wrap=True,
+        f"{result['speedup_min']:.3f} to {result['speedup_max']:.3f} times as fast as FIFO behind a barrier"
     )
