@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rhymerl.budgets.timeline import rows_of, starts_of
+from rhymerl.budgets.timeline import PlainPasses, rows_of, starts_of
 from rhymerl.costs import PassCost
 from rhymerl.types import Ratio, RolloutRequest
 
@@ -103,15 +103,12 @@ class PassTotals:
         starts, ends, more = np.array(spans, np.int64).reshape(-1, 3).T
         rows = rows_of(starts, ends - starts)
         lengths = ends - starts + more
-        longer = rows_of(starts_of(lengths.tolist(), int(rows.max(initial=1))), lengths)
+        longer = rows_of(starts_of(lengths, int(rows.max(initial=1))), lengths)
         told, nodes, asked, prompts, seen = np.array(self.asked, np.int64).reshape(-1, 5).T
         by_rows = seen * told / np.maximum(told + nodes, 1)
         plain = cost.seconds(told, 0 * told, 0 * told, seen=by_rows)
         drafting = float((cost.seconds(told, nodes, asked, prompt_tokens=prompts, seen=seen) - plain).sum())
         reading = float((cost.seconds(told, 0 * told, 0 * told, prompt_tokens=prompts, seen=by_rows) - plain).sum())
         context = float(seen.sum()) / max(int((told + nodes).sum()), 1)  # keys of a row, on average
-        return Ratio(_plain_seconds(longer, cost, context) + reading, _plain_seconds(rows, cost, context) + drafting)
-
-
-def _plain_seconds(rows: IndexArray, cost: PassCost, context: float) -> float:
-    return float(cost.seconds(rows, 0 * rows, 0 * rows, seen=context * rows.astype(np.float64)).sum())
+        without, had = (PlainPasses(each, context * each).seconds(cost) for each in (longer, rows))
+        return Ratio(without + reading, had + drafting)

@@ -1,22 +1,44 @@
-"""The passes of a rollout, from how many each request takes: requests enter in order, as slots become free."""
+"""The passes that answers take without drafts: requests enter in order, as slots become free, and each pass adds a token to each."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from rhymerl.types import IndexArray
+    from rhymerl.costs import PassCost
+    from rhymerl.types import FloatArray, IndexArray
 
 
-def starts_of(lengths: Sequence[int], slots: int) -> IndexArray:
+@dataclass(frozen=True, slots=True)
+class PlainPasses:
+    """Passes without drafts, in their order."""
+
+    rows: IndexArray  # [P] requests that run in each
+    seen: IndexArray | FloatArray  # [P] keys that these attend to, summed
+
+    @classmethod
+    def of(cls, lengths: IndexArray, contexts: IndexArray, slots: int) -> Self:
+        """Return the passes of requests, [R], with so many tokens each and so many in front of them, in so many slots."""
+        starts = starts_of(lengths, slots)
+        rows = rows_of(starts, lengths)
+        offsets = contexts - starts  # a row sees its context and what it has sampled: context - start + pass
+        seen = _running(starts, starts + lengths, offsets) + rows * np.arange(len(rows))
+        return cls(rows, seen)
+
+    def seconds(self, cost: PassCost) -> float:
+        """Return the time of all of them."""
+        return float(cost.seconds(self.rows, 0 * self.rows, 0 * self.rows, seen=self.seen).sum())
+
+
+def starts_of(lengths: IndexArray, slots: int) -> IndexArray:
     """Return the pass in which each request enters, [R], where each takes as many passes as its length."""
     starts: list[int] = []
     ends: list[int] = []
-    for each in lengths:
+    for each in lengths.tolist():
         starts.append(heappop(ends) if len(ends) == slots else 0)
         heappush(ends, starts[-1] + each)
     return np.array(starts, np.int64)
@@ -24,8 +46,12 @@ def starts_of(lengths: Sequence[int], slots: int) -> IndexArray:
 
 def rows_of(starts: IndexArray, lengths: IndexArray) -> IndexArray:
     """Return by pass, [P], the requests that run in it."""
-    ends = starts + lengths
+    return _running(starts, starts + lengths, np.ones_like(starts))
+
+
+def _running(starts: IndexArray, ends: IndexArray, values: IndexArray) -> IndexArray:
+    """Return by pass, [P], the sum of `values` [R] over the requests that run in it."""
     size = int(ends.max(initial=0)) + 1
-    changes = np.bincount(starts, minlength=size) - np.bincount(ends, minlength=size)
-    rows: IndexArray = np.cumsum(changes)[:-1].astype(np.int64)
-    return rows
+    changes = np.bincount(starts, values, size) - np.bincount(ends, values, size)
+    running: IndexArray = np.cumsum(changes)[:-1].astype(np.int64)
+    return running

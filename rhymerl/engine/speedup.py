@@ -1,9 +1,9 @@
 """What drafts are worth: the time that answers took against the time that the same answers would have taken without drafts.
 
-Drafts change no token, so the passes without them are known: requests enter in order while there are slots, and each pass adds a
-token to each. What such a pass takes is learned from the run's own passes, of which some are without drafts (`is_due_plain`). What the drafter
-and the budget take of a pass is measured, prompts have a term of their own; the rest follows from the tokens that go through the model, whichever they are. So passes with drafts tell
-what those without them take, and a machine that has become slower has become so for both.
+Drafts change no token, so the passes without them are known (budgets/timeline.py). What such a pass takes is learned from
+the run's own passes, of which some are without drafts (`is_due_plain`). What the drafter and the budget take of a pass is
+measured, prompts have a term of their own; the rest follows from the tokens that go through the model, whichever they
+are. So passes with drafts tell what those without them take, and a machine that has become slower has become so for both.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rhymerl.budgets.learned_cost import LearnedCost
-from rhymerl.budgets.timeline import rows_of, starts_of
+from rhymerl.budgets.timeline import PlainPasses
 from rhymerl.engine.totals import PassRecord
 from rhymerl.types import Completion, Ratio, RolloutRequest
 
@@ -150,7 +150,7 @@ class SpeedupMeter:
             return {}
         expected = self._seconds(tokens, prompt_tokens, seen)
         slots = min(self._max_running, int(rows.max()))  # keys and values of long answers may leave room for fewer
-        plain = sum(self._plain_seconds(each, slots) for each in self._rollouts if each)
+        plain = sum(_plain_passes(each, slots).seconds(self._cost) for each in self._rollouts if each)
         # Prompts are computed as often without drafts.
         plain += float((expected - self._seconds(tokens, np.zeros_like(tokens), seen)).sum())
         plain *= float(seconds.sum() / expected.sum())
@@ -174,25 +174,12 @@ class SpeedupMeter:
         """
         return self._cost.seconds(tokens, np.zeros_like(tokens), prompt_tokens, prompt_tokens=prompt_tokens, seen=seen)
 
-    def _plain_seconds(self, answers: Sequence[_Answer], slots: int) -> float:
-        """Return what a rollout's answers, but for their prompts, would have taken without drafts, on the machine as it usually is, in so many slots."""
-        tokens, context = np.array([(each.sampled, each.context) for each in answers], np.int64).T
-        rows, seen = _passes_of(starts_of(tokens.tolist(), slots), tokens, context)
-        return float(self._seconds(rows, np.zeros_like(rows), seen).sum())
-
 
 def _ratio(taken: FloatArray, expected: FloatArray, chosen: BoolArray) -> Ratio:
     return Ratio(float(taken[chosen].sum()), float(expected[chosen].sum()))
 
 
-def _passes_of(starts: IndexArray, tokens: IndexArray, context: IndexArray) -> tuple[IndexArray, IndexArray]:
-    """Return by pass, [P], the running rows, and the keys that they see."""
-    rows = rows_of(starts, tokens)
-    size = len(rows) + 1
-    # A row sees its context and what it has sampled: context - start + pass.
-    offset = context - starts
-    offsets = np.bincount(starts, weights=offset, minlength=size) - np.bincount(
-        starts + tokens, weights=offset, minlength=size
-    )
-    seen = np.cumsum(offsets)[:-1] + rows * np.arange(len(rows))
-    return rows, seen.astype(np.int64)
+def _plain_passes(answers: Sequence[_Answer], slots: int) -> PlainPasses:
+    """Return the passes of a rollout's answers without drafts, but for their prompts."""
+    tokens, contexts = np.array([(each.sampled, each.context) for each in answers], np.int64).T
+    return PlainPasses.of(tokens, contexts, slots)

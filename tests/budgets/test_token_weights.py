@@ -113,9 +113,10 @@ def test_groups_of_one_epoch_count_together_also_in_a_snapshot():
 
 def test_requests_enter_as_others_leave():
     # Two slots: lengths 3 and 1 begin, 2 follows the 1, and 4 the 3 and the 2, which end together.
-    starts = starts_of([3, 1, 2, 4], 2)
+    lengths = np.array([3, 1, 2, 4])
+    starts = starts_of(lengths, 2)
     assert starts.tolist() == [0, 0, 1, 3]
-    assert rows_of(starts, np.array([3, 1, 2, 4])).tolist() == [2, 2, 2, 1, 1, 1, 1]
+    assert rows_of(starts, lengths).tolist() == [2, 2, 2, 1, 1, 1, 1]
 
 
 class Unweighted(GoodputBudget):

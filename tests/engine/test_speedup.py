@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from rhymerl.budgets import FixedBudget
-from rhymerl.budgets.timeline import starts_of
+from rhymerl.budgets.timeline import PlainPasses
 from rhymerl.drafters import Drafter, NoDrafter
 from rhymerl.drafts import Draft
 from rhymerl.engine.engine import Engine
-from rhymerl.engine.speedup import SpeedupMeter, _passes_of, is_due_plain
+from rhymerl.engine.speedup import SpeedupMeter, is_due_plain
 from rhymerl.engine.totals import PassRecord
 from rhymerl.testing import OracleDrafter, make_requests, tiny_policy
 from rhymerl.types import Completion, Output
@@ -44,8 +44,8 @@ def test_the_passes_without_drafts_are_those_of_an_engine_without_a_drafter(slot
     lengths = np.array([len(each.token_ids) for each in answers])
     assert len(set(lengths.tolist())) > 3
     context = np.array([len(request.prompt.token_ids) for request in requests])
-    found, sees = _passes_of(starts_of(lengths.tolist(), slots), lengths, context)
-    assert (found.tolist(), sees.tolist()) == (rows, seen)
+    found = PlainPasses.of(lengths, context, slots)
+    assert (found.rows.tolist(), found.seen.tolist()) == (rows, seen)
 
 
 def feed(meter: SpeedupMeter, engine: Engine, requests, rng: np.random.Generator, *, factor: float = 1.0) -> float:
@@ -79,7 +79,7 @@ def feed(meter: SpeedupMeter, engine: Engine, requests, rng: np.random.Generator
     meter._began_at, meter._ended_at = 0.0, sum(each.seconds for each in fresh)
     said = meter.report({}).get("rollout/speedup", float("nan"))
     lengths = np.array([len(done[request.id].token_ids) for request in requests])
-    rows, _ = _passes_of(starts_of(lengths.tolist(), engine.max_running), lengths, lengths)
+    rows = PlainPasses.of(lengths, lengths, engine.max_running).rows
     plain = sum(seconds(int(each), 0, 0, 0) for each in rows) + factor * sum(
         of_prompts(each.prompt_tokens) for each in fresh
     )
