@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,6 +39,11 @@ class AIMDBudget(Budget):
     @property
     def max_nodes(self) -> int:
         return self.nodes
+
+    def uniform(self, widths: Sequence[int]) -> AIMDBudget:
+        budget = replace(self, nodes=widths[-1])
+        budget.widths = widths
+        return budget
 
     def skips(self, num_requests: int) -> int:
         return int(self.max_batch_size is not None and num_requests > self.max_batch_size)

@@ -52,6 +52,16 @@ class Budget(ABC):
     def max_nodes(self) -> int:
         """The most nodes that a request may ever get in a pass; 0 turns drafting off. Read once, by the engine."""
 
+    widths: Sequence[int] = ()  # see `uniform`
+
+    def uniform(self, widths: Sequence[int]) -> Budget | None:
+        """Return this budget for an engine that computes as many nodes of each request in a pass, one of `widths`, which rise.
+
+        It has at most the last of them, and `widths` of its own: those that passes may then have. None: it cannot be kept so.
+        It is not inherited, since a subclass may have overridden anything.
+        """
+        return None
+
     def skips(self, num_requests: int) -> int:
         """Return for how many passes, the one that begins included, the drafter is left alone.
 

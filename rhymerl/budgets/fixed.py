@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,10 +31,16 @@ class FixedBudget(Budget):
     def __post_init__(self) -> None:
         check_ranges(self)
         require(0 <= self.min_probability <= 1, "min_probability", self.min_probability, "a number from 0 to 1")
+        self.widths = () if self.min_probability else (self.nodes,)
 
     @property
     def max_nodes(self) -> int:
         return self.nodes
+
+    def uniform(self, widths: Sequence[int]) -> FixedBudget:
+        budget = replace(self, nodes=widths[-1])
+        budget.widths = budget.widths or widths
+        return budget
 
     def limits(self, requests: Sequence[RolloutRequest]) -> IntArray:
         return np.full(len(requests), self.nodes, np.int32)

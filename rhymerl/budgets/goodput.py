@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,9 +17,9 @@ from rhymerl.budgets.learned_cost import LearnedCost
 from rhymerl.budgets.outlook import Choice, Outlook
 from rhymerl.budgets.probe_budget import ProbeBudget
 from rhymerl.budgets.token_weights import TokenWeights
-from rhymerl.costs import CostCurve, PassCost, points_of
+from rhymerl.costs import CostCurve, PassCost, Points, points_of
 from rhymerl.drafts import DraftBatch
-from rhymerl.errors import require_at_least
+from rhymerl.errors import at_least, check_ranges, require
 from rhymerl.types import Ratio, RolloutRequest
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ Kind = Literal["plain", "trial", "probe", "draft"]
 _ATTEMPT: Mapping[bool, tuple[Kind, ...]] = {True: ("probe", "probe", "trial"), False: ("probe",)}
 
 
+@dataclass(eq=False)
 class GoodputBudget(Budget):
     """Chooses the set S of draft nodes that maximises (B + sum of P(v) over S) / cost(B, |S|), of B running requests.
 
@@ -62,32 +63,31 @@ class GoodputBudget(Budget):
     permits (budgets/probe_budget.py), so that drafting never costs more than some percent of the time without it.
     """
 
-    def __init__(
-        self,
-        nodes: int = 32,
-        *,
-        costs: str | Path | Sequence[Sequence[float]] | PassCost | None = None,
-        ask_cost: Sequence[float] = (0.0, 0.0),
-        deterministic: bool | None = None,
-    ) -> None:
-        require_at_least({"nodes": (nodes, 0)})
-        if len(ask_cost) != 2 or min(ask_cost) < 0:
-            raise ValueError(
-                f"ask_cost={list(ask_cost)}: expected two costs, of a pass and of a request, each 0 or more"
-            )
-        if any(ask_cost) and costs is None and not deterministic:
-            raise ValueError(f"ask_cost={list(ask_cost)}: expected [0, 0] without costs, because it is learned then")
-        self.nodes = nodes
-        self.costs = costs
-        self.ask_cost = ask_cost
-        self.deterministic = deterministic
+    nodes: int = at_least(0, 32)
+    _: KW_ONLY
+    costs: str | Path | Points | PassCost | None = None
+    ask_cost: Sequence[float] = (0.0, 0.0)
+    deterministic: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        asking, is_given = list(self.ask_cost), self.costs is not None or self.deterministic
+        is_pair = len(asking) == 2 and min(asking) >= 0
+        require(is_pair, "ask_cost", asking, "two costs, of a pass and of a request, each 0 or more")
+        is_learned_alone = is_given or not any(asking)
+        require(is_learned_alone, "ask_cost", asking, "[0, 0] without costs, because it is learned then")
+        if isinstance(self.costs, PassCost):
+            self._given = self.costs
+        else:
+            points = points_of(_ASSUMED if self.costs is None else self.costs)
+            self._given = CostCurve(points, ask_cost=(asking[0], asking[1]))
+        self._learned = LearnedCost()
         self._acceptance = Acceptance()
         self._probe_budget = ProbeBudget()
         self._outlook = Outlook()
-        self._course = _Course(reach=float(min(_PROBE_NODES, nodes)))
-        self._expected_lately = self._accepted_lately = (
-            0.0  # tokens expected of verified nodes, and accepted ones, of late
-        )
+        self._course = _Course(reach=float(min(_PROBE_NODES, self.nodes)))
+        # Tokens expected of verified nodes, and accepted ones, of late.
+        self._expected_lately = self._accepted_lately = 0.0
         self._kind: Kind = "draft"  # of the pass under way
         self._is_cold = False  # the drafter was left alone before it
         self._rows = 0  # of the pass under way
@@ -98,18 +98,18 @@ class GoodputBudget(Budget):
         self._report = PassTotals()
 
     @property
-    def deterministic(self) -> bool | None:
-        """Whether the cost of passes never follows the clock."""
-        return self._deterministic
-
-    @deterministic.setter
-    def deterministic(self, wanted: bool | None) -> None:
-        self._deterministic = wanted
-        self._cost = _cost(self.costs, self.ask_cost, deterministic=bool(wanted))
-
-    @property
     def max_nodes(self) -> int:
         return self.nodes
+
+    @property
+    def _cost(self) -> PassCost:
+        return self._learned if self.costs is None and not self.deterministic else self._given
+
+    def uniform(self, widths: Sequence[int]) -> Budget:
+        from rhymerl.budgets.uniform import UniformGoodputBudget  # which imports this module
+
+        given = {name: getattr(self, name) for name in ("costs", "ask_cost", "deterministic")}
+        return UniformGoodputBudget(widths, **given)
 
     def admit(self, request: RolloutRequest) -> None:
         self._report.enter(request)
@@ -381,14 +381,3 @@ class _Course:
 def _sums(values: FloatArray) -> FloatArray:
     """Return 0 and the sums of the first ones, [n + 1]."""
     return np.concatenate([[0.0], np.cumsum(values)])
-
-
-def _cost(
-    costs: str | Path | Sequence[Sequence[float]] | PassCost | None, ask_cost: Sequence[float], *, deterministic: bool
-) -> PassCost:
-    if isinstance(costs, PassCost):
-        return costs
-    a_pass, a_request = ask_cost
-    if costs is not None:
-        return CostCurve(points_of(costs), ask_cost=(a_pass, a_request))
-    return CostCurve(_ASSUMED, ask_cost=(a_pass, a_request)) if deterministic else LearnedCost()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,13 +11,14 @@ import numpy as np
 from rhymerl.budgets.acceptance import largest_part
 from rhymerl.budgets.goodput import GoodputBudget
 from rhymerl.compiled import compiled
-from rhymerl.costs import PassCost
 from rhymerl.drafts import DraftBatch
+from rhymerl.errors import require
 
 if TYPE_CHECKING:
     from rhymerl.types import BoolArray, FloatArray, IndexArray
 
 
+@dataclass(eq=False)
 class UniformGoodputBudget(GoodputBudget):
     """GoodputBudget's choice among `widths`, which rise: so many nodes of every request are computed, whether its draft has them or not.
 
@@ -25,19 +26,16 @@ class UniformGoodputBudget(GoodputBudget):
     Further arguments are GoodputBudget's. Raises ValueError for widths that do not begin with 0 or do not rise.
     """
 
-    def __init__(
-        self,
-        widths: Sequence[int],
-        *,
-        costs: str | Path | Sequence[Sequence[float]] | PassCost | None = None,
-        ask_cost: Sequence[float] = (0.0, 0.0),
-        deterministic: bool | None = None,
-    ) -> None:
-        if not widths or widths[0] != 0 or sorted(set(widths)) != list(widths):
-            raise ValueError(f"widths={list(widths)}: expected rising numbers of nodes, the first of them 0")
-        super().__init__(widths[-1], costs=costs, ask_cost=ask_cost, deterministic=deterministic)
-        self.widths = widths
-        self._sizes = np.array(widths, np.int64)
+    nodes: int = field(init=False)
+    widths: Sequence[int] = field()
+
+    def __post_init__(self) -> None:
+        given = list(self.widths)
+        rises = given[:1] == [0] and sorted(set(given)) == given
+        require(rises, "widths", given, "rising numbers of nodes, the first of them 0")
+        self.nodes = given[-1]
+        self._sizes = np.array(given, np.int64)
+        super().__post_init__()
 
     def width_of(self, largest: int) -> int:
         """Return the smallest width that holds a draft of so many nodes."""

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from rhymerl.budgets.aimd import AIMDBudget
 from rhymerl.budgets.base import Budget
 from rhymerl.budgets.fixed import FixedBudget
-from rhymerl.budgets.goodput import GoodputBudget
-from rhymerl.budgets.uniform import UniformGoodputBudget
 from rhymerl.costs import PassCost
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
@@ -61,15 +57,20 @@ def allowed_nodes(drafter: Drafter, budget: Budget | None, *, nodes: int | None)
 
 
 def _allowed_by(budget: Budget) -> AllowedNodes:
-    if type(budget) not in (AIMDBudget, FixedBudget, GoodputBudget):
+    widths = uniform(budget, budget.max_nodes).widths
+    return AllowedNodes(least=widths[0], most=widths[-1], setting="budget.nodes")
+
+
+def uniform(budget: Budget, most: int) -> Budget:
+    """Return the budget of an engine whose passes have at most `most` nodes of a request, the same number of each.
+
+    Raises ConfigError for one that cannot be kept so.
+    """
+    can = "uniform" in vars(type(budget))
+    found = (budget if most else FixedBudget(0)).uniform(widths_to(most)) if can else None
+    if found is None:
         raise ConfigError(f"budget={type(budget).__name__}: expected budget=goodput, aimd or fixed; {_ONE_NUMBER}")
-    least = budget.max_nodes if _is_even(budget) else 0
-    return AllowedNodes(least=least, most=budget.max_nodes, setting="budget.nodes")
-
-
-def _is_even(budget: Budget | None) -> bool:
-    """Return whether every pass has the same number of nodes."""
-    return isinstance(budget, FixedBudget) and not budget.min_probability
+    return found
 
 
 def widths_to(most: int) -> tuple[int, ...]:
@@ -79,14 +80,9 @@ def widths_to(most: int) -> tuple[int, ...]:
 
 def num_sizes(n: int, budget: Budget | None) -> int:
     """Return how many sizes the passes of an engine with `n` tokens of a request at most have."""
-    return 1 if n == 1 or _is_even(budget) else len(widths_to(n - 1))
-
-
-def widths_of(budget: Budget) -> Sequence[int]:
-    """Return the numbers of nodes that passes with an engine's `budget` may have, in rising order."""
-    if isinstance(budget, UniformGoodputBudget):
-        return budget.widths
-    return (budget.max_nodes,) if _is_even(budget) else widths_to(budget.max_nodes)
+    if n == 1 or budget is None:
+        return len(widths_to(n - 1))
+    return len(uniform(budget, n - 1).widths)
 
 
 def best_n(cost: PassCost, rows: int, accept_rate: float, *, largest: int = LARGEST) -> int:

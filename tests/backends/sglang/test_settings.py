@@ -11,7 +11,7 @@ import pytest
 
 from rhymerl.backends.remote.counters import Counters
 from rhymerl.backends.remote.drafter_feed import FeedMessage, FeedWriter
-from rhymerl.backends.sglang.nodes import num_sizes, widths_of, widths_to
+from rhymerl.backends.sglang.nodes import num_sizes, widths_to
 from rhymerl.backends.sglang.plugin.names import VARIABLE
 from rhymerl.backends.sglang.plugin.settings import EngineSettings
 from rhymerl.budgets import AIMDBudget, FixedBudget, GoodputBudget
@@ -76,11 +76,11 @@ def test_the_budget_of_the_engine_is_the_runs(given, widths, tmp_path):
     settings = EngineSettings.of(HistoryTreeDrafter(), given, tmp_path)
     budget = settings.budget_of(13)
     assert budget.max_nodes == 12
-    assert widths_of(budget) == widths
+    assert budget.widths == widths
     assert num_sizes(13, given) == len(widths)
     for name in ("costs", "min_probability", "start", "increase", "max_batch_size"):
         assert getattr(budget, name, None) == getattr(given, name, None)
-    assert widths_of(settings.budget_of(1)) == (0,)
+    assert settings.budget_of(1).widths == (0,)
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 16, 31])

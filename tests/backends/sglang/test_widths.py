@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from rhymerl.backends.sglang.nodes import uniform
 from rhymerl.backends.sglang.plugin.drafting import EngineDrafting
 from rhymerl.backends.sglang.plugin.outcomes import VerifiedPass
 from rhymerl.backends.sglang.plugin.rows import EngineRow
@@ -195,7 +196,7 @@ def test_a_pass_has_the_smallest_width_that_holds_every_window(problem):
     """Three requests have right drafts and wider ones each time; those of the fourth are wrong."""
     requests, answers = problem
     known = {**answers, requests[0].id: [(token + 5) % 19 for token in answers[requests[0].id]]}
-    drafting = Widths(Chains(known), AIMDBudget(8), vocabulary=19)
+    drafting = Widths(Chains(known), uniform(AIMDBudget(8), 8), vocabulary=19)
     run(drafting, [fake(request, answers[request.id]) for request in requests[:4]])
     # Windows of 2, 4, 6 and 8: after passes of 3, 5, 7, 9 and 9 tokens a sixth ends the answers. The wrong one goes on with its 2 nodes.
     assert drafting.chosen[:6] == [2, 4, 8, 8, 8, 8]
@@ -204,10 +205,10 @@ def test_a_pass_has_the_smallest_width_that_holds_every_window(problem):
 
 def test_above_the_batch_size_of_aimd_no_pass_has_drafts(problem):
     requests, answers = problem
-    drafting = Widths(Chains(answers), AIMDBudget(8, max_batch_size=3), vocabulary=19)
+    drafting = Widths(Chains(answers), uniform(AIMDBudget(8, max_batch_size=3), 8), vocabulary=19)
     run(drafting, [fake(request, answers[request.id]) for request in requests[:4]])
     assert set(drafting.chosen) == {0}
-    drafting = Widths(Chains(answers), AIMDBudget(8, max_batch_size=4), vocabulary=19)
+    drafting = Widths(Chains(answers), uniform(AIMDBudget(8, max_batch_size=4), 8), vocabulary=19)
     run(drafting, [fake(request, answers[request.id]) for request in requests[:4]])
     assert max(drafting.chosen) == 8
 
@@ -216,6 +217,6 @@ def test_improbable_nodes_make_no_pass_wider(problem):
     """Scores are powers of 0.95: five nodes are above 0.75, two above 0.9, none above 0.96."""
     requests, answers = problem
     for least, width in ((0.0, 8), (0.75, 8), (0.9, 2), (0.96, 0)):
-        drafting = Widths(Chains(answers), FixedBudget(8, min_probability=least), vocabulary=19)
+        drafting = Widths(Chains(answers), uniform(FixedBudget(8, min_probability=least), 8), vocabulary=19)
         run(drafting, [fake(request, answers[request.id]) for request in requests])
         assert set(drafting.chosen[:4]) == {width}

@@ -15,7 +15,6 @@ import numpy as np
 from rhymerl.backends.remote.counters import Counters
 from rhymerl.backends.remote.drafter_feed import FeedReader
 from rhymerl.backends.remote.wire import feed_of
-from rhymerl.backends.sglang.nodes import widths_of
 from rhymerl.backends.sglang.plugin.arrays import TreeArrays, tree_arrays
 from rhymerl.backends.sglang.plugin.outcomes import VerifiedPass
 from rhymerl.backends.sglang.plugin.rows import EngineRequest, EngineRow
@@ -36,7 +35,8 @@ _REPORT_EVERY = 1024  # passes that a budget is told of: it keeps them until it 
 class EngineDrafting:
     """Drafts by the protocol for SGLang's running batch: trees of one size in each pass, of which a request's last token is the first node.
 
-    `widths_of` the budget are the numbers of nodes of a request. A pass has the smallest that holds its largest draft.
+    The budget's `widths` are the numbers of nodes of a request, by default none and its most. A pass has the smallest that holds its
+    largest draft.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class EngineDrafting:
     ) -> None:
         self.protocol = DraftingProtocol(drafter, budget, vocabulary=vocabulary)
         self.budget = budget
-        self._widths = widths_of(budget) if self.protocol.max_nodes else (0,)
+        self._widths = (budget.widths or (0, budget.max_nodes)) if self.protocol.max_nodes else (0,)
         self._feed = feed
         self._counters = counters
         self._clock = clock

@@ -13,12 +13,12 @@ from typing import Any
 
 from rhymerl.backends.remote.counters import Counters
 from rhymerl.backends.remote.drafter_feed import FeedReader
-from rhymerl.backends.sglang.nodes import widths_to
+from rhymerl.backends.sglang.nodes import uniform
 from rhymerl.backends.sglang.plugin.drafting import EngineDrafting
 from rhymerl.backends.sglang.plugin.names import VARIABLE
 from rhymerl.backends.sglang.plugin.probe import Findings
 from rhymerl.backends.sglang.plugin.warm_up import warm_up
-from rhymerl.budgets import AIMDBudget, Budget, FixedBudget, GoodputBudget, UniformGoodputBudget
+from rhymerl.budgets import Budget, FixedBudget, GoodputBudget
 from rhymerl.config import describe, instantiate
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.run_ahead import innermost
@@ -95,15 +95,7 @@ class EngineSettings:
 
     def budget_of(self, n: int) -> Budget:
         """The budget of an engine whose passes have at most `n` tokens of a request: the given one, with at most as many nodes."""
-        given: Budget = instantiate(self.budget, key="budget")
-        if isinstance(given, GoodputBudget):
-            return UniformGoodputBudget(
-                widths_to(n - 1), costs=given.costs, ask_cost=given.ask_cost, deterministic=given.deterministic
-            )
-        if isinstance(given, AIMDBudget | FixedBudget) and n > 1:
-            given.nodes = n - 1
-            return given
-        return FixedBudget(n - 1)
+        return uniform(instantiate(self.budget, key="budget"), n - 1)
 
     def drafting(self, budget: Budget, vocabulary: int) -> EngineDrafting:
         """The drafter, and what stands between it and the engine. Messages that an earlier engine has not read are removed."""

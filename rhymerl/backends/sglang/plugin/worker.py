@@ -14,7 +14,6 @@ from sglang.srt.speculative import ngram_worker
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
-from rhymerl.backends.sglang.nodes import widths_of
 from rhymerl.backends.sglang.plugin.arrays import TreeArrays
 from rhymerl.backends.sglang.plugin.drafting import EngineDrafting, not_yet_known
 from rhymerl.backends.sglang.plugin.masks import full_mask
@@ -64,7 +63,7 @@ class HistoryWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
             ngram_worker.NgramCorpus = corpus
         settings, self._most = EngineSettings.of_this_process(), int(self.draft_token_num)
         budget = settings.budget_of(self._most)
-        self._sizes = PassSizes(self, [1 + width for width in widths_of(budget)])
+        self._sizes = PassSizes(self, [1 + width for width in budget.widths])
         if get_tp_group().rank_in_group == 0:
             vocabulary = int(self.model_runner.model_config.vocab_size)
             self._drafting = settings.drafting(budget, vocabulary)
