@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Callable
 from functools import cached_property, update_wrapper
 from pathlib import Path
@@ -18,7 +19,7 @@ _log = logging.getLogger("rhymerl")
 def compiled(function: Function) -> Function:
     """`numba.njit` with the GIL released, compiled at the first call; the import of numba waits until then too.
 
-    It may call compiled functions of its own module (numba's cache does not see changes in another file). numba caches
+    It may call compiled functions of its own module, and take NamedTuples of it (numba's cache does not see changes in another file). numba caches
     next to the source, else in the user's cache directory; where neither is writable the function is
     compiled again by every process.
     """
@@ -72,6 +73,17 @@ class _Compiled:
 
 
 def _is_cached(dispatcher: Any, function: Callable[..., Any]) -> bool:
-    folder = dispatcher.stats.cache_path
-    stem = Path(function.__code__.co_filename).stem
-    return folder is not None and any(Path(folder).glob(f"{stem}.{function.__qualname__}-*.nbi"))
+    """Return whether an earlier process has compiled it. What cannot be read, since its types had other names then, is removed: numba would raise."""
+    folder, stem = dispatcher.stats.cache_path, Path(function.__code__.co_filename).stem
+    found = [] if folder is None else Path(folder).glob(f"{stem}.{function.__qualname__}-*.nbi")
+    return bool([index for index in found if _is_readable(index)])
+
+
+def _is_readable(index: Path) -> bool:
+    try:
+        with index.open("rb") as file:
+            _version, _signatures = pickle.load(file), pickle.load(file)
+    except (AttributeError, ImportError):
+        index.unlink(missing_ok=True)
+        return False
+    return True

@@ -28,12 +28,13 @@ def total(values):
 """
 
 
-def run(folder: Path, **variables: str) -> tuple[str, str]:
+def run(folder: Path, *, code: str = CODE, program: str = PROGRAM, **variables: str) -> tuple[str, str]:
     """Return what the program prints, and what it logs."""
-    (folder / "user_code.py").write_text(CODE)
-    environment = {**os.environ, "PYTHONPATH": str(folder), **variables}
+    (folder / "user_code.py").write_text(code)
+    paths = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, **variables}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=folder, env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", program], cwd=folder, env=environment, capture_output=True, text=True, check=True
     )
     return done.stdout, done.stderr
 
@@ -46,6 +47,35 @@ def test_the_second_process_finds_the_cache_and_only_the_first_announces(tmp_pat
     assert second[0].startswith("10.0")
     assert "compiling total" in first[1]
     assert "compiling" not in second[1]
+
+
+RECORD = """
+from typing import NamedTuple
+
+class Record(NamedTuple):
+    values: object
+
+from rhymerl.compiled import compiled
+
+@compiled
+def total(record):
+    return record.values.sum()
+"""
+
+
+def test_a_record_may_get_another_name(tmp_path):
+    """numba's index names the types of arguments, and cannot be read where one of them is gone."""
+    folder = tmp_path / "package"
+    folder.mkdir()
+    program = (
+        PROGRAM.replace("total(np", "total(user_code.Record(np")
+        .replace("))", ")))")
+        .replace("from user_code", "import user_code\nfrom user_code")
+    )
+    for name in ("Record", "Other"):
+        out, log = run(folder, code=RECORD.replace("Record", name), program=program.replace("Record", name))
+        assert out.startswith("10.0")
+        assert "compiling total" in log
 
 
 def test_without_a_writable_folder_it_still_runs(tmp_path):
