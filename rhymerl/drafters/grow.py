@@ -6,7 +6,7 @@ node keeps the occurrences that agree with its path, so its children's probabili
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -23,53 +23,76 @@ OWN, SIBLING, OTHER, HISTORY = (
 MOST_AGE = 127 - HISTORY  # sources are int8; what is older counts as this old there
 
 
-class TreeBuffers:
+class Occurrences(NamedTuple):
+    """A text, and the positions in it at which suffixes of R queries stand (history/suffixes.py)."""
+
+    text: IntArray
+    starts: IndexArray  # of its regions
+    positions: IntArray  # [R, M]
+    lengths: IntArray  # [R, M] tokens shared
+    counts: IntArray  # [R] valid entries of each line
+
+
+class AnswerWeights(NamedTuple):
+    """The earlier answers, [A], which are the regions of their text."""
+
+    weights: FloatArray
+    favours: FloatArray  # decide between branches when there are more than `max_branches`
+    ages: IntArray
+
+
+class Rules(NamedTuple):
+    """The settings of a drafter."""
+
+    use_own: bool
+    use_siblings: bool
+    pool_weight: float  # of each answer there
+    length_weight: float
+    escape: float  # the weight of something that has not been seen
+    max_branches: int
+
+
+class Nodes(NamedTuple):
+    """The nodes of a tree, or of many: [N], or [L, most] where each has a line of its own."""
+
+    token_ids: IntArray
+    parents: IntArray
+    scores: FloatArray
+    sources: npt.NDArray[np.int8]
+
+    @classmethod
+    def empty(cls, *shape: int) -> Self:
+        token_ids, parents = np.empty((2, *shape), np.int32)
+        return cls(token_ids, parents, np.empty(shape), np.empty(shape, np.int8))
+
+
+class Trees(NamedTuple):
     """Room for one tree a line, L lines of at most `most` nodes; `grow_trees` fills it, `packed` makes a batch of it."""
 
-    def __init__(self, num_lines: int, most: int) -> None:
-        self.token_ids: IntArray = np.empty((num_lines, most), np.int32)
-        self.parents: IntArray = np.empty((num_lines, most), np.int32)
-        self.scores = np.empty((num_lines, most), np.float64)
-        self.sources = np.empty((num_lines, most), np.int8)
-        self.counts = np.zeros(num_lines, np.int64)
-        self.longest: IntArray = np.zeros(num_lines, np.int32)  # tokens of the longest match
+    nodes: Nodes
+    counts: IndexArray  # [L]
+    longest: IntArray  # [L] tokens of the longest match
+
+    @classmethod
+    def empty(cls, num_lines: int, most: int) -> Self:
+        return cls(Nodes.empty(num_lines, most), np.zeros(num_lines, np.int64), np.zeros(num_lines, np.int32))
 
     def packed(self) -> DraftBatch:
         """Return the drafts in the order of the lines."""
-        starts = np.zeros(len(self.counts) + 1, np.int64)
-        np.cumsum(self.counts, out=starts[1:])
-        total = int(starts[-1])
-        token_ids, parents = np.empty((2, total), np.int32)
-        scores, sources = np.empty(total), np.empty(total, np.int8)
-        _join(self.token_ids, self.parents, self.scores, self.sources, starts, token_ids, parents, scores, sources)
-        return DraftBatch(
-            token_ids=token_ids,
-            parents=parents,
-            starts=starts,
-            scores=scores,
-            match_length=self.longest,
-            sources=sources,
-        )
+        starts = np.concatenate([[0], np.cumsum(self.counts)])
+        nodes = Nodes.empty(int(starts[-1]))
+        _join(self.nodes, starts, nodes)
+        return DraftBatch(**nodes._asdict(), starts=starts, match_length=self.longest)
 
 
 @compiled
-def _join(
-    token_ids: IntArray,
-    parents: IntArray,
-    scores: FloatArray,
-    sources: npt.NDArray[np.int8],
-    starts: IndexArray,
-    all_token_ids: IntArray,
-    all_parents: IntArray,
-    all_scores: FloatArray,
-    all_sources: npt.NDArray[np.int8],
-) -> None:
+def _join(lines: Nodes, starts: IndexArray, nodes: Nodes) -> None:
     """Join lines [L, most] one behind the other."""
     for line in range(len(starts) - 1):
         for index in range(starts[line], starts[line + 1]):
             node = index - starts[line]
-            all_token_ids[index], all_parents[index] = token_ids[line, node], parents[line, node]
-            all_scores[index], all_sources[index] = scores[line, node], sources[line, node]
+            nodes.token_ids[index], nodes.parents[index] = lines.token_ids[line, node], lines.parents[line, node]
+            nodes.scores[index], nodes.sources[index] = lines.scores[line, node], lines.sources[line, node]
 
 
 @compiled
@@ -87,94 +110,56 @@ def region_of(starts: IndexArray, position: int) -> int:
 
 @compiled
 def grow_trees(
-    live_text: IntArray,
-    live_starts: IndexArray,
-    live_positions: IntArray,
-    live_lengths: IntArray,
-    live_counts: IntArray,
-    sealed_text: IntArray,
-    sealed_starts: IndexArray,
-    sealed_positions: IntArray,
-    sealed_lengths: IntArray,
-    sealed_counts: IntArray,
-    sealed_weights: FloatArray,
-    sealed_favours: FloatArray,
-    sealed_ages: IntArray,
-    pool_text: IntArray,
-    pool_positions: IntArray,
-    pool_lengths: IntArray,
-    pool_counts: IntArray,
-    pool_weight: float,
+    live: Occurrences,
+    sealed: Occurrences,
+    pool: Occurrences,
+    answers: AnswerWeights,
+    rules: Rules,
     rows: IndexArray,
-    use_own: bool,
-    use_siblings: bool,
-    length_weight: float,
-    escape: float,
-    max_branches: int,
     budgets: IntArray,
     lines: IndexArray,
-    token_ids: IntArray,
-    parents: IntArray,
-    scores: FloatArray,
-    sources: npt.NDArray[np.int8],
-    counts: IndexArray,
-    longest: IntArray,
+    trees: Trees,
 ) -> None:
     """Draft for the queries r of one prompt, from their matches in its live and its sealed index, and in the pool.
 
-    `rows` [R] are the queries' own rows of the live text (row 0 is the prompt). What goes to line lines[r] of the outputs:
-    `token_ids`, `parents`, `scores`, `sources` [*, most nodes] and `counts`, `longest` (shared tokens) [*].
-    `sealed_weights`, `sealed_favours`, `sealed_ages` [A] are those of the earlier answers; favours decide between branches
-    when there are more than `max_branches`. Answers of the pool weigh `pool_weight`, each.
+    `rows` [R] are the queries' own rows of the live text (row 0 is the prompt). What goes to line lines[r] of the `trees`
+    has at most budgets[r] nodes. `answers` are those of the sealed index.
     """
-    most = live_positions.shape[1] + sealed_positions.shape[1] + pool_positions.shape[1]
+    most = live.positions.shape[1] + sealed.positions.shape[1] + pool.positions.shape[1]
     index, shared = np.empty(most, np.int64), np.empty(most, np.int64)
     weight, favour = np.empty(most, np.float64), np.empty(most, np.float64)
     source = np.empty(most, np.int8)
     for r in range(len(rows)):
         size = 0
-        for i in range(live_counts[r]):
-            region = region_of(live_starts, live_positions[r, i])
+        for i in range(live.counts[r]):
+            region = region_of(live.starts, live.positions[r, i])
             own = region == rows[r] or region == 0
-            if use_own if own else use_siblings:
-                index[size], shared[size] = live_positions[r, i], live_lengths[r, i]
+            if rules.use_own if own else rules.use_siblings:
+                index[size], shared[size] = live.positions[r, i], live.lengths[r, i]
                 weight[size], favour[size] = 1.0, 0.0
                 source[size] = OWN if own else SIBLING
                 size += 1
-        for i in range(sealed_counts[r]):
-            region = region_of(sealed_starts, sealed_positions[r, i])
-            index[size], shared[size] = sealed_positions[r, i], sealed_lengths[r, i]
-            weight[size], favour[size] = sealed_weights[region], sealed_favours[region]
-            source[size] = HISTORY + min(sealed_ages[region], MOST_AGE)
+        for i in range(sealed.counts[r]):
+            region = region_of(sealed.starts, sealed.positions[r, i])
+            index[size], shared[size] = sealed.positions[r, i], sealed.lengths[r, i]
+            weight[size], favour[size] = answers.weights[region], answers.favours[region]
+            source[size] = HISTORY + min(answers.ages[region], MOST_AGE)
             size += 1
-        for i in range(pool_counts[r]):
-            index[size], shared[size] = pool_positions[r, i], pool_lengths[r, i]
-            weight[size], favour[size] = pool_weight, 0.0
+        for i in range(pool.counts[r]):
+            index[size], shared[size] = pool.positions[r, i], pool.lengths[r, i]
+            weight[size], favour[size] = rules.pool_weight, 0.0
             source[size] = OTHER
             size += 1
         top = 0
         for i in range(size):
             top = max(top, shared[i])
         for i in range(size):
-            weight[i] *= length_weight ** (shared[i] - top)
-        line = lines[r]
-        longest[line] = top
-        counts[line] = grow_tree(
-            live_text,
-            sealed_text,
-            pool_text,
-            index,
-            weight,
-            favour,
-            source,
-            size,
-            budgets[r],
-            escape,
-            max_branches,
-            token_ids[line],
-            parents[line],
-            scores[line],
-            sources[line],
+            weight[i] *= rules.length_weight ** (shared[i] - top)
+        line, nodes = lines[r], trees.nodes
+        tree = Nodes(nodes.token_ids[line], nodes.parents[line], nodes.scores[line], nodes.sources[line])
+        trees.longest[line] = top
+        trees.counts[line] = grow_tree(
+            live.text, sealed.text, pool.text, index, weight, favour, source, size, budgets[r], rules, tree
         )
 
 
@@ -241,17 +226,13 @@ def grow_tree(
     source: npt.NDArray[np.int8],
     size: int,
     budget: int,
-    escape: float,
-    max_branches: int,
-    token_ids: IntArray,
-    parents: IntArray,
-    scores: FloatArray,
-    sources: npt.NDArray[np.int8],
+    rules: Rules,
+    tree: Nodes,
 ) -> int:
     """Write at most `budget` nodes; returns how many. Moves `index` along.
 
     An open child is a run first ... last - 1 of the occurrences, those that agree with its path; so there are never more
-    children than occurrences. `escape` is the weight of something that has not been seen.
+    children than occurrences.
     """
     member = np.arange(size)
     follows = np.empty(size, np.int64)
@@ -260,7 +241,7 @@ def grow_tree(
     num_open = nodes = 0
     begin, end, node, probability = 0, size, -1, 1.0
     while True:
-        total = escape
+        total = rules.escape
         for i in range(begin, end):
             m = member[i]
             if source[m] >= HISTORY:
@@ -275,7 +256,7 @@ def grow_tree(
         for k in range(before, num_open):
             parent[k], share = node, min(score[k] / total, 1.0)  # sums of the same weights may differ in the last bit
             score[k], rank[k] = probability * share, rank[k] + 1e-6 * share  # votes decide between equals
-        while num_open - before > max_branches:
+        while num_open - before > rules.max_branches:
             worst = before + int(rank[before:num_open].argmin())
             num_open = take_out(worst, first, last, parent, score, rank, num_open)
         if nodes == budget or num_open == 0:
@@ -288,7 +269,7 @@ def grow_tree(
             index[m] += 1
             if weight[m] > weight[heaviest]:
                 heaviest = m
-        token_ids[nodes], parents[nodes] = follows[heaviest], parent[best]
-        scores[nodes], sources[nodes] = probability, source[heaviest]
+        tree.token_ids[nodes], tree.parents[nodes] = follows[heaviest], parent[best]
+        tree.scores[nodes], tree.sources[nodes] = probability, source[heaviest]
         nodes += 1
         num_open = take_out(best, first, last, parent, score, rank, num_open)

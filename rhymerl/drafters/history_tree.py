@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from rhymerl.drafters.base import Drafter
-from rhymerl.drafters.grow import TreeBuffers, grow_trees
+from rhymerl.drafters.grow import AnswerWeights, Occurrences, Rules, Trees, grow_trees
 from rhymerl.drafters.live import LiveGroup
 from rhymerl.drafts import Draft, DraftBatch
 from rhymerl.errors import at_least, check_ranges, require
@@ -73,6 +73,14 @@ class HistoryTreeDrafter(Drafter):
         self._history = SealedHistory(
             window=max(self.window, 1), recency=self.recency, advantage_tilt=self.advantage_tilt, pools=self.others > 0
         )
+        self._rules = Rules(
+            use_own=self.own,
+            use_siblings=self.siblings,
+            pool_weight=float(self.others),
+            length_weight=float(self.length_weight),
+            escape=float(self.escape),
+            max_branches=self.max_branches or 3 * self.max_matches,  # more than there can be
+        )
         self._groups: dict[GroupKey, LiveGroup] = {}
         self._key_of: dict[str, GroupKey] = {}  # by id of a running request that has asked
         self._behind: list[LiveGroup] = []  # have tokens that nothing is found at yet
@@ -133,7 +141,7 @@ class HistoryTreeDrafter(Drafter):
     ) -> DraftBatch:
         self._num_asked += len(requests)
         limits = np.asarray(budgets, np.int32)
-        trees = TreeBuffers(len(requests), int(limits.max(initial=0)))
+        trees = Trees.empty(len(requests), int(limits.max(initial=0)))
         members: dict[GroupKey, list[int]] = {}
         for line, request in enumerate(requests):
             key = self._key_of.get(request.id) or self._enter(request)
@@ -187,46 +195,24 @@ class HistoryTreeDrafter(Drafter):
     def _group_key(self, request: RolloutRequest) -> GroupKey:
         return _key(request) if self.siblings else (*_key(request), request.id)
 
-    def _grow(self, asker: _Asker, limits: IntArray, trees: TreeBuffers) -> None:
+    def _grow(self, asker: _Asker, limits: IntArray, trees: Trees) -> None:
         live, sealed, history = asker.live, asker.sealed, asker.sealed.index
         ends = live.ends[asker.rows]
         bounds = {"most": self.max_matches, "shortest": self.min_match, "longest": self.max_match}
         here, there = live.matches(live.text, ends, **bounds), history.matches(live.text, ends, **bounds)
         few = {**bounds, "most": min(self.max_matches, _POOL_MATCHES)}
         elsewhere = asker.pool.matches(live.text, ends, **few)
+        favours = sealed.rewards if self.priority == "reward" else np.zeros(len(sealed.weights))
         grow_trees(
-            live.text,
-            live.starts,
-            here.positions,
-            here.lengths,
-            here.counts,
-            history.text,
-            history.starts,
-            there.positions,
-            there.lengths,
-            there.counts,
-            sealed.weights,
-            sealed.rewards if self.priority == "reward" else np.zeros(len(sealed.weights)),
-            sealed.ages,
-            asker.pool.text,
-            elsewhere.positions,
-            elsewhere.lengths,
-            elsewhere.counts,
-            self.others,
+            Occurrences(live.text, live.starts, *here),
+            Occurrences(history.text, history.starts, *there),
+            Occurrences(asker.pool.text, asker.pool.starts, *elsewhere),
+            AnswerWeights(sealed.weights, favours, sealed.ages),
+            self._rules,
             asker.rows,
-            self.own,
-            self.siblings,
-            self.length_weight,
-            self.escape,
-            self.max_branches or 3 * self.max_matches,  # more than there can be
             limits[asker.lines],
             asker.lines,
-            trees.token_ids,
-            trees.parents,
-            trees.scores,
-            trees.sources,
-            trees.counts,
-            trees.longest,
+            trees,
         )
 
 

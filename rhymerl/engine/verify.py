@@ -7,7 +7,7 @@ only those at nodes that are reached, all rows side by side, one level at a time
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,30 +50,44 @@ def verify(layout: PassLayout, rows: Rows, sampler: Sampler) -> Verification:
     position = rows.length[row] - rows.prompt_length[row]
     room, stop_ids = rows.limit[row] - rows.length[row], rows.stop_ids[row]
     sampled = np.full(len(layout.logit_row), -1, np.int32)
-    sampled_at, accepted = np.zeros(len(sampled), np.bool_), np.zeros(len(drafts.parents), np.bool_)
-    stands_at = np.full(len(row), _ROOT, np.int64)
-    num_emitted, num_accepted = np.zeros(len(row), np.int64), np.zeros(len(row), np.int64)
-    ended = np.zeros(len(row), np.bool_)
-    state = (stands_at, num_emitted, num_accepted, ended, sampled_at, accepted)
+    walk = _Walk(
+        stands_at=np.full(len(row), _ROOT, np.int64),
+        num_emitted=np.zeros(len(row), np.int64),
+        num_accepted=np.zeros(len(row), np.int64),
+        ended=np.zeros(len(row), np.bool_),
+        sampled_at=np.zeros(len(sampled), np.bool_),
+        accepted=np.zeros(len(drafts.parents), np.bool_),
+    )
     wanted = np.arange(len(sampled)) if sampler.draws_ahead else layout.logit_start
     while len(wanted):
         owner = layout.logit_row[wanted]
         sampled[wanted] = sampler.draw(wanted, row[owner], position[owner] + layout.logit_level[wanted])
-        _follow(sampled, drafts.token_ids, drafts.parents, drafts.starts, stop_ids, room, *state)
-        standing = np.flatnonzero(stands_at != _DONE)
-        wanted = layout.logit_start[standing] + 1 + stands_at[standing]
-    index = np.flatnonzero(sampled_at)
+        _follow(sampled, drafts.token_ids, drafts.parents, drafts.starts, stop_ids, room, walk)
+        standing = np.flatnonzero(walk.stands_at != _DONE)
+        wanted = layout.logit_start[standing] + 1 + walk.stands_at[standing]
+    index = np.flatnonzero(walk.sampled_at)
     return Verification(
         index=index,
         emitter=layout.logit_row[index],
         level=layout.logit_level[index],
         token=sampled[index],
-        ended=ended,
-        num_emitted=num_emitted,
-        num_accepted=num_accepted,
-        sampled_at=sampled_at,
-        accepted=accepted,
+        ended=walk.ended,
+        num_emitted=walk.num_emitted,
+        num_accepted=walk.num_accepted,
+        sampled_at=walk.sampled_at,
+        accepted=walk.accepted,
     )
+
+
+class _Walk(NamedTuple):
+    """The way of each row down its tree so far; but for where it stands as `Verification` has it."""
+
+    stands_at: IndexArray  # [E] a node of its own, _ROOT or _DONE
+    num_emitted: IndexArray
+    num_accepted: IndexArray
+    ended: BoolArray
+    sampled_at: BoolArray
+    accepted: BoolArray
 
 
 @compiled
@@ -84,31 +98,26 @@ def _follow(
     starts: IndexArray,
     stop_ids: npt.NDArray[np.int32],
     room: IndexArray,
-    stands_at: IndexArray,
-    num_emitted: IndexArray,
-    num_accepted: IndexArray,
-    ended: BoolArray,
-    sampled_at: BoolArray,
-    accepted: BoolArray,
+    walk: _Walk,
 ) -> None:
     """Move every row on to the first node at which nothing has been sampled (sampled[M] < 0), or to its end."""
-    for e in range(len(stands_at)):
-        first, end, here = starts[e], starts[e + 1], stands_at[e]
+    for e in range(len(walk.stands_at)):
+        first, end, here = starts[e], starts[e + 1], walk.stands_at[e]
         while here != _DONE:
             index = first + e + 1 + here
             token = sampled[index]
             if token < 0:
                 break
-            sampled_at[index] = True
-            num_emitted[e] += 1
+            walk.sampled_at[index] = True
+            walk.num_emitted[e] += 1
             for stop in stop_ids[e]:
-                ended[e] |= stop == token
+                walk.ended[e] |= stop == token
             child = _DONE
             for node in range(first + here + 1, end):  # children come after their parent
                 if parents[node] == here and token_ids[node] == token:
                     child = node - first
-                    accepted[node] = True
-                    num_accepted[e] += 1
+                    walk.accepted[node] = True
+                    walk.num_accepted[e] += 1
                     break
-            here = _DONE if ended[e] or num_emitted[e] >= room[e] else child
-        stands_at[e] = here
+            here = _DONE if walk.ended[e] or walk.num_emitted[e] >= room[e] else child
+        walk.stands_at[e] = here

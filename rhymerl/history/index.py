@@ -6,13 +6,22 @@ Both answer one question: where else stand the longest suffixes of what has been
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rhymerl.history.suffixes import BLOCK, append, collect, insert_rows, positions_in_order, sorted_by_context, widen
+from rhymerl.history.suffixes import (
+    BLOCK,
+    Blocks,
+    Matches,
+    append,
+    collect,
+    insert_rows,
+    positions_in_order,
+    sorted_by_context,
+    widen,
+)
 
 if TYPE_CHECKING:
     from rhymerl.types import IndexArray, IntArray
@@ -20,15 +29,6 @@ if TYPE_CHECKING:
 REACH = 32  # tokens of left context that are told apart; a power of two
 NO_TOKEN = -1
 _FIRST_WIDTH = 64  # tokens that a live answer has room for at first
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Matches:
-    """The positions at which suffixes of R queries stand, longest first. M = most positions a query; 0 in an index over nothing."""
-
-    positions: IntArray  # [R, M] the token that followed is text[position]
-    lengths: IntArray  # [R, M] tokens shared, at most REACH
-    counts: IntArray  # [R] valid entries of each line
 
 
 class SuffixIndex:
@@ -57,19 +57,26 @@ class SuffixIndex:
     def _set_order(self, positions: IntArray, *, spare: int = 0) -> None:
         """Cut sorted positions into blocks; with `spare` empty ones, half-filled, so that more can be put in."""
         per_block = BLOCK // 2 if spare else BLOCK
-        self.num_blocks = max(-(-len(positions) // per_block), 1)
-        self.order: IntArray = np.zeros((self.num_blocks + spare, BLOCK), np.int32)
-        self.fill: IntArray = np.zeros(self.num_blocks + spare, np.int32)
-        self.sequence: IntArray = np.arange(self.num_blocks + spare, dtype=np.int32)
-        for block in range(self.num_blocks):
+        used = max(-(-len(positions) // per_block), 1)
+        self.blocks = Blocks(
+            order=np.zeros((used + spare, BLOCK), np.int32),
+            fill=np.zeros(used + spare, np.int32),
+            sequence=np.arange(used + spare, dtype=np.int32),
+            used=np.array([used], np.int64),
+        )
+        for block in range(used):
             piece = positions[block * per_block : (block + 1) * per_block]
-            self.order[block, : len(piece)] = piece
-            self.fill[block] = len(piece)
+            self.blocks.order[block, : len(piece)] = piece
+            self.blocks.fill[block] = len(piece)
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self.blocks.used[0])
 
     @property
     def bytes(self) -> int:
         """The bytes of all arrays."""
-        return sum(each.nbytes for each in (self.text, self.starts, self.order, self.fill, self.sequence))
+        return sum(each.nbytes for each in (self.text, self.starts, *self.blocks))
 
     def matches(
         self, query: IntArray, ends: IndexArray, *, most: int, shortest: int = 1, longest: int = REACH
@@ -86,26 +93,14 @@ class SuffixIndex:
             counts=np.zeros(len(ends), np.int32),
         )
         if most:
-            collect(
-                self.text,
-                self.order,
-                self.fill,
-                self.sequence,
-                self.num_blocks,
-                query,
-                ends,
-                longest,
-                shortest,
-                found.positions,
-                found.lengths,
-                found.counts,
-            )
+            collect(self.text, self.blocks, query, ends, longest, shortest, found)
         return found
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all positions are there once, in the order of their left contexts."""
-        listed = [self.order[block, : self.fill[block]] for block in self.sequence[: self.num_blocks]]
-        assert self.num_blocks <= len(self.fill), "more blocks than there is room for"
+        order, fill, sequence, _ = self.blocks
+        listed = [order[block, : fill[block]] for block in sequence[: self.num_blocks]]
+        assert self.num_blocks <= len(fill), "more blocks than there is room for"
         positions = np.concatenate(listed)
         assert len(positions) == self.num_tokens, f"{len(positions)} positions, {self.num_tokens} tokens"
         assert len(np.unique(positions)) == len(positions), "a position stands there twice"
@@ -171,17 +166,7 @@ class LiveIndex(SuffixIndex):
             return
         self._make_room(self._num_behind)
         for rows in self._behind:
-            self.num_blocks = insert_rows(
-                self.text,
-                self._sorted_ends,
-                self.ends,
-                rows,
-                self.order,
-                self.fill,
-                self.sequence,
-                self.num_blocks,
-                REACH,
-            )
+            insert_rows(self.text, self._sorted_ends, self.ends, rows, self.blocks, REACH)
         self.num_tokens += self._num_behind
         self._behind.clear()
         self._num_behind = 0
@@ -199,19 +184,23 @@ class LiveIndex(SuffixIndex):
         self.starts[1:] += moved
         self.ends[1:] += moved
         self._sorted_ends[1:] += moved
-        widen(self.order, self._rows_begin, self._width, width)
+        widen(self.blocks.order, self._rows_begin, self._width, width)
         self.text, self._width = text, width
 
     def _make_room(self, num_tokens: int) -> None:
         """Spare blocks for the worst case: all blocks split that may be filled, and their halves for every half block of tokens."""
-        num_near = int(np.count_nonzero(self.fill[: self.num_blocks] + num_tokens >= BLOCK))
+        order, fill, sequence, used = self.blocks
+        num_near = int(np.count_nonzero(fill[: self.num_blocks] + num_tokens >= BLOCK))
         needed = self.num_blocks + min(num_tokens, num_near + num_tokens // (BLOCK // 2))
-        if needed <= len(self.fill):
+        if needed <= len(fill):
             return
-        size = max(needed, len(self.fill) + len(self.fill) // 2)
-        self.order = np.concatenate([self.order, np.zeros((size - len(self.order), BLOCK), np.int32)])
-        self.fill = np.concatenate([self.fill, np.zeros(size - len(self.fill), np.int32)])
-        self.sequence = np.concatenate([self.sequence, np.zeros(size - len(self.sequence), np.int32)])
+        more = max(needed, len(fill) + len(fill) // 2) - len(fill)
+        self.blocks = Blocks(
+            order=np.concatenate([order, np.zeros((more, BLOCK), np.int32)]),
+            fill=np.concatenate([fill, np.zeros(more, np.int32)]),
+            sequence=np.concatenate([sequence, np.zeros(more, np.int32)]),
+            used=used,
+        )
 
 
 def _tail(prompt: IntArray) -> IntArray:

@@ -5,13 +5,12 @@ which the first `reach` tokens count. Sorted by left context, the positions that
 with a query lie next to where the query would be inserted, and the shared length only falls from there
 outwards. Negative numbers are no tokens: a shared suffix ends at them, and a guess does too.
 
-The sorted positions stand in blocks, so that one more is put in without moving them all: `order` [blocks, BLOCK],
-of which the first fill[b] are in use, and `sequence` names the blocks in their order.
+The sorted positions stand in blocks, so that one more is put in without moving them all.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -21,6 +20,23 @@ if TYPE_CHECKING:
     from rhymerl.types import BoolArray, IndexArray, IntArray
 
 BLOCK = 256
+
+
+class Blocks(NamedTuple):
+    """Sorted positions in blocks of at most BLOCK; there may be more blocks than are in use."""
+
+    order: IntArray  # [blocks, BLOCK]
+    fill: IntArray  # [blocks] how many of each are in use
+    sequence: IntArray  # [blocks] the blocks in their order
+    used: IndexArray  # [1] how many blocks are
+
+
+class Matches(NamedTuple):
+    """The positions at which suffixes of R queries stand, longest first. M = most positions a query; 0 in an index over nothing."""
+
+    positions: IntArray  # [R, M] the token that followed is text[position]
+    lengths: IntArray  # [R, M] tokens shared, at most REACH
+    counts: IntArray  # [R] valid entries of each line
 
 
 @compiled
@@ -96,31 +112,22 @@ def shared_length(text: IntArray, p: int, other: IntArray, q: int, limit: int) -
 
 
 @compiled
-def insertion_point(
-    text: IntArray,
-    order: IntArray,
-    fill: IntArray,
-    sequence: IntArray,
-    blocks: int,
-    query: IntArray,
-    q: int,
-    reach: int,
-) -> tuple[int, int]:
+def insertion_point(text: IntArray, blocks: Blocks, query: IntArray, q: int, reach: int) -> tuple[int, int]:
     """(b, i): every position before the i-th of the b-th block has a left context <= that of `query` at q, all others a greater one."""
-    low, high = 0, blocks  # the last block whose first position is not greater
+    low, high = 0, blocks.used[0]  # the last block whose first position is not greater
     while high - low > 1:
         middle = (low + high) // 2
-        p = order[sequence[middle], 0]
+        p = blocks.order[blocks.sequence[middle], 0]
         k = shared_length(text, p, query, q, reach)
         if k == reach or text[p - k - 1] <= query[q - k - 1]:
             low = middle
         else:
             high = middle
-    block = sequence[low]
-    first, last = 0, fill[block]
+    block = blocks.sequence[low]
+    first, last = 0, blocks.fill[block]
     while first < last:
         middle = (first + last) // 2
-        p = order[block, middle]
+        p = blocks.order[block, middle]
         k = shared_length(text, p, query, q, reach)
         if k == reach or text[p - k - 1] <= query[q - k - 1]:
             first = middle + 1
@@ -130,65 +137,52 @@ def insertion_point(
 
 
 @compiled
-def insert(
-    text: IntArray, order: IntArray, fill: IntArray, sequence: IntArray, blocks: int, begin: int, end: int, reach: int
-) -> int:
-    """Put the positions begin ... end - 1 in; returns the number of blocks. A full block is split in two halves.
+def insert(text: IntArray, blocks: Blocks, begin: int, end: int, reach: int) -> None:
+    """Put the positions begin ... end - 1 in. A full block is split in two halves.
 
     The caller has made sure of spare blocks: one for each that the positions may fill, and one more for every BLOCK / 2
     positions, since a half needs as many to be full.
     """
+    order, fill, sequence, used = blocks
     half = BLOCK // 2
     for p in range(begin, end):
-        b, i = insertion_point(text, order, fill, sequence, blocks, text, p, reach)
+        b, i = insertion_point(text, blocks, text, p, reach)
         block = sequence[b]
         for j in range(fill[block], i, -1):
             order[block, j] = order[block, j - 1]
         order[block, i] = p
         fill[block] += 1
         if fill[block] == BLOCK:
+            new = used[0]
             for j in range(half):
-                order[blocks, j] = order[block, half + j]
-            fill[block] = fill[blocks] = half
-            for j in range(blocks, b + 1, -1):
+                order[new, j] = order[block, half + j]
+            fill[block] = fill[new] = half
+            for j in range(new, b + 1, -1):
                 sequence[j] = sequence[j - 1]
-            sequence[b + 1] = blocks
-            blocks += 1
-    return blocks
+            sequence[b + 1] = new
+            used[0] += 1
 
 
 @compiled
 def collect(
-    text: IntArray,
-    order: IntArray,
-    fill: IntArray,
-    sequence: IntArray,
-    blocks: int,
-    query: IntArray,
-    ends: IndexArray,
-    reach: int,
-    shortest: int,
-    positions: IntArray,
-    lengths: IntArray,
-    counts: IntArray,
+    text: IntArray, blocks: Blocks, query: IntArray, ends: IndexArray, reach: int, shortest: int, found: Matches
 ) -> None:
-    """Find for each query end the positions with the longest shared suffixes, longest first, as many as fit.
-
-    Writes positions [R, M], lengths [R, M] and counts [R]; suffixes below `shortest` (at least 1) tokens are left out.
-    """
+    """Write for each query end the positions with the longest shared suffixes, as many as fit; `shortest` is at least 1."""
+    order, fill, sequence = blocks.order, blocks.fill, blocks.sequence
+    positions, lengths, num_blocks = found.positions, found.lengths, blocks.used[0]
     for r in range(len(ends)):
         q = ends[r]
-        up, i = insertion_point(text, order, fill, sequence, blocks, query, q, reach)
+        up, i = insertion_point(text, blocks, query, q, reach)
         down, j = up, i - 1  # the neighbours: (up, i) above, (down, j) below
         above = below = -1  # tokens shared with them; -1 = not looked at yet
         limit_above = limit_below = reach
         count = 0
         while count < positions.shape[1]:
             if above < 0:
-                while up < blocks and i >= fill[sequence[up]]:
+                while up < num_blocks and i >= fill[sequence[up]]:
                     up, i = up + 1, 0
                 above = 0
-                if up < blocks:
+                if up < num_blocks:
                     above = shared_length(text, order[sequence[up], i], query, q, limit_above)
             if below < 0:
                 while down > 0 and j < 0:
@@ -206,7 +200,7 @@ def collect(
                 positions[r, count], lengths[r, count] = order[sequence[down], j], below
                 limit_below, below, j = below, -1, j - 1
             count += 1
-        counts[r] = count
+        found.counts[r] = count
 
 
 @compiled
@@ -259,18 +253,14 @@ def insert_rows(
     sorted_ends: IndexArray,
     ends: IndexArray,
     rows: IndexArray,
-    order: IntArray,
-    fill: IntArray,
-    sequence: IntArray,
-    blocks: int,
+    blocks: Blocks,
     reach: int,
-) -> int:
-    """Put the positions of the rows from their `sorted_ends` to their `ends` in; returns the number of blocks."""
+) -> None:
+    """Put the positions of the rows from their `sorted_ends` to their `ends` in."""
     for r in range(len(rows)):
         row = rows[r]
-        blocks = insert(text, order, fill, sequence, blocks, sorted_ends[row], ends[row], reach)
+        insert(text, blocks, sorted_ends[row], ends[row], reach)
         sorted_ends[row] = ends[row]
-    return blocks
 
 
 @compiled

@@ -20,7 +20,8 @@ def contents(drafter: HistoryTreeDrafter) -> list[tuple[list[int], list[int]]]:
     for group in drafter._groups.values():
         index = group.index
         index.check_integrity()
-        blocks = [index.order[block, : index.fill[block]] for block in index.sequence[: index.num_blocks]]
+        order, fill, sequence, _ = index.blocks
+        blocks = [order[block, : fill[block]] for block in sequence[: index.num_blocks]]
         rows = zip(index.starts.tolist(), index.ends.tolist(), strict=True)
         text = [token for start, end in rows for token in index.text[start:end].tolist()]
         found.append((text, sorted(np.concatenate(blocks).tolist())))

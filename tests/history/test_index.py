@@ -86,7 +86,8 @@ def query_of(tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def array_bytes(index: SuffixIndex) -> int:
-    return sum(value.nbytes for value in vars(index).values() if isinstance(value, np.ndarray))
+    held = [*vars(index).values(), *index.blocks]
+    return sum(value.nbytes for value in held if isinstance(value, np.ndarray))
 
 
 # -- earlier answers ---------------------------------------------------------------------------------------------
@@ -256,7 +257,7 @@ def test_there_is_room_when_many_blocks_fill_up_at_once(seed, prompt_tokens):
     for _ in range(26):
         counts = rng.integers(1, 9, 32)
         index.extend(rows, counts, rng.integers(0, 1000, int(counts.sum())).astype(np.int32))
-        assert index.num_blocks <= len(index.fill)
+        assert index.num_blocks <= len(index.blocks.fill)
     index.check_integrity()
 
 
