@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-Need = Literal["proximal", "reference", "values", "final_values"]
+Need = Literal["proximal", "proximal_in_loss", "reference", "values", "final_values", "entropy_gradient"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +42,11 @@ class Batch:
     def old_logprobs(self) -> Tensor:
         """Log-probs of the policy that the step begins with, [B, T]: `proximal_logprobs` where there are any, else `behaviour_logprobs`.
 
-        Raises ValueError before the loss unless the algorithm declares by `prepares_by_proximal` that it reads them there.
+        Raises ValueError before the loss of an algorithm that `needs` them in the loss alone.
         """
         if self.awaits_proximal:
             raise ValueError(
-                "old_logprobs are read before the loss: an algorithm that does so declares prepares_by_proximal = True"
+                "old_logprobs are read before the loss: an algorithm that does so needs proximal, not proximal_in_loss"
             )
         return self.behaviour_logprobs if self.proximal_logprobs is None else self.proximal_logprobs
 
@@ -109,25 +109,13 @@ class Algorithm(ABC):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """Return which inputs of `advantages` or `loss` take forward passes over all samples before the first update.
+        """Return which inputs are read that cost time or memory; most take forward passes over all samples before the first update.
 
-        `reference` makes the run keep a frozen copy of the policy, `values` a critic; `final_values` is for algorithms that need
-        `values`, whose pass finds both.
+        `proximal` are the `old_logprobs`, `proximal_in_loss` too where only the loss reads them: if a step has only one update, that update's
+        own pass says what they are. `reference` makes the run keep a frozen copy of the policy, `values` a critic; `final_values` is
+        for algorithms that need `values`, whose pass finds both. With `entropy_gradient` the loss has one through `output.entropy`.
         """
         return frozenset()
-
-    @property
-    def prepares_by_proximal(self) -> bool:
-        """Return whether `prepare` or `metrics` reads `old_logprobs`.
-
-        Where only the loss does, and a step has only one update, that update's own pass says what they are.
-        """
-        return True
-
-    @property
-    def trains_entropy(self) -> bool:
-        """Return whether the loss has a gradient through `output.entropy`, which costs memory."""
-        return False
 
     def prepare(self, batch: Batch) -> Batch:
         """Return the batch with `advantages`, and with `returns` for a critic; on the CPU, once a step on every rank.

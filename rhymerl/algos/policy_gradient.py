@@ -92,16 +92,12 @@ class PolicyGradient(Algorithm):
 
     @property
     def needs(self) -> frozenset[Need]:
-        wanted: dict[Need, bool] = {"reference": self.kl_coef > 0, "proximal": self.correction != "none"}
+        wanted: dict[Need, bool] = {
+            "reference": self.kl_coef > 0,
+            "proximal" if self._is_in_reward else "proximal_in_loss": self.correction != "none",
+            "entropy_gradient": self.entropy_coef > 0,
+        }
         return frozenset(need for need, is_wanted in wanted.items() if is_wanted)
-
-    @property
-    def prepares_by_proximal(self) -> bool:
-        return self._is_in_reward
-
-    @property
-    def trains_entropy(self) -> bool:
-        return self.entropy_coef > 0
 
     def scores(self, batch: Batch) -> Tensor:
         """Return the rewards, less for answers that come near their limit; [B]."""
@@ -188,7 +184,7 @@ class PolicyGradient(Algorithm):
                 estimate = weight * weighted_divergence(estimate, ratio_of(log_ratio), estimator=self.kl_estimator)
             tokens = tokens + self.kl_coef * estimate
         total = masked_sum(tokens * self._shares(batch, totals), batch.mask)
-        if self.trains_entropy:
+        if self.entropy_coef > 0:
             total = total - self.entropy_coef * masked_sum(output.entropy, batch.mask) / totals.num_tokens
         return total, {**found, "loss": total.detach()}
 

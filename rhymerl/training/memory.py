@@ -123,8 +123,8 @@ def make_setup(
 
 
 def _finds_proximal(algo: Algorithm, update: UpdateSettings, backend: Backend) -> bool:
-    learns = update.optimizer_steps == 1 and not algo.prepares_by_proximal
-    return "proximal" in algo.needs and not backend.draws_exactly and not learns
+    asks = "proximal" in algo.needs or (update.optimizer_steps > 1 and "proximal_in_loss" in algo.needs)
+    return asks and not backend.draws_exactly
 
 
 # -- whether it is enough ----------------------------------------------------------------------------------------------

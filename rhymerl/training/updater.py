@@ -172,11 +172,11 @@ class Updater:
 
     def _asked(self, need: Need, samples: Sequence[Sample], version: int) -> list[int]:
         """Return the samples that a pass has to go over."""
-        if need not in self.algorithm.needs:
-            return []
-        if need == "proximal":
-            return [] if self._learns_proximal else self._sampled_otherwise(samples, version)
-        return list(range(len(samples)))
+        needs = self.algorithm.needs
+        if need != "proximal":
+            return list(range(len(samples))) if need in needs else []
+        is_wanted = bool(needs & {"proximal", "proximal_in_loss"}) and not self._learns_proximal
+        return self._sampled_otherwise(samples, version) if is_wanted else []
 
     def _sampled_otherwise(self, samples: Sequence[Sample], version: int) -> list[int]:
         """Return the samples whose behaviour log-probs are not those of the policy as it is, but for rounding."""
@@ -185,7 +185,8 @@ class Updater:
     @property
     def _learns_proximal(self) -> bool:
         """Return whether the only update of a step finds the proximal log-probs in its own pass."""
-        is_wanted = "proximal" in self.algorithm.needs and not self.algorithm.prepares_by_proximal
+        needs = self.algorithm.needs
+        is_wanted = "proximal_in_loss" in needs and "proximal" not in needs
         return is_wanted and self.settings.optimizer_steps == 1 and not self._is_random
 
     def _to_learn(self, samples: Sequence[Sample], version: int) -> Tensor | None:
@@ -310,7 +311,7 @@ class Updater:
                 chunk_tokens=self.settings.chunk_tokens,
                 critic=self.critic,
                 trains_policy=work.trains_policy,
-                trains_entropy=self.algorithm.trains_entropy,
+                trains_entropy="entropy_gradient" in self.algorithm.needs,
             )
         mine = mine.cast(output.logprobs.dtype)
         if work.learns_proximal is not None:

@@ -332,11 +332,11 @@ class Reads(GRPO):
 
 
 def test_who_reads_old_logprobs_before_the_loss_declares_it():
-    assert not any(kind().prepares_by_proximal for kind in (GRPO, PPO, Reads))
-    assert GRPO(kl_coef=0.1, kl_in="reward").prepares_by_proximal
+    assert all("proximal_in_loss" in kind().needs for kind in (GRPO, PPO, Reads))
+    assert GRPO(kl_coef=0.1, kl_in="reward").needs == {"proximal", "reference"}
     batch, _ = make_batch()
     Reads().prepare(batch)
-    with pytest.raises(ValueError, match="declares prepares_by_proximal = True"):
+    with pytest.raises(ValueError, match="needs proximal, not proximal_in_loss"):
         Reads().prepare(replace(batch, awaits_proximal=True))
 
 
@@ -365,7 +365,7 @@ def test_a_step_stops_beyond_the_divergence():
 @pytest.mark.parametrize(
     ("algorithm", "needs"),
     [
-        (GRPO(), {"proximal"}),
+        (GRPO(), {"proximal_in_loss"}),
         (GRPO(correction="none"), set()),
         (GRPO(correction="none", kl_coef=0.1), {"reference"}),
         (PPO(kl_coef=0.1), {"proximal", "reference", "values"}),
@@ -377,8 +377,7 @@ def test_what_it_needs(algorithm, needs):
 
 
 def test_an_entropy_bonus_is_trained():
-    assert GRPO(entropy_coef=0.1).trains_entropy
-    assert not GRPO().trains_entropy
+    assert "entropy_gradient" in GRPO(entropy_coef=0.1).needs
     batch, logprobs = make_batch()
     batch = GRPO().prepare(batch)
     entropy = torch.rand_like(logprobs).requires_grad_()

@@ -52,8 +52,8 @@ def test_a_cut_answer_is_worth_what_the_critic_expects_behind_it_by_hand():
 def test_unless_it_is_asked_for_nothing_is_behind_a_cut_answer():
     batch = replace(two_answers(), is_truncated=torch.tensor([True, False]))
     close(PPO(whiten=False).prepare(batch).returns, PPO(whiten=False).prepare(two_answers()).returns)
-    assert PPO().needs == {"proximal", "values"}
-    assert PPO(bootstrap_truncated=True).needs == {"proximal", "values", "final_values"}
+    assert PPO().needs == {"proximal_in_loss", "values"}
+    assert PPO(bootstrap_truncated=True).needs == {"proximal_in_loss", "values", "final_values"}
 
 
 def test_with_lambda_one_the_return_of_a_cut_answer_is_discounted_from_behind_it():

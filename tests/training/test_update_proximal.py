@@ -35,7 +35,7 @@ def test_only_answers_with_tokens_of_another_policy_are_passed_over_for_the_prox
 @pytest.mark.parametrize("micro_batch_tokens", [60, 10_000])
 def test_the_only_update_of_a_step_finds_the_proximal_logprobs_by_itself(micro_batch_tokens):
     class WithAPass(GRPO):
-        prepares_by_proximal = True
+        needs = frozenset({"proximal"})
 
     samples = scored(12)
     switches = {"correction_cap": 1.5, "correction_floor": 0.5, "clip_low": 0.01, "clip_high": 0.01}

@@ -67,8 +67,7 @@ def norm_in_double(norm: Qwen2RMSNorm, states: Tensor) -> Tensor:
 class ActorCritic(Algorithm):
     """Reads all that there is: every pass, values with a gradient, an entropy that is trained, what a step adapts."""
 
-    needs = frozenset({"proximal", "reference", "values"})
-    trains_entropy = True
+    needs = frozenset({"proximal", "reference", "values", "entropy_gradient"})
 
     def __init__(self, *, value_coef: float = 0.5) -> None:
         self.value_coef = value_coef
