@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property, update_wrapper
 from pathlib import Path
 from types import FunctionType
@@ -32,13 +31,30 @@ class _Compiled:
         update_wrapper(self, function)
 
     def __call__(self, *args: Any) -> Any:
-        return self.dispatcher(*args)
+        return self._call(*args)
 
     @cached_property
-    def dispatcher(self) -> Any:
+    def _call(self) -> Callable[..., Any]:
+        """Call with the fields of records one by one: numba would take 5 us to look up the type of each record."""
+        code, names = self.function.__code__, self.function.__globals__
+        parameters = code.co_varnames[: code.co_argcount]
+        annotations = self.function.__annotations__
+        found = [_fields_of(name, annotations.get(name), names) for name in parameters]
+        paths, made = [each for of_one, _ in found for each in of_one], ", ".join(each for _, each in found)
+        if paths == list(parameters):
+            return self._dispatcher(self._with_callees())
+        flat = f"def {code.co_name}({', '.join(map(_flat, paths))}): return _inlined({made})"
+        space = {**names, "_inlined": self.inlined}
+        exec(compile(flat, code.co_filename, "exec"), space)
+        function = space[code.co_name]
+        function.__qualname__, function.__module__ = self.function.__qualname__, self.function.__module__
+        function.__code__ = function.__code__.replace(co_firstlineno=code.co_firstlineno)
+        space = {"_dispatcher": self._dispatcher(function)}
+        return eval(f"lambda {', '.join(parameters)}: _dispatcher({', '.join(paths)})", space)
+
+    def _dispatcher(self, function: Callable[..., Any]) -> Any:
         import numba
 
-        function = self._with_callees()
         try:
             dispatcher = numba.njit(cache=True, **_OPTIONS)(function)
         except RuntimeError:  # numba: "cannot cache function: no locator available"
@@ -73,17 +89,26 @@ class _Compiled:
 
 
 def _is_cached(dispatcher: Any, function: Callable[..., Any]) -> bool:
-    """Return whether an earlier process has compiled it. What cannot be read, since its types had other names then, is removed: numba would raise."""
-    folder, stem = dispatcher.stats.cache_path, Path(function.__code__.co_filename).stem
-    found = [] if folder is None else Path(folder).glob(f"{stem}.{function.__qualname__}-*.nbi")
-    return bool([index for index in found if _is_readable(index)])
+    folder = dispatcher.stats.cache_path
+    stem = Path(function.__code__.co_filename).stem
+    return folder is not None and any(Path(folder).glob(f"{stem}.{function.__qualname__}-*.nbi"))
 
 
-def _is_readable(index: Path) -> bool:
-    try:
-        with index.open("rb") as file:
-            _version, _signatures = pickle.load(file), pickle.load(file)
-    except (AttributeError, ImportError):
-        index.unlink(missing_ok=True)
-        return False
-    return True
+def _record_of(annotation: Any, names: Mapping[str, Any]) -> Any:
+    """Return the NamedTuple that an annotation names; None for anything else."""
+    name = getattr(annotation, "__forward_arg__", annotation)
+    kind = names.get(name) if isinstance(name, str) else name
+    return kind if isinstance(kind, type) and issubclass(kind, tuple) else None
+
+
+def _fields_of(path: str, annotation: Any, names: Mapping[str, Any]) -> tuple[list[str], str]:
+    """Return the paths of all arrays and numbers in an argument, and an expression that makes it of what `_flat` calls them."""
+    kind = _record_of(annotation, names)
+    if kind is None:
+        return [path], _flat(path)
+    found = [_fields_of(f"{path}.{field}", kind.__annotations__[field], names) for field in kind._fields]
+    return [each for paths, _ in found for each in paths], f"{kind.__name__}({', '.join(made for _, made in found)})"
+
+
+def _flat(path: str) -> str:
+    return path.replace(".", "__")

@@ -58,13 +58,13 @@ class Record(NamedTuple):
 from rhymerl.compiled import compiled
 
 @compiled
-def total(record):
+def total(record: Record):
     return record.values.sum()
 """
 
 
 def test_a_record_may_get_another_name(tmp_path):
-    """numba's index names the types of arguments, and cannot be read where one of them is gone."""
+    """numba's index names the types of arguments, and could not be read where one of them is gone."""
     folder = tmp_path / "package"
     folder.mkdir()
     program = (
@@ -73,9 +73,8 @@ def test_a_record_may_get_another_name(tmp_path):
         .replace("from user_code", "import user_code\nfrom user_code")
     )
     for name in ("Record", "Other"):
-        out, log = run(folder, code=RECORD.replace("Record", name), program=program.replace("Record", name))
+        out, _ = run(folder, code=RECORD.replace("Record", name), program=program.replace("Record", name))
         assert out.startswith("10.0")
-        assert "compiling total" in log
 
 
 def test_without_a_writable_folder_it_still_runs(tmp_path):

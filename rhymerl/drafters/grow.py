@@ -37,7 +37,7 @@ class AnswerWeights(NamedTuple):
     """The earlier answers, [A], which are the regions of their text."""
 
     weights: FloatArray
-    favours: FloatArray  # decide between branches when there are more than `max_branches`
+    rewards: FloatArray
     ages: IntArray
 
 
@@ -50,6 +50,7 @@ class Rules(NamedTuple):
     length_weight: float
     escape: float  # the weight of something that has not been seen
     max_branches: int
+    by_reward: bool  # when there are more branches, rewards decide between them
 
 
 class Nodes(NamedTuple):
@@ -123,7 +124,7 @@ def grow_trees(
     """Draft for the queries r of one prompt, from their matches in its live and its sealed index, and in the pool.
 
     `rows` [R] are the queries' own rows of the live text (row 0 is the prompt). What goes to line lines[r] of the `trees`
-    has at most budgets[r] nodes. `answers` are those of the sealed index.
+    has at most budgets[lines[r]] nodes. `answers` are those of the sealed index.
     """
     most = live.positions.shape[1] + sealed.positions.shape[1] + pool.positions.shape[1]
     index, shared = np.empty(most, np.int64), np.empty(most, np.int64)
@@ -142,7 +143,8 @@ def grow_trees(
         for i in range(sealed.counts[r]):
             region = region_of(sealed.starts, sealed.positions[r, i])
             index[size], shared[size] = sealed.positions[r, i], sealed.lengths[r, i]
-            weight[size], favour[size] = answers.weights[region], answers.favours[region]
+            weight[size] = answers.weights[region]
+            favour[size] = answers.rewards[region] if rules.by_reward else 0.0
             source[size] = HISTORY + min(answers.ages[region], MOST_AGE)
             size += 1
         for i in range(pool.counts[r]):
@@ -159,7 +161,7 @@ def grow_trees(
         tree = Nodes(nodes.token_ids[line], nodes.parents[line], nodes.scores[line], nodes.sources[line])
         trees.longest[line] = top
         trees.counts[line] = grow_tree(
-            live.text, sealed.text, pool.text, index, weight, favour, source, size, budgets[r], rules, tree
+            live.text, sealed.text, pool.text, index, weight, favour, source, size, budgets[line], rules, tree
         )
 
 

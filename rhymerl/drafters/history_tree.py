@@ -80,7 +80,10 @@ class HistoryTreeDrafter(Drafter):
             length_weight=float(self.length_weight),
             escape=float(self.escape),
             max_branches=self.max_branches or 3 * self.max_matches,  # more than there can be
+            by_reward=self.priority == "reward",
         )
+        self._bounds = {"most": self.max_matches, "shortest": self.min_match, "longest": self.max_match}
+        self._pool_bounds = {**self._bounds, "most": min(self.max_matches, _POOL_MATCHES)}
         self._groups: dict[GroupKey, LiveGroup] = {}
         self._key_of: dict[str, GroupKey] = {}  # by id of a running request that has asked
         self._behind: list[LiveGroup] = []  # have tokens that nothing is found at yet
@@ -198,19 +201,16 @@ class HistoryTreeDrafter(Drafter):
     def _grow(self, asker: _Asker, limits: IntArray, trees: Trees) -> None:
         live, sealed, history = asker.live, asker.sealed, asker.sealed.index
         ends = live.ends[asker.rows]
-        bounds = {"most": self.max_matches, "shortest": self.min_match, "longest": self.max_match}
-        here, there = live.matches(live.text, ends, **bounds), history.matches(live.text, ends, **bounds)
-        few = {**bounds, "most": min(self.max_matches, _POOL_MATCHES)}
-        elsewhere = asker.pool.matches(live.text, ends, **few)
-        favours = sealed.rewards if self.priority == "reward" else np.zeros(len(sealed.weights))
+        here, there = live.matches(live.text, ends, **self._bounds), history.matches(live.text, ends, **self._bounds)
+        elsewhere = asker.pool.matches(live.text, ends, **self._pool_bounds)
         grow_trees(
             Occurrences(live.text, live.starts, *here),
             Occurrences(history.text, history.starts, *there),
             Occurrences(asker.pool.text, asker.pool.starts, *elsewhere),
-            AnswerWeights(sealed.weights, favours, sealed.ages),
+            AnswerWeights(sealed.weights, sealed.rewards, sealed.ages),
             self._rules,
             asker.rows,
-            limits[asker.lines],
+            limits,
             asker.lines,
             trees,
         )

@@ -190,8 +190,9 @@ class LiveIndex(SuffixIndex):
     def _make_room(self, num_tokens: int) -> None:
         """Spare blocks for the worst case: all blocks split that may be filled, and their halves for every half block of tokens."""
         order, fill, sequence, used = self.blocks
-        num_near = int(np.count_nonzero(fill[: self.num_blocks] + num_tokens >= BLOCK))
-        needed = self.num_blocks + min(num_tokens, num_near + num_tokens // (BLOCK // 2))
+        num_blocks = int(used[0])
+        num_near = int(np.count_nonzero(fill[:num_blocks] + num_tokens >= BLOCK))
+        needed = num_blocks + min(num_tokens, num_near + num_tokens // (BLOCK // 2))
         if needed <= len(fill):
             return
         more = max(needed, len(fill) + len(fill) // 2) - len(fill)
@@ -199,7 +200,7 @@ class LiveIndex(SuffixIndex):
             order=np.concatenate([order, np.zeros((more, BLOCK), np.int32)]),
             fill=np.concatenate([fill, np.zeros(more, np.int32)]),
             sequence=np.concatenate([sequence, np.zeros(more, np.int32)]),
-            used=used,
+            used=used.copy(),
         )
 
 
