@@ -18,13 +18,13 @@ import numpy as np
 
 from rhymerl.budgets.base import Budget, PassOutcome
 from rhymerl.budgets.fixed import FixedBudget
-from rhymerl.compiled import compiled
 from rhymerl.config import construct, instantiate
 from rhymerl.costs import CostCurve, PassCost
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
 from rhymerl.drafts import DraftBatch, no_drafts
 from rhymerl.engine.protocol import DraftingProtocol
+from rhymerl.engine.walk import walk
 from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.history import HistoryStore
 from rhymerl.history.answers import answers_of
@@ -36,7 +36,7 @@ from rhymerl.types import Completion, Output, Prompt, RolloutRequest, Sample, Sa
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from rhymerl.types import BoolArray, IndexArray, IntArray
+    from rhymerl.types import IntArray
 
 _WARM_UP = 16  # answers
 _UNUSED = SamplingParams(max_tokens=1)
@@ -151,14 +151,12 @@ class Replay:
         is_skipped = self.protocol.is_skipped(len(requests))
         drafts = no_drafts(len(running)) if is_skipped else self._drafts(running, requests, num_waiting)
         totals.propose_s += time.perf_counter() - started
-        reached, accepted, num_accepted = _verify(drafts, [each.remaining for each in running])
+        walked = walk(drafts, [each.remaining for each in running])
         num_tokens = len(running) + len(drafts.token_ids)
         outcome = PassOutcome(
             requests=requests,
             drafts=drafts,
-            reached=reached,
-            accepted=accepted,
-            num_accepted=num_accepted,
+            **walked._asdict(),
             num_tokens=num_tokens,
             num_rows=len(running),
             seconds=float(self.costs.seconds(len(running), np.array([len(drafts.token_ids)]), 0)[0]),
@@ -166,7 +164,7 @@ class Replay:
         )
         if not is_skipped:
             self.protocol.learn_outcome(outcome)
-        for each, count in zip(running, num_accepted.tolist(), strict=True):
+        for each, count in zip(running, walked.num_accepted.tolist(), strict=True):
             tokens = each.advance(count + 1)
             totals.tokens += len(tokens)
             if self.protocol.hears_tokens:
@@ -292,52 +290,3 @@ class _Running:
 def _prompt(record: TraceRecord) -> Prompt:
     key = hashlib.blake2b(record.prompt_tokens.tobytes(), digest_size=16).hexdigest()
     return Prompt(id=record.prompt_id, key=key, token_ids=record.prompt_tokens, text="")
-
-
-def _verify(drafts: DraftBatch, answers: Sequence[IntArray]) -> tuple[BoolArray, BoolArray, IndexArray]:
-    """Return which nodes were reached and accepted, [N], and how many a request accepted, [R]."""
-    reached, accepted = (np.zeros(len(drafts.token_ids), np.bool_) for _ in range(2))
-    num_accepted = np.zeros(len(drafts), np.int64)
-    lengths = np.array([len(answer) for answer in answers], np.int64)
-    ends = np.cumsum(lengths)
-    follow(
-        drafts.token_ids,
-        drafts.parents,
-        drafts.starts,
-        np.concatenate(answers),
-        ends - lengths,
-        ends,
-        reached,
-        accepted,
-        num_accepted,
-    )
-    return reached, accepted, num_accepted
-
-
-@compiled
-def follow(
-    token_ids: IntArray,
-    parents: IntArray,
-    starts: IndexArray,
-    answers: IntArray,
-    begins: IndexArray,
-    ends: IndexArray,
-    reached: BoolArray,
-    accepted: BoolArray,
-    num_accepted: IndexArray,
-) -> None:
-    """Walk every tree along the recorded answer; an answer's last token is sampled at a node, or it ends the walk."""
-    for r in range(len(begins)):
-        node, index = -1, begins[r]
-        while index < ends[r]:
-            found = -1
-            for n in range(starts[r], starts[r + 1]):
-                if parents[n] == node:
-                    reached[n] = True
-                    if token_ids[n] == answers[index]:
-                        found = n
-            if found < 0:
-                break
-            accepted[found] = True
-            num_accepted[r] += 1
-            node, index = found - starts[r], index + 1

@@ -14,9 +14,10 @@ from rhymerl.config import compose
 from rhymerl.costs import CostCurve
 from rhymerl.drafters import Drafter, HistoryTreeDrafter, NGramDrafter, NoDrafter
 from rhymerl.drafts import Draft, DraftBatch
+from rhymerl.engine.walk import walk
 from rhymerl.history import HistoryStore
 from rhymerl.history.traces import TraceRecord, TraceWriter, read_trace
-from rhymerl.runs.replay import Replay, ReplayTotals, follow, replay_trace
+from rhymerl.runs.replay import Replay, ReplayTotals, replay_trace
 from rhymerl.testing import OracleDrafter, RandomTreeDrafter
 from rhymerl.types import RolloutRequest, Sample
 
@@ -211,19 +212,13 @@ def walked(drafts: DraftBatch, answers: Sequence[Sequence[int]]) -> tuple[list[b
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_follow_is_a_walk_along_the_answer(seed):
+def test_a_walk_follows_the_answer(seed):
     rng, drafter = np.random.default_rng(seed), RandomTreeDrafter(vocabulary=3, seed=seed)
     answers = [rng.integers(0, 3, int(rng.integers(0, 6))).astype(np.int32) for _ in range(30)]
     drafts = DraftBatch.pack([drafter.propose(None, None, 12) for _ in answers])  # type: ignore[arg-type]
-    reached, accepted = (np.zeros(len(drafts.token_ids), np.bool_) for _ in range(2))
-    num_accepted, lengths = np.zeros(30, np.int64), np.array([len(answer) for answer in answers])
-    ends = np.cumsum(lengths)
-    follow(
-        drafts.token_ids, drafts.parents, drafts.starts, np.concatenate(answers), ends - lengths, ends,
-        reached, accepted, num_accepted,
-    )  # fmt: skip
-    assert (reached.tolist(), accepted.tolist(), num_accepted.tolist()) == walked(drafts, answers)
-    assert max(num_accepted) > 1
+    found = walk(drafts, answers)
+    assert (found.reached.tolist(), found.accepted.tolist(), found.num_accepted.tolist()) == walked(drafts, answers)
+    assert max(found.num_accepted) > 1
 
 
 # -- judging -----------------------------------------------------------------------------------------------------

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-import numpy as np
 
 from rhymerl.backends.sglang.plugin.rows import EngineRow
 from rhymerl.budgets.base import PassOutcome
-from rhymerl.compiled import compiled
 from rhymerl.drafts import DraftBatch
-
-if TYPE_CHECKING:
-    from rhymerl.types import BoolArray, IndexArray, IntArray
+from rhymerl.engine.walk import walk
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,49 +29,13 @@ class VerifiedPass:
         """Return what came of it, when its tokens are in the rows, since `known`. Of a request that was put back into the queue nothing is known."""
         drafts, num_rows = self.drafts, len(self.rows)
         sampled = [row.tokens[end : row.end] for row, end in zip(self.rows, self._ends, strict=True)]
-        starts = np.concatenate([[0], np.cumsum([len(each) for each in sampled])])
-        reached, accepted = np.zeros((2, len(drafts.token_ids)), np.bool_)
-        num_accepted = np.zeros(num_rows, np.int64)
-        tokens = np.concatenate([*sampled, np.empty(0, np.int32)])
-        _walk(drafts.token_ids, drafts.parents, drafts.starts, tokens, starts, reached, accepted, num_accepted)
-        padding = num_rows * self.width - len(drafts.token_ids)
         return PassOutcome(
             requests=[row.request for row in self.rows],
             drafts=drafts,
-            reached=reached,
-            accepted=accepted,
-            num_accepted=num_accepted,
+            **walk(drafts, sampled)._asdict(),
             num_tokens=num_rows * (1 + self.width),
             num_rows=num_rows,
             seconds=known - self.started if self.is_alone else None,
             is_decoding=self.is_alone,
-            num_padding=padding,
+            num_padding=num_rows * self.width - len(drafts.token_ids),
         )
-
-
-@compiled
-def _walk(
-    token_ids: IntArray,
-    parents: IntArray,
-    starts: IndexArray,
-    sampled: IntArray,
-    sampled_starts: IndexArray,
-    reached: BoolArray,
-    accepted: BoolArray,
-    num_accepted: IndexArray,
-) -> None:
-    """Follow each request's sampled tokens down its tree: `accepted` are the nodes they meet, `reached` all children on that way."""
-    for r in range(len(num_accepted)):
-        first, at = starts[r], -1
-        for k in range(sampled_starts[r], sampled_starts[r + 1]):
-            found = -1
-            for node in range(first, starts[r + 1]):
-                if parents[node] == at:
-                    reached[node] = True
-                    if token_ids[node] == sampled[k]:
-                        found = node
-            if found < 0:
-                break
-            accepted[found] = True
-            num_accepted[r] += 1
-            at = found - first
