@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -85,16 +85,14 @@ def lay_out_pass(
     width[emits] += drafts.counts
     paged = suits_paging(width, rows.cached[row] + width) if compiled else np.zeros(len(row), np.bool_)
     slots = rows.pool.take(int(width.sum()))
-    token_ids, positions, parent, seen, reader = np.empty((5, len(slots)), np.int64)
-    node_index, node_depth = np.empty((2, len(drafts.parents)), np.int64)
-    logit_indices, logit_row, logit_level = np.empty((3, len(emits) + len(drafts.parents)), np.int64)
+    num_nodes = len(drafts.parents)
+    of_each = (5, len(slots)), (2, num_nodes), (3, len(emits) + num_nodes)
+    packed = _Packed(*(line for shape in of_each for line in np.empty(shape, np.int64)))
     num_seen = _fill(
-        *(rows.tokens, rows.slots, rows.cached, rows.shared, rows.prefix_row),
+        _RowTables(rows.tokens, rows.slots, rows.cached, rows.shared, rows.prefix_row),
         *(row, chain, emits, paged, slots),
         *(drafts.token_ids, drafts.parents, drafts.starts),
-        *(token_ids, positions, parent, seen, reader),
-        *(node_index, node_depth),
-        *(logit_indices, logit_row, logit_level),
+        packed,
     )
     most = 0 if tile_tokens is None else tile_tokens(int(width.max(initial=1)))
     tiles = tile(rows, row, chain, width, emits, drafts, most=most) if most else None
@@ -104,29 +102,54 @@ def lay_out_pass(
         chain=chain,
         emits=emits,
         drafts=drafts,
-        token_ids=token_ids,
-        positions=positions,
+        token_ids=packed.token_ids,
+        positions=packed.positions,
         slots=slots,
-        node_index=node_index,
-        node_depth=node_depth,
-        logit_indices=logit_indices,
+        node_index=packed.node_index,
+        node_depth=packed.node_depth,
+        logit_indices=packed.logit_indices,
         logit_start=drafts.starts[:-1] + np.arange(len(emits)),
-        logit_row=logit_row,
-        logit_level=logit_level,
+        logit_row=packed.logit_row,
+        logit_level=packed.logit_level,
         num_seen=num_seen,
         buckets=_buckets(rows, row, chain, width, emits, drafts, ~paged) if buckets else [],
-        paged=PagedLayout(table=rows.slots, row=reader, seen=seen, parent=parent, slot=slots) if paged.any() else None,
+        paged=_paged(rows, slots, packed) if paged.any() else None,
         tiles=tiles,
     )
 
 
+def _paged(rows: Rows, slots: IndexArray, packed: _Packed) -> PagedLayout:
+    return PagedLayout(table=rows.slots, row=packed.reader, seen=packed.seen, parent=packed.parent, slot=slots)
+
+
+class _RowTables(NamedTuple):
+    """What `Rows` has of all rows."""
+
+    tokens: IntArray
+    slots: IndexArray
+    cached: IndexArray
+    shared: IndexArray
+    prefix_row: IndexArray
+
+
+class _Packed(NamedTuple):
+    """What stands in `PassLayout`, and of each token what `PagedLayout` calls row, seen and parent."""
+
+    token_ids: IndexArray
+    positions: IndexArray
+    reader: IndexArray
+    seen: IndexArray
+    parent: IndexArray
+    node_index: IndexArray
+    node_depth: IndexArray
+    logit_indices: IndexArray
+    logit_row: IndexArray
+    logit_level: IndexArray
+
+
 @compiled
 def _fill(
-    tokens: IntArray,
-    row_slots: IndexArray,
-    cached: IndexArray,
-    shared: IndexArray,
-    prefix_row: IndexArray,
+    rows: _RowTables,
     row: IndexArray,
     chain: IndexArray,
     emits: IndexArray,
@@ -135,16 +158,7 @@ def _fill(
     node_tokens: IntArray,
     node_parents: IntArray,
     node_starts: IndexArray,
-    token_ids: IndexArray,
-    positions: IndexArray,
-    parent: IndexArray,
-    seen: IndexArray,
-    reader: IndexArray,
-    node_index: IndexArray,
-    node_depth: IndexArray,
-    logit_indices: IndexArray,
-    logit_row: IndexArray,
-    logit_level: IndexArray,
+    packed: _Packed,
 ) -> int:
     """Write what stands in `PassLayout` and `PagedLayout` about each token, node and logit; rows learn their new slots.
 
@@ -153,34 +167,34 @@ def _fill(
     n, m, e, num_seen = 0, 0, 0, 0
     for f in range(len(row)):
         r = row[f]
-        base = cached[r]
-        if prefix_row[r] >= 0 and base == shared[r]:  # it has just entered
+        base = rows.cached[r]
+        if rows.prefix_row[r] >= 0 and base == rows.shared[r]:  # it has just entered
             for j in range(base):
-                row_slots[r, j] = row_slots[prefix_row[r], j]
+                rows.slots[r, j] = rows.slots[rows.prefix_row[r], j]
         first = n
         for j in range(base, base + chain[f]):
-            row_slots[r, j] = slots[n]
-            token_ids[n], positions[n], seen[n] = tokens[r, j], j, j + 1
+            rows.slots[r, j] = slots[n]
+            packed.token_ids[n], packed.positions[n], packed.seen[n] = rows.tokens[r, j], j, j + 1
             n += 1
         if e < len(emits) and emits[e] == f:
-            logit_indices[m], logit_row[m], logit_level[m] = n - 1, e, 0
+            packed.logit_indices[m], packed.logit_row[m], packed.logit_level[m] = n - 1, e, 0
             m += 1
             root, tree = base + chain[f], n
             num_seen += root * (1 + node_starts[e + 1] - node_starts[e])
             for k in range(node_starts[e], node_starts[e + 1]):
                 above = node_parents[k]
-                depth = 1 if above < 0 else node_depth[node_starts[e] + above] + 1
-                row_slots[r, root + n - tree] = slots[n]
-                token_ids[n], positions[n], seen[n] = node_tokens[k], root - 1 + depth, root
-                parent[n] = ROOT if above < 0 else tree + above
-                node_index[k], node_depth[k] = n, depth
-                logit_indices[m], logit_row[m], logit_level[m] = n, e, depth
+                depth = 1 if above < 0 else packed.node_depth[node_starts[e] + above] + 1
+                rows.slots[r, root + n - tree] = slots[n]
+                packed.token_ids[n], packed.positions[n], packed.seen[n] = node_tokens[k], root - 1 + depth, root
+                packed.parent[n] = ROOT if above < 0 else tree + above
+                packed.node_index[k], packed.node_depth[k] = n, depth
+                packed.logit_indices[m], packed.logit_row[m], packed.logit_level[m] = n, e, depth
                 n, m = n + 1, m + 1
             e += 1
         for each in range(first, first + chain[f]):
-            parent[each] = CHAIN
+            packed.parent[each] = CHAIN
         for each in range(first, n):
-            reader[each] = r if paged[f] else -1
+            packed.reader[each] = r if paged[f] else -1
     return num_seen
 
 
