@@ -34,7 +34,7 @@ class _Compiled:
         return self._call(*args)
 
     @cached_property
-    def _call(self) -> Callable[..., Any]:
+    def _call(self) -> Any:
         """Call with the fields of records one by one: numba would take 5 us to look up the type of each record."""
         code, names = self.function.__code__, self.function.__globals__
         parameters = code.co_varnames[: code.co_argcount]

@@ -110,5 +110,5 @@ class PassTotals:
         drafting = float((cost.seconds(told, nodes, asked, prompt_tokens=prompts, seen=seen) - plain).sum())
         reading = float((cost.seconds(told, 0 * told, 0 * told, prompt_tokens=prompts, seen=by_rows) - plain).sum())
         context = float(seen.sum()) / max(int((told + nodes).sum()), 1)  # keys of a row, on average
-        without, had = (PlainPasses(each, context * each).seconds(cost) for each in (longer, rows))
+        without, had = (PlainPasses(each, context * each.astype(np.float64)).seconds(cost) for each in (longer, rows))
         return Ratio(without + reading, had + drafting)
