@@ -3,7 +3,6 @@
 from rhymerl.budgets.aimd import AIMDBudget
 from rhymerl.budgets.base import Budget, PassOutcome
 from rhymerl.budgets.fixed import FixedBudget
-from rhymerl.budgets.goodput import GoodputBudget
-from rhymerl.budgets.uniform import UniformGoodputBudget
+from rhymerl.budgets.goodput import GoodputBudget, UniformGoodputBudget
 
 __all__ = ["AIMDBudget", "Budget", "FixedBudget", "GoodputBudget", "PassOutcome", "UniformGoodputBudget"]

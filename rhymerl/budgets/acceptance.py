@@ -165,3 +165,14 @@ def largest_part(mask: BoolArray, starts: IndexArray) -> int:
             size += mask[n]
         largest = max(largest, size)
     return largest
+
+
+@compiled
+def rank_in_drafts(worth: FloatArray, starts: IndexArray, rank: IndexArray) -> None:
+    """Note how many nodes of the same request come before each: those that are worth more, or as much and stand before it."""
+    for r in range(len(starts) - 1):
+        for node in range(starts[r], starts[r + 1]):
+            before = 0
+            for other in range(starts[r], starts[r + 1]):
+                before += worth[other] > worth[node] or (worth[other] == worth[node] and other < node)
+            rank[node] = before

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rhymerl.budgets.acceptance import Acceptance, largest_part
+from rhymerl.budgets.acceptance import Acceptance, largest_part, rank_in_drafts
 from rhymerl.budgets.base import Budget, PassOutcome
+from rhymerl.budgets.course import PROBE_NODES, PROBED, TRUST, Course, Kind
 from rhymerl.budgets.expectation import PassTotals
 from rhymerl.budgets.learned_cost import LearnedCost
 from rhymerl.budgets.outlook import Choice, Outlook
@@ -32,20 +33,14 @@ _GAIN = 1.02  # the best of many estimates is too good
 _NEAR = 0.8  # with less than that for all requests, those whose tokens are worth most do not reach it either
 _PATIENCE = 4  # passes in a row without that gain after which drafting stops
 _OTHER_BATCH = 2.0  # a batch that has shrunk or grown by this factor is one of another size
-_PROBED = 8  # requests that a probe asks for
-_PROBE_NODES = 4  # of each; also the first reach
 _MORE, _LATELY = 1.5, 0.8
 _OUTLOOK_EVERY = 2  # passes with drafts
 _CHOICE_EVERY = 4  # passes, or when a request has left or entered
 _REMEMBER = 0.99  # of what drafts promised and kept, a pass with drafts
 _REMEMBER_PROBE = 0.8  # a probe: what it is for is that things may have changed
-_TRUST = 4  # times as many nodes as have been verified at once may be tried: beyond that nobody knows what a pass costs
 _BENEFIT = 20.0  # tokens of doubt in favour of the drafts
 _NO_NODES = np.zeros(1)
 
-# plain: the drafter is left alone. trial: so too, to see what that costs. probe: it is asked for some requests, to see whether
-# drafts would pay. draft: for all, because they do.
-Kind = Literal["plain", "trial", "probe", "draft"]
 # Where costs are learned the first probe is not counted for what it took: much of it went into code and data that had not been
 # used for long. The two after it are alike in that, and so can be compared.
 _ATTEMPT: Mapping[bool, tuple[Kind, ...]] = {True: ("probe", "probe", "trial"), False: ("probe",)}
@@ -85,7 +80,7 @@ class GoodputBudget(Budget):
         self._acceptance = Acceptance()
         self._probe_budget = ProbeBudget()
         self._outlook = Outlook()
-        self._course = _Course(reach=float(min(_PROBE_NODES, self.nodes)))
+        self._course = Course(reach=float(min(PROBE_NODES, self.nodes)))
         # Tokens expected of verified nodes, and accepted ones, of late.
         self._expected_lately = self._accepted_lately = 0.0
         self._kind: Kind = "draft"  # of the pass under way
@@ -106,8 +101,6 @@ class GoodputBudget(Budget):
         return self._learned if self.costs is None and not self.deterministic else self._given
 
     def uniform(self, widths: Sequence[int]) -> Budget:
-        from rhymerl.budgets.uniform import UniformGoodputBudget  # which imports this module
-
         given = {name: getattr(self, name) for name in ("costs", "ask_cost", "deterministic")}
         return UniformGoodputBudget(widths, **given)
 
@@ -153,7 +146,7 @@ class GoodputBudget(Budget):
         if self._kind == "draft":
             limits[self._asked_for(requests)] = min(round(self._course.reach), self.nodes)
         elif self._kind == "probe":
-            limits[self._probed(requests)] = min(_PROBE_NODES, self.nodes)
+            limits[self._probed(requests)] = min(PROBE_NODES, self.nodes)
         return limits
 
     def _asked_for(self, requests: Sequence[RolloutRequest]) -> slice | IndexArray:
@@ -216,21 +209,21 @@ class GoodputBudget(Budget):
         rows, course = len(requests), self._course
         prefetched = [index for index, request in enumerate(requests) if request.prefetched is not None]
         course.probes += 1
-        neighbours = [(course.probes * _PROBED + i) % rows for i in range(_PROBED)]
-        return list(dict.fromkeys([*prefetched[:_PROBED], *neighbours]))[:_PROBED]
+        neighbours = [(course.probes * PROBED + i) % rows for i in range(PROBED)]
+        return list(dict.fromkeys([*prefetched[:PROBED], *neighbours]))[:PROBED]
 
     def trim(self, requests: Sequence[RolloutRequest], drafts: DraftBatch) -> BoolArray:
         asked = self._asked = len(requests)
         probability = self._calibration * self._acceptance.probabilities(drafts)
         if self._kind == "probe" or self._course.passes % _OUTLOOK_EVERY == 0:
-            probed = min(_PROBE_NODES, self.nodes) if self._kind == "probe" else None
+            probed = min(PROBE_NODES, self.nodes) if self._kind == "probe" else None
             self._outlook.learn(self._rows, _sums(-np.sort(-probability)), asked, probed=probed)
         if self._kind == "probe" and self._cost.is_known and not self._probe_budget.is_spent:
             self._course.drafts = self._outlook_for(self._rows).gain > _GAIN
         weights = self._weights_of(requests)
         worth = probability if weights is None else probability * weights[drafts.requests]
         mask = self._chosen(drafts, worth, asked)
-        self._course.trusted = max(self._course.trusted, _TRUST * self._num_verified(drafts, mask))
+        self._course.trusted = max(self._course.trusted, TRUST * self._num_verified(drafts, mask))
         self._expected = float(probability[mask].sum()) / self._calibration
         self._learn_reach(drafts, mask)
         return mask
@@ -340,7 +333,7 @@ class GoodputBudget(Budget):
         self._probe_budget = ProbeBudget(**state["probe_budget"])
         self._outlook.load_state_dict(state["outlook"])
         self._worth.load_state_dict(state["worth"])
-        self._course = _Course(**state["course"])
+        self._course = Course(**state["course"])
         self._expected_lately, self._accepted_lately = state["expected"], state["accepted"]
 
     def metrics(self) -> Mapping[str, float]:
@@ -358,24 +351,48 @@ class GoodputBudget(Budget):
         }
 
 
-@dataclass(slots=True)
-class _Course:
-    """The next thing to do, and the reason."""
+@dataclass(eq=False)
+class UniformGoodputBudget(GoodputBudget):
+    """GoodputBudget's choice among `widths`, which rise: so many nodes of every request are computed, whether its draft has them or not.
 
-    reach: float  # how many nodes of a request are worth asking for: those that are then cut away cost time too
-    drafts: bool = False  # the drafter is asked for all requests, because that pays
-    misses: int = 0  # passes in a row in which it did not seem to
-    rows: int = 0  # of the batch for which that was decided
-    passes: int = 0
-    probes: int = 0
-    trusted: int = _TRUST * _PROBED * _PROBE_NODES  # nodes that may be verified at once
-    batch: tuple[int, bool] = (
-        0,
-        False,
-    )  # requests, and whether their tokens are worth the same, for which these two were chosen:
-    gain: float = 1.0
-    num_asked: int = 0
-    attempt: list[Kind] = field(default_factory=list)  # kinds of the passes that come next, of a probe under way
+    With w nodes a request a pass over B requests costs what B w nodes cost, and adds the w best nodes of each draft.
+    Further arguments are GoodputBudget's. Raises ValueError for widths that do not begin with 0 or do not rise.
+    """
+
+    nodes: int = field(init=False)
+    widths: Sequence[int] = field()
+
+    def __post_init__(self) -> None:
+        given = list(self.widths)
+        rises = given[:1] == [0] and sorted(set(given)) == given
+        require(rises, "widths", given, "rising numbers of nodes, the first of them 0")
+        self.nodes = given[-1]
+        self._sizes = np.array(given, np.int64)
+        super().__post_init__()
+
+    def width_of(self, largest: int) -> int:
+        """Return the smallest width that holds a draft of so many nodes."""
+        return int(self._sizes[np.searchsorted(self._sizes, largest)])
+
+    def _chosen(self, drafts: DraftBatch, worth: FloatArray, asked: int) -> BoolArray:
+        rank = np.empty(len(worth), np.int64)
+        rank_in_drafts(worth, drafts.starts, rank)
+        rows = asked if self._kind == "probe" else max(self._rows, asked)
+        sizes = self._sizes[: max(int(np.searchsorted(self._sizes * rows, self._course.trusted, side="right")), 2)]
+        added = np.bincount(rank, weights=worth, minlength=self.nodes)
+        expected = np.concatenate([[0.0], np.cumsum(added)])[sizes]
+        best = self._best(sizes * rows, expected, asked)
+        if self._kind == "probe":
+            best = max(best, min(1, len(sizes) - 1))  # only what is verified teaches anything
+        chosen: BoolArray = rank < sizes[best]
+        return chosen
+
+    def _num_computed(self, rows: int, drafted: FloatArray, nodes: FloatArray) -> FloatArray:
+        widths: FloatArray = self._sizes[np.searchsorted(self._sizes, np.minimum(nodes, self.widths[-1]))].astype(float)
+        return rows * widths
+
+    def _num_verified(self, drafts: DraftBatch, mask: BoolArray) -> int:
+        return max(self._rows, len(drafts)) * self.width_of(int(largest_part(mask, drafts.starts)))
 
 
 def _sums(values: FloatArray) -> FloatArray:
