@@ -15,7 +15,7 @@ TRUST = 4  # times as many nodes as have been verified at once may be tried: bey
 
 
 @dataclass(slots=True)
-class Course:
+class ProbeCourse:
     """The next thing to do, and the reason."""
 
     reach: float  # how many nodes of a request are worth asking for: those that are then cut away cost time too

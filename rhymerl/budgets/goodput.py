@@ -12,7 +12,7 @@ import numpy as np
 
 from rhymerl.budgets.acceptance import Acceptance, largest_part, rank_in_drafts
 from rhymerl.budgets.base import Budget, PassOutcome
-from rhymerl.budgets.course import PROBE_NODES, PROBED, TRUST, Course, Kind
+from rhymerl.budgets.course import PROBE_NODES, PROBED, TRUST, Kind, ProbeCourse
 from rhymerl.budgets.expectation import PassTotals
 from rhymerl.budgets.learned_cost import LearnedCost
 from rhymerl.budgets.outlook import Choice, Outlook
@@ -80,7 +80,7 @@ class GoodputBudget(Budget):
         self._acceptance = Acceptance()
         self._probe_budget = ProbeBudget()
         self._outlook = Outlook()
-        self._course = Course(reach=float(min(PROBE_NODES, self.nodes)))
+        self._course = ProbeCourse(reach=float(min(PROBE_NODES, self.nodes)))
         # Tokens expected of verified nodes, and accepted ones, of late.
         self._expected_lately = self._accepted_lately = 0.0
         self._kind: Kind = "draft"  # of the pass under way
@@ -333,7 +333,7 @@ class GoodputBudget(Budget):
         self._probe_budget = ProbeBudget(**state["probe_budget"])
         self._outlook.load_state_dict(state["outlook"])
         self._worth.load_state_dict(state["worth"])
-        self._course = Course(**state["course"])
+        self._course = ProbeCourse(**state["course"])
         self._expected_lately, self._accepted_lately = state["expected"], state["accepted"]
 
     def metrics(self) -> Mapping[str, float]:
