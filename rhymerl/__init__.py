@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rhymerl.data import PromptDataModule
     from rhymerl.drafters.none import NoDrafter
     from rhymerl.drafts import Draft
+    from rhymerl.environments.base import Environment, Reply
     from rhymerl.models.policy import PolicySource
     from rhymerl.rewards import Reward
     from rhymerl.rollout import RolloutLoop, RolloutSettings
@@ -46,6 +47,7 @@ __all__ = [
     "Draft",
     "Drafter",
     "EmbeddedBackend",
+    "Environment",
     "FIFOScheduler",
     "FSDP2Strategy",
     "NoDrafter",
@@ -53,6 +55,7 @@ __all__ = [
     "PolicySource",
     "Prompt",
     "PromptDataModule",
+    "Reply",
     "Reward",
     "RewardError",
     "RhymeError",
@@ -79,6 +82,8 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of ours
             "Algorithm": "algos.base",
             "Draft": "drafts",
             "EmbeddedBackend": "backends.embedded",
+            "Environment": "environments.base",
+            "Reply": "environments.base",
             "FSDP2Strategy": "training.fsdp2",
             "GRPO": "algos.grpo",
             "NoDrafter": "drafters.none",

@@ -10,6 +10,7 @@ RhymeError                 something rhymerl noticed; the message is one readabl
 └── RunError               the run failed (exit code 1)
     ├── BackendError       a rollout engine failed or broke its promises
     ├── HookError          a drafter, budget or scheduler raised, or returned what its base class forbids
+    ├── EpisodeError       an environment cannot be asked at all (a failing call costs one episode instead)
     └── RewardError        a reward function cannot be used at all (a failing call costs one sample instead)
 """
 
@@ -49,6 +50,10 @@ class BackendError(RunError):
 
 class HookError(RunError, ValueError):
     """A drafter, budget or scheduler raised, or returned what its base class forbids: the message names class and line."""
+
+
+class EpisodeError(RunError):
+    """An environment cannot be asked at all."""
 
 
 class RewardError(RunError):

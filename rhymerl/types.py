@@ -23,7 +23,16 @@ if TYPE_CHECKING:
     BoolArray = npt.NDArray[np.bool_]
 
 MaybeInfinite = Annotated[float, "may be infinite"]  # of a setting; all others have to be finite
-FinishReason = Literal["stop", "length", "withdrawn"]
+# How an answer ended. `withdrawn` and `turn` are of one that goes on: the latter waits for its environment's reply. The last three
+# are of episodes: the environment had more to say than `max_turns` or the model's context allow, or it failed.
+FinishReason = Literal["stop", "length", "withdrawn", "turn", "max_turns", "context", "environment"]
+WHOLE: tuple[FinishReason, ...] = (
+    "stop",
+    "length",
+    "max_turns",
+    "context",
+    "environment",
+)  # of answers that have ended
 Split = Literal["train", "validation"]  # their histories are kept apart
 
 
@@ -36,6 +45,7 @@ class Prompt:
     token_ids: IntArray  # [P]; integers of any width may be given
     text: str  # what was tokenized
     columns: Mapping[str, Any] = field(default_factory=dict)  # every other column of the row, for the reward
+    is_chat: bool = False  # made of chat messages, by the tokenizer's template
     location: str = field(
         default="", repr=False, compare=False
     )  # of the row, for messages: "data.train='a.jsonl', line 3"
@@ -78,14 +88,31 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TurnEnd:
+    """The end of one of an episode's turns, and the environment's reply: the tokens from `start` to `stop` of the answer."""
+
+    start: int
+    stop: int  # start, where the episode is over
+    reply: Any = None  # text or chat messages, as plain data
+    reward: float | None = None  # of the turn, if the environment gives any
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    waited_s: float = 0.0
+
+    def behind(self, num_tokens: int) -> TurnEnd:
+        """Return it as it stands in an answer that has so many more tokens in front."""
+        return replace(self, start=self.start + num_tokens, stop=self.stop + num_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """The tokens sampled for a request so far, and what they took. L = tokens."""
+    """The tokens of an answer so far, and what they took. L = tokens.
+
+    They are all sampled, but for the replies of an environment, which `turns` has.
+    """
 
     token_ids: IntArray  # [L]
-    logprobs: (
-        FloatArray  # [L] untruncated log_softmax(logits / temperature), in nats, of the policy that sampled the token
-    )
-    policy_versions: IntArray  # [L] of that policy
+    logprobs: FloatArray  # [L] untruncated log_softmax(logits / temperature), in nats, of the policy that sampled it; 0 of replies
+    policy_versions: IntArray  # [L] of that policy; of a reply that of the token before
     finish_reason: FinishReason = "withdrawn"
     num_passes: int = 0  # verify passes in which tokens were emitted
     num_drafted: int = 0  # draft nodes verified
@@ -93,6 +120,7 @@ class Output:
     sources: npt.NDArray[np.int8] | None = (
         None  # [L] drafts.DraftSource of accepted tokens, NOT_DRAFTED for others; for reports
     )
+    turns: tuple[TurnEnd, ...] = ()  # those that have ended
 
     @classmethod
     def of(
@@ -118,7 +146,7 @@ class Output:
         return len(self.token_ids)
 
     def __getitem__(self, part: slice) -> Output:
-        """Return some of its tokens; the reason and the counts stay those of the whole."""
+        """Return some of its tokens; the reason, the counts and the turns stay those of the whole."""
         columns: dict[str, Any] = {
             name: None if column is None else column[part] for name, column in self._columns().items()
         }
@@ -131,6 +159,7 @@ class Output:
             num_passes=self.num_passes + later.num_passes,
             num_drafted=self.num_drafted + later.num_drafted,
             num_accepted=self.num_accepted + later.num_accepted,
+            turns=self.turns + tuple(each.behind(len(self)) for each in later.turns),
         )
 
     def behind(self, earlier: Output) -> Output:
@@ -150,7 +179,26 @@ class Output:
     @property
     def is_finished(self) -> bool:
         """Return whether nothing is left to sample."""
-        return self.finish_reason != "withdrawn"
+        return self.finish_reason in WHOLE
+
+    @property
+    def is_cut(self) -> bool:
+        """Return whether it has ended by a limit, or a failure, and not by itself."""
+        return self.is_finished and self.finish_reason != "stop"
+
+    @property
+    def sampled(self) -> BoolArray:
+        """Which tokens the policy has sampled, [L]: all but those of replies."""
+        import numpy as np
+
+        mask = np.ones(len(self), np.bool_)
+        for turn in self.turns:
+            mask[turn.start : turn.stop] = False
+        return mask
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self) - sum(turn.stop - turn.start for turn in self.turns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +272,10 @@ class Sample:
     def has_reward(self) -> bool:
         """Return whether it counts in its group and in the update."""
         return not isnan(self.reward)
+
+    @property
+    def num_sampled(self) -> int:
+        return self.completion.output.num_sampled
 
     def __len__(self) -> int:
         return len(self.completion.token_ids)

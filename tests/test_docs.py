@@ -17,6 +17,7 @@ from rhymerl import GRPO, PromptDataModule, Reward, RhymeModule, RolloutSettings
 from rhymerl.algos import PPO, Algorithm
 from rhymerl.cli import main
 from rhymerl.config import compose, resolved
+from rhymerl.environments import Environment
 from rhymerl.models.policy import Policy
 from rhymerl.runs.replay import replay_trace
 from rhymerl.schedulers import SortedScheduler
@@ -24,6 +25,7 @@ from rhymerl.tasks import RunningSum
 from rhymerl.testing import tiny_policy
 from rhymerl.training.evaluation import EvaluationSettings
 from tests.documents import PAGES, ROOT, blocks, code_spans, prose, reader_in, table_after, write_files
+from tests.environments.worlds import Counts
 
 DOCS = ROOT / "docs"
 RUN = {DOCS / "tutorial.md", DOCS / "own_data.md"}  # all of these runs in test_tutorial.py
@@ -310,7 +312,7 @@ class Names(Logger):
         """Not looked at."""
 
 
-def names_logged_with(algorithm: Algorithm) -> set[str]:
+def names_logged_with(algorithm: Algorithm, environment: Environment | None = None) -> set[str]:
     """Return the names logged in two epochs of answers that repeat, so that drafts pay, and evaluations."""
     logger = Names()
     policy: Policy = tiny_policy(dtype="float32")
@@ -320,6 +322,7 @@ def names_logged_with(algorithm: Algorithm) -> set[str]:
         rollout=RolloutSettings(group_size=2, max_tokens=8, temperature=0.01, stop_token_ids=(3, 5, 7, 9, 11, 13)),
         evaluation=EvaluationSettings(samples=2),
         scheduler=SortedScheduler(),
+        environment=environment,
         rewards=Reward(lambda completion: float(len(completion)), name="length", where="main"),
     )
     data = PromptDataModule(task=RunningSum(difficulty=2, train_size=8, validation_size=4), prompts_per_step=4)
@@ -345,10 +348,13 @@ def test_logged_and_documented_metrics_are_the_same() -> None:
     rows = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
     assert len(rows) == len(set(rows))
     documented = {name.replace("{name}", "length").replace("{task}", "validation").replace("{k}", "2") for name in rows}
-    logged = names_logged_with(PPO(kl_coef=0.1))
+    logged = names_logged_with(PPO(kl_coef=0.1), Counts())
     assert logged - documented == set(), "docs/metrics.md lacks these"
     assert documented - logged == set(), "docs/metrics.md has these, which nothing logs"
     of_grpo = names_logged_with(GRPO(kl_coef=0.1))
     assert "kl" in of_grpo
     assert of_grpo < logged
-    assert all(name.startswith(("critic/", "timing_s/")) or name == "kl_coef" for name in logged - of_grpo)
+    assert all(
+        name.startswith(("critic/", "timing_s/", "episodes/", "environment/")) or name == "kl_coef"
+        for name in logged - of_grpo
+    )

@@ -11,7 +11,7 @@ Advantages = Callable[[Sequence[int]], Sequence[float | None]]
 
 def all_left_out(samples: Sequence[Sample], advantages: Advantages) -> bool:
     """Return whether all answers of a step were cut off at their limit, and are left out of the loss for it."""
-    are_cut = all(sample.completion.finish_reason == "length" for sample in samples)
+    are_cut = all(sample.completion.output.is_cut for sample in samples)
     return are_cut and all(each is None for each in advantages(range(len(samples))))
 
 

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
 from rhymerl.callbacks.tables import Row, show_samples
 from rhymerl.folders import replacing, writing
-from rhymerl.types import Sample
+from rhymerl.types import Sample, TurnEnd
 
 _TEXT: Any = {"encoding": "utf-8", "errors": "backslashreplace"}  # half a character becomes what JSON says for it
 
@@ -97,13 +97,19 @@ def sample_row(sample: Sample) -> dict[str, Any]:
         "prompt": sample.prompt.text,
         "response": sample.text,
         "reward": round(sample.reward, 4) if sample.has_reward else None,
-        "length": len(sample),
+        "length": sample.num_sampled,
         "finish_reason": sample.completion.finish_reason,
         "prompt_id": sample.prompt.id,
         "sample": sample.completion.request.sample,
         "rewards": dict(sample.rewards),
         "columns": dict(sample.prompt.columns),
+        **({"turns": [turn_row(turn) for turn in turns]} if (turns := sample.completion.output.turns) else {}),
     }
+
+
+def turn_row(turn: TurnEnd) -> dict[str, Any]:
+    """Return what a person wants to see of an environment's reply; `start` is its first token's place in the response."""
+    return {"start": turn.start, "reply": turn.reply, "reward": turn.reward, "waited_s": round(turn.waited_s, 3)}
 
 
 def lines_of(rows: Iterable[Row]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -18,6 +18,7 @@ from rhymerl.data.encoding import LengthLimits, PromptEncoder, check_template_ar
 from rhymerl.data.loader import PromptLoader
 from rhymerl.data.sources import DataSource, Setting, read_rows
 from rhymerl.distributed.first import is_first_rank
+from rhymerl.environments.base import Environment
 from rhymerl.errors import ConfigError
 from rhymerl.models.policy import Policy
 from rhymerl.progress import counted
@@ -42,6 +43,8 @@ class _Module(Protocol):
 
     policy: Policy
 
+    @property
+    def environment(self) -> Environment | None: ...
     @property
     def rollout(self) -> _Rollout: ...
     @property
@@ -102,6 +105,7 @@ class PromptDataModule(L.LightningDataModule):
         self.prompt_column = prompt_column
         self.system_prompt = system_prompt
         self.chat_template_kwargs = chat_template_kwargs
+        self._tools: Sequence[Mapping[str, Any]] = ()  # the environment's, as JSON schemas
         self.max_prompt_tokens = max_prompt_tokens
         self.filter_overlong_prompts = filter_overlong_prompts
         self.started = datetime.now().replace(microsecond=0)  # of the run, which chat templates take for now
@@ -156,11 +160,12 @@ class PromptDataModule(L.LightningDataModule):
 
     def _prepare_for(self, module: _Module, *, with_train: bool) -> None:
         self._prepared_for = None
+        self._tools = module.environment.tool_schemas if module.environment is not None else ()
         encoder = PromptEncoder(
             module.policy.tokenizer,
             prompt_column=self.prompt_column,
             system_prompt=self.system_prompt,
-            chat_template_kwargs=self.chat_template_kwargs,
+            chat_template_kwargs=self.template_arguments,
             started=self.started,
         )
         limits = LengthLimits(
@@ -246,14 +251,19 @@ class PromptDataModule(L.LightningDataModule):
         before = self.started
         self.begin_at(state_dict.get("started"))
         if self.started != before and self._tells_time and self._encoder is not None and self._prepare_again:
-            self._encoder.started = self.started
+            self._encoder.chat.started = self.started
             self._prepare_again()
         if self.train_loader is not None:
             self.train_loader.load_state_dict(state_dict)
 
     @property
+    def template_arguments(self) -> dict[str, Any]:
+        """Return the user's arguments of the chat template, with the environment's tools, if it has any."""
+        return {**(self.chat_template_kwargs or {}), **({"tools": list(self._tools)} if self._tools else {})}
+
+    @property
     def _tells_time(self) -> bool:
-        return self._encoder is not None and self._encoder.uses_time
+        return self._encoder is not None and self._encoder.chat.uses_time
 
     @property
     def has_validation(self) -> bool:

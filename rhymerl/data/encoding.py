@@ -6,11 +6,10 @@ import datetime
 import hashlib
 import json
 import logging
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import numpy as np
@@ -19,13 +18,13 @@ from transformers import PreTrainedTokenizerBase
 from rhymerl.data.base import LocatedRow
 from rhymerl.distributed.first import is_first_rank
 from rhymerl.errors import ConfigError, DataError
+from rhymerl.models.chat import ChatTokenizer, check_messages
 from rhymerl.types import Prompt
 
 if TYPE_CHECKING:
     from rhymerl.types import IntArray
 
 _LOG = logging.getLogger(__name__)
-_TIME_CALL = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _FIXED_TEMPLATE_ARGUMENTS = ("tokenize", "add_generation_prompt", "return_tensors", "return_dict")
 
 
@@ -77,7 +76,7 @@ class PromptEncoder:
         started: datetime.datetime | None = None,  # now by default
     ) -> None:
         self.tokenizer = tokenizer
-        self.started = started or datetime.datetime.now()
+        self.chat = ChatTokenizer(tokenizer, chat_template_kwargs=chat_template_kwargs, started=started)
         self.prompt_column = prompt_column
         self.system_prompt = system_prompt
         if system_prompt is not None and not tokenizer.chat_template:
@@ -85,22 +84,16 @@ class PromptEncoder:
                 f"data.system_prompt={system_prompt!r}: the tokenizer has no chat template, which would say where it goes; "
                 "expected null, or an instruction-tuned model (model.path)"
             )
-        self.chat_template_kwargs = dict(chat_template_kwargs or {})
-        check_template_arguments(self.chat_template_kwargs)
-        self.fingerprint = tokenizer_fingerprint(tokenizer, self.chat_template_kwargs)
+        check_template_arguments(chat_template_kwargs)
+        self.fingerprint = tokenizer_fingerprint(tokenizer, self.chat.chat_template_kwargs)
         self.plain_text_at: str | None = None  # place of the first prompt that goes past the tokenizer's chat template
-        self._unknown_id = _unknown_id(tokenizer)
-        # With fewer tokens than bytes some characters have no token at all, and would vanish without a word.
-        self._knows: dict[str, bool] | None = {} if len(tokenizer) < 256 else None
 
     def encode(self, located: LocatedRow, *, prompt_id: str) -> Prompt:
         """Raises DataError, naming the row, when it has no prompt or one that cannot be encoded."""
         text, token_ids = self._tokenize(located)
         if not len(token_ids):
             raise DataError(f"{located.location}: the prompt is empty; expected at least one token")
-        unknown = self._unknown_part(text, token_ids)
-        if unknown is not None:
-            raise DataError(f"{located.location}: the prompt has {unknown!r}, which the tokenizer does not know")
+        self.chat.check_known(text, token_ids, f"{located.location}: the prompt")
         token_ids.flags.writeable = False
         return Prompt(
             id=prompt_id,
@@ -108,6 +101,7 @@ class PromptEncoder:
             token_ids=token_ids,
             text=text,
             columns={name: value for name, value in located.row.items() if name not in (self.prompt_column, "id")},
+            is_chat=self.system_prompt is not None or not isinstance(located.row[self.prompt_column], str),
             location=located.location,
         )
 
@@ -133,86 +127,25 @@ class PromptEncoder:
             prompt = [{"role": "user", "content": prompt}]
         if not isinstance(prompt, str):
             text = self._render(prompt, located.location)
-            return text, self._token_ids(text, located.location, add_special_tokens=False)
+            return text, self.chat.token_ids(text, f"{located.location}: the prompt")
         if self.tokenizer.chat_template and self.plain_text_at is None:
             self.plain_text_at = located.location
         begins_itself = bool(self.tokenizer.bos_token) and prompt.startswith(str(self.tokenizer.bos_token))
-        return prompt, self._token_ids(prompt, located.location, add_special_tokens=not begins_itself)
+        where = f"{located.location}: the prompt"
+        return prompt, self.chat.token_ids(prompt, where, add_special_tokens=not begins_itself)
 
-    def _token_ids(self, text: str, location: str, *, add_special_tokens: bool) -> IntArray:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            half = ascii(text[error.start])
+    def _render(self, given: object, location: str) -> str:
+        what = f"{location}: {self.prompt_column!r}"
+        messages = check_messages(given, what)
+        if messages[-1]["role"] == "assistant":
             raise DataError(
-                f"{location}: the prompt has {half}, half of a character, which no tokenizer can read"
-            ) from error
-        encoded = self.tokenizer(
-            text,
-            add_special_tokens=add_special_tokens,
-            return_special_tokens_mask=True,
-            truncation=False,
-            verbose=False,
-        )
-        token_ids = encoded["input_ids"]
-        if add_special_tokens:  # the mask is 1 where the tokenizer added: drop those behind the text
-            end = len(token_ids)
-            while end > 0 and encoded["special_tokens_mask"][end - 1]:
-                end -= 1
-            token_ids = token_ids[:end]
-        return np.asarray(token_ids, dtype=np.int32)
-
-    def _render(self, messages: object, location: str) -> str:
-        from jinja2 import TemplateError
-
-        _check_messages(messages, f"{location}: {self.prompt_column!r}")
+                f"{what} ends with a turn of the assistant, which is the policy's to write; leave it out, and put what a reward "
+                "needs of it into a column such as 'answer'"
+            )
         if self.system_prompt is not None:
-            messages = _with_system(cast(list[Mapping[str, Any]], messages), self.system_prompt)
-        if not self.tokenizer.chat_template:
-            raise DataError(
-                f"{location}: the prompt is chat messages, but the tokenizer has no chat template; "
-                "use a string prompt or an instruction-tuned model (model.path)"
-            )
-        try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    cast(Any, messages), tokenize=False, add_generation_prompt=True, **self._template_arguments
-                )
-            )
-        except TemplateError as error:
-            reason = f"refuses these messages: {error}"
-        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            reason = f"fails on these messages: {type(error).__name__}: {error}"
-        raise DataError(f"{location}: the tokenizer's chat template {' '.join(reason.split())}")
-
-    @property
-    def uses_time(self) -> bool:
-        """Return whether prompts depend on when they are encoded."""
-        return "strftime_now" in f"{self.tokenizer.chat_template}{self.chat_template_kwargs.get('chat_template')}"
-
-    @property
-    def _template_arguments(self) -> dict[str, Any]:
-        """The user's, and a template in which the time stands that the run was started."""
-        given = self.chat_template_kwargs
-        if not self.uses_time:
-            return given
-        template = self.tokenizer.get_chat_template(given.get("chat_template"), given.get("tools"))
-        dated = _TIME_CALL.sub(lambda call: json.dumps(self.started.strftime(call[2])), template)
-        return {**given, "chat_template": dated}
-
-    def _unknown_part(self, text: str, token_ids: IntArray) -> str | None:
-        """Return the first part of the text that the tokenizer has no token for; None when there is none."""
-        if self._knows is not None:
-            for character in dict.fromkeys(text):
-                if character not in self._knows:
-                    self._knows[character] = bool(self.tokenizer.encode(character, add_special_tokens=False))
-                if not self._knows[character]:
-                    return character
-        if self._unknown_id is None or self._unknown_id not in token_ids:
-            return None
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
-        return next((text[start:end] for token, (start, end) in pairs if token == self._unknown_id), text)
+            messages = _with_system(messages, self.system_prompt)
+        self.chat.check_template(f"{location}: the prompt")
+        return self.chat.render(messages, location)
 
 
 def encode_rows(rows: Iterable[LocatedRow], encoder: PromptEncoder, limits: LengthLimits) -> list[Prompt]:
@@ -288,35 +221,9 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase, chat_template_kwar
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
-def _unknown_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the id that stands for unknown text, of a word-level tokenizer only: others fall back on bytes."""
-    from tokenizers.models import WordLevel
-
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or not isinstance(backend.model, WordLevel):
-        return None
-    unknown: int | None = backend.token_to_id(backend.model.unk_token)
-    return unknown
-
-
 def _with_system(messages: list[Mapping[str, Any]], content: str) -> list[Mapping[str, Any]]:
     has_own = messages[0]["role"] in ("system", "developer")
     return messages if has_own else [{"role": "system", "content": content}, *messages]
-
-
-def _check_messages(messages: object, what: str) -> None:
-    if not isinstance(messages, list) or not messages:
-        raise DataError(
-            f"{what} is {_describe(messages)}; expected a string or a list of chat messages {{role, content}}"
-        )
-    for number, message in enumerate(messages, start=1):
-        if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise DataError(f"{what}, message {number}: expected an object with the strings 'role' and 'content'")
-    if messages[-1]["role"] == "assistant":
-        raise DataError(
-            f"{what} ends with a turn of the assistant, which is the policy's to write; leave it out, and put what a reward "
-            "needs of it into a column such as 'answer'"
-        )
 
 
 def _without_numpy(value: object) -> Any:
@@ -324,16 +231,14 @@ def _without_numpy(value: object) -> Any:
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
 
-def _describe(value: object) -> str:
-    return "an empty list" if isinstance(value, list) and not value else f"of type {type(value).__name__}"
-
-
 def _row_id(located: LocatedRow, digest: bytes) -> str:
     given = _without_numpy(located.row.get("id"))
     if given is None:
         return digest.hex()
     if isinstance(given, bool) or not isinstance(given, str | int):
-        raise DataError(f"{located.location}: id={given!r} is {_describe(given)}; expected a string or an integer")
+        raise DataError(
+            f"{located.location}: id={given!r} is of type {type(given).__name__}; expected a string or an integer"
+        )
     return str(given)
 
 

@@ -146,7 +146,8 @@ class Engine:
         """One pass over the running batch; call within `forward.ready()`."""
         started = self.now()
         layout = self._schedule()
-        verified = self._commit(layout, self._sampler(layout))
+        sampler = self._run_pass(layout)
+        verified = self._commit(layout, sampler)
         self.drafting.tell(layout, verified, seconds=self.now() - started)
         finished = self._finish(layout, verified)
         self._report(layout, verified, seconds=self.now() - started)
@@ -193,8 +194,8 @@ class Engine:
         in_place, tile_tokens = self.kv.is_readable_in_place, self.forward.tile_tokens
         return lay_out_pass(rows, row, chain, emits, drafts, compiled=in_place, tile_tokens=tile_tokens)
 
-    def _sampler(self, layout: PassLayout) -> Sampler:
-        """Run the pass; returns what draws from its logits."""
+    def _run_pass(self, layout: PassLayout) -> Sampler:
+        """Compute the pass; returns what draws from its logits."""
         draws = [] if self.forward.is_on_host else draws_of(layout, self.rows)
         logits, there = self.forward.logits(layout, draws)
         return DeviceSampler(logits, there) if there else HostSampler(logits, self.rows)

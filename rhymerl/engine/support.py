@@ -134,8 +134,8 @@ def refuse_impossible(request: RolloutRequest, context: int, *, vocabulary: int 
             f"{num_prompt + sampling.max_tokens} tokens; at most {context} fit "
             "(the model's context, or backend.kv_tokens or what the run was checked for if that is smaller)"
         )
-    if generated is None or len(generated) == 0:
-        return
+    if generated is None or len(generated) == 0 or (generated.turns and generated.turns[-1].stop == len(generated)):
+        return  # behind a reply, which may end with any token, sampling goes on
     if len(generated) >= sampling.max_tokens or int(generated.token_ids[-1]) in sampling.stop_token_ids:
         raise ConfigError(
             f"request {request.id}: has ended already, after {len(generated)} of at most {sampling.max_tokens} tokens; "

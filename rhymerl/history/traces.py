@@ -10,18 +10,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from rhymerl.errors import ConfigError, DataError
 from rhymerl.folders import read_lines, writing
-from rhymerl.types import Sample
+from rhymerl.types import WHOLE, FinishReason, Sample
 
 if TYPE_CHECKING:
-    from rhymerl.types import FloatArray, IntArray
+    from rhymerl.types import BoolArray, FloatArray, IntArray
 
-_FINISH_REASONS = ("stop", "length")
 _NUM_TOKENS = 2**31  # ids are int32
 _LONGEST_LINE_BYTES = 256 * 2**20  # of millions of tokens with log-probs
 
@@ -36,16 +35,21 @@ class TraceRecord:
     prompt_tokens: IntArray  # [P]
     response_tokens: IntArray  # [L]
     reward: float
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishReason
     logprobs: FloatArray | None = None  # [L] behaviour log-probs, nats
+    sampled: BoolArray | None = None  # [L] all but the replies of an environment; None where there are none
     prompt: str | None = None  # what was tokenized, for people; None where nobody has written it down
     response: str | None = None  # without special tokens
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.response_tokens) if self.sampled is None else int(self.sampled.sum())
 
 
 def record_of(sample: Sample, epoch: int, *, with_logprobs: bool = False) -> TraceRecord:
     """Return a sample as a record. Raises ValueError for an answer that was withdrawn half-way."""
     completion = sample.completion
-    if completion.finish_reason == "withdrawn":
+    if not completion.output.is_finished:
         raise ValueError(f"request {completion.request.id} was withdrawn: only whole answers are recorded")
     return TraceRecord(
         epoch=epoch,
@@ -56,6 +60,7 @@ def record_of(sample: Sample, epoch: int, *, with_logprobs: bool = False) -> Tra
         reward=sample.reward if sample.has_reward else 0.0,
         finish_reason=completion.finish_reason,
         logprobs=completion.logprobs if with_logprobs else None,
+        sampled=completion.output.sampled if completion.output.turns else None,
         prompt=sample.prompt.text,
         response=sample.text,
     )
@@ -149,6 +154,8 @@ def _line_of(record: TraceRecord) -> str:
     }
     if record.logprobs is not None:
         fields["logprobs"] = record.logprobs.tolist()
+    if record.sampled is not None:
+        fields["sampled"] = record.sampled.astype(int).tolist()
     texts = {"prompt": record.prompt, "response": record.response}
     fields |= {name: text for name, text in texts.items() if text is not None}
     return json.dumps(fields, separators=(",", ":")) + "\n"
@@ -180,6 +187,7 @@ def _record(row: dict[str, Any]) -> TraceRecord:
         reward=float(_typed(row, "reward", (int, float), "a number")),
         finish_reason=_finish_reason(row),
         logprobs=None if row.get("logprobs") is None else _logprobs(row, len(response)),
+        sampled=None if row.get("sampled") is None else _sampled(row, len(response)),
         prompt=_text(row, "prompt"),
         response=_text(row, "response"),
     )
@@ -224,10 +232,17 @@ def _logprobs(row: dict[str, Any], length: int) -> FloatArray:
     return np.array(values, np.float64)
 
 
+def _sampled(row: dict[str, Any], length: int) -> BoolArray:
+    values = _typed(row, "sampled", list, "a list of 0 and 1")
+    if not set(map(type, values)) <= {int} or not set(values) <= {0, 1} or len(values) != length:
+        raise ValueError(f"sampled: expected 0 or 1 for each response token, {length} of them")
+    return np.array(values, np.bool_)
+
+
 def _finish_reason(row: dict[str, Any]) -> Any:
     reason = _typed(row, "finish_reason", str, "a string")
-    if reason not in _FINISH_REASONS:
-        raise ValueError(f"finish_reason={reason!r}: expected one of {', '.join(_FINISH_REASONS)}")
+    if reason not in WHOLE:
+        raise ValueError(f"finish_reason={reason!r}: expected one of {', '.join(WHOLE)}")
     return reason
 
 

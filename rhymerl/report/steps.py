@@ -93,11 +93,11 @@ def answer_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
         "prompt_id": [sample.prompt.id for sample in samples],
         "sample": [completion.request.sample for completion in completions],
         "reward": [round(sample.reward, 6) if sample.has_reward else None for sample in samples],
-        "tokens": [len(sample) for sample in samples],
+        "tokens": [sample.num_sampled for sample in samples],
         "passes": [completion.num_passes for completion in completions],
         "drafted": [completion.num_drafted for completion in completions],
         "accepted": [completion.num_accepted for completion in completions],
-        "is_cut": [int(completion.finish_reason == "length") for completion in completions],
+        "is_cut": [int(completion.output.is_cut) for completion in completions],
     }
 
 

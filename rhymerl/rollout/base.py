@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rhymerl.backends.spans import WorkerSpan
-from rhymerl.errors import at_least, check_ranges
+from rhymerl.errors import at_least, check_ranges, require
 from rhymerl.rewards.failures import Failures
 from rhymerl.types import Prompt, RolloutRequest, Sample, SamplingParams, Split
 
@@ -19,6 +19,9 @@ class RolloutSettings:
     `skip_special_tokens` leaves the tokenizer's special tokens out of the texts that rewards and files get; otherwise only the model's own
     end of an answer is left out. `dynamic_sampling` is in how many rounds groups whose rewards are all equal, which teach nothing, may be replaced by those of other
     prompts (DAPO, arXiv 2503.14476, section 3.2); what is left after the last round stays.
+
+    With an environment an answer is an episode: of at most `max_turns`, with at most `max_tokens` sampled in all of them and
+    `max_turn_tokens` in one (None: as many as are left). A reply is cut to `max_reply_tokens`, and takes at most `reply_timeout_s`.
     """
 
     group_size: int = at_least(1, 8)
@@ -30,6 +33,10 @@ class RolloutSettings:
     stop_token_ids: Sequence[int] = ()
     skip_special_tokens: bool = True
     dynamic_sampling: int = at_least(0, 0)
+    max_turns: int = at_least(1, 8)
+    max_turn_tokens: int | None = at_least(1, None)
+    max_reply_tokens: int = at_least(1, 512)
+    reply_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -38,8 +45,13 @@ class RolloutSettings:
                 f"dynamic_sampling={self.dynamic_sampling}: the rewards of a group of one are always equal, so each would be replaced; "
                 "expected 0, or a group_size of at least 2"
             )
+        require(self.reply_timeout_s > 0, "reply_timeout_s", self.reply_timeout_s, "more than 0 seconds")
         self.stop_token_ids = tuple(self.stop_token_ids)
         self.sampling(())  # checks the ranges of its parameters
+
+    def longest_answer(self, *, has_environment: bool) -> int:
+        """Return the most tokens that an answer may have, replies included."""
+        return self.max_tokens + ((self.max_turns - 1) * self.max_reply_tokens if has_environment else 0)
 
     def sampling(self, stop_token_ids: Sequence[int]) -> SamplingParams:
         """Return the parameters of one request: the policy's own stop ids and the ones asked for besides."""

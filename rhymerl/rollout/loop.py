@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from rhymerl.backends.base import Backend
 from rhymerl.distributed import Alone, Ranks
-from rhymerl.errors import BackendError, RunError
+from rhymerl.environments.build import EpisodeSettings
+from rhymerl.errors import BackendError, EpisodeError, RunError
 from rhymerl.history import HistoryStore
 from rhymerl.history.answers import answers_of
 from rhymerl.hooks import Hooks
@@ -63,6 +62,7 @@ class RolloutLoop:
         lockstep: bool = False,
         num_workers: int | None = None,
         progress: ProgressBar = SILENT,
+        episodes: EpisodeSettings | None = None,
     ) -> None:
         check_run_ahead(run_ahead, max_staleness)
         self.scheduler = scheduler
@@ -78,6 +78,7 @@ class RolloutLoop:
         self.max_staleness = max_staleness
         self.history = history if history is not None else HistoryStore()
         self.policy_version = 0
+        self._episodes = episodes.words if episodes is not None else ""
         self._rule = rule_of(run_ahead)
         self.workers = workers_of(
             backend,
@@ -87,6 +88,7 @@ class RolloutLoop:
             run_ahead=self._rule.mode,
             max_staleness=max_staleness,
             lockstep=lockstep,
+            episodes=episodes,
         )
         self.workers.follow(self.history)
         self._ahead = ScoringAhead(self.workers, scorer, decode)
@@ -119,6 +121,10 @@ class RolloutLoop:
                 break
             rounds.append(self._round(self._requests(fresh, step, settings, split, number), step, split, None))
             samples = replaced(samples, useless, rounds[-1].samples)
+        if all(sample.completion.finish_reason == "environment" for sample in samples):
+            raise EpisodeError(
+                f"step {step}: the environment failed in all {len(samples):,} episodes; a warning says how"
+            )
         if split == "train":
             self._ahead.forget()
             self.workers.sleep()
@@ -143,7 +149,7 @@ class RolloutLoop:
     ) -> SamplingRound:
         """Return all answers to these requests, on every rank."""
         started = time.perf_counter()
-        work = StepRequests(step=step, requests=requests, following=following, split=split)
+        work = StepRequests(step=step, requests=requests, following=following, split=split, episodes=self._episodes)
         # Each is scored the moment it is done.
         answers = {each.request.id: (each, self._score(each)) for each in self.workers.answer(work)}
         rollout_s = time.perf_counter() - started
@@ -231,7 +237,7 @@ class RolloutLoop:
             text=scored.text,
             reward=sum(applied) if applied or not functions else math.nan,
             rewards=rewards,
-            loss_mask=np.ones(len(scored.output), np.bool_),
+            loss_mask=scored.output.sampled,
         )
 
     # -- its end -------------------------------------------------------------------------------------------------

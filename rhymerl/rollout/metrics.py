@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -9,14 +10,16 @@ import numpy as np
 
 from rhymerl.history.answers import are_alike
 from rhymerl.rollout.results import SamplingRound, by_prompt
-from rhymerl.types import Completion, Sample
+from rhymerl.types import Completion, FinishReason, Output, Sample
 from rhymerl.workers.metrics import over_workers
+
+_LIMITS: tuple[FinishReason, ...] = ("max_turns", "length", "context", "environment")
 
 
 def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Return the rewards and lengths of a step's samples, by their names in docs/metrics.md; `reward` only where any sample has one."""
     rewarded = [sample for sample in samples if sample.has_reward]
-    lengths = np.array([len(sample) for sample in samples])
+    lengths = np.array([sample.num_sampled for sample in samples])
     ended = np.array([sample.completion.finish_reason == "stop" for sample in samples])
     groups = by_prompt(rewarded).values()
     spread = np.array([_deviation([sample.reward for sample in group]) for group in groups] or [0.0])
@@ -33,11 +36,31 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         metrics["completions/mean_terminated_length"] = lengths[ended].mean()
         metrics["completions/min_terminated_length"] = lengths[ended].min()
         metrics["completions/max_terminated_length"] = lengths[ended].max()
+    metrics |= episode_metrics([sample.completion.output for sample in samples])
     for name in dict.fromkeys(name for sample in samples for name in sample.rewards):
         values = np.array([sample.rewards[name] for sample in samples if name in sample.rewards])
         metrics[f"rewards/{name}/mean"] = values.mean()
         metrics[f"rewards/{name}/std"] = values.std()
     return {name: float(value) for name, value in metrics.items()}
+
+
+def episode_metrics(outputs: Sequence[Output]) -> dict[str, float]:
+    """Return how episodes went, by their names in docs/metrics.md; nothing where no environment has been asked."""
+    turns = [turn for output in outputs for turn in output.turns]
+    if not turns:
+        return {}
+    reasons = Counter(output.finish_reason for output in outputs)
+    numbers: dict[str, list[float]] = {}
+    for turn in turns:
+        for name, value in turn.metrics.items():
+            numbers.setdefault(f"environment/{name}", []).append(value)
+    return {
+        "episodes/turns": len(turns) / len(outputs),
+        "episodes/reply_tokens": sum(turn.stop - turn.start for turn in turns) / len(outputs),
+        "environment/wait_s": sum(turn.waited_s for turn in turns) / len(turns),
+        **{f"episodes/{reason}_frac": reasons[reason] / len(outputs) for reason in _LIMITS},
+        **{name: sum(values) / len(values) for name, values in numbers.items()},
+    }
 
 
 def _deviation(rewards: Sequence[float]) -> float:
@@ -80,7 +103,7 @@ class AcceptanceTotals:
     def count(self, completions: Iterable[Completion]) -> None:
         """Add answers."""
         for completion in completions:
-            self.tokens += len(completion.token_ids)
+            self.tokens += completion.output.num_sampled
             self.request_passes += completion.num_passes
             self.drafted += completion.num_drafted
             self.accepted += completion.num_accepted

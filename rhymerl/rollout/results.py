@@ -35,7 +35,7 @@ class RankResult:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(each.output) for each in self.scored)
+        return sum(each.output.num_sampled for each in self.scored)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

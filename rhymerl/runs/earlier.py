@@ -51,4 +51,4 @@ def next_epochs(history: HistoryStore) -> dict[Split, int]:
 
 def _fingerprint(module: RhymeModule, datamodule: PromptDataModule) -> str:
     """Return the fingerprint of all that makes prompts into token ids."""
-    return tokenizer_fingerprint(module.policy.tokenizer, datamodule.chat_template_kwargs or {}).hex()
+    return tokenizer_fingerprint(module.policy.tokenizer, datamodule.template_arguments).hex()

@@ -18,6 +18,7 @@ from rhymerl.config.targets import import_target
 from rhymerl.config.tree import is_component
 from rhymerl.distributed.first import is_first_rank
 from rhymerl.drafters import HistoryTreeDrafter
+from rhymerl.environments.build import environment_of
 from rhymerl.errors import ConfigError
 from rhymerl.memory.base import GIB, Layout, Setup
 from rhymerl.memory.fitting import advice, missing_bytes, nearest
@@ -89,7 +90,12 @@ def setup_from(config: DictConfig, *, device_bytes: int | None) -> Setup:
             f"model: {type(source).__name__} has no config to plan with; expected model.path or model.init"
         )
     model = source.outline()
-    longest = _longest(rollout, evaluation, data.get("max_prompt_tokens") or 0, context_tokens(model.config))
+    task = instantiate(data.get("task"), key="task")
+    environment = environment_of(instantiate(parts.get("environment"), key="environment"), task)
+    most_tokens = data.get("max_prompt_tokens") or 0
+    if environment is not None:
+        most_tokens += rollout.longest_answer(has_environment=True) - rollout.max_tokens
+    longest = _longest(rollout, evaluation, most_tokens, context_tokens(model.config))
     on_gpu = trainer.get("accelerator") != "cpu"
     vocabulary = num_embeddings(model)
     chunk = update.chunk_tokens or usual_chunk_tokens(
@@ -113,9 +119,9 @@ def setup_from(config: DictConfig, *, device_bytes: int | None) -> Setup:
     )
 
 
-def _longest(rollout: RolloutSettings, evaluation: EvaluationSettings, prompt_tokens: int, context: int) -> int:
+def _longest(rollout: RolloutSettings, evaluation: EvaluationSettings, other_tokens: int, context: int) -> int:
     answers = [rollout.max_tokens, *(evaluation.max_tokens_of(name) or 0 for name in ("", *(evaluation.sets or {})))]
-    return min(context, prompt_tokens + max(answers))
+    return min(context, other_tokens + max(answers))
 
 
 def _precision(asked: object) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -139,9 +139,12 @@ class Replay:
                 running.append(waiting.popleft())
                 self.protocol.start(running[-1].request)
             self._step(running, totals, num_waiting=len(waiting))
-            for each in [each for each in running if each.is_done]:
-                running.remove(each)
+            for each in [each for each in running if each.has_left]:
                 self.protocol.finish(each.completion())
+                if each.goes_on():
+                    self.protocol.start(each.request)
+                    continue
+                running.remove(each)
                 self.progress.advance()
         return totals
 
@@ -244,9 +247,10 @@ class _Running:
             seed=0,
             sampling=_UNUSED,
         )
-        self.ends_by_length = record.finish_reason == "length"
+        self.ends_by_length = record.finish_reason != "stop"
         self._tokens = np.concatenate([record.prompt_tokens, record.response_tokens], dtype=np.int32)
-        self._done = len(record.prompt_tokens)
+        self._turns = _turns_of(record)
+        self._done, self._end = next(self._turns, (len(self._tokens), len(self._tokens)))
 
     @property
     def context(self) -> IntArray:
@@ -258,33 +262,57 @@ class _Running:
 
     @property
     def room(self) -> int:
-        """Tokens that may still come; an answer that ended by itself could have gone on."""
-        return len(self.remaining) if self.ends_by_length else len(self._tokens) + _MOST_TOKENS
+        """Tokens that may still come; a turn that ended by itself could have gone on."""
+        is_cut = self.ends_by_length and self._end == len(self._tokens)
+        return len(self.remaining) if is_cut else len(self._tokens) + _MOST_TOKENS
 
     @property
     def remaining(self) -> IntArray:
-        return self._tokens[self._done :]
+        """Return the rest of its turn."""
+        return self._tokens[self._done : self._end]
 
     @property
-    def is_done(self) -> bool:
-        return self._done == len(self._tokens)
+    def has_left(self) -> bool:
+        """Return whether the engine has no more to sample, of this turn at least."""
+        return self._done == self._end
 
     def advance(self, count: int) -> IntArray:
-        """Emit `count` tokens, fewer at the end."""
+        """Emit `count` tokens, fewer at the end of a turn."""
         before = self._done
-        self._done = min(self._done + count, len(self._tokens))
+        self._done = min(self._done + count, self._end)
         return self._tokens[before : self._done]
 
-    def sample(self) -> Sample:
-        every_token = np.ones(len(self.record.response_tokens), np.bool_)
-        return Sample(
-            completion=self.completion(), text="", reward=self.record.reward, rewards={}, loss_mask=every_token
-        )
+    def goes_on(self) -> bool:
+        """Return whether there is another turn, and let it begin behind the reply to the one before."""
+        self._done, self._end = next(self._turns, (self._done, self._done))
+        self.request = replace(self.request, output=Output.of(self._response))
+        return not self.has_left
 
-    def completion(self) -> Completion:
+    def sample(self) -> Sample:
         record = self.record
         output = Output.of(record.response_tokens, policy_version=record.epoch, finish_reason=record.finish_reason)
-        return Completion(request=self.request, output=output)
+        completion = Completion(request=self.request, output=output)
+        mask = record.sampled if record.sampled is not None else output.sampled
+        return Sample(completion=completion, text="", reward=record.reward, rewards={}, loss_mask=mask)
+
+    def completion(self) -> Completion:
+        """Return what there is of the answer when its turn has ended."""
+        reason = self.record.finish_reason if self._done == len(self._tokens) else "stop"
+        return Completion(request=self.request, output=Output.of(self._response, finish_reason=reason))
+
+    @property
+    def _response(self) -> IntArray:
+        return self._tokens[len(self.record.prompt_tokens) : self._done]
+
+
+def _turns_of(record: TraceRecord) -> Iterator[tuple[int, int]]:
+    """Yield where each turn of the policy begins and ends in prompt and answer; an answer without replies is one."""
+    start, count = len(record.prompt_tokens), len(record.response_tokens)
+    if record.sampled is None:
+        yield start, start + count
+        return
+    edges = np.flatnonzero(np.diff(record.sampled.astype(np.int8), prepend=0, append=0)) + start
+    yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
 
 
 def _prompt(record: TraceRecord) -> Prompt:

@@ -116,14 +116,14 @@ class LengthPredictor:
             return  # the limit is no prediction
         predicted = self.predict(group[0].completion.request).median
         for sample in group:
-            is_cut = sample.completion.finish_reason == "length"
-            error = predicted - len(sample)
+            is_cut = sample.completion.output.is_cut
+            error = predicted - sample.num_sampled
             self._errors[0] += max(-error, 0.0) if is_cut else abs(error)  # "at least" is met by any longer prediction
         self._errors[1] += len(group)
 
     def _learn(self, key: str, group: Sequence[Sample]) -> None:
-        lengths = sorted(map(len, group))
-        limits = [len(sample) for sample in group if sample.completion.finish_reason == "length"]
+        lengths = sorted(sample.num_sampled for sample in group)
+        limits = [sample.num_sampled for sample in group if sample.completion.output.is_cut]
         cut_from = min(limits, default=math.inf)
         median, tail = _middle(lengths), _quantile(lengths, self.tail)
         known = self._prompts.pop(key, None)  # what is learned last stands last

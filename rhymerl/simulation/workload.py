@@ -112,6 +112,6 @@ def _work(records: Sequence[TraceRecord], sampling: SamplingParams) -> StepWork:
         requests.append(_request(record.prompt_id, number, sampling))
     return StepWork(
         requests=requests,
-        lengths=np.array([max(len(record.response_tokens), 1) for record in records], np.int64),
-        is_cut=np.array([record.finish_reason == "length" for record in records], np.bool_),
+        lengths=np.array([max(record.num_sampled, 1) for record in records], np.int64),
+        is_cut=np.array([record.finish_reason != "stop" for record in records], np.bool_),
     )

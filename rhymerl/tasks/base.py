@@ -48,6 +48,10 @@ class Task(ABC):
     def problem(self, random_source: random.Random) -> Row:
         """Draw one problem: `prompt` (text or chat messages) and whatever columns the reward needs."""
 
+    def reply(self, row: Row, turns: Sequence[Any]) -> Any:
+        """Return what follows a turn of the policy, as an `Environment` does; by default the episode is over."""
+        return None
+
     def demonstration(self, row: Row, random_source: random.Random) -> str:
         """Return an answer to imitate in the warm start. Raises TypeError when the task has none."""
         raise TypeError(f"{type(self).__name__} has no demonstrations, so it cannot warm-start a policy")

@@ -33,7 +33,7 @@ def step_batch(samples: Sequence[Sample]) -> Batch:
         mask=torch.from_numpy(mask),
         behaviour_logprobs=torch.from_numpy(logprobs),
         limits=torch.tensor([completion.request.sampling.max_tokens for completion in completions]),
-        is_truncated=torch.tensor([completion.finish_reason == "length" for completion in completions]),
+        is_truncated=torch.tensor([completion.output.is_cut for completion in completions]),
     )
 
 

@@ -104,11 +104,19 @@ def check_workers(
         )
 
 
-def longest_tokens(datamodule: PromptDataModule, *, rollout: RolloutSettings, evaluation: EvaluationSettings) -> int:
+def longest_tokens(
+    datamodule: PromptDataModule,
+    *,
+    rollout: RolloutSettings,
+    evaluation: EvaluationSettings,
+    has_environment: bool = False,
+) -> int:
     """Return the most tokens that a prompt and its answer may have together."""
     parts = [(loader, evaluation.rollout(rollout, name)) for name, loader in datamodule.validation_loaders.items()]
     parts += [(datamodule.train_loader, rollout)] if datamodule.train_loader is not None else []
     longest = [
-        max(len(prompt.token_ids) for prompt in loader.prompts) + settings.max_tokens for loader, settings in parts
+        max(len(prompt.token_ids) for prompt in loader.prompts)
+        + settings.longest_answer(has_environment=has_environment)
+        for loader, settings in parts
     ]
     return max(longest, default=0)

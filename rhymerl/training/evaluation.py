@@ -142,8 +142,8 @@ def evaluation_metrics(
     judged = [group for group in by_prompt(samples).values() if all(_is_judged(sample, right_by) for sample in group)]
     right = [[_reward(sample, right_by) >= _RIGHT for sample in group] for group in judged]
     reward = float(np.mean(rewards))
-    length = float(np.mean([len(sample) for sample in samples]))
-    clipped = float(np.mean([sample.completion.finish_reason == "length" for sample in samples]))
+    length = float(np.mean([sample.num_sampled for sample in samples]))
+    clipped = float(np.mean([sample.completion.output.is_cut for sample in samples]))
     passes = {
         f"eval/{task}/pass@{k}": float(np.mean([pass_at_k(len(group), sum(group), k) for group in right]))
         for k in (_powers_up_to(most) if judged else ())

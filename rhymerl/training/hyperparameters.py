@@ -12,7 +12,7 @@ from rhymerl.rewards import plain_rewards
 
 _LOST = "_lost_"
 _PARTS = ("algo", "rollout", "update", "evaluation", "drafter", "budget", "history", "scheduler", "backend")
-_PLAIN = ("run_ahead", "max_staleness", "reward_workers", "seed")
+_PLAIN = ("run_ahead", "max_staleness", "reward_workers", "environment_workers", "seed")
 
 
 def arguments_of(module: Any, source: object) -> dict[str, Any]:
@@ -25,6 +25,7 @@ def arguments_of(module: Any, source: object) -> dict[str, Any]:
         **{name: held(getattr(module, name), describe) for name in _PARTS},
         "critic": held(module.critic_settings, describe),
         "rewards": held(module.rewards, plain_rewards),
+        "environment": held(module.environment, describe) if module.environment is not None else None,
         **{name: plain(getattr(module, name)) for name in _PLAIN},
     }
 

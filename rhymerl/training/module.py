@@ -26,6 +26,8 @@ from rhymerl.distributed.group import Group
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.history_tree import HistoryTreeDrafter
 from rhymerl.drafters.run_ahead import RunAheadDrafter
+from rhymerl.environments.base import Environment
+from rhymerl.environments.build import environment_of, prepared
 from rhymerl.errors import require_at_least
 from rhymerl.history import HistoryStore
 from rhymerl.models.critic import Critic, CriticSettings
@@ -40,6 +42,7 @@ from rhymerl.schedulers.base import Scheduler
 from rhymerl.schedulers.fifo import FIFOScheduler
 from rhymerl.training.checkpoint import state_in
 from rhymerl.training.checks import check_algorithm, check_answers_fit, check_workers, longest_tokens, warn_of_parts
+from rhymerl.training.episodes import episode_settings, prove_template
 from rhymerl.training.evaluation import EvaluationSettings, step_name
 from rhymerl.training.evaluator import Evaluator
 from rhymerl.training.given_rewards import RewardTrial, check_tags, checked_rewards
@@ -70,7 +73,7 @@ class RhymeModule(L.LightningModule):
     """GRPO and its kin under `Trainer.fit(module, datamodule)`.
 
     Every component may be given as an object or as its config node; `model` also as a directory or hub name.
-    `rewards` None takes the reward of the datamodule's task. The module holds no state of a rollout.
+    `rewards` None takes the reward of the datamodule's task, and `environment` None what it replies, if anything. The module holds no state of a rollout.
     """
 
     reference: PreTrainedModel | None  # set past nn.Module's registration: no submodule, and in no checkpoint
@@ -94,14 +97,18 @@ class RhymeModule(L.LightningModule):
         workers: int | None = None,
         rewards: Any = None,
         reward_workers: int = 1,
+        environment: Environment | Node | None = None,
+        environment_workers: int = 2,
         seed: int = 0,
     ) -> None:
         super().__init__()
         check_run_ahead(run_ahead, max_staleness)
-        require_at_least({"reward_workers": (reward_workers, 1), "workers": (1 if workers is None else workers, 1)})
+        require_at_least({"reward_workers": (reward_workers, 1), "environment_workers": (environment_workers, 1)})
+        require_at_least({"workers": (1 if workers is None else workers, 1)})
         self.automatic_optimization = False
         refuse_lost(model=model, algo=algo, critic=critic, rollout=rollout, update=update, evaluation=evaluation)
         refuse_lost(drafter=drafter, budget=budget, history=history, scheduler=scheduler, backend=backend)
+        refuse_lost(environment=environment)
         self.algo: Algorithm = instantiate(algo, key="algo", default=GRPO, kind=Algorithm)
         self.critic_settings: CriticSettings = instantiate(critic, key="critic", default=CriticSettings)
         self.rollout: RolloutSettings = instantiate(rollout, key="rollout", default=RolloutSettings)
@@ -118,11 +125,16 @@ class RhymeModule(L.LightningModule):
         self.workers = workers
         self.rewards = instantiate(rewards, key="rewards")
         self.reward_workers = reward_workers
+        self.environment: Environment | None = (
+            instantiate(environment, key="environment", kind=Environment) if environment is not None else None
+        )
+        self.environment_workers = environment_workers
         self.seed = seed
         check_algorithm(self.algo, rollout=self.rollout, update=self.update)
         source = PolicySource(model) if isinstance(model, str) else instantiate(model, key="model")
         self.policy: Policy = source.load() if isinstance(source, PolicySource) else source
         check_adapters(self.policy.model)
+        self.environment = prepared(self.environment, self.policy.tokenizer)
         self.model: PreTrainedModel = self.policy.model.train()
         self.num_rollouts = 0  # rollout steps whose update is in the weights
         self.num_tokens = 0  # response tokens trained on
@@ -168,7 +180,24 @@ class RhymeModule(L.LightningModule):
     def check(self, datamodule: PromptDataModule) -> None:
         """Raise ConfigError for all that can be known to be wrong before any compute; the data has been prepared."""
         check_answers_fit(self.policy, rollout=self.rollout, evaluation=self.evaluation)
-        longest = longest_tokens(datamodule, rollout=self.rollout, evaluation=self.evaluation)
+        environment = environment_of(self.environment, datamodule.task)
+        longest = min(
+            self.policy.context_tokens,
+            longest_tokens(
+                datamodule, rollout=self.rollout, evaluation=self.evaluation, has_environment=environment is not None
+            ),
+        )
+        self._episodes = partial(
+            episode_settings,
+            environment,
+            self.policy,
+            self.rollout,
+            datamodule,
+            longest_tokens=longest,
+            num_processes=self.environment_workers,
+        )
+        if (episodes := self._episodes(lockstep=False)) is not None:
+            prove_template(episodes, datamodule)
         self.backend.check(longest)
         self.backend.check_drafting(self.drafter, self.budget)
         if self.critic is not None:
@@ -226,6 +255,7 @@ class RhymeModule(L.LightningModule):
             max_staleness=self.max_staleness,
             num_workers=self.workers,
             progress=self.progress,
+            episodes=self._episodes(lockstep=modes["lockstep"]),
             **modes,
         )
         self._resumed.restore(self, self._loop, self._ranks)
@@ -307,7 +337,7 @@ class RhymeModule(L.LightningModule):
         result.failures.check(self._rewards, "a step")
         optimizer, schedule = self.optimizers(), cast(LambdaLR, self.lr_schedulers())
         metrics = self._updater.run(result.samples, step, optimizer=optimizer, schedule=schedule)
-        num_tokens = sum(map(len, result.samples))
+        num_tokens = sum(sample.num_sampled for sample in result.samples)
         self.num_rollouts, self.num_tokens = step + 1, self.num_tokens + num_tokens
         loader.advance()
         self.last_rollout = result

@@ -6,8 +6,9 @@ from rhymerl.backends.base import Backend, RolloutBackend
 from rhymerl.backends.served import ServedBackend
 from rhymerl.backends.spans import WorkerSpan
 from rhymerl.distributed import Ranks
+from rhymerl.environments.build import EpisodeSettings
 from rhymerl.schedulers.base import Scheduler
-from rhymerl.types import Output
+from rhymerl.types import Output, TurnEnd
 from rhymerl.workers.base import RunAhead, Workers, check_run_ahead, follows_clock
 from rhymerl.workers.coordinator import Command, ProgressReport, SharedPlan
 from rhymerl.workers.ranks import MovedRequest, RankWorkers
@@ -18,7 +19,16 @@ from rhymerl.workers.run_ahead import RunAheadState
 from rhymerl.workers.step import StepRequests
 
 # What travels between the workers of ranks, apart from plain data and arrays.
-RECORDS: tuple[type, ...] = (Command, MovedRequest, Output, ProgressReport, RunAheadState, SharedPlan, WorkerSpan)
+RECORDS: tuple[type, ...] = (
+    Command,
+    MovedRequest,
+    Output,
+    ProgressReport,
+    RunAheadState,
+    SharedPlan,
+    TurnEnd,
+    WorkerSpan,
+)
 
 
 def backend_of_workers(backend: Backend) -> Backend:
@@ -35,6 +45,7 @@ def workers_of(
     run_ahead: RunAhead,
     max_staleness: int,
     lockstep: bool,
+    episodes: EpisodeSettings | None = None,
 ) -> Workers:
     """Return the workers of a backend that has been started; `num_workers` None = one a rank, or as many as there are.
 
@@ -43,13 +54,13 @@ def workers_of(
     modes: dict[str, Any] = {"run_ahead": run_ahead, "max_staleness": max_staleness, "lockstep": lockstep}
     if isinstance(backend, HostedBackend):
         number = 0 if ranks.rank else num_workers or backend.num_workers(ranks.size)
-        return HostedWorkers(backend, scheduler, num_workers=number, ranks=ranks, **modes)
+        return HostedWorkers(backend, scheduler, num_workers=number, ranks=ranks, episodes=episodes, **modes)
     assert isinstance(backend, RolloutBackend)
     if num_workers not in (None, ranks.size):
         raise ValueError(
             f"workers={num_workers}: with {type(backend).__name__} every rank is a worker; expected null, {ranks.size}, or backend=ray"
         )
-    return RankWorkers(backend, scheduler, ranks=ranks, **modes)
+    return RankWorkers(backend, scheduler, ranks=ranks, episodes=episodes, **modes)
 
 
 __all__ = [

@@ -91,4 +91,5 @@ def share_ahead(samples: Sequence[Sample]) -> float | None:
     known = [each for each in sources if each is not None]
     if not known:
         return None
-    return sum(int((each == DraftSource.RUN_AHEAD).sum()) for each in known) / max(sum(map(len, known)), 1)
+    num_sampled = sum(sample.num_sampled for sample in samples if sample.completion.output.sources is not None)
+    return sum(int((each == DraftSource.RUN_AHEAD).sum()) for each in known) / max(num_sampled, 1)

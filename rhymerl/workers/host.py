@@ -2,7 +2,8 @@
 
 It is the same on a trainer's rank, which steps its host itself (`ranks`), and in a worker apart from it, which is told by messages
 (`remote/host`). A request is `submit`ted and waits. `decode` hands the engine those that go first, and takes what has ended. Others
-wait with what they have: behind earlier steps, or, as a draft, for the policy that is to sample them. `withdraw` gives them back.
+wait with what they have: behind earlier steps, for an environment's reply, or, as a draft, for the policy that is to sample them.
+`withdraw` gives them back.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from dataclasses import dataclass, replace
 
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.spans import SpanLog
+from rhymerl.environments.episodes import Episodes
 from rhymerl.errors import BackendError
 from rhymerl.types import Completion, Output, RolloutRequest
 from rhymerl.workers.versions import Versions
+
+_LOOK_S = 0.02  # between two looks at replies, while the engine works
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,15 +39,20 @@ class HostJob:
         return self.output or self.request.output or Output.of()
 
     def going_on(self) -> RolloutRequest:
-        """Return the request as the engine gets it."""
+        """Return the request with what there is of its answer."""
         return replace(self.request, output=self.output) if self.output else self.request
+
+    @property
+    def awaits_reply(self) -> bool:
+        """Return whether a turn of it has ended, whose environment has not replied."""
+        return self.output is not None and self.output.finish_reason == "turn"
 
 
 class Host:
     """Answers requests in the order of their priorities: steps of training by number, evaluations before them.
 
-    `beside` is how many requests of later steps run beside those of an earlier one, None: those that run already. Whoever
-    has a host takes what has `finished` and what was `released` from these lists.
+    `beside` is how many requests of later steps run beside those of an earlier one, None: those that run already. With `episodes`
+    an answer goes on behind an environment's reply. Whoever has a host takes what has `finished` and what was `released` from these lists.
     """
 
     def __init__(
@@ -53,6 +62,7 @@ class Host:
         version: int | None = None,
         number: int = 0,
         beside: int | None = None,
+        episodes: Episodes | None = None,
     ) -> None:
         self.version = version  # of the policy that samples
         self.finished: list[Completion] = []
@@ -61,6 +71,7 @@ class Host:
         self.busy_s = 0.0
         self._backend = engine
         self._beside = beside
+        self._episodes = episodes
         self._jobs: dict[str, HostJob] = {}
         self._num_running: Counter[int] = Counter()  # in the engine, by priority
         self._is_settled = True  # the engine has what is to be sampled now
@@ -78,8 +89,13 @@ class Host:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether there is something to decode."""
-        return self.is_running or any(map(self._may_run, self._jobs.values()))
+        """Return whether there is something to decode, or an environment may reply."""
+        return self.is_running or self.awaits_replies or any(map(self._may_run, self._jobs.values()))
+
+    @property
+    def awaits_replies(self) -> bool:
+        """Return whether an environment has been asked that has not replied."""
+        return self._episodes is not None and self._episodes.is_waiting
 
     # -- what it is told ---------------------------------------------------------------------------------------------
 
@@ -90,6 +106,7 @@ class Host:
         """
         redone = [job for job in self._jobs.values() if job.versions.final <= version and self._has_drafts(job)]
         self._take_out([job for job in redone if job.is_running])
+        self._end_sessions(redone)
         for job in redone:
             if job.output:
                 job.request = replace(job.request, prefetched=job.output.token_ids, output=None)
@@ -106,13 +123,14 @@ class Host:
                 raise BackendError(f"a worker has been given {request.id} twice")
             self._is_settled = False
             job = self._jobs[request.id] = HostJob(request=request, priority=priority, versions=versions)
-            if request.output is not None and request.output.is_finished:
+            if request.output is not None and request.output.finish_reason != "withdrawn":
                 self._leave(job, request.output)
 
     def withdraw(self, names: Iterable[str]) -> None:
         """Give these requests back, as far as they are here and not answered: `released` has them, with their tokens."""
         jobs = [self._jobs[name] for name in names if name in self._jobs]
         self._take_out([job for job in jobs if job.is_running])
+        self._end_sessions(jobs)
         for job in jobs:
             if self._jobs.pop(job.request.id, None) is not None:  # else it has ended meanwhile
                 self._is_settled = False
@@ -122,9 +140,12 @@ class Host:
 
     def decode(self, timeout_s: float | None = None, max_passes: int | None = None) -> None:
         """Let the engine work for a while on what goes first: without limits until a request has ended."""
+        self._take_replies(timeout_s)
         self.settle()
         if not self.is_running:
             return
+        if self.awaits_replies:
+            timeout_s = _LOOK_S if timeout_s is None else min(timeout_s, _LOOK_S)
         priority, started = min(self._num_running), time.perf_counter()
         found = self.engine.collect(timeout_s, max_passes=max_passes)
         seconds = time.perf_counter() - started
@@ -160,14 +181,17 @@ class Host:
             return
         self._take_out([job for job in ready if job.is_running and job.priority > fresh[0].priority])
         jobs = [job for job in chosen if not job.is_running and self._may_run(job)]
-        self.engine.submit([job.going_on() for job in jobs])
+        requests = [job.going_on() for job in jobs]
+        self.engine.submit(requests if self._episodes is None else list(map(self._episodes.next_turn, requests)))
         for job in jobs:
             job.is_running = True
             self._num_running[job.priority] += 1
 
     def _may_run(self, job: HostJob) -> bool:
-        is_over = job.output is not None and job.output.is_finished  # a whole draft waits for its policy
-        return self.version is not None and job.versions.oldest <= self.version and not is_over
+        waits = (
+            job.output is not None and job.output.finish_reason != "withdrawn"
+        )  # for a reply; a whole draft: for its policy
+        return self.version is not None and job.versions.oldest <= self.version and not waits
 
     def _has_drafts(self, job: HostJob) -> bool:
         """Return whether what this policy samples of it is sampled again."""
@@ -188,11 +212,37 @@ class Host:
         job.is_running, self._is_settled = False, False
         self._num_running[job.priority] -= 1
         self._num_running = +self._num_running
-        self._leave(job, completion.output)
+        output = self.whole(job, completion.output)
+        self._leave(job, output if self._episodes is None else self._episodes.after_turn(job.request, output))
 
     def _leave(self, job: HostJob, output: Output) -> None:
-        """An answer has finished, and a draft of one waits for its policy."""
+        """An answer has finished, or waits for its environment, and a draft of one waits for its policy."""
         job.output = output
+        if self._episodes is not None and job.awaits_reply:
+            self._episodes.ask(job.request, output)
         if output.is_finished and not self._has_drafts(job):
             del self._jobs[job.request.id]
+            self._end_sessions([job])
             self.finished.append(Completion(request=job.request, output=output))
+
+    # -- environments ------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def whole(job: HostJob, output: Output) -> Output:
+        """Return what an engine has of a request, with what only the host knows of it: the turns before."""
+        turns = job.known().turns
+        return replace(output, turns=turns) if turns else output
+
+    def _take_replies(self, timeout_s: float | None) -> None:
+        """Let answers go on to which there is a reply; wait for one only where there is nothing else to do."""
+        if self._episodes is None or not self._episodes.is_waiting:
+            return
+        is_idle = not self.is_running and not any(map(self._may_run, self._jobs.values()))
+        for name, output in self._episodes.replied(timeout_s if is_idle else 0.0):
+            self._is_settled = False
+            self._leave(self._jobs[name], output)
+
+    def _end_sessions(self, jobs: Iterable[HostJob]) -> None:
+        """These episodes are over, or go on elsewhere: an environment keeps nothing of them."""
+        if self._episodes is not None:
+            self._episodes.forget([job.request.id for job in jobs if job.known().turns or job.awaits_reply])

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rhymerl.backends.spans import WorkerSpan
+from rhymerl.environments.build import EpisodeSettings
 from rhymerl.history.packing import PackedPrompt
 from rhymerl.types import Output, RolloutRequest, Sample, Split
 from rhymerl.workers.versions import Versions
@@ -67,7 +68,7 @@ class Measure:
     """Tell what happened in the engine since the last time."""
 
 
-HostMessage = Weights | Submit | Withdraw | HistoryUpdate | Learn | Measure
+HostMessage = EpisodeSettings | Weights | Submit | Withdraw | HistoryUpdate | Learn | Measure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.spans import WorkerSpan
 from rhymerl.distributed import Channel, Message, Ranks
+from rhymerl.environments.build import EpisodeSettings
 from rhymerl.errors import BackendError
 from rhymerl.history import HistoryStore
 from rhymerl.schedulers.base import Scheduler
@@ -143,7 +144,7 @@ class RankStep:
             return None
         following = self._work.next_step()
         outputs = {name: output for name, output in self._ahead.items() if output.is_finished or len(output)}
-        asked = digest_of(following.requests)
+        asked = digest_of(following.requests, episodes=following.episodes)
         return RunAheadState(step=int(following.step), asked=asked, plan=self._planned, outputs=outputs)
 
     def _taken_back(self, names: Iterable[str]) -> list[Completion]:
@@ -168,8 +169,10 @@ class RankWorkers(Workers):
         run_ahead: RunAhead = "off",
         max_staleness: int = 1,
         lockstep: bool = False,
+        episodes: EpisodeSettings | None = None,
     ) -> None:
-        self._host = Host(backend, version=0, number=ranks.rank)
+        self._episodes = episodes.episodes() if episodes is not None else None
+        self._host = Host(backend, version=0, number=ranks.rank, episodes=self._episodes)
         self._scheduler = scheduler
         self._ranks = ranks
         self._run_ahead = run_ahead
@@ -188,8 +191,8 @@ class RankWorkers(Workers):
     def answer(self, work: StepRequests) -> Iterator[Completion]:
         found = self._ahead if work.split == "train" else None
         taken = found if found is not None and found.step == work.step else None
-        # It may be of before a resume with other settings.
-        state = taken if taken is not None and taken.asked == digest_of(work.requests) else None
+        asked = digest_of(work.requests, episodes=work.episodes)  # it may be of before a resume with other settings
+        state = taken if taken is not None and taken.asked == asked else None
         plan = self._plan_of(work, state)
         step = self._begin(work, plan, state.outputs if state is not None else {})
         keeps = self._run_ahead == "keep"
@@ -275,3 +278,7 @@ class RankWorkers(Workers):
 
     def spans(self) -> list[WorkerSpan]:
         return self._host.spans.take()
+
+    def close(self) -> None:
+        if self._episodes is not None:
+            self._episodes.close()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from rhymerl.types import Output, RolloutRequest
+from rhymerl.types import Output, RolloutRequest, TurnEnd
 from rhymerl.workers.coordinator import SharedPlan
 
 
@@ -18,7 +18,7 @@ from rhymerl.workers.coordinator import SharedPlan
 class RunAheadState:
     """The outputs that a rank has for `step`, by request id, and the plan that they were sampled by.
 
-    `asked` is `digest_of` the requests.
+    `asked` is `digest_of` the step.
     """
 
     step: int
@@ -43,9 +43,9 @@ class RunAheadState:
         return cls(step=state["step"], asked=state["asked"], plan=plan, outputs=outputs)
 
 
-def digest_of(requests: Sequence[RolloutRequest]) -> str:
-    """Return 32 hex digits that say what is asked for: which requests, of which noise, sampled how."""
-    digest = hashlib.blake2b(digest_size=16)
+def digest_of(requests: Sequence[RolloutRequest], *, episodes: str = "") -> str:
+    """Return 32 hex digits that say what is asked for: which requests, of which noise, sampled how, in which turns."""
+    digest = hashlib.blake2b(episodes.encode(), digest_size=16)
     sampling: object = None
     for request in requests:
         if request.sampling is not sampling:
@@ -65,6 +65,7 @@ def merge_states(states: Sequence[RunAheadState | None]) -> RunAheadState | None
 
 def _packed(output: Output) -> dict[str, Any]:
     named = {each.name: getattr(output, each.name) for each in fields(output)}
+    named["turns"] = [asdict(turn) for turn in output.turns]
     return {name: torch.tensor(value) if isinstance(value, np.ndarray) else value for name, value in named.items()}
 
 
@@ -72,4 +73,5 @@ def _unpacked(state: Mapping[str, Any]) -> Output:
     named: dict[str, Any] = {
         name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in state.items()
     }
+    named["turns"] = tuple(TurnEnd(**turn) for turn in state.get("turns", ()))
     return Output(**named)

@@ -17,6 +17,7 @@ class StepRequests:
     requests: Sequence[RolloutRequest]
     following: Sequence[RolloutRequest] | None = None
     split: Split = "train"
+    episodes: str = ""  # what their turns follow from: environment and limits; empty where answers are of one turn
 
     @property
     def number(self) -> int | None:
@@ -31,4 +32,4 @@ class StepRequests:
     def next_step(self) -> StepRequests:
         """Return the requests of the next step as a step of their own."""
         assert isinstance(self.step, int) and self.following is not None
-        return StepRequests(step=self.step + 1, requests=self.following)
+        return StepRequests(step=self.step + 1, requests=self.following, episodes=self.episodes)

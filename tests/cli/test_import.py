@@ -19,7 +19,17 @@ ROOT = Path(__file__).parents[2]
 HEAVY = {"lightning", "matplotlib", "numba", "pytorch_lightning", "sglang", "torch", "transformers"}
 HANDY = {"numpy", "hydra", "omegaconf", "rich"}
 LIGHTEST = ["rhymerl", "rhymerl.cli", "rhymerl.config", "rhymerl.schedulers", "rhymerl.drafters"]
-LIGHT = ["errors", "history", "report", "rewards", "rewards.process_main", "tasks", "types"]
+LIGHT = [
+    "environments",
+    "environments.process_main",
+    "errors",
+    "history",
+    "report",
+    "rewards",
+    "rewards.process_main",
+    "tasks",
+    "types",
+]
 
 
 def imported_by(code: str) -> set[str]:

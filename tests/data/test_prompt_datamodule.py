@@ -52,6 +52,7 @@ class Consumer(L.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.policy = policy
+        self.environment = None
         self.rollout = Rollout()
         self.evaluation = Evaluation()
         self.crash_at = crash_at

@@ -185,7 +185,7 @@ def test_parts_with_prompts_hand_the_system_prompt_on(kind: Any, make_bpe: MakeB
         (prompt,) = source.read(policy, max_tokens=8)
     else:
         limits = SimpleNamespace(max_tokens=8, max_tokens_of=lambda name: None)
-        source.prepare_for(SimpleNamespace(policy=policy, rollout=limits, evaluation=limits))
+        source.prepare_for(SimpleNamespace(policy=policy, environment=None, rollout=limits, evaluation=limits))
         (prompt,) = source.train_loader.prompts
     assert prompt.text.startswith("<s>[system]Be brief.[user]hi")
 

@@ -30,6 +30,7 @@ class Run:
     stop_token_ids: Sequence[int] = ()
     devices: int = 1
     learning_rate: float = 3e-3
+    ckpt_path: str | None = None
 
     def train(self, *, callbacks: Sequence[L.Callback] = (), **parts: Any) -> Trained:
         """Train with a drafter, a scheduler or the like."""
@@ -52,7 +53,7 @@ class Run:
             devices=self.devices,
             strategy="auto" if self.devices == 1 else "ddp",
         )
-        trainer.fit(module, PromptDataModule(PROMPTS, prompts_per_step=self.prompts_per_step))
+        trainer.fit(module, PromptDataModule(PROMPTS, prompts_per_step=self.prompts_per_step), ckpt_path=self.ckpt_path)
         return {name: weight.detach().clone() for name, weight in module.state_dict().items()}, recorder.steps
 
 

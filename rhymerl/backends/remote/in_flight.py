@@ -255,7 +255,8 @@ def _ended(completion: Completion, told: Mapping[str, Any]) -> Completion:
     A request that was told to give up may have come to neither. Raises BackendError for one that was cut short of both.
     """
     sampling, output = completion.request.sampling, completion.output
-    stops = np.flatnonzero(np.isin(output.token_ids, sampling.stop_token_ids))[:1] + 1
+    start = len(completion.request.output or ())  # turns before have stop tokens of their own
+    stops = start + np.flatnonzero(np.isin(output.token_ids[start:], sampling.stop_token_ids))[:1] + 1
     end = min([*stops.tolist(), sampling.max_tokens])
     if len(output) < end and output.is_finished:
         raise BackendError(

@@ -1,4 +1,4 @@
-"""A worker apart from the trainer, as the fleet knows it."""
+"""A worker apart from the trainer, as the pool knows it."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from typing import Any
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.spans import EVALUATION, SpanLog
 from rhymerl.budgets.base import Budget
+from rhymerl.environments.build import EpisodeSettings
 from rhymerl.history import HistoryStore
 from rhymerl.types import Prompt
 from rhymerl.workers.host import Host, HostJob
@@ -104,6 +105,8 @@ class WorkerHost(Host):
 
     def release(self) -> None:
         """Free the engine, once nobody works with it any more."""
+        if self._episodes is not None:
+            self._episodes.close()
         if self._backend is not None:
             self._backend.close()
 
@@ -121,7 +124,7 @@ class WorkerHost(Host):
 
     @property
     def _is_idle(self) -> bool:
-        return self._is_settled and not self.is_running
+        return self._is_settled and not self.is_running and not self.awaits_replies
 
     def _rest(self, only_evaluates: bool) -> None:
         """Let requests of training steps leave the engine, or come back, and with them what the budget has learned."""
@@ -152,6 +155,8 @@ class WorkerHost(Host):
 
     def _follow(self, message: HostMessage) -> None:
         match message:
+            case EpisodeSettings():
+                self._episodes = message.episodes()
             case Weights():
                 self._take_weights(message)
             case Submit():
@@ -211,7 +216,8 @@ class WorkerHost(Host):
     def _report_outputs(self) -> None:
         """Report how far answers are that go on."""
         self._reported_at = time.monotonic()
-        outputs = {each.request.id: each.output for each in self._backend.outputs()} if self._backend else {}
+        running = self._backend.outputs() if self._backend else []
+        outputs = {each.request.id: self.whole(self._jobs[each.request.id], each.output) for each in running}
         waiting = ((name, job.output) for name, job in self._jobs.items() if not job.is_running)
         outputs |= {name: output for name, output in waiting if output is not None}
         deltas = []

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rhymerl.backends.spans import WorkerSpan
 from rhymerl.distributed import Ranks
+from rhymerl.environments.build import EpisodeSettings
 from rhymerl.history import HistoryStore
 from rhymerl.models.sharding import GatheredTensors
 from rhymerl.schedulers.base import Scheduler
@@ -50,6 +51,7 @@ class HostedWorkers(Workers):
         run_ahead: RunAhead = "off",
         max_staleness: int = 1,
         lockstep: bool = False,
+        episodes: EpisodeSettings | None = None,
     ) -> None:
         if lockstep and not backend.counts_passes:
             raise ValueError(
@@ -67,7 +69,7 @@ class HostedWorkers(Workers):
         self._ended_at = time.monotonic()  # the latest `answer`
         self._busy_frac = 0.0
         self._num_exchanges = 0  # of the latest `answer`
-        self._pool = WorkerPool(backend, num_workers=num_workers, lockstep=lockstep)
+        self._pool = WorkerPool(backend, num_workers=num_workers, lockstep=lockstep, episodes=episodes)
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -114,14 +116,14 @@ class HostedWorkers(Workers):
             self._resumed = None if state is not None else self._resumed
             return self._launch(work, *self._of_state(state, work))
         self._ahead = None
-        if ahead.work.step == work.step and digest_of(ahead.work.requests) == digest_of(work.requests):
+        if ahead.work.step == work.step and _asked(ahead.work) == _asked(work):
             ahead.work = work
             return ahead
         self._pool.abandon(ahead)
         return self._launch(work, self._plan(work))
 
     def _of_state(self, state: RunAheadState | None, work: StepRequests) -> tuple[SharedPlan, Mapping[str, Output]]:
-        if state is None or state.asked != digest_of(work.requests):
+        if state is None or state.asked != _asked(work):
             return self._plan(work), {}
         plan = state.plan if len(state.plan.queues) == len(self._pool.handles) else self._plan(work)
         return plan, state.outputs
@@ -246,3 +248,7 @@ class HostedWorkers(Workers):
 
     def close(self) -> None:
         self._pool.close()
+
+
+def _asked(work: StepRequests) -> str:
+    return digest_of(work.requests, episodes=work.episodes)

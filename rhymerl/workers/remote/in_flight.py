@@ -82,5 +82,5 @@ class InFlight:
         """Return what a run that ends here goes on from; None for an evaluation."""
         if self.work.number is None:
             return None
-        asked = digest_of(self.work.requests)
+        asked = digest_of(self.work.requests, episodes=self.work.episodes)
         return RunAheadState(step=self.work.number, asked=asked, plan=self.plan, outputs=dict(self.outputs))

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
+from rhymerl.environments.build import EpisodeSettings
 from rhymerl.errors import BackendError, RhymeError
 from rhymerl.history import HistoryStore
 from rhymerl.history.packing import PackedPrompt
@@ -31,7 +32,9 @@ class WorkerPool:
     lockstep nothing is told but for `step`.
     """
 
-    def __init__(self, backend: HostedBackend, *, num_workers: int, lockstep: bool) -> None:
+    def __init__(
+        self, backend: HostedBackend, *, num_workers: int, lockstep: bool, episodes: EpisodeSettings | None = None
+    ) -> None:
         self.num_lost = 0
         self.changed = threading.Condition(threading.RLock())
         self.pending: list[InFlight] = []  # the oldest first
@@ -39,6 +42,7 @@ class WorkerPool:
         self.weights: Weights | None = None
         self._backend = backend
         self._lockstep = lockstep
+        self._episodes = episodes
         self._error: Exception | None = None
         self._losses = [0] * num_workers
         # The newest answers, and of which split and version of the history they are.
@@ -56,6 +60,8 @@ class WorkerPool:
 
     def _handle(self, number: int, *, is_late: bool = False) -> WorkerHandle:
         connection = self._backend.connect(number, lockstep=self._lockstep)
+        if self._episodes is not None:
+            connection.post(self._episodes)
         return WorkerHandle(number=number, connection=connection, is_late=is_late)
 
     def close(self) -> None:

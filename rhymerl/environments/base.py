@@ -1,0 +1,88 @@
+"""The interface of environments: what answers the policy between its turns."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeAlias
+
+Content: TypeAlias = str | Sequence[Mapping[str, Any]]  # text that is appended as it is, or chat messages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One turn of the policy: `Turn(text="<tool_call>…</tool_call>", reply=[{"role": "tool", "content": "42"}])`.
+
+    `text` has its special tokens, but for the end of the turn. `reply` is None for the last turn, which has none yet.
+    """
+
+    text: str
+    reply: Content | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What an environment says to a turn, and what the turn has earned.
+
+    With `done` the episode is over, and `content` is not shown to the policy. `reward` is for this turn alone, None where
+    the environment gives none; `metrics` are logged as the mean over turns.
+    """
+
+    content: Content | None = None
+    reward: float | None = None
+    done: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def is_end(self) -> bool:
+        """Return whether the episode is over."""
+        return self.done or self.content is None
+
+
+Answer: TypeAlias = Reply | Content | None  # None: the episode is over
+
+
+class Environment(ABC):
+    """Something that the policy acts on, turn by turn. Subclasses write `reply`.
+
+    An environment is a function of the transcript: it keeps nothing between two calls, so an episode can move to another
+    process, and be resumed, without a word to it. One that cannot do without a state opens a session for each episode.
+    """
+
+    #: Whether equal transcripts get equal replies, which may then be remembered.
+    is_pure: bool = False
+
+    @property
+    def tool_schemas(self) -> Sequence[Mapping[str, Any]]:
+        """The JSON schemas of its tools, which the chat template is given as `tools`; none by default."""
+        return ()
+
+    def prepare(self, tokenizer: Any) -> Self:
+        """Return the environment for this tokenizer. Called once, in the trainer's process, before a run computes anything.
+
+        Raises ValueError, in one line that names the argument, where the environment cannot work here.
+        """
+        return self
+
+    @abstractmethod
+    def reply(self, row: Mapping[str, Any], turns: Sequence[Turn]) -> Answer | Awaitable[Answer]:
+        """Answer the last of `turns`: with text, chat messages, a `Reply`, or None when the episode is over.
+
+        `row` has the columns of the prompt. What it raises costs this episode, not the run.
+        """
+
+    def open(self, row: Mapping[str, Any]) -> Environment | None:
+        """Open a live session for one episode, whose `reply` is then asked instead; None: the environment needs none.
+
+        One that was lost is replaced by another, which is asked about each of the turns again, in order.
+        """
+        return None
+
+    def close(self) -> None:
+        """End a session: once, when its episode is over or goes on elsewhere, unless its process has been killed."""
+
+
+def has_sessions(environment: object) -> bool:
+    """Return whether it opens sessions; a task that replies opens none."""
+    return getattr(type(environment), "open", Environment.open) is not Environment.open

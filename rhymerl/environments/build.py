@@ -1,0 +1,82 @@
+"""The environment of a run, and what its workers make their episodes of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rhymerl.environments.base import Environment
+from rhymerl.environments.encoding import ReplyEncoder
+from rhymerl.environments.episodes import Episodes
+from rhymerl.environments.pool import EnvironmentPool
+from rhymerl.errors import ConfigError
+from rhymerl.tasks.base import Task
+
+
+def prepared(environment: Environment | None, tokenizer: PreTrainedTokenizerBase) -> Environment | None:
+    """Return the environment as it works with this tokenizer. Raises ConfigError where it cannot."""
+    try:
+        return environment.prepare(tokenizer) if environment is not None else None
+    except ValueError as error:
+        raise ConfigError(f"environment.{error}") from error
+
+
+def environment_of(given: Environment | None, task: Task | None) -> Any:
+    """Return what is asked when a turn has ended: what is given, else a task that replies; None where answers are of one turn."""
+    if given is not None:
+        return given
+    return task if task is not None and type(task).reply is not Task.reply else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeSettings:
+    """All that a worker needs for episodes of its own, wherever it is.
+
+    The limits are those of RolloutSettings; `longest_tokens` may a prompt and its answer have together.
+    """
+
+    environment: Any
+    tokenizer: PreTrainedTokenizerBase
+    chat_template_kwargs: Mapping[str, Any] | None
+    stop_token_ids: Sequence[int]
+    max_turns: int
+    max_turn_tokens: int | None
+    max_reply_tokens: int
+    reply_timeout_s: float
+    longest_tokens: int
+    num_processes: int
+    lockstep: bool
+
+    @property
+    def words(self) -> str:
+        """What turns follow from: under other words a run does not go on with episodes that had begun."""
+        kind = type(self.environment)
+        limits = self.max_turns, self.max_turn_tokens, self.max_reply_tokens
+        return f"{kind.__module__}.{kind.__qualname__} {limits}"
+
+    def encoder(self) -> ReplyEncoder:
+        """Return what makes tokens of replies."""
+        return ReplyEncoder(
+            self.tokenizer,
+            chat_template_kwargs=self.chat_template_kwargs,
+            stop_token_ids=self.stop_token_ids,
+            max_reply_tokens=self.max_reply_tokens,
+        )
+
+    def _decode(self, token_ids: Any) -> str:
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    def episodes(self) -> Episodes:
+        """Processes start with the first turn that ends."""
+        return Episodes(
+            EnvironmentPool(self.environment, num_processes=self.num_processes, timeout_s=self.reply_timeout_s),
+            self.encoder(),
+            decode=self._decode,
+            context_tokens=self.longest_tokens,
+            max_turns=self.max_turns,
+            max_turn_tokens=self.max_turn_tokens,
+            lockstep=self.lockstep,
+        )

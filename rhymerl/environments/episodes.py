@@ -1,0 +1,176 @@
+"""The episodes of a run: what is asked of an environment when a turn has ended, and how its reply joins the answer.
+
+An episode is one request that goes on. Whatever is needed to go on is in its `Output`, so an episode can be withdrawn, moved to another
+worker, kept in a checkpoint and taken up again at any moment: an environment is a function of the transcript.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rhymerl.drafts import NOT_DRAFTED
+from rhymerl.environments.base import Reply, Turn
+from rhymerl.environments.pool import EnvironmentPool, Replied
+from rhymerl.errors import DataError
+from rhymerl.types import FinishReason, Output, RolloutRequest, TurnEnd
+
+_LOG = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from rhymerl.environments.encoding import ReplyEncoder
+    from rhymerl.types import IntArray
+
+
+class Episodes:
+    """Asks an environment what it replies to turns that have ended, and appends it.
+
+    `decode` gives the text of a turn; `context_tokens` are the model's. One thread uses it.
+    """
+
+    def __init__(
+        self,
+        pool: EnvironmentPool,
+        encoder: ReplyEncoder,
+        *,
+        decode: Callable[[IntArray], str],
+        context_tokens: int,
+        max_turns: int | None = None,
+        max_turn_tokens: int | None = None,
+        lockstep: bool = False,
+    ) -> None:
+        self._pool = pool
+        self._encoder = encoder
+        self._max_turns = max_turns
+        self._max_turn_tokens = max_turn_tokens
+        self._waits_for_all = lockstep
+        self._has_warned = False
+        self._decode = decode
+        self._context_tokens = context_tokens
+        self._waiting: dict[str, tuple[RolloutRequest, Output]] = {}  # turns that have ended, by request id
+
+    def close(self) -> None:
+        """End the environment's processes; may be called twice."""
+        self._pool.close()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether an environment has been asked and has not replied."""
+        return bool(self._waiting)
+
+    def next_turn(self, request: RolloutRequest) -> RolloutRequest:
+        """Return the request of one more turn: it ends at the nearest of the limits of the turn, the episode and the context."""
+        output = request.output or Output.of()
+        begin = output.turns[-1].stop if output.turns else 0
+        left = min(
+            request.sampling.max_tokens - output.num_sampled,
+            self._context_tokens - len(request.prompt.token_ids) - len(output),
+            (self._max_turn_tokens or request.sampling.max_tokens) - (len(output) - begin),
+        )
+        return replace(request, sampling=replace(request.sampling, max_tokens=len(output) + left))
+
+    def after_turn(self, request: RolloutRequest, output: Output) -> Output:
+        """Return what the engine has of a request as it stands in the episode: where it stopped, only a turn has ended."""
+        if output.finish_reason == "length" and not self._room(request, output):
+            return replace(output, finish_reason="context")
+        return replace(output, finish_reason="turn") if output.finish_reason == "stop" else output
+
+    def ask(self, request: RolloutRequest, output: Output) -> None:
+        """Ask the environment what it replies to the last turn."""
+        self._waiting[request.id] = request, output
+        row = {"prompt": request.prompt.text, **request.prompt.columns}
+        self._pool.ask(request.id, row, self._transcript(request, output))
+
+    def forget(self, names: Iterable[str]) -> None:
+        """These requests are over, or go on elsewhere: nobody waits for replies to them, and their sessions end."""
+        for name in names:
+            self._waiting.pop(name, None)
+            self._pool.forget(name)
+
+    def replied(self, timeout_s: float | None) -> list[tuple[str, Output]]:
+        """Return the answers to which there is a reply, each with it behind its turn, or finished; wait so long for the first.
+
+        In lockstep all replies are waited for, so that nothing follows the clock.
+        """
+        replied = self._pool.replied(timeout_s)
+        while self._waits_for_all and len(replied) < len(self._waiting):
+            replied += self._pool.replied(None)
+        found = []
+        for each in sorted(replied, key=lambda each: each.episode) if self._waits_for_all else replied:
+            request, output = self._waiting.pop(each.episode)
+            found.append((each.episode, self._behind(request, output, each)))
+        return found
+
+    def _behind(self, request: RolloutRequest, output: Output, replied: Replied) -> Output:
+        """Return the answer with an environment's reply behind its last turn, or as it has ended."""
+        turn = TurnEnd(start=len(output), stop=len(output), waited_s=replied.waited_s)
+        reply = replied.reply
+        if reply is not None:
+            turn = replace(turn, reward=reply.reward, metrics=reply.metrics)
+        tokens = np.empty(0, np.int32)
+        try:
+            reason = self._ending(request, output, reply)
+            if reason == "withdrawn":
+                assert reply is not None
+                tokens = self._encoder.encode(
+                    reply.content,
+                    is_chat=request.prompt.is_chat,
+                    ended_by=int(output.token_ids[-1]),
+                    location=request.prompt.location or request.id,
+                )
+        except DataError as error:
+            reason, replied = "environment", replied._replace(failure=str(error))
+        if reason == "withdrawn" and len(tokens) >= self._room(request, output):
+            reason, tokens = "context", tokens[:0]
+        if reason == "environment":
+            self._warn(request, replied.failure)
+        elif reason == "withdrawn":
+            turn = replace(turn, stop=turn.start + len(tokens), reply=reply.content if reply else None)
+        return replace(output + _unsampled(output, tokens), turns=(*output.turns, turn), finish_reason=reason)
+
+    def _ending(self, request: RolloutRequest, output: Output, reply: Reply | None) -> FinishReason:
+        """Return how an answer has ended after a turn, `withdrawn` if it goes on behind the reply."""
+        if reply is None:
+            return "environment"
+        if reply.is_end:
+            return "stop"
+        if self._max_turns is not None and len(output.turns) + 1 >= self._max_turns:
+            return "max_turns"
+        return "length" if output.num_sampled >= request.sampling.max_tokens else "withdrawn"
+
+    def _warn(self, request: RolloutRequest, failure: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _LOG.warning(
+                "environment: failed in episode %s (%s), which ends there: %s (more are only counted, as episodes/environment_frac)",
+                request.id,
+                request.prompt.location,
+                failure,
+            )
+
+    def _room(self, request: RolloutRequest, output: Output) -> int:
+        """Return how many tokens the model's context has left."""
+        return self._context_tokens - len(request.prompt.token_ids) - len(output)
+
+    def _transcript(self, request: RolloutRequest, output: Output) -> list[Turn]:
+        """Return what the policy has said, without the tokens that end its turns, and what was replied."""
+        turns, start = [], 0
+        stops = request.sampling.stop_token_ids
+        for end, stop, reply in [
+            *((each.start, each.stop, each.reply) for each in output.turns),
+            (len(output), 0, None),
+        ]:
+            has_stop = end > start and int(output.token_ids[end - 1]) in stops
+            turns.append(Turn(text=self._decode(output.token_ids[start : end - has_stop]), reply=reply))
+            start = stop
+        return turns
+
+
+def _unsampled(output: Output, tokens: IntArray) -> Output:
+    """Return tokens that go behind an answer, though nobody has sampled them."""
+    sources = None if output.sources is None else np.full(len(tokens), NOT_DRAFTED, np.int8)
+    return replace(Output.of(tokens, policy_version=int(output.policy_versions[-1])), sources=sources)

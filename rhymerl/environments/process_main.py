@@ -1,0 +1,175 @@
+"""The program of an environment's process: it asks an environment for replies, many at once, until its parent leaves.
+
+Started by `rhymerl.environments.pool` only. It imports this package and the user's modules, nothing heavy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+from rhymerl.environments.base import Turn, has_sessions
+from rhymerl.environments.lines import Ready, ReplyLine, line_of
+from rhymerl.environments.replies import checked_reply
+from rhymerl.rewards.calls import Attempt
+from rhymerl.rewards.process_main import connected
+
+BEAT_S = 0.5
+
+
+class ProcessSetup(NamedTuple):
+    """The first message: a pickled environment, and how many calls of it run at once."""
+
+    environment: bytes
+    num_threads: int
+
+
+class Ask(NamedTuple):
+    """A call of `reply` about an episode; with no turns, the episode is over, however it ended."""
+
+    number: int
+    episode: str
+    row: Mapping[str, Any]
+    turns: Sequence[Turn]
+
+
+def main(connection_fd: int, parent_pipe: int) -> None:
+    """Serve the parent at the other end of `connection_fd` until it closes or dies."""
+    connection = connected(connection_fd, parent_pipe)
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        _serve(connection)
+
+
+def _serve(connection: Connection[Any, Any]) -> None:
+    lock, own_pid = threading.Lock(), os.getpid()
+
+    def emit(line: bytes) -> None:
+        if os.getpid() != own_pid:
+            os._exit(0)  # a child that the environment has forked, and that has returned from it too
+        with lock:
+            while line:
+                line = line[os.write(connection.fileno(), line) :]
+
+    setup: ProcessSetup = pickle.loads(connection.recv_bytes())
+    with Attempt() as attempt:
+        replies = _Replies(pickle.loads(setup.environment))
+    emit(line_of(Ready(failure=attempt.message)))
+    if attempt.error is not None:
+        return
+    threading.Thread(target=_beat, args=(emit,), daemon=True).start()
+    with ThreadPoolExecutor(setup.num_threads) as threads:
+        try:
+            while True:
+                ask: Ask = pickle.loads(connection.recv_bytes())
+                session = replies.session_of(ask)
+                if ask.turns:
+                    threads.submit(lambda ask, session: emit(replies.line(ask, session)), ask, session)
+                for over in replies.taken_over():
+                    threads.submit(over.close)
+        finally:
+            replies.close()
+
+
+def _beat(emit: Callable[[bytes], None]) -> None:
+    """Say now and then that this process runs: not where a call keeps the interpreter to itself."""
+    with suppress(OSError):
+        while True:
+            time.sleep(BEAT_S)
+            emit(line_of(Ready()))
+
+
+class _LiveSession:
+    """A live session of an episode, which one call at a time may use, and how many of its turns it has been asked about."""
+
+    def __init__(self, environment: Any) -> None:
+        self.num_asked = 0  # the calls under way included
+        self._environment = environment
+        self._num_seen = 0
+        self._live: Any = None
+        self._lock = threading.Lock()
+
+    def reply(self, ask: Ask, done: Callable[[Any], Any]) -> Any:
+        """Return what it says to the last turn; one that has not seen the turns before is asked about these first."""
+        with self._lock:
+            if self._live is None:
+                self._live = done(self._environment.open(ask.row)) or self._environment
+            num_lacking = 0 if self._live is self._environment else len(ask.turns) - 1 - self._num_seen
+            for number in range(len(ask.turns) - num_lacking, len(ask.turns)):
+                before = [*ask.turns[: number - 1], replace(ask.turns[number - 1], reply=None)]
+                done(self._live.reply(ask.row, before))
+            self._num_seen = len(ask.turns)
+            return done(self._live.reply(ask.row, list(ask.turns)))
+
+    def close(self) -> None:
+        """End it, after the call under way."""
+        with self._lock, Attempt():
+            live, self._live = self._live, None
+            if live is not None and live is not self._environment and hasattr(live, "close"):
+                live.close()
+
+
+class _Replies:
+    """An environment, and the sessions of its episodes. A session that is not there, or is elsewhere in its episode, is replaced."""
+
+    def __init__(self, environment: Any) -> None:
+        self._environment = environment
+        self._has_sessions = has_sessions(environment)
+        self._sessions: dict[str, _LiveSession] = {}  # the reader's alone
+        self._over: list[_LiveSession] = []
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def session_of(self, ask: Ask) -> _LiveSession | None:
+        """Return the session for a call, in the order of calls; None where there are no sessions, and at the end of an episode."""
+        if not self._has_sessions:
+            return None
+        known = self._sessions.get(ask.episode)
+        if known is not None and known.num_asked != len(ask.turns) - 1:
+            self._over.append(self._sessions.pop(ask.episode))
+            known = None
+        if not ask.turns:
+            return None
+        session = self._sessions[ask.episode] = known or _LiveSession(self._environment)
+        session.num_asked = len(ask.turns)
+        return session
+
+    def taken_over(self) -> list[_LiveSession]:
+        """Return the sessions that another one has replaced, or that are over."""
+        over, self._over = self._over, []
+        return over
+
+    def line(self, ask: Ask, session: _LiveSession | None) -> bytes:
+        """Return what the environment says, or that it failed."""
+        with Attempt() as attempt:
+            said = session.reply(ask, self._done) if session is not None else self._asked(ask)
+            reply = checked_reply(said)
+            return line_of(ReplyLine(ask.number, "", reply.content, reply.reward, reply.done, reply.metrics))
+        return line_of(ReplyLine(ask.number, failure=attempt.message))
+
+    def _asked(self, ask: Ask) -> Any:
+        return self._done(self._environment.reply(ask.row, list(ask.turns)))
+
+    def close(self) -> None:
+        """End all sessions."""
+        for session in (*self._sessions.values(), *self._over):
+            session.close()
+
+    def _done(self, value: Any) -> Any:
+        """Return what user code returned, or what its coroutine comes to."""
+        if not inspect.isawaitable(value):
+            return value
+
+        async def awaited() -> Any:
+            return await value
+
+        return asyncio.run_coroutine_threadsafe(awaited(), self._loop).result()

@@ -1,0 +1,178 @@
+"""Episodes on a host: the reply joins the answer, and nothing is lost or doubled wherever the episode goes on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from rhymerl.environments.episodes import Episodes
+from rhymerl.environments.pool import EnvironmentPool
+from rhymerl.types import Output, Prompt, RolloutRequest, SamplingParams
+from rhymerl.workers.host import Host
+from rhymerl.workers.versions import Versions
+from tests.environments.worlds import Asks, Counts
+from tests.rollout.tokens import TokenBackend, token
+
+STEP = Versions(oldest=0, final=0)
+
+
+class Digits:
+    """Encodes text as the codes of its characters."""
+
+    def encode(self, content: str, *, is_chat: bool, ended_by: int, location: str):
+        return np.array([ord(each) for each in content], np.int32)
+
+
+class Turns(TokenBackend):
+    """Each turn has `turn` tokens, unless a limit comes first."""
+
+    def __init__(self, turn: int = 3, **settings) -> None:
+        super().__init__(lambda request: min(self.end(request), request.sampling.max_tokens), **settings)
+        self.turn = turn
+
+    def end(self, request: RolloutRequest) -> int:
+        turns = request.output.turns if request.output else ()
+        return (turns[-1].stop if turns else 0) + self.turn
+
+    def _leave(self, name, reason):
+        request = self.answers[name][0]
+        is_cut = reason == "stop" and self.end(request) > request.sampling.max_tokens
+        return super()._leave(name, "length" if is_cut else reason)
+
+
+@contextmanager
+def episodes(environment=None, **settings) -> Iterator[Episodes]:
+    parts = {"decode": lambda ids: "".join(chr(48 + each % 10) for each in ids), "context_tokens": 100}
+    made = Episodes(EnvironmentPool(environment or Counts(), num_processes=1), Digits(), **{**parts, **settings})
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def requests(count: int, *, max_tokens: int = 50, **columns) -> list[RolloutRequest]:
+    prompt = Prompt(id="p", key="p", token_ids=[1], text="1", columns=columns)
+    sampling = SamplingParams(max_tokens=max_tokens)
+    return [
+        RolloutRequest(id=f"0/p/{n}", prompt=prompt, sample=n, seed=17 * n, step=0, sampling=sampling)
+        for n in range(count)
+    ]
+
+
+def answers(host: Host, asked: list[RolloutRequest]) -> dict[str, Output]:
+    host.submit(asked, priority=0, versions=STEP)
+    return finished(host, len(asked))
+
+
+def finished(host: Host, count: int) -> dict[str, Output]:
+    found: dict[str, Output] = {}
+    while len(found) < count:
+        host.decode()
+        for each in host.finished:
+            assert each.request.id not in found, "twice"
+            found[each.request.id] = each.output
+        host.finished.clear()
+    assert not host.is_busy
+    return found
+
+
+def test_a_reply_stands_between_turns_and_is_not_sampled():
+    with episodes() as made:
+        output = answers(Host(Turns(), version=0, episodes=made), requests(1))["0/p/0"]
+    assert output.finish_reason == "stop"
+    first = "".join(chr(48 + token(0, index, 0) % 10) for index in range(3))
+    reply = f"{sum(map(ord, first)) % 10}="
+    assert output.token_ids[3:5].tolist() == [ord(each) for each in reply]
+    assert [(each.start, each.stop, each.reward) for each in output.turns] == [(3, 5, 0.5), (8, 10, 0.5), (13, 13, 1.0)]
+    assert output.turns[0].reply == reply
+    assert output.sampled.tolist() == [True] * 3 + [False] * 2 + [True] * 3 + [False] * 2 + [True] * 3
+    assert output.num_sampled == 9
+    at = np.flatnonzero(output.sampled)
+    assert output.token_ids[at].tolist() == [token(0, index, 0) for index in at], (
+        "noise goes by the place in the answer"
+    )
+
+
+@pytest.mark.parametrize(
+    ("limits", "max_tokens", "reason", "sampled"),
+    [
+        ({"max_turns": 2}, 50, "max_turns", 6),
+        ({"max_turns": 3}, 50, "stop", 9),
+        ({}, 6, "length", 6),
+        ({}, 5, "length", 5),
+        ({"max_turn_tokens": 2}, 50, "length", 2),
+        ({"context_tokens": 6}, 50, "context", 3),
+        ({"context_tokens": 7}, 50, "context", 4),
+        ({"context_tokens": 10}, 50, "context", 6),
+    ],
+)
+def test_limits_end_an_episode_by_their_names(limits, max_tokens, reason, sampled):
+    with episodes(**limits) as made:
+        output = answers(Host(Turns(), version=0, episodes=made), requests(1, max_tokens=max_tokens))["0/p/0"]
+    assert (output.finish_reason, output.num_sampled) == (reason, sampled)
+    assert len(output) < limits.get("context_tokens", 100)
+    assert output.is_cut == (reason != "stop")
+
+
+def test_an_environment_that_fails_ends_its_episode(caplog):
+    with episodes(Asks()) as made:
+        output = answers(Host(Turns(), version=0, episodes=made), requests(2, do="raise"))["0/p/1"]
+    assert (output.finish_reason, output.num_sampled) == ("environment", 3)
+    assert caplog.text.count("KeyError") == 1, "the first is said, the others are counted"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_withdrawn_anywhere_an_episode_goes_on_elsewhere_with_the_same_tokens(seed):
+    asked, draw = requests(8), random.Random(seed)
+    limits = {"max_turn_tokens": 3} if seed % 2 else {}
+    with episodes(**limits) as made:
+        whole = answers(Host(Turns(), version=0, episodes=made), asked)
+    moved: dict[str, Output] = {}
+    with episodes(**limits) as one, episodes(**limits) as other:
+        hosts = [Host(Turns(), version=0, episodes=made) for made in (one, other)]
+        hosts[0].submit(asked, priority=0, versions=STEP)
+        reasons = set()
+        while len(moved) < len(asked):
+            for host in draw.sample(hosts, 2):
+                host.decode(timeout_s=0.01, max_passes=draw.randint(1, 2))
+                for each in host.finished:
+                    assert each.request.id not in moved
+                    moved[each.request.id] = each.output
+                host.finished.clear()
+            here, there = draw.sample(hosts, 2)
+            here.withdraw([each.id for each in asked if draw.random() < 0.5])
+            released, here.released = here.released, []
+            reasons |= {each.output.finish_reason for each in released}
+            there.submit([each.resume() for each in released], priority=0, versions=STEP)
+    assert reasons == {"withdrawn", "turn"}
+    for name, output in whole.items():
+        assert moved[name].token_ids.tolist() == output.token_ids.tolist()
+        assert moved[name].sampled.tolist() == output.sampled.tolist()
+        assert [each.reply for each in moved[name].turns] == [each.reply for each in output.turns]
+        assert moved[name].finish_reason == output.finish_reason
+
+
+def test_under_a_new_policy_an_episode_begins_again_along_its_tokens():
+    with episodes() as made:
+        host = Host(Turns(), version=0, episodes=made)
+        host.submit(requests(3), priority=0, versions=Versions(oldest=0, final=1))
+        while host.is_busy:
+            host.decode()
+        assert not host.finished, "drafts wait for their policy"
+        host.renew(1, lambda: renewed(host))
+        found = finished(host, 3)
+    for name, output in found.items():
+        assert (output.policy_versions == 1).all()
+        assert len(output.turns) == 3
+        seed = 17 * int(name[-1])
+        at = np.flatnonzero(output.sampled)
+        assert output.token_ids[at].tolist() == [token(seed, index, 1) for index in at]
+
+
+def renewed(host: Host) -> TokenBackend:
+    host.engine.sync_weights((), 1)
+    return host.engine

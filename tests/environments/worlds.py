@@ -1,0 +1,110 @@
+"""Environments for tests, good ones and bad ones."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rhymerl.environments.base import Environment, Reply, Turn
+
+
+@dataclass(frozen=True)
+class Counts(Environment):
+    """Replies with digits that follow from all that has been said, and ends after so many turns."""
+
+    is_pure = True
+    turns: int = 3
+
+    def reply(self, row, turns):
+        if len(turns) == self.turns:
+            return Reply(reward=1.0, done=True, metrics={"length": len(turns)})
+        seen = "".join(turn.text + (turn.reply or "") for turn in turns)
+        return Reply(content=f"{sum(map(ord, seen)) % 10}=", reward=0.5)
+
+
+class Asks(Environment):
+    """Does what the row says."""
+
+    def reply(self, row: Mapping[str, Any], turns: Sequence[Turn]) -> Any:
+        match row.get("do"):
+            case "raise":
+                raise KeyError("nobody")
+            case "die":
+                os._exit(7)
+            case "hang":
+                time.sleep(600)
+            case "spin":
+                re.match(r"(a+)+$", "a" * 40 + "b")  # holds the interpreter
+            case "print":
+                print("hello")
+            case "return":
+                return row["value"]
+        return f"{row['prompt']}{len(turns)}"
+
+
+class Raises(Environment):
+    def reply(self, row, turns):
+        raise KeyError("nobody")
+
+
+class Meets(Environment):
+    """Replies once four calls are under way at the same time."""
+
+    def __init__(self) -> None:
+        self.needed = 4
+
+    def reply(self, row, turns):
+        barrier = globals().setdefault("_BARRIER", threading.Barrier(self.needed))
+        barrier.wait(60)
+        return "met"
+
+
+class Awaits(Environment):
+    async def reply(self, row, turns):
+        await asyncio.sleep(0.01)
+        return f"{row['prompt']}!"
+
+
+class Shells(Environment):
+    """A session keeps what it has been told, and notes in a file when it is opened and closed."""
+
+    def open(self, row):
+        return Shell(row)
+
+    def reply(self, row, turns):
+        raise AssertionError("its session is asked")
+
+
+class Shell:
+    def __init__(self, row: Mapping[str, Any]) -> None:
+        self.said: list[str] = []
+        self.log = row["log"]
+        self._note("open")
+
+    def reply(self, row, turns):
+        self.said.append(turns[-1].text)
+        return None if len(turns) == 3 else ",".join(self.said)
+
+    def close(self) -> None:
+        self._note("close")
+
+    def _note(self, words: str) -> None:
+        with open(self.log, "a") as file:
+            file.write(f"{words}\n")
+
+
+class Fails(Environment):
+    def __setstate__(self, state):
+        raise RuntimeError("no licence")
+
+    def __getstate__(self):
+        return {"x": 1}
+
+    def reply(self, row, turns):
+        return None

@@ -1,0 +1,103 @@
+"""Episodes of several turns under training: drafter and scheduler change nothing of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+
+from rhymerl.backends.embedded import EmbeddedBackend
+from rhymerl.budgets import FixedBudget
+from rhymerl.drafters import HistoryTreeDrafter, NGramDrafter, NoDrafter
+from rhymerl.errors import EpisodeError
+from rhymerl.schedulers import HistoPipeScheduler, SortedScheduler
+from rhymerl.testing import RandomTreeDrafter
+from rhymerl.workers.remote.threads import ThreadBackend
+from tests.environments.worlds import Counts, Raises
+from tests.integration.training import Run, Trained
+
+STOPS = (2, 3)
+SHORT = Run(num_steps=4, prompts_per_step=3, stop_token_ids=STOPS)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Trained:
+    return SHORT.train(environment=Counts(), drafter=NoDrafter())
+
+
+def test_replies_are_in_answers_and_not_trained(plain):
+    samples = [sample for step in plain[1] for sample in step]
+    assert {sample.completion.finish_reason for sample in samples} >= {"stop", "length"}
+    assert max(len(sample.completion.output.turns) for sample in samples) == 3
+    for sample in samples:
+        output = sample.completion.output
+        assert sample.loss_mask.tolist() == output.sampled.tolist()
+        assert output.num_sampled <= 16
+        for turn in output.turns:
+            assert output.token_ids[turn.start - 1] in (1, *STOPS)
+            assert (output.logprobs[turn.start : turn.stop] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"drafter": HistoryTreeDrafter()},
+        {"drafter": NGramDrafter()},
+        {"drafter": RandomTreeDrafter(vocabulary=16), "budget": FixedBudget(8)},
+        {"drafter": HistoryTreeDrafter(), "scheduler": HistoPipeScheduler(), "budget": FixedBudget(8)},
+        {"drafter": NoDrafter(), "scheduler": SortedScheduler()},
+        {"drafter": HistoryTreeDrafter(), "backend": ThreadBackend(lambda number: EmbeddedBackend()), "workers": 1},
+        {
+            "drafter": HistoryTreeDrafter(),
+            "backend": ThreadBackend(lambda number: EmbeddedBackend()),
+            "workers": 2,
+            "run_ahead": "draft",
+        },
+    ],
+    ids=lambda parts: "-".join(
+        str(part) if isinstance(part, str | int) else type(part).__name__ for part in parts.values()
+    ),
+)
+def test_drafters_and_schedulers_change_no_token_and_no_weight(plain, parts):
+    weights, steps = SHORT.train(environment=Counts(), **parts)
+    for step, expected in zip(steps, plain[1], strict=True):
+        for one, other in zip(step, expected, strict=True):
+            assert one.completion.token_ids.tolist() == other.completion.token_ids.tolist()
+            assert one.loss_mask.tolist() == other.loss_mask.tolist()
+            assert one.reward == other.reward
+            assert one.completion.finish_reason == other.completion.finish_reason
+            np.testing.assert_allclose(one.completion.logprobs, other.completion.logprobs, atol=1e-9)
+    for name, weight in plain[0].items():
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-9)
+
+
+def test_an_environment_that_always_fails_ends_the_run(caplog):
+    with pytest.raises(EpisodeError, match="step 0: the environment failed in all 12 episodes"):
+        Run(num_steps=1, prompts_per_step=3, stop_token_ids=tuple(range(1, 17))).train(environment=Raises())
+    assert "KeyError: 'nobody' (worlds.py:" in caplog.text
+
+
+def test_a_run_that_is_resumed_in_the_middle_of_episodes_ends_with_the_same_weights(plain, tmp_path):
+    """Requests of the step to come are under way when it stops: some of them wait for their environment."""
+    parts = {"environment": Counts(), "drafter": NoDrafter(), "workers": 2, "run_ahead": "draft"}
+    saver = Saver(tmp_path / "half.ckpt", after=2)
+    weights, _ = SHORT.train(backend=ThreadBackend(lambda number: EmbeddedBackend()), callbacks=[saver], **parts)
+    resumed = Run(num_steps=4, prompts_per_step=3, stop_token_ids=STOPS, ckpt_path=str(saver.path))
+    again, _ = resumed.train(backend=ThreadBackend(lambda number: EmbeddedBackend()), **parts)
+    for name, weight in plain[0].items():
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-9)
+        torch.testing.assert_close(again[name], weight, rtol=0, atol=1e-9)
+
+
+class Saver(L.Callback):
+    """Saves a checkpoint after so many steps."""
+
+    def __init__(self, path: Path, *, after: int) -> None:
+        self.path, self.after = path, after
+
+    def on_train_batch_end(self, trainer, pl_module, *rest):
+        if pl_module.num_rollouts == self.after:
+            trainer.save_checkpoint(self.path, weights_only=False)

@@ -1,0 +1,61 @@
+"""Recorded episodes are replayed turn by turn: replies are context, and what an engine counted is counted again."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from rhymerl.budgets import FixedBudget
+from rhymerl.drafters import HistoryTreeDrafter
+from rhymerl.errors import DataError
+from rhymerl.history import HistoryStore
+from rhymerl.history.traces import TraceRecord, read_trace
+from rhymerl.runs.replay import Replay
+
+
+def episode(epoch: int, response: list[int], sampled: list[int] | None, *, reason="stop") -> TraceRecord:
+    return TraceRecord(
+        epoch=epoch,
+        prompt_id="p",
+        sample=0,
+        prompt_tokens=np.array([1, 2, 3], np.int32),
+        response_tokens=np.array(response, np.int32),
+        reward=0.0,
+        finish_reason=reason,
+        sampled=None if sampled is None else np.array(sampled, np.bool_),
+    )
+
+
+RESPONSE, SAMPLED = [5, 6, 7, 20, 21, 8, 9, 22, 10], [1, 1, 1, 0, 0, 1, 1, 0, 1]
+
+
+def totals(records, nodes=8):
+    with closing(HistoryTreeDrafter()) as drafter:
+        return Replay(drafter, FixedBudget(nodes), history=HistoryStore()).run(records)
+
+
+def test_only_sampled_tokens_take_passes():
+    of_turns = totals([episode(0, RESPONSE, SAMPLED)], nodes=0)[0]
+    assert of_turns.tokens == 6
+    assert totals([episode(0, RESPONSE, None)], nodes=0)[0].tokens == 9
+
+
+def test_what_repeats_takes_a_pass_a_turn():
+    again = totals([episode(epoch, RESPONSE, SAMPLED) for epoch in range(3)])[2]
+    assert again.tokens == 6
+    assert again.request_passes == 3, "one a turn"
+
+
+def test_a_trace_keeps_which_tokens_were_sampled(tmp_path):
+    row = {"epoch": 0, "prompt_id": "p", "sample": 0, "prompt_tokens": [1], "response_tokens": [5, 6], "reward": 0.0}
+    path = tmp_path / "trace.jsonl"
+    path.write_text(json.dumps({**row, "finish_reason": "max_turns", "sampled": [1, 0]}) + "\n")
+    (record,) = read_trace(path)
+    assert record.sampled.tolist() == [True, False]
+    assert record.num_sampled == 1
+    path.write_text(json.dumps({**row, "finish_reason": "max_turns", "sampled": [1, 2]}) + "\n")
+    with pytest.raises(DataError, match="line 1: sampled: expected 0 or 1 for each response token, 2 of them"):
+        list(read_trace(path))
