@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from rhymerl.config import instantiate
 from rhymerl.environments.base import Environment
 from rhymerl.environments.encoding import ReplyEncoder
 from rhymerl.environments.episodes import Episodes
@@ -16,10 +17,13 @@ from rhymerl.errors import ConfigError
 from rhymerl.tasks.base import Task
 
 
-def prepared(environment: Environment | None, tokenizer: PreTrainedTokenizerBase) -> Environment | None:
-    """Return the environment as it works with this tokenizer. Raises ConfigError where it cannot."""
+def prepared(given: Any, tokenizer: PreTrainedTokenizerBase) -> Environment | None:
+    """Return an environment, or that of a config node, as it works with this tokenizer. Raises ConfigError where it cannot."""
+    if given is None:
+        return None
+    environment: Environment = instantiate(given, key="environment", kind=Environment)
     try:
-        return environment.prepare(tokenizer) if environment is not None else None
+        return environment.prepare(tokenizer)
     except ValueError as error:
         raise ConfigError(f"environment.{error}") from error
 
@@ -48,7 +52,7 @@ class EpisodeSettings:
     reply_timeout_s: float
     longest_tokens: int
     num_processes: int
-    lockstep: bool
+    lockstep: bool = False  # nothing follows the clock
 
     @property
     def words(self) -> str:

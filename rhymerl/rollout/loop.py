@@ -88,7 +88,7 @@ class RolloutLoop:
             run_ahead=self._rule.mode,
             max_staleness=max_staleness,
             lockstep=lockstep,
-            episodes=episodes,
+            episodes=replace(episodes, lockstep=lockstep) if episodes is not None else None,
         )
         self.workers.follow(self.history)
         self._ahead = ScoringAhead(self.workers, scorer, decode)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Protocol
 
 from rhymerl.data import PromptDataModule
 from rhymerl.distributed.first import is_first_rank
@@ -15,20 +15,25 @@ from rhymerl.rollout import RolloutSettings
 _LOG = logging.getLogger(__name__)
 
 
+class Agent(Protocol):
+    """The part of a RhymeModule that episodes follow from."""
+
+    policy: Policy
+    rollout: RolloutSettings
+    environment_workers: int
+
+
 def episode_settings(
-    environment: Any,
-    policy: Policy,
-    rollout: RolloutSettings,
-    datamodule: PromptDataModule,
-    *,
-    longest_tokens: int,
-    num_processes: int,
-    lockstep: bool,
+    environment: Any, module: Agent, datamodule: PromptDataModule, *, longest_tokens: int
 ) -> EpisodeSettings | None:
-    """Return what workers need for episodes; None where answers are of one turn."""
+    """Return what workers need for episodes; None where answers are of one turn.
+
+    Raises ConfigError where the chat template cannot carry replies; says, on rank 0, where it does more than append them.
+    """
     if environment is None:
         return None
-    return EpisodeSettings(
+    policy, rollout = module.policy, module.rollout
+    settings = EpisodeSettings(
         environment=environment,
         tokenizer=policy.tokenizer,
         chat_template_kwargs=datamodule.template_arguments,
@@ -38,16 +43,11 @@ def episode_settings(
         max_reply_tokens=rollout.max_reply_tokens,
         reply_timeout_s=rollout.reply_timeout_s,
         longest_tokens=longest_tokens,
-        num_processes=num_processes,
-        lockstep=lockstep,
+        num_processes=module.environment_workers,
     )
-
-
-def prove_template(settings: EpisodeSettings, datamodule: PromptDataModule) -> None:
-    """Raise ConfigError where the chat template cannot carry replies, and say, on rank 0, where it does not only append them."""
-    if not any(prompt.is_chat for prompt in datamodule.prompts):
-        return
-    has_tools = bool(getattr(settings.environment, "tool_schemas", ()))
-    difference = prove(settings.encoder(), ["tool"] if has_tools else ["user"])
-    if difference is not None and is_first_rank():
-        _LOG.warning("environment: %s", difference)
+    if any(prompt.is_chat for prompt in datamodule.prompts):
+        has_tools = bool(getattr(environment, "tool_schemas", ()))
+        difference = prove(settings.encoder(), ["tool"] if has_tools else ["user"])
+        if difference is not None and is_first_rank():
+            _LOG.warning("environment: %s", difference)
+    return settings

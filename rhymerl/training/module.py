@@ -42,7 +42,7 @@ from rhymerl.schedulers.base import Scheduler
 from rhymerl.schedulers.fifo import FIFOScheduler
 from rhymerl.training.checkpoint import state_in
 from rhymerl.training.checks import check_algorithm, check_answers_fit, check_workers, longest_tokens, warn_of_parts
-from rhymerl.training.episodes import episode_settings, prove_template
+from rhymerl.training.episodes import episode_settings
 from rhymerl.training.evaluation import EvaluationSettings, step_name
 from rhymerl.training.evaluator import Evaluator
 from rhymerl.training.given_rewards import RewardTrial, check_tags, checked_rewards
@@ -125,16 +125,13 @@ class RhymeModule(L.LightningModule):
         self.workers = workers
         self.rewards = instantiate(rewards, key="rewards")
         self.reward_workers = reward_workers
-        self.environment: Environment | None = (
-            instantiate(environment, key="environment", kind=Environment) if environment is not None else None
-        )
         self.environment_workers = environment_workers
         self.seed = seed
         check_algorithm(self.algo, rollout=self.rollout, update=self.update)
         source = PolicySource(model) if isinstance(model, str) else instantiate(model, key="model")
         self.policy: Policy = source.load() if isinstance(source, PolicySource) else source
         check_adapters(self.policy.model)
-        self.environment = prepared(self.environment, self.policy.tokenizer)
+        self.environment = prepared(environment, self.policy.tokenizer)
         self.model: PreTrainedModel = self.policy.model.train()
         self.num_rollouts = 0  # rollout steps whose update is in the weights
         self.num_tokens = 0  # response tokens trained on
@@ -179,25 +176,12 @@ class RhymeModule(L.LightningModule):
 
     def check(self, datamodule: PromptDataModule) -> None:
         """Raise ConfigError for all that can be known to be wrong before any compute; the data has been prepared."""
-        check_answers_fit(self.policy, rollout=self.rollout, evaluation=self.evaluation)
+        parts: Any = {"rollout": self.rollout, "evaluation": self.evaluation}
+        check_answers_fit(self.policy, **parts)
         environment = environment_of(self.environment, datamodule.task)
-        longest = min(
-            self.policy.context_tokens,
-            longest_tokens(
-                datamodule, rollout=self.rollout, evaluation=self.evaluation, has_environment=environment is not None
-            ),
-        )
-        self._episodes = partial(
-            episode_settings,
-            environment,
-            self.policy,
-            self.rollout,
-            datamodule,
-            longest_tokens=longest,
-            num_processes=self.environment_workers,
-        )
-        if (episodes := self._episodes(lockstep=False)) is not None:
-            prove_template(episodes, datamodule)
+        needed = longest_tokens(datamodule, **parts, has_environment=environment is not None)
+        longest = min(needed, self.policy.context_tokens)
+        self._episodes = episode_settings(environment, self, datamodule, longest_tokens=longest)
         self.backend.check(longest)
         self.backend.check_drafting(self.drafter, self.budget)
         if self.critic is not None:
@@ -255,7 +239,7 @@ class RhymeModule(L.LightningModule):
             max_staleness=self.max_staleness,
             num_workers=self.workers,
             progress=self.progress,
-            episodes=self._episodes(lockstep=modes["lockstep"]),
+            episodes=self._episodes,
             **modes,
         )
         self._resumed.restore(self, self._loop, self._ranks)

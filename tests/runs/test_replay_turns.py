@@ -33,7 +33,7 @@ RESPONSE, SAMPLED = [5, 6, 7, 20, 21, 8, 9, 22, 10], [1, 1, 1, 0, 0, 1, 1, 0, 1]
 
 
 def totals(records, nodes=8):
-    with closing(HistoryTreeDrafter()) as drafter:
+    with closing(HistoryTreeDrafter(deterministic=True)) as drafter:
         return Replay(drafter, FixedBudget(nodes), history=HistoryStore()).run(records)
 
 
