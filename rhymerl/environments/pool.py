@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import selectors
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from rhymerl.environments.lines import MAX_LINE_BYTES, Ready, ReplyLine, parse
 from rhymerl.environments.process_main import BEAT_S, Ask, ProcessSetup
 from rhymerl.errors import EpisodeError
 from rhymerl.rewards.lines import StrayBytesError
-from rhymerl.rewards.process import RewardProcess
+from rhymerl.rewards.process import ChildProcess, Listener
 
 _THREADS = 32  # calls at the same time in a process
 _START_TIMEOUT_S = 120.0
@@ -49,12 +48,13 @@ class _Call:
     deadline: float = inf
 
 
-class _Process(RewardProcess):
-    """A process, and the calls that it is at."""
+class _Process(ChildProcess):
+    """The process in a seat, and the calls that it is at."""
 
-    def __init__(self, setup: ProcessSetup) -> None:
+    def __init__(self, setup: ProcessSetup, seat: _Seat) -> None:
         super().__init__("rhymerl.environments.process_main", setup, parse, max_bytes=MAX_LINE_BYTES)
         os.set_blocking(self.connection.fileno(), False)  # what it does not read yet is kept here
+        self.seat = seat
         self.unsent = bytearray()
         self.is_ready = False
         self.deadline = monotonic() + _START_TIMEOUT_S
@@ -97,7 +97,7 @@ class EnvironmentPool:
         self._has_sessions = has_sessions(environment)
         self._seats = [_Seat() for _ in range(num_processes)]
         self._numbers = count()
-        self._selector = selectors.DefaultSelector()
+        self._listener = Listener(self._take, self._lose, asked_for="reply")
         self._looked_at = monotonic()
         self._current: dict[str, int] = {}  # the call whose answer is wanted, by episode
         self._replied: list[Replied] = []
@@ -119,7 +119,7 @@ class EnvironmentPool:
             for call in [each for each in queue if each.ask.episode == episode]:
                 queue.remove(call)
         if self._has_sessions and seat.process is not None and seat.process.is_ready:
-            self._send(seat, Ask(next(self._numbers), episode, {}, ()))
+            self._send(seat.process, Ask(next(self._numbers), episode, {}, ()))
 
     def replied(self, timeout_s: float | None) -> list[Replied]:
         """Return what has been replied; where that is nothing yet, wait for the first so long, or without a limit."""
@@ -133,13 +133,9 @@ class EnvironmentPool:
     def close(self) -> None:
         """End the processes; unfinished calls are lost. May be called twice."""
         processes = [seat.process for seat in self._seats if seat.process is not None]
-        for process in processes:
-            process.hang_up()
-        for process in processes:
-            process.end(at_once=bool(process.pending))
+        self._listener.close(processes, lambda process: bool(process.pending))
         for seat in self._seats:
             seat.process = None
-        self._selector.close()
 
     def _seat(self, episode: str) -> _Seat:
         return self._seats[crc32(episode.encode()) % len(self._seats)]
@@ -154,10 +150,7 @@ class EnvironmentPool:
     def _turn(self, timeout_s: float) -> None:
         """Read every answer that is there, waiting so long for the first; then judge; then send."""
         self._excuse(monotonic() - self._looked_at)
-        while ready := self._selector.select(timeout_s):
-            for key, _ in ready:
-                self._read(key.data)
-            timeout_s = 0.0
+        self._listener.listen(timeout_s)
         for seat in self._seats:
             self._judge(seat)
             self._fill(seat)
@@ -182,86 +175,72 @@ class EnvironmentPool:
         late = [call for call in process.pending.values() if call.deadline < now]
         if late and len(process.pending) > 1 and now - process.heard_at > _SILENT_S:
             seat.suspects.extend(process.pending.values())
-            self._end(seat)
+            self._end(process)
         elif late:
             for call in late:
                 del process.pending[call.ask.number]
                 self._settle(call, failure=f"it took longer than {self._timeout_s:g} s")
             others = list(process.pending.values())
-            self._end(seat)
+            self._end(process)
             seat.waiting.extendleft(reversed(others))
         elif process.deadline < now:
-            self._end(seat)
+            self._end(process)
             raise EpisodeError(f"an environment's process did not start: it was not ready after {_START_TIMEOUT_S:g} s")
 
     def _fill(self, seat: _Seat) -> None:
         if seat.process is None and (seat.waiting or seat.suspects):
             self._start(seat)
-        if seat.process is None or not seat.process.is_ready or not self._flush(seat):
+        process = seat.process
+        if process is None or not process.is_ready or not self._flush(process):
             return
         while (call := seat.next_call()) is not None:
             call.deadline = monotonic() + self._timeout_s + _GRACE_S
-            seat.process.pending[call.ask.number] = call
-            if not self._send(seat, call.ask):
+            process.pending[call.ask.number] = call
+            if not self._send(process, call.ask):
                 return
 
     def _start(self, seat: _Seat) -> None:
         try:
-            seat.process = _Process(self._setup)
+            seat.process = _Process(self._setup, seat)
         except OSError as error:
             self._count_failure(seat, str(error))
             return
-        self._selector.register(seat.process.connection, selectors.EVENT_READ, seat)
+        self._listener.add(seat.process)
 
     def _count_failure(self, seat: _Seat, reason: str) -> None:
         seat.num_failed += 1
         if seat.num_failed >= _MOST_STARTS:
             raise EpisodeError(f"an environment's process did not start: {reason}")
 
-    def _send(self, seat: _Seat, ask: Ask) -> bool:
+    def _send(self, process: _Process, ask: Ask) -> bool:
         """Return whether the process is there to take it, now or later."""
-        assert seat.process is not None
         try:
             message = pickle.dumps(ask)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise EpisodeError(f"the row's columns cannot be sent to an environment's process: {error}") from error
-        seat.process.unsent += len(message).to_bytes(4, "big") + message  # as Connection.recv_bytes reads it
-        return self._flush(seat)
+        process.unsent += len(message).to_bytes(4, "big") + message  # as Connection.recv_bytes reads it
+        return self._flush(process)
 
-    def _flush(self, seat: _Seat) -> bool:
+    def _flush(self, process: _Process) -> bool:
         """Send what a process reads without waiting; returns whether it is there. One that has died is lost, with what it had."""
-        assert seat.process is not None
-        unsent = seat.process.unsent
         try:
-            while unsent:
-                del unsent[: os.write(seat.process.connection.fileno(), unsent)]
+            while process.unsent:
+                del process.unsent[: os.write(process.connection.fileno(), process.unsent)]
         except BlockingIOError:
             pass
         except OSError:
-            self._lose(seat)
+            self._lose(process)
             return False
         return True
 
-    def _read(self, seat: _Seat) -> None:
-        if seat.process is None:
-            return
-        seat.process.heard_at = monotonic()
-        try:
-            for message in seat.process.lines.read():
-                self._take(seat, message)
-        except StrayBytesError:
-            self._lose(seat, "something else than its reply was written into its process's pipe")
-        except (EOFError, OSError):
-            self._lose(seat)
-
-    def _take(self, seat: _Seat, message: Ready | ReplyLine) -> None:
-        assert seat.process is not None
+    def _take(self, process: _Process, message: Ready | ReplyLine) -> None:
+        process.heard_at = monotonic()
         if isinstance(message, Ready):
             if message.failure:
                 raise EpisodeError(f"environment: its process cannot import it: {message.failure}")
-            seat.process.is_ready, seat.process.deadline, seat.num_failed = True, inf, 0
+            process.is_ready, process.deadline, process.seat.num_failed = True, inf, 0
             return
-        call = seat.process.pending.pop(message.number, None)
+        call = process.pending.pop(message.number, None)
         if call is None:
             raise StrayBytesError
         reply = Reply(content=message.content, reward=message.reward, done=message.done, metrics=message.metrics)
@@ -272,11 +251,9 @@ class EnvironmentPool:
             del self._current[call.ask.episode]
             self._replied.append(Replied(call.ask.episode, reply, failure, monotonic() - call.asked_at))
 
-    def _lose(self, seat: _Seat, message: str = "") -> None:
+    def _lose(self, process: _Process, message: str = "") -> None:
         """A process has died: the call that it was at is settled, or each of several is asked again alone."""
-        process = seat.process
-        assert process is not None
-        ending = self._end(seat)
+        ending, seat = self._end(process), process.seat
         calls = list(process.pending.values())
         if not process.is_ready:
             self._count_failure(seat, ending)
@@ -285,9 +262,6 @@ class EnvironmentPool:
         else:
             seat.suspects.extend(calls)
 
-    def _end(self, seat: _Seat) -> str:
-        process, seat.process = seat.process, None
-        assert process is not None
-        self._selector.unregister(process.connection)
-        process.hang_up()
-        return process.end(at_once=True)
+    def _end(self, process: _Process) -> str:
+        process.seat.process = None
+        return self._listener.end(process)

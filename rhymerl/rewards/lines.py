@@ -33,7 +33,7 @@ class LineReader:
 
     def read(self) -> Iterator[Any]:
         """Return what there is by now; wait only where there is nothing. Raises EOFError at the end, OSError and StrayBytesError."""
-        data = os.read(self._fd, self._max_bytes)
+        data = os.read(self._fd, MAX_LINE_BYTES)
         if not data:
             raise EOFError
         *lines, self._remainder = (self._remainder + data).split(b"\n")

@@ -6,7 +6,6 @@ No thread: whoever calls `poll` or `drain` moves work out and answers in.
 from __future__ import annotations
 
 import pickle
-import selectors
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 from time import monotonic
@@ -16,7 +15,7 @@ from rhymerl.errors import RewardError
 from rhymerl.rewards.base import Reward
 from rhymerl.rewards.calls import Call, Outcome
 from rhymerl.rewards.lines import StrayBytesError, parse
-from rhymerl.rewards.process import RewardProcess
+from rhymerl.rewards.process import ChildProcess, Listener
 from rhymerl.rewards.process_main import Chunk, FunctionSpec
 
 _START_TIMEOUT_S = 120.0
@@ -33,7 +32,7 @@ class PendingCall(NamedTuple):
     call: Call
 
 
-class _PooledProcess(RewardProcess):
+class _PooledProcess(ChildProcess):
     """A reward process, and the chunk that it is at."""
 
     def __init__(self, specs: Sequence[FunctionSpec]) -> None:
@@ -82,7 +81,7 @@ class RewardPool:
         self._processes: list[_PooledProcess] = []
         self._num_failed_starts = 0  # since one succeeded
         self._start_not_before = 0.0
-        self._selector = selectors.DefaultSelector()
+        self._listener = Listener(self._take, self._crashed, asked_for="result")
         self._next_poll = 0.0
 
     def put(self, call: PendingCall) -> None:
@@ -117,19 +116,12 @@ class RewardPool:
 
     def close(self) -> None:
         """End the processes, at once where they are busy; unfinished work is lost."""
-        for process in self._processes:
-            process.hang_up()
-        for process in self._processes:
-            process.end(at_once=not process.is_idle)
+        self._listener.close(self._processes, lambda process: not process.is_idle)
         self._processes.clear()
-        self._selector.close()
 
     def _turn(self, timeout_s: float) -> None:
         """Read every answer that is there, waiting up to `timeout_s` for the first; then judge; then send."""
-        while ready := self._selector.select(timeout_s):
-            for key, _ in ready:
-                self._read(key.data)
-            timeout_s = 0.0
+        self._listener.listen(timeout_s)
         now = monotonic()
         for process in [each for each in self._processes if not each.is_idle and each.deadline < now]:
             self._lose(process, "timeout")
@@ -167,18 +159,9 @@ class RewardPool:
         try:
             process.send(calls, reward)
         except OSError:
-            self._lose(process, "crash")
+            self._crashed(process)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise RewardError(f"{reward.setting}: its columns cannot be sent to a reward process: {error}") from error
-
-    def _read(self, process: _PooledProcess) -> None:
-        try:
-            for outcome in process.lines.read():
-                self._take(process, outcome)
-        except StrayBytesError:
-            self._lose(process, "crash", message="something else than its result was written into its process's pipe")
-        except (EOFError, OSError):
-            self._lose(process, "crash")
 
     def _take(self, process: _PooledProcess, outcome: Outcome) -> None:
         if not process.ready:
@@ -201,12 +184,13 @@ class RewardPool:
     def _deliver(self, call: PendingCall, outcome: Outcome) -> None:
         self.deliver(self.rewards[call.reward], call.key, outcome)
 
+    def _crashed(self, process: _PooledProcess, message: str = "") -> None:
+        self._lose(process, "crash", message=message)
+
     def _lose(self, process: _PooledProcess, kind: Literal["crash", "timeout"], *, message: str = "") -> None:
         """End a process that hangs or has died: the guilty call is settled, the others are queued again."""
         self._processes.remove(process)
-        self._selector.unregister(process.connection)
-        process.hang_up()
-        ending = process.end(at_once=True)
+        ending = self._listener.end(process)
         if not process.ready:
             if kind == "timeout":
                 raise RewardError(f"a reward process did not start: it was not ready after {_START_TIMEOUT_S:g} s")
@@ -229,7 +213,7 @@ class RewardPool:
             self._start_later(str(error))
             return
         self._processes.append(process)
-        self._selector.register(process.connection, selectors.EVENT_READ, process)
+        self._listener.add(process)
 
     def _start_later(self, reason: str) -> None:
         """Let some time pass after a failed start. Raises RewardError when too many failed and nobody is at work."""

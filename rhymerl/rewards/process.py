@@ -1,20 +1,21 @@
-"""A process that runs users' code, a reward process for instance, seen from its parent."""
+"""Processes that run users' code, rewards and environments, seen from their parent."""
 
 from __future__ import annotations
 
 import os
 import pickle
 import secrets
+import selectors
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from rhymerl.rewards.lines import MAX_LINE_BYTES, LineReader
+from rhymerl.rewards.lines import MAX_LINE_BYTES, LineReader, StrayBytesError
 
 # The parent's path is set before anything is imported: rhymerl and the users' modules are then the parent's.
 _PROGRAM = (
@@ -25,7 +26,7 @@ _EXIT_TIMEOUT_S = 1.0
 _MARK = "RHYMERL_REWARD_PROCESS"  # in the environment of a reward process and of all that comes from it
 
 
-class RewardProcess:
+class ChildProcess:
     """A Python process at the other end of `connection`, in a process group of its own.
 
     A pipe from this process kills the group when it closes: that also happens when this process dies in any way.
@@ -79,6 +80,59 @@ class RewardProcess:
         if code < 0:
             return f"its process was killed by {signal.Signals(-code).name}"
         return f"its process exited with code {code}"
+
+
+Process = TypeVar("Process", bound=ChildProcess)
+
+
+class Listener(Generic[Process]):
+    """Hears what processes write, and hands each message to `take`.
+
+    A process that has died, or into whose pipe something else was written than what it is `asked_for`, goes to `lose` with what is to be
+    said of that: nothing where its ending says it.
+    """
+
+    def __init__(
+        self, take: Callable[[Process, Any], None], lose: Callable[[Process, str], None], *, asked_for: str
+    ) -> None:
+        self._take = take
+        self._lose = lose
+        self._asked_for = asked_for
+        self._selector = selectors.DefaultSelector()
+
+    def add(self, process: Process) -> None:
+        """Listen to a process, too."""
+        self._selector.register(process.connection, selectors.EVENT_READ, process)
+
+    def listen(self, timeout_s: float) -> None:
+        """Take every message that is there, waiting up to `timeout_s` for the first."""
+        while ready := self._selector.select(timeout_s):
+            for key, _ in ready:
+                self._read(key.data)
+            timeout_s = 0.0
+
+    def _read(self, process: Process) -> None:
+        try:
+            for message in process.lines.read():
+                self._take(process, message)
+        except StrayBytesError:
+            self._lose(process, f"something else than its {self._asked_for} was written into its process's pipe")
+        except (EOFError, OSError):
+            self._lose(process, "")
+
+    def end(self, process: Process) -> str:
+        """End a process at once, and listen to it no more; returns how it ended."""
+        self._selector.unregister(process.connection)
+        process.hang_up()
+        return process.end(at_once=True)
+
+    def close(self, processes: Collection[Process], is_busy: Callable[[Process], bool]) -> None:
+        """End all processes, at once where they are busy. May be called twice."""
+        for process in processes:
+            process.hang_up()
+        for process in processes:
+            process.end(at_once=is_busy(process))
+        self._selector.close()
 
 
 def _kill_marked(mark: str) -> None:
