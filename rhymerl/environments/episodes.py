@@ -20,6 +20,7 @@ from rhymerl.errors import DataError
 from rhymerl.types import FinishReason, Output, RolloutRequest, TurnEnd
 
 _LOG = logging.getLogger(__name__)
+_NOTHING = np.empty(0, np.int32)
 
 if TYPE_CHECKING:
     from rhymerl.environments.encoding import ReplyEncoder
@@ -107,30 +108,35 @@ class Episodes:
 
     def _behind(self, request: RolloutRequest, output: Output, replied: Replied) -> Output:
         """Return the answer with an environment's reply behind its last turn, or as it has ended."""
-        turn = TurnEnd(start=len(output), stop=len(output), waited_s=replied.waited_s)
-        reply = replied.reply
-        if reply is not None:
-            turn = replace(turn, reward=reply.reward, metrics=reply.metrics)
-        tokens = np.empty(0, np.int32)
-        try:
-            reason = self._ending(request, output, reply)
-            if reason == "withdrawn":
-                assert reply is not None
-                tokens = self._encoder.encode(
-                    reply.content,
-                    is_chat=request.prompt.is_chat,
-                    ended_by=int(output.token_ids[-1]),
-                    location=request.prompt.location or request.id,
-                )
-        except DataError as error:
-            reason, replied = "environment", replied._replace(failure=str(error))
-        if reason == "withdrawn" and len(tokens) >= self._room(request, output):
-            reason, tokens = "context", tokens[:0]
+        reply, failure, tokens = replied.reply or Reply(), replied.failure, _NOTHING
+        reason = self._ending(request, output, replied.reply)
+        if reason == "withdrawn":
+            try:
+                tokens = self._tokens_of(reply, request, output)
+            except DataError as error:
+                reason, failure = "environment", str(error)
+            if len(tokens) >= self._room(request, output):
+                reason, tokens = "context", _NOTHING
         if reason == "environment":
-            self._warn(request, replied.failure)
-        elif reason == "withdrawn":
-            turn = replace(turn, stop=turn.start + len(tokens), reply=reply.content if reply else None)
+            self._warn(request, failure)
+        turn = TurnEnd(
+            start=len(output),
+            stop=len(output) + len(tokens),
+            reply=reply.content if reason == "withdrawn" else None,
+            reward=reply.reward,
+            metrics=reply.metrics,
+            waited_s=replied.waited_s,
+        )
         return replace(output + _unsampled(output, tokens), turns=(*output.turns, turn), finish_reason=reason)
+
+    def _tokens_of(self, reply: Reply, request: RolloutRequest, output: Output) -> IntArray:
+        """Raises DataError for a reply that the tokenizer or its chat template cannot carry."""
+        return self._encoder.encode(
+            reply.content,
+            is_chat=request.prompt.is_chat,
+            ended_by=int(output.token_ids[-1]),
+            location=request.prompt.location or request.id,
+        )
 
     def _ending(self, request: RolloutRequest, output: Output, reply: Reply | None) -> FinishReason:
         """Return how an answer has ended after a turn, `withdrawn` if it goes on behind the reply."""

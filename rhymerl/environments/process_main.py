@@ -71,10 +71,11 @@ def _serve(connection: Connection[Any, Any]) -> None:
         try:
             while True:
                 ask: Ask = pickle.loads(connection.recv_bytes())
-                session = replies.session_of(ask)
+                over = replies.taken_over(ask)
                 if ask.turns:
+                    session = replies.session_of(ask)
                     threads.submit(lambda ask, session: emit(replies.line(ask, session)), ask, session)
-                for over in replies.taken_over():
+                if over is not None:
                     threads.submit(over.close)
         finally:
             replies.close()
@@ -125,28 +126,21 @@ class _Replies:
         self._environment = environment
         self._has_sessions = has_sessions(environment)
         self._sessions: dict[str, _LiveSession] = {}  # the reader's alone
-        self._over: list[_LiveSession] = []
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
+    def taken_over(self, ask: Ask) -> _LiveSession | None:
+        """Return a session of the episode that cannot go on with this call, in the order of calls: it is over."""
+        known = self._sessions.get(ask.episode)
+        return self._sessions.pop(ask.episode) if known is not None and known.num_asked != len(ask.turns) - 1 else None
+
     def session_of(self, ask: Ask) -> _LiveSession | None:
-        """Return the session for a call, in the order of calls; None where there are no sessions, and at the end of an episode."""
+        """Return the session for a call, in the order of calls; None where there are no sessions."""
         if not self._has_sessions:
             return None
-        known = self._sessions.get(ask.episode)
-        if known is not None and known.num_asked != len(ask.turns) - 1:
-            self._over.append(self._sessions.pop(ask.episode))
-            known = None
-        if not ask.turns:
-            return None
-        session = self._sessions[ask.episode] = known or _LiveSession(self._environment)
+        session = self._sessions.setdefault(ask.episode, _LiveSession(self._environment))
         session.num_asked = len(ask.turns)
         return session
-
-    def taken_over(self) -> list[_LiveSession]:
-        """Return the sessions that another one has replaced, or that are over."""
-        over, self._over = self._over, []
-        return over
 
     def line(self, ask: Ask, session: _LiveSession | None) -> bytes:
         """Return what the environment says, or that it failed."""
@@ -161,7 +155,7 @@ class _Replies:
 
     def close(self) -> None:
         """End all sessions."""
-        for session in (*self._sessions.values(), *self._over):
+        for session in self._sessions.values():
             session.close()
 
     def _done(self, value: Any) -> Any:

@@ -188,9 +188,8 @@ class Host:
             self._num_running[job.priority] += 1
 
     def _may_run(self, job: HostJob) -> bool:
-        waits = (
-            job.output is not None and job.output.finish_reason != "withdrawn"
-        )  # for a reply; a whole draft: for its policy
+        # An answer that awaits a reply waits, and a whole draft does, for its policy.
+        waits = job.output is not None and job.output.finish_reason != "withdrawn"
         return self.version is not None and job.versions.oldest <= self.version and not waits
 
     def _has_drafts(self, job: HostJob) -> bool:
