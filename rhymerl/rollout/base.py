@@ -49,9 +49,10 @@ class RolloutSettings:
         self.stop_token_ids = tuple(self.stop_token_ids)
         self.sampling(())  # checks the ranges of its parameters
 
-    def longest_answer(self, *, has_environment: bool) -> int:
-        """Return the most tokens that an answer may have, replies included."""
-        return self.max_tokens + ((self.max_turns - 1) * self.max_reply_tokens if has_environment else 0)
+    @property
+    def most_reply_tokens(self) -> int:
+        """Return the most tokens that an environment's replies may add to an answer."""
+        return (self.max_turns - 1) * self.max_reply_tokens
 
     def sampling(self, stop_token_ids: Sequence[int]) -> SamplingParams:
         """Return the parameters of one request: the policy's own stop ids and the ones asked for besides."""

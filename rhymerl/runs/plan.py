@@ -94,7 +94,7 @@ def setup_from(config: DictConfig, *, device_bytes: int | None) -> Setup:
     environment = environment_of(instantiate(parts.get("environment"), key="environment"), task)
     most_tokens = data.get("max_prompt_tokens") or 0
     if environment is not None:
-        most_tokens += rollout.longest_answer(has_environment=True) - rollout.max_tokens
+        most_tokens += rollout.most_reply_tokens
     longest = _longest(rollout, evaluation, most_tokens, context_tokens(model.config))
     on_gpu = trainer.get("accelerator") != "cpu"
     vocabulary = num_embeddings(model)

@@ -115,8 +115,6 @@ def longest_tokens(
     parts = [(loader, evaluation.rollout(rollout, name)) for name, loader in datamodule.validation_loaders.items()]
     parts += [(datamodule.train_loader, rollout)] if datamodule.train_loader is not None else []
     longest = [
-        max(len(prompt.token_ids) for prompt in loader.prompts)
-        + settings.longest_answer(has_environment=has_environment)
-        for loader, settings in parts
+        max(len(prompt.token_ids) for prompt in loader.prompts) + settings.max_tokens for loader, settings in parts
     ]
-    return max(longest, default=0)
+    return max(longest, default=0) + (rollout.most_reply_tokens if has_environment else 0)
