@@ -14,7 +14,6 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks import record
-from benchmarks.update.shared_prefixes import MB, sample_of
+from benchmarks.update.shared_prefixes import MB, sample_of, updater_of
 from rhymerl.algos import GRPO
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.distributed import Alone
@@ -39,7 +38,6 @@ from rhymerl.models.sharding import shard
 from rhymerl.testing import make_requests, tiny_policy
 from rhymerl.training.memory import make_setup
 from rhymerl.training.settings import UpdateSettings
-from rhymerl.training.updater import Updater
 
 SECOND = "the second step"
 NUM_SAMPLES, PROMPT_TOKENS = 8, 8
@@ -101,16 +99,7 @@ def update_twice(arguments: Any, ranks: Any, *, is_sharded: bool) -> int:
         shard(model, init_device_mesh("cpu", (ranks.size,)))
     settings = settings_of()
     optimizer = settings.optimizer(list(model.parameters()))
-    updater = Updater(
-        model,
-        GRPO(),
-        settings,
-        temperature=1.0,
-        seed=arguments.seed,
-        backward=torch.Tensor.backward,
-        autocast=nullcontext,
-        ranks=ranks,
-    )
+    updater = updater_of(model, settings, arguments.seed, ranks=ranks)
     requests = make_requests(NUM_SAMPLES, prompt_tokens=(PROMPT_TOKENS, PROMPT_TOKENS))
     answer = np.full(arguments.length, 2, np.int32)
     samples = [sample_of(each.prompt, n, answer, reward=float(n % 2)) for n, each in enumerate(requests)]

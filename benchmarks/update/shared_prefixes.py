@@ -130,6 +130,12 @@ def token_share(samples: Sequence[Sample], max_tokens: int) -> float:
     return tokens[True] / tokens[False]
 
 
+def updater_of(model: Any, settings: UpdateSettings, seed: int, **more: Any) -> Updater:
+    """Return an updater by GRPO, in the model's own precision; `more` are further arguments of it."""
+    made: dict[str, Any] = {"temperature": 1.0, "backward": torch.Tensor.backward, "autocast": nullcontext, **more}
+    return Updater(model, GRPO(), settings, seed=seed, **made)
+
+
 def measured(arguments: Any, case: str) -> dict[str, Any]:
     samples, model = make_samples(case, arguments), make_model(arguments)
     settings = UpdateSettings(learning_rate=1e-7, micro_batch_tokens=arguments.micro_batch_tokens)
@@ -137,17 +143,7 @@ def measured(arguments: Any, case: str) -> dict[str, Any]:
     schedule = settings.schedule(optimizer, float("inf"))
 
     def step(shares: bool) -> None:
-        updater = Updater(
-            model,
-            GRPO(),
-            settings,
-            temperature=1.0,
-            seed=arguments.seed,
-            backward=torch.Tensor.backward,
-            autocast=nullcontext,
-            draws_exactly=True,
-            shares_prefixes=shares,
-        )
+        updater = updater_of(model, settings, arguments.seed, draws_exactly=True, shares_prefixes=shares)
         updater.run(samples, 0, optimizer=optimizer, schedule=schedule)
         updater.forget()  # as a run does: no step begins with the gradients of the one before
 
