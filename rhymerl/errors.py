@@ -17,7 +17,7 @@ RhymeError                 something rhymerl noticed; the message is one readabl
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import inf, isfinite
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -58,6 +58,14 @@ class EpisodeError(RunError):
 
 class RewardError(RunError):
     """A reward function cannot be used at all."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message, `; did you mean max_nodes?`, or nothing when no known name is near."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def require_at_least(

@@ -10,9 +10,9 @@ from types import FunctionType
 from typing import Any, TypeVar
 
 from rhymerl.config.annotations import Misfit, fit
-from rhymerl.config.targets import REQUIRED, Signature, did_you_mean, import_target, signature_of
+from rhymerl.config.targets import REQUIRED, Signature, import_target, signature_of
 from rhymerl.config.tree import ABSENT, find, is_component, join, origin
-from rhymerl.errors import ConfigError
+from rhymerl.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
 

@@ -13,9 +13,9 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from rhymerl.config.interpolation import PACKAGE
-from rhymerl.config.targets import did_you_mean, import_target, is_dotted_path
+from rhymerl.config.targets import import_target, is_dotted_path
 from rhymerl.config.tree import is_component
-from rhymerl.errors import ConfigError
+from rhymerl.errors import ConfigError, did_you_mean
 
 _SELF = "_self_"
 

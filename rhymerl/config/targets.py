@@ -11,12 +11,11 @@ import pkgutil
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
+from collections.abc import Callable, Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from rhymerl.errors import ConfigError
+from rhymerl.errors import ConfigError, did_you_mean
 from rhymerl.types import MaybeInfinite
 
 REQUIRED: Any = inspect.Parameter.empty
@@ -37,12 +36,6 @@ class Signature:
 def is_dotted_path(text: str) -> bool:
     """Return whether this could be `my_module.MyClass`."""
     return _DOTTED.fullmatch(text) is not None
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`; did you mean max_nodes?`, or nothing when no known name is near."""
-    near = get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def import_target(path: Any, *, setting: str) -> Callable[..., Any]:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, Self
 from rhymerl.environments.base import Environment, Reply, Turn
 from rhymerl.environments.calls import FAMILIES, CallFormat, ToolCall, family_of, read_calls
 from rhymerl.environments.schema import MisfitArgumentError, Schema, fitted
-from rhymerl.errors import RhymeError, at_least, check_ranges
+from rhymerl.errors import RhymeError, at_least, check_ranges, did_you_mean
 from rhymerl.rewards.calls import Attempt
-from rhymerl.rewards.resolve import find, nearest
+from rhymerl.rewards.resolve import find
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _OF_EPISODE = ("reset", "close")  # methods that are no tools
@@ -146,7 +146,7 @@ class Tools(Environment):
             raise MisfitArgumentError(call.error)
         tool = self._tools.get(call.name)
         if tool is None:
-            hint = nearest(call.name, self._tools) or f"; expected one of {', '.join(self._tools)}"
+            hint = did_you_mean(call.name, self._tools) or f"; expected one of {', '.join(self._tools)}"
             raise MisfitArgumentError(f"there is no tool {call.name!r:.80}{hint}")
         arguments = _arguments(call, tool.schema["function"]["parameters"])
         function = tool.function if tool.owner is None else getattr(objects[tool.owner], tool.name)
@@ -210,7 +210,7 @@ def _arguments(call: ToolCall, parameters: Schema) -> dict[str, Any]:
     known: Mapping[str, Schema] = parameters["properties"]
     for name in call.arguments:
         if name not in known:
-            raise MisfitArgumentError(f"{call.name} has no argument {name!r:.80}{nearest(name[:80], known)}")
+            raise MisfitArgumentError(f"{call.name} has no argument {name!r:.80}{did_you_mean(name[:80], known)}")
     for name in parameters.get("required", ()):
         if name not in call.arguments:
             raise MisfitArgumentError(f"{call.name} needs the argument {name!r}")

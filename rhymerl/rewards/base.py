@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
-from rhymerl.errors import ConfigError, DataError
+from rhymerl.errors import ConfigError, DataError, did_you_mean
 from rhymerl.rewards.arguments import is_number
 from rhymerl.rewards.hooks import Extract, opens_of
-from rhymerl.rewards.resolve import Found, find, find_home, nearest
+from rhymerl.rewards.resolve import Found, find, find_home
 from rhymerl.types import Completion
 
 Score: TypeAlias = float | Mapping[str, Any] | None  # a mapping has it under `score`; None: the function does not apply
@@ -170,7 +170,7 @@ class Reward:
     def _check_function(self) -> None:
         for name in self.arguments:
             if not self.parameters.takes_any and name not in self.parameters.names:
-                hint = nearest(name, self.parameters.names)
+                hint = did_you_mean(name, self.parameters.names)
                 raise ValueError(f"arguments.{name}: the function has no such parameter{hint}")
 
 
@@ -194,7 +194,7 @@ def check_columns(reward: Reward, columns: Iterable[str], *, gaps: Mapping[str, 
         if name not in known:
             raise ConfigError(
                 f"{reward.setting}: it needs a column {name!r}, and the data set has "
-                f"{', '.join(known) or 'none'}{nearest(name, known)}"
+                f"{', '.join(known) or 'none'}{did_you_mean(name, known)}"
             )
 
 

@@ -8,9 +8,9 @@ from numbers import Real
 from typing import Any
 
 from rhymerl.config import construct, plain
-from rhymerl.errors import ConfigError
+from rhymerl.errors import ConfigError, did_you_mean
 from rhymerl.rewards.base import Reward, RewardFn, own_name
-from rhymerl.rewards.resolve import find_home, nearest
+from rhymerl.rewards.resolve import find_home
 
 RewardSpec = str | RewardFn | Reward | Mapping[str, Any]
 
@@ -68,7 +68,7 @@ def _build_from_fields(name: str | None, values: Mapping[str, Any]) -> Reward:
     path = f"rewards.{name}" if name else "rewards"
     for key in values:
         if key not in _FIELDS:
-            raise ConfigError(f"{path}.{key}: unknown field{nearest(key, _FIELDS)}; known: {', '.join(_FIELDS)}")
+            raise ConfigError(f"{path}.{key}: unknown field{did_you_mean(key, _FIELDS)}; known: {', '.join(_FIELDS)}")
     if "function" not in values:
         raise ConfigError(f"{path}.function is missing: expected a dotted name or a function")
     return _reward(name, {"name": name, **values})

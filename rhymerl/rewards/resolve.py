@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterable
-from difflib import get_close_matches
 from functools import reduce
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from rhymerl.errors import did_you_mean
 from rhymerl.rewards.calls import Attempt
 
 
@@ -19,12 +18,6 @@ class Found(NamedTuple):
     module: str
     qualname: str
     target: Any
-
-
-def nearest(name: str, choices: Iterable[str]) -> str:
-    """`; did you mean score?`, or nothing when no choice is close."""
-    matches = get_close_matches(name, list(choices), n=1)
-    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def find(dotted_name: str, *, argument: str) -> Found:
@@ -40,7 +33,7 @@ def find(dotted_name: str, *, argument: str) -> Found:
     for name in names:
         if not hasattr(target, name):
             owner = getattr(target, "__name__", dotted_name)
-            raise ValueError(f"{argument}: {owner} has no {name!r}{nearest(name, _members(target))}")
+            raise ValueError(f"{argument}: {owner} has no {name!r}{did_you_mean(name, _members(target))}")
         target = getattr(target, name)
     return Found(module.__name__, ".".join(names), target)
 
@@ -68,7 +61,7 @@ def _import_longest(parts: list[str], argument: str) -> ModuleType:
             raise ValueError(f"{argument}: importing {name!r} failed: {attempt.message}")
     known = (module.name for module in pkgutil.iter_modules())
     raise ValueError(
-        f"{argument}: no module named {parts[0]!r}, neither installed nor in the current directory{nearest(parts[0], known)}"
+        f"{argument}: no module named {parts[0]!r}, neither installed nor in the current directory{did_you_mean(parts[0], known)}"
     )
 
 

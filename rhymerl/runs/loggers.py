@@ -10,8 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from rhymerl.config import instantiate, resolved
 from rhymerl.config.files import options, packaged_directory
-from rhymerl.config.targets import did_you_mean, import_target, is_dotted_path
-from rhymerl.errors import ConfigError
+from rhymerl.config.targets import import_target, is_dotted_path
+from rhymerl.errors import ConfigError, did_you_mean
 
 _DEFAULT = "tensorboard"
 _EXTRAS = {"wandb": "pip install 'rhymerl[wandb]'"}

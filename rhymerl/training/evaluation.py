@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from rhymerl.data.base import ONLY_SET
-from rhymerl.errors import RewardError, at_least, check_ranges, require_at_least
+from rhymerl.errors import RewardError, at_least, check_ranges, did_you_mean, require_at_least
 from rhymerl.rewards import Reward
 from rhymerl.rewards.calls import Attempt
 from rhymerl.rewards.hooks import Extract
-from rhymerl.rewards.resolve import find, nearest
+from rhymerl.rewards.resolve import find
 from rhymerl.rollout import RolloutSettings
 from rhymerl.rollout.results import by_prompt
 from rhymerl.types import Sample
@@ -48,7 +48,9 @@ class EvaluationSettings:
             for key in values:
                 if key not in _OF_A_SET:
                     known = ", ".join(_OF_A_SET)
-                    raise ValueError(f"sets.{name}.{key}: unknown setting{nearest(key, _OF_A_SET)}; known: {known}")
+                    raise ValueError(
+                        f"sets.{name}.{key}: unknown setting{did_you_mean(key, _OF_A_SET)}; known: {known}"
+                    )
             _check(self._of(name), f"sets.{name}.")
 
     def rollout(self, training: RolloutSettings, name: str = ONLY_SET) -> RolloutSettings:

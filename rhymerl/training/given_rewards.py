@@ -8,11 +8,10 @@ from typing import Any
 
 from rhymerl.data import PromptDataModule, PromptLoader
 from rhymerl.distributed.first import is_first_rank
-from rhymerl.errors import ConfigError
+from rhymerl.errors import ConfigError, did_you_mean
 from rhymerl.models.policy import Policy
 from rhymerl.rewards import Reward, build_rewards, check_reward, tag_match
 from rhymerl.rewards.answers import check_answers
-from rhymerl.rewards.resolve import nearest
 from rhymerl.training.evaluation import EvaluationSettings
 from rhymerl.training.hyperparameters import refuse_lost
 
@@ -73,7 +72,7 @@ def check_evaluation(evaluation: EvaluationSettings, names: Iterable[str], rewar
     for name in evaluation.sets or {}:
         if name not in known:
             raise ConfigError(
-                f"evaluation.sets.{name}: no data set of data.validation; there is {', '.join(known)}{nearest(name, known)}"
+                f"evaluation.sets.{name}: no data set of data.validation; there is {', '.join(known)}{did_you_mean(name, known)}"
             )
     if evaluation.right_by is not None and evaluation.right_by not in functions:
         raise ConfigError(
