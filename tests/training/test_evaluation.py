@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from rhymerl.errors import ConfigError, RewardError
 from rhymerl.rewards import Reward
 from rhymerl.rollout import RolloutSettings
 from rhymerl.rollout.base import requests_of
+from rhymerl.testing import make_prompt
+from rhymerl.training.checks import longest_tokens
 from rhymerl.training.evaluation import EvaluationSettings, evaluation_metrics, majority, pass_at_k, step_name
 from rhymerl.training.given_rewards import check_evaluation
 from rhymerl.types import Completion, Output, Prompt, Sample
@@ -262,3 +265,14 @@ def test_names_that_there_are_not(settings: dict[str, Any], message: str) -> Non
     with pytest.raises(ConfigError) as error:
         check_evaluation(EvaluationSettings(**settings), ["greedy", "all"], rewards)
     assert str(error.value) == message
+
+
+def test_replies_are_counted_by_the_limits_of_the_run_in_evaluations_too() -> None:
+    loader = SimpleNamespace(prompts=[make_prompt([1, 2, 3])])
+    data: Any = SimpleNamespace(train_loader=None, validation_loaders={"validation": loader})
+    parts: dict[str, Any] = {
+        "rollout": RolloutSettings(max_tokens=10, max_turns=3, max_reply_tokens=5),
+        "evaluation": EvaluationSettings(),
+    }
+    assert longest_tokens(data, **parts) == 3 + 10
+    assert longest_tokens(data, **parts, has_environment=True) == 3 + 10 + 2 * 5
