@@ -1,6 +1,6 @@
 # Everything goes through .venv, which is made when it is missing and brought up to date when pyproject.toml, constraints.txt or
 # hashes.txt have changed. Nothing but Python 3.11 or later is needed. Another interpreter: make install PYTHON=python3.12
-.PHONY: help install quickstart pretrained test test-all test-slow test-pretrained test-sglang test-ray test-browser test-extras docs check format bench-guard gpu constraints clean
+.PHONY: help install quickstart pretrained agent test test-all test-slow test-pretrained test-sglang test-ray test-browser test-extras docs check format bench-guard gpu constraints clean
 .DELETE_ON_ERROR:
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -41,6 +41,7 @@ help:
 	@echo "make install     set up .venv (the other targets do it too)"
 	@echo "make quickstart  watch a small model learn on the CPU; ARGS='seed=1 run_dir=...' overrides settings"
 	@echo "make pretrained  fetch SmolLM2-135M (93 MB, once) and watch it learn to add on the CPU; ARGS as above"
+	@echo "make agent       show SmolLM2-135M 40 calls of a calculator and watch it learn to use one on the CPU; ARGS as above"
 	@echo "make test        run the tests; PYTEST_ARGS='tests/test_layers.py -x' replaces '$(PYTEST_ARGS)'"
 	@echo "make test-pretrained  run those that need SmolLM2-135M, which they fetch"
 	@echo "make test-sglang run those of the SGLang backend with its engine on the CPU, in .venv-sglang (some minutes the first time)"
@@ -63,6 +64,10 @@ quickstart: $(stamp)
 
 pretrained: $(stamp) $(pretrained)
 	.venv/bin/rhymerl fit --config smollm2 $(ARGS)
+
+agent: $(stamp) $(pretrained)
+	test -e out/warmstart_smollm2_agent/config.json || .venv/bin/rhymerl warmstart --config warmstart_smollm2_agent
+	.venv/bin/rhymerl fit --config smollm2_agent $(ARGS)
 
 test: $(stamp)
 	$(python) -m pytest $(PYTEST_ARGS)

@@ -93,6 +93,7 @@ class TurnEnd:
 
     start: int
     stop: int  # start, where the episode is over
+    text: str  # what the policy has said in it, without the token that ends it
     reply: Any = None  # text or chat messages, as plain data
     reward: float | None = None  # of the turn, if the environment gives any
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -213,6 +214,7 @@ class RolloutRequest:
     split: Split = "train"
     step: int | None = None  # of training; None outside it. Those of a later step may be answered ahead of it
     output: Output | None = None  # go on from here
+    may_go_on: bool = False  # behind what an environment replies to it: an engine keeps what it has computed for it
     prefetched: IntArray | None = (
         None  # a draft of the whole answer: what the policy before sampled with the same noise
     )

@@ -110,6 +110,9 @@ class RolloutBackend(Backend):
     def withdraw(self, ids: Iterable[str] | None = None) -> list[Completion]:
         """Take back the named requests (all by default) with the tokens they have; unknown ids are ignored."""
 
+    def forget(self, ids: Iterable[str]) -> None:
+        """These requests do not go on behind a turn that is over, as they `may`; unknown ids are ignored."""
+
     @abstractmethod
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """New weights. Requests in flight go on under them; their later tokens carry the new version."""

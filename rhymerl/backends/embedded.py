@@ -167,6 +167,9 @@ class EmbeddedBackend(RolloutBackend):
     def withdraw(self, ids: Iterable[str] | None = None) -> list[Completion]:
         return self.engine.withdraw(ids)
 
+    def forget(self, ids: Iterable[str]) -> None:
+        self.engine.forget(ids)
+
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Old keys and values are dropped. The engine reads the policy itself, or a copy, which takes the tensors: a collective where ranks hold parts."""
         self.engine.new_weights(policy_version)

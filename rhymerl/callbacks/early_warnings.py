@@ -31,6 +31,7 @@ AS_GOOD = 0.9  # of the share of drafts that was right then: a budget that asks 
 MOST_IDLE = 0.3  # share of the workers' time
 _WATCHED = (
     "completions/clipped_ratio",
+    "episodes/length_frac",
     "frac_reward_zero_std",
     "kl",
     "rollout/bubble_frac",
@@ -104,7 +105,8 @@ def truncation(recent: Recent) -> str | None:
     """Many answers are cut off."""
     if recent.is_lasting(recent.left_out):
         return "all answers are cut off at rollout.max_tokens and left out of the loss, so nothing is learned: raise it"
-    share = recent.mean("completions/clipped_ratio")
+    share = recent.mean("episodes/length_frac")  # other limits end episodes, too
+    share = recent.mean("completions/clipped_ratio") if share is None else share
     if share is None or share < MOST_CLIPPED:
         return None
     words = f"{share:.0%} of the answers are cut off at rollout.max_tokens. "

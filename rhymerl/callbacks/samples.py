@@ -108,8 +108,14 @@ def sample_row(sample: Sample) -> dict[str, Any]:
 
 
 def turn_row(turn: TurnEnd) -> dict[str, Any]:
-    """Return what a person wants to see of an environment's reply; `start` is its first token's place in the response."""
-    return {"start": turn.start, "reply": turn.reply, "reward": turn.reward, "waited_s": round(turn.waited_s, 3)}
+    """Return what a person wants to see of a turn; `start` is its reply's first token's place in the response."""
+    return {
+        "text": turn.text,
+        "start": turn.start,
+        "reply": turn.reply,
+        "reward": turn.reward,
+        "waited_s": round(turn.waited_s, 3),
+    }
 
 
 def lines_of(rows: Iterable[Row]) -> str:

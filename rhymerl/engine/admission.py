@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rhymerl.engine.kept import KeptRows
 from rhymerl.engine.prefixes import PrefixTable
 from rhymerl.engine.rows import Rows
 from rhymerl.types import Completion, FinishReason, Output, RolloutRequest
@@ -26,6 +27,7 @@ class Admission:
         self.running: list[int] = []  # rows, the oldest first
         self.num_preemptions = 0
         self.prefixes = PrefixTable(rows)
+        self.kept = KeptRows(rows, self.prefixes)
         self._rows = rows
         self._max_running = max_running
         self._max_pass_tokens = max_pass_tokens
@@ -65,14 +67,23 @@ class Admission:
         while self._waiting and len(self.running) < self._max_running:
             request = self._waiting[0]
             brings = len(request.prompt.token_ids) + (len(request.output) if request.output else 0)
-            if self.running and brings + len(self.running) > self._room():
+            if self.running and brings + len(self.running) > self._room() + self.kept.num_slots:
                 break
             self._waiting.popleft()
-            self.running.append(self._rows.enter(request, self.prefixes.acquire(request)))
+            self.running.append(self._enter(request))
             if request.id not in self._started:
                 self._started.add(request.id)
                 new.append(request)
         return new
+
+    def _enter(self, request: RolloutRequest) -> int:
+        row = self.kept.take(request)
+        if row is not None:
+            self._rows.go_on(row, request)
+            return row
+        while self._rows.num_free < 2 and self.kept.evict():
+            pass
+        return self._rows.enter(request, self.prefixes.acquire(request))
 
     def _room(self) -> int:
         """Return how many slots could be had without preempting anybody, less what admitted rows still have to feed."""
@@ -110,7 +121,7 @@ class Admission:
         return np.array(feeding, np.int64), np.array(chains, np.int64)
 
     def _make_room(self) -> None:
-        if self.prefixes.evict_idle():
+        if self.prefixes.evict_idle() or self.kept.evict():
             return
         assert len(self.running) > 1, "a request was admitted that cannot fit"
         self._preempt(self.running[-1])
@@ -120,6 +131,7 @@ class Admission:
         """Forget all keys and values; running requests go on from their tokens."""
         for row in reversed(self.running.copy()):
             self._preempt(row)
+        self.kept.clear()
         self.prefixes.clear()
 
     def _preempt(self, row: int) -> None:
@@ -133,7 +145,11 @@ class Admission:
     def finish(self, row: int, reason: FinishReason) -> Completion:
         """Take a running request out for good."""
         completion = self._rows.completion(row, reason)
-        self._leave(row)
+        if reason == "stop" and completion.request.may_go_on:
+            self.running.remove(row)
+            self.kept.keep(row)
+        else:
+            self._leave(row)
         self._started.discard(completion.request.id)
         return completion
 
@@ -162,7 +178,7 @@ class Admission:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every KV slot is free or owned by exactly one live row."""
-        self._rows.check_integrity([*self.running, *self.prefixes.held])
+        self._rows.check_integrity([*self.running, *self.kept.held, *self.prefixes.held])
 
 
 def _as_it_came(request: RolloutRequest) -> Completion:

@@ -170,6 +170,11 @@ class Engine:
             self.speedup.leave([*started, *fresh])
         return [*started, *fresh]
 
+    def forget(self, ids: Iterable[str]) -> None:
+        """Requests whose turn is over do not go on: what has been kept for them is free."""
+        for name in ids:
+            self.admission.kept.forget(name)
+
     def new_weights(self, policy_version: int) -> None:
         """The policy has changed: forget all keys and values; running requests go on from their tokens."""
         self.admission.preempt_all()

@@ -105,6 +105,16 @@ class Rows:
     def enter(self, request: RolloutRequest, prefix: Prefix | None) -> int:
         """Return a row for a request, with its output so far; the prefix's slots are read, not owned."""
         row = self._free.pop()
+        self.cached[row] = self.shared[row] = len(request.prompt.token_ids) - 1 if prefix else 0
+        self.prefix[row] = prefix
+        if prefix:
+            prefix.num_readers += 1
+            self.prefix_row[row] = prefix.row
+        self.go_on(row, request)
+        return row
+
+    def go_on(self, row: int, request: RolloutRequest) -> None:
+        """Fill the row of a request; what is cached of it stays."""
         prompt, output = request.prompt.token_ids, request.output
         start, end = len(prompt), len(prompt) + (len(output) if output else 0)
         self.tokens[row, :start] = prompt
@@ -119,13 +129,12 @@ class Rows:
             self.accepted[row] = output.num_accepted
         self.length[row], self.prompt_length[row] = end, start
         self.limit[row] = start + request.sampling.max_tokens
-        self.cached[row] = self.shared[row] = start - 1 if prefix else 0
         self._set_sampling(row, request)
-        self.request[row], self.prefix[row], self.is_request[row] = request, prefix, True
-        if prefix:
-            prefix.num_readers += 1
-            self.prefix_row[row] = prefix.row
-        return row
+        self.request[row], self.is_request[row] = request, True
+
+    def rest(self, row: int) -> None:
+        """The row's request has left it; its tokens, keys and values stay."""
+        self.request[row], self.is_request[row] = None, False
 
     def leave(self, row: int) -> None:
         """Free the row and the slots that it owns."""

@@ -72,19 +72,24 @@ class Episodes:
             self._context_tokens - len(request.prompt.token_ids) - len(output),
             (self._max_turn_tokens or request.sampling.max_tokens) - (len(output) - begin),
         )
-        return replace(request, sampling=replace(request.sampling, max_tokens=len(output) + left))
+        return replace(request, sampling=replace(request.sampling, max_tokens=len(output) + left), may_go_on=True)
 
     def after_turn(self, request: RolloutRequest, output: Output) -> Output:
         """Return what the engine has of a request as it stands in the episode: where it stopped, only a turn has ended."""
-        if output.finish_reason == "length" and not self._room(request, output):
-            return replace(output, finish_reason="context")
-        return replace(output, finish_reason="turn") if output.finish_reason == "stop" else output
+        if output.finish_reason == "stop":
+            return replace(output, finish_reason="turn")
+        if output.finish_reason != "length":
+            return output
+        end = TurnEnd(start=len(output), stop=len(output), text=self._last_text(request, output))
+        reason: FinishReason = "length" if self._room(request, output) else "context"
+        return replace(output, turns=(*output.turns, end), finish_reason=reason)
 
     def ask(self, request: RolloutRequest, output: Output) -> None:
         """Ask the environment what it replies to the last turn."""
         self._waiting[request.id] = request, output
         row = {"prompt": request.prompt.text, **request.prompt.columns}
-        self._pool.ask(request.id, row, self._transcript(request, output))
+        said = [Turn(text=turn.text, reply=turn.reply) for turn in output.turns]
+        self._pool.ask(request.id, row, [*said, Turn(text=self._last_text(request, output))])
 
     def forget(self, names: Iterable[str]) -> None:
         """These requests are over, or go on elsewhere: nobody waits for replies to them, and their sessions end."""
@@ -122,6 +127,7 @@ class Episodes:
         turn = TurnEnd(
             start=len(output),
             stop=len(output) + len(tokens),
+            text=self._last_text(request, output),
             reply=reply.content if reason == "withdrawn" else None,
             reward=reply.reward,
             metrics=reply.metrics,
@@ -162,18 +168,11 @@ class Episodes:
         """Return how many tokens the model's context has left."""
         return self._context_tokens - len(request.prompt.token_ids) - len(output)
 
-    def _transcript(self, request: RolloutRequest, output: Output) -> list[Turn]:
-        """Return what the policy has said, without the tokens that end its turns, and what was replied."""
-        turns, start = [], 0
-        stops = request.sampling.stop_token_ids
-        for end, stop, reply in [
-            *((each.start, each.stop, each.reply) for each in output.turns),
-            (len(output), 0, None),
-        ]:
-            has_stop = end > start and int(output.token_ids[end - 1]) in stops
-            turns.append(Turn(text=self._decode(output.token_ids[start : end - has_stop]), reply=reply))
-            start = stop
-        return turns
+    def _last_text(self, request: RolloutRequest, output: Output) -> str:
+        """Return what the policy has said since the last reply, without the token that ends it."""
+        start, end = output.turns[-1].stop if output.turns else 0, len(output)
+        has_stop = end > start and int(output.token_ids[end - 1]) in request.sampling.stop_token_ids
+        return self._decode(output.token_ids[start : end - has_stop])
 
 
 def _unsampled(output: Output, tokens: IntArray) -> Output:

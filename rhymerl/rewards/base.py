@@ -22,6 +22,7 @@ _OF_COMPLETION: Mapping[str, Callable[[Completion], Any]] = {  # what a function
     "prompt": lambda completion: completion.request.prompt.text,
     "token_ids": lambda completion: completion.token_ids.tolist(),
     "finish_reason": lambda completion: completion.finish_reason,
+    "turns": lambda completion: [{"text": turn.text, "reply": turn.reply} for turn in completion.output.turns],
     "turn_rewards": lambda completion: [turn.reward for turn in completion.output.turns],
 }
 
@@ -41,7 +42,8 @@ class Reward:
     """One reward function of a run: `Reward("my_module.score", weight=0.5)`.
 
     The function gets the completion's text and those of the row's columns that its signature accepts; `prompt` (its text), `token_ids`,
-    `finish_reason` and `turn_rewards` (of an environment, None where it gave none), where it names them and the row has no such column. None says that it does not apply to this sample.
+    `finish_reason`, and of an episode `turns` (each with its `text` and the `reply` to it) and `turn_rewards` (None where the environment
+    gave none), where it names them and the row has no such column. None says that it does not apply to this sample.
     `where="pool"` runs it in reward processes, with a limit of `timeout_s` a sample; it must be importable
     by name. `"main"` runs it in the trainer's process as soon as a completion finishes, `"engine"` in the
     process that owns the engine after all have finished, with a `device` keyword if the function accepts one;

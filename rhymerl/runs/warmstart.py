@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from rhymerl.callbacks import AtomicCheckpointIO, LiveProgress
 from rhymerl.config import describe
 from rhymerl.data.base import LocatedRow
 from rhymerl.data.encoding import PromptEncoder
+from rhymerl.environments.encoding import ReplyEncoder
 from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.folders import open_folder
 from rhymerl.models.policy import Policy, PolicySource
@@ -34,6 +36,7 @@ class DemonstrationLoader:
         self.task = task
         self.policy = policy
         self.encoder = PromptEncoder(policy.tokenizer)
+        self.replies = ReplyEncoder(policy.tokenizer)
         self.batch_size = batch_size
         self.num_steps = num_steps
         self.seed = seed
@@ -56,24 +59,40 @@ class DemonstrationLoader:
         self.step = state["step"]
 
     def batch(self, step: int) -> dict[str, Tensor]:
-        """`input_ids`, `labels`, `attention_mask`, each [batch, time]; prompts carry no label."""
+        """`input_ids`, `labels`, `attention_mask`, each [batch, time]; prompts and replies carry no label."""
         source = random.Random(f"demonstrations/{self.seed}/{step}")
         problems = self.task.stream("warmstart", seed=source.getrandbits(62))
         rows = [next(problems) for _ in range(self.batch_size)]
-        encode = self.policy.tokenizer.encode
-        end = self.policy.tokenizer.eos_token_id
-        prompts = [self._prompt(row) for row in rows]
-        answers = [[*encode(self.task.demonstration(row, source), add_special_tokens=False), end] for row in rows]
+        tokens, labels = zip(*(self._demonstration(row, source) for row in rows), strict=True)
         return {
-            "input_ids": _pad([p + a for p, a in zip(prompts, answers, strict=True)], fill=end),
-            "labels": _pad([[IGNORE] * len(p) + a for p, a in zip(prompts, answers, strict=True)], fill=IGNORE),
-            "attention_mask": _pad([[1] * len(p + a) for p, a in zip(prompts, answers, strict=True)], fill=0),
+            "input_ids": _pad(tokens, fill=self.policy.tokenizer.eos_token_id),
+            "labels": _pad(labels, fill=IGNORE),
+            "attention_mask": _pad([[1] * len(each) for each in tokens], fill=0),
         }
 
-    def _prompt(self, row: Row) -> list[int]:
-        """As it is encoded for rollouts, in the chat template if it is messages."""
+    def _demonstration(self, row: Row, source: random.Random) -> tuple[list[int], list[int]]:
+        """The tokens of a prompt, as it is encoded for rollouts, and of an answer to it; and their labels."""
         prompt = self.encoder.encode(LocatedRow(location="a demonstration", row=row), prompt_id="")
-        return [int(token) for token in prompt.token_ids]
+        tokens = [int(token) for token in prompt.token_ids]
+        labels = [IGNORE] * len(tokens)
+        shown = self.task.demonstration(row, source)
+        messages = [{"role": "assistant", "content": shown}] if isinstance(shown, str) else shown
+        for is_said, group in groupby(messages, key=lambda message: message["role"] == "assistant"):
+            turn = list(group)
+            new = self._said(turn) if is_said else self._replied(turn, is_chat=prompt.is_chat)
+            tokens += new
+            labels += new if is_said else [IGNORE] * len(new)
+        return tokens, labels
+
+    def _said(self, messages: Iterable[Mapping[str, str]]) -> list[int]:
+        text = "".join(message["content"] for message in messages)
+        return [*self.policy.tokenizer.encode(text, add_special_tokens=False), self.policy.tokenizer.eos_token_id]
+
+    def _replied(self, messages: Sequence[Mapping[str, str]], *, is_chat: bool) -> list[int]:
+        reply = messages if is_chat else "".join(message["content"] for message in messages)
+        end = self.policy.tokenizer.eos_token_id
+        token_ids = self.replies.encode(reply, is_chat=is_chat, ended_by=end, location="a demonstration")
+        return [int(token) for token in token_ids]
 
 
 def _pad(rows: Sequence[Sequence[int]], *, fill: int) -> Tensor:

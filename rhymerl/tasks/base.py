@@ -52,8 +52,8 @@ class Task(ABC):
         """Return what follows a turn of the policy, as an `Environment` does; by default the episode is over."""
         return None
 
-    def demonstration(self, row: Row, random_source: random.Random) -> str:
-        """Return an answer to imitate in the warm start. Raises TypeError when the task has none."""
+    def demonstration(self, row: Row, random_source: random.Random) -> Problem:
+        """Return an answer to imitate in the warm start; one of several turns as chat messages. Raises TypeError when the task has none."""
         raise TypeError(f"{type(self).__name__} has no demonstrations, so it cannot warm-start a policy")
 
     def rows(self, split: TaskSplit) -> list[Row]:

@@ -242,6 +242,9 @@ class Host:
             self._leave(self._jobs[name], output)
 
     def _end_sessions(self, jobs: Iterable[HostJob]) -> None:
-        """These episodes are over, or go on elsewhere: an environment keeps nothing of them."""
+        """These episodes are over, or go on elsewhere: neither an environment nor the engine keeps anything of them."""
         if self._episodes is not None:
-            self._episodes.forget([job.request.id for job in jobs if job.known().turns or job.awaits_reply])
+            names = [job.request.id for job in jobs if job.known().turns or job.awaits_reply]
+            self._episodes.forget(names)
+            if self._backend is not None:
+                self._backend.forget(names)

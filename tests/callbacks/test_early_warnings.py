@@ -110,6 +110,11 @@ CASES = [
         {"metrics": {CLIPPED: [1.0], EQUAL: [1.0]}, "left_out": [True], "equal": ["all alike"]},
         "all answers are cut off at rollout.max_tokens and left out of the loss, so nothing is learned: raise it",
     ),
+    (
+        truncation,
+        {"metrics": {CLIPPED: after(0.1, *[0.9] * 5), "episodes/length_frac": after(0.1, *[0.3] * 5)}},
+        "30% of the answers are cut off at rollout.max_tokens",
+    ),
     (calls_fail, {"failing": ["rewards.bad failed"]}, "rewards.bad failed"),
     (
         calls_fail,
@@ -130,6 +135,7 @@ def test_a_rule_warns_and_no_other_does(rule: Rule, changed: dict[str, Any], wor
 
 
 SILENT = {
+    "episodes end at another limit": {"metrics": {CLIPPED: [0.9] * 30, "episodes/length_frac": [0.1] * 30}},
     "all is well": {},
     "a metric that a run has not": {"metrics": {name: [] for name in FINE} | {EQUAL: [0.3] * 30}},
     "the run is short": {"metrics": {name: [1.0] * (WINDOW - 1) for name in FINE}},

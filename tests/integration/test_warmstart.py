@@ -86,6 +86,23 @@ def test_messages_go_through_the_chat_template():
         assert decode(ids[(labels == IGNORE) & (mask == 1)]) == f"#{answer.removesuffix(end)}=?;"
 
 
+class Again(Asked):
+    def demonstration(self, row: Row, random_source: random.Random) -> list[dict[str, str]]:
+        turns = ("1", "2", "3;", "4")  # the second and third are what is said to the policy
+        roles = ("assistant", "user", "user", "assistant")
+        return [{"role": role, "content": text} for role, text in zip(roles, turns, strict=True)]
+
+
+def test_of_several_turns_only_the_policys_are_imitated():
+    policy = tiny_policy()
+    end = policy.tokenizer.eos_token
+    policy.tokenizer.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}#"
+    batch = DemonstrationLoader(Again(), policy, batch_size=1, num_steps=1, seed=0).batch(0)
+    ids, labels = batch["input_ids"][0], batch["labels"][0]
+    assert policy.tokenizer.decode(labels[labels != IGNORE]) == f"1{end}4{end}"
+    assert policy.tokenizer.decode(ids).partition("#")[2] == f"1{end}\n2\n3;\n#4{end}"
+
+
 def test_it_learns_and_looks_like_the_shipped_one(whole):
     assert len(KeepLosses.losses) == 12
     assert sum(KeepLosses.losses[-3:]) < 0.95 * sum(KeepLosses.losses[:3])

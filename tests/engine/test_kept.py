@@ -1,0 +1,126 @@
+"""Keys and values that stay between the turns of an episode: fewer tokens are computed, the same are sampled, no slot is lost."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from rhymerl.engine.engine import Engine
+from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
+from rhymerl.types import Output, RolloutRequest, TurnEnd
+
+STOPS = (2, 3, 4, 5)
+TURNS = 4
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return tiny_policy(num_layers=1)
+
+
+def asked(count: int, **changed) -> list[RolloutRequest]:
+    made = make_requests(count, group_size=3, max_tokens=24, stop_token_ids=STOPS)
+    return [replace(each, may_go_on=True, **changed) for each in made]
+
+
+def reply(name: str, turn: int) -> list[int]:
+    draw = random.Random(f"{name}/{turn}")
+    return [draw.randrange(1, 16) for _ in range(draw.randint(1, 9))]
+
+
+def replied(output: Output, tokens: list[int]) -> Output:
+    """Return the answer with a reply behind it."""
+    end = TurnEnd(start=len(output), stop=len(output) + len(tokens), text="")
+    return replace(output + Output.of(tokens), turns=(*output.turns, end))
+
+
+def next_turn(request: RolloutRequest, output: Output | None) -> RolloutRequest:
+    """Return the request of a turn of at most 24 tokens."""
+    most = 24 + (len(output) if output else 0)
+    return replace(request, output=output, sampling=replace(request.sampling, max_tokens=most))
+
+
+def play(engine: Engine, requests: list[RolloutRequest], *, weights_after: int | None = None) -> dict[str, list[int]]:
+    """Answer each stop with a reply, up to so many turns; returns the tokens of each episode."""
+    turns, tokens, steps = dict.fromkeys((each.id for each in requests), 0), {}, 0
+    engine.submit(requests)
+    with engine.forward.ready():
+        while engine.has_work:
+            steps += 1
+            if steps == weights_after:
+                engine.new_weights(1)
+            for done in engine.step():
+                name = done.request.id
+                turns[name] += 1
+                if done.finish_reason == "stop" and turns[name] < TURNS:
+                    engine.submit([next_turn(done.request, replied(done.output, reply(name, turns[name])))])
+                else:
+                    tokens[name] = done.token_ids.tolist()
+                    engine.forget([name])
+            engine.check_integrity()
+    return tokens
+
+
+def fed(engine: Engine) -> list[int]:
+    counts: list[int] = []
+    engine.observers.append(lambda record: counts.append(record.prompt_tokens + record.rows))
+    return counts
+
+
+def test_a_turn_computes_only_what_is_new(policy):
+    requests = asked(2)
+    engine, forgetful = Engine(policy.model), Engine(policy.model)
+    kept, again = fed(engine), fed(forgetful)
+    tokens = play(engine, requests)
+    assert tokens == play(forgetful, [replace(each, may_go_on=False) for each in requests])
+    prompts = {bytes(each.prompt.token_ids[:-1].tobytes()): len(each.prompt.token_ids) - 1 for each in requests}
+    # Each token is fed once, but for each answer's last, and the last of each prompt by all of its samples.
+    assert sum(kept) == sum(prompts.values()) + sum(map(len, tokens.values()))
+    assert sum(again) > 1.5 * sum(kept)
+    assert engine.kv.pool.num_free == forgetful.kv.pool.num_free
+    assert not engine.admission.kept.held
+
+
+@pytest.mark.parametrize(
+    "settings", [{"max_running": 2}, {"kv_tokens": 150}, {"max_pass_tokens": 5}, {"max_running": 1}]
+)
+@pytest.mark.parametrize("drafter", [None, RandomTreeDrafter(vocabulary=16)], ids=["plain", "drafts"])
+def test_others_get_the_room_that_they_need(policy, settings, drafter):
+    requests = asked(4)
+    plain = play(Engine(policy.model), [replace(each, may_go_on=False) for each in requests])
+    assert play(Engine(policy.model, drafter=drafter, **settings), requests) == plain
+
+
+def test_new_weights_leave_nothing_of_the_old(policy):
+    requests = asked(2)
+    engine, forgetful = Engine(policy.model), Engine(policy.model)
+    plain = play(forgetful, [replace(each, may_go_on=False) for each in requests], weights_after=9)
+    assert play(engine, requests, weights_after=9) == plain
+
+
+def test_another_request_of_the_name_is_computed_anew(policy):
+    """Such as one that begins again under the same weights, or one whose answer was changed."""
+    engine, request = Engine(policy.model), asked(1)[0]
+    engine.submit([request])
+    (done,) = engine.run()
+    assert done.finish_reason == "stop"
+    assert engine.admission.kept.held
+    other = done.output.token_ids.copy()
+    other[0] = 1 + other[0] % 15
+    for output in (None, replied(Output.of(other), [7])):
+        engine.submit([next_turn(request, output)])
+        changed = Engine(policy.model)
+        changed.submit([next_turn(replace(request, may_go_on=False), output)])
+        assert engine.run()[0].token_ids.tolist() == changed.run()[0].token_ids.tolist()
+        engine.check_integrity()
+
+
+def test_a_request_that_is_withdrawn_keeps_nothing(policy):
+    engine, requests = Engine(policy.model), asked(3)
+    engine.submit(requests)
+    engine.run(max_passes=1)
+    engine.withdraw()
+    engine.check_integrity()
+    assert not engine.admission.kept.held
