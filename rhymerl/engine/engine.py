@@ -127,17 +127,20 @@ class Engine:
     def run(self, deadline: float | None = None, *, max_passes: int | None = None) -> list[Completion]:
         """Step until requests have ended, nothing is left, or its clock (`now`) has passed `deadline`.
 
-        Completions are handed over every few passes: entering and leaving the engine walks all modules. With `max_passes` they
-        are handed over after so many and not before.
+        Completions are handed over every few passes, since entering and leaving the engine walks all modules; at once where one may go
+        on behind an environment's reply. With `max_passes` they are handed over after so many and not before.
         """
         finished: list[Completion] = []
-        passes = 0
+        passes, every = 0, _HAND_OVER
         with self.forward.ready():
             while self.has_work and (deadline is None or self.now() < deadline):
-                if passes == max_passes or (max_passes is None and finished and passes % _HAND_OVER == 0):
+                if passes == max_passes or (max_passes is None and finished and passes % every == 0):
                     break
-                finished += self.step()
+                new = self.step()
+                finished += new
                 passes += 1
+                if any(each.request.may_go_on for each in new):
+                    every = 1
         if not self.has_work:
             self.forward.forget()
         return finished

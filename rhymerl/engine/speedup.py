@@ -48,7 +48,8 @@ def is_due_plain(policy_version: int, pass_number: int) -> bool:
 class _Answer:
     """An answer, as far as it was sampled since the last report."""
 
-    begun: int  # tokens that it had before
+    prompt_tokens: int
+    begun: int  # tokens that are not counted: those that it had before, and replies
     context: int  # tokens in front of the first new one
     sampled: int = 0
 
@@ -61,7 +62,7 @@ class SpeedupMeter:
         self._now = now
         self._cost = LearnedCost()  # of a pass but for its drafts
         self._num_of_kind = np.zeros(2, np.int64)  # passes without and with drafts that it was learned from
-        self._answers: list[_Answer] = []  # in the order in which they were submitted
+        self._answers: dict[str, _Answer] = {}  # in the order in which they were submitted
         self._rollouts: list[list[_Answer]] = []  # the answers of earlier reports that are not compared yet
         self._open: dict[str, _Answer] = {}
         self._passes: list[PassRecord] = []
@@ -79,8 +80,10 @@ class SpeedupMeter:
             self._begin(request.id, len(request.output) if request.output else 0, len(request.prompt.token_ids))
 
     def _begin(self, name: str, tokens: int, prompt_tokens: int) -> None:
-        self._open[name] = _Answer(begun=tokens, context=prompt_tokens + tokens)
-        self._answers.append(self._open[name])
+        """A turn of an episode goes on with its answer: without drafts, too, it comes behind the one before."""
+        new = _Answer(prompt_tokens=prompt_tokens, begun=tokens, context=prompt_tokens + tokens)
+        self._open[name] = answer = self._answers.setdefault(name, new)
+        answer.begun = tokens - answer.sampled
 
     def leave(self, completions: Iterable[Completion]) -> None:
         """Requests have ended, or were taken back."""
@@ -104,7 +107,7 @@ class SpeedupMeter:
             answer.sampled = progress[name] - answer.begun
         self._close_rollout()
         for name, answer in self._open.items():
-            self._begin(name, answer.begun + answer.sampled, answer.context - answer.begun)
+            self._begin(name, answer.begun + answer.sampled, answer.prompt_tokens)
         is_evaluation, self._is_evaluation = self._is_evaluation, False
         if is_evaluation:
             return {}
@@ -124,8 +127,8 @@ class SpeedupMeter:
         if taken:
             self._taken_s += taken
             self._between_s += max(self._ended_at - self._began_at - taken, 0.0)
-            self._rollouts.append([each for each in self._answers if each.sampled])
-        self._answers, self._first_pass = [], len(self._passes)
+            self._rollouts.append([each for each in self._answers.values() if each.sampled])
+        self._answers, self._first_pass = {}, len(self._passes)
 
     def _compare(self) -> dict[str, float]:
         """Return nothing as long as the costs are not known."""

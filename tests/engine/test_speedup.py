@@ -48,6 +48,28 @@ def test_the_passes_without_drafts_are_those_of_an_engine_without_a_drafter(slot
     assert (found.rows.tolist(), found.seen.tolist()) == (rows, seen)
 
 
+def test_the_turns_of_an_episode_come_one_behind_the_other_without_drafts_too() -> None:
+    """One of three turns beside two short answers: with two slots, it is what takes its time."""
+    meter = SpeedupMeter(2, now=lambda: 0.0)
+    requests = [replace(each, id=str(n)) for n, each in enumerate(make_requests(3, max_tokens=20))]
+    turns = {0: [4, 4, 4], 1: [2], 2: [2]}
+    meter.submit(requests)
+    for number, lengths in turns.items():
+        request, output = requests[number], Output.of()
+        for turn, length in enumerate(lengths):
+            if turn:  # behind a reply of three tokens
+                output = output + Output.of([1] * 3)
+                meter.submit([replace(request, output=output)])
+            output = output + Output.of([1] * length)
+            meter.leave([Completion(request=request, output=output)])
+    meter.note(a_pass(rows=2, asked=0, seen=1, seconds=1.0))
+    meter.report({})
+    ((episode, *others),) = meter._rollouts
+    assert (episode.sampled, [each.sampled for each in others]) == (12, [2, 2])
+    plain = PlainPasses.of(np.array([12, 2, 2]), np.array([1, 1, 1]), 2)
+    assert len(plain.rows) == 12
+
+
 def feed(meter: SpeedupMeter, engine: Engine, requests, rng: np.random.Generator, *, factor: float = 1.0) -> float:
     """Answer requests on a machine of known costs; returns what is said, and compares it with what is true."""
 
@@ -123,7 +145,7 @@ def test_requests_that_move_are_counted_where_and_when_they_were_answered() -> N
     output = Output(token_ids=np.arange(5, dtype=np.int32), logprobs=np.zeros(5), policy_versions=np.zeros(5, np.int32))
     meter.leave([Completion(request=requests[0], output=output)])
     meter.report({requests[1].id: 7, requests[2].id: 0})
-    assert [(each.begun, each.context - each.begun) for each in meter._answers] == [
+    assert [(each.begun, each.context - each.begun) for each in meter._answers.values()] == [
         (7, len(requests[1].prompt.token_ids)),
         (0, len(requests[2].prompt.token_ids)),
     ]
