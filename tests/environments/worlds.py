@@ -28,6 +28,14 @@ class Counts(Environment):
         return Reply(content=f"{sum(map(ord, seen)) % 10}=", reward=0.5)
 
 
+class Ponders(Counts):
+    """Takes its time."""
+
+    def reply(self, row, turns):
+        time.sleep(0.05)
+        return super().reply(row, turns)
+
+
 class Asks(Environment):
     """Does what the row says."""
 
