@@ -11,6 +11,7 @@ import pytest
 from tests.ray.commands import answers, fit, furthest, one_process, temporary, weights
 
 pytestmark = pytest.mark.ray
+EPISODES = ["task=checked_sum", "task.train_size=12", "task.validation_size=4", "rollout.max_turns=3"]
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +31,25 @@ def test_tokens_and_weights_are_those_of_one_process(run_ahead, workers, schedul
     fit(tmp_path / "run", f"run_ahead={run_ahead}", f"workers={workers}", f"scheduler={scheduler}")
     assert answers(tmp_path / "run") == answers(alone)
     assert furthest(weights(tmp_path / "run"), weights(alone)) < 1e-9
+
+
+@pytest.fixture(scope="module")
+def episodes_alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    run_dir = tmp_path_factory.mktemp("episodes") / "run"
+    one_process(run_dir, *EPISODES)
+    yield run_dir
+    shutil.rmtree(temporary(run_dir.parent))
+
+
+@pytest.mark.parametrize(
+    ("workers", "run_ahead", "scheduler"),
+    [(1, "'off'", "fifo"), (2, "'off'", "histopipe"), (2, "draft", "sorted"), (4, "draft", "paced")],
+)
+def test_episodes_are_those_of_one_process(workers, run_ahead, scheduler, episodes_alone, tmp_path):
+    parts = [f"run_ahead={run_ahead}", f"workers={workers}", f"scheduler={scheduler}"]
+    fit(tmp_path / "run", *EPISODES, *parts)
+    assert answers(tmp_path / "run") == answers(episodes_alone)
+    assert furthest(weights(tmp_path / "run"), weights(episodes_alone)) < 1e-9
 
 
 @pytest.mark.parametrize("workers", [1, 4])
