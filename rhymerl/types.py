@@ -265,6 +265,7 @@ class Sample:
     reward: float  # weighted sum of `rewards`; NaN where the run has reward functions, and none of them applies
     rewards: Mapping[str, float]  # by reward function, of those that apply
     loss_mask: BoolArray  # [L] which tokens are trained
+    turn_weight: float = 0.0  # of the rewards that an environment gave for turns, in `reward`
 
     @property
     def prompt(self) -> Prompt:

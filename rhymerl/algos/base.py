@@ -26,6 +26,7 @@ class Batch:
     behaviour_logprobs: Tensor  # [B, T] of the policies that sampled the tokens
     limits: Tensor  # [B] int64, the most tokens that each answer could have had
     is_truncated: Tensor  # [B] bool, cut off at its limit
+    turn_rewards: Tensor | None = None  # [B, T] the part of `rewards` that turns earned, at their last tokens
     proximal_logprobs: Tensor | None = None  # [B, T] before the first update; None: as behaviour
     reference_logprobs: Tensor | None = None  # [B, T] of the policy that the run started from
     values: Tensor | None = None  # [B, T] the critic's, in front of each token, before the first update

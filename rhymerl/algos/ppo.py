@@ -23,7 +23,7 @@ from rhymerl.errors import require
 
 @dataclass(kw_only=True, eq=False)
 class PPO(PolicyGradient):
-    """Advantages by GAE from the rewards of tokens: the answer's at its last one, less the divergence at each."""
+    """Advantages by GAE from the rewards of tokens: a turn's and the answer's at their last ones, less the divergence at each."""
 
     kl_in: Literal["loss", "reward"] = "reward"
     kl_estimator: Estimator = "k1"
@@ -51,15 +51,22 @@ class PPO(PolicyGradient):
 
     def advantages(self, batch: Batch) -> Tensor:
         assert batch.values is not None, "values are computed before the advantages"
-        rewards = at_last_token(self.scores(batch), batch.mask) - self.kl_penalties(batch)
         return generalized_advantages(
-            rewards,
+            self._token_rewards(batch),
             batch.values,
             batch.mask,
             gamma=self.gamma,
             gae_lambda=self.gae_lambda,
             final_values=self._final_values(batch),
         )
+
+    def _token_rewards(self, batch: Batch) -> Tensor:
+        """Return what each token earned, [B, T]: what was not earned by a turn is earned by the last token."""
+        scores, penalties = self.scores(batch), self.kl_penalties(batch)
+        if batch.turn_rewards is None:
+            return at_last_token(scores, batch.mask) - penalties
+        rest = scores - batch.turn_rewards.sum(-1)
+        return batch.turn_rewards + at_last_token(rest, batch.mask) - penalties
 
     def _final_values(self, batch: Batch) -> Tensor | None:
         """Return the value expected of the rest of answers that a limit has cut off: partial-episode bootstrapping, arXiv 1712.00378."""

@@ -22,6 +22,9 @@ def equal_rewards(samples: Sequence[Sample], *, frac_zero_std: float, advantages
     """
     if frac_zero_std < 1:
         return None
+    turns = [turn for sample in samples for turn in sample.completion.output.turns]
+    if samples[0].turn_weight and all(turn.reward is None for turn in turns):
+        return f"the environment gave no reward in any of the {len(samples):,} episodes"
     rewards = {sample.reward for sample in samples if sample.has_reward}
     if not rewards:
         return f"no reward applies to any of the {len(samples):,} answers"

@@ -13,7 +13,14 @@ if TYPE_CHECKING:
     from rhymerl.rewards.base import Reward, RewardFn, check_columns, check_reward
     from rhymerl.rewards.build import build_rewards, plain_rewards
     from rhymerl.rewards.classifier import classifier_score
-    from rhymerl.rewards.functions import exact_match, format_match, length_penalty, numeric_match, tag_match
+    from rhymerl.rewards.functions import (
+        exact_match,
+        format_match,
+        length_penalty,
+        numeric_match,
+        tag_match,
+        turn_rewards,
+    )
     from rhymerl.rewards.mathematics import math_match
     from rhymerl.rewards.programs import code
     from rhymerl.rewards.reasoning_gym import reasoning_gym_reward
@@ -36,6 +43,7 @@ __all__ = [
     "plain_rewards",
     "reasoning_gym_reward",
     "tag_match",
+    "turn_rewards",
 ]
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of ours
@@ -58,5 +66,6 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of ours
             "plain_rewards": "build",
             "reasoning_gym_reward": "reasoning_gym",
             "tag_match": "functions",
+            "turn_rewards": "functions",
         },
     )

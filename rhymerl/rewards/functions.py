@@ -124,6 +124,11 @@ def length_penalty(completion: str, *, free_characters: int, max_characters: int
     return -min(max(excess, 0.0), 1.0)
 
 
+def turn_rewards(completion: str, *, turn_rewards: Sequence[float | None]) -> float:
+    """Return the sum of the rewards that an environment gave for the turns of an episode. PPO gets each at the end of its turn."""
+    return sum((reward for reward in turn_rewards if reward is not None), 0.0)
+
+
 def _check_not_negative(reward: Reward, name: str) -> None:
     check_argument(reward, name, lambda value: is_number(value) and value >= 0, "a number, at least 0")
 

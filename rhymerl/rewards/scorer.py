@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from rhymerl.rewards.base import Reward
 from rhymerl.rewards.calls import Call, Outcome
 from rhymerl.rewards.failures import Failures
+from rhymerl.rewards.functions import turn_rewards
 from rhymerl.rewards.local import LocalReward
 from rhymerl.rewards.pool import PendingCall, RewardPool
 from rhymerl.types import Completion
@@ -74,6 +75,11 @@ class RewardScorer:
     def begins(self) -> bool:
         """Return whether there is something to `begin` with: rewards of reward processes."""
         return bool(self._pool.rewards)
+
+    @property
+    def turn_weight(self) -> float:
+        """Return the weight that an environment's rewards of turns have in a sample's: that of the function which sums them."""
+        return sum(reward.weight for reward in self.rewards if reward.call is turn_rewards)
 
     def begin(self, key: str, text: str, columns: Mapping[str, Any], completion: Completion | None = None) -> None:
         """Let reward processes score a sample that is perhaps submitted later; nothing else of it is done before."""

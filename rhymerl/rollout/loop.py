@@ -238,6 +238,7 @@ class RolloutLoop:
             reward=sum(applied) if applied or not functions else math.nan,
             rewards=rewards,
             loss_mask=scored.output.sampled,
+            turn_weight=self.scorer.turn_weight,
         )
 
     # -- its end -------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rhymerl.algos.base import Batch
 from rhymerl.models.padding import best_starts
@@ -34,7 +35,19 @@ def step_batch(samples: Sequence[Sample]) -> Batch:
         behaviour_logprobs=torch.from_numpy(logprobs),
         limits=torch.tensor([completion.request.sampling.max_tokens for completion in completions]),
         is_truncated=torch.tensor([completion.output.is_cut for completion in completions]),
+        turn_rewards=_turn_rewards(samples, width),
     )
+
+
+def _turn_rewards(samples: Sequence[Sample], width: int) -> Tensor | None:
+    """Return what was earned at the last token of each turn, [B, width]; None where no turns are rewarded."""
+    if not any(sample.turn_weight for sample in samples):
+        return None
+    found = torch.zeros(len(samples), width, dtype=torch.float64)
+    for i, sample in enumerate(samples):
+        for turn in sample.completion.output.turns:
+            found[i, turn.start - 1] += sample.turn_weight * (turn.reward or 0.0)
+    return found
 
 
 def total_tokens(sample: Sample) -> int:

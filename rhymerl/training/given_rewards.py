@@ -10,7 +10,7 @@ from rhymerl.data import PromptDataModule, PromptLoader
 from rhymerl.distributed.first import is_first_rank
 from rhymerl.errors import ConfigError, did_you_mean
 from rhymerl.models.policy import Policy
-from rhymerl.rewards import Reward, build_rewards, check_reward, tag_match
+from rhymerl.rewards import Reward, build_rewards, check_reward, tag_match, turn_rewards
 from rhymerl.rewards.answers import check_answers
 from rhymerl.training.evaluation import EvaluationSettings
 from rhymerl.training.hyperparameters import refuse_lost
@@ -37,16 +37,21 @@ class RewardTrial:
             _LOG.warning("%s", words)
 
 
-def checked_rewards(rewards: Any, datamodule: PromptDataModule, *, evaluation: EvaluationSettings) -> list[Reward]:
-    """Return the reward functions, the task's where `rewards` is None.
+def checked_rewards(
+    rewards: Any, datamodule: PromptDataModule, *, evaluation: EvaluationSettings, environment: object = None
+) -> list[Reward]:
+    """Return the reward functions; where `rewards` is None the task's, else the sum of what an `environment` gives for turns.
 
     Raises ConfigError for none; see `check_reward` and `check_evaluation`.
     """
     refuse_lost(rewards=rewards)
     task_reward = datamodule.task.reward if datamodule.task is not None else None
-    built = build_rewards(rewards if rewards is not None else task_reward)
+    default = turn_rewards if task_reward is None and environment is not None else task_reward
+    built = build_rewards(rewards if rewards is not None else default)
     if not built:
-        raise ConfigError("rewards=null: name at least one reward function (or a task, which brings its own)")
+        raise ConfigError(
+            "rewards=null: name at least one reward function (or a task or environment, which bring their own)"
+        )
     columns, gaps = datamodule.columns, datamodule.gaps
     for reward in built:
         check_reward(reward, columns, gaps=gaps)

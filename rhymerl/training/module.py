@@ -73,7 +73,7 @@ class RhymeModule(L.LightningModule):
     """GRPO and its kin under `Trainer.fit(module, datamodule)`.
 
     Every component may be given as an object or as its config node; `model` also as a directory or hub name.
-    `rewards` None takes the reward of the datamodule's task, and `environment` None what it replies, if anything. The module holds no state of a rollout.
+    `rewards` None takes the reward of the datamodule's task, else the sum of the environment's; `environment` None what the task replies, if anything. The module holds no state of a rollout.
     """
 
     reference: PreTrainedModel | None  # set past nn.Module's registration: no submodule, and in no checkpoint
@@ -186,7 +186,7 @@ class RhymeModule(L.LightningModule):
         self.backend.check_drafting(self.drafter, self.budget)
         if self.critic is not None:
             self.critic.check(longest)
-        self._rewards = checked_rewards(self.rewards, datamodule, evaluation=self.evaluation)
+        self._rewards = checked_rewards(self.rewards, datamodule, evaluation=self.evaluation, environment=environment)
         if self.rollout.skip_special_tokens:
             check_tags(self._rewards, self.policy)
         self._trial.run(self._rewards, datamodule)

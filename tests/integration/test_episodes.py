@@ -9,18 +9,23 @@ import numpy as np
 import pytest
 import torch
 
+from rhymerl import Reward
+from rhymerl.algos import PPO
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.budgets import FixedBudget
+from rhymerl.callbacks import EarlyWarnings
 from rhymerl.drafters import HistoryTreeDrafter, NGramDrafter, NoDrafter
 from rhymerl.errors import EpisodeError
 from rhymerl.schedulers import HistoPipeScheduler, SortedScheduler
 from rhymerl.testing import RandomTreeDrafter
 from rhymerl.workers.remote.threads import ThreadBackend
-from tests.environments.worlds import Counts, Raises
-from tests.integration.training import Run, Trained
+from tests.environments.worlds import Counts, Raises, Shows
+from tests.integration.conftest import rows
+from tests.integration.training import REWARD, Run, Trained
 
 STOPS = (2, 3)
 SHORT = Run(num_steps=4, prompts_per_step=3, stop_token_ids=STOPS)
+BRIEF = Run(num_steps=2, prompts_per_step=3, stop_token_ids=STOPS)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +42,8 @@ def test_replies_are_in_answers_and_not_trained(plain):
         assert sample.loss_mask.tolist() == output.sampled.tolist()
         assert output.num_sampled <= 16
         for turn in output.turns:
-            assert output.token_ids[turn.start - 1] in (1, *STOPS)
+            is_last = turn is output.turns[-1]
+            assert output.token_ids[turn.start - 1] in (1, *STOPS) or (is_last and output.finish_reason == "length")
             assert (output.logprobs[turn.start : turn.stop] == 0).all()
 
 
@@ -72,6 +78,65 @@ def test_drafters_and_schedulers_change_no_token_and_no_weight(plain, parts):
             np.testing.assert_allclose(one.completion.logprobs, other.completion.logprobs, atol=1e-9)
     for name, weight in plain[0].items():
         torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-9)
+
+
+class SeenPPO(PPO):
+    """Keeps the batch of each step."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.seen = []
+
+    def prepare(self, batch):
+        self.seen.append(super().prepare(batch))
+        return self.seen[-1]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "names", "weight"),
+    [
+        (None, {"turn_rewards"}, 1.0),
+        ({"own": REWARD, "turns": Reward("rhymerl.rewards.turn_rewards", weight=2.0)}, {"own", "turns"}, 2.0),
+    ],
+)
+def test_ppo_gets_what_turns_earn_where_they_end(rewards, names, weight):
+    algo = SeenPPO(gamma=0.9)
+    _, steps = BRIEF.train(environment=Counts(), drafter=NoDrafter(), algo=algo, rewards=rewards)
+    assert max(len(sample.completion.output.turns) for step in steps for sample in step) == 3
+    for samples, batch in zip(steps, algo.seen, strict=True):
+        for i, sample in enumerate(samples):
+            turns = sample.completion.output.turns
+            assert set(sample.rewards) == names
+            assert sample.reward == pytest.approx(
+                weight * sum(turn.reward or 0.0 for turn in turns) + sample.rewards.get("own", 0.0)
+            )
+            earned = {turn.start - 1: weight * (turn.reward or 0.0) for turn in turns}
+            assert batch.turn_rewards[i].tolist() == [earned.get(t, 0.0) for t in range(batch.turn_rewards.shape[1])]
+            assert all(batch.mask[i, t] for t in earned)
+
+
+def test_a_run_whose_environment_gives_no_reward_says_so(caplog):
+    BRIEF.train(environment=Shows(), drafter=NoDrafter(), rewards=None, callbacks=[EarlyWarnings()])
+    assert "step 1: the environment gave no reward in any of the 12 episodes, so nothing is learned" in caplog.text
+
+
+def test_evaluations_have_episodes(rhymerl, model_dir, tmp_path):
+    size = ["task.difficulty=3", "task.validation_size=4", "rollout.max_tokens=16", "evaluation.samples=4"]
+    episodes = [
+        "environment=tests.environments.worlds.Counts",
+        "rollout.stop_token_ids=[2,3]",
+        "rewards=rhymerl.rewards.turn_rewards",
+    ]
+    done = rhymerl(
+        "evaluate", "--config=quickstart", f"model.path={model_dir}", f"run_dir={tmp_path}", *size, *episodes
+    )
+    assert done.code == 0, done.err
+    answers = rows(tmp_path / "evaluations" / "step=0.jsonl")
+    assert len(answers) == 16
+    told = [answer for answer in answers if "turns" in answer]
+    assert len(told) > 4
+    for answer in told:
+        assert answer["reward"] == sum(turn["reward"] or 0.0 for turn in answer["turns"])
 
 
 def test_an_environment_that_always_fails_ends_the_run(caplog):

@@ -37,8 +37,7 @@ class Run:
         module = RhymeModule(
             tiny_policy(dtype="float64", context=64, peaked=2.0),
             rollout=RolloutSettings(group_size=4, max_tokens=16, stop_token_ids=self.stop_token_ids),
-            rewards=REWARD,
-            **{"update": UpdateSettings(learning_rate=self.learning_rate), **parts},
+            **{"rewards": REWARD, "update": UpdateSettings(learning_rate=self.learning_rate), **parts},
         )
         recorder = Recorder()
         trainer = L.Trainer(
