@@ -14,7 +14,7 @@ import lightning as L
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from rhymerl.data.base import ONLY_SET, LocatedRow, columns_of
-from rhymerl.data.encoding import LengthLimits, PromptEncoder, check_template_arguments, encode_rows
+from rhymerl.data.encoding import LengthLimits, PromptEncoder, check_template_arguments, encode_rows, with_tools
 from rhymerl.data.loader import PromptLoader
 from rhymerl.data.sources import DataSource, Setting, read_rows
 from rhymerl.distributed.first import is_first_rank
@@ -259,7 +259,7 @@ class PromptDataModule(L.LightningDataModule):
     @property
     def template_arguments(self) -> dict[str, Any]:
         """Return the user's arguments of the chat template, with the environment's tools, if it has any."""
-        return {**(self.chat_template_kwargs or {}), **({"tools": list(self._tools)} if self._tools else {})}
+        return with_tools(self.chat_template_kwargs, self._tools)
 
     @property
     def _tells_time(self) -> bool:

@@ -6,7 +6,7 @@ import datetime
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
@@ -201,6 +201,11 @@ def check_template_arguments(chat_template_kwargs: Mapping[str, Any] | None) -> 
         json.dumps(given, sort_keys=True, default=str)  # as the fingerprint of the tokens does
     except TypeError as error:
         raise ValueError(f"chat_template_kwargs={given!r}: {error}") from error
+
+
+def with_tools(chat_template_kwargs: Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the user's arguments of a chat template, with the JSON schemas of an environment's tools, if it has any."""
+    return {**(chat_template_kwargs or {}), **({"tools": list(tools)} if tools else {})}
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any]) -> bytes:

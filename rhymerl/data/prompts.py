@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from rhymerl.data.encoding import LengthLimits, PromptEncoder, check_template_arguments, encode_rows
+from rhymerl.data.encoding import LengthLimits, PromptEncoder, check_template_arguments, encode_rows, with_tools
 from rhymerl.data.sources import DataSource, read_rows
 from rhymerl.errors import ConfigError, at_least, check_ranges
 from rhymerl.models.policy import Policy
@@ -35,8 +35,8 @@ class PromptSource:
         check_ranges(self)
         check_template_arguments(self.chat_template_kwargs)
 
-    def read(self, policy: Policy, *, max_tokens: int) -> list[Prompt]:
-        """Read, encode and check every prompt; `max_tokens` of an answer must fit behind it.
+    def read(self, policy: Policy, *, max_tokens: int, tools: Sequence[Mapping[str, Any]] = ()) -> list[Prompt]:
+        """Read, encode and check every prompt; `max_tokens` of an answer must fit behind it. `tools` are an environment's, as JSON schemas.
 
         Raises ConfigError and DataError.
         """
@@ -49,7 +49,7 @@ class PromptSource:
             policy.tokenizer,
             prompt_column=self.prompt_column,
             system_prompt=self.system_prompt,
-            chat_template_kwargs=self.chat_template_kwargs,
+            chat_template_kwargs=with_tools(self.chat_template_kwargs, tools),
         )
         limits = LengthLimits(
             context_tokens=policy.context_tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from rhymerl.environments.episodes import Episodes
 from rhymerl.environments.pool import EnvironmentPool
 from rhymerl.errors import ConfigError
 from rhymerl.tasks.base import Task
+
+_LOG = logging.getLogger(__name__)
 
 
 def prepared(given: Any, tokenizer: PreTrainedTokenizerBase) -> Environment | None:
@@ -53,6 +56,7 @@ class EpisodeSettings:
     longest_tokens: int
     num_processes: int
     lockstep: bool = False  # nothing follows the clock
+    remark: str | None = None  # how the chat template does more than append replies
 
     @property
     def words(self) -> str:
@@ -60,6 +64,11 @@ class EpisodeSettings:
         kind = type(self.environment)
         limits = self.max_turns, self.max_turn_tokens, self.max_reply_tokens
         return f"{kind.__module__}.{kind.__qualname__} {limits}"
+
+    def warn(self) -> None:
+        """Say what is remarkable; called once a run, on rank 0."""
+        if self.remark is not None:
+            _LOG.warning("environment: %s", self.remark)
 
     def encoder(self) -> ReplyEncoder:
         """Return what makes tokens of replies."""

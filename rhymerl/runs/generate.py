@@ -16,7 +16,9 @@ from rhymerl.backends.base import Backend
 from rhymerl.budgets.base import Budget
 from rhymerl.config import instantiate
 from rhymerl.data.base import columns_of
+from rhymerl.data.encoding import with_tools
 from rhymerl.drafters.base import Drafter
+from rhymerl.environments.build import EpisodeSettings, environment_of, prepared
 from rhymerl.errors import ConfigError
 from rhymerl.folders import open_folder
 from rhymerl.history import HistoryStore
@@ -28,6 +30,7 @@ from rhymerl.rewards import RewardScorer, build_rewards, check_columns
 from rhymerl.rollout import Rollout, RolloutLoop, RolloutSettings
 from rhymerl.rollout.metrics import AcceptanceTotals
 from rhymerl.schedulers.base import Scheduler
+from rhymerl.training.episodes import checked_episodes
 from rhymerl.types import Prompt
 from rhymerl.workers import backend_of_workers
 
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 _PROMPTS_AT_A_TIME = 1024  # written together: the more, the fuller the engine
+_ENVIRONMENT_WORKERS = 2  # processes
 _COLUMNS = {  # of the table
     "answers": "answers",
     "tokens": "tokens",
@@ -95,11 +99,16 @@ def generate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str,
             f"rollout.dynamic_sampling={settings.dynamic_sampling}: nothing is trained here, so no group has to teach; expected 0"
         )
     policy = _policy(config)
-    prompts = data.read(policy, max_tokens=settings.max_tokens)
+    environment = prepared(config.get("environment"), policy.tokenizer)
+    tools = environment.tool_schemas if environment is not None else ()
+    prompts = data.read(policy, max_tokens=settings.max_tokens, tools=tools)
+    episodes = _episodes(
+        environment_of(environment, data.task), policy, prompts, settings, with_tools(data.chat_template_kwargs, tools)
+    )
     whole, passes = AnswerTotals(), []
     with (
         _repeatable(config.deterministic),
-        _loop(config, policy, prompts, settings, progress) as loop,
+        _loop(config, policy, prompts, settings, episodes, progress) as loop,
         TraceWriter(out, keep_bytes=0 if config.overwrite else None) as writer,
     ):
         for number in range(config.passes):
@@ -144,6 +153,28 @@ def _policy(config: DictConfig) -> Policy:
     return policy
 
 
+def _episodes(
+    environment: Any,
+    policy: Policy,
+    prompts: Sequence[Prompt],
+    settings: RolloutSettings,
+    template_arguments: Mapping[str, Any],
+) -> EpisodeSettings | None:
+    longest = max(len(prompt.token_ids) for prompt in prompts) + settings.max_tokens + settings.most_reply_tokens
+    episodes = checked_episodes(
+        environment,
+        policy,
+        settings,
+        prompts,
+        template_arguments=template_arguments,
+        longest_tokens=min(longest, policy.context_tokens),
+        num_processes=_ENVIRONMENT_WORKERS,
+    )
+    if episodes is not None:
+        episodes.warn()
+    return episodes
+
+
 def _answers(
     loop: RolloutLoop, policy: Policy, prompts: Sequence[Prompt], number: int, settings: RolloutSettings
 ) -> Iterator[Rollout]:
@@ -156,7 +187,12 @@ def _answers(
 
 @contextmanager
 def _loop(
-    config: DictConfig, policy: Policy, prompts: Sequence[Prompt], settings: RolloutSettings, progress: ProgressBar
+    config: DictConfig,
+    policy: Policy,
+    prompts: Sequence[Prompt],
+    settings: RolloutSettings,
+    episodes: EpisodeSettings | None,
+    progress: ProgressBar,
 ) -> Iterator[RolloutLoop]:
     """A rollout loop with history, drafter and budget, once all that can be known to be wrong has been checked."""
     rewards = build_rewards(instantiate(config.rewards, key="rewards"))
@@ -168,7 +204,8 @@ def _loop(
     budget: Budget = instantiate(config.budget, key="budget", kind=Budget)
     scheduler = instantiate(config.scheduler, key="scheduler", kind=Scheduler)
     backend: Backend = backend_of_workers(instantiate(config.backend, key="backend", kind=Backend))
-    backend.check(max(len(prompt.token_ids) for prompt in prompts) + settings.max_tokens)
+    longest = max(len(prompt.token_ids) for prompt in prompts) + settings.max_tokens
+    backend.check(longest if episodes is None else episodes.longest_tokens)
     backend.check_drafting(drafter, budget)
     with backend, RewardScorer(rewards, num_processes=1) as scorer:
         backend.start(policy, drafter, budget=budget)
@@ -183,6 +220,8 @@ def _loop(
             device=policy.model.device,
             num_workers=config.get("workers"),
             progress=progress,
+            episodes=episodes,
+            lockstep=config.deterministic and episodes is not None,  # or the clock says which replies come first
         )
         with closing(loop):
             yield loop

@@ -11,6 +11,7 @@ from rhymerl.algos.policy_gradient import PolicyGradient
 from rhymerl.backends.base import Backend
 from rhymerl.data import PromptDataModule
 from rhymerl.distributed.first import is_first_rank
+from rhymerl.environments.build import EpisodeSettings
 from rhymerl.errors import ConfigError
 from rhymerl.models.policy import Policy
 from rhymerl.rollout import RolloutSettings
@@ -34,8 +35,13 @@ def check_answers_fit(policy: Policy, *, rollout: RolloutSettings, evaluation: E
             )
 
 
-def warn_of_parts(policy: Policy, rollout: RolloutSettings, **parts: object) -> None:
-    """Say, on rank 0, that no token ends an answer, where none does, and which parts keep a run from repeating bit for bit that should."""
+def warn_of_parts(
+    policy: Policy, rollout: RolloutSettings, episodes: EpisodeSettings | None = None, **parts: object
+) -> None:
+    """Say, on rank 0, what may surprise people.
+
+    No token ends an answer; a chat template does more than append replies; parts keep a run from repeating bit for bit that should.
+    """
     if not is_first_rank():
         return
     if not has_stop(policy, rollout):
@@ -43,6 +49,8 @@ def warn_of_parts(policy: Policy, rollout: RolloutSettings, **parts: object) -> 
             "rollout.stop_token_ids=[]: no stop token is known, since neither the model's config nor its tokenizer names one, so each "
             "answer goes on to rollout.max_tokens; name the tokens that end an answer"
         )
+    if episodes is not None:
+        episodes.warn()
     for name, part in parts.items() if torch.are_deterministic_algorithms_enabled() else ():
         if getattr(part, "deterministic", None) is False:
             _LOG.warning(

@@ -1,18 +1,19 @@
-"""The episodes of a module that has an environment: what its workers get, and what is checked before any compute."""
+"""The episodes of a run that has an environment: what its workers get, and what is checked before any compute."""
 
 from __future__ import annotations
 
-import logging
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from rhymerl.data import PromptDataModule
-from rhymerl.distributed.first import is_first_rank
 from rhymerl.environments.build import EpisodeSettings
 from rhymerl.environments.proof import prove
+from rhymerl.errors import ConfigError
 from rhymerl.models.policy import Policy
 from rhymerl.rollout import RolloutSettings
-
-_LOG = logging.getLogger(__name__)
+from rhymerl.types import Prompt
 
 
 class Agent(Protocol):
@@ -26,28 +27,58 @@ class Agent(Protocol):
 def episode_settings(
     environment: Any, module: Agent, datamodule: PromptDataModule, *, longest_tokens: int
 ) -> EpisodeSettings | None:
+    """Return what workers need for the episodes of a module; None where answers are of one turn. See `checked_episodes`."""
+    return checked_episodes(
+        environment,
+        module.policy,
+        module.rollout,
+        datamodule.prompts,
+        template_arguments=datamodule.template_arguments,
+        longest_tokens=longest_tokens,
+        num_processes=module.environment_workers,
+    )
+
+
+def checked_episodes(
+    environment: Any,
+    policy: Policy,
+    rollout: RolloutSettings,
+    prompts: Sequence[Prompt],
+    *,
+    template_arguments: Mapping[str, Any],
+    longest_tokens: int,
+    num_processes: int,
+) -> EpisodeSettings | None:
     """Return what workers need for episodes; None where answers are of one turn.
 
-    Raises ConfigError where the chat template cannot carry replies; says, on rank 0, where it does more than append them.
+    Raises ConfigError for an environment that no other process can have, for tools whose results prompts cannot carry, and where the
+    chat template cannot carry replies.
     """
     if environment is None:
         return None
-    policy, rollout = module.policy, module.rollout
+    try:
+        pickle.dumps(environment)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise ConfigError(f"environment: it cannot be sent to the processes that ask it: {error}") from error
     settings = EpisodeSettings(
         environment=environment,
         tokenizer=policy.tokenizer,
-        chat_template_kwargs=datamodule.template_arguments,
+        chat_template_kwargs=template_arguments,
         stop_token_ids=(*policy.stop_token_ids, *rollout.stop_token_ids),
         max_turns=rollout.max_turns,
         max_turn_tokens=rollout.max_turn_tokens,
         max_reply_tokens=rollout.max_reply_tokens,
         reply_timeout_s=rollout.reply_timeout_s,
         longest_tokens=longest_tokens,
-        num_processes=module.environment_workers,
+        num_processes=num_processes,
     )
-    if any(prompt.is_chat for prompt in datamodule.prompts):
-        has_tools = bool(getattr(environment, "tool_schemas", ()))
-        difference = prove(settings.encoder(), ["tool"] if has_tools else ["user"])
-        if difference is not None and is_first_rank():
-            _LOG.warning("environment: %s", difference)
-    return settings
+    has_tools = bool(getattr(environment, "tool_schemas", ()))
+    plain = next((prompt for prompt in prompts if not prompt.is_chat), None)
+    if has_tools and plain is not None:
+        raise ConfigError(
+            f"{plain.location}: the prompt is plain text, which shows the policy no tools and cannot carry their results; expected "
+            "chat messages, or data.system_prompt"
+        )
+    if not any(prompt.is_chat for prompt in prompts):
+        return settings
+    return replace(settings, remark=prove(settings.encoder(), ["tool" if has_tools else "user"]))

@@ -200,7 +200,7 @@ class RhymeModule(L.LightningModule):
         self.update.warn(self.model)
         datamodule.warn()
         self._trial.warn()
-        warn_of_parts(self.policy, self.rollout, drafter=self.drafter, budget=self.budget)
+        warn_of_parts(self.policy, self.rollout, self._episodes, drafter=self.drafter, budget=self.budget)
 
     def on_fit_start(self) -> None:
         self.warn(datamodule_of(self.trainer))

@@ -118,6 +118,23 @@ def test_rewards_a_task_and_compression(rhymerl: Run, tmp_path: Path) -> None:
     assert said["reward"] == pytest.approx(np.mean([each.reward for each in records]))
 
 
+def test_episodes_with_an_environment(rhymerl: Run, tmp_path: Path) -> None:
+    more = ["passes=2", "rollout.stop_token_ids=[2,3]", "rewards={turns: rhymerl.rewards.turn_rewards}"]
+    more += ["environment=tests.environments.worlds.Counts", "rollout.max_tokens=16"]
+    plain, said = recorded(rhymerl, tmp_path / "none.jsonl", "drafter=none", *more)
+    ours, with_drafts = recorded(rhymerl, tmp_path / "drafted.jsonl", "drafter=history_tree", "debug=true", *more)
+    assert_same_records(ours, plain)
+    masks = [each.sampled for each in plain if each.sampled is not None]
+    assert len(masks) > 10
+    assert sum(not mask.all() for mask in masks) > 10, "there are replies"
+    for one, two in zip(ours, plain, strict=True):
+        assert (one.sampled is None) == (two.sampled is None)
+        assert one.sampled is None or two.sampled is None or one.sampled.tolist() == two.sampled.tolist()
+    assert {each.reward for each in plain} > {0.5, 2.0}
+    assert said["reward"] == pytest.approx(np.mean([each.reward for each in plain]))
+    assert with_drafts["tokens"] == said["tokens"] < sum(len(each.response_tokens) for each in plain)
+
+
 def test_twice_the_same_file_and_only_when_asked(rhymerl: Run, tmp_path: Path) -> None:
     out = tmp_path / "a.jsonl"
     first = rhymerl(*words(out, "dtype=float32", "passes=2"))
@@ -167,6 +184,11 @@ def test_a_killed_run_leaves_whole_lines(rhymerl: Run, tmp_path: Path) -> None:
         (["out=there.jsonl", "overwrite=true", "rollout.max_tokens=200"], "set rollout.max_tokens to at most"),
         (["rollout.max_tokens=0"], "rollout.max_tokens=0: expected at least 1"),
         (["backend.kv_tokens=8"], "backend.kv_tokens=8: the longest prompt and its answer need"),
+        (["environment=tools"], "environment.calls=None: the chat template is missing; expected one of hermes"),
+        (
+            ["environment=tools", "environment.calls=hermes"],
+            "data.prompts='prompts.jsonl', line 1: the prompt is plain text",
+        ),
         (["rewards=no_such_module.fn"], "no_such_module"),
         (["rewards={each: tests.integration.test_rollout_command.needs_a_column}"], "missing_column"),
         (["drafter=crystal_ball"], "drafter='crystal_ball': expected one of history_tree, ngram, none"),
